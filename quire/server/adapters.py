@@ -158,8 +158,8 @@ def add_adapter_routes(app: FastAPI, context: ServerContext) -> None:
         """Raise ApiError where other API processes would not hear of it."""
         if context.settings.api_server_count > 1:
             raise invalid_request(
-                "with --api-server-count above 1 adapters are those of --lora-modules and --lora-dir: one process alone "
-                "would know of this one",
+                "with --api-server-count above 1 adapters are those of --lora-modules and --lora-dir: one process "
+                "alone would know of this one",
                 param="lora_name",
             )
 

@@ -11,6 +11,7 @@ from fastapi import FastAPI, Response
 from starlette.routing import Route
 
 from quire.dashboard.frame import Frame
+from quire.server.adapters import LoadAdapter, UnloadAdapter
 from quire.server.admin import (
     AbortRequest,
     Paused,
@@ -305,6 +306,8 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("post", "/abort_requests"): Operation("End answers that are being generated", None, AbortRequest, is_admins=True),
     ("post", "/stop_replica"): Operation("End a replica's engine", Replica, parameters=_REPLICA, is_admins=True),
     ("post", "/start_replica"): Operation("Start a replica again", Replica, parameters=_REPLICA, is_admins=True),
+    ("post", "/v1/load_lora_adapter"): Operation("Load an adapter", None, LoadAdapter, is_admins=True),
+    ("post", "/v1/unload_lora_adapter"): Operation("Take an adapter's name away", None, UnloadAdapter, is_admins=True),
     ("get", "/server_info"): Operation(
         "How the server is set up", ServerInfo, parameters={"config_format": "json (default) or text"}, is_admins=True
     ),

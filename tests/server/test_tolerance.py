@@ -143,11 +143,15 @@ def test_a_coerced_field_leaves_texts_alone() -> None:
     assert [message.content for message in body.messages] == ["null", ["4"]]
 
 
+OF_PICTURES = ("media_io_kwargs", "mm_processor_kwargs")
+
+
 @pytest.mark.parametrize("name", sorted(NO_EFFECT))
 def test_bookkeeping_has_no_effect(name: str) -> None:
     for value in ("x", {"a": "b"}, True):
         assert completion(**{name: value}) == completion()
-        assert chat(**{name: value}) == chat()
+        if name not in OF_PICTURES:  # which conversations alone have
+            assert chat(**{name: value}) == chat()
 
 
 @pytest.mark.parametrize("name", sorted(CHANGES_ANSWER))
