@@ -185,7 +185,7 @@ def _add_replica_routes(app: FastAPI, context: ServerContext) -> None:
 
     @app.post("/stop_replica")
     @admin
-    async def stop_replica(replica: str) -> Response:
+    async def stop_replica(replica: str = "") -> Response:
         """As AsyncLLM.stop_replica."""
         context.check_alive()
         await engine.stop_replica(whole_number("replica", replica, 0))
@@ -193,7 +193,7 @@ def _add_replica_routes(app: FastAPI, context: ServerContext) -> None:
 
     @app.post("/start_replica")
     @admin
-    async def start_replica(replica: str) -> Response:
+    async def start_replica(replica: str = "") -> Response:
         """As AsyncLLM.start_replica."""
         context.check_alive()
         return json_response(Replica(whole_number("replica", replica, 0), await engine.start_replica(int(replica))))

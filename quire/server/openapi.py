@@ -39,6 +39,7 @@ from quire.server.protocol.chat import ChatBatchRequest, ChatChunk, ChatRequest,
 from quire.server.protocol.cohere import CohereEmbedRequest, CohereEmbedResponse
 from quire.server.protocol.completion import CompletionRequest, CompletionResponse
 from quire.server.protocol.llama_cpp import (
+    LlamaChosenFields,
     LlamaCompletionRequest,
     LlamaEmbedding,
     LlamaEmbeddingRequest,
@@ -341,12 +342,14 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("post", "/api/blobs/{digest}"): _NO_MODELS._replace(parameters={"digest": "of the file"}),
     ("delete", "/api/delete"): _NO_MODELS,
     **{
-        ("post", path): _generating("Complete a prompt, in llama.cpp's words", LlamaCompletionRequest, LlamaResponse)
+        ("post", path): _generating(
+            "Complete a prompt, in llama.cpp's words", LlamaCompletionRequest, LlamaResponse
+        )._replace(or_response=LlamaChosenFields)
         for path in ("/completion", "/completions")
     },
     ("post", "/infill"): _generating(
         "Write what stands between two texts, in llama.cpp's words", LlamaInfillRequest, LlamaResponse
-    ),
+    )._replace(or_response=LlamaChosenFields),
     ("post", "/embedding"): Operation(
         "Vectors of texts, in llama.cpp's words: a list of these",
         LlamaEmbedding,

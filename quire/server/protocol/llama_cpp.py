@@ -224,6 +224,10 @@ class LlamaResponse(msgspec.Struct, kw_only=True):
     timings: LlamaTimings | UnsetType = UNSET
 
 
+class LlamaChosenFields(msgspec.Struct):
+    """The fields of an answer that `response_fields` names, by their own names."""
+
+
 class LlamaEmbedding(msgspec.Struct):
     index: int
     embedding: list[list[float]]
