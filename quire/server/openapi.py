@@ -153,6 +153,8 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
     "/v2/embed": [{"texts": ["one text", "another"], "embedding_types": ["float", "base64"]}],
     "/invocations": [{"prompt": "def add(a, b):", "max_tokens": 16}, {"messages": _HELLO, "max_tokens": 16}],
     "/abort_requests": [{"request_ids": ["cmpl-1"]}],
+    "/v1/load_lora_adapter": [{"lora_name": "sql", "lora_path": "/adapters/sql"}],
+    "/v1/unload_lora_adapter": [{"lora_name": "sql"}],
     "/detokenize": [{"tokens": [1, 2, 3]}],
     "/api/chat": [{"model": "MODEL", "messages": _HELLO, "stream": False, "options": {"num_predict": 16}}],
     "/api/generate": [{"model": "MODEL", "prompt": "hello", "stream": False, "options": {"num_predict": 16}}],
@@ -308,7 +310,9 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("post", "/stop_replica"): Operation("End a replica's engine", Replica, parameters=_REPLICA, is_admins=True),
     ("post", "/start_replica"): Operation("Start a replica again", Replica, parameters=_REPLICA, is_admins=True),
     ("post", "/v1/load_lora_adapter"): Operation("Load an adapter", None, LoadAdapter, is_admins=True),
-    ("post", "/v1/unload_lora_adapter"): Operation("Take an adapter's name away", None, UnloadAdapter, is_admins=True),
+    ("post", "/v1/unload_lora_adapter"): Operation(
+        "Take an adapter's name away", None, UnloadAdapter, is_admins=True, names_model=True
+    ),
     ("get", "/server_info"): Operation(
         "How the server is set up", ServerInfo, parameters={"config_format": "json (default) or text"}, is_admins=True
     ),
