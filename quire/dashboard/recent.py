@@ -8,11 +8,8 @@ from itertools import islice
 
 import msgspec
 
-from quire.clock import Clock, SystemClock
-from quire.kv_cache.stats import EngineStats
 from quire.metrics.progress import RequestProgress
 from quire.outputs import RequestOutput
-from quire.request import EngineRequest
 
 KEPT, SHOWN = 200, 20
 
@@ -46,33 +43,14 @@ class Recent(msgspec.Struct, frozen=True):
 
 
 class RecentRequests:
-    """A StatsListener of AsyncLLM. It hears of the requests of its own process."""
+    """Requests of this process that have ended. `EngineMetrics` tells of them: it follows each request anyway."""
 
-    def __init__(self, clock: Clock | None = None) -> None:
-        self._clock = clock or SystemClock()
-        self._running: dict[str, RequestProgress] = {}
+    def __init__(self) -> None:
         self._ended: deque[EndedRequest] = deque(maxlen=KEPT)
 
-    def record_request(self, request_id: str, request: EngineRequest, text: str | None) -> None:
-        """A request is of interest when it ends."""
-
-    def record_rejected(self, request_id: str) -> None:
-        """The client's answer says why."""
-
-    def record_stats(self, stats: EngineStats) -> None:
-        """These are in a frame anyway."""
-
-    def record_outputs(self, outputs: list[RequestOutput]) -> None:
-        now = self._clock.now()
-        for output in outputs:
-            progress = self._running.get(output.request_id)
-            if progress is None:
-                progress = self._running[output.request_id] = RequestProgress(now)
-            for completion in output.outputs:
-                progress.observe_tokens(completion, now)
-            if output.finished:
-                del self._running[output.request_id]
-                self._ended.appendleft(_ended(output, progress, now))
+    def note(self, output: RequestOutput, progress: RequestProgress, now: float) -> None:
+        """Keep what is shown of a request. output: its last one."""
+        self._ended.appendleft(_ended(output, progress, now))
 
     def recent(self) -> Recent:
         firsts = [each.time_to_first_token for each in self._ended]

@@ -70,6 +70,8 @@ class EngineMetrics(Collector):
         numbers = numbers or Numbers.alone()
         self._clock = clock or SystemClock()
         self._requests: dict[str, RequestProgress] = {}
+        self.on_finished: list[Callable[[RequestOutput, RequestProgress, float], None]] = []
+        """Calls at the end of each request, with its last output, its progress and the time."""
         self.stats = EngineStats(block_size=ready.block_size, num_blocks=ready.num_blocks)
         """The last snapshot."""
         self.names = names
@@ -144,6 +146,8 @@ class EngineMetrics(Collector):
             if output.finished:
                 del self._requests[output.request_id]
                 self._record_finished(output, progress, now)
+                for call in self.on_finished:
+                    call(output, progress, now)
 
     def _record_finished(self, output: RequestOutput, progress: RequestProgress, now: float) -> None:
         num_prompt, longest = len(output.prompt_token_ids), progress.longest

@@ -30,7 +30,7 @@ def add_live_routes(app: FastAPI, context: ServerContext) -> None:
         return encoder.encode(await take_frame(context, recent))
 
     recent = RecentRequests()
-    context.engine.add_listener(recent)
+    context.metrics.on_finished.append(recent.note)
     feed = Feed(poll)
     context.on_close.append(feed.close)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from quire.clock import VirtualClock
 from quire.dashboard.recent import KEPT, SHOWN, RecentRequests
+from quire.metrics.progress import RequestProgress
 from quire.outputs import CompletionOutput, RequestMetrics, RequestOutput
 
 
@@ -20,17 +21,20 @@ def output(request_id: str, num_tokens: int, finish_reason: str | None, first: f
 
 def test_the_latest_come_first_and_most_are_counted() -> None:
     clock = VirtualClock()
-    requests = RecentRequests(clock)
+    requests = RecentRequests()
     assert requests.recent().ended == []
     assert requests.recent().seconds is None
     for number in range(KEPT + 50):
-        requests.record_outputs([output(f"r{number}", 1, None, 0.5)])
+        progress = RequestProgress(clock.now())
+        progress.observe_tokens(output(f"r{number}", 1, None, 0.5).outputs[0], clock.now())
         clock.advance(0.01 * number)
-        requests.record_outputs([output(f"r{number}", 2, "length", 0.5)])
+        last = output(f"r{number}", 2, "length", 0.5)
+        progress.observe_tokens(last.outputs[0], clock.now())
+        requests.note(last, progress, clock.now())
     found = requests.recent()
     assert [each.request_id for each in found.ended] == [f"r{KEPT + 49 - back}" for back in range(SHOWN)]
-    last = found.ended[0]
-    assert (last.finish_reasons, last.num_prompt_tokens, last.num_cached_tokens, last.num_generated) == (
+    first = found.ended[0]
+    assert (first.finish_reasons, first.num_prompt_tokens, first.num_cached_tokens, first.num_generated) == (
         ["length"], 3, 1, 3,
     )  # fmt: skip
     assert found.time_to_first_token is not None
@@ -42,8 +46,8 @@ def test_the_latest_come_first_and_most_are_counted() -> None:
 
 
 def test_a_request_that_never_got_a_token_has_no_times() -> None:
-    requests = RecentRequests(VirtualClock())
-    requests.record_outputs([output("r", 0, "abort", None)])
+    requests = RecentRequests()
+    requests.note(output("r", 0, "abort", None), RequestProgress(0.0), 0.0)
     found = requests.recent()
     assert (found.ended[0].seconds, found.ended[0].time_to_first_token) == (None, None)
     assert found.seconds is None
