@@ -357,8 +357,11 @@ class Scheduler:
         preempted = False
         most = -(-len(running) // self._num_stages)
         index = 0
-        while (index := builder.place_steady(running, index)) < len(running):
+        while index < len(running):
             sequence = running[index]
+            if sequence.num_computed_tokens < sequence.fast_path_until:
+                index = builder.place_steady(running, index)
+                continue
             index += 1  # a preemption removes only entries behind this index
             request = sequence.request
             if len(builder.sequences) >= most and builder.sequences[-1].request is not request:
