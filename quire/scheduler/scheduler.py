@@ -14,7 +14,6 @@ from itertools import count, repeat
 
 from quire.config.adapters import NO_ADAPTERS, AdaptersConfig
 from quire.config.scheduler import SchedulerConfig
-from quire.decoding.beam import BeamSearch
 from quire.decoding.drafts import (
     NO_DRAFTER,
     NO_DRAFTS,
@@ -116,14 +115,8 @@ class Scheduler:
         reject_impossible(request, self.kv, self._registration.num_usable, self._limits)
         if request.register_prefix:
             self._registration.reserve(request, self._requests.values())
-        request.sequences = create_sequences(request, source, self._seq_ids)
+        create_sequences(request, source, self._seq_ids, self.kv)
         self.matching.begin(request)
-        if not request.bypass_prefix_cache:
-            keys = request.extra_keys(self.kv.block_size)
-            for sequence in request.sequences:
-                sequence.chain = self.kv.new_chain(request.cache_salt, keys)
-        if request.params.use_beam_search:
-            request.beam_search = BeamSearch(request)
         self._requests[request.request_id] = request
         if point is not None and any(point.token_ids):  # it goes on as one that was preempted
             request.status = RequestStatus.PREEMPTED
@@ -289,13 +282,11 @@ class Scheduler:
         num_tokens = sum([len(update.new_token_ids) for update in updates]) - len(updates) if updates else 0
         for sequence, new_ids, token_logprobs in sampled:
             sequence.num_pending_tokens -= 1
-            if sequence.finish_reason is not None:
-                continue
+            if sequence.finish_reason is not None or not new_ids:
+                continue  # it has ended, or the workers have discarded the sample
             request, token_ids = sequence.request, sequence.token_ids
             if request.register_prefix and sequence.blocks is None:
                 continue  # preempted meanwhile: the prefix has no blocks to register and is computed again
-            if not new_ids:
-                continue  # the workers have discarded the sample
             if has_drafts:
                 new_ids = take_accepted(sequence, new_ids, self.kv)
                 num_tokens += len(new_ids) - 1

@@ -212,7 +212,7 @@ async def test_unknown_calls_are_user_errors(engine: AsyncLLM) -> None:
     assert await engine.reset_prefix_cache() == 0
 
 
-class Recorder:
+class Recorder(StatsListener):
     def __init__(self) -> None:
         self.outputs: list[RequestOutput] = []
         self.stats: list[EngineStats] = []
