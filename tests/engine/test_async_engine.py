@@ -18,6 +18,7 @@ from quire.config.options import EngineOptions
 from quire.engine import output_processor
 from quire.engine.async_engine import AsyncLLM
 from quire.engine.messages import AddRequest, ClientMessage
+from quire.engine.output_stream import StatsListener
 from quire.errors import (
     ConfigError,
     EngineDeadError,
