@@ -421,14 +421,14 @@ async def test_a_failure_of_one_request_s_output_ends_it_alone(
     recorder = Recorder()
     engine.add_listener(recorder)
     bystander = await begin(engine, "bystander")
-    original = output_processor._RequestState.take
+    original = output_processor._RequestState.take_update
 
     def take(self: output_processor._RequestState, update: SequenceUpdate) -> bool:
         if update.request_id.startswith("victim"):
             raise Panic("index out of bounds")
         return original(self, update)
 
-    monkeypatch.setattr(output_processor._RequestState, "take", take)
+    monkeypatch.setattr(output_processor._RequestState, "take_update", take)
     with pytest.raises(InternalError, match="Panic: index out of bounds"):
         await collect(engine, [1, 2], LONG, request_id="victim")
     while (await engine.stats()).num_running > 1:
