@@ -452,7 +452,7 @@ class Fleet:
             with self._lock:
                 if attempt or (member.is_lost and member.is_wanted):
                     pause = RETRY_SECONDS if member.is_lost else PAUSE_SECONDS * 2 ** (attempt - 1)
-                    self._lock.wait_for(lambda: self._death is not None, pause)
+                    self._lock.wait_for(lambda: self._death is not None or not member.is_wanted, pause)
                 while not member.is_wanted and self._death is None:
                     if not member.is_lost:
                         self._lose(member, f"{member.name} was stopped")
