@@ -232,6 +232,9 @@ def as_text(report: Report) -> str:
         ("parameters", _parameters(plan)),
         ("weights", f"{format_bytes(plan.weight_bytes)} as {plan.weight_format} ({weights})"),
     ]
+    if plan.draft_weight_bytes:
+        share = f"{format_bytes(plan.draft_weight_bytes)} of the weights"
+        rows.append(("draft model", f"{share}, and layers behind the model's {model.num_layers}"))
     if plan.checkpoint is not None:
         stored = ", ".join(f"{name} {format_bytes(size)}" for name, size in plan.checkpoint.bytes.items())
         rows.append(("checkpoint", f"{stored} in {plan.checkpoint.num_files} {plan.checkpoint.format} file(s)"))
