@@ -354,6 +354,7 @@ def as_dict(report: Report) -> dict[str, Any]:
         "num_parameters": plan.shape.parameters(),
         "num_active_parameters": plan.shape.active_parameters(),
         "weight_bytes": plan.weight_bytes,
+        "draft_weight_bytes": plan.draft_weight_bytes,
         "weight_bytes_by_dtype": {name: plan.weight_bytes_as(name) for name in DTYPE_BYTES},
         "weight_bytes_per_device": plan.device_weight_bytes,
         "checkpoint_bytes_by_dtype": None if checkpoint is None else dict(checkpoint.bytes),

@@ -89,9 +89,10 @@ def test_the_model_that_makes_drafts(model: str, capsys: pytest.CaptureFixture[s
     """Its weights count, and its layers share the blocks."""
     flags = ["--memory", "4GiB", "--speculative-config", json.dumps({"model": model, "num_speculative_tokens": 2})]
     without, found = plan_json(capsys, model, *flags[:2]), plan_json(capsys, model, *flags)
-    for name in ("weight_bytes", "activation_bytes", "kv_bytes_per_token"):
+    assert 2 * found["draft_weight_bytes"] == found["weight_bytes"]
+    for name in ("weight_bytes", "activation_bytes_estimate", "kv_bytes_per_token"):
         assert found[name] == 2 * without[name]
-    assert main([model, *flags]) == 0
+    assert main(["plan", model, *flags]) == 0
     assert "draft model" in capsys.readouterr().out
 
 
