@@ -152,7 +152,10 @@ class ModelRunner:
         if not plan.seq_ids:
             return Launched(plan)
         swaps_out = plan.transfers is not None and plan.transfers.swap_out
-        if swaps_out and transfers.is_reading(requests.tables.written(batch.rows, batch.starts, batch.ends)):
+        if swaps_out and (
+            self._compute.writes_ahead
+            or transfers.is_reading(requests.tables.written(batch.rows, batch.starts, batch.ends))
+        ):
             transfers.wait()
         launched = Launched(plan)
         computed = Computed(launched, step, step.forward(), batch, sampled, pooled)
