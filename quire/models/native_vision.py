@@ -30,7 +30,7 @@ class NativeVision:
         self._tower = tower
         self.config = tower.config
         self._runtime = runtime
-        self._backend = NativeEncoder()
+        self._backend = NativeEncoder(tower.context.dtype == torch.bfloat16)
         self._arena, self._scratch = Scratch(), Scratch()
         self._programs: dict[object, RecordedProgram] = {}
 
