@@ -19,14 +19,14 @@ void prefetch_floats(const float* from, int64_t count) {
 }
 
 // Rows that are computed for `count` rows: heights of register tiles.
-int64_t computed_rows(int64_t count) {
+[[maybe_unused]] int64_t computed_rows(int64_t count) {
   if (count <= 4) return count;
   if (kTileRows > 4 && count <= 6) return 6;
   return kTileRows > 6 && count <= 8 ? 8 : kTileRows;
 }
 
 // The rows of an item and those that fill its last register tile up.
-int64_t with_filling(int64_t rows) {
+[[maybe_unused]] int64_t with_filling(int64_t rows) {
   const int64_t whole = rows / kTileRows * kTileRows;
   return whole + computed_rows(rows - whole);
 }
