@@ -105,6 +105,20 @@ def check_ranks_fit(options: EngineOptions, model: ModelConfig) -> None:
         raise _refused(options, reason, name)
 
 
+def check_experts_fit(options: EngineOptions, model: ModelConfig) -> None:
+    """Raise ConfigError for a model whose experts cannot be dealt to the ranks."""
+    tp, experts = options.tensor_parallel_size, model.shape.experts
+    reason = None
+    if experts is None:
+        reason = f"{model.architecture} has no experts"
+    elif experts.num_experts < tp:
+        reason = f"the model's {experts.num_experts} experts are fewer than tensor_parallel_size={tp}"
+    elif options.data_parallel_size > 1:
+        reason = "the ranks of one replica share experts out so far, and data_parallel_size is more than 1"
+    if reason is not None:
+        raise ConfigError(f"enable_expert_parallel is not possible: {reason}", param="enable_expert_parallel")
+
+
 def check_stages_fit(options: EngineOptions, speculation: SpeculationConfig) -> None:
     """Raise ConfigError for what the stages of a pipeline do not compute yet."""
     if speculation.max_drafts:

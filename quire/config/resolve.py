@@ -20,13 +20,14 @@ from quire.config.device import (
 )
 from quire.config.engine import EngineConfig
 from quire.config.hf_config import ModelChoices, load_model_config, stored_dtype
-from quire.config.load import LoadConfig
+from quire.config.load import EXPERT_PLACEMENTS, LoadConfig
 from quire.config.media import MediaConfig
 from quire.config.mla_prompt import expands_prompts
 from quire.config.model import CACHE_DTYPE_BYTES, ModelConfig
 from quire.config.options import EngineOptions
 from quire.config.parallel import (
     ParallelConfig,
+    check_experts_fit,
     check_ranks_available,
     check_ranks_fit,
     check_replicas,
@@ -146,6 +147,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
             load_format=choice("load_format", options.load_format, LOAD_FORMATS),
             seed=options.seed & (2**63 - 1),
             counts_experts=_counts_experts(options, model),
+            expert_placement=_expert_placement(options, model),
         ),
         device=DeviceConfig(
             device=device,
@@ -347,6 +349,15 @@ def _counts_experts(options: EngineOptions, model: ModelConfig) -> bool:
     return options.expert_counts
 
 
+def _expert_placement(options: EngineOptions, model: ModelConfig) -> str | None:
+    """None: whole experts are not dealt. Raises ConfigError for a model whose experts cannot be."""
+    strategy = choice("expert_placement_strategy", options.expert_placement_strategy, EXPERT_PLACEMENTS)
+    if not options.enable_expert_parallel:
+        return None
+    check_experts_fit(options, model)
+    return strategy if options.tensor_parallel_size > 1 else None
+
+
 def _why_not_native(model: ModelConfig) -> str | None:
     if not has_native_kernels():
         return "this installation was built without the native CPU kernels"
@@ -405,7 +416,8 @@ def _parallel(options: EngineOptions) -> ParallelConfig:
     """The ranks of one replica."""
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
         positive(name, getattr(options, name))
-    return ParallelConfig(tp=options.tensor_parallel_size, pp=options.pipeline_parallel_size)
+    tp = options.tensor_parallel_size
+    return ParallelConfig(tp=tp, pp=options.pipeline_parallel_size, ep=tp if options.enable_expert_parallel else 1)
 
 
 def _cache(options: EngineOptions, defaults: Defaults, model: ModelConfig) -> CacheConfig:

@@ -7,7 +7,7 @@ from quire.config.vllm.record import VllmFlag, noted, refused, so, to
 ONE_MACHINE = "all ranks run on this machine"
 ONE_ROUTER = "all replicas are on this machine, behind the server's own router: --data-parallel-size says how many"
 NO_CONTEXT_RANKS = "one rank holds the whole context of a sequence"
-NO_EXPERT_RANKS = "each rank has its share of every expert: the answers are the same"
+NO_EXPERT_RANKS = "the ranks of a host have all tokens, and add up what experts give over shared memory"
 ALL_RANKS_ALIKE = "the ranks of a host add up over shared memory"
 NO_EXPERT_ADAPTERS = "experts take no adapters yet"
 KERNELS_CHOSEN = "kernels are chosen by the device and the shape"
@@ -46,7 +46,7 @@ PARALLEL: tuple[VllmFlag, ...] = (
     refused("data_parallel_external_lb", "flag", ONE_ROUTER, False, short=("-dpe",)),
     refused("data_parallel_multi_port_external_lb", "flag", ONE_ROUTER, False, short=("-dpm",)),
     noted("enable_hc_sp", "flag", ALL_RANKS_ALIKE, False),
-    noted("enable_expert_parallel", "flag", NO_EXPERT_RANKS, False, short=("-ep",)),
+    to("enable_expert_parallel", "flag", short=("-ep",), why="over the ranks of tensor_parallel_size so far"),
     noted("enable_batch_sharded_sampling", "flag", "every rank has all logits", False),
     noted("enable_ep_weight_filter", "flag", NO_EXPERT_RANKS, False),
     noted("all2all_backend", "text", NO_EXPERT_RANKS),
@@ -61,7 +61,7 @@ PARALLEL: tuple[VllmFlag, ...] = (
     noted("disable_nccl_for_dp_synchronization", "flag", ONE_ROUTER, True, False),
     noted("enable_eplb", "flag", NO_EXPERT_RANKS, False),
     noted("eplb_config", "json", NO_EXPERT_RANKS, {}),
-    noted("expert_placement_strategy", "text", NO_EXPERT_RANKS, "linear"),
+    to("expert_placement_strategy", "text"),
     noted("max_parallel_loading_workers", "int", "each rank reads its own part of the weights"),
     noted("ray_workers_use_nsight", "flag", "there is no Ray", False),
     noted("disable_custom_all_reduce", "flag", ALL_RANKS_ALIKE, True, False),
