@@ -37,6 +37,7 @@ GB = 10**9
 IRRELEVANT_OPTIONS = (
     "tokenizer", "device", "seed", "load_format", "attention_backend", "matmul_precision", "num_threads", "step_log",
     "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "expert_placement_strategy",
+    "distributed_executor_backend", "ray_placement",
     "skip_tokenizer_init", "enforce_eager", "cuda_graphs", "cuda_graph_sizes", "batch_invariant", "expert_counts",
     "activation_bits",
 )  # fmt: skip

@@ -65,6 +65,8 @@ class EngineKeywords(TypedDict, total=False):
     data_parallel_size: int
     enable_expert_parallel: bool
     expert_placement_strategy: str
+    distributed_executor_backend: str
+    ray_placement: str
     attention_backend: str
     kv_cache_dtype: str
     mla_prompt: str

@@ -239,9 +239,9 @@ class ModelShape:
         return max(layer.intermediate for layer in self.layer_counts)
 
     def stages(self, pp: int) -> tuple[range, ...]:
-        """The layers of each of `pp` pipeline stages, at least one, so that the longest stage is as short as can be: of a
-        step of decodes, each of which passes the output projection on the last stage, and of one of a prompt, which
-        hardly does; relative to the mean of each."""
+        """The layers of each of `pp` pipeline stages, at least one, so that the longest stage is as short as can be,
+        relative to the mean: of a step of decodes, which pass the output projection on the last stage, and of one of a
+        prompt, which hardly does."""
         rest = LAYER_OVERHEAD * self.hidden
         costs = [self._dense_parameters(layer) + self._active_experts(layer) + rest for layer in self.layers]
         before = [0, *accumulate(costs)]

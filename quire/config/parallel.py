@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
+from quire.config.checks import choice
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.config.speculation import OPTION as SPECULATION
@@ -12,6 +14,10 @@ from quire.errors import ConfigError
 
 MAX_RANKS = 64
 """Processes on one host."""
+
+
+EXECUTORS = ("uni", "mp", "ray")
+RAY_PLACEMENTS = ("pack", "strict_spread")
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,27 @@ def check_ranks_available(options: EngineOptions, is_accelerated: bool) -> None:
         raise ConfigError(message, param="tensor_parallel_size" if tp > 1 else "pipeline_parallel_size")
     if is_accelerated:
         raise _refused(options, "runs on a CPU so far: choose device='cpu'", "device")
+
+
+def choose_executor(options: EngineOptions, parallel: ParallelConfig, is_accelerated: bool) -> str:
+    """One of EXECUTORS. Raises ConfigError for one that does not run these ranks."""
+    name = "distributed_executor_backend"
+    asked = choice(name, options.distributed_executor_backend, ("auto", *EXECUTORS))
+    count = parallel.num_devices
+    if asked == "auto":
+        return "mp" if count > 1 else "uni"
+    reason = None
+    if asked == "uni" and count > 1:
+        reason = f"one process is one rank, and there are {count}: choose 'mp' or 'ray'"
+    elif asked != "uni" and is_accelerated:
+        reason = "ranks run on a CPU so far: choose device='cpu'"
+    elif asked == "ray" and parallel.pp > 1:
+        reason = "stages of a pipeline are processes of one host so far: choose 'mp', or tensor_parallel_size"
+    elif asked == "ray" and find_spec("ray") is None:
+        reason = "Ray is not installed: pip install 'quire[ray]'"
+    if reason is not None:
+        raise ConfigError(f"{name}={asked!r} is not possible: {reason}", param=name)
+    return asked
 
 
 def check_replicas(options: EngineOptions, is_accelerated: bool) -> None:

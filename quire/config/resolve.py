@@ -26,12 +26,14 @@ from quire.config.mla_prompt import expands_prompts
 from quire.config.model import CACHE_DTYPE_BYTES, ModelConfig
 from quire.config.options import EngineOptions
 from quire.config.parallel import (
+    RAY_PLACEMENTS,
     ParallelConfig,
     check_experts_fit,
     check_ranks_available,
     check_ranks_fit,
     check_replicas,
     check_stages_fit,
+    choose_executor,
 )
 from quire.config.pooling import RUNNERS
 from quire.config.quantization import ROUNDED, QuantizationConfig
@@ -168,6 +170,8 @@ def resolve(options: EngineOptions) -> EngineConfig:
         output_window=_output_window(options),
         step_log=None if options.step_log is None else Path(options.step_log).expanduser(),
         parallel=parallel,
+        executor=choose_executor(options, parallel, is_accelerated),
+        ray_placement=choice("ray_placement", options.ray_placement, RAY_PLACEMENTS),
         speculation=speculation,
         adapters=_adapters(options, model, backend),
         structured_outputs=StructuredOutputsConfig.of(options.structured_outputs_config or {}),

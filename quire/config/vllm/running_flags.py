@@ -16,7 +16,7 @@ ONE_PLACE = "the KV cache serves one engine"
 LOGGED = "QUIRE_LOG_LEVEL sets what the log has, QUIRE_LOG_FORMAT its form"
 
 PARALLEL: tuple[VllmFlag, ...] = (
-    noted("distributed_executor_backend", "text", "one process a rank on this machine", "mp", "uni"),
+    to("distributed_executor_backend", "text", why="uni, mp or ray; on a CPU so far"),
     to("pipeline_parallel_size", "int", short=("-pp",), why="on a CPU so far"),
     noted("master_addr", "text", ONE_MACHINE, "127.0.0.1"),
     noted("master_port", "int", ONE_MACHINE),
@@ -63,7 +63,7 @@ PARALLEL: tuple[VllmFlag, ...] = (
     noted("eplb_config", "json", NO_EXPERT_RANKS, {}),
     to("expert_placement_strategy", "text"),
     noted("max_parallel_loading_workers", "int", "each rank reads its own part of the weights"),
-    noted("ray_workers_use_nsight", "flag", "there is no Ray", False),
+    noted("ray_workers_use_nsight", "flag", "steps are logged with --step-log", False),
     noted("disable_custom_all_reduce", "flag", ALL_RANKS_ALIKE, True, False),
     refused("worker_cls", "text", "no code of users runs in the engine", "auto"),
     refused("worker_extension_cls", "text", "no code of users runs in the engine", ""),
@@ -193,7 +193,7 @@ OLDER: tuple[VllmFlag, ...] = (
     noted("scheduler_delay_factor", "float", "prompts do not wait for more of them", 0),
     noted("use_v2_block_manager", "flag", "there is one block manager", True, False),
     noted("disable_async_output_proc", "flag", "--queue-depth plans ahead", False),
-    noted("worker_use_ray", "flag", "there is no Ray", False),
+    to("worker_use_ray", "flag", "distributed_executor_backend", values={True: "ray", False: "auto"}),
     noted("disable_mm_preprocessor_cache", "flag", "mm_processor_cache_gb 0 keeps no processed pictures", False),
     refused("enable_prompt_adapter", "flag", "vLLM has removed prompt adapters", False),
 )
