@@ -11,6 +11,7 @@ from quire.config.options import EngineOptions
 from quire.config.speculation import OPTION as SPECULATION
 from quire.config.speculation import SpeculationConfig
 from quire.errors import ConfigError
+from quire.utils.extras import how_to_install
 
 MAX_RANKS = 64
 """Processes on one host."""
@@ -91,7 +92,7 @@ def choose_executor(options: EngineOptions, parallel: ParallelConfig, is_acceler
     elif asked == "ray" and parallel.pp > 1:
         reason = "stages of a pipeline are processes of one host so far: choose 'mp', or tensor_parallel_size"
     elif asked == "ray" and find_spec("ray") is None:
-        reason = "Ray is not installed: pip install 'quire[ray]'"
+        reason = f"Ray is not installed: {how_to_install('ray')}"
     if reason is not None:
         raise ConfigError(f"{name}={asked!r} is not possible: {reason}", param=name)
     return asked

@@ -51,7 +51,7 @@ class RayPulse:
             if asked is not None and asked.exception() is None:
                 self._stalled = decode_beats(bytes([asked.result()]))
                 self._heartbeat.beat()
-            self._asked = self._actor.beat.remote().future()
+            self._asked = self._actor.beat.options(concurrency_group="beat").remote().future()
         return VitalSigns(self._heartbeat.silence, math.inf if self._stalled is None else self._stalled)
 
     def close(self) -> None:
@@ -87,7 +87,7 @@ class RayRanks(RankCalls):
             ray.get(begun)
             self._pulses += [RayPulse(actor) for actor in self._actors]
             for rank, actor in enumerate(self._actors):
-                self._await(rank, actor.live.remote())
+                self._await(rank, actor.live.options(concurrency_group="live").remote())
             self._reader.start()
             self.call(JOIN, config)
         except BaseException as error:
@@ -112,7 +112,7 @@ class RayRanks(RankCalls):
                 f"its nodes have {', '.join(map(str, cores))} CPUs, some of them taken",
                 param="distributed_executor_backend",
             )
-        make = ray.remote(num_cpus=num_threads, max_restarts=0, concurrency_groups={"beat": 1, "live": 1})(_Actor)
+        make = ray.remote(num_cpus=num_threads, max_restarts=0, concurrency_groups={"beat": 1, "live": 1})(RayRank)
         places = (PlacementGroupSchedulingStrategy(self._placement, index) for index in range(self._num_ranks))
         return [make.options(scheduling_strategy=place).remote() for place in places]
 
@@ -161,18 +161,6 @@ class RayRanks(RankCalls):
                 remove_placement_group(self._placement)
         if self._has_connected:
             ray.shutdown()
-
-
-class _Actor(RayRank):
-    """What Ray makes: methods that answer beside the others have threads of their own."""
-
-    @ray.method(concurrency_group="beat")
-    def beat(self) -> int:
-        return super().beat()
-
-    @ray.method(concurrency_group="live")
-    def live(self) -> None:
-        super().live()
 
 
 def _connect(num_cpus: int) -> bool:

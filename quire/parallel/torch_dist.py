@@ -30,13 +30,14 @@ class NetworkMeeting:
     @classmethod
     def open(cls, address: str, port: int = 0) -> NetworkMeeting:
         """The first rank's. port: 0: any that is free."""
-        store = torch.distributed.TCPStore(address, port, is_master=True, wait_for_workers=False)
-        return cls(store, address)
+        library: Any = torch.distributed
+        return cls(library.TCPStore(address, port, is_master=True, wait_for_workers=False), address)
 
     @classmethod
     def at(cls, host: str, port: int, address: str) -> NetworkMeeting:
         """Another rank's, at the first one's store."""
-        return cls(torch.distributed.TCPStore(host, port, is_master=False), address)
+        library: Any = torch.distributed
+        return cls(library.TCPStore(host, port, is_master=False), address)
 
     @property
     def port(self) -> int:
@@ -56,12 +57,11 @@ class GlooGroup:
         self.size = size
         library: Any = torch.distributed  # its type stubs leave out what makes a group by itself
         options = library.ProcessGroupGloo._Options()
-        is_local = isinstance(meeting_point, Path)
-        address = LOOPBACK if is_local else meeting_point.address
-        options._devices = [library.ProcessGroupGloo.create_device(hostname=address)]
+        if isinstance(meeting_point, Path):
+            meeting_point = NetworkMeeting(library.FileStore(str(meeting_point), size), LOOPBACK)
+        options._devices = [library.ProcessGroupGloo.create_device(hostname=meeting_point.address)]
         options._timeout = COLLECTIVE_TIMEOUT
-        store = library.FileStore(str(meeting_point), size) if is_local else meeting_point.store
-        self._group: Any = library.ProcessGroupGloo(store, rank, size, options)
+        self._group: Any = library.ProcessGroupGloo(meeting_point.store, rank, size, options)
         self.barrier()
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
