@@ -126,8 +126,10 @@ class MixtureOfExperts:
         counts = None
         if context.expert_counts is not None:
             counts = context.expert_counts.add_layer(count, context.device)
-        stacks = (create(shape, len(self._places)) for shape in (gate_up, down))
-        self._weights = ExpertWeights(*stacks, gating, shape.weighs_input, counts, places)
+        held = len(self._places)
+        self._weights = ExpertWeights(
+            create(gate_up, held), create(down, held), gating, shape.weighs_input, counts, places
+        )
 
     def __call__(self, x: Value, residual: Value) -> Value:
         """[T, size] each -> [T, size]; the residual is used up."""

@@ -121,7 +121,7 @@ def test_a_cluster_without_a_place(cluster: Any, model_path: Path, monkeypatch: 
     from quire.executors import ray_ranks
 
     monkeypatch.setattr(ray_ranks, "PLACEMENT_SECONDS", 1.0)
-    config = configured(model_path, tensor_parallel_size=3, distributed_executor_backend="ray")
-    with pytest.raises(ConfigError, match=r"Ray has no place for 3 ranks of 1 CPUs each \(ray_placement=pack\)"):
+    config = configured(model_path, tensor_parallel_size=2, num_threads=2, distributed_executor_backend="ray")
+    with pytest.raises(ConfigError, match=r"Ray has no place for 2 ranks of 2 CPUs each \(ray_placement=pack\)"):
         ray_ranks.RayRanks(config)
     eventually(lambda: not taken())
