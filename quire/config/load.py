@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 EXPERT_PLACEMENTS = ("linear", "round_robin")
 """Runs of neighbouring experts on each rank; or every n-th expert on one of n ranks."""
@@ -20,3 +20,9 @@ class LoadConfig:
     seed: int
     counts_experts: bool = False
     expert_placement: str | None = None
+
+
+def draft_load(load: LoadConfig) -> LoadConfig:
+    """The loading of the model that makes drafts beside one that is loaded so: random weights for both, else from
+    whatever files each has."""
+    return replace(load, load_format="dummy" if load.load_format == "dummy" else "auto", counts_experts=False)

@@ -8,8 +8,8 @@ from importlib.util import find_spec
 from quire.config.checks import choice
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
-from quire.config.speculation import OPTION as SPECULATION
 from quire.config.speculation import SpeculationConfig
+from quire.config.speculation_keys import OPTION as SPECULATION
 from quire.errors import ConfigError
 from quire.utils.extras import how_to_install
 
