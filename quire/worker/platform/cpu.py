@@ -128,6 +128,10 @@ class CpuPlatform:
         ):
             if count > 1:
                 code[what] = f"{number} of {count}"
+        if self.stage.count > 1:
+            code["layers"] = f"{self.stage.layers.start} to {self.stage.layers.stop}"
+        if self._config.load.expert_placement is not None:  # sums of a layer have another order
+            code["experts"] = self._config.load.expert_placement
         return code
 
     def load_model(self, progress: Progress) -> CausalLM:
