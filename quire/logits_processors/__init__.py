@@ -13,17 +13,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
 from quire.errors import ConfigError, UserError
 from quire.sampling_params import SamplingParams
 
-if TYPE_CHECKING:
-    import torch
-
 State = TypeVar("State")
+Tensor: TypeAlias = Any
+"""A torch.Tensor. Front ends import processors too, and no torch."""
 
 
 class MoveDirectionality(Enum):
@@ -70,11 +69,11 @@ class LogitsProcessor(ABC):
         return True
 
     @abstractmethod
-    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+    def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:
         """vllm_config: the engine's configuration (quire/config/engine.py). device: of the logits."""
 
     @abstractmethod
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+    def apply(self, logits: Tensor) -> Tensor:
         """Change logits, in place or not; returns them. logits: [R, vocab_size] float32, row i that of the sequence at
         row i of the batch."""
 
@@ -91,18 +90,18 @@ class LogitsProcessor(ABC):
 class AdapterLogitsProcessor(LogitsProcessor):
     """A processor made of functions of one row each: subclasses say which function a request has."""
 
-    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        self.req_info: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {}
+    def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:
+        self.req_info: dict[int, Callable[[Tensor], Tensor]] = {}
 
     @abstractmethod
-    def new_req_logits_processor(self, params: SamplingParams) -> Callable[..., torch.Tensor] | None:
+    def new_req_logits_processor(self, params: SamplingParams) -> Callable[..., Tensor] | None:
         """The function of a new request: (generated tokens, logits of its row) -> logits, or with the prompt's tokens
         before these. None: its logits stay as they are."""
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         process_dict_updates(self.req_info, batch_update, self._new_state)
 
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+    def apply(self, logits: Tensor) -> Tensor:
         for row, function in self.req_info.items():
             before = logits[row]
             behind = function(before)
@@ -112,7 +111,7 @@ class AdapterLogitsProcessor(LogitsProcessor):
 
     def _new_state(
         self, params: SamplingParams, prompt_ids: list[int] | None, output_ids: list[int]
-    ) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    ) -> Callable[[Tensor], Tensor] | None:
         function = self.new_req_logits_processor(params)
         if function is None:
             return None

@@ -13,15 +13,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
-from quire.logits_processors import BatchUpdate, LogitsProcessor, process_dict_updates
+from quire.logits_processors import BatchUpdate, LogitsProcessor, Tensor, process_dict_updates
 from quire.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    import torch
 
 ARGUMENT = "watermark"
 MAX_BONUS = 20.0
@@ -47,7 +44,7 @@ class GreenList(LogitsProcessor):
     def concerns(cls, sampling_params: SamplingParams) -> bool:
         return bool((sampling_params.extra_args or {}).get(ARGUMENT))
 
-    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+    def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:
         self._rows: dict[int, _Row] = {}
 
     def is_argmax_invariant(self) -> bool:
@@ -56,7 +53,7 @@ class GreenList(LogitsProcessor):
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         process_dict_updates(self._rows, batch_update, self._row)
 
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+    def apply(self, logits: Tensor) -> Tensor:
         for number, (bonus, prompt, output) in self._rows.items():
             last = (output or prompt)[-1]
             logits[number] += logits.new_tensor(bonus * self.green(last, np.arange(logits.shape[1])))

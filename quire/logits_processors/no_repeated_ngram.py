@@ -7,13 +7,10 @@ have already.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from quire.logits_processors import BatchUpdate, LogitsProcessor, process_dict_updates
+from quire.logits_processors import BatchUpdate, LogitsProcessor, Tensor, process_dict_updates
 from quire.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    import torch
 
 ARGUMENT = "no_repeat_ngram_size"
 
@@ -31,7 +28,7 @@ class NoRepeatedNgram(LogitsProcessor):
     def concerns(cls, sampling_params: SamplingParams) -> bool:
         return _size(sampling_params) is not None
 
-    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+    def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:
         self._rows: dict[int, _Row] = {}
 
     def is_argmax_invariant(self) -> bool:
@@ -40,7 +37,7 @@ class NoRepeatedNgram(LogitsProcessor):
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         process_dict_updates(self._rows, batch_update, _Row)
 
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+    def apply(self, logits: Tensor) -> Tensor:
         for number, row in self._rows.items():
             if banned := row.banned():
                 logits[number, banned] = float("-inf")
