@@ -1,4 +1,4 @@
-"""Sphinx's settings for `make docs`: the pages of the repository as a site with search, and a reference of the public names."""
+"""Sphinx settings of `make docs`: the pages as a site with search, and a reference of the public names."""
 
 from __future__ import annotations
 
