@@ -263,7 +263,7 @@ class PlanBuilder:
             transfers.swap_out = self.swap_out + transfers.swap_out
             transfers.swap_in = self.swap_in + transfers.swap_in
         seq_ids = [sequence.seq_id for sequence in self.sequences]
-        moves = self.new_sequences or transfers is not None or self.adapters is not None or self.images is not None
+        moves = self.new_sequences or transfers or self.adapters or self.images
         if self.num_steady == len(seq_ids) and not moves and changes.is_empty:  # as in most steps
             return StepPlan(self.step_id, seq_ids, self.start_positions, self.num_tokens, seq_ids, self.sample_from)
         all_sample = self.samples == self.sequences
