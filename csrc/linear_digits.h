@@ -296,14 +296,12 @@ struct DigitRows {
         return multiply_digits<DigitI8, kDigits>(tile, rows);
       case WeightType::kI4:
         return multiply_digits<DigitQuads<WeightType::kI4>, kDigits>(tile, rows);
-      case WeightType::kI2:
-        return multiply_digits<DigitQuads<WeightType::kI2>, kDigits>(tile, rows);
-      case WeightType::kI3:
-        return multiply_digits<DigitQuads<WeightType::kI3>, kDigits>(tile, rows);
       case WeightType::kI5:
         return multiply_digits<DigitQuads<WeightType::kI5>, kDigits>(tile, rows);
+      case WeightType::kI2:
+      case WeightType::kI3:
       case WeightType::kI6:
-        return multiply_digits<DigitQuads<WeightType::kI6>, kDigits>(tile, rows);
+        return multiply_in_super_blocks(tile, rows);
       case WeightType::kNL4:
         return multiply_digits<DigitQuads<WeightType::kNL4>, kDigits>(tile, rows);
       case WeightType::kMXFP4:
@@ -314,6 +312,16 @@ struct DigitRows {
   }
 
  private:
+  // Types that super-blocks alone have: one digit of x meets them in linear_super.h.
+  static void multiply_in_super_blocks([[maybe_unused]] const Tile& tile, [[maybe_unused]] int64_t rows) {
+    if constexpr (kDigits > 1) {
+      if (tile.weight->type == WeightType::kI2) return multiply_digits<DigitQuads<WeightType::kI2>, kDigits>(tile, rows);
+      if (tile.weight->type == WeightType::kI3) return multiply_digits<DigitQuads<WeightType::kI3>, kDigits>(tile, rows);
+      return multiply_digits<DigitQuads<WeightType::kI6>, kDigits>(tile, rows);
+    }
+    __builtin_unreachable();
+  }
+
   // The scale of a block whose largest magnitude has these bits: the smallest power of two for which the digits hold it;
   // of one digit the smallest number.
   static float scale_of(uint32_t bits) {

@@ -1,5 +1,5 @@
-"""Activations in whole numbers of eight bits with a scale for each group, against the same arithmetic in NumPy, bit by
-bit, and other widths against exact products."""
+"""Activations in whole numbers of eight bits with a scale for each group or block, against the same arithmetic in
+NumPy, bit by bit, and other widths against exact products."""
 
 from __future__ import annotations
 
@@ -48,10 +48,12 @@ def twin(weight: IntegerWeight, x: Floats, *, is_fused: bool) -> Floats:
 
 
 def super_twin(name: str, blocks: npt.NDArray[np.uint8], x: Floats, *, is_fused: bool) -> Floats:
-    """The same of super-blocks, x: [rows, K]: 128 values of a row share a scale. Groups' sums times their codes are added
-    up in their order, from zero; then come the half of the scales, whole numbers times the half of the offsets, and the scale of x."""
+    """The same of super-blocks, x: [rows, K]: 128 values of a row share a scale. Groups' sums times their codes are
+    added up in their order, from zero. Then come the half of the scales, the offsets' whole numbers times their half,
+    and the scale of x."""
     weight, add = taken_apart(name, blocks), fused if is_fused else plain
-    halves = [blocks[:, :, at : at + 2].copy().view("<f2")[:, :, 0].astype(np.float32) for at in FORMATS[name].half_places]
+    places = FORMATS[name].half_places
+    halves = [blocks[:, :, at : at + 2].copy().view("<f2")[:, :, 0].astype(np.float32) for at in places]
     size, total = weight.group_size, np.zeros((len(x), weight.shape[0]), np.float32)
     values = weight.values.numpy().astype(np.int64)
     for begin in range(0, x.shape[1], 128):
