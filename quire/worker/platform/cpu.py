@@ -298,7 +298,7 @@ def make_attention(
     if model.is_encoder:
         from quire.attention.native_encoder import NativeEncoder  # the native module may not be built
 
-        return NativeEncoder()
+        return NativeEncoder(model.dtype == "bfloat16")
     from quire.attention.native_backend import NativeAttention
 
     return NativeAttention(layout, pages, model.kv_cache_dtype, num_heads, config.device.num_threads)
