@@ -132,6 +132,10 @@ class NewSequence(msgspec.Struct, array_like=True):
     token_columns: dict[str, TokenValues] = {}
     """As that of EngineRequest."""
     images: list[PromptImage] = []
+    text_scope: str = ""
+    """Drafts may come from the outputs of requests of the same scope."""
+    prediction: list[int] = []
+    """Tokens that the request expects: drafts may come from them."""
 
 
 class SequenceSampling(msgspec.Struct, array_like=True, frozen=True):

@@ -129,7 +129,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
     if parallel.num_devices > 1:
         check_ranks_fit(options, model)
     _check_pooling(options, model)
-    speculation = _speculation(options, model)
+    speculation = _speculation(options, model, backend)
     if speculation.max_drafts:
         model = replace(model, shape=model.shape.with_spare_inputs(speculation.max_drafts))
     defaults = DEVICE_DEFAULTS if is_accelerated else CPU_DEFAULTS
@@ -198,11 +198,16 @@ def _adapters(options: EngineOptions, model: ModelConfig, backend: str) -> Adapt
     return found
 
 
-def _speculation(options: EngineOptions, model: ModelConfig) -> SpeculationConfig:
+def _speculation(options: EngineOptions, model: ModelConfig, backend: str) -> SpeculationConfig:
     speculation = SpeculationConfig.of(options.speculative_config)
     if speculation.max_drafts and model.pooling is not None:
         raise ConfigError(
             f"{SPECULATION} is of models that generate; {model.name} makes vectors of texts", param=SPECULATION
+        )
+    if backend == "triton" and (speculation.suffix is not None or speculation.custom_class):
+        raise ConfigError(
+            f"{SPECULATION}: methods suffix and custom_class make drafts on a CPU; on a GPU use ngram",
+            param=SPECULATION,
         )
     return speculation
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -11,11 +12,23 @@ import msgspec
 from quire.config.checks import converted
 from quire.errors import ConfigError, nearest_name
 
-METHODS = ("ngram", "ngram_gpu")
-"""Two names of one method: the drafts are looked up where the model runs."""
+METHODS = ("ngram", "ngram_gpu", "suffix", "custom_class")
+"""The first two are names of one method: the drafts are looked up where the model runs."""
 MAX_DRAFTS, MAX_LOOKUP = 31, 64
 USUAL_LOOKUP = 5
 OPTION = "speculative_config"
+
+
+@dataclass(frozen=True)
+class SuffixConfig:
+    """The keys of `method: suffix`. depth: matched tokens and drafts together. max_texts: ended outputs that are kept,
+    for each client and cache salt. factor: most drafts for each matched token. least: the least probability of a draft.
+    """
+
+    depth: int = 24
+    max_texts: int = 10_000
+    factor: float = 1.0
+    least: float = 0.1
 
 
 @dataclass(frozen=True)
@@ -23,13 +36,16 @@ class SpeculationConfig:
     """max_drafts: most drafts of a sequence in a step; 0: none are made. lookup_min, lookup_max: how many of a
     sequence's last tokens are looked up in what comes before them, at least and at most; what followed there are the
     drafts. by_batch_size: (running sequences, most drafts of each up to as many), ascending; the last one holds for
-    more sequences, too. adapts: a sequence whose drafts are rejected computes fewer."""
+    more sequences, too. adapts: a sequence whose drafts are rejected computes fewer. suffix: drafts are chosen by the
+    votes of places (None: they are not). custom_class: "module:class" that makes them ("": none does)."""
 
     max_drafts: int = 0
     lookup_min: int = USUAL_LOOKUP
     lookup_max: int = USUAL_LOOKUP
     by_batch_size: tuple[tuple[int, int], ...] = ()
     adapts: bool = True
+    suffix: SuffixConfig | None = None
+    custom_class: str = ""
 
     @classmethod
     def of(cls, given: Mapping[str, Any] | None) -> SpeculationConfig:
@@ -41,20 +57,24 @@ class SpeculationConfig:
             nearest = nearest_name(fields.method, METHODS)
             known = ", ".join(METHODS)
             raise ConfigError(f"{OPTION}.method must be one of {known}, not {fields.method!r}{nearest}", param=OPTION)
+        suffix = _suffix(fields)
+        most_drafts = fields.num_speculative_tokens
+        if most_drafts is None:
+            if suffix is None:
+                raise ConfigError(f"{OPTION} lacks num_speculative_tokens", param=OPTION)
+            most_drafts = min(suffix.depth, MAX_DRAFTS)
         least, most = fields.prompt_lookup_min, fields.prompt_lookup_max
         most = (least or USUAL_LOOKUP) if most is None else most
         least = most if least is None else least
         for name, value, limit in (
-            ("num_speculative_tokens", fields.num_speculative_tokens, MAX_DRAFTS),
+            ("num_speculative_tokens", most_drafts, MAX_DRAFTS),
             ("prompt_lookup_max", most, MAX_LOOKUP),
             ("prompt_lookup_min", least, most),
         ):
             if not 1 <= value <= limit:
                 raise ConfigError(f"{OPTION}.{name} must be from 1 to {limit}, not {value}", param=OPTION)
-        by_batch_size = _by_batch_size(
-            fields.num_speculative_tokens_per_batch_size or [], fields.num_speculative_tokens
-        )
-        return cls(fields.num_speculative_tokens, least, most, by_batch_size, fields.adaptive)
+        by_batch_size = _by_batch_size(fields.num_speculative_tokens_per_batch_size or [], most_drafts)
+        return cls(most_drafts, least, most, by_batch_size, fields.adaptive, suffix, _custom_class(fields))
 
 
 def _by_batch_size(ranges: list[tuple[int, int, int]], most: int) -> tuple[tuple[int, int], ...]:
@@ -76,12 +96,63 @@ def _by_batch_size(ranges: list[tuple[int, int, int]], most: int) -> tuple[tuple
     return tuple((last, number) for _, last, number in ranges)
 
 
+def _suffix(fields: _Given) -> SuffixConfig | None:
+    given = {name: value for name, value in fields.suffix_keys.items() if value is not None}
+    if fields.method != "suffix":
+        if given:
+            raise ConfigError(f"{OPTION}.{next(iter(given))} is of method suffix, not {fields.method}", param=OPTION)
+        return None
+    found = msgspec.convert({_SUFFIX_KEYS[name]: value for name, value in given.items()}, SuffixConfig)
+    for name, value, bounds in (
+        ("max_tree_depth", found.depth, (3, 64)),
+        ("max_cached_requests", found.max_texts, (0, 10**9)),
+        ("max_spec_factor", found.factor, (0, 64)),
+        ("min_token_prob", found.least, (0, 1)),
+    ):
+        if not bounds[0] <= value <= bounds[1]:
+            raise ConfigError(
+                f"{OPTION}.suffix_decoding_{name} must be from {bounds[0]} to {bounds[1]}, not {value}", param=OPTION
+            )
+    return found
+
+
+def _custom_class(fields: _Given) -> str:
+    """The class of `method: custom_class`, which `model` names."""
+    if fields.method != "custom_class":
+        if fields.model is not None:
+            raise ConfigError(f"{OPTION}.model is of method custom_class, not {fields.method}", param=OPTION)
+        return ""
+    module, _, name = (fields.model or "").replace(":", ".").rpartition(".")
+    if not module or not name:
+        raise ConfigError(f"{OPTION}.model must name a class, as module.Class, not {fields.model!r}", param=OPTION)
+    return f"{module}:{name}"
+
+
+_SUFFIX_KEYS = MappingProxyType(
+    {
+        "suffix_decoding_max_tree_depth": "depth",
+        "suffix_decoding_max_cached_requests": "max_texts",
+        "suffix_decoding_max_spec_factor": "factor",
+        "suffix_decoding_min_token_prob": "least",
+    }
+)
+
+
 class _Given(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The option as the caller writes it."""
 
     method: str
-    num_speculative_tokens: int
+    num_speculative_tokens: int | None = None
+    model: str | None = None
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
     num_speculative_tokens_per_batch_size: list[tuple[int, int, int]] | None = None
     adaptive: bool = True
+    suffix_decoding_max_tree_depth: int | None = None
+    suffix_decoding_max_cached_requests: int | None = None
+    suffix_decoding_max_spec_factor: float | None = None
+    suffix_decoding_min_token_prob: float | None = None
+
+    @property
+    def suffix_keys(self) -> dict[str, int | float | None]:
+        return {name: getattr(self, name) for name in _SUFFIX_KEYS}

@@ -184,6 +184,7 @@ class Request:
         "params",
         "pending_forks",
         "pooling",
+        "prediction",
         "priority",
         "prompt_token_ids",
         "register_prefix",
@@ -191,6 +192,7 @@ class Request:
         "sequences",
         "status",
         "stop_token_ids",
+        "text_scope",
         "token_columns",
     )
 
@@ -213,6 +215,8 @@ class Request:
         self.params = request.params
         self.max_tokens = request.max_tokens
         self.cache_salt = request.cache_salt
+        self.text_scope = f"{request.client}\0{request.cache_salt}"
+        self.prediction = request.prediction
         self.arrival_time = arrival_time
         self.priority = request.priority
         self.register_prefix = request.register_prefix

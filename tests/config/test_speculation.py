@@ -10,7 +10,7 @@ import pytest
 
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
-from quire.config.speculation import SpeculationConfig
+from quire.config.speculation import SpeculationConfig, SuffixConfig
 from quire.errors import ConfigError
 
 
@@ -44,14 +44,58 @@ def by_batch_size(*ranges: list[int]) -> dict[str, Any]:
     return {"method": "ngram", "num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": list(ranges)}
 
 
+def suffix(**keys: Any) -> dict[str, Any]:
+    return {"method": "suffix", **{f"suffix_decoding_{name}": value for name, value in keys.items()}}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (suffix(), SpeculationConfig(24, suffix=SuffixConfig(24, 10_000, 1.0, 0.1))),
+        (suffix(max_tree_depth=64), SpeculationConfig(31, suffix=SuffixConfig(64))),
+        (
+            suffix(max_cached_requests=0, max_spec_factor=2, min_token_prob=0.5) | {"num_speculative_tokens": 4},
+            SpeculationConfig(4, suffix=SuffixConfig(24, 0, 2.0, 0.5)),
+        ),
+        (
+            {"method": "custom_class", "model": "my.drafts.Class", "num_speculative_tokens": 4},
+            SpeculationConfig(4, custom_class="my.drafts:Class"),
+        ),
+    ],
+)
+def test_other_methods(given: dict[str, Any], expected: SpeculationConfig) -> None:
+    assert resolve(EngineOptions(speculative_config=given)).speculation == expected
+
+
+@pytest.mark.parametrize("method", [{"method": "suffix"}, {"method": "custom_class", "model": "a.B"}], ids=str)
+def test_methods_of_a_cpu(method: dict[str, Any]) -> None:
+    given = {"num_speculative_tokens": 2, **method}
+    with pytest.raises(ConfigError, match="make drafts on a CPU"):
+        resolve(EngineOptions(attention_backend="triton", speculative_config=given))
+
+
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
         ({}, "method"),
         ({"method": "ngram"}, "num_speculative_tokens"),
-        ({"method": "eagle", "num_speculative_tokens": 2}, r"method must be one of ngram, ngram_gpu, not 'eagle'"),
+        (
+            {"method": "eagle", "num_speculative_tokens": 2},
+            r"method must be one of ngram, ngram_gpu, suffix, .*, not 'eagle'",
+        ),
         ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens must be from 1 to 31, not 0"),
-        ({"method": "ngram", "num_speculative_tokens": 2, "model": "x"}, "speculative_config has no 'model'"),
+        ({"method": "ngram", "num_speculative_tokens": 2, "model": "x"}, "model is of method custom_class, not ngram"),
+        ({"method": "ngram", "num_speculative_tokens": 2, "mode": "x"}, "speculative_config has no 'mode'"),
+        (suffix(max_tree_depth=2), "suffix_decoding_max_tree_depth must be from 3 to 64, not 2"),
+        (suffix(max_cached_requests=-1), "suffix_decoding_max_cached_requests must be from 0 to"),
+        (suffix(max_spec_factor=-1.0), "suffix_decoding_max_spec_factor must be from 0 to 64"),
+        (suffix(min_token_prob=1.5), "suffix_decoding_min_token_prob must be from 0 to 1, not 1.5"),
+        (
+            suffix(min_token_prob=0.5) | {"method": "ngram", "num_speculative_tokens": 2},
+            "suffix_decoding_min_token_prob is of method suffix, not ngram",
+        ),
+        ({"method": "custom_class", "num_speculative_tokens": 2}, "model must name a class, as module.Class, not None"),
+        ({"method": "custom_class", "num_speculative_tokens": 2, "model": "x"}, "model must name a class"),
         (
             {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 4, "prompt_lookup_max": 3},
             "prompt_lookup_min must be from 1 to 3, not 4",

@@ -35,6 +35,7 @@ from quire.sampling.sampler import Sampler
 from quire.worker.block_tables import BlockTables
 from quire.worker.columns import ColumnValues
 from quire.worker.drafts import HostDrafts
+from quire.worker.finders import CustomFinder, Finder, TextFinder
 from quire.worker.images import ImageOverlays
 from quire.worker.kv_connector.cache_identity import native_code, torch_code
 from quire.worker.kv_tensors import (
@@ -46,6 +47,7 @@ from quire.worker.kv_tensors import (
     state_pages,
 )
 from quire.worker.kv_transfer import BlockTransfers
+from quire.worker.plain_texts import PlainCorpus, PlainTexts
 from quire.worker.platform.cpu_blocks import HostPages, ThreadTransfers, block_copier, block_mover
 from quire.worker.platform.cpu_inputs import CacheBackends, CpuColumns, PlainInputs, StepInputs
 from quire.worker.platform.cpu_meter import CpuMeter
@@ -217,11 +219,17 @@ class CpuPlatform:
         num_rows, speculation = self._config.scheduler.max_num_seqs, self._config.speculation
         if not speculation.max_drafts:
             return None
-        if self._runtime is None:
-            return HostDrafts(num_rows, speculation, has_states=has_states)
-        from quire.kernels.cpu import _native
+        finder: Finder
+        if speculation.custom_class:
+            vocab_size = self._config.model.vocab_size
+            finder = CustomFinder(speculation.custom_class, speculation.max_drafts, vocab_size)
+        elif self._runtime is None:
+            finder = TextFinder(num_rows, speculation, PlainTexts, PlainCorpus)
+        else:
+            from quire.kernels.cpu import _native  # the native module may not be built
 
-        return HostDrafts(num_rows, speculation, has_states=has_states, find=_native.find_drafts)
+            finder = TextFinder(num_rows, speculation, _native.DraftTexts, _native.Corpus)
+        return HostDrafts(num_rows, speculation.max_drafts, finder, has_states=has_states)
 
     def offload_weights(self, model: CausalLM) -> None:
         """The weights are in host memory."""
