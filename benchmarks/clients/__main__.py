@@ -118,7 +118,7 @@ def page(clients: Sequence[Client], results: Sequence[Result]) -> str:
         "",
         "The server is `quire serve`: with the bundled model, with the same as an embedder (`--runner pooling`), or",
         "with a fake model that says what the conversation tells it to, so that every answer, call and event is known",
-        "([decision 54](decisions/0054-clients-and-a-scripted-model.md)). Open WebUI itself is not run: the test",
+        "([decision 54](decisions/0054-clients-and-peers.md)). Open WebUI itself is not run: the test",
         "makes the calls of its version 0.12.4. Node's packages are the newest for Node 20. Together the clients take",
         "13 GB on disk, of which guidellm takes 6 and vLLM 3.4.",
         "",

@@ -147,7 +147,7 @@ def _has_matchers(request: Request) -> bool:
 
 class PendingPrefixGate:
     """Of requests that arrive together with the same new prefix, one computes it and the others wait
-    (docs/decisions/0005-sharing-in-flight.md).
+    (docs/decisions/0004-scheduling.md).
 
     - The request waits for one live sequence (the leader) to commit a given number of blocks. Running sequences get
       tokens in every step, so the leader advances; when the leader is aborted or preempted, the wait is over, and the

@@ -1,5 +1,5 @@
 """The parent of several API processes: it listens, has the engine, and hands each connection to the process with the
-fewest (docs/decisions/0048-several-api-processes.md).
+fewest (docs/decisions/0048-api-processes.md).
 
 One event loop drives it. Whatever happens (a packet of a process, the end of one, the engine's, a signal) sets
 `_changed`, and a waiting task looks again.

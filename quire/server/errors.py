@@ -81,7 +81,7 @@ _ERROR_TYPES = {
 
 def error_type(status: int) -> str:
     """What an error of this status is called, on every route but Anthropic's: vLLM's names, which are those of the
-    exceptions that OpenAI's clients raise (docs/decisions/0088-names-of-errors.md)."""
+    exceptions that OpenAI's clients raise (docs/decisions/0043-one-pipeline-of-answers.md)."""
     return _ERROR_TYPES.get(status, "BadRequestError")
 
 

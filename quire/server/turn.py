@@ -2,7 +2,7 @@
 
 /v1/messages and /v1/responses turn their requests into the body of a chat completion, and what happens to its answer
 into their own events. What the chat endpoint learns (tools, reasoning, constraints) they have as well
-(docs/decisions/0043-conversations-through-chat.md).
+(docs/decisions/0043-one-pipeline-of-answers.md).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ times add up:
 - every kernel costs `launch_overhead`, every token and sequence what the profile says besides.
 
 Host overhead and swapping are no part of it: they run beside the device (quire/simulator/executor.py).
-docs/decisions/0018-cost-model.md says what is left out.
+docs/decisions/0016-simulator.md says what is left out.
 """
 
 from __future__ import annotations

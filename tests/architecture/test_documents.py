@@ -17,6 +17,7 @@ QUOTED = re.compile(r"`([^`\n]+)`")
 TREE_PATH = re.compile(r"(?:quire|tests|docs|training|benchmarks|csrc|deploy|\.ci)/[\w./*-]*")
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 HEADING_LINK = re.compile(r"\]\(([^)#\s]*)#([^)\s]+)\)")
+DECISION = re.compile(r"\b[Dd]ecisions?\s+(\d{1,3})\b")
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 
@@ -53,6 +54,42 @@ def test_links_to_headings_lead_somewhere(document: Path) -> None:
     found = HEADING_LINK.findall(document.read_text(encoding="utf-8"))
     links = [(document.parent / path if path else document, name) for path, name in found if "://" not in path]
     assert [(path.name, name) for path, name in links if path.suffix == ".md" and name not in headings(path)] == []
+
+
+def records() -> dict[int, Path]:
+    return {int(path.name[:4]): path for path in (ROOT / "docs" / "decisions").glob("[0-9]*.md")}
+
+
+def test_the_index_of_decisions_has_every_record_under_its_title() -> None:
+    index = (ROOT / "docs" / "decisions" / "README.md").read_text(encoding="utf-8")
+    rows = {
+        int(number): (name, title)
+        for number, name, title in re.findall(
+            r"^\| \[(\d+)\]\(([^)]*)\) \| ([^|]*?) \|$", index.partition("\n## ")[0], re.MULTILINE
+        )
+    }
+    titles = {number: path.read_text(encoding="utf-8").partition("\n")[0] for number, path in records().items()}
+    assert {number: (path.name, titles[number]) for number, path in records().items()} == {
+        number: (name, f"# {number}. {title}") for number, (name, title) in rows.items()
+    }
+
+
+def test_every_decision_that_is_named_is_a_record() -> None:
+    """A number that another record holds now is led there when the records are joined."""
+    known = records().keys()
+    sources = [
+        path
+        for folder in ("quire", "csrc", "tests", "benchmarks")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in {".py", ".cpp", ".h"}
+    ]
+    pages = [path for path in DOCUMENTS if path.name != "README.md" or path.parent.name != "decisions"]
+    named = {
+        (name_of(path), int(number))
+        for path in [*sources, *pages]
+        for number in DECISION.findall(path.read_text(encoding="utf-8"))
+    }
+    assert [each for each in sorted(named) if each[1] not in known] == []
 
 
 def test_the_readme_is_read_in_a_few_minutes() -> None:
