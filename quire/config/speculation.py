@@ -47,6 +47,11 @@ class SpeculationConfig:
     suffix: SuffixConfig | None = None
     custom_class: str = ""
 
+    @property
+    def reads_texts(self) -> bool:
+        """Drafts are looked up in texts."""
+        return not self.custom_class
+
     @classmethod
     def of(cls, given: Mapping[str, Any] | None) -> SpeculationConfig:
         """given: by vLLM's names (None: no drafts). Raises ConfigError for names and values that there are not."""

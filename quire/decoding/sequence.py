@@ -65,6 +65,7 @@ class Sequence:
         "blocks",
         "chain",
         "draft_record",
+        "draft_step",
         "draft_token_ids",
         "fast_path_until",
         "finish_reason",
@@ -100,6 +101,8 @@ class Sequence:
         """Drafts that the workers have for its next step, as far as results say."""
         self.draft_record: DraftRecord | None = None
         """What became of its drafts so far; None: it had none, or their number does not depend on it."""
+        self.draft_step: tuple[int, int] | None = None
+        """Drafts of the step whose tokens are to be reported next, and how many of them were accepted."""
         self.draft_token_ids: list[int] = []
         """These drafts, of a sequence under a constraint: its matcher is asked for masks behind them."""
         self.first_step_id = 0

@@ -91,7 +91,7 @@ OBSERVABILITY: tuple[VllmFlag, ...] = (
     noted("show_hidden_metrics_for_version", "text", MEASURED),
     to("otlp_traces_endpoint", "text", why="by OTLP over HTTP (port 4318), where vLLM's default is gRPC"),
     to("collect_detailed_traces", "texts", why="any of the values gives each phase of a request a span of its own"),
-    noted("per_request_spec_decode_metrics", "text", "drafts are counted for all requests together"),
+    to("per_request_spec_decode_metrics", "text"),
     refused("custom_histogram_buckets", "json", "the buckets are vLLM's by default", {}),
     noted("logging_config", "json", LOGGED, {}),
     noted("watchdog_config", "json", "/health tells of an engine that is silent", {}),
