@@ -19,7 +19,6 @@ from typing import NamedTuple
 from benchmarks.baselines.regions import Regions, SlotAccounts
 from benchmarks.baselines.reservation import Reservation
 from quire.config.engine import EngineConfig
-from quire.decoding.beam import BeamSearch
 from quire.decoding.masks import Constraint, Matcher
 from quire.decoding.parallel import create_sequences
 from quire.decoding.sequence import Request, RequestStatus, Sequence
@@ -116,9 +115,7 @@ class ContiguousScheduler(ABC):
             raise UserError("the baseline has no prefix cache to pin in", param="prefix_id")
         request = Request(source, now, arrival_number=next(self._arrivals))
         self._reject_impossible(request)
-        request.sequences = create_sequences(request, source, self._seq_ids)
-        if request.params.use_beam_search:
-            request.beam_search = BeamSearch(request)
+        create_sequences(request, source, self._seq_ids)
         self._requests[request.request_id] = request
         self._waiting.append(request)
         self._deadlines.watch(request)

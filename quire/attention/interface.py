@@ -91,17 +91,6 @@ class AttentionStep:
         """
         raise NotImplementedError
 
-    def write_kv(self, heads: HeadWeights, key_value: AnyValue, rotation: AnyValue | None) -> None:
-        """The first half of `attend`: keys and values alone. key_value: [T, num_kv_heads * (head_dim + value_width)],
-        key and value heads."""
-        raise NotImplementedError
-
-    def attend_cached(self, heads: HeadWeights, query: AnyValue, rotation: AnyValue | None) -> Value:
-        """The second half of `attend`, over what the pages of `heads.shape.layer` hold, which that layer, or an earlier
-        one in its place, has written for this step's tokens too. query: [T, num_heads * head_dim]. Returns [T,
-        num_heads * value_width]."""
-        raise NotImplementedError
-
     def attend_latent(
         self,
         shape: LatentShape,

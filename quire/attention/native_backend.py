@@ -142,28 +142,6 @@ class RecordedAttention(AttentionStep):
             **self.backend.head_constants(heads, rotation),
         )
 
-    def write_kv(self, heads: HeadWeights, key_value: Buffer, rotation: Buffer | None) -> None:
-        key_value.recorder.keep.append(heads)
-        key_value.recorder.call(
-            "attention",
-            key_value.width,
-            over=key_value,
-            in_place=True,
-            output="qkv",
-            buffers={"rotation": rotation, "out": None},
-            **self.backend.head_constants(heads, rotation),
-        )
-
-    def attend_cached(self, heads: HeadWeights, query: Buffer, rotation: Buffer | None) -> Buffer:
-        query.recorder.keep.append(heads)
-        return query.recorder.call(
-            "attention",
-            query.width,
-            buffers={"qkv": query, "rotation": rotation},
-            writes=False,
-            **self.backend.head_constants(heads, rotation),
-        )
-
     def attend_latent(
         self, shape: LatentShape, inputs: Inputs, rotation: Buffer | None, selected: Buffer | None = None
     ) -> Buffer:

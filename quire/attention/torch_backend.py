@@ -65,13 +65,9 @@ class TorchAttentionStep(AttentionStep):
         self._splits: dict[ExpansionRule, _Split] = {}
 
     def attend(self, heads: HeadWeights, qkv: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
-        width = heads.shape.num_heads * heads.shape.head_dim
-        self.write_kv(heads, qkv[:, width:], rotation)
-        return self.attend_cached(heads, qkv[:, :width], rotation)
-
-    def write_kv(self, heads: HeadWeights, key_value: torch.Tensor, rotation: Rotation | None) -> None:
         layer = heads.shape
-        key, value = key_value.split((layer.num_kv_heads * layer.head_dim, layer.num_kv_heads * layer.value_width), 1)
+        widths = [layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim]
+        query, key, value = qkv.split((*widths, layer.num_kv_heads * layer.value_width), 1)
         key = _prepared(key.unflatten(1, (-1, layer.head_dim)), heads.key_norm, rotation)
         value = value.unflatten(1, (-1, layer.value_width))
         group, pages = self._layers[layer.layer]
@@ -82,10 +78,8 @@ class TorchAttentionStep(AttentionStep):
             reference.write_rows(rows, self._batch.slot_mapping[group], torch.cat((key, value), dim=-1))
         else:
             reference.write_kv(pages, self._key_rows[group], key, value)
-
-    def attend_cached(self, heads: HeadWeights, query: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
-        query = _prepared(query.unflatten(1, (-1, heads.shape.head_dim)), heads.query_norm, rotation)
-        return self._attended(heads.shape, query).flatten(1)
+        query = _prepared(query.unflatten(1, (-1, layer.head_dim)), heads.query_norm, rotation)
+        return self._attended(layer, query).flatten(1)
 
     def attend_latent(
         self,

@@ -154,8 +154,6 @@ class _LayerKernels:
         self.group, self.shape, self.pages = layer
         self.allows_warp_groups = allows_warp_groups(heads.shape, layer.pages, dtype)
         self.prepare = HeadPreparation(heads, layer.pages).launch
-        self.prepare_queries = HeadPreparation(heads, layer.pages, writes=False).launch
-        self.write = HeadPreparation(heads, layer.pages, attends=False).launch
         self._scratch = scratch
         self._varlen: dict[Tiles, VarlenAttention | WarpGroupAttention] = {}
         self._split: dict[tuple[Tiles, int], SplitAttention] = {}
@@ -198,18 +196,6 @@ class TritonAttentionStep(AttentionStep):
         layer.prepare(qkv, rotation, self._batch.slot_mapping[layer.group])
         self._scale_queries(heads, qkv)
         return self._attend(layer, qkv, out)
-
-    def write_kv(self, heads: HeadWeights, key_value: torch.Tensor, rotation: DeviceRotation | None) -> None:
-        layer = self._backend.layer(heads)
-        layer.write(key_value, rotation, self._batch.slot_mapping[layer.group])
-
-    def attend_cached(
-        self, heads: HeadWeights, query: torch.Tensor, rotation: DeviceRotation | None, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        layer = self._backend.layer(heads)
-        layer.prepare_queries(query, rotation, self._batch.slot_mapping[layer.group])
-        self._scale_queries(heads, query)
-        return self._attend(layer, query, out)
 
     def attend_latent(
         self,

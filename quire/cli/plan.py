@@ -232,6 +232,9 @@ def as_text(report: Report) -> str:
         ("parameters", _parameters(plan)),
         ("weights", f"{format_bytes(plan.weight_bytes)} as {plan.weight_format} ({weights})"),
     ]
+    if plan.draft_weight_bytes:
+        share = f"{format_bytes(plan.draft_weight_bytes)} of the weights"
+        rows.append(("draft model", f"{share}, and layers behind the model's {model.num_layers}"))
     if plan.checkpoint is not None:
         stored = ", ".join(f"{name} {format_bytes(size)}" for name, size in plan.checkpoint.bytes.items())
         rows.append(("checkpoint", f"{stored} in {plan.checkpoint.num_files} {plan.checkpoint.format} file(s)"))
@@ -351,6 +354,7 @@ def as_dict(report: Report) -> dict[str, Any]:
         "num_parameters": plan.shape.parameters(),
         "num_active_parameters": plan.shape.active_parameters(),
         "weight_bytes": plan.weight_bytes,
+        "draft_weight_bytes": plan.draft_weight_bytes,
         "weight_bytes_by_dtype": {name: plan.weight_bytes_as(name) for name in DTYPE_BYTES},
         "weight_bytes_per_device": plan.device_weight_bytes,
         "checkpoint_bytes_by_dtype": None if checkpoint is None else dict(checkpoint.bytes),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -15,3 +15,9 @@ class LoadConfig:
     load_format: str
     seed: int
     counts_experts: bool = False
+
+
+def draft_load(load: LoadConfig) -> LoadConfig:
+    """The loading of the model that makes drafts beside one that is loaded so: random weights for both, else from
+    whatever files each has."""
+    return replace(load, load_format="dummy" if load.load_format == "dummy" else "auto", counts_experts=False)

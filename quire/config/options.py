@@ -163,7 +163,7 @@ HELP: dict[str, str] = {
     "max_cpu_loras": "adapters that stay loaded (default: max_loras)",
     "lora_dtype": "of the adapters' matrices: auto (the model's), float32, bfloat16 or float16",
     "lora_target_modules": "names of the modules that adapters may change (default: any)",
-    "speculative_config": "JSON object of drafts: method, num_speculative_tokens and more (docs/speculation.md)",
+    "speculative_config": "JSON object of drafts: method or model, num_speculative_tokens, more (docs/speculation.md)",
     "quantization": "int8, int4, w8a8, w4a8, fp8, mxfp4: quantise while loading (default: what the checkpoint brings)",
     "max_model_len": "most tokens of one sequence, such as 4096, 4k or auto (default: the model's limit)",
     "block_size": "tokens per KV block",

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
-from quire.config.speculation import OPTION as SPECULATION
 from quire.config.speculation import SpeculationConfig
+from quire.config.speculation_keys import OPTION as SPECULATION
 from quire.errors import ConfigError
 
 MAX_RANKS = 64

@@ -18,6 +18,7 @@ from quire.config.device import (
     why_no_index,
     why_no_latents,
 )
+from quire.config.draft_model import draft_options, draft_ranks, fitting_draft
 from quire.config.engine import EngineConfig
 from quire.config.hf_config import ModelChoices, load_model_config, stored_dtype
 from quire.config.load import LoadConfig
@@ -43,10 +44,10 @@ from quire.config.resolve_device import (
     triton_model,
 )
 from quire.config.scheduler import SchedulerConfig
-from quire.config.speculation import OPTION as SPECULATION
 from quire.config.speculation import SpeculationConfig
+from quire.config.speculation_keys import OPTION as SPECULATION
 from quire.config.structured_outputs import StructuredOutputsConfig
-from quire.errors import ConfigError
+from quire.errors import ConfigError, UserError
 from quire.utils.control_groups import usable_cores
 from quire.utils.sizes import parse_bytes
 
@@ -119,13 +120,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
     if parallel.num_devices > 1:
         check_ranks_available(options, is_accelerated)
     check_replicas(options, is_accelerated)
-    backend, model = _backend_and_model(options, is_accelerated)
-    model = replace(model, quantization=_quantization(options, model, backend))
-    model = replace(model, activation_bits=_activation_bits(options, model, backend))
-    is_invariant = options.batch_invariant or not is_accelerated
-    attention = model.shape.attention if model.impl == "quire" else None
-    expands = expands_prompts(options, attention, model.architecture, is_invariant=is_invariant)
-    model = replace(model, expands_prompts=expands)
+    backend, model = _completed(options, is_accelerated)
     if parallel.num_devices > 1:
         check_ranks_fit(options, model)
     _check_pooling(options, model)
@@ -198,6 +193,17 @@ def _adapters(options: EngineOptions, model: ModelConfig, backend: str) -> Adapt
     return found
 
 
+def _completed(options: EngineOptions, is_accelerated: bool) -> tuple[str, ModelConfig]:
+    """The attention back end, and the model with all that the options say of how it is computed."""
+    backend, model = _backend_and_model(options, is_accelerated)
+    model = replace(model, quantization=_quantization(options, model, backend))
+    model = replace(model, activation_bits=_activation_bits(options, model, backend))
+    is_invariant = options.batch_invariant or not is_accelerated
+    attention = model.shape.attention if model.impl == "quire" else None
+    expands = expands_prompts(options, attention, model.architecture, is_invariant=is_invariant)
+    return backend, replace(model, expands_prompts=expands)
+
+
 def _speculation(options: EngineOptions, model: ModelConfig, backend: str) -> SpeculationConfig:
     speculation = SpeculationConfig.of(options.speculative_config)
     if speculation.max_drafts and model.pooling is not None:
@@ -209,7 +215,22 @@ def _speculation(options: EngineOptions, model: ModelConfig, backend: str) -> Sp
             f"{SPECULATION}: methods suffix and custom_class make drafts on a CPU; on a GPU use ngram",
             param=SPECULATION,
         )
-    return speculation
+    chosen = speculation.draft_model
+    if chosen is None:
+        return speculation
+    if backend == "triton":
+        raise ConfigError(
+            f"{SPECULATION}.method 'draft_model' runs on a CPU so far: choose ngram on a GPU", param=SPECULATION
+        )
+    num_ranks = draft_ranks(chosen, options.tensor_parallel_size)
+    own = draft_options(options, chosen, model, backend)
+    try:
+        _, draft = _completed(own, is_accelerated=False)
+        if num_ranks > 1:
+            check_ranks_fit(own, draft)
+    except UserError as error:
+        raise ConfigError(f"{SPECULATION}.model: {error.message}", param=SPECULATION) from None
+    return replace(speculation, draft_model=replace(chosen, num_ranks=num_ranks, model=fitting_draft(draft, model)))
 
 
 def _backend_and_model(options: EngineOptions, is_accelerated: bool) -> tuple[str, ModelConfig]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from quire.decoding.beam import BeamSearch
 from quire.decoding.sequence import Request, Sequence
 from quire.kv_cache.manager import KVCacheManager
 from quire.request import EngineRequest, FinishReason, ResumePoint
@@ -21,8 +22,11 @@ def sequence_seed(seed: int, index: int) -> int:
     return state ^ (state >> 31)
 
 
-def create_sequences(request: Request, source: EngineRequest, seq_ids: Iterator[int]) -> list[Sequence]:
-    """One Sequence per sample or beam, ids drawn from `seq_ids`."""
+def create_sequences(
+    request: Request, source: EngineRequest, seq_ids: Iterator[int], kv: KVCacheManager | None = None
+) -> None:
+    """Give a request its sequences, one for each sample or beam, with ids drawn from `seq_ids`, and its beam search.
+    kv: finds their blocks by the hashes of their tokens; None: it has no prefix cache."""
     params = source.params
     num_sequences = params.num_sequences
     stop_token_ids = sorted({*source.eos_token_ids, *(params.stop_token_ids or ())})
@@ -30,7 +34,7 @@ def create_sequences(request: Request, source: EngineRequest, seq_ids: Iterator[
     if params.use_beam_search:
         # Enough that at least `num_sequences` candidates of each beam do not end it.
         num_candidates = max(num_sequences + len(stop_token_ids), params.logprobs or 0)
-    sequences = [
+    sequences = request.sequences = [
         Sequence(
             next(seq_ids),
             index,
@@ -47,7 +51,12 @@ def create_sequences(request: Request, source: EngineRequest, seq_ids: Iterator[
     ]
     if source.resume_point is not None:
         _resume(sequences, source.resume_point)
-    return sequences
+    if kv is not None and not request.bypass_prefix_cache:
+        keys = request.extra_keys(kv.block_size)
+        for sequence in sequences:
+            sequence.chain = kv.new_chain(request.cache_salt, keys)
+    if params.use_beam_search:
+        request.beam_search = BeamSearch(request)
 
 
 def _resume(sequences: list[Sequence], point: ResumePoint) -> None:

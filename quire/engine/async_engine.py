@@ -306,7 +306,7 @@ class AsyncLLM:
             sampling_params, "output_kind", None
         )  # what is no SamplingParams is refused when it is processed
         delta = delta or kind is RequestOutputKind.DELTA
-        outputs = self._session.run(process, prompt_text(prompt), request_id, delta=delta, part=part)
+        outputs = self._session.run_request(process, prompt_text(prompt), request_id, delta=delta, part=part)
         return last_only(outputs) if kind is RequestOutputKind.FINAL_ONLY else outputs
 
     async def register_prefix(self, prefix: Prompt, cache_salt: str = "") -> str:
@@ -408,7 +408,7 @@ class AsyncLLM:
             return request if adapter is None else msgspec.structs.replace(request, adapter=adapter)
 
         async with contextlib.aclosing(
-            self._session.run(process, prompt_text(prompt), request_id, part=part)
+            self._session.run_request(process, prompt_text(prompt), request_id, part=part)
         ) as outputs:
             async for output in outputs:
                 if output.finished:

@@ -17,7 +17,8 @@ where the core runs imports torch."""
 
 
 class EngineClient(Protocol):
-    """One engine core. Any thread may `send`; one thread at a time may `receive`."""
+    """One engine core. Any thread may `send`; one thread at a time may `receive`. A client that inherits from this is
+    never started again."""
 
     @property
     def ready(self) -> EngineReady:
@@ -37,12 +38,12 @@ class EngineClient(Protocol):
     @property
     def is_restarting(self) -> bool:
         """Whether the core has died and another one is not ready yet (quire/engine/fleet.py)."""
-        ...
+        return False
 
     @property
     def num_restarts(self) -> int:
         """How often the core was started again."""
-        ...
+        return 0
 
     def send(self, *messages: ClientMessage) -> None:
         """Queue messages, in their order, and return at once. Raises EngineDeadError when the core is gone."""

@@ -258,8 +258,6 @@ class EngineCore:
 
     def _execute(self, plan: StepPlan) -> StepFuture:
         """Start a plan, observed."""
-        if not self._observers:
-            return self._executor.execute(plan)
         ends = [observer.executes(plan) for observer in self._observers]
         future = self._executor.execute(plan)
         for end in ends:
@@ -273,7 +271,7 @@ class EngineCore:
             plan = self.scheduler.schedule(self._clock.now())
             if plan is None:
                 break
-            self._in_flight.append(self._execute(plan))
+            self._in_flight.append(self._execute(plan) if self._observers else self._executor.execute(plan))
             if plan.expects_sampling_inputs:
                 self._unsent = plan
                 self._send_sampling_inputs(outputs)

@@ -60,7 +60,7 @@ class CulpritSearch:
         self._try_next()
         return culprit
 
-    def note_progress(self, request_id: str, position: int) -> bool:
+    def note_progress(self, request_id: str, position: float) -> bool:
         """A request has got tokens. Returns whether the engine may have more requests now."""
         known = self._suspects.get(request_id)
         return known is not None and position - known >= CLEARED_TOKENS and self.note_end(request_id)

@@ -1,4 +1,4 @@
-"""One ledger of requests before one or more engines: who asked, what was produced, where each runs and since when.
+"""One ledger before one or more engines: who asked, what was produced, where each request is and since when.
 
 A `Fleet` is an `EngineClient`. Its members are engines of one configuration, in processes of their own or in this one.
 The ledger keeps of each request what another engine needs to go on with the same tokens (`ResumePoint`); text, stop
@@ -10,10 +10,12 @@ stopped or lost go on at the others; several front ends (sessions) ask, and each
 from __future__ import annotations
 
 import itertools
+import math
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,10 +23,9 @@ from typing import Any
 import msgspec
 
 from quire.config.options import EngineOptions
-from quire.engine.calls import Calls, Parts, part_of
 from quire.engine.client import EngineClient, cause_of_death
 from quire.engine.culprit_search import CulpritSearch
-from quire.engine.member import WATCH_SECONDS, Member, StartEngine
+from quire.engine.member import Entry, Member, StartEngine
 from quire.engine.messages import (
     Abort,
     AddRequest,
@@ -38,10 +39,9 @@ from quire.engine.messages import (
 from quire.engine.process_client import ProcessClient
 from quire.engine.router import beginnings_of, make_router
 from quire.errors import EngineDeadError, QuireError
-from quire.kv_cache.stats import EngineStats, add_up
+from quire.kv_cache.stats import EngineStats, add_up, carry_over
 from quire.logging import get_logger
-from quire.outputs import SequenceUpdate
-from quire.request import EngineRequest, FinishReason, ResumePoint
+from quire.request import EngineRequest, FinishReason
 
 logger = get_logger(__name__)
 
@@ -54,62 +54,31 @@ RETRY_SECONDS = 60.0
 MAX_FRUITLESS_DEATHS = 20
 """Deaths in a row, with no token between them, after which a member is lost. A search among 256 requests for the one
 that ends the engine takes up to 18."""
+STATES = {"sleep": "sleep", "wake_up": "sleep", "pause": "pause", "resume": "pause"}
+"""Method of a call -> the call that brings about the state that it begins or ends."""
+FOR_REQUESTS = ("abort_all", "sleep")
+"""Calls that concern requests, wherever they are: a member whose next engine is still starting answers them too."""
+REPLICA_CALLS = ("stop_replica", "start_replica")
+"""Calls that members answer, and not their engines: 1 where an engine is up."""
+KEPT = (FinishReason.STOP, FinishReason.LENGTH)
+"""Ends of a prefix that is then registered."""
+SUMS = ("reset_prefix_cache", "abort_all")
+"""Calls whose answers add up, as those to `stats` do; of others the greatest counts."""
+
+Parts = defaultdict[int, EngineOutputs]
+"""Outputs by session. Statistics come with those of session 0."""
 
 
-@dataclass(slots=True, eq=False)
-class Entry:
-    """A request that has not ended, or a registered prefix. name: the caller's, without the mark of its session.
-    arrival: of time.monotonic. generated, ended: tokens, and the sequences that are over; a beam search reports at its
-    end alone."""
+@dataclass(slots=True)
+class OpenCall:
+    """A call that not all have answered. asked: as the members get it. session, call_id: the caller's. waiting: members
+    that are to answer; results: of those that have."""
 
-    request: EngineRequest
+    asked: Call
     session: int
-    name: str
-    arrival: float
-    generated: list[list[int]]
-    ended: set[int] = field(default_factory=set)
-    num_prompt_logprobs: int = 0
-    member: Member | None = None
-    is_sent: bool = False
-    """Whether the engine that `member` has now has got it."""
-
-    @classmethod
-    def of(cls, request: EngineRequest, session: int) -> Entry:
-        params = request.params
-        num_reported = params.n if params.use_beam_search else params.num_sequences
-        name, mark, _ = request.request_id.rpartition("#")
-        generated: list[list[int]] = [[] for _ in range(num_reported)]
-        return cls(request, session, name if mark else request.request_id, time.monotonic(), generated)
-
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
-
-    @property
-    def position(self) -> int:
-        """Tokens of the longest sequence."""
-        return max(map(len, self.generated))
-
-    @property
-    def is_over(self) -> bool:
-        return len(self.ended) == len(self.generated)
-
-    def note(self, update: SequenceUpdate) -> None:
-        """Take what an engine reports."""
-        self.generated[update.index] += update.new_token_ids
-        if update.prompt_logprobs is not None:
-            self.num_prompt_logprobs = update.prompt_logprobs.start + len(update.prompt_logprobs.entries)
-        if update.finish_reason is not None:
-            self.ended.add(update.index)
-
-    def resumed(self) -> AddRequest:
-        """The request as another engine gets it."""
-        generated = self.generated
-        if self.request.params.use_beam_search:  # hypotheses come at the end, all at once: it begins anew
-            generated = [[] for _ in range(self.request.params.num_sequences)]
-        age = time.monotonic() - self.arrival
-        point = ResumePoint(generated, sorted(self.ended), self.num_prompt_logprobs, age)
-        return AddRequest(msgspec.structs.replace(self.request, resume_point=point))
+    call_id: int
+    waiting: set[int]
+    results: dict[int, CallResult] = field(default_factory=dict)
 
 
 class Fleet:
@@ -130,29 +99,35 @@ class Fleet:
         its end is the fleet's. hung_engine_timeout: as of Member. Raises UserError for an unknown router.
         """
         self.members = [Member(number, start, hung_engine_timeout) for number, start in enumerate(starts)]
+        if len(starts) == 1:
+            self.members[0].name = "the engine"
         self._router = make_router(router, len(starts))
         self._restarts, self._ends_hung = restarts, hung_engine_timeout > 0
-        self._lock = threading.RLock()
-        """Of the members and of all that follows."""
+        self._lock = threading.Condition()
+        """Of the members and of all that follows. Notified when an engine is ready or to be started, and at the end."""
         self._entries: dict[str, Entry] = {}
         self._names: dict[str, Entry] = {}
         """The requests by their callers' names."""
-        self._calls = Calls(self.members)
+        self._open: dict[int, OpenCall] = {}
+        """The calls by the numbers that the members know."""
+        self._numbers = itertools.count(1)
+        self._states: list[Call] = []
+        """The calls that bring about the state that the engines were told to be in, in their order."""
         self._death: QuireError | None = None
-        self._is_closed, self._is_ready = threading.Event(), threading.Event()
-        self._arrived: queue.SimpleQueue[Parts | None] = queue.SimpleQueue()
-        """Outputs of several members; None wakes the thread that waits for them."""
+        self._arrived: queue.SimpleQueue[Parts] = queue.SimpleQueue()
+        """Outputs of several members; empty ones wake the thread that waits for them."""
         self.members[0].client = starts[0](None, None)
         for member in self.members if len(starts) > 1 else ():
-            threading.Thread(target=self._run, args=(member,), name=self._name(member), daemon=True).start()
+            threading.Thread(target=self._run, args=(member,), name=member.name, daemon=True).start()
 
     @property
     def ready(self) -> EngineReady:
         if len(self.members) == 1:
             return self._first_ready
-        self._is_ready.wait()
-        self._raise_if_over()
-        return EngineReady.of_all([member.ready for member in self.members if member.ready is not None])
+        with self._lock:
+            self._lock.wait_for(lambda: self._death is not None or all(member.ready for member in self.members))
+            self._raise_if_over()
+            return EngineReady.of_all([member.ready for member in self.members if member.ready is not None])
 
     @property
     def _first_ready(self) -> EngineReady:
@@ -182,7 +157,7 @@ class Fleet:
     def submit(self, session: int, *messages: ClientMessage) -> list[RequestRejected]:
         """As `send`, from one of several sessions. Returns the requests whose names another session uses."""
         rejected = []
-        batches: dict[int, list[ClientMessage]] = {}
+        batches: defaultdict[int, list[ClientMessage]] = defaultdict(list)
         with self._lock:
             self._raise_if_over()
             for message in messages:
@@ -190,8 +165,7 @@ class Fleet:
                 match message:
                     case AddRequest(request):
                         entry = Entry.of(request, session)
-                        other = self._names.get(entry.name)
-                        if other is not None and other.session != session:
+                        if self._names.get(entry.name, entry).session != session:
                             text = f"request id {entry.name!r} is already in use"
                             rejected.append(RequestRejected(request.request_id, text, "request_id"))
                             continue
@@ -202,15 +176,17 @@ class Fleet:
                         receivers = [member] if entry.is_sent else ()
                     case Abort(request_id, index):
                         receivers = self._abort(request_id, index)
-                    case Call(_, "stop_replica" | "start_replica", _):
-                        self._stop_or_start(message, session)
-                        receivers = ()
-                    case Call(_, method, argument):
-                        receivers = self._owner(argument) if method == "unregister_prefix" else ()
-                        receivers = receivers or self._calls.receivers(method)
-                        message = self._calls.open(message, receivers, session)
+                    case Call():
+                        receivers = self._receivers(message)
+                        waiting = {member.number for member in receivers}
+                        opened = OpenCall(message, session, message.call_id, waiting)
+                        message = opened.asked = Call(next(self._numbers), message.method, message.argument)
+                        self._open[message.call_id] = opened
+                        if message.method in REPLICA_CALLS:
+                            self._stop_or_start(message.method, *receivers)
+                            receivers = ()
                 for member in receivers:
-                    batches.setdefault(member.number, []).append(message)
+                    batches[member.number].append(message)
             for number, batch in batches.items():
                 if self.members[number].is_up:
                     self.members[number].deliver(*batch)
@@ -223,7 +199,7 @@ class Fleet:
 
     def receive(self, timeout: float | None = None) -> EngineOutputs | None:
         parts = self.receive_parts(timeout)
-        return None if parts is None else parts.get(0) or EngineOutputs()
+        return None if parts is None else parts[0]
 
     def receive_parts(self, timeout: float | None = None) -> Parts | None:
         """As `receive`, for each session what is its own."""
@@ -234,7 +210,7 @@ class Fleet:
             parts = self._arrived.get(timeout=timeout)
         except queue.Empty:
             return None
-        if parts is None:
+        if not parts:
             self._raise_if_over()
         return parts
 
@@ -245,51 +221,25 @@ class Fleet:
             if member.client is not None:
                 member.client.shutdown(max(0.0, deadline - time.monotonic()))
 
-    # The ledger.
-
-    def _stop_or_start(self, call: Call, session: int) -> None:
-        """Let a member be stopped or started by its thread, which also answers the call (`_tell`)."""
-        member, is_wanted = self.members[int(call.argument)], call.method == "start_replica"
-        if not is_wanted and not any(each.is_up for each in self.members if each is not member):
-            text = f"replica {member.number} cannot be stopped: none of the others is up to go on with its requests"
-            self._arrived.put({session: EngineOutputs(results=[CallResult(call.call_id, error=text)])})
-            return
-        member.is_wanted = is_wanted
-        member.asked.append((session, call.call_id))
-        if is_wanted and member.is_up:
-            self._tell(member)
-
-    def _tell(self, member: Member) -> None:
-        """Answer those who asked that a member be stopped or started: 1 where it is up."""
-        parts: Parts = {}
-        with self._lock:
-            for session, call_id in member.asked:
-                part_of(parts, session).results.append(CallResult(call_id, int(member.is_up)))
-            member.asked.clear()
-        if parts:
-            self._arrived.put(parts)
+    # Requests.
 
     def _choose(self, request: EngineRequest) -> Member:
         if len(self.members) == 1:
             return self.members[0]
         takers = [member for member in self.members if member.takes_new]
         takers = takers or [member for member in self.members if not member.is_lost]
-        self._router.learn([member.num_live if member in takers else None for member in self.members])
+        self._router.learn([len(member.entries) if member in takers else None for member in self.members])
         return self.members[self._router.choose(beginnings_of(request))]
 
     def _place(self, entry: Entry, member: Member | None) -> None:
-        """A request is at another member from now on, or at none."""
+        """A request is at another member from now on, or at none; others may have waited for it to leave."""
         before, entry.member, entry.is_sent = entry.member, member, False
         if member is not None:
-            member.num_live += 1
+            member.entries[entry.request_id] = entry
         if before is not None:
-            before.num_live -= 1
-            self._clear(before, entry)
-
-    def _clear(self, member: Member, entry: Entry) -> None:
-        """A request does not end its engine; others may have waited for that."""
-        if member.search.note_end(entry.request_id):
-            self._send_waiting(member)
+            del before.entries[entry.request_id]
+            if before.search.note_end(entry.request_id):
+                self._send_waiting(before)
 
     def _forget(self, entry: Entry) -> None:
         """A request is over."""
@@ -312,21 +262,94 @@ class Fleet:
 
     def _send_waiting(self, member: Member) -> None:
         """Send what a member's engine has not got and may have."""
-        for entry in self._at(member) if member.is_up else ():
+        for entry in member.entries.values() if member.is_up else ():
             if not entry.is_sent and member.search.allows(entry.request_id):
                 entry.is_sent = True
                 member.deliver(entry.resumed())
 
-    def _at(self, member: Member) -> list[Entry]:
-        return [entry for entry in self._entries.values() if entry.member is member]
+    # Calls.
 
-    def _owner(self, prefix_id: str) -> Sequence[Member]:
-        """The member that has a registered prefix, which is to be no longer; no member knows another id."""
-        entry = self._entries.get(prefix_id)
-        owners = [entry.member] if entry is not None and entry.member is not None else self.members[:1]
-        if entry is not None and entry.is_over:
-            self._forget(entry)
-        return owners
+    def _receivers(self, call: Call) -> Sequence[Member]:
+        """The members that answer a call."""
+        up = [member for member in self.members if member.is_up]
+        match call.method:
+            case "stop_replica" | "start_replica":
+                return [self.members[int(call.argument)]]
+            case "unregister_prefix" if (entry := self._entries.get(call.argument)) is not None:
+                if entry.member is not None:
+                    up = [entry.member]
+                if entry.is_over:
+                    self._forget(entry)
+            case "kv_snapshot":
+                up = up[:1]
+        if call.method in FOR_REQUESTS or not up:
+            return [member for member in self.members if not member.is_lost]
+        return up
+
+    def _stop_or_start(self, method: str, member: Member) -> None:
+        """Let a member's thread stop or start its engine, and answer the call."""
+        is_wanted = method == "start_replica"
+        if not is_wanted and not any(each.is_up for each in self.members if each is not member):
+            text = f"{member.name} cannot be stopped: none of the others is up to go on with its requests"
+            self._settle(member, CallResult(0, error=text), ["stop_replica"])
+            return
+        member.is_wanted = is_wanted
+        self._lock.notify_all()
+        if is_wanted and member.is_up:
+            self._settle(member, CallResult(0, 1), REPLICA_CALLS)
+
+    def _settle(self, member: Member, result: CallResult | None = None, methods: Container[str] | None = None) -> None:
+        """Answer for a member the open calls of some methods (None: of all); result None: it has no answer."""
+        parts = Parts(EngineOutputs)
+        for opened in list(self._open.values()):
+            if methods is None or opened.asked.method in methods:
+                self._answer(opened, member, result, parts)
+        if parts:
+            self._arrived.put(parts)
+
+    def _answer(self, opened: OpenCall, member: Member, result: CallResult | None, parts: Parts) -> None:
+        """Note the answer of a member. The last one goes to the session."""
+        if member.number not in opened.waiting:
+            return
+        opened.waiting.discard(member.number)
+        if result is not None:
+            if isinstance(result.value, EngineStats):
+                result.value = carry_over(member.stats_before, result.value)
+            opened.results[member.number] = result
+        if not opened.waiting:
+            del self._open[opened.asked.call_id]
+            result = self._combined(opened)
+            self._note_state(opened, result)
+            parts[opened.session].results.append(msgspec.structs.replace(result, call_id=opened.call_id))
+
+    def _combined(self, opened: OpenCall) -> CallResult:
+        """One answer for all; the first error counts."""
+        results = list(opened.results.values())
+        wrong = next((result for result in results if result.error is not None), None)
+        if wrong is not None or len(self.members) == 1 or (results and results[0].kv is not None):
+            return wrong or results[0]
+        values = [result.value for result in results]
+        snapshots = [value for value in values if isinstance(value, EngineStats)]
+        if snapshots:
+            others = [member.counted for member in self.members if member.number not in opened.results]
+            return CallResult(0, add_up([*snapshots, *others]))
+        numbers = [value for value in values if isinstance(value, int)]
+        return CallResult(0, sum(numbers) if opened.asked.method in SUMS else max(numbers, default=0))
+
+    def _note_state(self, opened: OpenCall, result: CallResult) -> None:
+        """Note what an answered call has brought about."""
+        call, begun_by = opened.asked, STATES.get(opened.asked.method)
+        if begun_by is None:
+            return
+        if result.error is None:
+            is_part = call.method == "wake_up" and bool(result.value)
+            kept = [begun_by] if is_part else []
+            self._states = [each for each in self._states if STATES[each.method] != begun_by or each.method in kept]
+            self._states += [call] if is_part or call.method == begun_by else []
+        elif call.method == "sleep" and not any(each.method == "sleep" for each in self._states):
+            for number, each in opened.results.items():
+                if each.error is None:  # all sleep, or none
+                    self.members[number].deliver(Call(0, "wake_up"))
 
     # What a member tells, and its deaths.
 
@@ -361,7 +384,7 @@ class Fleet:
 
     def _take(self, member: Member, outputs: EngineOutputs) -> Parts:
         """Note what a member tells; returns what each session is told."""
-        parts: Parts = {}
+        parts = Parts(EngineOutputs)
         with self._lock:
             if outputs.updates:
                 member.num_fruitless = 0
@@ -370,130 +393,139 @@ class Fleet:
                 if entry is None:
                     continue  # aborted meanwhile
                 entry.note(update)
-                part_of(parts, entry.session).updates.append(update)
-                if update.finish_reason is not None and entry.is_over:
-                    is_kept = update.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
-                    if entry.request.register_prefix and is_kept:
-                        self._clear(member, entry)
-                    else:
-                        self._forget(entry)
-                elif member.search.has_suspects and member.search.note_progress(entry.request_id, entry.position):
+                parts[entry.session].updates.append(update)
+                is_over = update.finish_reason is not None and entry.is_over
+                if is_over and not (entry.request.register_prefix and update.finish_reason in KEPT):
+                    self._forget(entry)
+                elif member.search.has_suspects and member.search.note_progress(
+                    entry.request_id, math.inf if is_over else entry.position
+                ):
                     self._send_waiting(member)
             for rejected in outputs.rejections:
                 entry = self._entries.get(rejected.request_id)
                 if entry is not None:
                     self._forget(entry)
-                    part_of(parts, entry.session).rejections.append(rejected)
+                    parts[entry.session].rejections.append(rejected)
                     if entry.request.register_prefix:
                         logger.warning("a prefix could not be registered: %s", rejected.message)
             for result in outputs.results:
-                self._calls.answer(result.call_id, member, result, parts)
+                opened = self._open.get(result.call_id)
+                if opened is not None:
+                    self._answer(opened, member, result, parts)
             if outputs.stats is not None:
                 member.stats = outputs.stats
-                part_of(parts, 0).stats = add_up([member.counted for member in self.members])
+                parts[0].stats = add_up([member.counted for member in self.members])
         return parts
 
     def _note_death(self, member: Member, death: EngineDeadError) -> Parts:
         """Note what a death says of the requests. Returns what their sessions are told of it."""
-        parts: Parts = {}
+        parts = Parts(EngineOutputs)
         with self._lock:
             self._raise_if_over()
             member.note_death(death)
-            here = self._at(member)
+            here = list(member.entries.values())
             running = {entry.request_id: entry.position for entry in here if entry.is_sent and not entry.is_over}
             for entry in here:
                 entry.is_sent = False
                 if entry.is_over:  # a prefix, to be registered again
                     entry.generated, entry.ended = [[]], set()
             if not member.is_wanted:
-                self._lose(member, f"{self._name(member)} was stopped")
                 return parts
             culprit = member.search.note_death(running)
             if culprit is not None:
                 entry = self._entries[culprit]
                 self._forget(entry)
                 message = f"the engine died whenever it ran this request, the last time without another one: {death}"
-                rejected = RequestRejected(culprit, message, is_culprit=True)
-                part_of(parts, entry.session).rejections.append(rejected)
+                parts[entry.session].rejections.append(RequestRejected(culprit, message, is_culprit=True))
             what = "; requests go on in groups, to find which one ends it" if member.search.is_searching else ""
             text = "error %s: %s died with %d requests, and is started again%s: %s"
-            logger.warning(text, death.error_id, self._name(member), len(running), what, death)
+            logger.warning(text, death.error_id, member.name, len(running), what, death)
             if member.num_fruitless > MAX_FRUITLESS_DEATHS:
-                self._lose(member, f"{self._name(member)} died {member.num_fruitless} times in a row without a token")
+                self._lose(member, f"{member.name} died {member.num_fruitless} times in a row without a token")
         return parts
 
-    def _bring_up(self, member: Member) -> None:
-        """Wait until a member's engine is ready, behind a death start another one, and give it what lives."""
-        started, death = time.monotonic(), member.death
+    def _restart(self, member: Member) -> None:
+        """Start another engine behind a death, where the member is to have one, until one is ready."""
         for attempt in itertools.count():
-            if attempt or (member.is_lost and member.is_wanted):
-                self._is_closed.wait(RETRY_SECONDS if member.is_lost else PAUSE_SECONDS * 2 ** (attempt - 1))
-            if death is not None and member.client is not None:
-                member.client.shutdown()
-            while not member.is_wanted and not self._is_closed.is_set():
-                self._tell(member)
-                self._is_closed.wait(WATCH_SECONDS)
+            assert member.client is not None
+            member.client.shutdown()
+            with self._lock:
+                if attempt or (member.is_lost and member.is_wanted):
+                    pause = RETRY_SECONDS if member.is_lost else PAUSE_SECONDS * 2 ** (attempt - 1)
+                    self._lock.wait_for(lambda: self._death is not None or not member.is_wanted, pause)
+                while not member.is_wanted and self._death is None:
+                    if not member.is_lost:
+                        self._lose(member, f"{member.name} was stopped")
+                    self._settle(member)
+                    self._lock.wait()
             self._raise_if_over()
             try:
-                if death is not None or member.client is None:
-                    member.client = member.start(self._first_ready, member.stats_before)
-                if self._is_closed.is_set():
+                member.client = member.start(self._first_ready, member.stats_before)
+                if self._death is not None:
                     member.client.shutdown()
-                ready = member.client.ready
-                break
+                _ = member.client.ready
+                return
             except QuireError as error:
                 self._raise_if_over()
-                if death is None:
-                    raise
-                logger.warning("%s could not be started again: %s", self._name(member), error)
-                self._tell(member)
-                if attempt + 1 == MAX_STARTS and not member.is_lost:
-                    self._lose(member, f"{self._name(member)} could not be started again: {error}")
+                logger.warning("%s could not be started again: %s", member.name, error)
+                with self._lock:
+                    self._settle(member, None, REPLICA_CALLS)
+                    if attempt + 1 == MAX_STARTS and not member.is_lost:
+                        self._lose(member, f"{member.name} could not be started again: {error}")
+
+    def _bring_up(self, member: Member) -> None:
+        """Wait until a member's engine is ready, and give it what lives: the state that it was told to be in, requests,
+        and calls that the engine before it has not answered."""
+        started, death = time.monotonic(), member.death
+        if death is not None:
+            self._restart(member)
+        elif member.client is None:
+            member.client = member.start(self._first_ready, None)
+        assert member.client is not None
+        ready = member.client.ready
         with self._lock:
             self._raise_if_over()
             member.is_up, member.is_lost, member.death, member.ready = True, False, None, member.ready or ready
-            self._calls.resend(member)
+            self._lock.notify_all()
+            for state in self._states:
+                member.deliver(Call(0, state.method, state.argument))
             self._send_waiting(member)
-            self._calls.resend_open(member)
-            self._tell(member)
-            if all(each.ready for each in self.members):
-                self._is_ready.set()
+            for opened in self._open.values():
+                if opened.asked.method in STATES:
+                    opened.waiting.add(member.number)
+                if member.number in opened.waiting and opened.asked.method not in REPLICA_CALLS:
+                    member.deliver(opened.asked)
+            if member.is_wanted:
+                self._settle(member, CallResult(0, 1), REPLICA_CALLS)
         if death is not None:
             member.num_restarts += 1
             text = "%s is back after %.1f s; %d requests go on"
-            logger.warning(text, self._name(member), time.monotonic() - started, member.num_live)
+            logger.warning(text, member.name, time.monotonic() - started, len(member.entries))
 
     def _lose(self, member: Member, reason: str) -> None:
         """Go on without a member until an engine of it starts: the others serve its requests. Raises EngineDeadError,
         as from then on, when there are no others."""
         with self._lock:
-            death = member.death
-            assert death is not None
+            death = member.death or EngineDeadError(reason)
             member.is_lost, member.num_fruitless, member.search = True, 0, CulpritSearch()
             if all(each.is_lost for each in self.members):
                 self._end(EngineDeadError(f"{reason}: {death}", summary=reason, error_id=death.error_id))
                 self._raise_if_over()
             log = logger.error if member.is_wanted else logger.warning
             log("error %s: %s; its requests go on at the others", death.error_id, reason)
-            for entry in self._at(member):
+            for entry in list(member.entries.values()):
                 target = self._choose(entry.request)
                 self._place(entry, target)
                 self._send_waiting(target)
-            parts: Parts = {}
-            self._calls.give_up(member, parts)
-            self._arrived.put(parts)
-
-    def _name(self, member: Member) -> str:
-        return "the engine" if len(self.members) == 1 else f"replica {member.number}"
+            self._settle(member)
 
     def _end(self, error: BaseException) -> None:
         """The end of the fleet; the first cause counts."""
         with self._lock:
             if self._death is None:
                 self._death = error if isinstance(error, QuireError) else cause_of_death(error)
-        self._is_closed.set()
-        self._is_ready.set()
-        self._arrived.put(None)
+            self._lock.notify_all()
+        self._arrived.put(Parts(EngineOutputs))
 
     def _raise_if_over(self) -> None:
         death = self._death

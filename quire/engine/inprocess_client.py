@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from quire.clock import SystemClock
 from quire.config.engine import EngineConfig
 from quire.config.options import EngineOptions
-from quire.engine.client import DEFAULT_EXECUTOR
+from quire.engine.client import DEFAULT_EXECUTOR, EngineClient
 from quire.engine.core import BLOCKED_SECONDS
 from quire.engine.loop import advance, build_core
 from quire.engine.messages import ClientMessage, EngineOutputs, EngineReady
@@ -19,7 +19,7 @@ from quire.errors import ConfigError, EngineDeadError, is_interrupt
 from quire.utils.failures import explain
 
 
-class InProcessClient:
+class InProcessClient(EngineClient):
     """`receive` handles the messages sent so far and does one step of the core; idle, it waits for a message, and for
     a moment while all requests wait for something outside the engine."""
 
@@ -48,14 +48,6 @@ class InProcessClient:
     @property
     def silence(self) -> float:
         return 0.0
-
-    @property
-    def is_restarting(self) -> bool:
-        return False
-
-    @property
-    def num_restarts(self) -> int:
-        return 0
 
     def send(self, *messages: ClientMessage) -> None:
         with self._arrival:

@@ -1,16 +1,22 @@
-"""A member of a fleet (quire/engine/fleet.py): a place for one engine, and for those that follow it when it dies."""
+"""A member of a fleet (quire/engine/fleet.py): a place for one engine, and for those that follow it when it dies, with
+the ledger's entries of the requests that are there."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
 
 from quire.engine.client import EngineClient
 from quire.engine.culprit_search import CulpritSearch
-from quire.engine.messages import ClientMessage, EngineOutputs, EngineReady
+from quire.engine.messages import AddRequest, ClientMessage, EngineOutputs, EngineReady
 from quire.errors import EngineDeadError
 from quire.kv_cache.stats import EngineStats, carry_over
+from quire.outputs import SequenceUpdate
+from quire.request import EngineRequest, ResumePoint
 from quire.utils.heartbeat import SILENCE_LIMIT
 
 StartEngine = Callable[[EngineReady | None, EngineStats | None], EngineClient]
@@ -21,13 +27,67 @@ WATCH_SECONDS = 1.0
 """Seconds between two looks whether an engine hangs."""
 
 
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A request that has not ended, or a registered prefix. name: the caller's, without the mark of its session.
+    arrival: of time.monotonic. generated, ended: tokens, and the sequences that are over; a beam search reports at its
+    end alone."""
+
+    request: EngineRequest
+    session: int
+    name: str
+    generated: list[list[int]]
+    arrival: float = field(default_factory=time.monotonic)
+    ended: set[int] = field(default_factory=set)
+    num_prompt_logprobs: int = 0
+    member: Member | None = None
+    is_sent: bool = False
+    """Whether the engine that `member` has now has got it."""
+
+    @classmethod
+    def of(cls, request: EngineRequest, session: int) -> Entry:
+        params = request.params
+        num_reported = params.n if params.use_beam_search else params.num_sequences
+        return cls(request, session, request.request_id.rsplit("#", 1)[0], [[] for _ in range(num_reported)])
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def position(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(map(len, self.generated))
+
+    @property
+    def is_over(self) -> bool:
+        return len(self.ended) == len(self.generated)
+
+    def note(self, update: SequenceUpdate) -> None:
+        """Take what an engine reports."""
+        self.generated[update.index] += update.new_token_ids
+        if update.prompt_logprobs is not None:
+            self.num_prompt_logprobs = update.prompt_logprobs.start + len(update.prompt_logprobs.entries)
+        if update.finish_reason is not None:
+            self.ended.add(update.index)
+
+    def resumed(self) -> AddRequest:
+        """The request as another engine gets it."""
+        generated = self.generated
+        if self.request.params.use_beam_search:  # hypotheses come at the end, all at once: it begins anew
+            generated = [[] for _ in range(self.request.params.num_sequences)]
+        age = time.monotonic() - self.arrival
+        point = ResumePoint(generated, sorted(self.ended), self.num_prompt_logprobs, age)
+        return AddRequest(msgspec.structs.replace(self.request, resume_point=point))
+
+
 class Member:
     """The fields are the fleet's, and guarded by its lock."""
 
     def __init__(self, number: int, start: StartEngine, hung_engine_timeout: float) -> None:
         """hung_engine_timeout: seconds of silence (quire/engine/heartbeat.py) after which the engine is ended as one
         that hangs; 0: never. A long step is no silence, so no prompt is too long for it."""
-        self.number = number
+        self.number, self.name = number, f"replica {number}"
         self.start = start
         self.client: EngineClient | None = None
         self.ready: EngineReady | None = None
@@ -38,13 +98,11 @@ class Member:
         """Whether its engines failed so often that its requests went to the other members."""
         self.is_wanted = True
         """Whether it is to have an engine. Set to False, its thread ends the one that it has."""
-        self.asked: list[tuple[int, int]] = []
-        """Sessions and numbers of the calls that asked for that, unanswered."""
         self.death: EngineDeadError | None = None
         """The last one; None while no engine has died, and once the next one is ready."""
         self.search = CulpritSearch()
-        self.num_live = 0
-        """Requests of the ledger that are here."""
+        self.entries: dict[str, Entry] = {}
+        """The requests of the ledger that are here."""
         self.num_fruitless = 0
         """Deaths since the last token."""
         self.num_restarts = 0
@@ -68,7 +126,7 @@ class Member:
     def counted(self) -> EngineStats:
         """What all engines of this place have counted, and the state of the one that is up. Without one, the requests
         that are here wait to be resumed."""
-        now = self.stats or EngineStats(num_waiting=self.num_live, num_preempted=self.num_live)
+        now = self.stats or EngineStats(num_waiting=len(self.entries), num_preempted=len(self.entries))
         return carry_over(self.stats_before, now)
 
     def deliver(self, *messages: ClientMessage) -> None:

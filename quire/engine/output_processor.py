@@ -93,7 +93,7 @@ class OutputProcessor:
             if state is None:
                 continue
             try:
-                is_news = state.take(update)
+                is_news = state.take_update(update)
             except BaseException as error:
                 touched.pop(update.request_id, None)
                 self._fail(state, error, processed)
@@ -222,7 +222,7 @@ class _RequestState:
             self.request_id, self._prompt_text, self._request.prompt_token_ids, outputs, True, metrics=self._metrics
         )
 
-    def take(self, update: SequenceUpdate) -> bool:
+    def take_update(self, update: SequenceUpdate) -> bool:
         """Apply an update. Returns whether there is news for the caller."""
         sequence = self.sequences[update.index]
         if sequence.finish_reason is not None:
@@ -240,7 +240,7 @@ class _RequestState:
             self._draft_steps += bytes(update.drafts)
         if not update.new_token_ids and update.finish_reason is None:
             return False
-        sequence.take(update)
+        sequence.take_update(update)
         if sequence.finish_reason is not None:
             self.num_live -= 1
         return True
@@ -351,7 +351,7 @@ class _SequenceState:
         self.stop_reason: int | str | None = None
         self.has_news = False
 
-    def take(self, update: SequenceUpdate) -> None:
+    def take_update(self, update: SequenceUpdate) -> None:
         """Append the update's tokens, up to the one that completes a stop string or a repetition."""
         self.has_news = True
         token_ids = update.new_token_ids

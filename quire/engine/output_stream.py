@@ -11,7 +11,7 @@ from array import array
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -179,25 +179,22 @@ class _PackedLogprobs:
         ]
 
 
-class StatsListener(Protocol):
-    """Hears of everything that goes into the engine and comes out of it, on the event loop."""
+class StatsListener:
+    """Hears of everything that goes into the engine and comes out of it, on the event loop. A listener overrides the
+    methods that it needs."""
 
     def record_request(self, request_id: str, request: EngineRequest, text: str | None) -> None:
         """A request that is about to be sent to the core, on the task that sends it. request_id: the caller's, as in
         outputs. text: of its prompt, where it was given as text."""
-        ...
 
     def record_rejected(self, request_id: str) -> None:
         """A request that the core rejected: no output of it comes."""
-        ...
 
     def record_outputs(self, outputs: list[RequestOutput]) -> None:
         """Outputs as the engine makes them (cumulative or delta), the last one of each request included."""
-        ...
 
     def record_stats(self, stats: EngineStats) -> None:
         """The snapshot after a step."""
-        ...
 
 
 @dataclass(slots=True)

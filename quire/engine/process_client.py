@@ -15,7 +15,7 @@ import zmq
 
 from quire import envs, errors
 from quire.config.options import EngineOptions
-from quire.engine.client import DEFAULT_EXECUTOR
+from quire.engine.client import DEFAULT_EXECUTOR, EngineClient
 from quire.engine.engine_process import EngineProcess
 from quire.engine.messages import ClientMessage, EngineFailed, EngineOutputs, EngineReady, Shutdown
 from quire.engine.remote_client import RemoteClient
@@ -48,7 +48,7 @@ class LaunchSpec(msgspec.Struct):
     however it ends."""
 
 
-class ProcessClient(RemoteClient[EngineFailed]):
+class ProcessClient(RemoteClient[EngineFailed], EngineClient):
     """Starts the process at once and returns; `ready` waits for it."""
 
     def __init__(
@@ -84,14 +84,6 @@ class ProcessClient(RemoteClient[EngineFailed]):
     @property
     def silence(self) -> float:
         return self._heartbeat.silence
-
-    @property
-    def is_restarting(self) -> bool:
-        return False
-
-    @property
-    def num_restarts(self) -> int:
-        return 0
 
     def send(self, *messages: ClientMessage) -> None:
         _ = self.ready

@@ -33,7 +33,7 @@ class Backlog:
         self.progress = (0.0, self._clock.now())
         """Tokens of the prompts that were computed, those of RATE_SECONDS ago counting 1/e; and when that was so."""
 
-    def add(self, key: str, num_tokens: int) -> None:
+    def add_request(self, key: str, num_tokens: int) -> None:
         self._prompts[key] = num_tokens
         self.num_tokens += num_tokens
 

@@ -166,7 +166,7 @@ class Session:
 
     # Requests.
 
-    async def run(
+    async def run_request(
         self,
         process: Callable[[str], Awaitable[EngineRequest]],
         text: str | None,
@@ -309,7 +309,7 @@ class Session:
             if stream.request_id in self._keys:
                 raise UserError(f"request id {stream.request_id!r} is already in use", param="request_id")
             self._processor.add_request(request, text, delta=delta)
-            self._backlog.add(stream.key, len(request.prompt_token_ids))
+            self._backlog.add_request(stream.key, len(request.prompt_token_ids))
             self._keys[stream.request_id] = stream.key
             self._streams[stream.key] = stream
             self._publish()

@@ -15,9 +15,8 @@ from collections.abc import Callable, Mapping
 import msgspec
 import zmq
 
-from quire.engine.calls import Parts, part_of
 from quire.engine.client import cause_of_death
-from quire.engine.fleet import Fleet
+from quire.engine.fleet import Fleet, Parts
 from quire.engine.long_prompts import take_piece
 from quire.engine.messages import (
     AddRequest,
@@ -68,7 +67,7 @@ class SharedEngine:
         on_stats: Callable[[EngineStats], None],
         on_change: Callable[[], None],
     ) -> None:
-        """directory: of the sockets. services: of the parent (quire/engine/questions.py). on_stats: hears of snapshots.
+        """directory: of the sockets. services: of the parent (SharedClient.questions). on_stats: hears of snapshots.
         on_change: is called when the engine is ready and when it has ended. All are called by threads."""
         self._fleet = fleet
         self._directory = directory
@@ -184,37 +183,26 @@ class SharedEngine:
             sender, *payloads = self._inbox.recv_multipart()
             if sender == _STOP:
                 return
-            messages = [self._decoder.decode(payload) for payload in payloads]
-            for message in messages:
-                while isinstance(message, AddRequest) and message.pieces:
-                    take_piece(message)
-            self._take(int(sender), messages)
-
-    def _take(self, session: int, messages: list[SessionMessage]) -> None:
-        """From a session."""
-        for_fleet = []
-        for message in messages:
-            if isinstance(message, Ask | Answer):
-                self._pass_on(session, message)
-            else:
-                for_fleet.append(message)
-        with self._lock:
-            if for_fleet and session in self._sessions:  # else its process has ended
-                with contextlib.suppress(EngineDeadError):  # the thread that carries outputs tells all sessions
-                    rejections = self._fleet.submit(session, *for_fleet)
-                    if rejections:
-                        self._send(session, EngineOutputs(rejections=rejections))
-
-    def _pass_on(self, session: int, message: Ask | Answer) -> None:
-        """From a session: a question for another one or for a service of this process, or an answer."""
-        match message:
-            case Ask(number, str() as service, payload):
-                self._send(session, Answer(number, session, self._serve(service, session, payload)))
-            case Ask(number, int() as asked, payload):
-                if not self._send(asked, Ask(number, session, payload)):
-                    self._send(session, Answer(number, session, None))
-            case Answer():
-                self._send(message.asker, message)
+            session, for_fleet = int(sender), []
+            for message in map(self._decoder.decode, payloads):
+                match message:
+                    case Ask(number, str() as service, payload):
+                        self._send(session, Answer(number, session, self._serve(service, session, payload)))
+                    case Ask(number, int() as asked, payload):
+                        if not self._send(asked, Ask(number, session, payload)):
+                            self._send(session, Answer(number, session, None))
+                    case Answer():
+                        self._send(message.asker, message)
+                    case _:
+                        while isinstance(message, AddRequest) and message.pieces:
+                            take_piece(message)
+                        for_fleet.append(message)
+            with self._lock:
+                if for_fleet and session in self._sessions:  # else its process has ended
+                    with contextlib.suppress(EngineDeadError):  # the thread that carries outputs tells all sessions
+                        rejections = self._fleet.submit(session, *for_fleet)
+                        if rejections:
+                            self._send(session, EngineOutputs(rejections=rejections))
 
     def _serve(self, service: str, session: int, payload: bytes) -> bytes | None:
         try:
@@ -224,7 +212,7 @@ class SharedEngine:
             return None
 
     def _route(self, parts: Parts) -> None:
-        """To the sessions."""
+        """Send the sessions what is theirs, and take what is the parent's."""
         own = parts.pop(PARENT, None) or EngineOutputs()
         with self._lock:
             for result in own.results:
@@ -236,16 +224,13 @@ class SharedEngine:
             if own.stats is not None:
                 self._state.num_running = own.stats.num_running
                 self._on_stats(own.stats)
-                self._add_stats(parts, own.stats)
+                now = time.monotonic()
+                for session in self._sessions:
+                    if session in parts or now - self._heard.get(session, 0.0) >= STATS_SECONDS:
+                        self._heard[session] = now
+                        parts[session].stats = own.stats
             for session, part in parts.items():
                 self._send(session, part)
-
-    def _add_stats(self, parts: Parts, stats: EngineStats) -> None:
-        now = time.monotonic()
-        for session in self._sessions:
-            if session in parts or now - self._heard.get(session, 0.0) >= STATS_SECONDS:
-                self._heard[session] = now
-                part_of(parts, session).stats = stats
 
     def _send(self, session: int, message: EngineReady | EngineOutputs | EngineFailed | Ask | Answer | Ended) -> bool:
         """Send, unless the session has ended; returns whether it is there."""

@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 
 from quire.clock import Clock, SystemClock
 from quire.engine.messages import EngineReady
+from quire.engine.output_stream import StatsListener
 from quire.kv_cache.stats import EngineStats
 from quire.metrics.families import (
     COUNTERS,
@@ -46,8 +47,8 @@ ENGINE = "0"
 """The label `engine`: which of several engines behind one server."""
 
 
-class EngineMetrics(Collector):
-    """What one engine did, as metrics: a StatsListener of AsyncLLM whose requests all ask for deltas.
+class EngineMetrics(Collector, StatsListener):
+    """Metrics of what one engine did: a listener of AsyncLLM whose requests all ask for deltas.
 
     Fed and scraped by one thread.
     """
@@ -111,16 +112,13 @@ class EngineMetrics(Collector):
             self.params_n.observe(request.params.n)
             self.params_max_tokens.observe(request.max_tokens)
 
-    def record_rejected(self, request_id: str) -> None:
-        """A request that the core rejected has no outputs, so there is nothing to forget."""
-
     def record_rejection(self, reason: str) -> None:
         """Count a request that the server refused. reason: one of REJECTIONS."""
-        self._rejections.add(reason)
+        self._rejections.count(reason)
 
     def record_tool_reading(self, reading: ToolReading) -> None:
         """Count a look of a tool parser at an answer."""
-        self._tool_readings.add(reading)
+        self._tool_readings.count(reading)
 
     def record_stats(self, stats: EngineStats) -> None:
         """Take a new snapshot; it replaces the one before."""
@@ -142,7 +140,7 @@ class EngineMetrics(Collector):
                 if gap is not None:
                     self.inter_token_latency.observe(gap, len(completion.token_ids))
                 if completion.finish_reason is not None:
-                    self._finished.add(completion.finish_reason)
+                    self._finished.count(completion.finish_reason)
             if output.finished:
                 del self._requests[output.request_id]
                 self._record_finished(output, progress, now)
@@ -269,7 +267,7 @@ class Histogram:
         self._own[bisect_left(self.buckets, value)] += times
         self._own[-1] += value * times
 
-    def add(self, value: float) -> None:
+    def add_to_sum(self, value: float) -> None:
         """Add to the sum what belongs to an observation before."""
         self._own[-1] += value
 
@@ -301,7 +299,7 @@ class StepTokens:
         if num_steps > 0:
             self.histogram.observe(num_tokens / num_steps, num_steps)
         else:
-            self.histogram.add(num_tokens)
+            self.histogram.add_to_sum(num_tokens)
         self._before = stats
 
 
@@ -316,7 +314,7 @@ class Counts(Generic[Name]):
         self._places = {name: place for place, name in enumerate(names)}
         self._cells = numbers.allocate(len(names))
 
-    def add(self, name: Name) -> None:
+    def count(self, name: Name) -> None:
         self._cells.own[self._places[name]] += 1
 
     def totals(self) -> dict[Name, float]:

@@ -26,12 +26,13 @@ class AdapterSlots:
     def __init__(self, running: RunningSet, config: AdaptersConfig = NO_ADAPTERS) -> None:
         self._running = running
         self._config = config
+        self.are_any = config.num_slots > 0
         self._free = list(range(config.num_slots, 0, -1))
         self._held: dict[bytes, int] = {}
         """Slots of loaded adapters, the one that was used least recently first."""
         self._loading: dict[bytes, int] = {}
         self._orders: list[tuple[int, AdapterRef]] = []
-        self._refused: list[tuple[Request, UserError]] = []
+        self.refused: list[tuple[Request, UserError]] = []
         self.num_loads = 0
 
     def slot_of(self, adapter: AdapterRef) -> int | None:
@@ -91,15 +92,11 @@ class AdapterSlots:
             self._free.append(slot)
             for request in requests:
                 if request.adapter is not None and request.adapter.digest == digest:
-                    self._refused.append((request, UserError(error, param="lora_request")))
-
-    @property
-    def has_refused(self) -> bool:
-        return bool(self._refused)
+                    self.refused.append((request, UserError(error, param="lora_request")))
 
     def take_refused(self) -> list[tuple[Request, UserError]]:
         """Requests to be ended, with the reasons."""
-        refused, self._refused = self._refused, []
+        refused, self.refused = self.refused, []
         return [(request, error) for request, error in refused if request.live_sequences]
 
     def forget_workers(self) -> None:

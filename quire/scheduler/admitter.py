@@ -10,10 +10,17 @@ from quire.kv_cache.manager import KVCacheManager
 from quire.kv_cache.stats import EngineStats
 from quire.scheduler.admission import Limits, Quote, blocks_in_use, has_room, quote
 from quire.scheduler.gates import Gates, Reservations, Stage, is_deferred
-from quire.scheduler.plan_builder import PlanBuilder
-from quire.scheduler.preemption import NO_PREEMPTION, PreemptionPlan, comes_before_running, plan_preemption, swap_in
-from quire.scheduler.queue import RequestQueue
-from quire.scheduler.running import RunningSet
+from quire.scheduler.plan_builder import PlanBuilder, PlanChanges
+from quire.scheduler.preemption import (
+    NO_PREEMPTION,
+    Choice,
+    PreemptionPlan,
+    comes_before_running,
+    plan_preemption,
+    release_blocks,
+    swap_in,
+)
+from quire.scheduler.running import Collections
 
 PIECE_TOKENS = 2**14
 """Tokens hashed in a pass beside running sequences, over all long prompts: about a millisecond."""
@@ -24,22 +31,25 @@ HASHING_PROMPT = "hashing prompt"
 
 
 class Admitter:
-    """Moves requests from the queue to the running set, which it shares with the scheduler."""
+    """Moves requests from the queue to the running set, and those that are preempted back."""
 
     def __init__(
         self,
         kv: KVCacheManager,
         limits: Limits,
         gates: Gates,
-        waiting: RequestQueue,
-        running: RunningSet,
+        collections: Collections,
+        changes: PlanChanges,
+        prefers_swap: Choice,
         stats: EngineStats,
     ) -> None:
+        """prefers_swap: whether the blocks of a preempted request are kept on the host."""
         self._kv = kv
         self._limits = limits
         self._gates = gates
-        self._waiting = waiting
-        self._running = running
+        self._waiting, self._running = collections.waiting, collections.running
+        self._changes = changes
+        self._prefers_swap = prefers_swap
         self._stats = stats
         self._hashing = PromptHashing(kv, limits)
         self._quoted: tuple[Request, Quote] | None = None
@@ -128,6 +138,20 @@ class Admitter:
         for request in started:
             self._waiting.remove(request)
         self._stats.num_deferred = reserved.num_requests
+
+    def preempt(self, builder: PlanBuilder, request: Request) -> None:
+        """Preempt a running request: release its blocks and slots, to be swapped in or recomputed later."""
+        for sequence in request.live_sequences:
+            if sequence.blocks is not None:
+                self._changes.release_slot(sequence)
+        copies = release_blocks(request, self._kv, self._prefers_swap)
+        builder.swap_out += copies or []
+        self._stats.swap_preemptions_total += copies is not None
+        self._running.leave(request)
+        request.status = RequestStatus.PREEMPTED
+        request.num_preemptions += 1
+        self._stats.preemptions_total += 1
+        self._waiting.put_back(request)
 
     def _is_held(self, request: Request) -> bool:
         return self.holds_new and request.status is not RequestStatus.PREEMPTED

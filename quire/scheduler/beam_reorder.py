@@ -20,7 +20,7 @@ class BeamReorder:
     def __init__(self) -> None:
         self._reorders: dict[int, SequenceFork] = {}
         self._token_overrides: dict[int, int] = {}
-        self._undecided: list[Request] = []
+        self.undecided: list[Request] = []
         """Searches whose beams have candidates, and whose matchers have yet to answer."""
 
     def follow(self, search: BeamSearch, children: list[Child], kv: BlockSharing) -> list[Sequence]:
@@ -43,26 +43,26 @@ class BeamReorder:
                 continue
             sequence.num_pending_tokens -= 1
             if sequence.finish_reason is None and search.offer(sequence, candidates[position]):
-                self._undecided.append(sequence.request)
+                self.undecided.append(sequence.request)
         return self.decide(running, kv)
-
-    @property
-    def is_waiting(self) -> bool:
-        """A search is yet to be decided."""
-        return bool(self._undecided)
 
     @property
     def awaited(self) -> list[Matcher]:
         """The matchers that undecided searches wait for."""
-        searches = [request.beam_search for request in self._undecided]
+        searches = [request.beam_search for request in self.undecided]
         return [matcher for search in searches if search is not None for matcher in search.awaited]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the next plan has nothing of this."""
+        return not (self._reorders or self._token_overrides)
 
     def decide(self, running: RunningSet, kv: BlockSharing) -> tuple[list[Request], list[int]]:
         """Reorder the beams of the searches whose matchers have answered. Returns the requests whose search has ended,
         and the beam slots to release."""
         ended: list[Request] = []
         released: list[int] = []
-        undecided, self._undecided = self._undecided, []
+        undecided, self.undecided = self.undecided, []
         for request in undecided:
             search = request.beam_search
             assert search is not None
@@ -70,7 +70,7 @@ class BeamReorder:
                 continue  # it has ended, or is computed again
             children = search.expand()
             if children is None:
-                self._undecided.append(request)
+                self.undecided.append(request)
                 continue
             if search.is_done:
                 ended.append(request)

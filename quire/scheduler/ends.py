@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from quire.decoding.drafts import take_masked_drafts
 from quire.decoding.masks import take_forced
@@ -17,7 +16,6 @@ from quire.scheduler.admitter import Admitter
 from quire.scheduler.in_flight import InFlight
 from quire.scheduler.matching import Matching
 from quire.scheduler.plan_builder import PlanChanges
-from quire.scheduler.queue import Deadlines, RequestQueue
 from quire.scheduler.reporting import (
     early_end,
     ended_search,
@@ -28,17 +26,8 @@ from quire.scheduler.reporting import (
     report_times,
     report_times_early,
 )
-from quire.scheduler.running import RunningSet
+from quire.scheduler.running import Collections
 from quire.step import StepResult
-
-
-class Collections(NamedTuple):
-    """The requests that the scheduler holds. requests: all of them by id; each of them either waits or runs."""
-
-    requests: dict[str, Request]
-    waiting: RequestQueue
-    running: RunningSet
-    deadlines: Deadlines
 
 
 class Ends:

@@ -43,7 +43,7 @@ class FairOrder:
         time = max(ahead) if ahead else now
         return max(time, own[-1].order_time + LEAST_GAP) if own else time
 
-    def add(self, request: Request) -> None:
+    def add_request(self, request: Request) -> None:
         """A request has arrived, and waits."""
         self._waiting.setdefault(request.priority, {}).setdefault(request.client, []).append(request)
 

@@ -33,10 +33,11 @@ class Matching:
     """Questions to matchers without an answer yet."""
 
     def __init__(self) -> None:
-        self._starting: list[Request] = []
+        self.starting: list[Request] = []
+        """Requests that cannot start before their matchers have answered."""
         self._new: list[Matcher] = []
-        self._asked: list[Asked] = []
-        self._late: list[Sequence] = []
+        self.asked: list[Asked] = []
+        self.late: list[Sequence] = []
         """Sequences whose matchers have answered, but not told the mask in time."""
 
     def begin(self, request: Request) -> None:
@@ -52,7 +53,7 @@ class Matching:
         for sequence in request.live_sequences:
             if sequence.num_output_tokens:
                 sequence.matcher = constraint.matcher(spec, sequence.token_ids[num_prompt_tokens:])
-        self._starting.append(request)
+        self.starting.append(request)
         self._new += first_matchers(request)
 
     def take_samples(
@@ -99,27 +100,27 @@ class Matching:
         )
         drafts = sequence.draft_token_ids
         matcher.advance(token_ids, num_forceable(sequence), with_mask=sequence.goes_ahead, drafts=drafts)
-        self._asked.append(Asked(sequence, token_ids, logprobs))
+        self.asked.append(Asked(sequence, token_ids, logprobs))
 
     def note_late(self, sequence: Sequence) -> None:
         """A sample of the sequence was discarded: it stays out of steps until its mask is there."""
         sequence.goes_ahead = False
         if not sequence.awaits_matcher:
             sequence.awaits_matcher = True
-            self._late.append(sequence)
+            self.late.append(sequence)
 
     def take_answered(self) -> list[Asked]:
         """The tokens whose matchers have answered since the last call, in the order of the questions."""
-        if self._late:
-            late, self._late = self._late, []
+        if self.late:
+            late, self.late = self.late, []
             for sequence in late:
                 if sequence.matcher is None or sequence.matcher.has_mask:
                     sequence.awaits_matcher = False
                 else:
-                    self._late.append(sequence)
-        answered = [each for each in self._asked if _is_answered(each.sequence)]
+                    self.late.append(sequence)
+        answered = [each for each in self.asked if _is_answered(each.sequence)]
         if answered:
-            self._asked = [each for each in self._asked if not _is_answered(each.sequence)]
+            self.asked = [each for each in self.asked if not _is_answered(each.sequence)]
             for each in answered:
                 each.sequence.awaits_matcher = False
         return answered
@@ -127,7 +128,7 @@ class Matching:
     def take_refused(self) -> list[tuple[Request, UserError]]:
         """The requests that cannot start under their constraints, and why. Forgets those that can."""
         refused, left = [], []
-        for request in self._starting:
+        for request in self.starting:
             if request.status is RequestStatus.FINISHED:
                 continue
             matchers = first_matchers(request)
@@ -136,25 +137,18 @@ class Matching:
                 refused.append((request, error))
             elif not all(each.is_ready for each in matchers):
                 left.append(request)
-        self._starting = left
+        self.starting = left
         return refused
 
-    @property
-    def is_waiting(self) -> bool:
-        """An answer would change something."""
-        return bool(self._asked or self._starting or self._late)
-
-    @property
-    def is_held_up(self) -> bool:
-        """An answer would change what the next step computes."""
-        others = self._starting or self._late
-        return bool(others or (self._asked and not all(each.sequence.goes_ahead for each in self._asked)))
+    def all_go_ahead(self) -> bool:
+        """Whether the next step computes the tokens of all that are asked about, before the answers."""
+        return all(each.sequence.goes_ahead for each in self.asked)
 
     def awaited(self) -> list[Matcher]:
         """The matchers that a step may wait for, briefly, because they are quick as a rule: those of sequences that
         have got a token and do not go ahead, and once those of each new request."""
         new, self._new = self._new, []
-        asked = [each.sequence.matcher for each in self._asked if not each.sequence.goes_ahead]
+        asked = [each.sequence.matcher for each in self.asked if not each.sequence.goes_ahead]
         return new + [matcher for matcher in asked if matcher is not None and not matcher.is_slow]
 
 

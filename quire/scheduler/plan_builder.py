@@ -23,6 +23,10 @@ class PlanChanges:
         self.trimmed: dict[int, list[int]] = {}
         self.beam_reorder = BeamReorder()
 
+    @property
+    def is_empty(self) -> bool:
+        return not (self.released or self.trimmed) and self.beam_reorder.is_empty
+
     def release_slot(self, sequence: Sequence) -> None:
         """Release a sequence's request slot on the workers with the next plan."""
         sequence.fast_path_until = sequence.num_unsent_tokens = 0
@@ -38,6 +42,8 @@ class PlanBuilder:
         self.step_id = step_id
         self.budget = budget
         """Tokens that may still be scheduled."""
+        self.num_steady = 0
+        """Sequences that `place_steady` has placed."""
         self.sequences: list[Sequence] = []
         self.start_positions: list[int] = []
         self.num_tokens: list[int] = []
@@ -169,6 +175,7 @@ class PlanBuilder:
             self.sample_from += range(batch_index, batch_index + count)
             self.num_tokens += [1] * count
             self.budget -= count
+            self.num_steady += count
             index += count
         return index
 
@@ -255,6 +262,9 @@ class PlanBuilder:
             transfers.swap_out = self.swap_out + transfers.swap_out
             transfers.swap_in = self.swap_in + transfers.swap_in
         seq_ids = [sequence.seq_id for sequence in self.sequences]
+        moves = self.new_sequences or transfers is not None or self.adapters is not None
+        if self.num_steady == len(seq_ids) and not moves and changes.is_empty:  # as in most steps
+            return StepPlan(self.step_id, seq_ids, self.start_positions, self.num_tokens, seq_ids, self.sample_from)
         all_sample = self.samples == self.sequences
         released, changes.released = changes.released, []
         trimmed, changes.trimmed = changes.trimmed, {}

@@ -30,7 +30,7 @@ class RequestQueue:
 
     def push(self, request: Request) -> None:
         """Insert a request that has arrived."""
-        self._fair_order.add(request)
+        self._fair_order.add_request(request)
         bisect.insort(self._requests, request, key=_order_key)
 
     def put_back(self, request: Request) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import bisect
+from typing import NamedTuple
 
 from quire.decoding.beam import BeamSearch
 from quire.decoding.parallel import num_shared_tokens, waiting_siblings
 from quire.decoding.sequence import Request, RequestStatus, Sequence
+from quire.scheduler.queue import Deadlines, RequestQueue
 
 
 class RunningSet:
@@ -64,3 +66,12 @@ class RunningSet:
 
     def drop_finished(self) -> None:
         self.sequences[:] = [sequence for sequence in self.sequences if sequence.finish_reason is None]
+
+
+class Collections(NamedTuple):
+    """The requests that the scheduler holds. requests: all of them by id; each of them either waits or runs."""
+
+    requests: dict[str, Request]
+    waiting: RequestQueue
+    running: RunningSet
+    deadlines: Deadlines

@@ -14,7 +14,6 @@ from itertools import count, repeat
 
 from quire.config.adapters import NO_ADAPTERS, AdaptersConfig
 from quire.config.scheduler import SchedulerConfig
-from quire.decoding.beam import BeamSearch
 from quire.decoding.drafts import (
     NO_DRAFTER,
     NO_DRAFTS,
@@ -37,17 +36,17 @@ from quire.request import EngineRequest, FinishReason
 from quire.scheduler.adapters import AdapterGate, AdapterSlots
 from quire.scheduler.admission import Limits, PrefixRegistration, reject_impossible
 from quire.scheduler.admitter import Admitter
-from quire.scheduler.ends import Collections, Ends
+from quire.scheduler.ends import Ends
 from quire.scheduler.gates import Gate, Gates, default_gates
 from quire.scheduler.in_flight import InFlight, Sampled
 from quire.scheduler.invariants import check_requests
 from quire.scheduler.kv_usage import count_copies, describe_kv, first_stats
 from quire.scheduler.matching import Matching
 from quire.scheduler.plan_builder import PlanBuilder, PlanChanges
-from quire.scheduler.preemption import PreemptionCosts, choice, release_blocks
+from quire.scheduler.preemption import PreemptionCosts, choice
 from quire.scheduler.queue import Deadlines, RequestQueue
 from quire.scheduler.reporting import attach_prompt_logprobs, report_times_early
-from quire.scheduler.running import RunningSet
+from quire.scheduler.running import Collections, RunningSet
 from quire.scheduler.snapshot import KVSnapshot, take_snapshot
 from quire.step import SamplingInputs, StepPlan, StepResult
 
@@ -69,7 +68,6 @@ class Scheduler:
         """preemption_costs: as measured; needed by the preemption mode "auto". gates: instead of `default_gates`.
         drafter: only for workers that verify drafts. adapters: how many the workers hold."""
         self.kv = kv
-        self._prefers_swap = choice(config.preemption_mode, preemption_costs)
         self._max_chunk = min(config.max_prefill_chunk or 2**62, config.max_num_batched_tokens)
         self._limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, self._max_chunk, config.whole_prompts)
         self._priority_seconds, self._num_stages = config.priority_seconds, config.num_stages
@@ -88,9 +86,10 @@ class Scheduler:
         self._stats = first_stats(kv)
         self._adapters = AdapterSlots(self._running, adapters)
         self._gates = Gates([*(default_gates(kv) if gates is None else gates), AdapterGate(self._adapters)])
-        self._admitter = Admitter(kv, self._limits, self._gates, self._waiting, self._running, self._stats)
         self._changes = PlanChanges()
         collections = Collections(self._requests, self._waiting, self._running, self._deadlines)
+        prefers_swap = choice(config.preemption_mode, preemption_costs)
+        self._admitter = Admitter(kv, self._limits, self._gates, collections, self._changes, prefers_swap, self._stats)
         self._ends = Ends(kv, self._changes, collections, self._registration, self._admitter, self._stats)
 
     # -- requests ---------------------------------------------------------------------------------------------------
@@ -116,14 +115,8 @@ class Scheduler:
         reject_impossible(request, self.kv, self._registration.num_usable, self._limits)
         if request.register_prefix:
             self._registration.reserve(request, self._requests.values())
-        request.sequences = create_sequences(request, source, self._seq_ids)
+        create_sequences(request, source, self._seq_ids, self.kv)
         self.matching.begin(request)
-        if not request.bypass_prefix_cache:
-            keys = request.extra_keys(self.kv.block_size)
-            for sequence in request.sequences:
-                sequence.chain = self.kv.new_chain(request.cache_salt, keys)
-        if request.params.use_beam_search:
-            request.beam_search = BeamSearch(request)
         self._requests[request.request_id] = request
         if point is not None and any(point.token_ids):  # it goes on as one that was preempted
             request.status = RequestStatus.PREEMPTED
@@ -185,7 +178,7 @@ class Scheduler:
         else:
             preemption = self._admitter.plan_preemption(now)
             for victim in preemption.victims:
-                self._preempt(builder, victim)
+                self._admitter.preempt(builder, victim)
             if not self._schedule_running(builder, preemption.num_tokens):
                 self._admitter.admit(builder, now)
         return self._finish_plan(builder)
@@ -209,7 +202,8 @@ class Scheduler:
         is_idle = builder.is_idle
         may_wait = is_idle and not self._in_flight
         builder.order_transfers(self.kv, may_wait=may_wait, awaits_report=awaits_report)
-        builder.adapters = self._adapters.take_orders(may_wait=may_wait and builder.transfers is None)
+        if self._adapters.are_any:
+            builder.adapters = self._adapters.take_orders(may_wait=may_wait and builder.transfers is None)
         if is_idle and builder.transfers is None and builder.adapters is None:
             # The slots of finished sequences stay taken until the next plan, which nothing needs before.
             return None
@@ -289,13 +283,11 @@ class Scheduler:
         num_tokens = sum([len(update.new_token_ids) for update in updates]) - len(updates) if updates else 0
         for sequence, new_ids, token_logprobs in sampled:
             sequence.num_pending_tokens -= 1
-            if sequence.finish_reason is not None:
-                continue
+            if sequence.finish_reason is not None or not new_ids:
+                continue  # it has ended, or the workers have discarded the sample
             request, token_ids = sequence.request, sequence.token_ids
             if request.register_prefix and sequence.blocks is None:
                 continue  # preempted meanwhile: the prefix has no blocks to register and is computed again
-            if not new_ids:
-                continue  # the workers have discarded the sample
             if has_drafts:
                 new_ids = take_accepted(sequence, new_ids, self.kv)
                 num_tokens += len(new_ids) - 1
@@ -320,12 +312,16 @@ class Scheduler:
     @property
     def awaits_answers(self) -> bool:
         """Matchers have yet to answer; `settle` is due when they have."""
-        return self.matching.is_waiting or self._changes.beam_reorder.is_waiting
+        matching = self.matching
+        return bool(matching.asked or matching.starting or matching.late or self._changes.beam_reorder.undecided)
 
     @property
     def awaits_others(self) -> bool:
         """Matchers have yet to answer for sequences that do not go ahead, or requests are refused: `settle` is due."""
-        return self.matching.is_held_up or self._changes.beam_reorder.is_waiting or self._adapters.has_refused
+        matching = self.matching
+        if matching.starting or matching.late or self._changes.beam_reorder.undecided or self._adapters.refused:
+            return True
+        return bool(matching.asked) and not matching.all_go_ahead()
 
     def awaited(self) -> list[Matcher]:
         """The matchers whose answers a step waits for, briefly."""
@@ -353,12 +349,14 @@ class Scheduler:
 
         num_reserved: tokens that the sequences behind the first waiting request leave to it.
         """
+        running = self._running.sequences
+        index = builder.place_steady(running, 0)
+        if index == len(running):  # in most steps
+            return False
         first_waiting = self._waiting.first if num_reserved else None
-        running, kv, max_chunk = self._running.sequences, self.kv, self._max_chunk
+        kv, max_chunk, preempted = self.kv, self._max_chunk, False
         max_drafts, asks_always = self._drafter.max_drafts, self._drafter.asks_always
-        preempted = False
         most = -(-len(running) // self._num_stages)
-        index = 0
         while (index := builder.place_steady(running, index)) < len(running):
             sequence = running[index]
             index += 1  # a preemption removes only entries behind this index
@@ -401,7 +399,7 @@ class Scheduler:
                     preempted = True
                     if victim is request:
                         builder.undo(request, kv)
-                    self._preempt(builder, victim)
+                    self._admitter.preempt(builder, victim)
                     if victim is request:
                         return True
                     allocation = kv.allocate_slots(blocks, least_start, end)
@@ -418,20 +416,6 @@ class Scheduler:
             elif start + num_tokens == known and request.max_pending_tokens > 1 and not blocks.tail_shared:
                 sequence.fast_path_until = min(blocks.capacity, sequence.max_total_tokens - 1)
         return preempted
-
-    def _preempt(self, builder: PlanBuilder, request: Request) -> None:
-        """Preempt a running request: release its blocks and slots, to be swapped in or recomputed later."""
-        for sequence in request.live_sequences:
-            if sequence.blocks is not None:
-                self._changes.release_slot(sequence)
-        copies = release_blocks(request, self.kv, self._prefers_swap)
-        builder.swap_out += copies or []
-        self._stats.swap_preemptions_total += copies is not None
-        self._running.leave(request)
-        request.status = RequestStatus.PREEMPTED
-        request.num_preemptions += 1
-        self._stats.preemptions_total += 1
-        self._waiting.put_back(request)
 
     # -- inspection -------------------------------------------------------------------------------------------------
 

@@ -185,13 +185,17 @@ def add_observers(app: FastAPI, context: ServerContext) -> None:
     """The log and the traces of requests, where the settings ask for them."""
     engine, settings = context.engine, context.settings
     if settings.enable_log_requests:
-        engine.add_listener(RequestLog(settings.max_log_len))
+        log = RequestLog(settings.max_log_len)
+        engine.add_listener(log)
+        context.metrics.on_finished.append(log.note_finished)
     if settings.traces_url is not None:
         provider = make_provider(settings.traces_url)
         context.on_exit.append(provider.shutdown)
         details = bool(settings.collect_detailed_traces)
         tracer = provider.get_tracer("quire", __version__)
-        engine.add_listener(RequestTraces(tracer, context.model_names[0], details=details))
+        traces = RequestTraces(tracer, context.model_names[0], details=details)
+        engine.add_listener(traces)
+        context.metrics.on_finished.append(traces.note_finished)
         app.add_middleware(TraceParents)
 
 

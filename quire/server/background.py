@@ -186,7 +186,7 @@ class BackgroundResponses:
         """Raises ApiError: 400 for an id that is in use, 429 where there is no room."""
         response_id = answer.body.id
         response = BackgroundResponse(answer, conversation, keeps_events=keeps_events)
-        match await self._store.begin(owner, response_id, response.begun(self._store.maker)):
+        match await self._store.begin_response(owner, response_id, response.begun(self._store.maker)):
             case ResponseRejection.IN_USE:
                 raise invalid_request(f"the response {response_id!r} is being made", param="request_id")
             case ResponseRejection.NO_ROOM:

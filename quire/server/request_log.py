@@ -6,8 +6,7 @@ import logging
 
 import msgspec
 
-from quire.clock import Clock, SystemClock
-from quire.kv_cache.stats import EngineStats
+from quire.engine.output_stream import StatsListener
 from quire.logging import get_logger
 from quire.metrics.progress import RequestProgress
 from quire.outputs import RequestOutput
@@ -19,14 +18,13 @@ logger = get_logger(__name__)
 _DEFAULTS = msgspec.to_builtins(SamplingParams())
 
 
-class RequestLog:
-    """A StatsListener of AsyncLLM. What a client wrote is logged only at level DEBUG; outputs never are."""
+class RequestLog(StatsListener):
+    """A listener of AsyncLLM for what comes and is rejected; `EngineMetrics` tells of the ends. What a client wrote is
+    logged only at level DEBUG; outputs never are."""
 
-    def __init__(self, max_characters: int | None = None, clock: Clock | None = None) -> None:
-        """max_characters: of a prompt in the log, and as many of its tokens; None: all."""
+    def __init__(self, max_characters: int | None = None) -> None:
+        """max_characters: characters and tokens of a prompt that the log shows; None: all."""
         self._max_characters = max_characters
-        self._clock = clock or SystemClock()
-        self._requests: dict[str, RequestProgress] = {}
         if logger.getEffectiveLevel() > logging.INFO:
             logger.setLevel(logging.INFO)  # the setting asked for these records, whatever else is logged
 
@@ -54,22 +52,8 @@ class RequestLog:
         fields = {"request_id": request_id, "event": "rejected"}
         logger.info("request %s rejected by the engine", request_id, extra={"fields": fields})
 
-    def record_outputs(self, outputs: list[RequestOutput]) -> None:
-        now = self._clock.now()
-        for output in outputs:
-            progress = self._requests.get(output.request_id)
-            if progress is None:
-                progress = self._requests[output.request_id] = RequestProgress(now)
-            for completion in output.outputs:
-                progress.observe_tokens(completion, now)
-            if output.finished:
-                del self._requests[output.request_id]
-                self._log_end(output, progress, now)
-
-    def record_stats(self, stats: EngineStats) -> None:
-        """Nothing of it is logged."""
-
-    def _log_end(self, output: RequestOutput, progress: RequestProgress, now: float) -> None:
+    def note_finished(self, output: RequestOutput, progress: RequestProgress, now: float) -> None:
+        """Log the end of a request, called by `EngineMetrics.on_finished`."""
         reasons = sorted({each.finish_reason for each in output.outputs if each.finish_reason is not None})
         fields: dict[str, object] = {
             "request_id": output.request_id,

@@ -86,7 +86,7 @@ class ResponseStore:
             _, oldest = self._entries.popitem(last=False)
             self.num_bytes -= oldest.num_bytes
 
-    def begin(self, owner: str, response_id: str, response: StoredResponse) -> ResponseRejection | None:
+    def begin_response(self, owner: str, response_id: str, response: StoredResponse) -> ResponseRejection | None:
         """Take note of a response that `response.maker` begins to make, unless there is no room."""
         if (owner, response_id) in self._making:
             return ResponseRejection.IN_USE
@@ -128,7 +128,9 @@ class Responses(Protocol):
 
     async def put(self, owner: str, response_id: str, response: StoredResponse) -> None: ...
 
-    async def begin(self, owner: str, response_id: str, response: StoredResponse) -> ResponseRejection | None: ...
+    async def begin_response(
+        self, owner: str, response_id: str, response: StoredResponse
+    ) -> ResponseRejection | None: ...
 
     async def keep_finished(self, owner: str, response_id: str, response: StoredResponse) -> None: ...
 
@@ -154,8 +156,8 @@ class OwnResponses:
     async def put(self, owner: str, response_id: str, response: StoredResponse) -> None:
         self._store.put(owner, response_id, response)
 
-    async def begin(self, owner: str, response_id: str, response: StoredResponse) -> ResponseRejection | None:
-        return self._store.begin(owner, response_id, response)
+    async def begin_response(self, owner: str, response_id: str, response: StoredResponse) -> ResponseRejection | None:
+        return self._store.begin_response(owner, response_id, response)
 
     async def keep_finished(self, owner: str, response_id: str, response: StoredResponse) -> None:
         self._store.keep_finished(owner, response_id, self.maker, response)

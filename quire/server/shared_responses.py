@@ -54,7 +54,7 @@ class ParentsResponses:
     async def put(self, owner: str, response_id: str, response: StoredResponse) -> None:
         await self._ask(_Put(owner, response_id, response))
 
-    async def begin(self, owner: str, response_id: str, response: StoredResponse) -> ResponseRejection | None:
+    async def begin_response(self, owner: str, response_id: str, response: StoredResponse) -> ResponseRejection | None:
         answer = await self._ask(_Begin(owner, response_id, response))
         return msgspec.msgpack.decode(answer, type=ResponseRejection | None)
 
@@ -99,7 +99,7 @@ class ResponseService:
                     self._store.put(owner, response_id, response)
                 case _Begin(owner, response_id, response):
                     if session not in self._ended:  # else nothing would ever end it
-                        result = self._store.begin(owner, response_id, response)
+                        result = self._store.begin_response(owner, response_id, response)
                 case _Finish(owner, response_id, response):
                     self._store.keep_finished(owner, response_id, session, response)
                 case _Find(owner, response_id):

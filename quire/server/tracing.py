@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from quire.clock import Clock, SystemClock
+from quire.engine.output_stream import StatsListener
 from quire.errors import ConfigError
-from quire.kv_cache.stats import EngineStats
 from quire.logging import make_handler
 from quire.metrics.progress import PhaseTimes, RequestProgress
 from quire.outputs import RequestOutput
@@ -99,11 +98,11 @@ class _Traced:
     parent: Context | None
     arrival: int
     """Nanoseconds since 1970."""
-    progress: RequestProgress | None = None
 
 
-class RequestTraces:
-    """A StatsListener of AsyncLLM. A span is made when its request ends, with the time at which it came.
+class RequestTraces(StatsListener):
+    """A listener of AsyncLLM for what comes and is rejected; `EngineMetrics` tells of the ends. A span is made when its
+    request ends, with the time at which it came.
 
     details: also make a span for each phase (queue, prefill, decode), below the request's.
     """
@@ -114,13 +113,11 @@ class RequestTraces:
         model_name: str,
         *,
         details: bool = False,
-        clock: Clock | None = None,
         wall_time: Callable[[], int] = time.time_ns,
     ) -> None:
         self._tracer = tracer
         self._model_name = model_name
         self._details = details
-        self._clock = clock or SystemClock()
         self._wall_time = wall_time
         self._requests: dict[str, _Traced] = {}
 
@@ -134,23 +131,6 @@ class RequestTraces:
             span = self._begin(request_id, traced)
             _fail(span, "the engine rejected the request")
             span.end(self._wall_time())
-
-    def record_outputs(self, outputs: list[RequestOutput]) -> None:
-        now = self._clock.now()
-        for output in outputs:
-            traced = self._requests.get(output.request_id)
-            if traced is None:
-                continue
-            if traced.progress is None:
-                traced.progress = RequestProgress(now)
-            for completion in output.outputs:
-                traced.progress.observe_tokens(completion, now)
-            if output.finished:
-                del self._requests[output.request_id]
-                self._write(output, traced, traced.progress, now)
-
-    def record_stats(self, stats: EngineStats) -> None:
-        """Spans tell of requests alone."""
 
     def _begin(self, request_id: str, traced: _Traced) -> Span:
         from opentelemetry.trace import SpanKind
@@ -169,7 +149,11 @@ class RequestTraces:
             SPAN_NAME, traced.parent, SpanKind.SERVER, attributes=attributes, start_time=traced.arrival
         )
 
-    def _write(self, output: RequestOutput, traced: _Traced, progress: RequestProgress, now: float) -> None:
+    def note_finished(self, output: RequestOutput, progress: RequestProgress, now: float) -> None:
+        """Write the span of a request, called by `EngineMetrics.on_finished`."""
+        traced = self._requests.pop(output.request_id, None)
+        if traced is None:
+            return
         span, end = self._begin(output.request_id, traced), self._wall_time()
         reasons = [each.finish_reason for each in output.outputs if each.finish_reason is not None]
         span.set_attributes(

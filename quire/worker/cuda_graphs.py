@@ -303,13 +303,6 @@ class _Pieces(AttentionStep):
         out = self._part(qkv, heads.shape.num_heads * heads.shape.head_dim)
         return self._between("attend", (heads,), qkv, rotation, out)
 
-    def write_kv(self, heads: HeadWeights, key_value: torch.Tensor, rotation: Any) -> None:
-        self._between("write_kv", (heads,), key_value, rotation)
-
-    def attend_cached(self, heads: HeadWeights, query: torch.Tensor, rotation: Any) -> torch.Tensor:
-        out = self._part(query, heads.shape.num_heads * heads.shape.head_dim)
-        return self._between("attend_cached", (heads,), query, rotation, out)
-
     def attend_latent(
         self, shape: LatentShape, inputs: tuple[torch.Tensor, ...], rotation: Any, selected: torch.Tensor | None = None
     ) -> torch.Tensor:

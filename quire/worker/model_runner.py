@@ -18,7 +18,7 @@ from quire.sampling.batch import TokenMasks
 from quire.sampling.errors import NonFiniteLogitsError
 from quire.sampling.results import Deferred, Samples
 from quire.step import SamplingInputs, StepPlan, StepResult
-from quire.worker.drafts import NOTHING_ACCEPTED, Accepted, Placed, add_accepted, note_found
+from quire.worker.drafts import NOTHING_ACCEPTED, Accepted, add_accepted, note_found
 from quire.worker.input_batch import InputBatch, build_input_batch
 from quire.worker.kv_transfer import BlockTransfers
 from quire.worker.masks import read_masks
@@ -60,9 +60,8 @@ class Launched:
         hosts = iter(self.copy.wait())
         nonfinite: Sequence[int] = ()
         if samples is not None:
-            found = samples.assemble(hosts)
-            accepted, drafts, draft_tokens = self.accepted
-            if accepted is None:
+            found, accepted = samples.assemble(hosts), self.accepted
+            if accepted.counts is None:
                 token_ids, logprobs, result.candidates, nonfinite = found
                 result.token_ids = [[token_id] for token_id in token_ids]
                 if logprobs:
@@ -70,10 +69,10 @@ class Launched:
             else:
                 assert self.sampled is not None, "samples have rows"
                 assert self.sampled.firsts is not None, "drafts have rows"
-                nonfinite = add_accepted(result, found, self.sampled.firsts.tolist(), accepted.read(hosts))
-            if drafts is not None:
-                counts = drafts.read(hosts)
-                note_found(result, plan, counts, () if draft_tokens is None else draft_tokens.read(hosts))
+                nonfinite = add_accepted(result, found, self.sampled.firsts.tolist(), accepted.counts.read(hosts))
+            if accepted.found is not None:
+                counts = accepted.found.read(hosts)
+                note_found(result, plan, counts, () if accepted.token_ids is None else accepted.token_ids.read(hosts))
         if self.pooled is not None:
             nonfinite = add_pooled(result, plan, self.pooled.read(hosts), nonfinite)
         nonfinite_prompts = []
@@ -130,10 +129,11 @@ class ModelRunner:
         requests, transfers = self._requests, self._transfers
         transfers.wait()
         requests.update(plan)
-        placed: Placed | None = None
-        if requests.has_drafts(plan):
-            placed = requests.columns.place_drafts(plan, requests)
-        starts, counts, num_drafts = placed or (plan.start_positions, plan.num_tokens, None)
+        starts: Sequence[int] = plan.start_positions
+        counts: Sequence[int] = plan.num_tokens
+        num_drafts: np.ndarray | None = None
+        if (plan.num_drafts or requests.drafted) and requests.has_drafts(plan):
+            starts, counts, num_drafts = requests.columns.place_drafts(plan, requests)
         batch = build_input_batch(plan.seq_ids, starts, counts, requests, num_drafts)
         if self._pooling is not None:
             batch = pooling_batch(batch, self._pooling.method)
@@ -152,7 +152,10 @@ class ModelRunner:
         if not plan.seq_ids:
             return Launched(plan)
         swaps_out = plan.transfers is not None and plan.transfers.swap_out
-        if swaps_out and transfers.is_reading(requests.tables.written(batch.rows, batch.starts, batch.ends)):
+        if swaps_out and (
+            self._compute.writes_ahead
+            or transfers.is_reading(requests.tables.written(batch.rows, batch.starts, batch.ends))
+        ):
             transfers.wait()
         launched = Launched(plan)
         computed = Computed(launched, step, step.forward(), batch, sampled, pooled)

@@ -36,7 +36,7 @@ class RequestState:
         self._rows = np.zeros(0, np.int64)
         """Rows of the sequences that were asked for last."""
         self.rows_version = 0
-        self._drafted: set[int] = set()
+        self.drafted: set[int] = set()
         """Sequences that had drafts, until a plan knows how many tokens they have."""
 
     def __len__(self) -> int:
@@ -61,16 +61,16 @@ class RequestState:
         """Whether a plan has drafts, or has sequences with fewer tokens than it says: drafts were rejected of which the
         scheduler did not know yet. Asked once of every plan, behind `update`."""
         if plan.num_drafts:
-            self._drafted.update(compress(plan.seq_ids, plan.num_drafts))
+            self.drafted.update(compress(plan.seq_ids, plan.num_drafts))
             return True
-        if not self._drafted:
+        if not self.drafted:
             return False
         behind, lengths = False, self.lengths
         for seq_id, start, count in zip(plan.seq_ids, plan.start_positions, plan.num_tokens, strict=True):
             if start + count > lengths[seq_id]:
                 behind = True
             else:
-                self._drafted.discard(seq_id)
+                self.drafted.discard(seq_id)
         return behind
 
     def add_request(
@@ -87,7 +87,7 @@ class RequestState:
         row = self._row_of.pop(seq_id)
         self._asked = None
         self.columns.end_text(row, self.lengths.pop(seq_id, 0))
-        self._drafted.discard(seq_id)
+        self.drafted.discard(seq_id)
         heapq.heappush(self._free, row)
         self.tables.clear(row)
         self.sampling.clear(row)

@@ -96,8 +96,8 @@ class Pool:
 
         planned = self.backend.plan(batch)
         heads = HeadWeights(self.layer, None, None)
-        planned.write_kv(heads, torch.cat((rows("k").flatten(1), rows("v").flatten(1)), dim=1), None)
-        out = planned.attend_cached(heads, rows("q").flatten(1), None).unflatten(1, (-1, self.layer.value_width))
+        qkv = torch.cat([rows(name).flatten(1) for name in "qkv"], dim=1)
+        out = planned.attend(heads, qkv, None).unflatten(1, (-1, self.layer.value_width))
         for sequence, count in work:
             self.computed[sequence] += count
         return list(out.split([count for _, count in work]))

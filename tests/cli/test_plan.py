@@ -85,6 +85,17 @@ def test_the_arithmetic(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["speed"] == []
 
 
+def test_the_model_that_makes_drafts(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its weights count, and its layers share the blocks."""
+    flags = ["--memory", "4GiB", "--speculative-config", json.dumps({"model": model, "num_speculative_tokens": 2})]
+    without, found = plan_json(capsys, model, *flags[:2]), plan_json(capsys, model, *flags)
+    assert 2 * found["draft_weight_bytes"] == found["weight_bytes"]
+    for name in ("weight_bytes", "activation_bytes_estimate", "kv_bytes_per_token"):
+        assert found[name] == 2 * without[name]
+    assert main(["plan", model, *flags]) == 0
+    assert "draft model" in capsys.readouterr().out
+
+
 def test_the_pool_is_no_larger_than_it_can_be_used(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = [model, "--memory", "4GiB", "--max-num-seqs", "3"]
     found = plan_json(capsys, *flags)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.decoding.beam import BeamSearch, follow
+from quire.decoding.beam import follow
 from quire.decoding.parallel import create_sequences
 from quire.decoding.sequence import Request
 from quire.kv_cache.layout import KVCacheLayout, group_layers
@@ -36,8 +36,9 @@ class Searcher:
             eos_token_ids=[EOS],
         )
         self.request = Request(source, 0.0)
-        self.request.sequences = create_sequences(self.request, source, itertools.count(10))
-        self.search = self.request.beam_search = BeamSearch(self.request)
+        create_sequences(self.request, source, itertools.count(10))
+        assert self.request.beam_search is not None
+        self.search = self.request.beam_search
         leader = self.request.sequences[0]
         leader.chain = self.kv.new_chain("")
         leader.blocks = self.kv.allocate_prefix(leader.chain, 0)

@@ -18,6 +18,7 @@ from quire.config.options import EngineOptions
 from quire.engine import output_processor
 from quire.engine.async_engine import AsyncLLM
 from quire.engine.messages import AddRequest, ClientMessage
+from quire.engine.output_stream import StatsListener
 from quire.errors import (
     ConfigError,
     EngineDeadError,
@@ -212,7 +213,7 @@ async def test_unknown_calls_are_user_errors(engine: AsyncLLM) -> None:
     assert await engine.reset_prefix_cache() == 0
 
 
-class Recorder:
+class Recorder(StatsListener):
     def __init__(self) -> None:
         self.outputs: list[RequestOutput] = []
         self.stats: list[EngineStats] = []
@@ -420,14 +421,14 @@ async def test_a_failure_of_one_request_s_output_ends_it_alone(
     recorder = Recorder()
     engine.add_listener(recorder)
     bystander = await begin(engine, "bystander")
-    original = output_processor._RequestState.take
+    original = output_processor._RequestState.take_update
 
     def take(self: output_processor._RequestState, update: SequenceUpdate) -> bool:
         if update.request_id.startswith("victim"):
             raise Panic("index out of bounds")
         return original(self, update)
 
-    monkeypatch.setattr(output_processor._RequestState, "take", take)
+    monkeypatch.setattr(output_processor._RequestState, "take_update", take)
     with pytest.raises(InternalError, match="Panic: index out of bounds"):
         await collect(engine, [1, 2], LONG, request_id="victim")
     while (await engine.stats()).num_running > 1:

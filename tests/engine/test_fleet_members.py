@@ -77,7 +77,7 @@ def test_requests_are_spread_and_finish_as_on_one_engine(make: Make, options: En
         fleet.send(add(name, num_prompt_tokens=5 + number))
     assert tokens_until_finished(fleet, *names) == expected
     assert fleet._entries == fleet._names == {}
-    assert [member.num_live for member in fleet.members] == [0, 0, 0]
+    assert [len(member.entries) for member in fleet.members] == [0, 0, 0]
     total = stats(fleet)
     assert total.finished_requests_total == 7
     assert total.num_blocks == 3 * stats(alone).num_blocks

@@ -30,8 +30,7 @@ NUMBERS = itertools.count(1000)
 @pytest.fixture(autouse=True, scope="module")
 def looks_often() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (member, fleets):
-            patch.setattr(module, "WATCH_SECONDS", 0.002)
+        patch.setattr(member, "WATCH_SECONDS", 0.002)
         yield
 
 
@@ -75,7 +74,7 @@ def test_requests_of_stopped_replicas_get_equal_tokens(
         wait_for(lambda: gated[0].is_waiting and gated[1].is_waiting)
         assert tell(fleet, "stop_replica", number, heard).value == 0
         assert gated[number].was_shut_down
-        assert not fleet.members[number].num_live
+        assert not fleet.members[number].entries
         assert tell(fleet, "start_replica", number, heard).value == 1
     gated.open()
     assert not hear_rest(fleet, requests, heard)
@@ -129,3 +128,23 @@ def test_a_replica_that_does_not_start_says_so(gated: Gated, monkeypatch: pytest
     gated.fleet.members[1].start = fail
     assert tell(gated.fleet, "start_replica", 1).value == 0
     assert gated.fleet.members[0].takes_new
+
+
+def test_a_replica_is_stopped_while_it_waits_for_its_next_start(gated: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its requests do not wait for it any longer."""
+    monkeypatch.setattr(fleets, "PAUSE_SECONDS", 1000.0)
+    fleet, tries = gated.fleet, []
+
+    def fail(_ready: object, _stats: object) -> EngineClient:
+        tries.append(1)
+        raise EngineDeadError("no memory")
+
+    fleet.members[1].start = fail
+    fleet.send(add("a"), add("b"))
+    assert owners(fleet, "a", "b") == [0, 1]
+    gated[1].kill()
+    wait_for(lambda: bool(tries))
+    assert tell(fleet, "stop_replica", 1).value == 0
+    assert owners(fleet, "a", "b") == [0, 0]
+    gated.open()
+    tokens_until_finished(fleet, "a", "b")

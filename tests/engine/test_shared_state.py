@@ -44,7 +44,7 @@ def test_loads_are_sums_and_end_with_their_process(tmp_path: Path) -> None:
     assert parent.loads.queue_seconds == math.inf
     backlog = Backlog(clock)
     for number in range(1000):  # 100 tokens a second for a long time
-        backlog.add(str(number), 10)
+        backlog.add_request(str(number), 10)
         clock.advance(0.1)
         backlog.note_progress([str(number)])
     first.loads.publish(3, 2, 400, backlog.progress)

@@ -25,7 +25,7 @@ def request(adapter: AdapterRef | None) -> Request:
         request_id="r", prompt_token_ids=[1], params=SamplingParams(), max_tokens=1, seed=0, adapter=adapter
     )
     found = Request(source, 0.0)
-    found.sequences = create_sequences(found, source, iter(range(9)))
+    create_sequences(found, source, iter(range(9)))
     return found
 
 

@@ -197,7 +197,7 @@ def test_a_prefix_that_is_preempted_while_it_is_computed_is_registered_in_the_en
             driver.step()
         plan = scheduler.schedule(driver.clock.now())
         if "p" in scheduler._requests and scheduler._requests["p"].sequences[0].blocks is not None:
-            scheduler._preempt(PlanBuilder(0, 0), scheduler._requests["p"])
+            scheduler._admitter.preempt(PlanBuilder(0, 0), scheduler._requests["p"])
         scheduler.check()
         driver.core._in_flight.append(driver.executor.execute(plan))
         driver.run()

@@ -12,7 +12,8 @@ import httpx
 import psutil
 import pytest
 
-from quire.engine.fleet import Entry, Fleet
+from quire.engine.fleet import Fleet
+from quire.engine.member import Entry
 from quire.engine.process_client import ProcessClient
 from tests.fakes.fates import Fates
 from tests.long import all_but_long
@@ -70,7 +71,7 @@ async def test_one_replica_is_away(apart: Served, fates: Fates) -> None:
         await until(lambda: fleet.members[1].death is not None)
         for path in ("/health", "/ready"):
             assert (await apart.client.get(path)).status_code == 200, "the other one takes requests"
-        assert fleet.members[1].num_live
+        assert fleet.members[1].entries
         leaves = next(index for index, task in enumerate(running) if not task.done())
         running[leaves].cancel()
         assert await asyncio.gather(*(ask(apart, FEW[number]) for number in (0, 3))) == [undisturbed[0], undisturbed[3]]

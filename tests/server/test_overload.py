@@ -111,11 +111,11 @@ def test_the_time_to_try_again_follows_the_rate() -> None:
     backlog = Backlog(clock)
     assert backlog.seconds == math.inf
     for number in range(1000):  # 100 tokens a second for a long time
-        backlog.add(f"r{number}", 10)
+        backlog.add_request(f"r{number}", 10)
         clock.advance(0.1)
         backlog.note_progress([f"r{number}", "unknown"])
-    backlog.add("a", 300)
-    backlog.add("b", 200)
+    backlog.add_request("a", 300)
+    backlog.add_request("b", 200)
     assert backlog.num_tokens == 500
     assert backlog.seconds == pytest.approx(5.0, rel=0.02)
     assert backlog.discard("b") == 200

@@ -218,11 +218,11 @@ async def test_the_store_knows_what_is_being_made() -> None:
         return StoredResponse(b'{"status":"queued"}', items, False, True, events, maker)
 
     store = ResponseStore(3, 1000)
-    assert store.begin("me", "a", begun(1)) is None
-    assert store.begin("me", "a", begun(2)) is ResponseRejection.IN_USE
-    assert store.begin("me", "b", begun(2, 999)) is ResponseRejection.NO_ROOM
-    assert [store.begin("me", name, begun(2, events=[])) for name in "bc"] == [None, None]
-    assert store.begin("me", "d", begun(1)) is ResponseRejection.NO_ROOM
+    assert store.begin_response("me", "a", begun(1)) is None
+    assert store.begin_response("me", "a", begun(2)) is ResponseRejection.IN_USE
+    assert store.begin_response("me", "b", begun(2, 999)) is ResponseRejection.NO_ROOM
+    assert [store.begin_response("me", name, begun(2, events=[])) for name in "bc"] == [None, None]
+    assert store.begin_response("me", "d", begun(1)) is ResponseRejection.NO_ROOM
     assert (store.find_response("me", "a"), len(store)) == (begun(1), 0)
 
     made = StoredResponse(b"{}")

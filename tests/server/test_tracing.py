@@ -17,6 +17,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from quire.clock import VirtualClock
 from quire.errors import ConfigError
+from quire.metrics.progress import RequestProgress
 from quire.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
@@ -75,14 +76,16 @@ def run(collector: Collector, *, reason: str = "stop", details: bool = False) ->
         collector.tracer,
         "tiny",
         details=details,
-        clock=clock,
         wall_time=lambda: start + round((clock.now() - 5) * SECOND),
     )
     traces.record_request("r", request(), None)
     clock.advance(1)
-    traces.record_outputs([output(7)])
+    outputs = [output(7), output(8, 9, reason=reason)]
+    progress = RequestProgress(clock.now())
     clock.advance(2)
-    traces.record_outputs([output(8, 9, reason=reason)])
+    for each in outputs:
+        progress.observe_tokens(each.outputs[0], clock.now())
+    traces.note_finished(outputs[-1], progress, clock.now())
     assert traces._requests == {}
 
 
@@ -134,7 +137,7 @@ def test_an_error_marks_its_span(collector: Collector) -> None:
 def test_a_request_without_a_token_has_no_latencies(collector: Collector) -> None:
     traces = RequestTraces(collector.tracer, "tiny", details=True)
     traces.record_request("r", request(), None)
-    traces.record_outputs([output(reason="abort", first=0.0)])
+    traces.note_finished(output(reason="abort", first=0.0), RequestProgress(0.0), 0.0)
     [span] = collector.exporter.get_finished_spans()
     assert not any(name.startswith("gen_ai.latency") for name in span.attributes or {})
 
@@ -145,7 +148,7 @@ def test_a_rejected_request_and_a_registered_prefix(collector: Collector) -> Non
     traces.record_rejected("r")
     assert collector.spans["llm_request"].status.status_code is StatusCode.ERROR
     traces.record_request("p", request(register_prefix=True), None)
-    traces.record_outputs([output(1, reason="length")])
+    traces.note_finished(output(1, reason="length"), RequestProgress(0.0), 0.0)
     traces.record_rejected("p")
     assert len(collector.exporter.get_finished_spans()) == 1
     assert traces._requests == {}
@@ -156,7 +159,9 @@ async def traced(model_path: Path, collector: Collector) -> AsyncIterator[Served
     async with serving(model_path) as served:
         assert served.app is not None
         served.app.add_middleware(TraceParents)
-        served.engine.add_listener(RequestTraces(collector.tracer, "tiny"))
+        traces = RequestTraces(collector.tracer, "tiny")
+        served.engine.add_listener(traces)
+        served.context.metrics.on_finished.append(traces.note_finished)
         yield served
 
 

@@ -148,9 +148,14 @@ KERNELS: tuple[VllmFlag, ...] = (
 )
 
 FEATURES: tuple[VllmFlag, ...] = (
-    to("speculative_config", "json", short=("-sc",), why="methods ngram, suffix and custom_class (speculation.md)"),
+    to(
+        "speculative_config",
+        "json",
+        short=("-sc",),
+        why="methods ngram, suffix, draft_model and custom_class (speculation.md)",
+    ),
     to("spec_method", "text", "speculative_config", why="its key `method`"),
-    to("spec_model", "text", "speculative_config", why="its key `model`, the class of method custom_class"),
+    to("spec_model", "text", "speculative_config", why="its key `model`"),
     to("spec_tokens", "int", "speculative_config", why="its key `num_speculative_tokens`"),
     refused("diffusion_config", "json", "models generate from left to right", short=("-dc",)),
     refused("kv_transfer_config", "json", ONE_PLACE),

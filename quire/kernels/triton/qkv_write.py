@@ -165,17 +165,15 @@ def _write_kernel(
 
 
 class HeadPreparation:
-    """`prepare_heads` for one layer and its pages, bound once. attends: rows have query heads. writes: rows have key
-    and value heads."""
+    """`prepare_heads` for one layer and its pages, bound once."""
 
-    def __init__(self, heads: HeadWeights, pages: torch.Tensor, *, attends: bool = True, writes: bool = True) -> None:
+    def __init__(self, heads: HeadWeights, pages: torch.Tensor) -> None:
         self._norms = (heads.query_norm, heads.key_norm)
         shape = heads.shape
         self._scale = shape.cache_scale
         self._pages = pages
-        self._num_heads, num_kv_heads = shape.num_heads * attends, shape.num_kv_heads * writes
-        self._writes = writes
-        self._sizes = [count * shape.head_dim for count in (self._num_heads, num_kv_heads, num_kv_heads)]
+        self._num_heads = shape.num_heads
+        self._sizes = [count * shape.head_dim for count in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)]
         self._kernels: dict[int, _WriteKernel] = {}
 
     def launch(self, qkv: torch.Tensor, rotation: DeviceRotation | None, slots: torch.Tensor) -> None:
@@ -184,7 +182,7 @@ class HeadPreparation:
         if kernel is None:
             # Without norms and rotation queries are what they are to be.
             num_heads = self._num_heads if self._norms[0] is not None or rotation is not None else 0
-            kernel = _WriteKernel(self._pages, self._norms, num_heads, half, self._scale, writes=self._writes)
+            kernel = _WriteKernel(self._pages, self._norms, num_heads, half, self._scale)
             self._kernels[half] = kernel
         query, key, value = qkv.split(self._sizes, 1)
         kernel.launch(query, key, value, slots, rotation)
@@ -202,16 +200,9 @@ def prepare_heads(
     HeadPreparation(heads, pages).launch(qkv, rotation, slots)
 
 
-def write_kv(pages: torch.Tensor, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Reshape and cache alone. key, value: [T, num_kv_heads, head_dim], each token's heads contiguous."""
-    _WriteKernel(pages, (None, None), 0, 0, CacheScale()).launch(
-        key.flatten(1), key.flatten(1), value.flatten(1), slots, None
-    )
-
-
 class _WriteKernel:
     """The kernel over one layer's pages. num_heads: query heads, 0 if queries stay as they are. half: angles of a
-    token, 0 for no rotation. writes: there are keys and values."""
+    token, 0 for no rotation."""
 
     def __init__(
         self,
@@ -220,12 +211,9 @@ class _WriteKernel:
         num_heads: int,
         half: int,
         scale: CacheScale,
-        *,
-        writes: bool = True,
     ) -> None:
         pages = as_bits(pages)
         block_size, num_kv_heads, head_dim = pages.shape[2:]
-        num_kv_heads *= writes
         query_norm, key_norm = norms
         if query_norm is not None and key_norm is not None:
             assert query_norm.epsilon == key_norm.epsilon, "one epsilon for queries and keys"
@@ -267,8 +255,6 @@ class _WriteKernel:
         slots: torch.Tensor,
         rotation: DeviceRotation | None,
     ) -> None:
-        if self._num_parts == 0:
-            return
         num_tokens = key.shape[0]
         # Slots in place of angles, which are then not followed.
         cos, sin = (slots, slots) if rotation is None else (rotation.cos, rotation.sin)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from quire.attention.interface import AttentionBackend
 from quire.attention.states import StateBackend
 from quire.attention.torch_backend import TorchAttention
 from quire.config.engine import EngineConfig
+from quire.config.load import draft_load
 from quire.errors import ConfigError
 from quire.kv_cache.layout import KVCacheLayout
 from quire.layers.adapters import TorchAdapterStorage
@@ -47,13 +49,14 @@ from quire.worker.kv_tensors import (
     state_pages,
 )
 from quire.worker.kv_transfer import BlockTransfers
+from quire.worker.model_drafts import ModelDrafts, layers_of
 from quire.worker.plain_texts import PlainCorpus, PlainTexts
 from quire.worker.platform.cpu_blocks import HostPages, ThreadTransfers, block_copier, block_mover
 from quire.worker.platform.cpu_inputs import CacheBackends, CpuColumns, PlainInputs, StepInputs
 from quire.worker.platform.cpu_meter import CpuMeter
 from quire.worker.platform.cpu_step import CpuCompute
 from quire.worker.platform.host_memory import available_memory
-from quire.worker.platform.interface import HostPool, Mode
+from quire.worker.platform.interface import DraftModel, HostPool, Mode
 
 
 class CpuPlatform:
@@ -68,6 +71,7 @@ class CpuPlatform:
         self._config = config
         self._runtime = None
         self.adapters: ModelAdapters | None = None
+        self.draft_model: DraftModel | None = None
         self.expert_counts = ExpertCounters() if config.load.counts_experts else None
         if device.attention_backend == "native":
             from quire.kernels.cpu.runtime import NativeRuntime  # the native module may not be built
@@ -132,7 +136,7 @@ class CpuPlatform:
             check_dummy(config.model, available_memory())
         shown = progress if self._group.rank == 0 and self.stage.is_first else None
         self.adapters = self._make_adapters()
-        return load_model(
+        model = load_model(
             config.model,
             config.load,
             self._group,
@@ -141,6 +145,21 @@ class CpuPlatform:
             extras=Extras(self.expert_counts, self.adapters),
             stage=self.stage,
         )
+        self.draft_model = self._load_draft_model()
+        return model
+
+    def _load_draft_model(self) -> DraftModel | None:
+        config = self._config.speculation.draft
+        if config is None:
+            return None
+        model = load_model(config, draft_load(self._config.load), self._draft_group, None, self._runtime)
+        return DraftModel(config, model, CpuMeter(self._make_draft_backends, self._make_sampling_kernels))
+
+    @property
+    def _draft_group(self) -> ProcessGroup:
+        """The ranks that share the layers of the model that makes drafts."""
+        chosen = self._config.speculation.draft_model
+        return self._group if chosen is not None and chosen.num_ranks == self._group.size else SINGLE_RANK
 
     def _make_adapters(self) -> ModelAdapters | None:
         adapters = self._config.adapters
@@ -164,6 +183,14 @@ class CpuPlatform:
     def meter(self) -> CpuMeter:
         samples_tokens = self._config.model.pooling is None and self.stage.is_last
         return CpuMeter(self.make_backends, self._make_sampling_kernels, samples_tokens=samples_tokens)
+
+    def _make_draft_backends(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> CacheBackends:
+        """layout: with the layers of the draft model alone, counted from 0."""
+        draft = self._config.speculation.draft
+        assert draft is not None, "a model makes drafts"
+        config, num_heads = replace(self._config, model=draft), draft.num_heads // self._draft_group.size
+        attention = make_attention(config, layout, pages, num_heads, is_native=self._runtime is not None)
+        return CacheBackends(attention, StateBackend(layout, {}))
 
     def make_backends(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> CacheBackends:
         num_heads = self._config.model.num_heads // self._group.size
@@ -191,7 +218,9 @@ class CpuPlatform:
         sampling: SamplingRows,
         values: ColumnValues,
     ) -> CpuCompute:
-        drafts = self._make_drafts(has_states=bool(layout.state_groups))
+        drafts = self._make_drafts(model, layout, pages, tables)
+        if self.draft_model is not None:
+            layout = layers_of(layout, range(len(model.cache_specs())))
         columns, inputs = self._make_inputs(tables, values, drafts, self.make_backends(layout, pages))
         return CpuCompute(
             model,
@@ -215,10 +244,19 @@ class CpuPlatform:
         columns = CpuColumns(*size)
         return columns, PlainInputs(columns, tables, backends)
 
-    def _make_drafts(self, *, has_states: bool) -> HostDrafts | None:
+    def _make_drafts(
+        self, model: CausalLM, layout: KVCacheLayout, pages: Sequence[torch.Tensor], tables: BlockTables
+    ) -> HostDrafts | None:
         num_rows, speculation = self._config.scheduler.max_num_seqs, self._config.speculation
+        has_states = bool(layout.state_groups)
         if not speculation.max_drafts:
             return None
+        if self.draft_model is not None:
+            first, own = len(model.cache_specs()), self.draft_model
+            layers = range(first, first + len(own.model.cache_specs()))
+            backends = self._make_draft_backends(layers_of(layout, layers), pages)
+            size = self._config.model.vocab_size
+            return ModelDrafts(speculation, own, tables, backends, size, has_states=has_states)
         finder: Finder
         if speculation.custom_class:
             vocab_size = self._config.model.vocab_size

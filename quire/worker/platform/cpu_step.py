@@ -17,7 +17,7 @@ from quire.worker.drafts import NOTHING_ACCEPTED, Accepted
 from quire.worker.input_batch import InputBatch
 from quire.worker.platform.cpu_blocks import BlockCopier
 from quire.worker.platform.cpu_inputs import CpuColumns, StepInputs
-from quire.worker.pooling import PooledRows, pool_rows
+from quire.worker.pooling import PooledRows, generated_samples, pool_rows
 from quire.worker.request_state import RequestState
 from quire.worker.sample_rows import SampleRows
 
@@ -50,6 +50,7 @@ class CpuCompute:
         self.samples = samples
         self.columns = columns
         self.has_drafts = columns.drafts is not None
+        self.writes_ahead = columns.drafts is not None and columns.drafts.writes_blocks
         self.prompt_logits_elements = PROMPT_LOGITS_ELEMENTS
         self.model = model
         self.inputs = inputs
@@ -88,7 +89,9 @@ class CpuStep(NamedTuple):
         self.compute.copy_blocks(self.plan.block_copies)
 
     def forward(self) -> torch.Tensor:
-        compute, batch = self.compute, self.batch
+        compute, batch, columns = self.compute, self.batch, self.compute.columns
+        if columns.drafts is not None and columns.drafts.make(batch, columns.token_ids):
+            columns.gather_again(batch)
         rows = None if batch.logits_rows is None else torch.from_numpy(batch.logits_rows)
         inputs = compute.inputs.forward_batch(batch, rows)
         if batch.overlay is not None:
@@ -112,7 +115,10 @@ class CpuStep(NamedTuple):
             for seq_id, place in zip(sampled.seq_ids, last.tolist(), strict=True):
                 requests.lengths[seq_id] = place + 1
             accepted = Accepted(ready(counts))
-        found = drafts.look_up(rows, last, table)
+        needed = self.plan.expects_sampling_inputs
+        if needed and self.plan.pooled:
+            needed = [place for place, index in enumerate(generated_samples(self.plan)) if index in set(needed)]
+        found = drafts.look_up(rows, last, table, needed)
         if found is None:
             return accepted
         tokens = ready(drafts.tokens_of(rows)) if self.plan.expects_sampling_inputs else None

@@ -9,7 +9,7 @@ import torch
 
 from quire.kernels import reference
 from quire.kernels.arguments import CacheScale, HeadWeights, LayerAttention, NormWeights
-from quire.kernels.triton.qkv_write import prepare_heads, write_kv
+from quire.kernels.triton.qkv_write import prepare_heads
 from tests.kernels.triton.attention_cases import NAN, TOLERANCE
 
 SLOTS = torch.tensor([17, -1, 3, 40, 8])
@@ -98,32 +98,19 @@ def _turned(heads: torch.Tensor, turn: Turn | None) -> torch.Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_reshape_and_cache_alone_is_its_twin(dtype: torch.dtype, device: torch.device) -> None:
-    generator = torch.Generator().manual_seed(1)
-    key, value = (torch.randn(5, 3, 24, generator=generator).to(device, dtype) for _ in range(2))
-    slots, pages = SLOTS.to(device), torch.zeros(6, 2, 8, 3, 24, dtype=dtype, device=device)
-    expected, kept = pages.clone(), slots >= 0
-    reference.write_kv(expected, reference.key_rows(slots[kept], 8), key[kept], value[kept])
-    write_kv(pages, slots, key, value)
-    assert torch.equal(pages, expected)
-
-
 def test_float8_pages_are_written_as_their_twin_does(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(1)
     key, value = (torch.randn(5, 3, 24, generator=generator) * 10.0 ** torch.arange(-4, 4).repeat(3) for _ in range(2))
     key[0, 0, :4] = torch.tensor([torch.nan, torch.inf, -torch.inf, -1e9])
     slots, pages = SLOTS.to(device), torch.zeros(6, 2, 8, 3, 24, dtype=torch.uint8, device=device)
     expected, kept = torch.zeros(6, 2, 8, 3, 24).to(torch.float8_e4m3fn), SLOTS >= 0
-    reference.write_kv(expected, reference.key_rows(SLOTS[kept], 8), key[kept], value[kept])
-    write_kv(pages, slots, key.to(device), value.to(device))
-    assert_same_numbers(pages, expected, num_nan=3)
-    # With scales of the layer, as the torch back end divides by them.
-    shape = LayerAttention(0, 4, 3, 24, 1.0, cache_scale=CacheScale(0.37, 11.0))
-    qkv = torch.cat((torch.zeros(5, 96), key.flatten(1), value.flatten(1)), dim=1)
-    prepare_heads(HeadWeights(shape, None, None), qkv.to(device), None, pages, slots)
-    reference.write_kv(expected, reference.key_rows(SLOTS[kept], 8), key[kept] / 0.37, value[kept] / 11.0)
-    assert_same_numbers(pages, expected, num_nan=3)
+    qkv = torch.cat((torch.zeros(5, 96), key.flatten(1), value.flatten(1)), dim=1).to(device)
+    for scale in (CacheScale(), CacheScale(0.37, 11.0)):  # of the layer, as the torch back end divides by them
+        shape = LayerAttention(0, 4, 3, 24, 1.0, cache_scale=scale)
+        prepare_heads(HeadWeights(shape, None, None), qkv, None, pages, slots)
+        scaled = [rows[kept] if by == 1 else rows[kept] / by for rows, by in ((key, scale.key), (value, scale.value))]
+        reference.write_kv(expected, reference.key_rows(SLOTS[kept], 8), *scaled)
+        assert_same_numbers(pages, expected, num_nan=3)
 
 
 def assert_same_numbers(pages: torch.Tensor, expected: torch.Tensor, num_nan: int) -> None:
