@@ -14,7 +14,7 @@ from quire.config.model import ModelConfig
 from quire.config.speculation_keys import OPTION, check_keys
 from quire.errors import ConfigError, nearest_name
 
-METHODS = ("ngram", "ngram_gpu", "suffix", "draft_model", "custom_class")
+METHODS = ("ngram", "ngram_gpu", "suffix", "draft_model", "mtp", "custom_class")
 """The first two are names of one method: the drafts are looked up where the model runs."""
 REFUSED = ("medusa", "mlp_speculator", "dflash", "dspark")
 """Methods of vLLM that there are not."""
@@ -54,8 +54,8 @@ class SpeculationConfig:
     sequence's last tokens are looked up in what comes before them, at least and at most; what followed there are the
     drafts. by_batch_size: (running sequences, most drafts of each up to as many), ascending; the last one holds for
     more sequences, too. adapts: a sequence whose drafts are rejected computes fewer. draft_model: what makes the drafts
-    (None: they are looked up). suffix: they are chosen by the votes of places (None: they are not). custom_class:
-    "module:class" that makes them ("": none does)."""
+    (None: no other model does). method: of METHODS. suffix: the keys of that method. custom_class: "module:class" that
+    makes them, of that method."""
 
     max_drafts: int = 0
     lookup_min: int = USUAL_LOOKUP
@@ -63,6 +63,7 @@ class SpeculationConfig:
     by_batch_size: tuple[tuple[int, int], ...] = ()
     adapts: bool = True
     draft_model: DraftModelConfig | None = None
+    method: str = "ngram"
     suffix: SuffixConfig | None = None
     custom_class: str = ""
 
@@ -74,7 +75,7 @@ class SpeculationConfig:
     @property
     def reads_texts(self) -> bool:
         """Drafts are looked up in texts."""
-        return self.draft_model is None and not self.custom_class
+        return self.method in ("ngram", "suffix")
 
     @classmethod
     def of(cls, given: Mapping[str, Any] | None) -> SpeculationConfig:
@@ -103,7 +104,7 @@ class SpeculationConfig:
         by_batch_size = _by_batch_size(fields.num_speculative_tokens_per_batch_size or [], most_drafts)
         chosen = _draft_model(fields, fields.model) if fields.model is not None and method == "draft_model" else None
         custom = _custom_class(fields) if method == "custom_class" else ""
-        return cls(most_drafts, least, most, by_batch_size, fields.adaptive, chosen, suffix, custom)
+        return cls(most_drafts, least, most, by_batch_size, fields.adaptive, chosen, method, suffix, custom)
 
 
 def _by_batch_size(ranges: list[tuple[int, int, int]], most: int) -> tuple[tuple[int, int], ...]:
@@ -128,6 +129,10 @@ def _by_batch_size(ranges: list[tuple[int, int, int]], most: int) -> tuple[tuple
 def _method(fields: _Given) -> str:
     """The method that was asked for; without one, that of a given model."""
     method = fields.method or ("" if fields.model is None else "draft_model")
+    if method == "ngram_gpu":
+        return "ngram"
+    if method.endswith("_mtp"):  # vLLM's names for families
+        return "mtp"
     if method in REFUSED:
         raise ConfigError(f"{OPTION}.method {method!r} is not supported", param=OPTION)
     if method not in METHODS:
@@ -207,6 +212,8 @@ class _Given(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parallel_drafting: bool = False
     draft_load_config: dict[str, Any] | None = None
     tensor_parallel_size: int | None = None
+    index_share_for_mtp_iteration: bool | None = None
+    disable_eagle_block_drop: bool = False
     suffix_decoding_max_tree_depth: int | None = None
     suffix_decoding_max_cached_requests: int | None = None
     suffix_decoding_max_spec_factor: float | None = None

@@ -56,15 +56,15 @@ def suffix(**keys: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        (suffix(), SpeculationConfig(24, suffix=SuffixConfig(24, 10_000, 1.0, 0.1))),
-        (suffix(max_tree_depth=64), SpeculationConfig(31, suffix=SuffixConfig(64))),
+        (suffix(), SpeculationConfig(24, method="suffix", suffix=SuffixConfig(24, 10_000, 1.0, 0.1))),
+        (suffix(max_tree_depth=64), SpeculationConfig(31, method="suffix", suffix=SuffixConfig(64))),
         (
             suffix(max_cached_requests=0, max_spec_factor=2, min_token_prob=0.5) | {"num_speculative_tokens": 4},
-            SpeculationConfig(4, suffix=SuffixConfig(24, 0, 2.0, 0.5)),
+            SpeculationConfig(4, method="suffix", suffix=SuffixConfig(24, 0, 2.0, 0.5)),
         ),
         (
             {"method": "custom_class", "model": "my.drafts.Class", "num_speculative_tokens": 4},
-            SpeculationConfig(4, custom_class="my.drafts:Class"),
+            SpeculationConfig(4, method="custom_class", custom_class="my.drafts:Class"),
         ),
     ],
 )
@@ -75,7 +75,7 @@ def test_other_methods(given: dict[str, Any], expected: SpeculationConfig) -> No
 @pytest.mark.parametrize("method", [{"method": "suffix"}, {"method": "custom_class", "model": "a.B"}], ids=str)
 def test_methods_of_a_cpu(method: dict[str, Any]) -> None:
     given = {"num_speculative_tokens": 2, **method}
-    with pytest.raises(ConfigError, match="make drafts on a CPU"):
+    with pytest.raises(ConfigError, match="runs on a CPU so far: choose ngram"):
         resolve(EngineOptions(attention_backend="triton", speculative_config=given))
 
 

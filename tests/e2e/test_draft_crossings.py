@@ -1,5 +1,6 @@
-"""Drafts beside other features over real workers: the tokens and log-probabilities of an engine without drafts, and each
-cell has drafts that were accepted. The matrix in docs/features.md lists these cells (tests/e2e/draft_cells.py)."""
+"""Drafts beside other features over real workers: the tokens and log-probabilities of an engine without drafts, and
+each cell has drafts that were accepted. The matrix in docs/features.md lists these cells (tests/e2e/draft_cells.py).
+"""
 
 from __future__ import annotations
 
@@ -64,7 +65,9 @@ def check(model: str, drafts: dict[str, Any], scenario: Scenario = ask, **option
     return stats
 
 
-@pytest.mark.parametrize("family", all_but_long(["llama4", "deepseek-v3", "mixtral", "gpt2"], ["llama4", "deepseek-v3"]))
+@pytest.mark.parametrize(
+    "family", all_but_long(["llama4", "deepseek-v3", "mixtral", "gpt2"], ["llama4", "deepseek-v3"])
+)
 def test_layers_of_other_kinds(family: str, directory: Directory, drafts: dict[str, Any]) -> None:
     """Chunked attention, latents that are not chosen among, experts, learned positions."""
     check(directory(family), drafts)
