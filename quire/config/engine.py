@@ -58,3 +58,9 @@ class EngineConfig:
             raise ConfigError(
                 "logits_processors is not possible with pipeline_parallel_size > 1", param="logits_processors"
             )
+
+    @property
+    def takes_predictions(self) -> bool:
+        """Drafts may come from the text that a request expects."""
+        speculation = self.speculation
+        return bool(speculation.max_drafts) and speculation.reads_texts and self.device.attention_backend != "triton"
