@@ -63,7 +63,8 @@ class GreenList(LogitsProcessor):
     def green(cls, previous: int, token_ids: np.ndarray) -> np.ndarray:
         """Whether tokens, [N] integers, are on the list that the token before them names: [N] bool."""
         numbers = np.bitwise_xor(_mixed(np.uint64(previous) ^ np.uint64(cls.KEY)), token_ids.astype(np.uint64))
-        return _mixed(numbers) < np.uint64(cls.SHARE * 2**64)
+        found: np.ndarray = _mixed(numbers) < np.uint64(cls.SHARE * 2**64)
+        return found
 
     @classmethod
     def z_score(cls, token_ids: Sequence[int]) -> float:
