@@ -23,17 +23,20 @@ from quire.config.device import (
 from quire.config.draft_model import draft_options, draft_ranks, fitting_draft
 from quire.config.engine import EngineConfig
 from quire.config.hf_config import ModelChoices, load_model_config, stored_dtype
-from quire.config.load import LoadConfig
+from quire.config.load import EXPERT_PLACEMENTS, LoadConfig
 from quire.config.media import MediaConfig
 from quire.config.mla_prompt import expands_prompts
 from quire.config.model import CACHE_DTYPE_BYTES, ModelConfig
 from quire.config.options import EngineOptions
 from quire.config.parallel import (
+    RAY_PLACEMENTS,
     ParallelConfig,
+    check_experts_fit,
     check_ranks_available,
     check_ranks_fit,
     check_replicas,
     check_stages_fit,
+    choose_executor,
 )
 from quire.config.pooling import RUNNERS
 from quire.config.quantization import ROUNDED, QuantizationConfig
@@ -146,6 +149,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
             load_format=choice("load_format", options.load_format, LOAD_FORMATS),
             seed=options.seed & (2**63 - 1),
             counts_experts=_counts_experts(options, model),
+            expert_placement=_expert_placement(options, model),
         ),
         device=DeviceConfig(
             device=device,
@@ -166,6 +170,8 @@ def resolve(options: EngineOptions) -> EngineConfig:
         output_window=_output_window(options),
         step_log=None if options.step_log is None else Path(options.step_log).expanduser(),
         parallel=parallel,
+        executor=choose_executor(options, parallel, is_accelerated),
+        ray_placement=choice("ray_placement", options.ray_placement, RAY_PLACEMENTS),
         speculation=speculation,
         adapters=_adapters(options, model, backend),
         structured_outputs=StructuredOutputsConfig.of(options.structured_outputs_config or {}),
@@ -380,6 +386,15 @@ def _counts_experts(options: EngineOptions, model: ModelConfig) -> bool:
     return options.expert_counts
 
 
+def _expert_placement(options: EngineOptions, model: ModelConfig) -> str | None:
+    """None: whole experts are not dealt. Raises ConfigError for a model whose experts cannot be."""
+    strategy = choice("expert_placement_strategy", options.expert_placement_strategy, EXPERT_PLACEMENTS)
+    if not options.enable_expert_parallel:
+        return None
+    check_experts_fit(options, model)
+    return strategy if options.tensor_parallel_size > 1 else None
+
+
 def _why_not_native(model: ModelConfig) -> str | None:
     if not has_native_kernels():
         return "this installation was built without the native CPU kernels"
@@ -438,7 +453,8 @@ def _parallel(options: EngineOptions) -> ParallelConfig:
     """The ranks of one replica."""
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
         positive(name, getattr(options, name))
-    return ParallelConfig(tp=options.tensor_parallel_size, pp=options.pipeline_parallel_size)
+    tp = options.tensor_parallel_size
+    return ParallelConfig(tp=tp, pp=options.pipeline_parallel_size, ep=tp if options.enable_expert_parallel else 1)
 
 
 def _cache(options: EngineOptions, defaults: Defaults, model: ModelConfig) -> CacheConfig:

@@ -128,6 +128,10 @@ class CpuPlatform:
         ):
             if count > 1:
                 code[what] = f"{number} of {count}"
+        if self.stage.count > 1:
+            code["layers"] = f"{self.stage.layers.start} to {self.stage.layers.stop}"
+        if self._config.load.expert_placement is not None:  # sums of a layer have another order
+            code["experts"] = self._config.load.expert_placement
         return code
 
     def load_model(self, progress: Progress) -> CausalLM:
@@ -306,7 +310,7 @@ def make_attention(
     if model.is_encoder:
         from quire.attention.native_encoder import NativeEncoder  # the native module may not be built
 
-        return NativeEncoder()
+        return NativeEncoder(model.dtype == "bfloat16")
     from quire.attention.native_backend import NativeAttention
 
     return NativeAttention(layout, pages, model.kv_cache_dtype, num_heads, config.device.num_threads)
