@@ -58,7 +58,7 @@ class ModelChoices:
 
     runner: str = "auto"
     model_impl: str = "auto"
-    load_draft_head: bool = True
+    load_draft_head: bool = False
     download_dir: str | None = None
     hf_overrides: Mapping[str, Any] | None = None
     generation_config: str = "auto"
