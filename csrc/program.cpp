@@ -108,6 +108,9 @@ void Program::add(ExpertsArgs args) {
            !down.gated && down.in_features == first.in_features && down.out_features == first.out_features;
   }
   for (const auto* biases : {&table.gate_up_bias, &table.down_bias}) fits &= biases->empty() || biases->size() == count;
+  std::size_t held = 0;
+  for (const int32_t place : table.places) fits &= place < 0 || static_cast<std::size_t>(place) == held++;
+  fits &= table.places.empty() || held == count;
   if (!fits) throw std::invalid_argument("the matrices of the experts do not fit together");
   args.precision = precision_;
   ops_.emplace_back(Call<ExpertsArgs>{kernels_.linear.experts, args});

@@ -42,6 +42,7 @@ GROUPS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "device": (
         "what computes",
         ("device", "num_threads", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",
+         "enable_expert_parallel", "expert_placement_strategy", "distributed_executor_backend", "ray_placement",
          "attention_backend", "mla_prompt", "matmul_precision", "activation_bits", "enforce_eager", "cuda_graphs",
          "cuda_graph_sizes", "batch_invariant"),
     ),
@@ -67,8 +68,8 @@ GROUPS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "observe": (
         "logs, metrics and traces",
         ("log_format", "enable_log_requests", "max_log_len", "access_log", "disable_log_stats", "step_log",
-         "expert_counts", "enable_per_request_metrics", "metrics_names", "otlp_traces_endpoint",
-         "collect_detailed_traces"),
+         "expert_counts", "enable_per_request_metrics", "per_request_spec_decode_metrics", "metrics_names",
+         "otlp_traces_endpoint", "collect_detailed_traces"),
     ),
 }  # fmt: skip
 """Name of a group, for `--help=NAME` -> its title and the fields of EngineOptions and ServerSettings in it."""

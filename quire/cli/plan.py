@@ -36,8 +36,10 @@ from quire.worker.platform.host_memory import available_memory
 GB = 10**9
 IRRELEVANT_OPTIONS = (
     "tokenizer", "device", "seed", "load_format", "attention_backend", "matmul_precision", "num_threads", "step_log",
-    "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "skip_tokenizer_init", "enforce_eager",
-    "cuda_graphs", "cuda_graph_sizes", "batch_invariant", "expert_counts", "activation_bits",
+    "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "expert_placement_strategy",
+    "distributed_executor_backend", "ray_placement",
+    "skip_tokenizer_init", "enforce_eager", "cuda_graphs", "cuda_graph_sizes", "batch_invariant", "expert_counts",
+    "activation_bits",
 )  # fmt: skip
 KINDS = {
     "full": "of full attention",
@@ -89,7 +91,7 @@ def build_parser() -> Parser:
 def main(arguments: Sequence[str]) -> int:
     namespace = build_parser().parse(arguments)
     options = engine_options(namespace)
-    layout = ParallelConfig(tp=namespace.tp, pp=namespace.pp)
+    layout = ParallelConfig(tp=namespace.tp, pp=namespace.pp, ep=namespace.tp if options.enable_expert_parallel else 1)
     if namespace.kv_waste:
         print(_kv_waste(namespace, options, layout))
         return 0

@@ -36,6 +36,10 @@ class EngineConfig:
     """Where the executor's steps are logged, None: nowhere."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """The ranks that run the model."""
+    executor: str = "uni"
+    """What starts the ranks and carries calls to them, of EXECUTORS."""
+    ray_placement: str = "pack"
+    """How Ray's nodes share the ranks out, of RAY_PLACEMENTS."""
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     """The drafts that steps compute."""
     adapters: AdaptersConfig = NO_ADAPTERS
@@ -43,3 +47,9 @@ class EngineConfig:
     structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
     media: MediaConfig = field(default_factory=MediaConfig)
     """How pictures are taken."""
+
+    @property
+    def takes_predictions(self) -> bool:
+        """Drafts may come from the text that a request expects."""
+        speculation = self.speculation
+        return bool(speculation.max_drafts) and speculation.reads_texts and self.device.attention_backend != "triton"

@@ -14,7 +14,7 @@ from quire.config.families import ARCHITECTURES
 from quire.config.hf_config import CONFIG_FILE
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
-from quire.config.vision import read_vision
+from quire.config.vision import VISION_TOWERS, read_vision
 from quire.errors import ModelLoadError
 from quire.kernels.arguments import CacheScale
 from quire.layers.context import LayerContext, WeightSlots
@@ -32,7 +32,6 @@ from quire.models.staged import StagedModel
 from quire.models.tied_head import as_embedding, with_head_of
 from quire.models.vision import TorchVision, VisionEncoder, VisionTower
 from quire.models.weight_files import Progress, Tensors, WeightFiles, find_weights, whole_tensors
-from quire.multimodal.inputs import VISION_TOWERS
 from quire.parallel.interface import ProcessGroup
 from quire.parallel.stage import WHOLE_MODEL, Stage
 from quire.quantization.checkpoints import quantized_weights
@@ -92,7 +91,7 @@ def load_model(
             files = files.with_folders([module.folder for module in config.pooling.dense], load.load_format)
         config, files.head_holds = with_head_of(config, files)
         elsewhere = frozenset(_check_room(config, files).slots)
-    elif files is not None and stage.count > 1:
+    elif files is not None and (stage.count > 1 or load.expert_placement is not None):
         elsewhere = frozenset(outline(config).slots)
     if device_layers is not None:
         context = _device_context(config, device_layers, group)
@@ -100,7 +99,13 @@ def load_model(
         context = _torch_context(config, group) if runtime is None else _native_context(config, group)
     adapters = extras.adapters
     of_layers = None if adapters is None else adapters.layers
-    context = replace(context, expert_counts=extras.expert_counts, adapters=of_layers, stage=stage)
+    context = replace(
+        context,
+        expert_counts=extras.expert_counts,
+        adapters=of_layers,
+        stage=stage,
+        expert_placement=load.expert_placement,
+    )
     model = build_model(config, context, _native_calls(config, runtime))
     report = progress or _silent
     if files is None:
@@ -152,7 +157,7 @@ def load_vision(
     here, and for a checkpoint that is not its."""
     if config.vision is None or config.architecture not in VISION_TOWERS:
         raise ModelLoadError(f"{config.path}: no vision tower of {config.architecture} is known")
-    vision = read_vision(config.vision, config.hidden_size, str(config.path / CONFIG_FILE))
+    vision = read_vision(config.architecture, config.vision, config.hidden_size, str(config.path / CONFIG_FILE))
     context = _torch_context(config, group) if runtime is None else _native_context(config, group)
     if len(vision.deepstack_layers) >= config.num_layers:
         raise ModelLoadError(

@@ -26,6 +26,7 @@ from quire.kv_cache.layout import FOREIGN_LAYER, KVCacheLayout
 from quire.worker.block_tables import BlockTables
 from quire.worker.columns import STEP_COLUMNS, ColumnValues
 from quire.worker.drafts import HostDrafts, Placed
+from quire.worker.finders import NO_FINDER
 from quire.worker.input_batch import InputBatch
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class ModelDrafts(HostDrafts):
         has_states: bool,
     ) -> None:
         """backends: of the model's own layers. vocab_size: of the model whose drafts it makes."""
-        super().__init__(tables.num_rows, config, has_states=has_states)
+        super().__init__(tables.num_rows, config.max_drafts, NO_FINDER, has_states=has_states)
         own, self._model = draft_model.config, draft_model.model
         self._tables = tables
         self._backends = backends
@@ -122,19 +123,12 @@ class ModelDrafts(HostDrafts):
         counts = np.clip(self._longest - (ends + 1), 0, most)
         if len(needed):
             own = rows[list(needed)]
-            counts[list(needed)] = np.clip(self._room(own) - ends[list(needed)], 0, counts[list(needed)])
+            counts[list(needed)] = np.clip(self._tables.room(own) - ends[list(needed)], 0, counts[list(needed)])
             due = np.array([index for index in needed if counts[index]], np.int64)
             if len(due):
                 starts = self._reached(rows[due], ends[due], table)
                 self._guess(rows[due], starts, ends[due] + 1, counts[due], table)
         return counts.tolist() if counts.any() else None
-
-    def _room(self, rows: np.ndarray) -> np.ndarray:
-        """Positions of rows that have slots, [R]."""
-        entries = np.array([self._tables.num_entries(row) for row in rows.tolist()])
-        sizes = [(index, shape.block_size) for index, shape in enumerate(self._tables.shapes) if shape.has_slots]
-        found: np.ndarray = np.min([entries[:, index] * size for index, size in sizes], axis=0)
-        return found
 
     def _reached(self, rows: np.ndarray, starts: np.ndarray, table: np.ndarray) -> np.ndarray:
         """The first positions, at most `starts`, that the model has yet to compute: those of its drafts that turned out

@@ -254,8 +254,8 @@ def test_devices_share_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert two["weight_bytes"] == four["weight_bytes"] == 2 * two["num_parameters"]
     assert four["weight_bytes_per_device"] == two["weight_bytes_per_device"] / 2
     assert two["kv_bytes_per_token"] == 2 * four["kv_bytes_per_token"]
-    # The stage without the head has a layer more than the other.
-    assert staged["kv_bytes_per_token"] == two["kv_bytes_per_token"] * 41 / 80
+    # The head is a layer's worth: with a layer more on the other stage prompts would lose as much as decodes win.
+    assert staged["kv_bytes_per_token"] == two["kv_bytes_per_token"] / 2
     assert four["num_blocks"] > 2 * two["num_blocks"]
     times = {name: plan["speed"][0]["decoding"][0]["step_seconds"] for name, plan in (("two", two), ("four", four))}
     assert times["two"] / 2 < times["four"] < times["two"]

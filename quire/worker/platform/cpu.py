@@ -23,6 +23,7 @@ from quire.layers.adapters import TorchAdapterStorage
 from quire.layers.experts import ExpertCounters
 from quire.models.adapters import ModelAdapters
 from quire.models.claims import check_dummy
+from quire.models.draft_head import first_guess
 from quire.models.interface import CausalLM
 from quire.models.loader import TORCH_DTYPES, Extras, load_model, load_vision
 from quire.models.weight_files import Progress
@@ -37,6 +38,8 @@ from quire.sampling.sampler import Sampler
 from quire.worker.block_tables import BlockTables
 from quire.worker.columns import ColumnValues
 from quire.worker.drafts import HostDrafts
+from quire.worker.finders import CustomFinder, Finder, TextFinder
+from quire.worker.head_drafts import HeadDrafts
 from quire.worker.images import ImageOverlays
 from quire.worker.kv_connector.cache_identity import native_code, torch_code
 from quire.worker.kv_tensors import (
@@ -49,6 +52,7 @@ from quire.worker.kv_tensors import (
 )
 from quire.worker.kv_transfer import BlockTransfers
 from quire.worker.model_drafts import ModelDrafts, layers_of
+from quire.worker.plain_texts import PlainCorpus, PlainTexts
 from quire.worker.platform.cpu_blocks import HostPages, ThreadTransfers, block_copier, block_mover
 from quire.worker.platform.cpu_inputs import CacheBackends, CpuColumns, PlainInputs, StepInputs
 from quire.worker.platform.cpu_meter import CpuMeter
@@ -126,6 +130,10 @@ class CpuPlatform:
         ):
             if count > 1:
                 code[what] = f"{number} of {count}"
+        if self.stage.count > 1:
+            code["layers"] = f"{self.stage.layers.start} to {self.stage.layers.stop}"
+        if self._config.load.expert_placement is not None:  # sums of a layer have another order
+            code["experts"] = self._config.load.expert_placement
         return code
 
     def load_model(self, progress: Progress) -> CausalLM:
@@ -143,11 +151,13 @@ class CpuPlatform:
             extras=Extras(self.expert_counts, self.adapters),
             stage=self.stage,
         )
-        self.draft_model = self._load_draft_model()
+        self.draft_model = self._load_draft_model(model)
         return model
 
-    def _load_draft_model(self) -> DraftModel | None:
+    def _load_draft_model(self, model: CausalLM) -> DraftModel | None:
         config = self._config.speculation.draft
+        if self._config.speculation.method == "mtp":
+            return DraftModel(self._config.model, first_guess(model), None)
         if config is None:
             return None
         model = load_model(config, draft_load(self._config.load), self._draft_group, None, self._runtime)
@@ -217,7 +227,7 @@ class CpuPlatform:
         values: ColumnValues,
     ) -> CpuCompute:
         drafts = self._make_drafts(model, layout, pages, tables)
-        if self.draft_model is not None:
+        if self.draft_model is not None and self.draft_model.meter is not None:
             layout = layers_of(layout, range(len(model.cache_specs())))
         columns, inputs = self._make_inputs(tables, values, drafts, self.make_backends(layout, pages))
         return CpuCompute(
@@ -250,16 +260,26 @@ class CpuPlatform:
         if not speculation.max_drafts:
             return None
         if self.draft_model is not None:
+            if self.draft_model.meter is None:
+                backends = self.make_backends(layout, pages)._replace(states=StateBackend(layout, {}))
+                head, longest = self.draft_model.model, self._config.model.max_model_len
+                return HeadDrafts(speculation, head, tables, backends, longest, has_states=has_states)
             first, own = len(model.cache_specs()), self.draft_model
             layers = range(first, first + len(own.model.cache_specs()))
             backends = self._make_draft_backends(layers_of(layout, layers), pages)
             size = self._config.model.vocab_size
             return ModelDrafts(speculation, own, tables, backends, size, has_states=has_states)
-        if self._runtime is None:
-            return HostDrafts(num_rows, speculation, has_states=has_states)
-        from quire.kernels.cpu import _native
+        finder: Finder
+        if speculation.custom_class:
+            vocab_size = self._config.model.vocab_size
+            finder = CustomFinder(speculation.custom_class, speculation.max_drafts, vocab_size)
+        elif self._runtime is None:
+            finder = TextFinder(num_rows, speculation, PlainTexts, PlainCorpus)
+        else:
+            from quire.kernels.cpu import _native  # the native module may not be built
 
-        return HostDrafts(num_rows, speculation, has_states=has_states, find=_native.find_drafts)
+            finder = TextFinder(num_rows, speculation, _native.DraftTexts, _native.Corpus)
+        return HostDrafts(num_rows, speculation.max_drafts, finder, has_states=has_states)
 
     def offload_weights(self, model: CausalLM) -> None:
         """The weights are in host memory."""

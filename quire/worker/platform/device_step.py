@@ -65,6 +65,15 @@ class StagedColumns:
         arena = self.arena
         self._writes.copy(arena.token_offset(source), arena.token_offset(destination), num_tokens)
 
+    def begin_text(self, row: int, num_tokens: int, scope: str, prediction: Sequence[int]) -> None:
+        """On a device drafts are looked up in a sequence's own tokens alone."""
+
+    def copy_text(self, source: int, destination: int, num_tokens: int) -> None:
+        """As `begin_text`."""
+
+    def end_text(self, row: int, num_tokens: int) -> None:
+        """As `begin_text`."""
+
     def write_blocks(self, row: int, group: int, start: int, entries: Sequence[int] | np.ndarray) -> None:
         self._writes.write(self.arena.block_offset(row, group, start), entries)
 
@@ -115,7 +124,7 @@ class DeviceCompute:
         self.prepare: Callable[[Launch], None] | None = None
         self.samples = True
         self.has_drafts = columns.drafts is not None
-        self.writes_ahead = False
+        self.writes_ahead = self.reads_all = False
         self.columns = columns
         self.prompt_logits_elements = PROMPT_LOGITS_ELEMENTS
         self.model = passes.model
