@@ -13,6 +13,7 @@ from quire.config.scheduler import PRIORITY_SECONDS
 from quire.config.vllm import translate_keywords
 from quire.errors import ConfigError, nearest_name
 from quire.logging import get_logger
+from quire.logits_processors import name_of
 from quire.sampling_params import MAX_LOGPROBS
 from quire.utils.sizes import parse_count, parse_length
 
@@ -61,6 +62,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_cpu_loras: int | None = None
     lora_dtype: str = "auto"
     lora_target_modules: list[str] | None = None
+    logits_processors: list[str] | None = None
     quantization: str | None = None
     max_model_len: int | None = None
     block_size: int = 16
@@ -116,6 +118,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 nearest = nearest_name(name, cls.__struct_fields__)
                 raise ConfigError(f"unknown engine option {name!r}{nearest}", param=name)
         values = {name: str(v) if name in _TEXTS and v is not None else v for name, v in keywords.items()}
+        if isinstance(processors := values.get("logits_processors"), list | tuple):
+            values["logits_processors"] = [name_of(each) for each in processors]
         for name, parse in _NUMBERS.items():
             if isinstance(values.get(name), int | str):
                 values[name] = parse(values[name], param=name)
@@ -167,6 +171,7 @@ HELP: dict[str, str] = {
     "max_cpu_loras": "adapters that stay loaded (default: max_loras)",
     "lora_dtype": "of the adapters' matrices: auto (the model's), float32, bfloat16 or float16",
     "lora_target_modules": "names of the modules that adapters may change (default: any)",
+    "logits_processors": "classes that change logits, module:Class each (docs/logits-processors.md)",
     "speculative_config": "JSON object of drafts: method or model, num_speculative_tokens, more (docs/speculation.md)",
     "quantization": "int8, int4, w8a8, w4a8, fp8, mxfp4: quantise while loading (default: what the checkpoint brings)",
     "max_model_len": "most tokens of one sequence, such as 4096, 4k or auto (default: the model's limit)",

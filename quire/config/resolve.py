@@ -174,6 +174,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
         ray_placement=choice("ray_placement", options.ray_placement, RAY_PLACEMENTS),
         speculation=speculation,
         adapters=_adapters(options, model, backend),
+        logits_processors=tuple(options.logits_processors or ()),
         structured_outputs=StructuredOutputsConfig.of(options.structured_outputs_config or {}),
         media=MediaConfig.of(
             language_model_only=options.language_model_only,
