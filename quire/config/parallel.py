@@ -17,7 +17,7 @@ MAX_RANKS = 64
 """Processes on one host."""
 
 
-EXECUTORS = ("uni", "mp", "ray")
+EXECUTORS = ("uni", "mp", "ray", "external_launcher")
 RAY_PLACEMENTS = ("pack", "strict_spread")
 
 
@@ -89,13 +89,23 @@ def choose_executor(options: EngineOptions, parallel: ParallelConfig, is_acceler
         reason = f"one process is one rank, and there are {count}: choose 'mp' or 'ray'"
     elif asked != "uni" and is_accelerated:
         reason = "ranks run on a CPU so far: choose device='cpu'"
-    elif asked == "ray" and parallel.pp > 1:
+    elif asked in ("ray", "external_launcher") and parallel.pp > 1:
         reason = "stages of a pipeline are processes of one host so far: choose 'mp', or tensor_parallel_size"
+    elif asked == "external_launcher":
+        reason = _why_not_launched(options)
     elif asked == "ray" and find_spec("ray") is None:
         reason = f"Ray is not installed: {how_to_install('ray')}"
     if reason is not None:
         raise ConfigError(f"{name}={asked!r} is not possible: {reason}", param=name)
     return asked
+
+
+def _why_not_launched(options: EngineOptions) -> str | None:
+    """What comes at other times on other ranks would make their engines plan other steps."""
+    for name, is_on in (("kv_offload_dir", options.kv_offload_dir is not None), ("enable_lora", options.enable_lora)):
+        if is_on:
+            return f"{name} moves data beside the steps, whose ends differ from rank to rank"
+    return None
 
 
 def check_replicas(options: EngineOptions, is_accelerated: bool) -> None:

@@ -110,7 +110,7 @@ class Defaults:
 MAX_NUM_SEQS = 65536
 THREADS_ALLOWED_PER_CORE, LEAST_THREADS_ALLOWED = 4, 256
 """Threads of a process that are refused are more than both allow."""
-STAGED_TOKENS = 512
+STAGED_TOKENS = 256
 """Token budget of a step where layers are dealt to stages: a long prompt is cut, so that all of them compute."""
 CPU_DEFAULTS = Defaults(max_num_seqs=128, max_num_batched_tokens=2048, memory_utilization=0.5, queue_depth=1)
 DEVICE_DEFAULTS = Defaults(max_num_seqs=256, max_num_batched_tokens=8192, memory_utilization=0.9, queue_depth=2)
