@@ -296,10 +296,11 @@ void bind_program(nb::module_& module) {
       .def(
           "attend_encoder",
           [](Program& program, int64_t num_heads, int64_t head_dim, float scale, int64_t window, int64_t rotary_dim,
-             const Ref& rotation, const Ref& qkv, const Ref& out) {
-            program.add(EncoderArgs{num_heads, head_dim, scale, window, rotary_dim, rotation, qkv, out});
+             MatmulPrecision precision, const Ref& rotation, const Ref& qkv, const Ref& out) {
+            program.add(EncoderArgs{num_heads, head_dim, scale, window, rotary_dim, rotation, qkv, out, precision});
           },
-          "num_heads"_a, "head_dim"_a, "scale"_a, "window"_a, "rotary_dim"_a, "rotation"_a, "qkv"_a, "out"_a)
+          "num_heads"_a, "head_dim"_a, "scale"_a, "window"_a, "rotary_dim"_a, "precision"_a, "rotation"_a, "qkv"_a,
+          "out"_a)
       .def(
           "all_reduce",
           [](Program& program, std::shared_ptr<SharedRanks> ranks, int64_t width, const Ref& x, const Ref& out) {

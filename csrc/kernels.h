@@ -319,6 +319,8 @@ struct EncoderArgs {
   Ref rotation;            // as RotationArgs::out
   Ref qkv;                 // [rows, 3 num_heads * head_dim]
   Ref out;                 // [rows, num_heads * head_dim]
+  // bfloat16: queries, keys, values and weights are rounded, where the instruction set multiplies it.
+  MatmulPrecision precision = MatmulPrecision::kFloat32;
 };
 
 struct EncoderKernels {

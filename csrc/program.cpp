@@ -186,10 +186,11 @@ void Program::add(AttentionArgs args) {
   scratch_bytes_ = std::max(scratch_bytes_, kernels_.attention.attend_scratch(args, max_rows_, pool_->threads()));
 }
 
-void Program::add(const EncoderArgs& args) {
+void Program::add(EncoderArgs args) {
   require_all_rows();
   if (args.head_dim < 8 || args.head_dim > kMaxHeadDim || args.head_dim % 8 != 0)
     throw std::invalid_argument("heads of 8, 16, 24 ... 256 elements are attended to");
+  if (precision_ == MatmulPrecision::kFloat32) args.precision = precision_;
   attends_rows_ = true;
   ops_.emplace_back(Call<EncoderArgs>{kernels_.encoder.attend, args});
 }

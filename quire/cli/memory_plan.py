@@ -15,7 +15,7 @@ from quire.errors import InsufficientMemoryError
 from quire.kv_cache.coordinator import Coordinator, padding
 from quire.kv_cache.layout import KVCacheLayout, block_bytes, group_layers
 from quire.kv_cache.sizing import MemoryProfile, most_useful_blocks, size_pool
-from quire.kv_cache.spec import layer_specs
+from quire.kv_cache.spec import head_specs, layer_specs
 from quire.simulator.cost import CostModel
 from quire.simulator.memory import activation_bytes, device_specs, kv_cache_bytes, step_bytes
 from quire.utils.sizes import format_bytes
@@ -78,6 +78,8 @@ def plan_engine(config: EngineConfig, total_memory: int, lengths: Sequence[int])
     is_native, draft = config.device.attention_backend == "native", config.speculation.draft
     weight_bytes = stored_weight_bytes(config.model, shape, is_native=is_native)
     specs = layer_specs(config.model)
+    if config.speculation.method == "mtp":
+        specs += head_specs(config.model)
     if draft is not None:
         draft_bytes = stored_weight_bytes(draft, draft.resolved_shape(), is_native=is_native)
         weight_bytes, specs = weight_bytes + draft_bytes, [*specs, *layer_specs(draft)]

@@ -145,7 +145,7 @@ HELP: dict[str, str] = {
     "seed": "seed of the engine: draws the seeds of requests that bring none",
     "load_format": "auto, safetensors, pt, gguf, or dummy (random weights)",
     "model_impl": "auto, quire (its own model code), or transformers (the library's code with Quire's kernels; slower)",
-    "load_draft_head": "load the head for drafts (mtp.*) of a checkpoint that has one; it makes no drafts yet",
+    "load_draft_head": "load the head for drafts of a checkpoint that has one, also where it makes none",
     "language_model_only": "take text alone: of a model that takes images no vision tower is loaded",
     "limit_mm_per_prompt": "JSON object of most inputs of a prompt, such as {'image': 4} (0: the language model alone)",
     "mm_processor_kwargs": "JSON object: min_pixels and max_pixels of a picture after it is resized",

@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
+
 from quire import envs
 from quire.config.adapters import NO_ADAPTERS, AdaptersConfig, adapters_config
 from quire.config.cache import CacheConfig
@@ -123,11 +125,14 @@ def resolve(options: EngineOptions) -> EngineConfig:
     if parallel.num_devices > 1:
         check_ranks_available(options, is_accelerated)
     check_replicas(options, is_accelerated)
+    speculation = SpeculationConfig.of(options.speculative_config)
+    if speculation.method == "mtp":
+        options = msgspec.structs.replace(options, load_draft_head=True)
     backend, model = _completed(options, is_accelerated)
     if parallel.num_devices > 1:
         check_ranks_fit(options, model)
     _check_pooling(options, model)
-    speculation = _speculation(options, model, backend)
+    speculation = _speculation(speculation, options, model, backend)
     if speculation.max_drafts:
         model = replace(model, shape=model.shape.with_spare_inputs(speculation.max_drafts))
     defaults = DEVICE_DEFAULTS if is_accelerated else CPU_DEFAULTS
@@ -210,19 +215,26 @@ def _completed(options: EngineOptions, is_accelerated: bool) -> tuple[str, Model
     return backend, replace(model, expands_prompts=expands)
 
 
-def _speculation(options: EngineOptions, model: ModelConfig, backend: str) -> SpeculationConfig:
-    speculation = SpeculationConfig.of(options.speculative_config)
+def _speculation(
+    speculation: SpeculationConfig, options: EngineOptions, model: ModelConfig, backend: str
+) -> SpeculationConfig:
     if speculation.max_drafts and model.pooling is not None:
         raise ConfigError(
             f"{SPECULATION} is of models that generate; {model.name} makes vectors of texts", param=SPECULATION
         )
-    chosen = speculation.draft_model
+    chosen, method = speculation.draft_model, speculation.method
+    if backend == "triton" and method != "ngram":
+        raise ConfigError(
+            f"{SPECULATION}.method {method!r} runs on a CPU so far: choose ngram on a GPU", param=SPECULATION
+        )
+    if method == "mtp" and not model.shape.draft_layers:
+        raise ConfigError(
+            f"{SPECULATION}.method 'mtp' is of checkpoints with a head for drafts, and {model.name} has none that is "
+            "known here",
+            param=SPECULATION,
+        )
     if chosen is None:
         return speculation
-    if backend == "triton":
-        raise ConfigError(
-            f"{SPECULATION}.method 'draft_model' runs on a CPU so far: choose ngram on a GPU", param=SPECULATION
-        )
     num_ranks = draft_ranks(chosen, options.tensor_parallel_size)
     own = draft_options(options, chosen, model, backend)
     try:

@@ -13,7 +13,7 @@ from quire.config.model import ModelConfig
 from quire.config.speculation_keys import OPTION, check_keys
 from quire.errors import ConfigError, nearest_name
 
-METHODS = ("ngram", "ngram_gpu", "draft_model")
+METHODS = ("ngram", "ngram_gpu", "draft_model", "mtp")
 """The first two are names of one method: the drafts are looked up where the model runs."""
 REFUSED = ("medusa", "mlp_speculator", "dflash", "dspark")
 """Methods of vLLM that there are not."""
@@ -41,7 +41,7 @@ class SpeculationConfig:
     sequence's last tokens are looked up in what comes before them, at least and at most; what followed there are the
     drafts. by_batch_size: (running sequences, most drafts of each up to as many), ascending; the last one holds for
     more sequences, too. adapts: a sequence whose drafts are rejected computes fewer. draft_model: what makes the drafts
-    (None: they are looked up)."""
+    (None: no other model does). method: of METHODS."""
 
     max_drafts: int = 0
     lookup_min: int = USUAL_LOOKUP
@@ -49,6 +49,7 @@ class SpeculationConfig:
     by_batch_size: tuple[tuple[int, int], ...] = ()
     adapts: bool = True
     draft_model: DraftModelConfig | None = None
+    method: str = "ngram"
 
     @property
     def draft(self) -> ModelConfig | None:
@@ -61,7 +62,8 @@ class SpeculationConfig:
         if given is None:
             return cls()
         fields = converted(OPTION, given, _Given, _Given.__struct_fields__)
-        check_keys(given, _method(fields))
+        method = _method(fields)
+        check_keys(given, method)
         least, most = fields.prompt_lookup_min, fields.prompt_lookup_max
         most = (least or USUAL_LOOKUP) if most is None else most
         least = most if least is None else least
@@ -76,7 +78,7 @@ class SpeculationConfig:
             fields.num_speculative_tokens_per_batch_size or [], fields.num_speculative_tokens
         )
         chosen = None if fields.model is None else _draft_model(fields, fields.model)
-        return cls(fields.num_speculative_tokens, least, most, by_batch_size, fields.adaptive, chosen)
+        return cls(fields.num_speculative_tokens, least, most, by_batch_size, fields.adaptive, chosen, method)
 
 
 def _by_batch_size(ranges: list[tuple[int, int, int]], most: int) -> tuple[tuple[int, int], ...]:
@@ -101,6 +103,10 @@ def _by_batch_size(ranges: list[tuple[int, int, int]], most: int) -> tuple[tuple
 def _method(fields: _Given) -> str:
     """The method that was asked for; without one, that of a given model."""
     method = fields.method or ("" if fields.model is None else "draft_model")
+    if method == "ngram_gpu":
+        return "ngram"
+    if method.endswith("_mtp"):  # vLLM's names for families
+        return "mtp"
     if method in REFUSED:
         raise ConfigError(f"{OPTION}.method {method!r} is not supported", param=OPTION)
     if method not in METHODS:
@@ -146,3 +152,5 @@ class _Given(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parallel_drafting: bool = False
     draft_load_config: dict[str, Any] | None = None
     tensor_parallel_size: int | None = None
+    index_share_for_mtp_iteration: bool | None = None
+    disable_eagle_block_drop: bool = False

@@ -12,18 +12,21 @@ from quire.logging import get_logger
 logger = get_logger(__name__)
 
 OPTION = "speculative_config"
+_OF_WEIGHTS = (
+    *("kv_cache_dtype", "attention_backend", "moe_backend", "enforce_eager", "draft_sample_method"),
+    *("use_local_argmax_reduction", "disable_padded_drafter_batch", "parallel_drafting", "tensor_parallel_size"),
+)
 OF_METHODS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "ngram": ("prompt_lookup_min", "prompt_lookup_max"),
         "draft_model": (
             *("model", "draft_tensor_parallel_size", "quantization", "max_model_len", "revision", "code_revision"),
-            *("kv_cache_dtype", "attention_backend", "moe_backend", "enforce_eager", "draft_sample_method"),
-            *("use_local_argmax_reduction", "disable_padded_drafter_batch", "use_heterogeneous_vocab"),
-            *("parallel_drafting", "draft_load_config", "tensor_parallel_size"),
+            *("use_heterogeneous_vocab", "draft_load_config", *_OF_WEIGHTS),
         ),
+        "mtp": ("index_share_for_mtp_iteration", "disable_eagle_block_drop", *_OF_WEIGHTS),
     }
 )
-"""Keys of one method; all others are of every method."""
+"""Keys of some methods; all others are of every method."""
 WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
     {
         "code_revision": "no code of a checkpoint is run",
@@ -31,6 +34,7 @@ WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
         "moe_backend": "the draft model computes with the kernels of the model",
         "enforce_eager": "the draft model runs as the model does",
         "use_local_argmax_reduction": "every rank has all logits",
+        "disable_eagle_block_drop": "no block is dropped",
         "disable_padded_drafter_batch": "drafts are computed without padding",
     }
 )
@@ -41,6 +45,7 @@ ONE_VALUE: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
         "use_heterogeneous_vocab": ((False,), "both models must have one vocabulary"),
         "parallel_drafting": ((False,), "drafts are made one behind the other"),
         "draft_load_config": ((None,), "the draft model is loaded as the model is"),
+        "index_share_for_mtp_iteration": ((None, False), "each draft chooses its own keys"),
         "tensor_parallel_size": ((None,), "the key is draft_tensor_parallel_size"),
     }
 )
@@ -52,10 +57,9 @@ REJECTION_METHODS = ("standard", "block")
 def check_keys(given: Mapping[str, Any], method: str) -> None:
     """Log the keys that have no effect. Raises ConfigError for a key of another method, and for a value that is
     refused."""
-    own = "ngram" if method == "ngram_gpu" else method
     for key, value in given.items():
         of = [name for name, keys in OF_METHODS.items() if key in keys]
-        if of and own not in of:
+        if of and method not in of:
             raise ConfigError(f"{OPTION} has no {key!r} for method {method!r}: it is of {', '.join(of)}", param=OPTION)
         values, reason = ONE_VALUE.get(key, ((value,), ""))
         if value not in values:

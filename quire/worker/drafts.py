@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import torch
 
 from quire.config.model_shape import STATE_BORDER
 from quire.config.speculation import SpeculationConfig
@@ -88,6 +89,8 @@ class HostDrafts:
 
     writes_blocks = False
     """Making drafts writes to the KV cache."""
+    reads_all = False
+    """Drafts are made from the hidden states of all tokens (`follow`)."""
 
     def __init__(self, num_rows: int, config: SpeculationConfig, *, has_states: bool, find: Find = find_drafts) -> None:
         """has_states: of a model whose states are kept at borders: no draft may be the last token before one."""
@@ -137,6 +140,10 @@ class HostDrafts:
         """Make the drafts of a step's batch that have not been looked up, behind its block copies; returns whether
         tokens of the batch have changed in the token table."""
         return False
+
+    def follow(self, batch: InputBatch, hidden: torch.Tensor, lengths: np.ndarray, table: np.ndarray) -> None:
+        """Take in a step, where `reads_all`. hidden: of its tokens, [T, size]. lengths: tokens that its sequences have
+        by now, [S]."""
 
     def accept(self, chosen: Sequence[int], sources: Sequence[int]) -> list[int]:
         """How many tokens each sample gets. chosen: a token for each of its rows, -1 for one without a finite score,

@@ -122,19 +122,12 @@ class ModelDrafts(HostDrafts):
         counts = np.clip(self._longest - (ends + 1), 0, most)
         if len(needed):
             own = rows[list(needed)]
-            counts[list(needed)] = np.clip(self._room(own) - ends[list(needed)], 0, counts[list(needed)])
+            counts[list(needed)] = np.clip(self._tables.room(own) - ends[list(needed)], 0, counts[list(needed)])
             due = np.array([index for index in needed if counts[index]], np.int64)
             if len(due):
                 starts = self._reached(rows[due], ends[due], table)
                 self._guess(rows[due], starts, ends[due] + 1, counts[due], table)
         return counts.tolist() if counts.any() else None
-
-    def _room(self, rows: np.ndarray) -> np.ndarray:
-        """Positions of rows that have slots, [R]."""
-        entries = np.array([self._tables.num_entries(row) for row in rows.tolist()])
-        sizes = [(index, shape.block_size) for index, shape in enumerate(self._tables.shapes) if shape.has_slots]
-        found: np.ndarray = np.min([entries[:, index] * size for index, size in sizes], axis=0)
-        return found
 
     def _reached(self, rows: np.ndarray, starts: np.ndarray, table: np.ndarray) -> np.ndarray:
         """The first positions, at most `starts`, that the model has yet to compute: those of its drafts that turned out

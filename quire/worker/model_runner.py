@@ -137,6 +137,8 @@ class ModelRunner:
         batch = build_input_batch(plan.seq_ids, starts, counts, requests, num_drafts)
         if self._pooling is not None:
             batch = pooling_batch(batch, self._pooling.method)
+        if self._compute.reads_all:
+            batch = batch._replace(logits_rows=None, read_start=batch.query_start)
         if self._overlays is not None:
             batch = batch._replace(overlay=self._overlays.of_step(plan, batch))
         sampled = pooled = None
@@ -188,8 +190,8 @@ class ModelRunner:
             return
         if sampled is not None:
             launched.samples, launched.sampled = step.sample(hidden, sampled, masks), sampled
-            if self._compute.has_drafts:
-                launched.accepted = step.accept(launched.samples, sampled, self._requests)
+        if self._compute.has_drafts:
+            launched.accepted = step.accept(hidden, launched.samples, sampled, self._requests)
         launched.pooled = None if pooled is None else step.pool(hidden, pooled)
         launched.scores = self._prompt_scorer.score(hidden, batch)
         launched.copy = self._compute.copy_out(_tensors(launched))

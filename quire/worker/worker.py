@@ -32,7 +32,7 @@ from quire.worker.kv_connector.interface import NoWorkerConnector, WorkerConnect
 from quire.worker.kv_connector.offload import offload_worker
 from quire.worker.kv_transfer import BlockTransfers, NoTransfers
 from quire.worker.load_progress import LoadProgress
-from quire.worker.memory_profile import measure_memory
+from quire.worker.memory_profile import draft_memory, measure_memory
 from quire.worker.model_drafts import MOST_BEHIND
 from quire.worker.model_runner import Launched, ModelRunner
 from quire.worker.overlays import OverlaySource
@@ -123,7 +123,7 @@ class Worker:
         if draft is not None:
             num_tokens = max_num_batched_tokens + max_num_seqs * MOST_BEHIND
             limits = StepLimits(limits.block_size, num_tokens, max_num_seqs, draft.config.max_model_len)
-            more = measure_memory(draft.model, draft.config, limits, draft.meter)
+            more = draft_memory(draft, limits)
             activations, weights = profile.activations + more.activations, profile.weights + more.weights
             profile = replace(profile, activations=activations, weights=weights)
         if self._images is None:
@@ -189,11 +189,9 @@ class Worker:
         described, draft = self.platform.describe(), self.platform.draft_model
         if self._model is not None:
             described += f", {format_bytes(self._model.weight_bytes())} of weights"
-        return (
-            described
-            if draft is None
-            else f"{described}, {format_bytes(draft.model.weight_bytes())} of a draft model's"
-        )
+        if draft is not None and draft.meter is not None:
+            described += f", {format_bytes(draft.model.weight_bytes())} of a draft model's"
+        return described
 
     @_computes
     def idle(self) -> bool:

@@ -56,7 +56,7 @@ def by_batch_size(*ranges: list[int]) -> dict[str, Any]:
         ({"method": "ngram"}, "num_speculative_tokens"),
         (
             {"method": "eagle", "num_speculative_tokens": 2},
-            r"method must be one of ngram, ngram_gpu, draft_model, not 'eagle'",
+            r"method must be one of ngram, ngram_gpu, draft_model, mtp, not 'eagle'",
         ),
         ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens must be from 1 to 31, not 0"),
         (

@@ -23,6 +23,7 @@ from quire.layers.adapters import TorchAdapterStorage
 from quire.layers.experts import ExpertCounters
 from quire.models.adapters import ModelAdapters
 from quire.models.claims import check_dummy
+from quire.models.draft_head import first_guess
 from quire.models.interface import CausalLM
 from quire.models.loader import TORCH_DTYPES, Extras, load_model, load_vision
 from quire.models.weight_files import Progress
@@ -37,6 +38,7 @@ from quire.sampling.sampler import Sampler
 from quire.worker.block_tables import BlockTables
 from quire.worker.columns import ColumnValues
 from quire.worker.drafts import HostDrafts
+from quire.worker.head_drafts import HeadDrafts
 from quire.worker.images import ImageOverlays
 from quire.worker.kv_connector.cache_identity import native_code, torch_code
 from quire.worker.kv_tensors import (
@@ -147,11 +149,13 @@ class CpuPlatform:
             extras=Extras(self.expert_counts, self.adapters),
             stage=self.stage,
         )
-        self.draft_model = self._load_draft_model()
+        self.draft_model = self._load_draft_model(model)
         return model
 
-    def _load_draft_model(self) -> DraftModel | None:
+    def _load_draft_model(self, model: CausalLM) -> DraftModel | None:
         config = self._config.speculation.draft
+        if self._config.speculation.method == "mtp":
+            return DraftModel(self._config.model, first_guess(model), None)
         if config is None:
             return None
         model = load_model(config, draft_load(self._config.load), self._draft_group, None, self._runtime)
@@ -221,7 +225,7 @@ class CpuPlatform:
         values: ColumnValues,
     ) -> CpuCompute:
         drafts = self._make_drafts(model, layout, pages, tables)
-        if self.draft_model is not None:
+        if self.draft_model is not None and self.draft_model.meter is not None:
             layout = layers_of(layout, range(len(model.cache_specs())))
         columns, inputs = self._make_inputs(tables, values, drafts, self.make_backends(layout, pages))
         return CpuCompute(
@@ -254,6 +258,10 @@ class CpuPlatform:
         if not speculation.max_drafts:
             return None
         if self.draft_model is not None:
+            if self.draft_model.meter is None:
+                backends = self.make_backends(layout, pages)._replace(states=StateBackend(layout, {}))
+                head, longest = self.draft_model.model, self._config.model.max_model_len
+                return HeadDrafts(speculation, head, tables, backends, longest, has_states=has_states)
             first, own = len(model.cache_specs()), self.draft_model
             layers = range(first, first + len(own.model.cache_specs()))
             backends = self._make_draft_backends(layers_of(layout, layers), pages)
@@ -302,7 +310,7 @@ def make_attention(
     if model.is_encoder:
         from quire.attention.native_encoder import NativeEncoder  # the native module may not be built
 
-        return NativeEncoder()
+        return NativeEncoder(model.dtype == "bfloat16")
     from quire.attention.native_backend import NativeAttention
 
     return NativeAttention(layout, pages, model.kv_cache_dtype, num_heads, config.device.num_threads)

@@ -51,6 +51,7 @@ class CpuCompute:
         self.columns = columns
         self.has_drafts = columns.drafts is not None
         self.writes_ahead = columns.drafts is not None and columns.drafts.writes_blocks
+        self.reads_all = columns.drafts is not None and columns.drafts.reads_all
         self.prompt_logits_elements = PROMPT_LOGITS_ELEMENTS
         self.model = model
         self.inputs = inputs
@@ -105,16 +106,24 @@ class CpuStep(NamedTuple):
         batch = SampleBatch(rows, rows, samples.lengths, samples.num_prompt_tokens, compute.columns.token_ids)
         return compute.sampler.sample(logits, batch, masks)
 
-    def accept(self, samples: Samples, sampled: SampleRows, requests: RequestState) -> Accepted:
-        drafts, table = self.compute.columns.drafts, self.compute.columns.token_ids
+    def accept(
+        self, hidden: torch.Tensor, samples: Samples | None, sampled: SampleRows | None, requests: RequestState
+    ) -> Accepted:
+        drafts, table, accepted = self.compute.columns.drafts, self.compute.columns.token_ids, NOTHING_ACCEPTED
         assert drafts is not None, "accepted where there are drafts"
-        rows, last, accepted = sampled.rows, sampled.lengths, NOTHING_ACCEPTED
+        if samples is None or sampled is None:
+            if drafts.reads_all:
+                drafts.follow(self.batch, hidden, self._lengths(requests), table)
+            return accepted
+        rows, last = sampled.rows, sampled.lengths
         if sampled.firsts is not None:
             counts = drafts.accept(samples.token_ids.read(iter(())), sampled.sources)
             rows, last = rows[sampled.firsts[:-1]], last[sampled.firsts[:-1]] + counts - 1
             for seq_id, place in zip(sampled.seq_ids, last.tolist(), strict=True):
                 requests.lengths[seq_id] = place + 1
             accepted = Accepted(ready(counts))
+        if drafts.reads_all:
+            drafts.follow(self.batch, hidden, self._lengths(requests), table)
         needed = self.plan.expects_sampling_inputs
         if needed and self.plan.pooled:
             needed = [place for place, index in enumerate(generated_samples(self.plan)) if index in set(needed)]
@@ -123,6 +132,10 @@ class CpuStep(NamedTuple):
             return accepted
         tokens = ready(drafts.tokens_of(rows)) if self.plan.expects_sampling_inputs else None
         return accepted._replace(found=ready(found), token_ids=tokens)
+
+    def _lengths(self, requests: RequestState) -> np.ndarray:
+        """Tokens of the sequences of the batch, [S]."""
+        return np.fromiter(map(requests.lengths.__getitem__, self.plan.seq_ids), np.int64, len(self.plan.seq_ids))
 
     def pool(self, hidden: torch.Tensor, pooled: PooledRows) -> Deferred[np.ndarray]:
         return ready(pool_rows(hidden, pooled, self.compute.model, has_head=self.compute.has_head))

@@ -113,9 +113,11 @@ class ComputeStep(Protocol):
         """Choose a token for each sampled row, of those that its mask allows, and write it to the row."""
         ...
 
-    def accept(self, samples: Samples, sampled: SampleRows, requests: RequestState) -> Accepted:
-        """Keep those drafts of the step that were drawn as well, and find drafts for the next one. Called where
-        `StepCompute.has_drafts`."""
+    def accept(
+        self, hidden: torch.Tensor, samples: Samples | None, sampled: SampleRows | None, requests: RequestState
+    ) -> Accepted:
+        """Keep those drafts of the step that were drawn as well, and find drafts for the next one. hidden: as `forward`
+        returned it. samples, sampled: None in a step that samples nothing. Called where `StepCompute.has_drafts`."""
         ...
 
     def pool(self, hidden: torch.Tensor, pooled: PooledRows) -> Deferred[np.ndarray]:
@@ -135,6 +137,8 @@ class StepCompute(Protocol):
     """True where plans may have drafts."""
     writes_ahead: bool
     """Blocks of a step's sequences are written beside those of its tokens: a model makes drafts."""
+    reads_all: bool
+    """The hidden states of all tokens are read: drafts are made from them."""
     samples: bool
     """The last layer is computed here, and samples are drawn here."""
 
@@ -216,12 +220,12 @@ class MemoryMeter(Protocol):
 
 
 class DraftModel(NamedTuple):
-    """A model that makes another one's drafts. Its layers are behind that one's in the KV cache. meter: measures what
-    it takes."""
+    """A model that makes another one's drafts, or that one's head. Its layers are behind that one's in the KV cache.
+    meter: measures what it takes; None: it is a head, whose weights are counted with the other's."""
 
     config: ModelConfig
     model: CausalLM
-    meter: MemoryMeter
+    meter: MemoryMeter | None
 
 
 class Platform(Protocol):
