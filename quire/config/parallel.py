@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from quire.config.checks import choice
+from quire.config.load import EXPERT_PLACEMENTS
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.config.speculation import SpeculationConfig
@@ -143,8 +144,12 @@ def check_ranks_fit(options: EngineOptions, model: ModelConfig) -> None:
         raise _refused(options, reason, name)
 
 
-def check_experts_fit(options: EngineOptions, model: ModelConfig) -> None:
-    """Raise ConfigError for a model whose experts cannot be dealt to the ranks."""
+def expert_placement(options: EngineOptions, model: ModelConfig) -> str | None:
+    """The strategy by which whole experts are dealt to the ranks; None: they are not. Raises ConfigError for a model
+    whose experts cannot be."""
+    strategy = choice("expert_placement_strategy", options.expert_placement_strategy, EXPERT_PLACEMENTS)
+    if not options.enable_expert_parallel:
+        return None
     tp, experts = options.tensor_parallel_size, model.shape.experts
     reason = None
     if experts is None:
@@ -155,6 +160,7 @@ def check_experts_fit(options: EngineOptions, model: ModelConfig) -> None:
         reason = "the ranks of one replica share experts out so far, and data_parallel_size is more than 1"
     if reason is not None:
         raise ConfigError(f"enable_expert_parallel is not possible: {reason}", param="enable_expert_parallel")
+    return strategy if tp > 1 else None
 
 
 def check_stages_fit(options: EngineOptions, speculation: SpeculationConfig) -> None:

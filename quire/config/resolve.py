@@ -23,7 +23,7 @@ from quire.config.device import (
 from quire.config.draft_model import draft_options, draft_ranks, fitting_draft
 from quire.config.engine import EngineConfig
 from quire.config.hf_config import ModelChoices, load_model_config, stored_dtype
-from quire.config.load import EXPERT_PLACEMENTS, LoadConfig
+from quire.config.load import LoadConfig
 from quire.config.media import MediaConfig
 from quire.config.mla_prompt import expands_prompts
 from quire.config.model import CACHE_DTYPE_BYTES, ModelConfig
@@ -31,12 +31,12 @@ from quire.config.options import EngineOptions
 from quire.config.parallel import (
     RAY_PLACEMENTS,
     ParallelConfig,
-    check_experts_fit,
     check_ranks_available,
     check_ranks_fit,
     check_replicas,
     check_stages_fit,
     choose_executor,
+    expert_placement,
 )
 from quire.config.pooling import RUNNERS
 from quire.config.quantization import ROUNDED, QuantizationConfig
@@ -153,7 +153,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
             load_format=choice("load_format", options.load_format, LOAD_FORMATS),
             seed=options.seed & (2**63 - 1),
             counts_experts=_counts_experts(options, model),
-            expert_placement=_expert_placement(options, model),
+            expert_placement=expert_placement(options, model),
         ),
         device=DeviceConfig(
             device=device,
@@ -388,15 +388,6 @@ def _counts_experts(options: EngineOptions, model: ModelConfig) -> bool:
         )
         raise ConfigError(f"expert_counts is not possible: {model.architecture} {why}", param="expert_counts")
     return options.expert_counts
-
-
-def _expert_placement(options: EngineOptions, model: ModelConfig) -> str | None:
-    """None: whole experts are not dealt. Raises ConfigError for a model whose experts cannot be."""
-    strategy = choice("expert_placement_strategy", options.expert_placement_strategy, EXPERT_PLACEMENTS)
-    if not options.enable_expert_parallel:
-        return None
-    check_experts_fit(options, model)
-    return strategy if options.tensor_parallel_size > 1 else None
 
 
 def _why_not_native(model: ModelConfig) -> str | None:
