@@ -197,7 +197,7 @@ HELP: dict[str, str] = {
     "data_parallel_size": "engines of a server or AsyncLLM that share out requests, cores and memory (CPU)",
     "enable_expert_parallel": "deal whole experts to the ranks of tensor_parallel_size (default: a slice of each)",
     "expert_placement_strategy": "linear (neighbouring experts on one rank) or round_robin (they take turns)",
-    "distributed_executor_backend": "where ranks run: auto, uni (in the engine), mp (processes of this host), or ray",
+    "distributed_executor_backend": "where ranks run: auto, uni (engine), mp (processes), ray or external_launcher",
     "ray_placement": "pack (ranks on few of Ray's nodes) or strict_spread (each on a node of its own)",
     "attention_backend": "auto, native (CPU kernels for the whole model), torch (plain operators) or triton (cuda)",
     "kv_cache_dtype": "auto (dtype; on a CPU GGUF: bfloat16, float16: float32), float32, bfloat16, float16, int8, fp8",

@@ -187,6 +187,7 @@ class Ends:
             request.status = RequestStatus.FINISHED
             # Request and sequences refer to one another, and are collected at some later time.
             request.constraint = request.first_matcher = None
+            request.images = []  # some megabytes each
             if request.beam_search is not None:
                 request.beam_search.forget_candidates()
             self._waiting.remove(request)
