@@ -257,6 +257,8 @@ class Scheduler:
         assert len(samples) == len(result.token_ids), "a result without a sample, or the other way round"
         updates = ends.end_nonfinite(in_flight, result.nonfinite, now) if result.nonfinite else []
         in_flight.commit(self.kv)
+        for index, reason in result.failed.items():
+            ends.fail(samples[index], reason)
         if result.transfers is not None:
             self.kv.connector.update(result.transfers)
         if result.adapters:
