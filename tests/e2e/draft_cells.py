@@ -75,7 +75,6 @@ CELLS = MappingProxyType(
         "an engine that is killed in a run": _crossing("test_restart_in_a_run", "-2"),
         "a device's graphs, interpreted": (r"test_drafts_on_device.py::test_graphs_of_drafts_change_no_bit\[", "", ""),
         "adapters": (r"test_adapters.py::.*\[.*drafts.*\]", "", ""),
-        "images": (r"test_images.py::.*\[.*drafts.*\]", "", ""),
     }
 )
 """Feature -> for each of DRAFTERS a pattern of the tests' ids; empty: there is none."""
