@@ -230,7 +230,11 @@ void multiply_super(const Tile& tile, int64_t rows) {
 struct SuperRows {
   static constexpr int64_t kRows = kDigitRows<1>;
   static constexpr int64_t kRowStep = 1;
+#if defined(QUIRE_DOT_BYTES)
+  static constexpr int64_t kBlockBytes = 512 << 10;  // so that more tiles share a panel that is taken apart
+#else
   static constexpr int64_t kBlockBytes = quire::QUIRE_ISA::kBlockBytes;
+#endif
   static constexpr int64_t kGroupBytes = 0;
   static constexpr int64_t kFewestWideTiles = 3;
   static constexpr bool kExpects = true;

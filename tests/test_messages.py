@@ -98,6 +98,7 @@ STATS = EngineStats(**{name: number for number, name in enumerate(NUMBERS, start
 REQUEST = EngineRequest(
     prediction=[4, 5],
     images=[IMAGE],
+    is_processed=True,
     adapter=ADAPTER,
     request_id="r-1",
     prompt_token_ids=[1, 2, 3],
@@ -207,6 +208,7 @@ EXAMPLES: list[msgspec.Struct] = [
         draft_token_ids={0: [5, 6]},
         transfers=REPORT,
         adapters=[(1, "damaged")],
+        failed={8: "why"},
         nonfinite=[42],
         pooled={0: [0.5, -1.25]},
     ),

@@ -164,6 +164,7 @@ class CoreClient:
             "thinking_budget",
             "images",
             "prediction",
+            "resume_point",
         )
         fields = {name: params.pop(name) for name in names if name in params}
         sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, **params})

@@ -13,6 +13,7 @@ from quire.image_orders import EncodeSlice, ImagePlace
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.manager import KVCacheManager
 from quire.prompt_image import PromptImage
+from quire.request import ResumePoint
 from quire.scheduler.preemption import PreemptionCosts
 from quire.scheduler.scheduler import Scheduler
 from quire.step import StepPlan
@@ -151,6 +152,18 @@ def test_what_the_prefix_cache_has_is_not_encoded() -> None:
         driver.finished.clear()
     assert [part.key for parts in workers.slices for part in parts if part.image is not None] == [b"a9", b"b9"]
     assert workers.dropped == [b"a9"]
+
+
+def test_an_engine_that_takes_over_encodes_again() -> None:
+    """The request brings its pixels, and what was generated."""
+    given, expected = shown(1, "a9", 3), generate_alone(shown(1, "a9", 3)["prompt"], max_tokens=6)[0]
+    for num_known in (1, 3):
+        driver, workers = make_driver(cost=1)
+        point = ResumePoint([expected[:num_known]], [], 0, 0.0)
+        driver.add("image", **given, max_tokens=6, resume_point=point)
+        driver.run()
+        assert [part.key for parts in workers.slices for part in parts if part.image is not None] == [b"a9"]
+        assert expected[:num_known] + driver.tokens["image", 0] == expected
 
 
 @pytest.mark.parametrize("seed", range(6))
