@@ -23,7 +23,7 @@ using Counts = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Text = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Tokens = nb::ndarray<int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-constexpr int64_t kMostPlaces = 4;       // of each text, that a step looks at: finders.py has the same
+constexpr int64_t kMostPlaces = 4;       // of a row's text, and of its corpus, that are looked at, as finders.py has it
 constexpr int64_t kPredictedMatch = 64;  // tokens that a place in a prediction is compared by, at most
 const std::vector<int64_t> kRuns{2, 4};  // lengths of the runs by which places in texts of others are found
 
@@ -217,14 +217,15 @@ struct Rule {
   double factor, least;
 };
 
-// The latest places in a text at which the sequence's last tokens occur, those of longer runs first.
-void gather(const Index& index, const int32_t* text, int64_t size, const int32_t* tail, int64_t length, int64_t depth,
-            bool is_own, std::vector<Source>& sources) {
+// The latest places in a text at which the sequence's last tokens occur, those of longer runs first, at most `most`; returns
+// how many.
+int64_t gather(const Index& index, const int32_t* text, int64_t size, const int32_t* tail, int64_t length, int64_t depth,
+               bool is_own, int64_t most, std::vector<Source>& sources) {
   int64_t num_places = 0, above = depth + 1;
   for (std::size_t chain = index.num_chains(); chain-- > 0; above = index.length_of(chain)) {
     const int64_t least = index.length_of(chain);
     if (least > length || least > depth) continue;
-    for (int64_t end = index.latest(chain, tail); end > 0 && num_places < kMostPlaces; end = index.before(chain, end)) {
+    for (int64_t end = index.latest(chain, tail); end > 0 && num_places < most; end = index.before(chain, end)) {
       if (end == size) continue;
       const int64_t count = common_end(text + end, tail, std::min({depth, end, length}));
       if (count < least || count >= above) continue;
@@ -232,6 +233,7 @@ void gather(const Index& index, const int32_t* text, int64_t size, const int32_t
       ++num_places;
     }
   }
+  return num_places;
 }
 
 // Chooses the drafts with the highest score, which is the sum of their probabilities by the votes of places.
@@ -345,11 +347,12 @@ class DraftTexts {
     return find(table, rows, lengths, drafts, counts, [&](Row& row, const int32_t* tokens, int64_t length, int32_t* out) {
       vote_.sources.clear();
       const int32_t* tail = tokens + length;
-      gather(row.index, tokens, length, tail, length, depth, true, vote_.sources);
+      gather(row.index, tokens, length, tail, length, depth, true, kMostPlaces, vote_.sources);
+      int64_t left = kMostPlaces;
       if (row.corpus)
         for (const Corpus::Half& half : *row.corpus)
-          gather(half.index, half.tokens.data(), static_cast<int64_t>(half.tokens.size()), tail, length, depth, false,
-                 vote_.sources);
+          left -= gather(half.index, half.tokens.data(), static_cast<int64_t>(half.tokens.size()), tail, length, depth,
+                         false, left, vote_.sources);
       return vote_.choose(rule, static_cast<int64_t>(drafts.shape(1)), out);
     });
   }

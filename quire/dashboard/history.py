@@ -19,6 +19,8 @@ class _Counters(NamedTuple):
     first_count: int
     hits: int
     queries: int
+    accepted: int = 0
+    drafts: int = 0
 
 
 class History:
@@ -27,20 +29,22 @@ class History:
     def __init__(self) -> None:
         self._counters: deque[_Counters] = deque(maxlen=WINDOW)
         self._values: dict[str, deque[float | None]] = {
-            key: deque(maxlen=NUM_SAMPLES) for key in ("tokens", "ttft", "hits", "usage")
+            key: deque(maxlen=NUM_SAMPLES) for key in ("tokens", "ttft", "hits", "usage", "drafts")
         }
         self.tokens_per_second: float | None = None
         self.time_to_first_token: float | None = None
         """Seconds; None when no request got its first token."""
         self.hit_rate: float | None = None
         """Share of looked-up prompt tokens that were cached; None when none were looked up."""
+        self.acceptance: float | None = None
+        """Share of drafts that were accepted; None when none were computed."""
 
     @property
     def num_samples(self) -> int:
         return len(self._values["usage"])
 
     def values(self, key: str) -> list[float | None]:
-        """`tokens`, `ttft`, `hits` or `usage`, oldest first."""
+        """`tokens`, `ttft`, `hits`, `usage` or `drafts`, oldest first."""
         return list(self._values[key])
 
     def add_frame(self, frame: Frame, now: float) -> None:
@@ -53,6 +57,8 @@ class History:
             first.count,
             stats.prefix_cache_hits_total,
             stats.prefix_cache_queries_total,
+            stats.accepted_draft_tokens_total,
+            stats.draft_tokens_total,
         )
         if self._counters and newest.tokens < self._counters[-1].tokens:
             self._counters.clear()  # the server was started again
@@ -65,6 +71,9 @@ class History:
         hits = _ratio(newest.hits - oldest.hits, newest.queries - oldest.queries)
         self.time_to_first_token = self.time_to_first_token if first_token is None else first_token
         self.hit_rate = self.hit_rate if hits is None else hits
+        drafts = _ratio(newest.accepted - oldest.accepted, newest.drafts - oldest.drafts)
+        self.acceptance = self.acceptance if drafts is None else drafts
+        self._values["drafts"].append(drafts)
         self._values["tokens"].append(self.tokens_per_second)
         self._values["ttft"].append(first_token)
         self._values["hits"].append(hits)

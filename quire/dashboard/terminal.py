@@ -97,12 +97,14 @@ def render(frame: Frame, history: History, url: str) -> RenderableType:
 def _rates(frame: Frame, history: History, num_used: int) -> Table:
     table = Table.grid(expand=True, padding=(0, 2, 0, 0))
     usage = num_used / max(1, len(frame.kv.states) - 1)
-    figures = (
+    figures = [
         ("tokens/s", "-" if history.tokens_per_second is None else f"{history.tokens_per_second:,.0f}", "tokens"),
         ("first token", _milliseconds(history.time_to_first_token), "ttft"),
         ("prefix hits", "-" if history.hit_rate is None else f"{history.hit_rate:.0%}", "hits"),
         ("KV in use", f"{usage:.0%}", "usage"),
-    )
+    ]
+    if history.acceptance is not None:
+        figures.append(("drafts accepted", f"{history.acceptance:.0%}", "drafts"))
     for _ in figures:
         table.add_column(ratio=1)
     table.add_row(*(Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value, _ in figures))

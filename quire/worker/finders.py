@@ -5,11 +5,11 @@ request expects (its prediction).
 at its latest place; the drafts are the tokens behind that place, and behind the sequence's own end the drafts
 themselves.
 
-`method: suffix`: in each text the latest `MOST_PLACES` places vote at which the last two tokens or more occur, those
-of longer runs first. For each length of a match, the places that match as much propose a path: the token that most of
-them have next, then the one that most of those have, and so on. A token's probability is the product of these shares.
-The path ends before a probability of less than `least`, behind `factor` tokens for each matched one, and where match
-and path are `depth` tokens. The drafts are the path with the highest sum of probabilities.
+`method: suffix`: of the sequence's own text, and of the others, the latest `MOST_PLACES` places vote at which the last
+two tokens or more occur, those of longer runs first. For each length of a match, the places that match as much propose
+a path: the token that most of them have next, then the one that most of those have, and so on. A token's probability is
+the product of these shares. The path ends before a probability of less than `least`, behind `factor` tokens for each
+matched one, and where match and path are `depth` tokens. The drafts are the path with the highest sum of probabilities.
 
 A prediction comes first: its place with the longest match, of several the next one behind the last.
 

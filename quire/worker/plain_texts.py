@@ -103,9 +103,11 @@ class PlainTexts:
             text, corpus = table[row, :length], self._corpora[row]
             found = self._predicted(row, text, drafts.shape[1])
             if not found:
-                voting = latest_places(text, text, depth, is_own=True)
+                voting = latest_places(text, text, depth, MOST_PLACES, is_own=True)
+                others: list[Place] = []
                 for half in () if corpus is None else corpus.halves:
-                    voting += latest_places(half, text, depth, is_own=False)
+                    others += latest_places(half, text, depth, MOST_PLACES - len(others), is_own=False)
+                voting += others
                 voting.sort(key=lambda place: -place.matched)
                 found = likeliest(voting, depth, factor, least, drafts.shape[1])
             counts[row] = len(found)
@@ -136,14 +138,14 @@ def places(text: np.ndarray, tail: np.ndarray, most: int) -> dict[int, int]:
     return found
 
 
-def latest_places(text: np.ndarray, tail: np.ndarray, depth: int, *, is_own: bool) -> list[Place]:
-    """The places of a text that vote: those of longer runs first, then the later ones."""
+def latest_places(text: np.ndarray, tail: np.ndarray, depth: int, most: int, *, is_own: bool) -> list[Place]:
+    """The places of a text that vote, at most `most`: those of longer runs first, then the later ones."""
     matches, found, above = places(text[:-1], tail, depth), [], depth + 1
     for least in RUNS[::-1]:
         if least <= min(len(tail), depth):
             found += [end for end in sorted(matches, reverse=True) if least <= matches[end] < above]
             above = least
-    return [Place(text[end:].tolist(), matches[end], is_own) for end in found[:MOST_PLACES]]
+    return [Place(text[end:].tolist(), matches[end], is_own) for end in found[:most]]
 
 
 def copied(place: Place, width: int) -> list[int]:

@@ -151,6 +151,18 @@ def test_rates_between_frames(driver: CoreDriver) -> None:
     assert history.values("ttft")[-1] is None, "another server: nothing is subtracted from the old one's counts"
 
 
+def test_drafts_that_were_accepted(driver: CoreDriver) -> None:
+    """Where there are any: the share lately."""
+    history, frame = History(), frame_of(driver)
+    history.add_frame(frame, now=1.0)
+    assert "drafts accepted" not in printed(frame, history=history)
+    for now, counts in ((2.0, (3, 4)), (3.0, (4, 10))):
+        frame = frame_of(driver)
+        frame.stats.accepted_draft_tokens_total, frame.stats.draft_tokens_total = counts
+        history.add_frame(frame, now=now)
+    assert "drafts accepted 40%" in printed(frame, history=history)
+
+
 def test_sparkline() -> None:
     assert sparkline([None, 0.0, 4.0, 8.0], 10) == " ▁▅█"
     assert sparkline([0.0, 0.0], 10) == "▁▁"

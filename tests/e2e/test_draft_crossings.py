@@ -140,7 +140,9 @@ def test_two_ranks(directory: Directory, drafts: dict[str, Any]) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("queue_depth", [1, 2])
-async def test_restart_in_a_run(fates: Fates, queue_depth: int, drafts: dict[str, Any]) -> None:
+async def test_restart_in_a_run(
+    fates: Fates, queue_depth: int, drafts: dict[str, Any], record_property: Callable[[str, object], None]
+) -> None:
     """Engines are killed under load: requests go on with the same tokens, and so do their drafts."""
     engine = open_engine({**OPTIONS, "queue_depth": queue_depth, "speculative_config": drafts})
     try:
@@ -149,6 +151,7 @@ async def test_restart_in_a_run(fates: Fates, queue_depth: int, drafts: dict[str
             await compare(engine, fates, [("die", 23)], 18)
             stats = await engine.stats()
         assert 0 < stats.accepted_draft_tokens_total < stats.draft_tokens_total
+        record_property("accepted drafts", stats.accepted_draft_tokens_total)
     finally:
         engine.shutdown()
 

@@ -96,7 +96,9 @@ function noteOf(chart, values) {
     const { prefix_cache_hits_total: hits, prefix_cache_queries_total: queries } = state.frame.stats;
     return queries ? `${percent(hits / queries)} since the start` : "";
   }
-  return known.length ? `peak ${chart.format(Math.max(...known))}` : "";
+  const peak = known.length ? `peak ${chart.format(Math.max(...known))}` : "";
+  const { draft_tokens_total: drafts, accepted_draft_tokens_total: accepted } = state.frame?.stats ?? {};
+  return chart.key === "tokens" && drafts ? `${peak}, ${percent(accepted / drafts)} of drafts accepted` : peak;
 }
 
 function drawLine({ canvas, hue, top }, values) {
