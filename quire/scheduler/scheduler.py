@@ -70,9 +70,10 @@ class Scheduler:
         self.kv = kv
         self._max_chunk = min(config.max_prefill_chunk or 2**62, config.max_num_batched_tokens)
         self._limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, self._max_chunk, config.whole_prompts)
-        self._priority_seconds, self._num_stages = config.priority_seconds, config.num_stages
+        self._num_stages = config.num_stages
         self._requests: dict[str, Request] = {}
-        self._waiting, self._running, self._deadlines = RequestQueue(), RunningSet(), Deadlines()
+        self._waiting = RequestQueue(config.priority_seconds)
+        self._running, self._deadlines = RunningSet(), Deadlines()
         self._registration = PrefixRegistration(kv, self._max_chunk)
         self._drafter = drafter
         self.can_discard = not drafter.max_drafts and len(kv.token_groups) == kv.num_groups
@@ -81,7 +82,7 @@ class Scheduler:
         self._has_found_drafts = False
         """Whether the workers had drafts for a sequence of the last result."""
         self._in_flight: dict[int, InFlight] = {}
-        self._seq_ids, self._arrivals, self._step_ids = count(), count(), count()
+        self._seq_ids, self._step_ids = count(), count()
         self.matching = Matching()
         self._stats = first_stats(kv)
         self._adapters = AdapterSlots(self._running, adapters)
@@ -100,16 +101,7 @@ class Scheduler:
         """
         if source.request_id in self._requests:
             raise UserError(f"request id {source.request_id!r} is in use", param="request_id")
-        point = source.resume_point
-        arrival = now if point is None else now - point.age
-        request = Request(
-            source,
-            arrival,
-            arrival_number=next(self._arrivals),
-            order_time=self._waiting.order_time(source.client, source.priority, arrival),
-            priority_seconds=self._priority_seconds,
-            constraint=constraint,
-        )
+        request = self._waiting.receive(source, now, constraint)
         if self._num_stages > 1:
             request.max_pending_tokens = 0  # a token must be known to be sent to the first stage
         reject_impossible(request, self.kv, self._registration.num_usable, self._limits)
@@ -118,7 +110,7 @@ class Scheduler:
         create_sequences(request, source, self._seq_ids, self.kv)
         self.matching.begin(request)
         self._requests[request.request_id] = request
-        if point is not None and any(point.token_ids):  # it goes on as one that was preempted
+        if any(sequence.num_output_tokens for sequence in request.sequences):  # it goes on as one that was preempted
             request.status = RequestStatus.PREEMPTED
             self._waiting.put_back(request)
         else:
