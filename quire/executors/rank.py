@@ -171,14 +171,15 @@ class Rank:
     def _join(self, config: EngineConfig) -> Executor:
         from quire.executors.local import LocalExecutor
         from quire.parallel.choice import join_group
-        from quire.parallel.single import SINGLE_RANK
+        from quire.parallel.interface import ProcessGroup
         from quire.parallel.stage import WHOLE_MODEL, Link, Stage
         from quire.worker.platform.choice import make_platform
 
         launch, sizes = self._launch, config.parallel
         place = Mesh(sizes).place(launch.rank)
         self._answers_in_full = (place.pp, place.tp) == (sizes.pp - 1, 0)
-        stage, group = WHOLE_MODEL, SINGLE_RANK
+        stage = WHOLE_MODEL
+        group: ProcessGroup | None = None
         if sizes.tp > 1:
             meeting_point = Path(f"{launch.meeting_point}{place.pp}")
             group = join_group(config.device.collectives, meeting_point, place.tp, sizes.tp)
