@@ -108,6 +108,7 @@ class Layer:
                 down=[each.as_native() for each in down],
                 gate_up_bias=[],
                 down_bias=[],
+                places=[],
                 top_k=shape.top_k,
                 activation=Activation.SILU,
                 limit=0.0,

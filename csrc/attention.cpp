@@ -92,42 +92,6 @@ void attend_rows(const AttentionArgs& args, const KeyTile& tile, const KeyTile& 
   value_rows<T, R>(scratch.scores, tile, next, low, high, args.head_dim, decay, sums);
 }
 
-// Rows that are computed for `count` rows: heights of register tiles.
-int64_t computed_rows(int64_t count) {
-  if (count <= 4) return count;
-  if (kTileRows > 4 && count <= 6) return 6;
-  return kTileRows > 6 && count <= 8 ? 8 : kTileRows;
-}
-
-// The rows of an item and those that fill its last register tile up.
-int64_t with_filling(int64_t rows) {
-  const int64_t whole = rows / kTileRows * kTileRows;
-  return whole + computed_rows(rows - whole);
-}
-
-// attend<R>() of the height that computes `count` rows.
-template <class Attend>
-void with_height(int64_t count, const Attend& attend) {
-  switch (count) {
-    case 1:
-      return attend.template operator()<1>();
-    case 2:
-      return attend.template operator()<2>();
-    case 3:
-      return attend.template operator()<3>();
-    case 4:
-      return attend.template operator()<4>();
-    default:
-      if constexpr (kTileRows > 4) {
-        if (count <= 6) return attend.template operator()<6>();
-      }
-      if constexpr (kTileRows > 6) {
-        if (count <= 8) return attend.template operator()<8>();
-        return attend.template operator()<12>();
-      }
-  }
-}
-
 template <CacheType T>
 void load_query(const AttentionArgs& args, const float* from, float* to) {
 #if defined(QUIRE_BELOW)

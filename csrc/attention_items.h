@@ -18,6 +18,42 @@ void prefetch_floats(const float* from, int64_t count) {
   for (int64_t i = 0; i < count; i += 16) prefetch(reinterpret_cast<const std::byte*>(from + i));
 }
 
+// Rows that are computed for `count` rows: heights of register tiles.
+[[maybe_unused]] int64_t computed_rows(int64_t count) {
+  if (count <= 4) return count;
+  if (kTileRows > 4 && count <= 6) return 6;
+  return kTileRows > 6 && count <= 8 ? 8 : kTileRows;
+}
+
+// The rows of an item and those that fill its last register tile up.
+[[maybe_unused]] int64_t with_filling(int64_t rows) {
+  const int64_t whole = rows / kTileRows * kTileRows;
+  return whole + computed_rows(rows - whole);
+}
+
+// attend<R>() of the height that computes `count` rows.
+template <class Attend>
+void with_height(int64_t count, const Attend& attend) {
+  switch (count) {
+    case 1:
+      return attend.template operator()<1>();
+    case 2:
+      return attend.template operator()<2>();
+    case 3:
+      return attend.template operator()<3>();
+    case 4:
+      return attend.template operator()<4>();
+    default:
+      if constexpr (kTileRows > 4) {
+        if (count <= 6) return attend.template operator()<6>();
+      }
+      if constexpr (kTileRows > 6) {
+        if (count <= 8) return attend.template operator()<8>();
+        return attend.template operator()<12>();
+      }
+  }
+}
+
 // One key head's share of the blocks of one sequence.
 struct HeadBlocks {
   const std::byte* base;
@@ -39,7 +75,7 @@ struct HeadBlocks {
 
 // Where a tile's keys [low, high) (of 0 .. 63) lie. Blocks of at least a subtile only. Subtiles without such a key
 // get the address of one with: what is read there is not used, and nothing else may be read.
-KeyTile find_tile(const HeadBlocks& blocks, int64_t first, int64_t low, int64_t high) {
+[[maybe_unused]] KeyTile find_tile(const HeadBlocks& blocks, int64_t first, int64_t low, int64_t high) {
   KeyTile tile = {};
   const int64_t bytes = element_bytes(blocks.type);
   const int64_t first_live = low / kSubtile, last_live = (high - 1) / kSubtile;
@@ -156,6 +192,7 @@ struct Split {
   const float* key_scales[kSplitSubtiles];
   const float* value_scales[kSplitSubtiles];
 
+  Split(int64_t start, int64_t low, int64_t high) : start(start), low(low), high(high) {}
   // Where [low, high) are of split `number` of an item.
   template <class Scratch>
   Split(const HeadWork<Scratch>& work, int64_t number) : start(number * kSplitKeys) {
@@ -253,19 +290,25 @@ QUIRE_INLINE void add_row(float* total, const float* sums, vf before, vf added, 
   for (int64_t d = 0; d < depth; d += kLanes) store(total + d, fma(load(sums + d), added, load(total + d) * before));
 }
 
-// The sums of a split's rows, added to the splits before.
-template <class Scratch>
-void add_split(const HeadWork<Scratch>& work) {
-  Scratch& scratch = work.scratch;
-  SplitResults& results = scratch.results;
-  for (int64_t first = 0; first < work.item.rows; first += kLanes) {
+// The sums of a split's rows, added to the splits before; is_first: taken over, as merged into nothing, a factor of one and
+// zero times zero added.
+QUIRE_INLINE void add_split(SplitResults& results, bool is_first, const float* sums, float* totals, int64_t rows,
+                            int64_t depth) {
+  if (is_first) {
+    for (int64_t r = 0; r < rows; ++r)
+      std::memcpy(totals + r * kRowStride, sums + r * kRowStride, static_cast<std::size_t>(depth) * sizeof(float));
+    std::memcpy(results.total_maximum, results.maximum, sizeof(results.maximum));
+    std::memcpy(results.total_weight, results.weight, sizeof(results.weight));
+    return;
+  }
+  for (int64_t first = 0; first < rows; first += kLanes) {
     vf maximum = load(results.total_maximum + first), weight = load(results.total_weight + first);
     const MergeFactors factors(maximum, weight, load(results.maximum + first), load(results.weight + first));
     store(results.total_maximum + first, maximum);
     store(results.total_weight + first, weight);
-    for (int64_t r = first; r < smaller(first + kLanes, work.item.rows); ++r)
-      add_row(scratch.totals + r * kRowStride, scratch.sums + r * kRowStride, broadcast(factors.before[r - first]),
-              broadcast(factors.added[r - first]), work.args.head_dim);
+    for (int64_t r = first; r < smaller(first + kLanes, rows); ++r)
+      add_row(totals + r * kRowStride, sums + r * kRowStride, broadcast(factors.before[r - first]),
+              broadcast(factors.added[r - first]), depth);
   }
 }
 
@@ -288,7 +331,8 @@ QUIRE_INLINE void write_row(const AttentionArgs& args, int64_t head, const float
 
 int64_t partial_stride(int64_t depth) { return (depth + 15) / 16 * 16 + 16; }
 
-float* partial_row(const AttentionArgs& args, const Step& step, const AttentionPlan& plan, int64_t head, int64_t row) {
+[[maybe_unused]] float* partial_row(const AttentionArgs& args, const Step& step, const AttentionPlan& plan, int64_t head,
+                                    int64_t row) {
   return reinterpret_cast<float*>(step.shared_scratch) +
          (head * plan.partial_rows + row) * partial_stride(args.head_dim);
 }
@@ -312,15 +356,8 @@ void run_splits(const HeadWork<Scratch>& work, const Step& step, Attend&& attend
         place[stride - 2] = results.maximum[r];
         place[stride - 1] = results.weight[r];
       }
-    } else if (split == item.first_split) {
-      // As merged into nothing: a factor of one, and zero times zero added.
-      for (int64_t r = 0; r < item.rows; ++r)
-        std::memcpy(scratch.totals + r * kRowStride, scratch.sums + r * kRowStride,
-                    static_cast<std::size_t>(args.head_dim) * sizeof(float));
-      std::memcpy(results.total_maximum, results.maximum, sizeof(results.maximum));
-      std::memcpy(results.total_weight, results.weight, sizeof(results.weight));
     } else {
-      add_split(work);
+      add_split(results, split == item.first_split, scratch.sums, scratch.totals, item.rows, args.head_dim);
     }
   }
   if (item.partial >= 0) return;

@@ -188,18 +188,19 @@ void bind_program(nb::module_& module) {
       .def(
           "experts",
           [](Program& program, std::vector<PackedWeight> gate_up, std::vector<PackedWeight> down,
-             const std::vector<uintptr_t>& gate_up_bias, const std::vector<uintptr_t>& down_bias, int64_t top_k,
-             Activation activation, float limit, bool weighs_input, uintptr_t counts, const Ref& x, const Ref& routing,
-             const Ref& residual, const Ref& out) {
+             const std::vector<uintptr_t>& gate_up_bias, const std::vector<uintptr_t>& down_bias,
+             std::vector<int32_t> places, int64_t top_k, Activation activation, float limit, bool weighs_input,
+             uintptr_t counts, const Ref& x, const Ref& routing, const Ref& residual, const Ref& out) {
             auto table = std::make_shared<ExpertTable>();
             table->gate_up = std::move(gate_up);
             table->down = std::move(down);
             for (uintptr_t bias : gate_up_bias) table->gate_up_bias.push_back(at<float>(bias));
             for (uintptr_t bias : down_bias) table->down_bias.push_back(at<float>(bias));
+            table->places = std::move(places);
             program.add(ExpertsArgs{std::move(table), top_k, activation, limit, weighs_input,
                                     reinterpret_cast<int64_t*>(counts), x, routing, residual, out});
           },
-          "gate_up"_a, "down"_a, "gate_up_bias"_a, "down_bias"_a, "top_k"_a, "activation"_a, "limit"_a,
+          "gate_up"_a, "down"_a, "gate_up_bias"_a, "down_bias"_a, "places"_a, "top_k"_a, "activation"_a, "limit"_a,
           "weighs_input"_a, "counts"_a, "x"_a, "routing"_a, "residual"_a, "out"_a)
       .def(
           "attention",
@@ -295,10 +296,11 @@ void bind_program(nb::module_& module) {
       .def(
           "attend_encoder",
           [](Program& program, int64_t num_heads, int64_t head_dim, float scale, int64_t window, int64_t rotary_dim,
-             const Ref& rotation, const Ref& qkv, const Ref& out) {
-            program.add(EncoderArgs{num_heads, head_dim, scale, window, rotary_dim, rotation, qkv, out});
+             MatmulPrecision precision, const Ref& rotation, const Ref& qkv, const Ref& out) {
+            program.add(EncoderArgs{num_heads, head_dim, scale, window, rotary_dim, rotation, qkv, out, precision});
           },
-          "num_heads"_a, "head_dim"_a, "scale"_a, "window"_a, "rotary_dim"_a, "rotation"_a, "qkv"_a, "out"_a)
+          "num_heads"_a, "head_dim"_a, "scale"_a, "window"_a, "rotary_dim"_a, "precision"_a, "rotation"_a, "qkv"_a,
+          "out"_a)
       .def(
           "all_reduce",
           [](Program& program, std::shared_ptr<SharedRanks> ranks, int64_t width, const Ref& x, const Ref& out) {

@@ -8,7 +8,10 @@
 
 namespace quire {
 
-inline constexpr int64_t kEncoderRows = 96;  // most rows of a work item
+// Most rows of a work item, and rows that items have a multiple of, but for a sequence's last: a thread brings the keys
+// of a sequence to its memory once for each item.
+inline constexpr int64_t kEncoderRows = 384;
+inline constexpr int64_t kEncoderRowMultiple = 96;
 
 // Rows first_row .. first_row + rows - 1 of the sequence that owns the step's rows first_token .. first_token + length
 // - 1, for each head.

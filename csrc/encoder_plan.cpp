@@ -18,8 +18,11 @@ void EncoderPlan::set(int64_t num_sequences, const int64_t* query_start) {
   for (int64_t s = 0; s < num_sequences; ++s) {
     const int64_t first = query_start[s], length = query_start[s + 1] - first;
     if (length < 0) throw std::invalid_argument("query starts fall");
-    for (int64_t row = 0; row < length; row += kEncoderRows)
-      items_.push_back({first, length, row, std::min(kEncoderRows, length - row)});
+    const int64_t parts = std::max<int64_t>(1, (length + kEncoderRows - 1) / kEncoderRows);  // of about one size
+    const int64_t multiples = (length + parts * kEncoderRowMultiple - 1) / (parts * kEncoderRowMultiple);
+    const int64_t rows_each = multiples * kEncoderRowMultiple;
+    for (int64_t row = 0; row < length; row += rows_each)
+      items_.push_back({first, length, row, std::min(rows_each, length - row)});
   }
   std::stable_sort(items_.begin(), items_.end(), [](const EncoderItem& a, const EncoderItem& b) {
     return a.rows * a.length > b.rows * b.length;

@@ -14,6 +14,7 @@ namespace quire {
   namespace isa {                           \
   extern const LinearKernels kLinear;       \
   extern const AttentionKernels kAttention; \
+  extern const EncoderKernels kEncoder;     \
   extern const LatentKernels kLatent;       \
   extern const LimitKernels kLimits;        \
   }
@@ -76,21 +77,21 @@ const Kernels kTables[] = {
 #endif
 #if defined(QUIRE_HAVE_AVX512_BF16)
     {Isa::kAvx512Bf16, true, avx512_bf16::kLinear, avx512::kLayers, avx512_bf16::kAttention,
-     avx512_bf16::kLatent, avx512::kIndex, avx512::kEncoder, avx512::kStates, avx512::kSampling,
+     avx512_bf16::kLatent, avx512::kIndex, avx512_bf16::kEncoder, avx512::kStates, avx512::kSampling,
      avx512_bf16::kLimits, avx512::kQuantize, avx512::kAdapters},
 #endif
 #if defined(QUIRE_HAVE_AMX)
     {Isa::kAmx, true, amx::kLinear, avx512::kLayers, amx::kAttention,
-     avx512_bf16::kLatent, avx512::kIndex, avx512::kEncoder, avx512::kStates, avx512::kSampling,
+     avx512_bf16::kLatent, avx512::kIndex, avx512_bf16::kEncoder, avx512::kStates, avx512::kSampling,
      amx::kLimits, avx512::kQuantize, avx512::kAdapters},
 #endif
 #if defined(QUIRE_HAVE_BF16_EMULATED)
     {Isa::kBf16Emulated, true, bf16_emulated::kLinear, portable::kLayers, bf16_emulated::kAttention,
-     bf16_emulated::kLatent, portable::kIndex, portable::kEncoder, portable::kStates, portable::kSampling, bf16_emulated::kLimits, portable::kQuantize, portable::kAdapters},
+     bf16_emulated::kLatent, portable::kIndex, bf16_emulated::kEncoder, portable::kStates, portable::kSampling, bf16_emulated::kLimits, portable::kQuantize, portable::kAdapters},
 #endif
 #if defined(QUIRE_HAVE_AMX_EMULATED)
     {Isa::kAmxEmulated, true, amx_emulated::kLinear, avx512::kLayers, amx_emulated::kAttention,
-     bf16_emulated::kLatent, avx512::kIndex, avx512::kEncoder, avx512::kStates, avx512::kSampling,
+     bf16_emulated::kLatent, avx512::kIndex, bf16_emulated::kEncoder, avx512::kStates, avx512::kSampling,
      bf16_emulated::kLimits, avx512::kQuantize, avx512::kAdapters},
 #endif
 };

@@ -149,23 +149,26 @@ struct HeadsArgs {
 
 inline constexpr int64_t kMaxHeadFeatures = 2048;
 
-// The matrices of a layer's experts. gate_up: gated, `intermediate` wide each; biases as LinearArgs has them, or empty.
+// The matrices of a layer's experts, or of those that this rank holds. gate_up: gated, `intermediate` wide each; biases
+// as LinearArgs has them, or empty. places: by an expert's number, its place among the matrices, or -1: another rank
+// holds it; ascending. Empty: all are here.
 struct ExpertTable {
   std::vector<PackedWeight> gate_up;
   std::vector<PackedWeight> down;
   std::vector<const float*> gate_up_bias;
   std::vector<const float*> down_bias;
+  std::vector<int32_t> places;
 };
 
 // out = residual (or 0) + the weighted sum of what each row's experts give for x, in the order of their numbers: down
-// (activation(gate) * up), each product with its bias.
+// (activation(gate) * up), each product with its bias. Of the experts that other ranks hold nothing is added.
 struct ExpertsArgs {
   std::shared_ptr<const ExpertTable> table;
   int64_t top_k = 0;
   Activation activation = Activation::kNone;
   float limit = 0;  // above 0: the gate is cut off at it, up at both its signs, and 1 is added to up
   bool weighs_input = false;   // weights multiply x, not the results
-  int64_t* counts = nullptr;   // [experts]: rows that chose each are added; null: nothing is counted
+  int64_t* counts = nullptr;   // [experts], of all ranks: rows that chose each are added; null: nothing is counted
   Ref x;
   Ref routing;   // [rows, 2 top_k]: numbers of experts, ascending, then their weights
   Ref residual;  // may be the same place as out
@@ -316,6 +319,8 @@ struct EncoderArgs {
   Ref rotation;            // as RotationArgs::out
   Ref qkv;                 // [rows, 3 num_heads * head_dim]
   Ref out;                 // [rows, num_heads * head_dim]
+  // bfloat16: queries, keys, values and weights are rounded, where the instruction set multiplies it.
+  MatmulPrecision precision = MatmulPrecision::kFloat32;
 };
 
 struct EncoderKernels {

@@ -113,20 +113,27 @@ inline void plan_experts(const ExpertsArgs& args, const Step& step, const Expert
   const float* routing = step.at(args.routing);
   ExpertPlan& plan = *memory.plan = ExpertPlan{};
   for (int64_t i = 0; i < count; ++i) memory.active[i].count = 0;
-  for (int64_t row = 0; row < step.rows; ++row)
-    for (int64_t place = 0; place < top_k; ++place)
-      ++memory.active[expert_number(routing[row * args.routing.stride + place], count)].count;
+  const bool are_all = table.places.empty();
+  const int64_t of_all_ranks = are_all ? count : static_cast<int64_t>(table.places.size());
+  const auto each_pair = [&](const auto& use) {
+    for (int64_t row = 0; row < step.rows; ++row)
+      for (int64_t place = 0; place < top_k; ++place) {
+        const int64_t number = expert_number(routing[row * args.routing.stride + place], of_all_ranks);
+        use(number, are_all ? number : table.places[number], static_cast<int32_t>(row * top_k + place));
+      }
+  };
+  each_pair([&](int64_t number, int64_t own, int32_t) {
+    if (args.counts) ++args.counts[number];
+    if (own >= 0) ++memory.active[own].count;
+  });
   int64_t first = 0;
   for (int64_t i = 0; i < count; ++i) {
     memory.active[i].first = first;
     first += memory.active[i].count;
-    if (args.counts) args.counts[i] += memory.active[i].count;
   }
-  for (int64_t row = 0; row < step.rows; ++row)
-    for (int64_t place = 0; place < top_k; ++place) {
-      ExpertRows& chosen = memory.active[expert_number(routing[row * args.routing.stride + place], count)];
-      memory.pairs[chosen.first++] = static_cast<int32_t>(row * top_k + place);
-    }
+  each_pair([&](int64_t, int64_t own, int32_t pair) {
+    if (own >= 0) memory.pairs[memory.active[own].first++] = pair;
+  });
   for (int64_t i = 0; i < count; ++i) {
     const int64_t own = memory.active[i].count;
     if (own == 0) continue;

@@ -108,6 +108,9 @@ void Program::add(ExpertsArgs args) {
            !down.gated && down.in_features == first.in_features && down.out_features == first.out_features;
   }
   for (const auto* biases : {&table.gate_up_bias, &table.down_bias}) fits &= biases->empty() || biases->size() == count;
+  std::size_t held = 0;
+  for (const int32_t place : table.places) fits &= place < 0 || static_cast<std::size_t>(place) == held++;
+  fits &= table.places.empty() || held == count;
   if (!fits) throw std::invalid_argument("the matrices of the experts do not fit together");
   args.precision = precision_;
   ops_.emplace_back(Call<ExpertsArgs>{kernels_.linear.experts, args});
@@ -183,10 +186,11 @@ void Program::add(AttentionArgs args) {
   scratch_bytes_ = std::max(scratch_bytes_, kernels_.attention.attend_scratch(args, max_rows_, pool_->threads()));
 }
 
-void Program::add(const EncoderArgs& args) {
+void Program::add(EncoderArgs args) {
   require_all_rows();
   if (args.head_dim < 8 || args.head_dim > kMaxHeadDim || args.head_dim % 8 != 0)
     throw std::invalid_argument("heads of 8, 16, 24 ... 256 elements are attended to");
+  if (precision_ == MatmulPrecision::kFloat32) args.precision = precision_;
   attends_rows_ = true;
   ops_.emplace_back(Call<EncoderArgs>{kernels_.encoder.attend, args});
 }

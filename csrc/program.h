@@ -34,8 +34,9 @@ class Program {
   // What follows runs over the rows that are read. Throws std::logic_error for what needs all of them.
   void add(const GatherArgs& args);
   void add(const ElementwiseArgs& args);
-  // Throws std::invalid_argument for heads that the kernels do not compute.
-  void add(const EncoderArgs& args);
+  // Of a program in bfloat16 those run in it that ask for it. Throws std::invalid_argument for heads that the kernels do
+  // not compute.
+  void add(EncoderArgs args);
   void add(const RouteArgs& args);
   // Throws std::invalid_argument for experts whose matrices do not fit together.
   void add(ExpertsArgs args);

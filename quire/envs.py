@@ -162,3 +162,9 @@ def prepare_for_forks(stack_bytes: int) -> None:
     `TOKENIZERS_PARALLELISM` says otherwise. Threads that Rust starts in the forks have `RUST_MIN_STACK` of stack."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ["RUST_MIN_STACK"] = str(stack_bytes)
+
+
+def keep_ray_to_itself() -> None:
+    """Let Ray send no reports of its use, unless the user's `RAY_USAGE_STATS_ENABLED` says otherwise. Takes effect
+    before Ray is imported."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

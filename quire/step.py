@@ -23,8 +23,9 @@ Some samples need masks of allowed tokens that depend on tokens which earlier pl
 a second message, `SamplingInputs`, exactly once, before any later plan; the workers sample when they have it.
 
 Order of effects of one plan: write `sampled`; release the slots of `released`; cut `trimmed_tables`; create
-`new_sequences`; apply `beam_reorders`; write `token_overrides` and `appended`; start `transfers`; run `block_copies`;
-append `new_blocks` and apply `replaced_blocks`; run the model over the scheduled tokens; create `forks`; sample.
+`new_sequences`; apply `beam_reorders`; write `token_overrides` and `appended`; drop and encode `images`; start
+`transfers`; run `block_copies`; append `new_blocks` and apply `replaced_blocks`; run the model over the scheduled
+tokens; create `forks`; sample.
 
 Transfers may run beside the rest, as long as the results are the same. Of the copies between the pools of device and
 host, those to the host come first. A block that is saved there may be allocated again by this very plan: a write to it
@@ -41,7 +42,7 @@ from typing import TypeAlias
 import msgspec
 
 from quire.adapter_orders import AdapterOrders
-from quire.prompt_image import PromptImage
+from quire.image_orders import ImageOrders, ImagePlace
 from quire.sampling_params import SamplingParams
 
 BlockKey: TypeAlias = tuple[int, bytes]
@@ -131,7 +132,8 @@ class NewSequence(msgspec.Struct, array_like=True):
     """Name of a step column -> the sequence's value, 32 bits; 0 for a column that is not here."""
     token_columns: dict[str, TokenValues] = {}
     """As that of EngineRequest."""
-    images: list[PromptImage] = []
+    images: list[ImagePlace] = []
+    """A step computes no token of one that is not encoded (`StepPlan.images`)."""
 
 
 class SequenceSampling(msgspec.Struct, array_like=True, frozen=True):
@@ -199,6 +201,7 @@ class StepPlan(msgspec.Struct, array_like=True):
     """Blocks that are moved beside the model: preempted sequences, and what the KV connector orders."""
 
     adapters: AdapterOrders | None = None
+    images: ImageOrders | None = None
 
     num_drafts: list[int] = []
     """How many of `num_tokens` are drafts at most, the last ones; empty where no sequence has any. Only a sequence that

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire import adapter_orders, outputs, prompt_image, request, step
+from quire import adapter_orders, image_orders, outputs, prompt_image, request, step
 from quire.adapter_orders import AdapterOrders, AdapterRef
 from quire.engine import messages
 from quire.engine.messages import (
@@ -27,6 +27,7 @@ from quire.engine.messages import (
     RequestRejected,
     Shutdown,
 )
+from quire.image_orders import EncodeSlice, ImageOrders, ImagePlace
 from quire.kv_cache import stats
 from quire.kv_cache.stats import EngineStats
 from quire.outputs import RequestTiming, SequenceUpdate
@@ -59,8 +60,9 @@ TOKEN_VALUES = TokenValues(2, [9, -8])
 ADAPTER = AdapterRef("/adapter", b"digest")
 IMAGE = PromptImage((1, 2, 2), b"key", b"pixels", (8, 4), 3)
 NEW_SEQUENCE = NewSequence(
-    8, [5, 6, 7], 2, [[1, 2], [3]], SAMPLING, {"segments": 1}, {"segments": TOKEN_VALUES}, [IMAGE]
+    8, [5, 6, 7], 2, [[1, 2], [3]], SAMPLING, {"segments": 1}, {"segments": TOKEN_VALUES}, [ImagePlace(b"key", 3, 5)]
 )
+ENCODINGS = ImageOrders([b"old"], [EncodeSlice(b"key", 2, IMAGE)])
 FORK = SequenceFork(8, 9, SAMPLING, token_ids=[5, 6, 8])
 LOGPROBS = TokenLogprobs([4, 5], [-0.25, -1.5], rank=1, num_listed=1)
 CANDIDATES = Candidates([42, 7], [-0.5, -3.0])
@@ -147,6 +149,9 @@ EXAMPLES: list[msgspec.Struct] = [
     IMAGE,
     ADAPTER,
     AdapterOrders([(1, ADAPTER)], awaits_report=True),
+    ENCODINGS,
+    *ENCODINGS.slices,
+    *NEW_SEQUENCE.images,
     ReadyImage((1, 2, 2), b"key", b"pixels", (8, 4)),
     TOKEN_VALUES,
     FORK,
@@ -168,6 +173,7 @@ EXAMPLES: list[msgspec.Struct] = [
         appended={9: [5, 6]},
         transfers=ORDERS,
         adapters=AdapterOrders([(1, ADAPTER)], awaits_report=True),
+        images=ENCODINGS,
         num_drafts=[1],
         drafts={8: [42]},
         trimmed_tables={8: [3, 1]},
@@ -234,7 +240,7 @@ def name_of(example: msgspec.Struct) -> str:
 
 
 def test_there_is_an_example_of_every_struct() -> None:
-    modules = (adapter_orders, prompt_image, step, outputs, stats, request, messages, snapshot)
+    modules = (adapter_orders, image_orders, prompt_image, step, outputs, stats, request, messages, snapshot)
     for_users = {outputs.RequestOutput, outputs.CompletionOutput, outputs.RequestMetrics, outputs.Logprob}
     wanted = set().union(*map(structs, modules)) - for_users
     assert wanted == {type(example) for example in EXAMPLES}

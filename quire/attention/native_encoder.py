@@ -11,9 +11,14 @@ from quire.kernels.cpu.recorder import Buffer
 
 
 class NativeEncoder:
-    """AttentionBackend without a pool. Programs are recorded for any step of it."""
+    """AttentionBackend without a pool. Programs are recorded for any step of it.
 
-    def __init__(self) -> None:
+    is_narrow: of a model whose weights are bfloat16: programs that multiply it round queries, keys, values and weights
+    to it, as plain torch does."""
+
+    def __init__(self, is_narrow: bool) -> None:
+        precision = _native.MatmulPrecision
+        self.precision = precision.BFLOAT16 if is_narrow else precision.FLOAT32
         self._plan = _native.EncoderPlan()
 
     def plan(self, batch: AttentionBatch) -> NativeEncoderStep:
@@ -46,4 +51,5 @@ class NativeEncoderStep(AttentionStep):
             scale=shape.scale,
             window=shape.window or 0,
             rotary_dim=0 if rotation is None else rotation.width,
+            precision=self.backend.precision,
         )

@@ -15,7 +15,7 @@ from quire.errors import InsufficientMemoryError
 from quire.kv_cache.coordinator import Coordinator, padding
 from quire.kv_cache.layout import KVCacheLayout, block_bytes, group_layers
 from quire.kv_cache.sizing import MemoryProfile, most_useful_blocks, size_pool
-from quire.kv_cache.spec import layer_specs
+from quire.kv_cache.spec import head_specs, layer_specs
 from quire.simulator.cost import CostModel
 from quire.simulator.memory import activation_bytes, device_specs, kv_cache_bytes, step_bytes
 from quire.utils.sizes import format_bytes
@@ -37,9 +37,9 @@ class Concurrency:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """weight_bytes: of all devices. device_weight_bytes, total_memory, activation_bytes, layout: of each one (of the
-    largest pipeline stage). num_blocks_memory: blocks that the budget could hold, before the cap of max_num_seqs
-    sequences of full length."""
+    """weight_bytes: of all devices; draft_weight_bytes of them are the model's that makes drafts. device_weight_bytes,
+    total_memory, activation_bytes, layout: of each one (of the largest pipeline stage). num_blocks_memory: blocks that
+    the budget could hold, before the cap of max_num_seqs sequences of full length."""
 
     config: EngineConfig
     shape: ModelShape
@@ -52,6 +52,7 @@ class MemoryPlan:
     layout: KVCacheLayout
     num_blocks_memory: int
     lengths: tuple[Concurrency, ...]
+    draft_weight_bytes: int = 0
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -74,16 +75,21 @@ def plan_engine(config: EngineConfig, total_memory: int, lengths: Sequence[int])
     for a block.
     """
     shape = config.model.resolved_shape()
-    weight_bytes = stored_weight_bytes(config.model, shape, is_native=config.device.attention_backend == "native")
+    is_native, draft = config.device.attention_backend == "native", config.speculation.draft
+    weight_bytes = stored_weight_bytes(config.model, shape, is_native=is_native)
+    specs = layer_specs(config.model)
+    if config.speculation.method == "mtp":
+        specs += head_specs(config.model)
+    if draft is not None:
+        draft_bytes = stored_weight_bytes(draft, draft.resolved_shape(), is_native=is_native)
+        weight_bytes, specs = weight_bytes + draft_bytes, [*specs, *layer_specs(draft)]
     if weight_bytes >= total_memory:
         raise InsufficientMemoryError(
             f"the weights alone take {format_bytes(weight_bytes)} as {weight_format(config.model)}, and there are "
             f"{format_bytes(total_memory)} of memory"
         )
     activations = estimate_activations(config)
-    groups, layers_per_group = group_layers(
-        layer_specs(config.model), config.cache.block_size, config.cache.state_snapshot_interval
-    )
+    groups, layers_per_group = group_layers(specs, config.cache.block_size, config.cache.state_snapshot_interval)
     profile = MemoryProfile(available=total_memory - weight_bytes, activations=activations, weights=weight_bytes)
 
     def pool(max_num_seqs: int) -> KVCacheLayout:
@@ -102,6 +108,7 @@ def plan_engine(config: EngineConfig, total_memory: int, lengths: Sequence[int])
         weight_format=weight_format(config.model),
         checkpoint=read_checkpoint(config.model.path),
         weight_bytes=weight_bytes,
+        draft_weight_bytes=0 if draft is None else draft_bytes,
         device_weight_bytes=weight_bytes,
         total_memory=total_memory,
         activation_bytes=activations,
@@ -195,9 +202,9 @@ def _scale_bytes(quantization: QuantizationConfig) -> int:
 
 def estimate_activations(config: EngineConfig) -> int:
     """Bytes that one forward pass of the engine at the full token budget keeps at once; the engine measures it."""
-    model, scheduler = config.model, config.scheduler
+    scheduler, models = config.scheduler, [each for each in (config.model, config.speculation.draft) if each]
     budget, seqs = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
-    return step_bytes(model.shape, budget, seqs, dtype_bytes=model.dtype_bytes)
+    return sum(step_bytes(each.shape, budget, seqs, dtype_bytes=each.dtype_bytes) for each in models)
 
 
 def _with_lengths(plan: MemoryPlan, lengths: Sequence[int]) -> MemoryPlan:

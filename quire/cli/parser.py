@@ -24,6 +24,7 @@ OTHER_FLAGS: Mapping[str, tuple[str, ...]] = {
     "tensor_parallel_size": ("-tp",),
     "pipeline_parallel_size": ("-pp",),
     "data_parallel_size": ("-dp",),
+    "enable_expert_parallel": ("-ep",),
 }
 """Other names of some flags, by field."""
 

@@ -36,8 +36,10 @@ from quire.worker.platform.host_memory import available_memory
 GB = 10**9
 IRRELEVANT_OPTIONS = (
     "tokenizer", "device", "seed", "load_format", "attention_backend", "matmul_precision", "num_threads", "step_log",
-    "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "skip_tokenizer_init", "enforce_eager",
-    "cuda_graphs", "cuda_graph_sizes", "batch_invariant", "expert_counts", "activation_bits",
+    "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "expert_placement_strategy",
+    "distributed_executor_backend", "ray_placement",
+    "skip_tokenizer_init", "enforce_eager", "cuda_graphs", "cuda_graph_sizes", "batch_invariant", "expert_counts",
+    "activation_bits",
 )  # fmt: skip
 KINDS = {
     "full": "of full attention",
@@ -89,7 +91,7 @@ def build_parser() -> Parser:
 def main(arguments: Sequence[str]) -> int:
     namespace = build_parser().parse(arguments)
     options = engine_options(namespace)
-    layout = ParallelConfig(tp=namespace.tp, pp=namespace.pp)
+    layout = ParallelConfig(tp=namespace.tp, pp=namespace.pp, ep=namespace.tp if options.enable_expert_parallel else 1)
     if namespace.kv_waste:
         print(_kv_waste(namespace, options, layout))
         return 0
@@ -232,6 +234,9 @@ def as_text(report: Report) -> str:
         ("parameters", _parameters(plan)),
         ("weights", f"{format_bytes(plan.weight_bytes)} as {plan.weight_format} ({weights})"),
     ]
+    if plan.draft_weight_bytes:
+        share = f"{format_bytes(plan.draft_weight_bytes)} of the weights"
+        rows.append(("draft model", f"{share}, and layers behind the model's {model.num_layers}"))
     if plan.checkpoint is not None:
         stored = ", ".join(f"{name} {format_bytes(size)}" for name, size in plan.checkpoint.bytes.items())
         rows.append(("checkpoint", f"{stored} in {plan.checkpoint.num_files} {plan.checkpoint.format} file(s)"))
@@ -351,6 +356,7 @@ def as_dict(report: Report) -> dict[str, Any]:
         "num_parameters": plan.shape.parameters(),
         "num_active_parameters": plan.shape.active_parameters(),
         "weight_bytes": plan.weight_bytes,
+        "draft_weight_bytes": plan.draft_weight_bytes,
         "weight_bytes_by_dtype": {name: plan.weight_bytes_as(name) for name in DTYPE_BYTES},
         "weight_bytes_per_device": plan.device_weight_bytes,
         "checkpoint_bytes_by_dtype": None if checkpoint is None else dict(checkpoint.bytes),

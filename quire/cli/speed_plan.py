@@ -56,7 +56,7 @@ def bounds(plan: MemoryPlan, cost: CostModel) -> tuple[Speed, ...]:
     """What no engine can exceed with plain decoding: each step reads every weight that it needs and every sequence's
     keys and values once, at the whole bandwidth of all devices, and nothing else takes time."""
     shape, bandwidth = cost.shape, cost.hardware.bandwidth * cost.layout.devices_per_replica
-    per_parameter = plan.weight_bytes / shape.parameters()
+    per_parameter = (plan.weight_bytes - plan.draft_weight_bytes) / shape.parameters()
 
     def decoding(batch_size: int, num_tokens: int) -> Decoding:
         missed = 0.0

@@ -36,6 +36,10 @@ class EngineConfig:
     """Where the executor's steps are logged, None: nowhere."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """The ranks that run the model."""
+    executor: str = "uni"
+    """What starts the ranks and carries calls to them, of EXECUTORS."""
+    ray_placement: str = "pack"
+    """How Ray's nodes share the ranks out, of RAY_PLACEMENTS."""
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     """The drafts that steps compute."""
     adapters: AdaptersConfig = NO_ADAPTERS

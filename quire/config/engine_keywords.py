@@ -63,6 +63,10 @@ class EngineKeywords(TypedDict, total=False):
     tensor_parallel_size: int
     pipeline_parallel_size: int
     data_parallel_size: int
+    enable_expert_parallel: bool
+    expert_placement_strategy: str
+    distributed_executor_backend: str
+    ray_placement: str
     attention_backend: str
     kv_cache_dtype: str
     mla_prompt: str

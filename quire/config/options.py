@@ -83,6 +83,10 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
+    enable_expert_parallel: bool = False
+    expert_placement_strategy: str = "linear"
+    distributed_executor_backend: str = "auto"
+    ray_placement: str = "pack"
     attention_backend: str = "auto"
     kv_cache_dtype: str = "auto"
     mla_prompt: str = "auto"
@@ -141,7 +145,7 @@ HELP: dict[str, str] = {
     "seed": "seed of the engine: draws the seeds of requests that bring none",
     "load_format": "auto, safetensors, pt, gguf, or dummy (random weights)",
     "model_impl": "auto, quire (its own model code), or transformers (the library's code with Quire's kernels; slower)",
-    "load_draft_head": "load the head for drafts (mtp.*) of a checkpoint that has one; it makes no drafts yet",
+    "load_draft_head": "load the head for drafts of a checkpoint that has one, also where it makes none",
     "language_model_only": "take text alone: of a model that takes images no vision tower is loaded",
     "limit_mm_per_prompt": "JSON object of most inputs of a prompt, such as {'image': 4} (0: the language model alone)",
     "mm_processor_kwargs": "JSON object: min_pixels and max_pixels of a picture after it is resized",
@@ -163,7 +167,7 @@ HELP: dict[str, str] = {
     "max_cpu_loras": "adapters that stay loaded (default: max_loras)",
     "lora_dtype": "of the adapters' matrices: auto (the model's), float32, bfloat16 or float16",
     "lora_target_modules": "names of the modules that adapters may change (default: any)",
-    "speculative_config": "JSON object of drafts: method ngram, num_speculative_tokens and more (docs/speculation.md)",
+    "speculative_config": "JSON object of drafts: method or model, num_speculative_tokens, more (docs/speculation.md)",
     "quantization": "int8, int4, w8a8, w4a8, fp8, mxfp4: quantise while loading (default: what the checkpoint brings)",
     "max_model_len": "most tokens of one sequence, such as 4096, 4k or auto (default: the model's limit)",
     "block_size": "tokens per KV block",
@@ -186,6 +190,10 @@ HELP: dict[str, str] = {
     "tensor_parallel_size": "processes that share each layer (more than 1: on a CPU)",
     "pipeline_parallel_size": "stages of processes that share out the layers (more than 1: on a CPU)",
     "data_parallel_size": "engines of a server or AsyncLLM that share out requests, cores and memory (CPU)",
+    "enable_expert_parallel": "deal whole experts to the ranks of tensor_parallel_size (default: a slice of each)",
+    "expert_placement_strategy": "linear (neighbouring experts on one rank) or round_robin (they take turns)",
+    "distributed_executor_backend": "where ranks run: auto, uni (in the engine), mp (processes of this host), or ray",
+    "ray_placement": "pack (ranks on few of Ray's nodes) or strict_spread (each on a node of its own)",
     "attention_backend": "auto, native (CPU kernels for the whole model), torch (plain operators) or triton (cuda)",
     "kv_cache_dtype": "auto (dtype; on a CPU GGUF: bfloat16, float16: float32), float32, bfloat16, float16, int8, fp8",
     "mla_prompt": "latent attention of prompts: absorbed, expanded (the batch may change bits), auto (cuda: expanded)",

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
+from quire.config.checks import choice
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
-from quire.config.speculation import OPTION as SPECULATION
 from quire.config.speculation import SpeculationConfig
+from quire.config.speculation_keys import OPTION as SPECULATION
 from quire.errors import ConfigError
+from quire.utils.extras import how_to_install
 
 MAX_RANKS = 64
 """Processes on one host."""
+
+
+EXECUTORS = ("uni", "mp", "ray")
+RAY_PLACEMENTS = ("pack", "strict_spread")
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,27 @@ def check_ranks_available(options: EngineOptions, is_accelerated: bool) -> None:
         raise _refused(options, "runs on a CPU so far: choose device='cpu'", "device")
 
 
+def choose_executor(options: EngineOptions, parallel: ParallelConfig, is_accelerated: bool) -> str:
+    """One of EXECUTORS. Raises ConfigError for one that does not run these ranks."""
+    name = "distributed_executor_backend"
+    asked = choice(name, options.distributed_executor_backend, ("auto", *EXECUTORS))
+    count = parallel.num_devices
+    if asked == "auto":
+        return "mp" if count > 1 else "uni"
+    reason = None
+    if asked == "uni" and count > 1:
+        reason = f"one process is one rank, and there are {count}: choose 'mp' or 'ray'"
+    elif asked != "uni" and is_accelerated:
+        reason = "ranks run on a CPU so far: choose device='cpu'"
+    elif asked == "ray" and parallel.pp > 1:
+        reason = "stages of a pipeline are processes of one host so far: choose 'mp', or tensor_parallel_size"
+    elif asked == "ray" and find_spec("ray") is None:
+        reason = f"Ray is not installed: {how_to_install('ray')}"
+    if reason is not None:
+        raise ConfigError(f"{name}={asked!r} is not possible: {reason}", param=name)
+    return asked
+
+
 def check_replicas(options: EngineOptions, is_accelerated: bool) -> None:
     """Raise ConfigError for options that do not go together with data_parallel_size > 1."""
     count = options.data_parallel_size
@@ -103,6 +131,20 @@ def check_ranks_fit(options: EngineOptions, model: ModelConfig) -> None:
     if more % fewer:
         reason = f"neither divides the model's {model.num_kv_heads} key and value heads nor is a multiple of them"
         raise _refused(options, reason, name)
+
+
+def check_experts_fit(options: EngineOptions, model: ModelConfig) -> None:
+    """Raise ConfigError for a model whose experts cannot be dealt to the ranks."""
+    tp, experts = options.tensor_parallel_size, model.shape.experts
+    reason = None
+    if experts is None:
+        reason = f"{model.architecture} has no experts"
+    elif experts.num_experts < tp:
+        reason = f"the model's {experts.num_experts} experts are fewer than tensor_parallel_size={tp}"
+    elif options.data_parallel_size > 1:
+        reason = "the ranks of one replica share experts out so far, and data_parallel_size is more than 1"
+    if reason is not None:
+        raise ConfigError(f"enable_expert_parallel is not possible: {reason}", param="enable_expert_parallel")
 
 
 def check_stages_fit(options: EngineOptions, speculation: SpeculationConfig) -> None:

@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
+
 from quire import envs
 from quire.config.adapters import NO_ADAPTERS, AdaptersConfig, adapters_config
 from quire.config.cache import CacheConfig
@@ -18,19 +20,23 @@ from quire.config.device import (
     why_no_index,
     why_no_latents,
 )
+from quire.config.draft_model import draft_options, draft_ranks, fitting_draft
 from quire.config.engine import EngineConfig
 from quire.config.hf_config import ModelChoices, load_model_config, stored_dtype
-from quire.config.load import LoadConfig
+from quire.config.load import EXPERT_PLACEMENTS, LoadConfig
 from quire.config.media import MediaConfig
 from quire.config.mla_prompt import expands_prompts
 from quire.config.model import CACHE_DTYPE_BYTES, ModelConfig
 from quire.config.options import EngineOptions
 from quire.config.parallel import (
+    RAY_PLACEMENTS,
     ParallelConfig,
+    check_experts_fit,
     check_ranks_available,
     check_ranks_fit,
     check_replicas,
     check_stages_fit,
+    choose_executor,
 )
 from quire.config.pooling import RUNNERS
 from quire.config.quantization import ROUNDED, QuantizationConfig
@@ -43,10 +49,10 @@ from quire.config.resolve_device import (
     triton_model,
 )
 from quire.config.scheduler import SchedulerConfig
-from quire.config.speculation import OPTION as SPECULATION
 from quire.config.speculation import SpeculationConfig
+from quire.config.speculation_keys import OPTION as SPECULATION
 from quire.config.structured_outputs import StructuredOutputsConfig
-from quire.errors import ConfigError
+from quire.errors import ConfigError, UserError
 from quire.utils.control_groups import usable_cores
 from quire.utils.sizes import parse_bytes
 
@@ -119,17 +125,14 @@ def resolve(options: EngineOptions) -> EngineConfig:
     if parallel.num_devices > 1:
         check_ranks_available(options, is_accelerated)
     check_replicas(options, is_accelerated)
-    backend, model = _backend_and_model(options, is_accelerated)
-    model = replace(model, quantization=_quantization(options, model, backend))
-    model = replace(model, activation_bits=_activation_bits(options, model, backend))
-    is_invariant = options.batch_invariant or not is_accelerated
-    attention = model.shape.attention if model.impl == "quire" else None
-    expands = expands_prompts(options, attention, model.architecture, is_invariant=is_invariant)
-    model = replace(model, expands_prompts=expands)
+    speculation = SpeculationConfig.of(options.speculative_config)
+    if speculation.method == "mtp":
+        options = msgspec.structs.replace(options, load_draft_head=True)
+    backend, model = _completed(options, is_accelerated)
     if parallel.num_devices > 1:
         check_ranks_fit(options, model)
     _check_pooling(options, model)
-    speculation = _speculation(options, model)
+    speculation = _speculation(speculation, options, model, backend)
     if speculation.max_drafts:
         model = replace(model, shape=model.shape.with_spare_inputs(speculation.max_drafts))
     defaults = DEVICE_DEFAULTS if is_accelerated else CPU_DEFAULTS
@@ -146,6 +149,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
             load_format=choice("load_format", options.load_format, LOAD_FORMATS),
             seed=options.seed & (2**63 - 1),
             counts_experts=_counts_experts(options, model),
+            expert_placement=_expert_placement(options, model),
         ),
         device=DeviceConfig(
             device=device,
@@ -166,6 +170,8 @@ def resolve(options: EngineOptions) -> EngineConfig:
         output_window=_output_window(options),
         step_log=None if options.step_log is None else Path(options.step_log).expanduser(),
         parallel=parallel,
+        executor=choose_executor(options, parallel, is_accelerated),
+        ray_placement=choice("ray_placement", options.ray_placement, RAY_PLACEMENTS),
         speculation=speculation,
         adapters=_adapters(options, model, backend),
         structured_outputs=StructuredOutputsConfig.of(options.structured_outputs_config or {}),
@@ -198,13 +204,46 @@ def _adapters(options: EngineOptions, model: ModelConfig, backend: str) -> Adapt
     return found
 
 
-def _speculation(options: EngineOptions, model: ModelConfig) -> SpeculationConfig:
-    speculation = SpeculationConfig.of(options.speculative_config)
+def _completed(options: EngineOptions, is_accelerated: bool) -> tuple[str, ModelConfig]:
+    """The attention back end, and the model with all that the options say of how it is computed."""
+    backend, model = _backend_and_model(options, is_accelerated)
+    model = replace(model, quantization=_quantization(options, model, backend))
+    model = replace(model, activation_bits=_activation_bits(options, model, backend))
+    is_invariant = options.batch_invariant or not is_accelerated
+    attention = model.shape.attention if model.impl == "quire" else None
+    expands = expands_prompts(options, attention, model.architecture, is_invariant=is_invariant)
+    return backend, replace(model, expands_prompts=expands)
+
+
+def _speculation(
+    speculation: SpeculationConfig, options: EngineOptions, model: ModelConfig, backend: str
+) -> SpeculationConfig:
     if speculation.max_drafts and model.pooling is not None:
         raise ConfigError(
             f"{SPECULATION} is of models that generate; {model.name} makes vectors of texts", param=SPECULATION
         )
-    return speculation
+    chosen, method = speculation.draft_model, speculation.method
+    if backend == "triton" and method != "ngram":
+        raise ConfigError(
+            f"{SPECULATION}.method {method!r} runs on a CPU so far: choose ngram on a GPU", param=SPECULATION
+        )
+    if method == "mtp" and not model.shape.draft_layers:
+        raise ConfigError(
+            f"{SPECULATION}.method 'mtp' is of checkpoints with a head for drafts, and {model.name} has none that is "
+            "known here",
+            param=SPECULATION,
+        )
+    if chosen is None:
+        return speculation
+    num_ranks = draft_ranks(chosen, options.tensor_parallel_size)
+    own = draft_options(options, chosen, model, backend)
+    try:
+        _, draft = _completed(own, is_accelerated=False)
+        if num_ranks > 1:
+            check_ranks_fit(own, draft)
+    except UserError as error:
+        raise ConfigError(f"{SPECULATION}.model: {error.message}", param=SPECULATION) from None
+    return replace(speculation, draft_model=replace(chosen, num_ranks=num_ranks, model=fitting_draft(draft, model)))
 
 
 def _backend_and_model(options: EngineOptions, is_accelerated: bool) -> tuple[str, ModelConfig]:
@@ -347,6 +386,15 @@ def _counts_experts(options: EngineOptions, model: ModelConfig) -> bool:
     return options.expert_counts
 
 
+def _expert_placement(options: EngineOptions, model: ModelConfig) -> str | None:
+    """None: whole experts are not dealt. Raises ConfigError for a model whose experts cannot be."""
+    strategy = choice("expert_placement_strategy", options.expert_placement_strategy, EXPERT_PLACEMENTS)
+    if not options.enable_expert_parallel:
+        return None
+    check_experts_fit(options, model)
+    return strategy if options.tensor_parallel_size > 1 else None
+
+
 def _why_not_native(model: ModelConfig) -> str | None:
     if not has_native_kernels():
         return "this installation was built without the native CPU kernels"
@@ -405,7 +453,8 @@ def _parallel(options: EngineOptions) -> ParallelConfig:
     """The ranks of one replica."""
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
         positive(name, getattr(options, name))
-    return ParallelConfig(tp=options.tensor_parallel_size, pp=options.pipeline_parallel_size)
+    tp = options.tensor_parallel_size
+    return ParallelConfig(tp=tp, pp=options.pipeline_parallel_size, ep=tp if options.enable_expert_parallel else 1)
 
 
 def _cache(options: EngineOptions, defaults: Defaults, model: ModelConfig) -> CacheConfig:

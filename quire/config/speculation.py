@@ -9,13 +9,30 @@ from typing import Any
 import msgspec
 
 from quire.config.checks import converted
+from quire.config.model import ModelConfig
+from quire.config.speculation_keys import OPTION, check_keys
 from quire.errors import ConfigError, nearest_name
 
-METHODS = ("ngram", "ngram_gpu")
-"""Two names of one method: the drafts are looked up where the model runs."""
+METHODS = ("ngram", "ngram_gpu", "draft_model", "mtp")
+"""The first two are names of one method: the drafts are looked up where the model runs."""
+REFUSED = ("medusa", "mlp_speculator", "dflash", "dspark")
+"""Methods of vLLM that there are not."""
 MAX_DRAFTS, MAX_LOOKUP = 31, 64
 USUAL_LOOKUP = 5
-OPTION = "speculative_config"
+
+
+@dataclass(frozen=True)
+class DraftModelConfig:
+    """The model that makes drafts. name: as the option `model` has it. revision, quantization, max_model_len: the
+    options of these names. num_ranks: ranks that share its layers (None: those of the model). model: what was found
+    there."""
+
+    name: str
+    revision: str | None = None
+    quantization: str | None = None
+    max_model_len: int | None = None
+    num_ranks: int | None = None
+    model: ModelConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -23,13 +40,21 @@ class SpeculationConfig:
     """max_drafts: most drafts of a sequence in a step; 0: none are made. lookup_min, lookup_max: how many of a
     sequence's last tokens are looked up in what comes before them, at least and at most; what followed there are the
     drafts. by_batch_size: (running sequences, most drafts of each up to as many), ascending; the last one holds for
-    more sequences, too. adapts: a sequence whose drafts are rejected computes fewer."""
+    more sequences, too. adapts: a sequence whose drafts are rejected computes fewer. draft_model: what makes the drafts
+    (None: no other model does). method: of METHODS."""
 
     max_drafts: int = 0
     lookup_min: int = USUAL_LOOKUP
     lookup_max: int = USUAL_LOOKUP
     by_batch_size: tuple[tuple[int, int], ...] = ()
     adapts: bool = True
+    draft_model: DraftModelConfig | None = None
+    method: str = "ngram"
+
+    @property
+    def draft(self) -> ModelConfig | None:
+        """The model that makes the drafts, once its config.json was read."""
+        return None if self.draft_model is None else self.draft_model.model
 
     @classmethod
     def of(cls, given: Mapping[str, Any] | None) -> SpeculationConfig:
@@ -37,10 +62,8 @@ class SpeculationConfig:
         if given is None:
             return cls()
         fields = converted(OPTION, given, _Given, _Given.__struct_fields__)
-        if fields.method not in METHODS:
-            nearest = nearest_name(fields.method, METHODS)
-            known = ", ".join(METHODS)
-            raise ConfigError(f"{OPTION}.method must be one of {known}, not {fields.method!r}{nearest}", param=OPTION)
+        method = _method(fields)
+        check_keys(given, method)
         least, most = fields.prompt_lookup_min, fields.prompt_lookup_max
         most = (least or USUAL_LOOKUP) if most is None else most
         least = most if least is None else least
@@ -54,7 +77,8 @@ class SpeculationConfig:
         by_batch_size = _by_batch_size(
             fields.num_speculative_tokens_per_batch_size or [], fields.num_speculative_tokens
         )
-        return cls(fields.num_speculative_tokens, least, most, by_batch_size, fields.adaptive)
+        chosen = None if fields.model is None else _draft_model(fields, fields.model)
+        return cls(fields.num_speculative_tokens, least, most, by_batch_size, fields.adaptive, chosen, method)
 
 
 def _by_batch_size(ranges: list[tuple[int, int, int]], most: int) -> tuple[tuple[int, int], ...]:
@@ -76,12 +100,57 @@ def _by_batch_size(ranges: list[tuple[int, int, int]], most: int) -> tuple[tuple
     return tuple((last, number) for _, last, number in ranges)
 
 
-class _Given(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The option as the caller writes it."""
+def _method(fields: _Given) -> str:
+    """The method that was asked for; without one, that of a given model."""
+    method = fields.method or ("" if fields.model is None else "draft_model")
+    if method == "ngram_gpu":
+        return "ngram"
+    if method.endswith("_mtp"):  # vLLM's names for families
+        return "mtp"
+    if method in REFUSED:
+        raise ConfigError(f"{OPTION}.method {method!r} is not supported", param=OPTION)
+    if method not in METHODS:
+        known, nearest = ", ".join(METHODS), nearest_name(method, METHODS)
+        raise ConfigError(f"{OPTION}.method must be one of {known}, not {method!r}{nearest}", param=OPTION)
+    if method == "draft_model" and fields.model is None:
+        raise ConfigError(f"{OPTION}.model must name the model that makes the drafts", param=OPTION)
+    return method
 
-    method: str
+
+def _draft_model(fields: _Given, name: str) -> DraftModelConfig:
+    sizes = fields.max_model_len, fields.draft_tensor_parallel_size
+    if fields.max_model_len is not None and fields.max_model_len < 1:
+        raise ConfigError(f"{OPTION}.max_model_len must be at least 1, not {fields.max_model_len}", param=OPTION)
+    return DraftModelConfig(name, fields.revision, fields.quantization, *sizes)
+
+
+class _Given(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The option as the caller writes it. What only some methods have, and what has no effect or one value alone, is in
+    quire/config/speculation_keys.py."""
+
     num_speculative_tokens: int
-    prompt_lookup_min: int | None = None
-    prompt_lookup_max: int | None = None
+    method: str | None = None
     num_speculative_tokens_per_batch_size: list[tuple[int, int, int]] | None = None
     adaptive: bool = True
+    rejection_sample_method: str = "standard"
+    prompt_lookup_min: int | None = None
+    prompt_lookup_max: int | None = None
+    model: str | None = None
+    draft_tensor_parallel_size: int | None = None
+    quantization: str | None = None
+    max_model_len: int | None = None
+    revision: str | None = None
+    code_revision: str | None = None
+    kv_cache_dtype: str | None = None
+    attention_backend: str | None = None
+    moe_backend: str | None = None
+    enforce_eager: bool | None = None
+    draft_sample_method: str = "greedy"
+    use_local_argmax_reduction: bool = False
+    disable_padded_drafter_batch: bool = False
+    use_heterogeneous_vocab: bool = False
+    parallel_drafting: bool = False
+    draft_load_config: dict[str, Any] | None = None
+    tensor_parallel_size: int | None = None
+    index_share_for_mtp_iteration: bool | None = None
+    disable_eagle_block_drop: bool = False

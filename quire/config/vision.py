@@ -16,6 +16,8 @@ ROTATED_PARTS = 4
 """Elements of a head that one frequency turns: two for a patch's row, two for its column."""
 MAX_PATCH = 256
 """Pixels of a patch's side, and frames of a patch, at most."""
+CACHE_BYTES = 256 * 2**20
+"""Bytes of images' features that workers keep for later steps and requests."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,39 @@ class VisionConfig:
         """Elements of all features of a token: those that stand in for its embedding, then those of each deep-stack
         layer."""
         return self.output_size * (1 + len(self.deepstack_layers))
+
+
+@dataclass(frozen=True)
+class EncoderCosts:
+    """What the scheduler knows of a tower. num_layers: which can be computed one at a time. cache_tokens: of images
+    whose features are kept; a larger one is kept alone. patch_factor, pair_factor: elements that a layer multiplies for
+    each patch of a token, and for each pair of patches of a frame, by those that a token of text is multiplied by in
+    all layers. patches: of a token."""
+
+    num_layers: int
+    cache_tokens: int
+    patch_factor: float
+    pair_factor: float
+    patches: int
+
+    @classmethod
+    def of(cls, config: VisionConfig, text_elements: int) -> EncoderCosts:
+        """text_elements: that a token of text is multiplied by."""
+        size = config.hidden_size
+        return cls(
+            num_layers=config.num_layers,
+            cache_tokens=CACHE_BYTES // (4 * config.feature_size),
+            patch_factor=(4 * size + 2 * config.intermediate_size) * size / text_elements,
+            pair_factor=2 * size / text_elements,
+            patches=config.merge_size**2,
+        )
+
+    def layer_tokens(self, grid: tuple[int, int, int]) -> int:
+        """Tokens of text that cost about what a layer costs for an image. grid: its frames, rows and columns of
+        tokens."""
+        frames, rows, columns = grid
+        of_frame = rows * columns * self.patches
+        return math.ceil(frames * of_frame * (self.patch_factor + of_frame * self.pair_factor))
 
 
 def read_vision(values: Mapping[str, Any], hidden_size: int, where: str) -> VisionConfig:

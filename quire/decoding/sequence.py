@@ -172,6 +172,7 @@ class Request:
         "first_scheduled_time",
         "fork_position",
         "images",
+        "images_end",
         "max_pending_tokens",
         "max_tokens",
         "num_cached_tokens",
@@ -219,6 +220,8 @@ class Request:
         self.pooling = request.pooling
         self.columns, self.token_columns = request.columns, request.token_columns
         self.images = request.images
+        self.images_end = request.images[-1].end if request.images else 0
+        """The position behind the last image."""
         self.adapter = request.adapter
         self.adapter_slot = 0
         """Where the workers hold the adapter, from the request's start on; 0: it has none."""

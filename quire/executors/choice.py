@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quire import envs
 from quire.config.engine import EngineConfig
 from quire.executors.interface import Executor
 from quire.utils.garbage import without_collections
@@ -10,7 +11,12 @@ from quire.utils.garbage import without_collections
 def make_executor(config: EngineConfig) -> Executor:
     """One worker in this process, or processes for several ranks. Only what is needed is imported: an engine core whose
     ranks are other processes has no use for torch."""
-    if config.parallel.num_devices > 1:
+    if config.executor == "ray":
+        envs.keep_ray_to_itself()
+        from quire.executors.ray_ranks import make_ray_executor
+
+        return make_ray_executor(config)
+    if config.executor == "mp":
         from quire.executors.multiprocess import make_multiprocess_executor
 
         return make_multiprocess_executor(config)

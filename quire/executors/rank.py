@@ -11,11 +11,12 @@ import queue
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -30,6 +31,9 @@ from quire.step import SamplingInputs, StepPlan, StepResult
 from quire.utils.child_process import watch_parent
 from quire.utils.failures import explain
 from quire.utils.heartbeat import Progress, start_beating
+
+if TYPE_CHECKING:
+    from quire.parallel.torch_dist import NetworkMeeting
 
 logger = get_logger(__name__)
 
@@ -52,6 +56,20 @@ class RankLaunch(msgspec.Struct):
     beats_fd: int
     incoming: LinkFiles | None = None
     outgoing: LinkFiles | None = None
+
+    def ends(self, stage: int) -> RankEnds:
+        """stage: the rank's."""
+        return RankEnds(Path(f"{self.meeting_point}{stage}"), self.incoming, self.outgoing)
+
+
+class RankEnds(NamedTuple):
+    """By what a rank reaches others. meeting_point: as GlooGroup's, of its stage's ranks. collectives: a name of GROUPS
+    (None: the configuration's). incoming, outgoing: as RankLaunch has them."""
+
+    meeting_point: Path | NetworkMeeting
+    incoming: LinkFiles | None = None
+    outgoing: LinkFiles | None = None
+    collectives: str | None = None
 
 
 class RankCall(msgspec.Struct, array_like=True):
@@ -96,7 +114,7 @@ def main() -> None:
     start_beating(launch.beats_fd, progress.byte)
     socket = Connection(launch.socket_fd)
     with suppress(EOFError, OSError):  # the parent has closed the socket: it is done, or gone
-        serve(Rank(launch), socket, progress)
+        serve(Rank(launch.rank, launch.ends), socket, progress)
     # Interpreter shutdown would tear down thread pools and freed gigabytes one by one; nothing is left to save.
     with suppress(OSError):  # what cannot be written is lost
         sys.stdout.flush()
@@ -106,8 +124,10 @@ def main() -> None:
 class Rank:
     """One rank's executor, made by the first call."""
 
-    def __init__(self, launch: RankLaunch) -> None:
-        self._launch = launch
+    def __init__(self, number: int, ends: Callable[[int], RankEnds]) -> None:
+        """ends: of the rank, from the number of its stage."""
+        self._number = number
+        self._ends = ends
         self._executor: Executor | None = None
         self._plans = msgspec.msgpack.Decoder(StepPlan)
         self._sampling_inputs = msgspec.msgpack.Decoder(SamplingInputs)
@@ -134,7 +154,7 @@ class Rank:
                 return RankAnswer(msgspec.Raw(self._results.encode(self._own_part(result))))
         if isinstance(outcome, msgspec.Raw):
             return RankAnswer(outcome)
-        logger.debug("rank %d failed", self._launch.rank, exc_info=outcome)
+        logger.debug("rank %d failed", self._number, exc_info=outcome)
         if isinstance(outcome, QuireError):
             param = outcome.param if isinstance(outcome, UserError) else None
             return RankAnswer(NOTHING, RankError(str(outcome), type(outcome).__name__, param))
@@ -175,19 +195,17 @@ class Rank:
         from quire.parallel.stage import WHOLE_MODEL, Link, Stage
         from quire.worker.platform.choice import make_platform
 
-        launch, sizes = self._launch, config.parallel
-        place = Mesh(sizes).place(launch.rank)
+        sizes = config.parallel
+        place = Mesh(sizes).place(self._number)
+        ends = self._ends(place.pp)
         self._answers_in_full = (place.pp, place.tp) == (sizes.pp - 1, 0)
         stage = WHOLE_MODEL
         group: ProcessGroup | None = None
         if sizes.tp > 1:
-            meeting_point = Path(f"{launch.meeting_point}{place.pp}")
-            group = join_group(config.device.collectives, meeting_point, place.tp, sizes.tp)
+            group = join_group(ends.collectives or config.device.collectives, ends.meeting_point, place.tp, sizes.tp)
         if sizes.pp > 1:
             layers = config.model.shape.stages(sizes.pp)[place.pp]
-            incoming, outgoing = (
-                None if files is None else Link(files) for files in (launch.incoming, launch.outgoing)
-            )
+            incoming, outgoing = (None if files is None else Link(files) for files in (ends.incoming, ends.outgoing))
             stage = Stage(place.pp, sizes.pp, layers, incoming, outgoing)
         return LocalExecutor(config, make_platform(config, group, stage))
 

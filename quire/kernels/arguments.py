@@ -347,12 +347,17 @@ class RowCounts:
     num_rows: torch.Tensor | None = None
 
 
+ELSEWHERE = -1
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
     """Gated feed-forward blocks, one for each expert: their matrices as `LinearMethod.create_stack` made them.
 
     gate_up: [2 * intermediate, size] each, gate above up; down: [size, intermediate] each. weighs_input: a token's
-    weight for an expert multiplies the expert's input, else its result. counts: None: nothing is counted.
+    weight for an expert multiplies the expert's input, else its result. counts: None: nothing is counted. places: by an
+    expert's number, its place among the matrices, or ELSEWHERE: another rank holds it, and adds what it gives. Empty:
+    all experts are here.
     """
 
     gate_up: Sequence[Any]
@@ -360,3 +365,4 @@ class ExpertWeights:
     gating: Gating
     weighs_input: bool = False
     counts: RowCounts | None = None
+    places: Sequence[int] = ()

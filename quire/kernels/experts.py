@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from quire.kernels.activation import ACTIVATIONS
-from quire.kernels.arguments import ExpertWeights, Gating, Routing, RowCounts
+from quire.kernels.arguments import ELSEWHERE, ExpertWeights, Gating, Routing, RowCounts
 
 Product = Callable[[Any, torch.Tensor], torch.Tensor]
 """One expert's matrix (as the linear method keeps it) and x: [T, K] -> [T, N], with its bias; a row depends on its own
@@ -46,13 +46,17 @@ def experts(
     weights: ExpertWeights, x: torch.Tensor, routing: torch.Tensor, residual: torch.Tensor | None, product: Product
 ) -> torch.Tensor:
     """x: [T, size]. routing: [T, 2 * top_k], as `route` gives it. residual: [T, size] or None. Returns [T, size]:
-    residual + the weighted sum of the chosen experts' results, added in float32 in the order of their numbers. An
-    expert computes the tokens that chose it."""
+    residual + the weighted sum of the chosen experts' results, of those that are here, added in float32 in the order
+    of their numbers. An expert computes the tokens that chose it."""
     count_rows(weights.counts, routing)
     top_k = routing.shape[1] // 2
     chosen, shares = routing[:, :top_k].long(), routing[:, top_k:]
+    if weights.places:
+        chosen = torch.tensor(weights.places, device=chosen.device)[chosen]
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in chosen.unique().tolist():
+        if expert == ELSEWHERE:
+            continue
         rows, places = (chosen == expert).nonzero(as_tuple=True)
         share = shares[rows, places, None]
         result = _expert(weights, expert, x.index_select(0, rows), share, product)

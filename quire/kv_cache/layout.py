@@ -21,6 +21,8 @@ from quire.config.cache import SNAPSHOT_INTERVAL
 from quire.config.model_shape import STATE_BORDER
 from quire.kv_cache.spec import LayerSpec
 
+FOREIGN_LAYER = -1
+"""In a group of a pool that several models share: a layer of another one."""
 NULL_BLOCK = 0
 """Block 0 is never handed out: table entries outside a sliding window point to it."""
 

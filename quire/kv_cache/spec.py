@@ -7,11 +7,12 @@ place of tokens), `page_bytes` and `page_shape` of a page, and the `window` if t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, TypeAlias
 
 from quire.config.model import CACHE_DTYPE_BYTES, CACHE_SCALE_BYTES, ModelConfig
-from quire.config.model_shape import AttentionShape
+from quire.config.model_shape import AttentionShape, LayerShape
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,15 @@ def layer_spec(attention: AttentionShape, dtype_bytes: int, scale_bytes: int = 0
 
 def layer_specs(config: ModelConfig, num_ranks: int = 1) -> list[LayerSpec]:
     """What each layer keeps on one of `num_ranks` ranks, by layer index. Models and `quire plan` share it."""
+    return _specs(config, config.shape.layers, num_ranks)
+
+
+def head_specs(config: ModelConfig) -> list[LayerSpec]:
+    """What the head for drafts of a model keeps: its first layer makes them."""
+    return _specs(config, config.shape.draft_layers[:1], 1)
+
+
+def _specs(config: ModelConfig, layers: Sequence[LayerShape], num_ranks: int) -> list[LayerSpec]:
     size, scale = CACHE_DTYPE_BYTES[config.kv_cache_dtype], CACHE_SCALE_BYTES.get(config.kv_cache_dtype, 0)
-    shapes = [layer.attention for layer in config.shape.layers if layer.attention.kind != "none"]
+    shapes = [layer.attention for layer in layers if layer.attention.kind != "none"]
     return [layer_spec(shape, size, scale, num_ranks) for shape in shapes]

@@ -28,7 +28,7 @@ class LayerContext:
     (and what else is never quantised: routers). expert_counts: counters of the rows that each expert computes (None:
     nothing is counted). cache_scales: by layer, the scales that a checkpoint may bring for an fp8 cache, put there by
     layers with keys and values. adapters: those of the layers (None: the model takes none). stage: the layers that
-    this rank computes.
+    this rank computes. expert_placement: how whole experts are dealt to ranks (None: each rank has a slice of each).
     """
 
     dtype: torch.dtype
@@ -43,6 +43,7 @@ class LayerContext:
     cache_scales: dict[int, CacheScale] = field(default_factory=dict)
     adapters: Adapters | None = None
     stage: Stage = WHOLE_MODEL
+    expert_placement: str | None = None
 
     def replicated(self) -> LayerContext:
         """This context for a layer that every rank computes whole."""

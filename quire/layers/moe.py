@@ -8,11 +8,12 @@ from functools import partial
 
 import torch
 
-from quire.errors import ModelLoadError
-from quire.kernels.arguments import ExpertWeights, Gating, Routing
+from quire.errors import ConfigError, ModelLoadError
+from quire.kernels.arguments import ELSEWHERE, ExpertWeights, Gating, Routing
 from quire.kernels.value import Value
 from quire.layers.context import LayerContext, WeightSlot, WeightSlots, prefixed
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear, share_of
+from quire.parallel.interface import ProcessGroup
 from quire.quantization.integer_weight import WeightSource, WeightTensor, copy_into
 from quire.quantization.interface import LinearShape
 
@@ -84,8 +85,9 @@ class SharedExpert:
 class MixtureOfExperts:
     """x -> residual + shared(x) + the weighted sum of what the chosen experts give for x.
 
-    shared: the expert that all tokens pass, or None. The ranks share out each expert's inner width; the router is
-    computed by all. Router and correction are never quantised.
+    shared: the expert that all tokens pass, or None. The ranks share out each expert's inner width, or the experts
+    (`LayerContext.expert_placement`); the inner width of the shared expert in both cases, since all ranks have all
+    tokens. The router is computed by all. Router and correction are never quantised.
     """
 
     def __init__(
@@ -108,15 +110,26 @@ class MixtureOfExperts:
             correction = torch.empty(routing.num_experts, dtype=torch.float32, device=context.device)
             routing = replace(routing, bias=correction)
         self._routing = routing
-        self._start, self._local = share_of(shape.intermediate, context.group.size, context.group)
-        self._has_down_bias = bias and context.group.rank == 0
+        self._start, self._local = 0, shape.intermediate
+        self._has_down_bias = bias
         create, count = context.linear.create_stack, routing.num_experts
+        places: list[int] = []
+        if context.group.size > 1 and context.expert_placement is not None:
+            places = placed_experts(count, context.group, context.expert_placement)
+        else:
+            self._start, self._local = share_of(shape.intermediate, context.group.size, context.group)
+            self._has_down_bias = bias and context.group.rank == 0
+        self._places = {number: place for number, place in enumerate(places or range(count)) if place >= 0}
+        """By the number of an expert that this rank holds, its place."""
         gate_up = LinearShape(size, 2 * self._local, bias, context.dtype, context.device, gated=True)
         down = LinearShape(self._local, size, self._has_down_bias, context.dtype, context.device)
         counts = None
         if context.expert_counts is not None:
             counts = context.expert_counts.add_layer(count, context.device)
-        self._weights = ExpertWeights(create(gate_up, count), create(down, count), gating, shape.weighs_input, counts)
+        held = len(self._places)
+        self._weights = ExpertWeights(
+            create(gate_up, held), create(down, held), gating, shape.weighs_input, counts, places
+        )
 
     def __call__(self, x: Value, residual: Value) -> Value:
         """[T, size] each -> [T, size]; the residual is used up."""
@@ -144,7 +157,7 @@ class MixtureOfExperts:
         slots: WeightSlots = {}
         wide, narrow = (self._intermediate, self._size), (self._size, self._intermediate)
         wide_bytes, narrow_bytes, wide_bias, narrow_bias = self._stored_bytes()
-        for expert in range(self._routing.num_experts):
+        for expert in self._places:
             for name, shape, part, nbytes, bias_bytes in (
                 (names.gate, wide, 0, wide_bytes, wide_bias),
                 (names.up, wide, 1, wide_bytes, wide_bias),
@@ -159,21 +172,22 @@ class MixtureOfExperts:
 
     def _load_part(self, expert: int, part: int | None, suffix: str, tensor: WeightSource) -> None:
         """part: 0 for the gate, 1 for up, None for down."""
-        load = self._context.linear.load_rows
+        load, place = self._context.linear.load_rows, self._places[expert]
         if part is not None:
             rows = tensor.narrow(0, self._start, self._local)
-            load(self._weights.gate_up[expert], suffix, rows, part * self._local, self._local)
+            load(self._weights.gate_up[place], suffix, rows, part * self._local, self._local)
         elif suffix == "weight":
             columns = tensor.narrow(1, self._start, self._local)
-            load(self._weights.down[expert], suffix, columns, 0, self._size)
+            load(self._weights.down[place], suffix, columns, 0, self._size)
         elif self._has_down_bias:
-            load(self._weights.down[expert], suffix, tensor.narrow(0, 0, self._size), 0, self._size)
+            load(self._weights.down[place], suffix, tensor.narrow(0, 0, self._size), 0, self._size)
 
     # -- experts in one tensor --------------------------------------------------------------------------------------
 
     def _fused_slots(self, names: ExpertNames) -> WeightSlots:
         count, wide, size = self._routing.num_experts, 2 * self._intermediate, self._size
-        wide_bytes, narrow_bytes, wide_bias, narrow_bias = (count * each for each in self._stored_bytes())
+        stored = (len(self._places) * each for each in self._stored_bytes())
+        wide_bytes, narrow_bytes, wide_bias, narrow_bias = stored
         matrices = ((names.fused_gate_up, (wide, size)), (names.fused_down, (size, self._intermediate)))
         slots: WeightSlots = {}
         for name, (rows, columns), loader, nbytes, bias_bytes in (
@@ -199,7 +213,7 @@ class MixtureOfExperts:
         the shape of an expert's, [out, in]."""
 
         def load(tensor: WeightSource) -> None:
-            for expert in range(self._routing.num_experts):
+            for expert in self._places:
                 own = tensor.narrow(0, expert, 1)[0]
                 is_turned = names.transposed or (names.turned and tuple(own.shape) != matrix)
                 if suffix == "weight" and is_turned and isinstance(own, torch.Tensor):
@@ -225,6 +239,22 @@ class MixtureOfExperts:
         stored = self._context.linear.stored_bytes
         bias = stored((self._size,)) if self._has_down_bias else 0
         return stored((self._local, self._size)), stored((self._size, self._local)), stored((self._local,)), bias
+
+
+def placed_experts(count: int, group: ProcessGroup, strategy: str) -> list[int]:
+    """For each of `count` experts its place on this rank, or ELSEWHERE. strategy: of EXPERT_PLACEMENTS; where the ranks
+    do not divide the experts, the first ones hold one more. Raises ConfigError where a rank would hold none."""
+    if count < group.size:
+        raise ConfigError(
+            f"enable_expert_parallel is not possible: {count} experts are fewer than tensor_parallel_size={group.size}",
+            param="enable_expert_parallel",
+        )
+    numbers = range(group.rank, count, group.size)
+    if strategy == "linear":
+        each, more = divmod(count, group.size)
+        start = group.rank * each + min(group.rank, more)
+        numbers = range(start, start + each + (group.rank < more))
+    return [numbers.index(number) if number in numbers else ELSEWHERE for number in range(count)]
 
 
 def unquantized(context: LayerContext) -> LayerContext:

@@ -2,8 +2,7 @@
 the token after the next.
 
 It takes a token's hidden state, as the model's final norm gives it, and the embedding of the token that follows. Its
-layers keep keys and values in layers of the KV cache behind the model's own. The engine makes no drafts yet: it loads
-the head, and allocates no cache for it.
+layers keep keys and values in layers of the KV cache behind the model's own.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from collections.abc import Sequence
 from quire.config.hf_config import model_fields
 from quire.config.model import ModelConfig
 from quire.kernels.value import Indices, Value
+from quire.kv_cache.spec import LayerSpec
 from quire.layers.batch import ForwardBatch
 from quire.layers.context import LayerContext, WeightSlot, prefixed
 from quire.layers.embedding import Embedding
@@ -22,6 +22,7 @@ from quire.layers.rotary import RotaryEmbedding
 from quire.models.checkpoint_names import CheckpointNames
 from quire.models.decoder import Decoder, DecoderLayer
 from quire.models.head import OutputHead
+from quire.models.interface import CausalLM
 from quire.quantization.integer_weight import WeightSource
 
 
@@ -63,6 +64,9 @@ class DraftHead(Decoder):
         view._is_end = True
         return view
 
+    def cache_specs(self) -> list[LayerSpec]:
+        return [self._layers[number].cache_spec() for number in self._numbers]
+
     def embed(self, token_ids: Indices) -> Value:
         return self._from_token(self._token_norm(self._tokens(token_ids)))
 
@@ -74,3 +78,9 @@ class DraftHead(Decoder):
     def _load_halves(self, tensor: WeightSource) -> None:
         for half, matrix in enumerate((self._from_token, self._from_hidden)):
             matrix.load(tensor.narrow(1, half * self._size, self._size))
+
+
+def first_guess(model: CausalLM) -> CausalLM:
+    """The head of a model that has one, with the layer of its first guess."""
+    found: CausalLM = model.draft_head.guess(0)  # type: ignore[attr-defined]
+    return found

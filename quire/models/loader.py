@@ -92,7 +92,7 @@ def load_model(
             files = files.with_folders([module.folder for module in config.pooling.dense], load.load_format)
         config, files.head_holds = with_head_of(config, files)
         elsewhere = frozenset(_check_room(config, files).slots)
-    elif files is not None and stage.count > 1:
+    elif files is not None and (stage.count > 1 or load.expert_placement is not None):
         elsewhere = frozenset(outline(config).slots)
     if device_layers is not None:
         context = _device_context(config, device_layers, group)
@@ -100,7 +100,13 @@ def load_model(
         context = _torch_context(config, group) if runtime is None else _native_context(config, group)
     adapters = extras.adapters
     of_layers = None if adapters is None else adapters.layers
-    context = replace(context, expert_counts=extras.expert_counts, adapters=of_layers, stage=stage)
+    context = replace(
+        context,
+        expert_counts=extras.expert_counts,
+        adapters=of_layers,
+        stage=stage,
+        expert_placement=load.expert_placement,
+    )
     model = build_model(config, context, _native_calls(config, runtime))
     report = progress or _silent
     if files is None:

@@ -30,6 +30,7 @@ from quire.kv_cache.spec import LayerSpec
 from quire.layers.batch import ForwardBatch, ForwardResult
 from quire.layers.overlay import Overlay
 from quire.models.decoder import Decoder
+from quire.models.draft_head import DraftHead
 from quire.quantization.integer_weight import WeightSource
 
 LINE_ELEMENTS = 16
@@ -150,6 +151,10 @@ class NativeModel:
         """The model's head for drafts, which computes natively; None for a model without."""
         head = getattr(self._model, "draft_head", None)
         return None if head is None else NativeModel(head, self._runtime)
+
+    def guess(self, index: int) -> NativeModel:
+        """As DraftHead.guess, of such a head."""
+        return NativeModel(cast("DraftHead", self._model).guess(index), self._runtime)
 
     def stage(self, numbers: range) -> NativeModel:
         """As Decoder.stage: with programs of its own."""

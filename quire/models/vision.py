@@ -1,17 +1,16 @@
 """The vision tower of Qwen3-VL, on the project's own layers: from patches of images to features of tokens.
 
-A tower runs in stages, each a run of layers, behind which features may be taken (deep-stack). Between two stages
-nothing is kept but the hidden states, so that other work can run there. The layers are the same for torch, which
-computes at once, and for native kernels, whose programs `models/native_vision.py` records.
+A tower runs layer by layer, and features may be taken behind each (deep-stack). Between two layers nothing is kept but
+the hidden states, so that other work can run there. The layers are the same for torch, which computes at once, and for
+native kernels, whose programs `models/native_vision.py` records.
 """
 
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import partial
-from itertools import pairwise
-from typing import Protocol
 
 import torch
 
@@ -38,25 +37,67 @@ MERGED_ACTIVATION = "gelu"
 """Between the products behind the layers, whatever the layers have."""
 
 
-class VisionEncoder(Protocol):
+class EncoderRun(ABC):
+    """Images on their way through a tower, by whose grids their patches are told apart."""
+
+    def __init__(self, tower: VisionTower, grids: Sequence[Grid]) -> None:
+        self._tower = tower
+        self._grids = grids
+        self._layer = 0
+        self._deepstack: list[torch.Tensor] = []
+
+    def advance(self, num_layers: int) -> list[torch.Tensor] | None:
+        """Compute the next layers, and behind the last one what VisionEncoder.encode returns; None before."""
+        config = self._tower.config
+        assert 0 < num_layers <= config.num_layers - self._layer, "as many layers as are left at most"
+        with torch.inference_mode():
+            for layer in range(self._layer, self._layer + num_layers):
+                self._compute(layer)
+                if layer in config.deepstack_layers:
+                    merger = self._tower.deepstack_mergers[config.deepstack_layers.index(layer)]
+                    self._deepstack.append(self._merge(merger))
+            self._layer += num_layers
+            if self._layer < config.num_layers:
+                return None
+            return split_features([self._merge(self._tower.merger), *self._deepstack], self._grids, config)
+
+    @abstractmethod
+    def _compute(self, layer: int) -> None:
+        """Compute one layer of the hidden states."""
+
+    @abstractmethod
+    def _merge(self, merger: Merger) -> torch.Tensor:
+        """Features of the hidden states, [tokens of all images, output_size]. Those of a merger that norms each patch
+        are used up."""
+
+
+class VisionEncoder(ABC):
     """A tower with its weights."""
 
-    config: VisionConfig
+    def __init__(self, tower: VisionTower) -> None:
+        self._tower = tower
+        self.config = tower.config
 
     def weight_bytes(self) -> int:
         """Bytes of the parameters as they are stored."""
-        ...
+        return self._tower.weight_bytes()
 
+    @abstractmethod
     def release_workspaces(self) -> None:
-        """Free working memory, which the next call allocates again."""
-        ...
+        """Free working memory, which the next call allocates again. No run goes on behind it."""
+
+    @abstractmethod
+    def begin(self, patches: torch.Tensor, grids: Sequence[Grid]) -> EncoderRun:
+        """As `encode`, up to the first layer."""
 
     def encode(self, patches: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
         """patches: [T, patch_values] float32, of the images of these grids one behind the other, in the order of their
         tokens. Returns of each image [tokens, feature_size] float32: what stands in for the embeddings of its
         placeholders, and beside it what the language model adds behind its first layers. An image's bits do not
         depend on the others. The next call overwrites nothing of it."""
-        ...
+        found = self.begin(patches, grids).advance(self.config.num_layers)
+        assert found is not None, "all layers are computed"
+        return found
 
 
 class VisionLayer:
@@ -116,8 +157,7 @@ class VisionTower:
     """The layers of a tower, for any kind of values. Every rank computes it whole, and its matrices are never quantised
     when they are loaded.
 
-    stages: the layers, cut behind each that gives deep-stack features, [first, end) each. slots: by the names in a
-    checkpoint, without the tower's own."""
+    slots: by the names in a checkpoint, without the tower's own."""
 
     def __init__(self, config: VisionConfig, context: LayerContext) -> None:
         if config.activation not in ACTIVATIONS:
@@ -132,25 +172,15 @@ class VisionTower:
         self._layers = [VisionLayer(config, context, layer) for layer in range(config.num_layers)]
         self.merger = Merger(config, context, norms_merged=False)
         self.deepstack_mergers = [Merger(config, context, norms_merged=True) for _ in config.deepstack_layers]
-        bounds = sorted({0, *(layer + 1 for layer in config.deepstack_layers), config.num_layers})
-        self.stages = list(pairwise(bounds))
         self.slots = self._make_slots()
 
     def embed(self, patches: Value, positions: Value) -> Value:
         """[T, patch_values], [T, hidden_size] -> [T, hidden_size]; the positions are used up."""
         return self._embedding(patches, positions)
 
-    def run_stage(self, stage: int, x: Value, rotation: RotationTable, step: AttentionStep) -> Value:
+    def run_layer(self, layer: int, x: Value, rotation: RotationTable, step: AttentionStep) -> Value:
         """[T, hidden_size] -> [T, hidden_size]."""
-        for layer in self._layers[slice(*self.stages[stage])]:
-            x = layer(x, rotation, step)
-        return x
-
-    def deepstack_merger(self, stage: int) -> Merger | None:
-        """What makes features of a stage's result; None for a last stage that gives none."""
-        last = self.stages[stage][1] - 1
-        layers = self.config.deepstack_layers
-        return self.deepstack_mergers[layers.index(last)] if last in layers else None
+        return self._layers[layer](x, rotation, step)
 
     def inputs(self, grids: Sequence[Grid]) -> tuple[GridInputs, torch.Tensor]:
         """What the tower computes of grids alone: see GridInputs; and the learned positions, [T, hidden_size], in the
@@ -185,37 +215,32 @@ class VisionTower:
         return slots
 
 
-class TorchVision:
-    """VisionEncoder in plain torch."""
-
-    def __init__(self, tower: VisionTower) -> None:
-        self._tower = tower
-        self.config = tower.config
-
-    def weight_bytes(self) -> int:
-        return self._tower.weight_bytes()
+class TorchVision(VisionEncoder):
+    """In plain torch."""
 
     def release_workspaces(self) -> None:
         """None is kept."""
 
-    def encode(self, patches: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
-        tower, dtype = self._tower, self._tower.context.dtype
+    def begin(self, patches: torch.Tensor, grids: Sequence[Grid]) -> EncoderRun:
+        return TorchRun(self._tower, patches, grids)
+
+
+class TorchRun(EncoderRun):
+    def __init__(self, tower: VisionTower, patches: torch.Tensor, grids: Sequence[Grid]) -> None:
+        super().__init__(tower, grids)
+        dtype = tower.context.dtype
         with torch.inference_mode():
             inputs, positions = tower.inputs(grids)
-            step = EncoderAttention().plan(inputs.attention_batch)
-            rotation = torch_rotation(inputs.angles, dtype)
-            x = tower.embed(patches.to(dtype), positions)
-            deepstack = []
-            for stage in range(len(tower.stages)):
-                x = tower.run_stage(stage, x, rotation, step)
-                merger = tower.deepstack_merger(stage)
-                if merger is not None:
-                    deepstack.append(_tensor(merger(self._merged(_tensor(x)))))
-            last = _tensor(tower.merger(self._merged(_tensor(tower.merger.norm_patches(x)))))
-            return split_features([last, *deepstack], grids, self.config)
+            self._step = EncoderAttention().plan(inputs.attention_batch)
+            self._rotation = torch_rotation(inputs.angles, dtype)
+            self._x = tower.embed(patches.to(dtype), positions)
 
-    def _merged(self, x: torch.Tensor) -> torch.Tensor:
-        return x.reshape(-1, self.config.merged_size)
+    def _compute(self, layer: int) -> None:
+        self._x = self._tower.run_layer(layer, self._x, self._rotation, self._step)
+
+    def _merge(self, merger: Merger) -> torch.Tensor:
+        x = self._x if merger.norms_merged else merger.norm_patches(self._x)
+        return _tensor(merger(_tensor(x).reshape(-1, self._tower.config.merged_size)))
 
 
 def torch_rotation(angles: torch.Tensor, dtype: torch.dtype) -> Rotation:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from quire.config.engine import EngineConfig
 from quire.config.hf_config import CONFIG_FILE
 from quire.config.media import OF_FILES, TEXT_DEFAULTS, Color, MediaConfig, ProcessorOptions
-from quire.config.vision import VisionConfig, read_vision
+from quire.config.vision import EncoderCosts, VisionConfig, read_vision
 from quire.errors import UserError
 from quire.multimodal.sources import LOW_DETAIL_PIXELS, Picture, is_data_url
 from quire.prompt_image import PromptImage, ReadyImage
@@ -160,6 +160,14 @@ def image_inputs(config: EngineConfig) -> ImageInputs | NoImages:
         max_pixels=most or max(processor.max_pixels, least or 0),
     )
     return ImageInputs(processor, vision, model.image_token_id, media)
+
+
+def encoder_costs(config: EngineConfig) -> EncoderCosts | None:
+    """What the scheduler knows of the model's tower; None where prompts have no images."""
+    found = image_inputs(config)
+    if isinstance(found, NoImages):
+        return None
+    return EncoderCosts.of(found.vision, config.model.shape.active_parameters())
 
 
 def images_of(data: object) -> list[Any]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from quire.config.adapters import ADAPTER_SLOTS
+from quire.image_orders import ImagePlace
 from quire.prompt_image import PromptImage
 from quire.step import TokenValues
 
@@ -70,7 +71,8 @@ def row_fields(request: Placed) -> dict[str, Any]:
     columns, token_columns = with_positions(request.images, request.columns, request.token_columns)
     if request.adapter_slot:
         columns[ADAPTER_SLOTS] = request.adapter_slot
-    return {"columns": columns, "token_columns": token_columns, "images": request.images}
+    places = [ImagePlace(image.key, image.start, image.end) for image in request.images]
+    return {"columns": columns, "token_columns": token_columns, "images": places}
 
 
 def rotary_values(images: Sequence[PromptImage]) -> Mapping[str, TokenValues]:

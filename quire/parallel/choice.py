@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from quire.parallel.interface import ProcessGroup
+from quire.parallel.torch_dist import NetworkMeeting
 from quire.registry import Registry, load_target
 
 GROUPS = Registry(
@@ -16,9 +17,9 @@ GROUPS = Registry(
 )
 
 
-def join_group(name: str, meeting_point: Path, rank: int, size: int) -> ProcessGroup:
+def join_group(name: str, meeting_point: Path | NetworkMeeting, rank: int, size: int) -> ProcessGroup:
     """The group of `size` ranks, when all have joined. name: of GROUPS, or "module:class" of another implementation of
-    ProcessGroup. meeting_point: a path that all ranks reach, in a directory that only this user can enter."""
+    ProcessGroup. meeting_point: as GlooGroup's."""
     make = load_target(name) if ":" in name else GROUPS.load(name)
     group: ProcessGroup = make(meeting_point, rank, size)
     return group

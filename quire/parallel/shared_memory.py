@@ -11,7 +11,7 @@ import torch
 from quire import envs
 from quire.errors import QuireError
 from quire.kernels.cpu import _native
-from quire.parallel.torch_dist import COLLECTIVE_TIMEOUT, GlooGroup
+from quire.parallel.torch_dist import COLLECTIVE_TIMEOUT, GlooGroup, NetworkMeeting
 
 SPINS = 2000
 """Looks at another rank's word, some tens of microseconds, before a rank sleeps: ranks meet after equal work."""
@@ -23,7 +23,7 @@ class SharedMemoryGroup(GlooGroup):
     """Implements ProcessGroup. Sums of float32 go over shared memory; other tensors, and meetings outside of programs,
     over gloo."""
 
-    def __init__(self, meeting_point: Path, rank: int, size: int) -> None:
+    def __init__(self, meeting_point: Path | NetworkMeeting, rank: int, size: int) -> None:
         """As GlooGroup. Raises QuireError where a rank cannot open the first one's memory."""
         super().__init__(meeting_point, rank, size)
         num_bytes = _native.SharedRanks.num_bytes(size)

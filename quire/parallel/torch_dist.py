@@ -1,10 +1,12 @@
-"""Collectives of torch.distributed between processes of one host, over gloo on the loopback interface.
+"""Collectives of torch.distributed between processes, over gloo: of one host on the loopback interface, of several on
+an address that the others reach.
 
 The groups are objects: torch's process-wide default group is not used, so that two engines can live side by side.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,22 +19,49 @@ COLLECTIVE_TIMEOUT = timedelta(hours=1)
 """A guard only: the executor notices the end of a rank, and ends the ranks that wait for it."""
 
 
+@dataclass(frozen=True)
+class NetworkMeeting:
+    """The place where ranks of several hosts exchange their addresses: a store of the first one. address: this rank's,
+    which the others reach. Neither store nor collectives check who speaks to them: the network must be private."""
+
+    store: Any
+    address: str
+
+    @classmethod
+    def open(cls, address: str, port: int = 0) -> NetworkMeeting:
+        """The first rank's. port: 0: any that is free."""
+        library: Any = torch.distributed
+        return cls(library.TCPStore(address, port, is_master=True, wait_for_workers=False), address)
+
+    @classmethod
+    def at(cls, host: str, port: int, address: str) -> NetworkMeeting:
+        """Another rank's, at the first one's store."""
+        library: Any = torch.distributed
+        return cls(library.TCPStore(host, port, is_master=False), address)
+
+    @property
+    def port(self) -> int:
+        port: int = self.store.port
+        return port
+
+
 class GlooGroup:
     """Implements ProcessGroup for tensors in host memory."""
 
     native: Any = None
 
-    def __init__(self, meeting_point: Path, rank: int, size: int) -> None:
-        """Return when all ranks have joined. meeting_point: a file, made by the ranks, in a directory that only this
-        user can enter; the ranks exchange their addresses there."""
+    def __init__(self, meeting_point: Path | NetworkMeeting, rank: int, size: int) -> None:
+        """Return when all ranks have joined. meeting_point: of ranks of one host a file, made by them, in a directory
+        that only this user can enter; the ranks exchange their addresses there."""
         self.rank = rank
         self.size = size
         library: Any = torch.distributed  # its type stubs leave out what makes a group by itself
         options = library.ProcessGroupGloo._Options()
-        options._devices = [library.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+        if isinstance(meeting_point, Path):
+            meeting_point = NetworkMeeting(library.FileStore(str(meeting_point), size), LOOPBACK)
+        options._devices = [library.ProcessGroupGloo.create_device(hostname=meeting_point.address)]
         options._timeout = COLLECTIVE_TIMEOUT
-        store = library.FileStore(str(meeting_point), size)
-        self._group: Any = library.ProcessGroupGloo(store, rank, size, options)
+        self._group: Any = library.ProcessGroupGloo(meeting_point.store, rank, size, options)
         self.barrier()
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -61,6 +61,7 @@ class DeviceLinear(UnquantizedLinear):
     ) -> torch.Tensor:
         gate_up, down, gating = weights.gate_up, weights.down, weights.gating
         assert isinstance(gate_up, PlainStack), "made by create_stack"
+        assert not weights.places, "a device has all experts"
         assert isinstance(down, PlainStack), "made by create_stack"
         count_rows(weights.counts, routing)
         stored = StoredMatrix.plain(gate_up.weights), StoredMatrix.plain(down.weights)

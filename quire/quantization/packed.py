@@ -181,6 +181,7 @@ class PackedLinear:
             limit=weights.gating.limit or 0.0,
             weighs_input=weights.weighs_input,
             counts=0 if weights.counts is None else weights.counts.by_expert.data_ptr(),
+            places=list(weights.places),
         )
 
     def trim(self) -> None:

@@ -175,6 +175,7 @@ class PackedDeviceLinear:
     ) -> torch.Tensor:
         gate_up, down, gating = weights.gate_up, weights.down, weights.gating
         assert isinstance(gate_up, DeviceStack), "made by create_stack"
+        assert not weights.places, "a device has all experts"
         assert isinstance(down, DeviceStack), "made by create_stack"
         count_rows(weights.counts, routing)
         rounds = self._rounds_for(gate_up) or self._rounds_for(down)

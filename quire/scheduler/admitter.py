@@ -9,6 +9,7 @@ from quire.decoding.sequence import Deferral, Request, RequestStatus, Sequence
 from quire.kv_cache.manager import KVCacheManager
 from quire.kv_cache.stats import EngineStats
 from quire.scheduler.admission import Limits, Quote, blocks_in_use, has_room, quote
+from quire.scheduler.encoding import ImageEncodings
 from quire.scheduler.gates import Gates, Reservations, Stage, is_deferred
 from quire.scheduler.plan_builder import PlanBuilder, PlanChanges
 from quire.scheduler.preemption import (
@@ -42,9 +43,11 @@ class Admitter:
         changes: PlanChanges,
         prefers_swap: Choice,
         stats: EngineStats,
+        images: ImageEncodings,
     ) -> None:
         """prefers_swap: whether the blocks of a preempted request are kept on the host."""
         self._kv = kv
+        self._images = images
         self._limits = limits
         self._gates = gates
         self._waiting, self._running = collections.waiting, collections.running
@@ -134,7 +137,9 @@ class Admitter:
             if needs.is_resumed:
                 self._resume(builder, request)
             else:
-                self._start(builder, request, needs.num_cached_tokens, num_tokens, now)
+                num_cached = needs.num_cached_tokens
+                end = self._images.limit(request, num_cached, num_cached + num_tokens)
+                self._start(builder, request, num_cached, end - num_cached, now)
         for request in started:
             self._waiting.remove(request)
         self._stats.num_deferred = reserved.num_requests

@@ -17,6 +17,7 @@ from quire.kv_cache.connectors.choice import connector_of
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.manager import KVCacheManager
 from quire.kv_cache.stats import EngineStats, Load
+from quire.multimodal.inputs import encoder_costs
 from quire.outputs import SequenceUpdate
 from quire.request import EngineRequest
 from quire.scheduler.preemption import PreemptionCosts
@@ -164,4 +165,6 @@ def paged_scheduler(config: EngineConfig, layout: KVCacheLayout, costs: Preempti
     drafts = config.speculation
     drafter = WorkerDrafts(drafts.max_drafts, drafts.by_batch_size, adapts=drafts.adapts)
     chosen = drafter if drafts.max_drafts else NO_DRAFTER
-    return Scheduler(config.scheduler, kv, costs, drafter=chosen, adapters=config.adapters)
+    return Scheduler(
+        config.scheduler, kv, costs, drafter=chosen, adapters=config.adapters, encoder=encoder_costs(config)
+    )

@@ -6,6 +6,7 @@ from quire.adapter_orders import AdapterOrders
 from quire.decoding.drafts import Drafts
 from quire.decoding.parallel import fork_siblings
 from quire.decoding.sequence import Request, Sequence
+from quire.image_orders import ImageOrders
 from quire.kv_cache.block_table import BlockAllocation, BlockTable
 from quire.kv_cache.manager import KVCacheManager
 from quire.multimodal.positions import row_fields
@@ -72,6 +73,7 @@ class PlanBuilder:
         self.transfers: Transfers | None = None
         """The KV connector's."""
         self.adapters: AdapterOrders | None = None
+        self.images: ImageOrders | None = None
         self.forks: list[SequenceFork] = []
         self.forked: list[tuple[Sequence, list[Sequence]]] = []
 
@@ -98,8 +100,9 @@ class PlanBuilder:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to run and no sequence to swap, not even one that returns with nothing to copy."""
-        return not (self.sequences or self.new_sequences or self.swap_out or self.swap_in)
+        """Whether there is nothing to run or to encode, and no sequence to swap, not even one that returns with nothing
+        to copy."""
+        return not (self.sequences or self.new_sequences or self.swap_out or self.swap_in or self.images)
 
     def schedule(self, sequence: Sequence, num_tokens: int) -> None:
         """Add a batch entry, advance the sequence's counters, and sample if this reaches its last token."""
@@ -260,7 +263,7 @@ class PlanBuilder:
             transfers.swap_out = self.swap_out + transfers.swap_out
             transfers.swap_in = self.swap_in + transfers.swap_in
         seq_ids = [sequence.seq_id for sequence in self.sequences]
-        moves = self.new_sequences or transfers is not None or self.adapters is not None
+        moves = self.new_sequences or transfers or self.adapters or self.images
         if self.num_steady == len(seq_ids) and not moves and changes.is_empty:  # as in most steps
             return StepPlan(self.step_id, seq_ids, self.start_positions, self.num_tokens, seq_ids, self.sample_from)
         all_sample = self.samples == self.sequences
@@ -285,6 +288,7 @@ class PlanBuilder:
             appended=self.appended,
             transfers=transfers,
             adapters=self.adapters,
+            images=self.images,
             num_drafts=[self.num_drafts.get(i, 0) for i in range(len(seq_ids))] if self.num_drafts else [],
             drafts=self.drafts,
             trimmed_tables=trimmed,

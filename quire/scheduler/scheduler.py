@@ -14,6 +14,7 @@ from itertools import count, repeat
 
 from quire.config.adapters import NO_ADAPTERS, AdaptersConfig
 from quire.config.scheduler import SchedulerConfig
+from quire.config.vision import EncoderCosts
 from quire.decoding.drafts import (
     NO_DRAFTER,
     NO_DRAFTS,
@@ -36,6 +37,7 @@ from quire.request import EngineRequest, FinishReason
 from quire.scheduler.adapters import AdapterGate, AdapterSlots
 from quire.scheduler.admission import Limits, PrefixRegistration, reject_impossible
 from quire.scheduler.admitter import Admitter
+from quire.scheduler.encoding import ImageEncodings, ImageGate
 from quire.scheduler.ends import Ends
 from quire.scheduler.gates import Gate, Gates, default_gates
 from quire.scheduler.in_flight import InFlight, Sampled
@@ -64,9 +66,11 @@ class Scheduler:
         gates: list[Gate] | None = None,
         drafter: Drafter = NO_DRAFTER,
         adapters: AdaptersConfig = NO_ADAPTERS,
+        encoder: EncoderCosts | None = None,
     ) -> None:
         """preemption_costs: as measured; needed by the preemption mode "auto". gates: instead of `default_gates`.
-        drafter: only for workers that verify drafts. adapters: how many the workers hold."""
+        drafter: only for workers that verify drafts. adapters: how many the workers hold. encoder: theirs of images;
+        None: requests have none."""
         self.kv = kv
         self._max_chunk = min(config.max_prefill_chunk or 2**62, config.max_num_batched_tokens)
         self._limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, self._max_chunk, config.whole_prompts)
@@ -86,11 +90,15 @@ class Scheduler:
         self.matching = Matching()
         self._stats = first_stats(kv)
         self._adapters = AdapterSlots(self._running, adapters)
-        self._gates = Gates([*(default_gates(kv) if gates is None else gates), AdapterGate(self._adapters)])
+        self._images = ImageEncodings(encoder)
+        own_gates: list[Gate] = [AdapterGate(self._adapters), ImageGate(self._images)]
+        self._gates = Gates([*(default_gates(kv) if gates is None else gates), *own_gates])
         self._changes = PlanChanges()
         collections = Collections(self._requests, self._waiting, self._running, self._deadlines)
         prefers_swap = choice(config.preemption_mode, preemption_costs)
-        self._admitter = Admitter(kv, self._limits, self._gates, collections, self._changes, prefers_swap, self._stats)
+        self._admitter = Admitter(
+            kv, self._limits, self._gates, collections, self._changes, prefers_swap, self._stats, self._images
+        )
         self._ends = Ends(kv, self._changes, collections, self._registration, self._admitter, self._stats)
 
     # -- requests ---------------------------------------------------------------------------------------------------
@@ -187,10 +195,13 @@ class Scheduler:
     def forget_rows(self) -> None:
         """Note that the workers have dropped all request slots, while no request lives."""
         assert not self.has_requests, "rows of live requests"
+        self._images.forget_workers()
         self._changes.released = []
 
     def _finish_plan(self, builder: PlanBuilder, *, awaits_report: bool = False) -> StepPlan | None:
         """Add the KV connector's transfers and build the plan; None when it is still empty."""
+        is_idle = builder.is_idle and not self._in_flight
+        builder.images = self._images.orders(builder.budget, is_idle=is_idle)
         is_idle = builder.is_idle
         may_wait = is_idle and not self._in_flight
         builder.order_transfers(self.kv, may_wait=may_wait, awaits_report=awaits_report)
@@ -371,6 +382,10 @@ class Scheduler:
                 num_tokens = min(num_tokens, max_chunk, num_free)
                 if request.fork_position is not None:
                     num_tokens = min(num_tokens, request.fork_position - start)
+            if start < request.images_end:
+                num_tokens = self._images.limit(request, start, start + num_tokens) - start
+                if not num_tokens:
+                    continue  # an image is to be encoded first
             blocks = sequence.blocks
             assert blocks is not None, "a running sequence has blocks"
             drafts, end = NO_DRAFTS, start + num_tokens

@@ -69,6 +69,13 @@ class BlockTables:
         counts: list[int] = self._num_entries[:, row].tolist()
         return counts
 
+    def room(self, rows: np.ndarray) -> np.ndarray:
+        """Positions of rows that have slots in all groups, [R]."""
+        sizes = np.array([shape.block_size if shape.has_slots else 0 for shape in self.shapes])
+        kept = np.flatnonzero(sizes)
+        found: np.ndarray = np.min(self._num_entries[kept][:, rows] * sizes[kept, None], axis=0)
+        return found
+
     def append(self, row: int, block_ids: Sequence[Sequence[int]]) -> list[tuple[int, Sequence[int] | np.ndarray]]:
         """Append blocks to the tables of `row`. block_ids: per group. Returns, per group, the entries that this writes
         and the index of the first."""

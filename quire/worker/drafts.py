@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import torch
 
 from quire.config.model_shape import STATE_BORDER
 from quire.config.speculation import SpeculationConfig
@@ -22,6 +23,7 @@ from quire.step import StepPlan, StepResult
 from quire.worker.pooling import generated_samples
 
 if TYPE_CHECKING:
+    from quire.worker.input_batch import InputBatch
     from quire.worker.request_state import RequestState
 
 PATIENCE, STRIDE = 64, 4
@@ -85,6 +87,11 @@ def find_drafts(
 class HostDrafts:
     """Drafts of a CPU's rows, of which the host knows all tokens."""
 
+    writes_blocks = False
+    """Making drafts writes to the KV cache."""
+    reads_all = False
+    """Drafts are made from the hidden states of all tokens (`follow`)."""
+
     def __init__(self, num_rows: int, config: SpeculationConfig, *, has_states: bool, find: Find = find_drafts) -> None:
         """has_states: of a model whose states are kept at borders: no draft may be the last token before one."""
         self._config = config
@@ -108,7 +115,7 @@ class HostDrafts:
             row, length = requests.row_of(seq_id), start + counts[index] - wanted
             tokens = plan.drafts.get(seq_id)
             if tokens is None:
-                tokens = self._drafts[row, : self._counts[row]].tolist()
+                tokens = self._found(row, length, wanted)
             if self._has_states:
                 wanted = min(wanted, STATE_BORDER - 1 - (start + 1) % STATE_BORDER)
             tokens = tokens[:wanted]
@@ -117,6 +124,26 @@ class HostDrafts:
                 requests.columns.write_tokens(row, length, tokens)
                 self._placed[index] = tokens
         return Placed(starts, counts, np.array(num_drafts, np.int64))
+
+    def forget(self, row: int) -> None:
+        """Note that a row begins anew, as that of another sequence."""
+
+    def copy(self, source: int, destination: int) -> None:
+        """Note that a row begins as a copy of another."""
+
+    def _found(self, row: int, length: int, wanted: int) -> list[int]:
+        """The drafts that a row of `length` known tokens has: `wanted`, or another number."""
+        tokens: list[int] = self._drafts[row, : self._counts[row]].tolist()
+        return tokens
+
+    def make(self, batch: InputBatch, table: np.ndarray) -> bool:
+        """Make the drafts of a step's batch that have not been looked up, behind its block copies; returns whether
+        tokens of the batch have changed in the token table."""
+        return False
+
+    def follow(self, batch: InputBatch, hidden: torch.Tensor, lengths: np.ndarray, table: np.ndarray) -> None:
+        """Take in a step, where `reads_all`. hidden: of its tokens, [T, size]. lengths: tokens that its sequences have
+        by now, [S]."""
 
     def accept(self, chosen: Sequence[int], sources: Sequence[int]) -> list[int]:
         """How many tokens each sample gets. chosen: a token for each of its rows, -1 for one without a finite score,
@@ -137,9 +164,11 @@ class HostDrafts:
         tokens: list[list[int]] = self._drafts[rows].tolist()
         return tokens
 
-    def look_up(self, rows: np.ndarray, ends: np.ndarray, table: np.ndarray) -> list[int] | None:
+    def look_up(
+        self, rows: np.ndarray, ends: np.ndarray, table: np.ndarray, needed: Sequence[int] = ()
+    ) -> list[int] | None:
         """Find drafts for rows of `ends` + 1 tokens; how many each has, None where no row has any, or none was looked
-        for (`PATIENCE`)."""
+        for (`PATIENCE`). needed: indices of rows whose drafts must be known now (`tokens_of`)."""
         self._num_fruitless = number = self._num_fruitless + 1
         if number > PATIENCE and number % STRIDE:
             return None

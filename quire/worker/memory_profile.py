@@ -10,7 +10,7 @@ import torch
 from quire.config.model import ModelConfig
 from quire.kv_cache.sizing import MemoryProfile
 from quire.models.interface import CausalLM
-from quire.worker.platform.interface import MemoryMeter, StepLimits
+from quire.worker.platform.interface import DraftModel, MemoryMeter, StepLimits
 
 
 def measure_memory(model: CausalLM, config: ModelConfig, limits: StepLimits, meter: MemoryMeter) -> MemoryProfile:
@@ -23,6 +23,13 @@ def measure_memory(model: CausalLM, config: ModelConfig, limits: StepLimits, met
         activations = measured
     device = meter.device_share(model, limits, available, activations)
     return MemoryProfile(available, activations, model.weight_bytes(), device)
+
+
+def draft_memory(draft: DraftModel, limits: StepLimits) -> MemoryProfile:
+    """What a model that makes drafts takes; of a head the activations, estimated."""
+    if draft.meter is None:
+        return MemoryProfile(0, estimate_activations(draft.config, limits.max_num_tokens, limits.max_num_seqs), 0, None)
+    return measure_memory(draft.model, draft.config, limits, draft.meter)
 
 
 def estimate_activations(config: ModelConfig, num_tokens: int, num_rows: int) -> int:

@@ -137,6 +137,8 @@ class ModelRunner:
         batch = build_input_batch(plan.seq_ids, starts, counts, requests, num_drafts)
         if self._pooling is not None:
             batch = pooling_batch(batch, self._pooling.method)
+        if self._compute.reads_all:
+            batch = batch._replace(logits_rows=None, read_start=batch.query_start)
         if self._overlays is not None:
             batch = batch._replace(overlay=self._overlays.of_step(plan, batch))
         sampled = pooled = None
@@ -152,7 +154,10 @@ class ModelRunner:
         if not plan.seq_ids:
             return Launched(plan)
         swaps_out = plan.transfers is not None and plan.transfers.swap_out
-        if swaps_out and transfers.is_reading(requests.tables.written(batch.rows, batch.starts, batch.ends)):
+        if swaps_out and (
+            self._compute.writes_ahead
+            or transfers.is_reading(requests.tables.written(batch.rows, batch.starts, batch.ends))
+        ):
             transfers.wait()
         launched = Launched(plan)
         computed = Computed(launched, step, step.forward(), batch, sampled, pooled)
@@ -185,8 +190,8 @@ class ModelRunner:
             return
         if sampled is not None:
             launched.samples, launched.sampled = step.sample(hidden, sampled, masks), sampled
-            if self._compute.has_drafts:
-                launched.accepted = step.accept(launched.samples, sampled, self._requests)
+        if self._compute.has_drafts:
+            launched.accepted = step.accept(hidden, launched.samples, sampled, self._requests)
         launched.pooled = None if pooled is None else step.pool(hidden, pooled)
         launched.scores = self._prompt_scorer.score(hidden, batch)
         launched.copy = self._compute.copy_out(_tensors(launched))

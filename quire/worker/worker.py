@@ -32,7 +32,8 @@ from quire.worker.kv_connector.interface import NoWorkerConnector, WorkerConnect
 from quire.worker.kv_connector.offload import offload_worker
 from quire.worker.kv_transfer import BlockTransfers, NoTransfers
 from quire.worker.load_progress import LoadProgress
-from quire.worker.memory_profile import measure_memory
+from quire.worker.memory_profile import draft_memory, measure_memory
+from quire.worker.model_drafts import MOST_BEHIND
 from quire.worker.model_runner import Launched, ModelRunner
 from quire.worker.overlays import OverlaySource
 from quire.worker.pending_step import PendingStep
@@ -101,7 +102,8 @@ class Worker:
         images = self.platform.load_images()
         if images is not None:
             self._overlays = self._images = images
-        return self._model.cache_specs()
+        draft, specs = self.platform.draft_model, self._model.cache_specs()
+        return specs if draft is None else [*specs, *draft.model.cache_specs()]
 
     @_computes
     def profile(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:
@@ -117,6 +119,13 @@ class Worker:
         )
         profile = measure_memory(self._model, self._config.model, limits, self.platform.meter())
         profile = replace(profile, weights=profile.weights + self._adapters.reserved_bytes())
+        draft = self.platform.draft_model
+        if draft is not None:
+            num_tokens = max_num_batched_tokens + max_num_seqs * MOST_BEHIND
+            limits = StepLimits(limits.block_size, num_tokens, max_num_seqs, draft.config.max_model_len)
+            more = draft_memory(draft, limits)
+            activations, weights = profile.activations + more.activations, profile.weights + more.weights
+            profile = replace(profile, activations=activations, weights=weights)
         if self._images is None:
             return profile
         kept, weights = self._images.working_bytes(longest), self._images.weight_bytes()
@@ -177,10 +186,12 @@ class Worker:
     def describe_backend(self) -> str:
         """One line for users: kernels, device, formats of weights and KV cache, and once they are loaded the bytes of
         weights."""
-        described = self.platform.describe()
-        return (
-            described if self._model is None else f"{described}, {format_bytes(self._model.weight_bytes())} of weights"
-        )
+        described, draft = self.platform.describe(), self.platform.draft_model
+        if self._model is not None:
+            described += f", {format_bytes(self._model.weight_bytes())} of weights"
+        if draft is not None and draft.meter is not None:
+            described += f", {format_bytes(draft.model.weight_bytes())} of a draft model's"
+        return described
 
     @_computes
     def idle(self) -> bool:
@@ -232,12 +243,14 @@ class Worker:
         self._last = None
         self._release_pools()
         self._model.release_workspaces()
+        if self.platform.draft_model is not None:
+            self.platform.draft_model.model.release_workspaces()
         if self._images is not None:
             self._images.release_workspaces()
         if level == 2:
             if self._images is not None:
                 self._images = self._overlays = None
-            self._model = None
+            self._model = self.platform.draft_model = None
             self._drop_offloaded()
         gc.collect()  # objects in reference cycles would keep their memory mapped
         self.platform.release_reserve()

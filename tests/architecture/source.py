@@ -21,6 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "lora_request",
         "adapter_orders",
         "prompt_image",
+        "image_orders",
         "request",
         "step",
         "outputs",

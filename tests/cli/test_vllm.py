@@ -273,7 +273,7 @@ def test_a_file_of_flags_lies_under_the_line(tmp_path: Path) -> None:
         ("a.yaml", "a: !!bool b", "is not valid YAML"),
         ("a.yaml", "a: &a {b: *a}", "is not valid YAML: Circular reference"),
         ("a.yaml", "no-such-flag: 1", "unknown option '--no-such-flag'"),
-        ("a.yaml", "enable-elastic-ep: true", "--enable-elastic-ep is not supported: each rank"),
+        ("a.yaml", "enable-elastic-ep: true", "--enable-elastic-ep is not supported: the ranks of a host"),
     ],
 )
 def test_files_that_cannot_be_used(tmp_path: Path, name: str, text: str, message: str) -> None:

@@ -88,6 +88,33 @@ def test_what_is_not_there_yet_is_refused(model: str, options: dict[str, Any], p
     assert caught.value.param == param
 
 
+def test_experts_are_dealt_whole(model: str) -> None:
+    path = Path(model) / "config.json"
+    asked = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    with pytest.raises(ConfigError, match="LlamaForCausalLM has no experts") as caught:
+        resolved(model, **asked)
+    assert caught.value.param == "enable_expert_parallel"
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 5, "decoder_sparse_step": 1}
+    names = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "mlp_only_layers": []}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **experts, **names}))
+    config = resolved(model, **asked)
+    assert (config.parallel.ep, config.load.expert_placement) == (2, "linear")
+    config = resolved(model, **asked, expert_placement_strategy="round_robin")
+    assert config.load.expert_placement == "round_robin"
+    config = resolved(model, enable_expert_parallel=True)
+    assert (config.parallel.ep, config.load.expert_placement) == (1, None)
+    assert resolved(model, tensor_parallel_size=2).parallel.ep == 1
+    for options, message in (
+        ({"data_parallel_size": 2}, "the ranks of one replica share experts out so far"),
+        ({"expert_placement_strategy": "random"}, "must be one of"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            resolved(model, **{**asked, **options})
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_experts": 1, "num_experts_per_tok": 1}))
+    with pytest.raises(ConfigError, match="the model's 1 experts are fewer than tensor_parallel_size=2"):
+        resolved(model, **asked)
+
+
 def test_quantised_checkpoints_are_shared_out(model: str) -> None:
     path = Path(model) / "config.json"
     quantization = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}

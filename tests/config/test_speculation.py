@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from quire.config.options import EngineOptions
@@ -40,6 +41,10 @@ def test_none() -> None:
     assert resolve(EngineOptions()).speculation.max_drafts == 0
 
 
+def by_model(**keys: Any) -> dict[str, Any]:
+    return {"model": "bundled", "num_speculative_tokens": 2, **keys}
+
+
 def by_batch_size(*ranges: list[int]) -> dict[str, Any]:
     return {"method": "ngram", "num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": list(ranges)}
 
@@ -47,11 +52,31 @@ def by_batch_size(*ranges: list[int]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({}, "method"),
+        ({"num_speculative_tokens": 2}, "method must be one of"),
         ({"method": "ngram"}, "num_speculative_tokens"),
-        ({"method": "eagle", "num_speculative_tokens": 2}, r"method must be one of ngram, ngram_gpu, not 'eagle'"),
+        (
+            {"method": "eagle", "num_speculative_tokens": 2},
+            r"method must be one of ngram, ngram_gpu, draft_model, mtp, not 'eagle'",
+        ),
         ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens must be from 1 to 31, not 0"),
-        ({"method": "ngram", "num_speculative_tokens": 2, "model": "x"}, "speculative_config has no 'model'"),
+        (
+            {"method": "ngram", "num_speculative_tokens": 2, "model": "x"},
+            "has no 'model' for method 'ngram': it is of draft_model",
+        ),
+        ({"method": "medusa", "num_speculative_tokens": 2}, "'medusa' is not supported"),
+        ({"method": "draft_model", "num_speculative_tokens": 2}, "model must name the model that makes the drafts"),
+        (by_model(prompt_lookup_max=3), "has no 'prompt_lookup_max' for method 'draft_model'"),
+        (by_model(model="/nowhere"), "speculative_config.model: .*nowhere"),
+        (by_model(max_model_len=0), "max_model_len must be at least 1"),
+        (by_model(max_model_len=10**6), "speculative_config.model: max_model_len"),
+        (by_model(quantization="int3"), "speculative_config.model: quantization"),
+        (by_model(draft_tensor_parallel_size=2), "draft_tensor_parallel_size must be 1 or that of the model, 1, not 2"),
+        (by_model(tensor_parallel_size=2), "tensor_parallel_size cannot be 2: the key is draft_tensor_parallel_size"),
+        (by_model(use_heterogeneous_vocab=True), "use_heterogeneous_vocab cannot be True"),
+        (by_model(parallel_drafting=True), "parallel_drafting cannot be True"),
+        (by_model(draft_sample_method="probabilistic"), "draft_sample_method cannot be 'probabilistic'"),
+        (by_model(kv_cache_dtype="fp8"), "kv_cache_dtype cannot be 'fp8'"),
+        (by_model(rejection_sample_method="synthetic"), "rejection_sample_method must be one of standard, block"),
         (
             {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 4, "prompt_lookup_max": 3},
             "prompt_lookup_min must be from 1 to 3, not 4",
@@ -77,3 +102,34 @@ def test_on_a_gpu_layers_of_all_kinds_have_drafts(model: str, changes: dict[str,
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     options = EngineOptions(model=model, load_format="dummy", attention_backend="triton", speculative_config=given)
     assert resolve(options).speculation.max_drafts == 2
+
+
+def test_a_model_that_makes_drafts(model: str, caplog: pytest.LogCaptureFixture) -> None:
+    """`method` follows from `model`; keys without effect are logged."""
+    path = Path(model) / "config.json"
+    config = json.loads(path.read_text())
+    options = EngineOptions(
+        model=model,
+        load_format="dummy",
+        dtype="bfloat16",
+        kv_cache_dtype="float32",
+        speculative_config=by_model(model=model, max_model_len=64, enforce_eager=True, quantization="int8"),
+    )
+    found = resolve(options)
+    chosen = found.speculation.draft_model
+    assert chosen is not None
+    assert chosen.model is not None
+    assert (chosen.num_ranks, chosen.model.max_model_len, chosen.model.kv_cache_dtype) == (1, 64, "float32")
+    assert chosen.model.quantization is not None
+    assert found.model.quantization is None
+    assert "enforce_eager has no effect" in caplog.text
+    path.write_text(json.dumps(config | {"vocab_size": config["vocab_size"] + 1025}))
+    with pytest.raises(ConfigError, match="may differ by padding alone, which is at most 1024 rows"):
+        resolve(EngineOptions(speculative_config=by_model(model=model), load_format="dummy"))
+
+
+def test_models_that_make_no_drafts(model: str) -> None:
+    given = by_model(model=model)
+    options = EngineOptions(model=model, load_format="dummy", speculative_config=given)
+    with pytest.raises(ConfigError, match="runs on a CPU so far"):
+        resolve(msgspec.structs.replace(options, attention_backend="triton"))

@@ -15,10 +15,11 @@ from PIL import Image
 from transformers import PreTrainedModel
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from quire.config.vision import EncoderCosts
 from quire.errors import UserError
 from quire.llm import LLM
 from quire.sampling_params import SamplingParams
-from quire.worker.images import ImageOverlays
+from quire.scheduler.scheduler import Scheduler
 from tests.models.harness import randomize, save
 from tests.models.vision_models import IMAGE_END as END
 from tests.models.vision_models import IMAGE_START as START
@@ -121,22 +122,20 @@ def test_preempted_and_swapped_prompts(directory: Path, expected: list[list[int]
 def test_features_that_are_dropped_are_made_again(
     directory: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Room for none: every chunk of an image encodes it again."""
-    monkeypatch.setattr(ImageOverlays.__init__, "__defaults__", (0,))
+    """Room for one at a time, which several requests want: each gets on."""
+    monkeypatch.setattr("quire.config.vision.CACHE_BYTES", 0)
     with engine(directory, max_num_batched_tokens=8) as llm:
-        assert tokens(llm, PROMPTS) == expected
-        assert overlays(llm).num_encoded > sum(
-            len(each.get("multi_modal_data", {}).get("image", [])) for each in PROMPTS
-        )
+        assert tokens(llm, PROMPTS * 2) == expected * 2
+        assert num_encoded(llm) > 3
 
 
 def test_equal_images_are_encoded_once_and_hits_encode_none(directory: Path) -> None:
     with engine(directory) as llm:
         tokens(llm, [PROMPTS[1]])
-        assert overlays(llm).num_encoded == 2, "two of the three are one"
+        assert num_encoded(llm) == 2, "two of the three are one"
         tokens(llm, [PROMPTS[1]])
         tokens(llm, [prompt(7, TALL)])
-        assert overlays(llm).num_encoded == 2
+        assert num_encoded(llm) == 2
         assert llm.stats()["prefix_cache_hits_total"] > 0
 
 
@@ -164,6 +163,24 @@ def test_a_chat_that_grows_by_a_picture(directory: Path, model: PreTrainedModel)
             assert llm.stats()["prefix_cache_hits_total"] - before >= num_cached
             num_cached = len(output.prompt_token_ids or ()) // 4 * 4
         assert num_cached > 40
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_bits_do_not_depend_on_slices(
+    directory: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    """All layers of an image in one step, and one layer in each: log-probabilities have the same bits."""
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3)
+    found = []
+    for cost in (1, 10**6):
+        monkeypatch.setattr(EncoderCosts, "layer_tokens", lambda self, grid, cost=cost: cost)
+        with engine(directory, attention_backend=backend) as llm:
+            outputs = [each.outputs[0] for each in llm.generate(PROMPTS, params, use_tqdm=False)]
+            found.append([each.logprobs for each in outputs])
+            assert [list(each.token_ids) for each in outputs] == expected
+            steps = llm.stats()["steps_total"]
+    assert found[0] == found[1]
+    assert steps > 4 * 3
 
 
 def test_a_mixture_of_experts(tmp_path: Path) -> None:
@@ -335,7 +352,8 @@ def test_a_template_that_takes_text_alone_refuses_pictures(chatting: LLM) -> Non
         )
 
 
-def overlays(llm: LLM) -> ImageOverlays:
-    found = llm._client._core._executor._live_worker()._images  # type: ignore[attr-defined]
-    assert isinstance(found, ImageOverlays)
-    return found
+def num_encoded(llm: LLM) -> int:
+    """Images whose encoding has begun."""
+    scheduler = llm._client._core.scheduler  # type: ignore[attr-defined]
+    assert isinstance(scheduler, Scheduler)
+    return scheduler._images.num_begun

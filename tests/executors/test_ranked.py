@@ -13,7 +13,7 @@ from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.errors import EngineDeadError, InsufficientMemoryError, QuireError
 from quire.executors import wire
-from quire.executors.multiprocess import PendingCall
+from quire.executors.calls import PendingCall
 from quire.executors.rank import NOTHING, RankAnswer, RankError
 from quire.executors.ranked import RankedExecutor
 from quire.executors.wire import decode, encode

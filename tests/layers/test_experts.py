@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from quire.kernels.arguments import Gating, Routing
+from quire.errors import ConfigError
+from quire.kernels.arguments import ELSEWHERE, Gating, Routing
 from quire.kernels.experts import count_rows, gate_rows, gated, route
 from quire.layers.experts import ExpertCounters
-from quire.layers.moe import ExpertNames, MixtureOfExperts, MixtureShape, SharedExpert
+from quire.layers.moe import ExpertNames, MixtureOfExperts, MixtureShape, SharedExpert, placed_experts
+from quire.parallel.interface import ProcessGroup
+from quire.parallel.single import SingleRank
+from tests.fakes.ranks import run_ranks
 from tests.layers.helpers import torch_context
 
 SIZE, INTERMEDIATE, EXPERTS = 20, 12, 5
@@ -182,3 +188,70 @@ def test_rows_of_padding_are_not_counted() -> None:
     counters.num_rows.fill_(1)
     count_rows(counts, routing)
     assert counters.by_layer[0].tolist() == [2, 1, 3, 0]
+
+
+class Parts(SingleRank):
+    """A rank whose sums over all ranks are its own part."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("strategy", "size"), [("linear", 2), ("round_robin", 3)])
+def test_whole_experts_on_each_rank(strategy: str, size: int, fused: bool) -> None:
+    """The parts of the ranks, added in their order, then the residual; a rank has room for its own experts alone, and
+    takes no tensor of another one's. One rank adds all experts in the order of their numbers."""
+    names = ExpertNames(fused_gate_up="gate_up", fused_down="down", transposed=True) if fused else ExpertNames()
+    shape = MixtureShape(SIZE, INTERMEDIATE, bias=True)
+
+    def make(group: ProcessGroup) -> MixtureOfExperts:
+        context = replace(torch_context(group=group), expert_placement=strategy)
+        return MixtureOfExperts(shape, Routing(EXPERTS, 2), Gating("silu"), context)
+
+    whole = make(SingleRank())
+    tensors = {name: tensor.float() for name, tensor in loaded(whole, names, torch.float32).items()}
+    x, residual = randn(21, SIZE), randn(21, SIZE, seed=1)
+    expected = whole(x, residual.clone())
+
+    def fill(mixture: MixtureOfExperts) -> list[str]:
+        slots = mixture.slots(names)
+        for name, slot in slots.items():
+            slot.load(tensors[name])
+        return sorted(slots)
+
+    parts, taken = [], []
+    for rank in range(size):
+        mixture = make(Parts(rank, size))
+        taken += fill(mixture)
+        parts.append(mixture(x, torch.zeros_like(x)))
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    assert {name for name in tensors if taken.count(name) == 1} == (
+        set() if fused else {name for name in tensors if name.startswith("experts")}
+    )
+
+    def compute(group: ProcessGroup) -> torch.Tensor:
+        mixture = make(group)
+        fill(mixture)
+        return mixture(x, residual.clone())
+
+    for found in run_ranks(size, compute):
+        assert torch.equal(found, residual + total)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_where_experts_are() -> None:
+    def numbers(strategy: str, count: int, size: int) -> list[list[int]]:
+        ranks = [placed_experts(count, Parts(rank, size), strategy) for rank in range(size)]
+        for places in ranks:
+            held = [place for place in places if place != ELSEWHERE]
+            assert held == list(range(len(held)))
+        return [[number for number, place in enumerate(places) if place != ELSEWHERE] for places in ranks]
+
+    assert numbers("linear", 8, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert numbers("linear", 7, 3) == [[0, 1, 2], [3, 4], [5, 6]]
+    assert numbers("round_robin", 7, 3) == [[0, 3, 6], [1, 4], [2, 5]]
+    with pytest.raises(ConfigError, match="3 experts are fewer than tensor_parallel_size=4"):
+        placed_experts(3, Parts(0, 4), "linear")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -94,11 +95,12 @@ class Drafting:
         return self.head.forward(batch._replace(token_ids=following(batch.token_ids)).having(hidden))
 
 
-def saved(name: str, directory: Path) -> tuple[PreTrainedModel, Twin]:
-    """A model and its head, and a checkpoint of both."""
+def saved(name: str, directory: Path, **sizes: object) -> tuple[PreTrainedModel, Twin]:
+    """A model and its head, and a checkpoint of both. sizes: other ones than the case's."""
+    make = partial(CASES[name], **sizes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        model, twin = randomize(CASES[name]()), Twin(CASES[name])
+        model, twin = randomize(make()), Twin(make)
     save(model, directory)
     add(directory, twin)
     return model, twin

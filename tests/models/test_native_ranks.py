@@ -22,9 +22,11 @@ from quire.parallel.interface import ProcessGroup
 from quire.parallel.single import SINGLE_RANK
 from tests.fakes.gguf_model import MIXED, WIDE, to_gguf
 from tests.fakes.ranks import run_ranks
+from tests.long import all_but_long
 from tests.models.conftest import SavedModel
-from tests.models.families import llama, qwen3
+from tests.models.families import llama, qwen3, qwen3_moe
 from tests.models.harness import PagedRunner, chunked_logits, random_prompts, randomize, save
+from tests.models.test_gguf import add_extras
 
 SavedModels = Callable[[str], SavedModel]
 PROMPTS = random_prompts([20, 7], 97)
@@ -39,6 +41,7 @@ FAMILIES = [
     "qwen3-next",
     "qwen3.5",
 ]
+EXPERT_FAMILIES = ["mixtral", "qwen2-moe", "gpt-oss", "deepseek-v3", "qwen3-next"]
 ERROR = 2**-17
 """Most that a logit differs from its value in float64, relative to the largest, on one rank or several."""
 
@@ -58,12 +61,17 @@ class NativeRunner(PagedRunner):
 
 
 def runner(
-    directory: Path, group: ProcessGroup, quantization: str | None = None, dtype: str = "float32"
+    directory: Path,
+    group: ProcessGroup,
+    quantization: str | None = None,
+    dtype: str = "float32",
+    placement: str | None = None,
 ) -> NativeRunner:
     config = load_model_config(str(directory), dtype=dtype, max_model_len=None, revision=None, config_only=False)
     if quantization is not None:
         config = replace(config, quantization=QuantizationConfig(method=quantization, group_size=None))
-    model = load_model(config, LoadConfig("auto", 0), group, runtime=NativeRuntime("auto", 1))
+    load = LoadConfig("auto", 0, expert_placement=placement)
+    model = load_model(config, load, group, runtime=NativeRuntime("auto", 1))
     assert isinstance(model, NativeModel)
     return NativeRunner(model, num_heads=config.num_heads // group.size)
 
@@ -104,6 +112,34 @@ def test_the_same_bits_in_every_batch(saved_model: SavedModels, family: str) -> 
     for chunked, whole, alone in run_ranks(2, compute):
         assert torch.equal(chunked, whole)
         assert torch.equal(alone, whole)
+
+
+@pytest.mark.parametrize("family", all_but_long(EXPERT_FAMILIES, ["mixtral"]))
+@pytest.mark.parametrize("placement", all_but_long(["linear", "round_robin"], ["round_robin"]))
+def test_whole_experts_on_each_rank(saved_model: SavedModels, family: str, placement: str) -> None:
+    """As exact as one rank, and with the same bits in every batch."""
+    saved = saved_model(family)
+
+    def compute(group: ProcessGroup) -> list[torch.Tensor]:
+        return [logits_of(saved.directory, group, chunk, placement=placement) for chunk in (3, 64)]
+
+    (chunked, whole), second = run_ranks(2, compute)
+    assert torch.equal(chunked, whole)
+    assert torch.equal(whole, second[1])
+    exact = exact_logits(saved)
+    torch.testing.assert_close(whole.double(), exact, atol=ERROR * float(exact.abs().max()), rtol=0)
+    assert torch.equal(whole.argmax(-1), exact.argmax(-1))
+
+
+def test_experts_of_a_gguf_file_that_ranks_hold_whole(tmp_path: Path) -> None:
+    model = randomize(qwen3_moe(hidden_size=64, moe_intermediate_size=32))
+    writer, _ = to_gguf(model, "qwen3moe", {"experts": "Q4_0"})
+    add_extras(writer, "qwen3moe", model)
+    path = writer.write(tmp_path / "model.gguf")
+    whole = logits_of(path, SINGLE_RANK)
+    first, second = run_ranks(2, lambda group: logits_of(path, group, placement="linear"))
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, whole, atol=1e-4 * float(whole.abs().max()), rtol=0)
 
 
 @pytest.mark.parametrize("num_kv_heads", [4, 1])

@@ -26,6 +26,7 @@ from tests.models.vision_models import expected_features, qwen3_vl, random_patch
 ODD: tuple[Grid, ...] = ((1, 2, 2), (1, 14, 6), (1, 2, 18), (1, 6, 6))
 """Smaller and larger than the table of positions, of six rows and columns."""
 BACKENDS = ("torch", "native")
+RUNTIMES = {"native": ("auto", 2, "float32"), "rounded": ("bf16_emulated", 2, "bfloat16")}
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +36,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Pa
 
 
 def tower(directory: Path, backend: str = "torch", load_format: str = "auto", dtype: str = "float32") -> VisionEncoder:
+    """backend: of RUNTIMES, or torch."""
     config = load_model_config(str(directory), dtype=dtype, max_model_len=None, revision=None, config_only=True)
-    runtime = NativeRuntime("auto", 2, "float32") if backend == "native" else None
+    runtime = None if backend == "torch" else NativeRuntime(*RUNTIMES[backend])
     return load_vision(config, LoadConfig(load_format, 0), SINGLE_RANK, runtime)
 
 
@@ -98,7 +100,11 @@ def test_native_programs_grow_and_give_memory_back(saved: tuple[PreTrainedModel,
     assert torch.equal(encoder.encode(patches, small)[0], first)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+def test_products_of_bfloat16_are_for_weights_of_it(saved: tuple[PreTrainedModel, Path]) -> None:
+    check(saved[0], tower(saved[1], "rounded"), ODD)
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "rounded"])
 def test_sixteen_bits(saved: tuple[PreTrainedModel, Path], backend: str) -> None:
     grids = ODD[1:2]
     patches = random_patches(grids)

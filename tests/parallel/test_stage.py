@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -92,3 +93,13 @@ def test_all_layers_are_dealt(name: str, pp: int) -> None:
     assert len(stages) == pp == ParallelConfig(pp=pp).num_devices
     assert all(len(stage) > 0 for stage in stages)
     assert len(stages[-1]) <= len(stages[0])
+
+
+@pytest.mark.parametrize(("vocab", "sizes"), [(49152, [16, 14]), (1024, [15, 15]), (200_000, [19, 11])])
+def test_layers_are_dealt_for_decodes_and_prompts(vocab: int, sizes: list[int]) -> None:
+    """The output projection counts in full for decodes, not at all for prompts: neither has a stage that is much longer
+    than the mean."""
+    eight_billion = find_shape("llama-3-8b")
+    layer = replace(eight_billion.layers[0], projections=((576, 576), (576, 384), (576, 576)), intermediate=1536)
+    shape = replace(eight_billion, vocab=vocab, hidden=576, embedding_width=576, layers=(layer,) * 30)
+    assert [len(stage) for stage in shape.stages(2)] == sizes

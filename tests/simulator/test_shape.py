@@ -295,7 +295,7 @@ def test_what_is_kept_of_a_token() -> None:
 
 def test_specs_of_a_hybrid_and_of_latent_attention() -> None:
     specs = device_specs(find_shape("gemma-3-27b"), "bfloat16", ParallelConfig(tp=2, pp=2))
-    assert len(specs) == 33  # of 62: the other stage has the output projection
+    assert len(specs) == 32  # of 62: the other stage has the output projection
     assert [isinstance(spec, AttentionSpec) for spec in specs[:7]] == [False] * 5 + [True, False]
     assert isinstance(specs[0], SlidingWindowSpec)
     assert (specs[0].window, specs[0].num_kv_heads, specs[0].token_bytes) == (1024, 8, 2 * 8 * 128 * 2)

@@ -74,6 +74,18 @@ def test_dummy_weights_count_by_their_seed(model_path: Path) -> None:
     assert seeds[0] == seeds[2] != seeds[1]
 
 
+def test_the_model_that_makes_drafts_counts(model_path: Path) -> None:
+    """Blocks have its keys and values, too."""
+    config, layout = configured(model_path), KVCacheLayout(16, 100, (), 1)
+    other = replace(config.model, quantization=configured(model_path, quantization="int8").model.quantization)
+    found = [
+        cache_namespace(config.model, config.load, config.device, layout, CODE, draft)
+        for draft in (None, config.model, other, config.model)
+    ]
+    assert found[1] == found[3]
+    assert len(set(found)) == 3
+
+
 def test_code_and_layout_count(model_path: Path) -> None:
     config = configured(model_path)
     same = namespace(config)

@@ -7,7 +7,7 @@ from quire.config.vllm.record import VllmFlag, noted, refused, so, to
 ONE_MACHINE = "all ranks run on this machine"
 ONE_ROUTER = "all replicas are on this machine, behind the server's own router: --data-parallel-size says how many"
 NO_CONTEXT_RANKS = "one rank holds the whole context of a sequence"
-NO_EXPERT_RANKS = "each rank has its share of every expert: the answers are the same"
+NO_EXPERT_RANKS = "the ranks of a host have all tokens, and add up what experts give over shared memory"
 ALL_RANKS_ALIKE = "the ranks of a host add up over shared memory"
 NO_EXPERT_ADAPTERS = "experts take no adapters yet"
 KERNELS_CHOSEN = "kernels are chosen by the device and the shape"
@@ -16,7 +16,7 @@ ONE_PLACE = "the KV cache serves one engine"
 LOGGED = "QUIRE_LOG_LEVEL sets what the log has, QUIRE_LOG_FORMAT its form"
 
 PARALLEL: tuple[VllmFlag, ...] = (
-    noted("distributed_executor_backend", "text", "one process a rank on this machine", "mp", "uni"),
+    to("distributed_executor_backend", "text", why="uni, mp or ray; on a CPU so far"),
     to("pipeline_parallel_size", "int", short=("-pp",), why="on a CPU so far"),
     noted("master_addr", "text", ONE_MACHINE, "127.0.0.1"),
     noted("master_port", "int", ONE_MACHINE),
@@ -46,7 +46,7 @@ PARALLEL: tuple[VllmFlag, ...] = (
     refused("data_parallel_external_lb", "flag", ONE_ROUTER, False, short=("-dpe",)),
     refused("data_parallel_multi_port_external_lb", "flag", ONE_ROUTER, False, short=("-dpm",)),
     noted("enable_hc_sp", "flag", ALL_RANKS_ALIKE, False),
-    noted("enable_expert_parallel", "flag", NO_EXPERT_RANKS, False, short=("-ep",)),
+    to("enable_expert_parallel", "flag", short=("-ep",), why="over the ranks of tensor_parallel_size so far"),
     noted("enable_batch_sharded_sampling", "flag", "every rank has all logits", False),
     noted("enable_ep_weight_filter", "flag", NO_EXPERT_RANKS, False),
     noted("all2all_backend", "text", NO_EXPERT_RANKS),
@@ -61,9 +61,9 @@ PARALLEL: tuple[VllmFlag, ...] = (
     noted("disable_nccl_for_dp_synchronization", "flag", ONE_ROUTER, True, False),
     noted("enable_eplb", "flag", NO_EXPERT_RANKS, False),
     noted("eplb_config", "json", NO_EXPERT_RANKS, {}),
-    noted("expert_placement_strategy", "text", NO_EXPERT_RANKS, "linear"),
+    to("expert_placement_strategy", "text"),
     noted("max_parallel_loading_workers", "int", "each rank reads its own part of the weights"),
-    noted("ray_workers_use_nsight", "flag", "there is no Ray", False),
+    noted("ray_workers_use_nsight", "flag", "steps are logged with --step-log", False),
     noted("disable_custom_all_reduce", "flag", ALL_RANKS_ALIKE, True, False),
     refused("worker_cls", "text", "no code of users runs in the engine", "auto"),
     refused("worker_extension_cls", "text", "no code of users runs in the engine", ""),
@@ -148,9 +148,9 @@ KERNELS: tuple[VllmFlag, ...] = (
 )
 
 FEATURES: tuple[VllmFlag, ...] = (
-    to("speculative_config", "json", short=("-sc",), why="method ngram, so far (speculation.md)"),
+    to("speculative_config", "json", short=("-sc",), why="methods ngram and draft_model, so far (speculation.md)"),
     to("spec_method", "text", "speculative_config", why="its key `method`"),
-    to("spec_model", "text", "speculative_config", why="its key `model`, which no method has so far"),
+    to("spec_model", "text", "speculative_config", why="its key `model`"),
     to("spec_tokens", "int", "speculative_config", why="its key `num_speculative_tokens`"),
     refused("diffusion_config", "json", "models generate from left to right", short=("-dc",)),
     refused("kv_transfer_config", "json", ONE_PLACE),
@@ -193,7 +193,7 @@ OLDER: tuple[VllmFlag, ...] = (
     noted("scheduler_delay_factor", "float", "prompts do not wait for more of them", 0),
     noted("use_v2_block_manager", "flag", "there is one block manager", True, False),
     noted("disable_async_output_proc", "flag", "--queue-depth plans ahead", False),
-    noted("worker_use_ray", "flag", "there is no Ray", False),
+    to("worker_use_ray", "flag", "distributed_executor_backend", values={True: "ray", False: "auto"}),
     noted("disable_mm_preprocessor_cache", "flag", "mm_processor_cache_gb 0 keeps no processed pictures", False),
     refused("enable_prompt_adapter", "flag", "vLLM has removed prompt adapters", False),
 )

@@ -10,7 +10,7 @@ from quire.attention.interface import AttentionBatch
 from quire.config.device import NATIVE_HEAD_LIMIT, NATIVE_HEAD_MULTIPLE, why_no_index, why_no_latents
 from quire.errors import ConfigError
 from quire.kernels.cpu import _native
-from quire.kv_cache.layout import KVCacheLayout
+from quire.kv_cache.layout import FOREIGN_LAYER, KVCacheLayout
 from quire.kv_cache.spec import LatentSpec
 
 CACHE_TYPES = {
@@ -75,12 +75,13 @@ class AttentionPlans:
                     f"the native kernels do not compute layers of kind {spec.kind!r} with pages of {shape}"
                 )
             _, size, num_kv_heads, head_dim = shape
-            check_shape(size, num_heads, num_kv_heads, head_dim)
+            heads = num_kv_heads if all(layer == FOREIGN_LAYER for layer in group.layers) else num_heads
+            check_shape(size, heads, num_kv_heads, head_dim)
             self.plans.append(
                 _native.AttentionPlan(
                     size,
                     num_blocks,
-                    num_heads,
+                    heads,
                     num_kv_heads,
                     spec.window or 0,
                     num_threads,

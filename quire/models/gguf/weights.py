@@ -87,8 +87,8 @@ class GGUFWeights:
                     if name is None:
                         raise ModelLoadError(f"tensor {entry.name!r} does not belong to a LLaMA-like model")
                     self._reading = file.paths[entry.part]
-                    is_held, first = False, name.replace(EXPERT, "0").replace(HEAD, "0")
-                    for own, weight in () if first in elsewhere else _named(file, entry, layout, name):
+                    is_held = False
+                    for own, weight in _named(file, entry, layout, name, elsewhere):
                         is_held = isinstance(weight, BlockWeight)
                         yield self._reading, own, weight
                     if not is_held:
@@ -105,16 +105,23 @@ class _Done:
     total: int
 
 
-def _named(file: GGUFFile, entry: TensorEntry, layout: HeadLayout, name: str) -> Iterator[tuple[str, WeightTensor]]:
-    """A tensor under its name; of a stack of experts' matrices or biases, or of heads' matrices, each under its own."""
+def _named(
+    file: GGUFFile, entry: TensorEntry, layout: HeadLayout, name: str, elsewhere: Collection[str]
+) -> Iterator[tuple[str, WeightTensor]]:
+    """A tensor under its name; of a stack of experts' matrices or biases, or of heads' matrices, each under its own.
+    None of `elsewhere` is read."""
     if entry.name.endswith(f"{JOINED_EXPERTS}.weight"):
-        yield from _gate_and_up(file, entry, layout)
+        yield from _gate_and_up(file, entry, layout, elsewhere)
+        return
+    if name.replace(HEAD, "0") in elsewhere:
         return
     shape = entry.shape
     number = next((number for number in (EXPERT, HEAD) if number in name), None)
     if len(shape) > 1 and number is not None:
         size = entry.num_bytes // shape[0]
         for index in range(shape[0]):
+            if number == EXPERT and name.replace(EXPERT, str(index)) in elsewhere:
+                continue
             own = replace(entry, shape=shape[1:], start=entry.start + index * size, num_bytes=size)
             yield name.replace(number, str(index)), _weight(file, own, layout)
         return
@@ -132,7 +139,9 @@ def _named(file: GGUFFile, entry: TensorEntry, layout: HeadLayout, name: str) ->
     yield name, weight
 
 
-def _gate_and_up(file: GGUFFile, entry: TensorEntry, layout: HeadLayout) -> Iterator[tuple[str, WeightTensor]]:
+def _gate_and_up(
+    file: GGUFFile, entry: TensorEntry, layout: HeadLayout, elsewhere: Collection[str]
+) -> Iterator[tuple[str, WeightTensor]]:
     """Of a tensor that has gate above up for each expert, both matrices of each."""
     count, rows, columns = entry.shape
     size = entry.num_bytes // count // 2
@@ -143,7 +152,9 @@ def _gate_and_up(file: GGUFFile, entry: TensorEntry, layout: HeadLayout) -> Iter
             part = replace(entry, name=own, shape=(rows // 2, columns), start=start, num_bytes=size)
             name = hf_name(own, layout.names)
             assert name is not None, "an architecture with gates of experts has both"
-            yield name.replace(EXPERT, str(index)), _weight(file, part, layout)
+            name = name.replace(EXPERT, str(index))
+            if name not in elsewhere:
+                yield name, _weight(file, part, layout)
 
 
 def _weight(file: GGUFFile, entry: TensorEntry, layout: HeadLayout) -> WeightTensor:

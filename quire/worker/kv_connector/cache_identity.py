@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from quire.config.device import DeviceConfig
-from quire.config.load import LoadConfig
+from quire.config.load import LoadConfig, draft_load
 from quire.config.model import ModelConfig
 from quire.kv_cache.layout import KVCacheLayout
 from quire.models.cache_scales import stored_cache_scales
@@ -44,17 +44,19 @@ longrope."""
 
 
 def cache_namespace(
-    model: ModelConfig, load: LoadConfig, device: DeviceConfig, layout: KVCacheLayout, code: dict[str, str]
+    model: ModelConfig,
+    load: LoadConfig,
+    device: DeviceConfig,
+    layout: KVCacheLayout,
+    code: dict[str, str],
+    draft: ModelConfig | None = None,
 ) -> bytes:
-    """32 bytes. code: the code that computes, from `native_code` or `torch_code`. Raises ModelLoadError or OSError when
-    the weight files cannot be read."""
+    """32 bytes. code: the code that computes, from `native_code` or `torch_code`. draft: the model that makes drafts,
+    whose layers' keys and values are in the blocks too. Raises ModelLoadError or OSError when the weight files cannot
+    be read."""
     identity = {
-        "model": _without(vars(model), _NOT_CONTENT),
-        "shape": _without(asdict(model.shape), _NOT_CONTENT),
-        "hf": _without(model.hf, _NOT_CONTENT_HF),
-        "rope_length": _rope_length(model),
-        "weights": _weights(model, load),
-        "cache_scales": _cache_scales(model, load),
+        **_model_identity(model, load),
+        "draft": None if draft is None else _model_identity(draft, draft_load(load)),
         "computation": {"version": __version__, **_without(vars(device), _NOT_RESULT), **code},
         "layout": {
             "block_size": layout.block_size,
@@ -66,6 +68,17 @@ def cache_namespace(
     }
     text = json.dumps(identity, sort_keys=True, separators=(",", ":"), default=_plain)
     return hashlib.sha256(b"quire.kv.disk.v1\0" + text.encode()).digest()
+
+
+def _model_identity(model: ModelConfig, load: LoadConfig) -> dict[str, Any]:
+    return {
+        "model": _without(vars(model), _NOT_CONTENT),
+        "shape": _without(asdict(model.shape), _NOT_CONTENT),
+        "hf": _without(model.hf, _NOT_CONTENT_HF),
+        "rope_length": _rope_length(model),
+        "weights": _weights(model, load),
+        "cache_scales": _cache_scales(model, load),
+    }
 
 
 def native_code(isa: str, matmul_precision: str, binary: Path) -> dict[str, str]:

@@ -71,7 +71,8 @@ def offload_worker(
     pool's, which HostBlocks takes. Raises ConfigError when nothing can be stored there."""
     directory = config.cache.offload_dir
     assert directory is not None, "no directory is configured"
-    namespace = cache_namespace(config.model, config.load, config.device, layout, code)
+    draft = config.speculation.draft
+    namespace = cache_namespace(config.model, config.load, config.device, layout, code, draft)
     files = BlockLayout(namespace, layout.layers_per_group, layout.block_bytes // layout.layers_per_group)
     return OffloadWorker(DiskStore(directory, config.cache.offload_size, files, HostBlocks(pages)), transfers)
 

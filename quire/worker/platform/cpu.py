@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,12 +16,14 @@ from quire.attention.interface import AttentionBackend
 from quire.attention.states import StateBackend
 from quire.attention.torch_backend import TorchAttention
 from quire.config.engine import EngineConfig
+from quire.config.load import draft_load
 from quire.errors import ConfigError
 from quire.kv_cache.layout import KVCacheLayout
 from quire.layers.adapters import TorchAdapterStorage
 from quire.layers.experts import ExpertCounters
 from quire.models.adapters import ModelAdapters
 from quire.models.claims import check_dummy
+from quire.models.draft_head import first_guess
 from quire.models.interface import CausalLM
 from quire.models.loader import TORCH_DTYPES, Extras, load_model, load_vision
 from quire.models.weight_files import Progress
@@ -35,6 +38,7 @@ from quire.sampling.sampler import Sampler
 from quire.worker.block_tables import BlockTables
 from quire.worker.columns import ColumnValues
 from quire.worker.drafts import HostDrafts
+from quire.worker.head_drafts import HeadDrafts
 from quire.worker.images import ImageOverlays
 from quire.worker.kv_connector.cache_identity import native_code, torch_code
 from quire.worker.kv_tensors import (
@@ -46,12 +50,13 @@ from quire.worker.kv_tensors import (
     state_pages,
 )
 from quire.worker.kv_transfer import BlockTransfers
+from quire.worker.model_drafts import ModelDrafts, layers_of
 from quire.worker.platform.cpu_blocks import HostPages, ThreadTransfers, block_copier, block_mover
 from quire.worker.platform.cpu_inputs import CacheBackends, CpuColumns, PlainInputs, StepInputs
 from quire.worker.platform.cpu_meter import CpuMeter
 from quire.worker.platform.cpu_step import CpuCompute
 from quire.worker.platform.host_memory import available_memory
-from quire.worker.platform.interface import HostPool, Mode
+from quire.worker.platform.interface import DraftModel, HostPool, Mode
 
 
 class CpuPlatform:
@@ -66,6 +71,7 @@ class CpuPlatform:
         self._config = config
         self._runtime = None
         self.adapters: ModelAdapters | None = None
+        self.draft_model: DraftModel | None = None
         self.expert_counts = ExpertCounters() if config.load.counts_experts else None
         if device.attention_backend == "native":
             from quire.kernels.cpu.runtime import NativeRuntime  # the native module may not be built
@@ -122,6 +128,10 @@ class CpuPlatform:
         ):
             if count > 1:
                 code[what] = f"{number} of {count}"
+        if self.stage.count > 1:
+            code["layers"] = f"{self.stage.layers.start} to {self.stage.layers.stop}"
+        if self._config.load.expert_placement is not None:  # sums of a layer have another order
+            code["experts"] = self._config.load.expert_placement
         return code
 
     def load_model(self, progress: Progress) -> CausalLM:
@@ -130,7 +140,7 @@ class CpuPlatform:
             check_dummy(config.model, available_memory())
         shown = progress if self._group.rank == 0 and self.stage.is_first else None
         self.adapters = self._make_adapters()
-        return load_model(
+        model = load_model(
             config.model,
             config.load,
             self._group,
@@ -139,6 +149,23 @@ class CpuPlatform:
             extras=Extras(self.expert_counts, self.adapters),
             stage=self.stage,
         )
+        self.draft_model = self._load_draft_model(model)
+        return model
+
+    def _load_draft_model(self, model: CausalLM) -> DraftModel | None:
+        config = self._config.speculation.draft
+        if self._config.speculation.method == "mtp":
+            return DraftModel(self._config.model, first_guess(model), None)
+        if config is None:
+            return None
+        model = load_model(config, draft_load(self._config.load), self._draft_group, None, self._runtime)
+        return DraftModel(config, model, CpuMeter(self._make_draft_backends, self._make_sampling_kernels))
+
+    @property
+    def _draft_group(self) -> ProcessGroup:
+        """The ranks that share the layers of the model that makes drafts."""
+        chosen = self._config.speculation.draft_model
+        return self._group if chosen is not None and chosen.num_ranks == self._group.size else SINGLE_RANK
 
     def _make_adapters(self) -> ModelAdapters | None:
         adapters = self._config.adapters
@@ -162,6 +189,14 @@ class CpuPlatform:
     def meter(self) -> CpuMeter:
         samples_tokens = self._config.model.pooling is None and self.stage.is_last
         return CpuMeter(self.make_backends, self._make_sampling_kernels, samples_tokens=samples_tokens)
+
+    def _make_draft_backends(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> CacheBackends:
+        """layout: with the layers of the draft model alone, counted from 0."""
+        draft = self._config.speculation.draft
+        assert draft is not None, "a model makes drafts"
+        config, num_heads = replace(self._config, model=draft), draft.num_heads // self._draft_group.size
+        attention = make_attention(config, layout, pages, num_heads, is_native=self._runtime is not None)
+        return CacheBackends(attention, StateBackend(layout, {}))
 
     def make_backends(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> CacheBackends:
         num_heads = self._config.model.num_heads // self._group.size
@@ -189,7 +224,9 @@ class CpuPlatform:
         sampling: SamplingRows,
         values: ColumnValues,
     ) -> CpuCompute:
-        drafts = self._make_drafts(has_states=bool(layout.state_groups))
+        drafts = self._make_drafts(model, layout, pages, tables)
+        if self.draft_model is not None and self.draft_model.meter is not None:
+            layout = layers_of(layout, range(len(model.cache_specs())))
         columns, inputs = self._make_inputs(tables, values, drafts, self.make_backends(layout, pages))
         return CpuCompute(
             model,
@@ -213,10 +250,23 @@ class CpuPlatform:
         columns = CpuColumns(*size)
         return columns, PlainInputs(columns, tables, backends)
 
-    def _make_drafts(self, *, has_states: bool) -> HostDrafts | None:
+    def _make_drafts(
+        self, model: CausalLM, layout: KVCacheLayout, pages: Sequence[torch.Tensor], tables: BlockTables
+    ) -> HostDrafts | None:
         num_rows, speculation = self._config.scheduler.max_num_seqs, self._config.speculation
+        has_states = bool(layout.state_groups)
         if not speculation.max_drafts:
             return None
+        if self.draft_model is not None:
+            if self.draft_model.meter is None:
+                backends = self.make_backends(layout, pages)._replace(states=StateBackend(layout, {}))
+                head, longest = self.draft_model.model, self._config.model.max_model_len
+                return HeadDrafts(speculation, head, tables, backends, longest, has_states=has_states)
+            first, own = len(model.cache_specs()), self.draft_model
+            layers = range(first, first + len(own.model.cache_specs()))
+            backends = self._make_draft_backends(layers_of(layout, layers), pages)
+            size = self._config.model.vocab_size
+            return ModelDrafts(speculation, own, tables, backends, size, has_states=has_states)
         if self._runtime is None:
             return HostDrafts(num_rows, speculation, has_states=has_states)
         from quire.kernels.cpu import _native
@@ -260,7 +310,7 @@ def make_attention(
     if model.is_encoder:
         from quire.attention.native_encoder import NativeEncoder  # the native module may not be built
 
-        return NativeEncoder()
+        return NativeEncoder(model.dtype == "bfloat16")
     from quire.attention.native_backend import NativeAttention
 
     return NativeAttention(layout, pages, model.kv_cache_dtype, num_heads, config.device.num_threads)

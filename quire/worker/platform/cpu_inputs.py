@@ -50,12 +50,19 @@ class CpuColumns:
 
     def write_sampling(self, row: int) -> None:
         """Kernels read SamplingRows."""
+        if self.drafts is not None:
+            self.drafts.forget(row)
 
     def write_values(self, row: int, values: Mapping[str, int], lists: Mapping[str, TokenValues] = NO_LISTS) -> None:
         self.values.set(row, values, lists)
 
     def copy_values(self, source: int, destination: int) -> None:
         self.values.copy(source, destination)
+        if self.drafts is not None:
+            self.drafts.copy(source, destination)
+
+    def gather_again(self, batch: InputBatch) -> None:
+        """Take note that tokens of the batch that was gathered last have changed in the table."""
 
     def place_drafts(self, plan: StepPlan, requests: RequestState) -> Placed:
         assert self.drafts is not None, "the plan has drafts, and the engine makes none"

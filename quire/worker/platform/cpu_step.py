@@ -17,7 +17,7 @@ from quire.worker.drafts import NOTHING_ACCEPTED, Accepted
 from quire.worker.input_batch import InputBatch
 from quire.worker.platform.cpu_blocks import BlockCopier
 from quire.worker.platform.cpu_inputs import CpuColumns, StepInputs
-from quire.worker.pooling import PooledRows, pool_rows
+from quire.worker.pooling import PooledRows, generated_samples, pool_rows
 from quire.worker.request_state import RequestState
 from quire.worker.sample_rows import SampleRows
 
@@ -50,6 +50,8 @@ class CpuCompute:
         self.samples = samples
         self.columns = columns
         self.has_drafts = columns.drafts is not None
+        self.writes_ahead = columns.drafts is not None and columns.drafts.writes_blocks
+        self.reads_all = columns.drafts is not None and columns.drafts.reads_all
         self.prompt_logits_elements = PROMPT_LOGITS_ELEMENTS
         self.model = model
         self.inputs = inputs
@@ -88,7 +90,9 @@ class CpuStep(NamedTuple):
         self.compute.copy_blocks(self.plan.block_copies)
 
     def forward(self) -> torch.Tensor:
-        compute, batch = self.compute, self.batch
+        compute, batch, columns = self.compute, self.batch, self.compute.columns
+        if columns.drafts is not None and columns.drafts.make(batch, columns.token_ids):
+            columns.gather_again(batch)
         rows = None if batch.logits_rows is None else torch.from_numpy(batch.logits_rows)
         inputs = compute.inputs.forward_batch(batch, rows)
         if batch.overlay is not None:
@@ -102,21 +106,36 @@ class CpuStep(NamedTuple):
         batch = SampleBatch(rows, rows, samples.lengths, samples.num_prompt_tokens, compute.columns.token_ids)
         return compute.sampler.sample(logits, batch, masks)
 
-    def accept(self, samples: Samples, sampled: SampleRows, requests: RequestState) -> Accepted:
-        drafts, table = self.compute.columns.drafts, self.compute.columns.token_ids
+    def accept(
+        self, hidden: torch.Tensor, samples: Samples | None, sampled: SampleRows | None, requests: RequestState
+    ) -> Accepted:
+        drafts, table, accepted = self.compute.columns.drafts, self.compute.columns.token_ids, NOTHING_ACCEPTED
         assert drafts is not None, "accepted where there are drafts"
-        rows, last, accepted = sampled.rows, sampled.lengths, NOTHING_ACCEPTED
+        if samples is None or sampled is None:
+            if drafts.reads_all:
+                drafts.follow(self.batch, hidden, self._lengths(requests), table)
+            return accepted
+        rows, last = sampled.rows, sampled.lengths
         if sampled.firsts is not None:
             counts = drafts.accept(samples.token_ids.read(iter(())), sampled.sources)
             rows, last = rows[sampled.firsts[:-1]], last[sampled.firsts[:-1]] + counts - 1
             for seq_id, place in zip(sampled.seq_ids, last.tolist(), strict=True):
                 requests.lengths[seq_id] = place + 1
             accepted = Accepted(ready(counts))
-        found = drafts.look_up(rows, last, table)
+        if drafts.reads_all:
+            drafts.follow(self.batch, hidden, self._lengths(requests), table)
+        needed = self.plan.expects_sampling_inputs
+        if needed and self.plan.pooled:
+            needed = [place for place, index in enumerate(generated_samples(self.plan)) if index in set(needed)]
+        found = drafts.look_up(rows, last, table, needed)
         if found is None:
             return accepted
         tokens = ready(drafts.tokens_of(rows)) if self.plan.expects_sampling_inputs else None
         return accepted._replace(found=ready(found), token_ids=tokens)
+
+    def _lengths(self, requests: RequestState) -> np.ndarray:
+        """Tokens of the sequences of the batch, [S]."""
+        return np.fromiter(map(requests.lengths.__getitem__, self.plan.seq_ids), np.int64, len(self.plan.seq_ids))
 
     def pool(self, hidden: torch.Tensor, pooled: PooledRows) -> Deferred[np.ndarray]:
         return ready(pool_rows(hidden, pooled, self.compute.model, has_head=self.compute.has_head))

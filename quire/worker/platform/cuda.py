@@ -43,7 +43,7 @@ from quire.worker.platform.device_memory import PinnedPool, allocate_device_page
 from quire.worker.platform.device_meter import DeviceMeter
 from quire.worker.platform.device_step import DeviceCompute, StagedColumns
 from quire.worker.platform.graph_capture import CudaGraphCapture, GraphCapture
-from quire.worker.platform.interface import HostPool, Mode
+from quire.worker.platform.interface import DraftModel, HostPool, Mode
 from quire.worker.platform.state_arena import StateArena
 from quire.worker.platform.stream_transfers import StreamTransfers
 from quire.worker.platform.streams import make_streams
@@ -60,6 +60,8 @@ class CudaPlatform:
 
     adapters: ModelAdapters | None = None
     """None are taken yet."""
+    draft_model: DraftModel | None = None
+    """None makes drafts here yet."""
     stage = WHOLE_MODEL
 
     def __init__(self, config: EngineConfig, group: ProcessGroup = SINGLE_RANK) -> None:

@@ -115,6 +115,7 @@ class DeviceCompute:
         self.prepare: Callable[[Launch], None] | None = None
         self.samples = True
         self.has_drafts = columns.drafts is not None
+        self.writes_ahead = self.reads_all = False
         self.columns = columns
         self.prompt_logits_elements = PROMPT_LOGITS_ELEMENTS
         self.model = passes.model

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
+from quire.config.model import ModelConfig
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.sizing import DeviceShare
 from quire.layers.experts import ExpertCounters
@@ -112,9 +113,11 @@ class ComputeStep(Protocol):
         """Choose a token for each sampled row, of those that its mask allows, and write it to the row."""
         ...
 
-    def accept(self, samples: Samples, sampled: SampleRows, requests: RequestState) -> Accepted:
-        """Keep those drafts of the step that were drawn as well, and find drafts for the next one. Called where
-        `StepCompute.has_drafts`."""
+    def accept(
+        self, hidden: torch.Tensor, samples: Samples | None, sampled: SampleRows | None, requests: RequestState
+    ) -> Accepted:
+        """Keep those drafts of the step that were drawn as well, and find drafts for the next one. hidden: as `forward`
+        returned it. samples, sampled: None in a step that samples nothing. Called where `StepCompute.has_drafts`."""
         ...
 
     def pool(self, hidden: torch.Tensor, pooled: PooledRows) -> Deferred[np.ndarray]:
@@ -132,6 +135,10 @@ class StepCompute(Protocol):
     prompt_logits_elements: int
     has_drafts: bool
     """True where plans may have drafts."""
+    writes_ahead: bool
+    """Blocks of a step's sequences are written beside those of its tokens: a model makes drafts."""
+    reads_all: bool
+    """The hidden states of all tokens are read: drafts are made from them."""
     samples: bool
     """The last layer is computed here, and samples are drawn here."""
 
@@ -212,6 +219,15 @@ class MemoryMeter(Protocol):
         ...
 
 
+class DraftModel(NamedTuple):
+    """A model that makes another one's drafts, or that one's head. Its layers are behind that one's in the KV cache.
+    meter: measures what it takes; None: it is a head, whose weights are counted with the other's."""
+
+    config: ModelConfig
+    model: CausalLM
+    meter: MemoryMeter | None
+
+
 class Platform(Protocol):
     """A kind of hardware, as a worker uses it. Calls come one after the other, inside `computing` where nothing else is
     said."""
@@ -251,8 +267,11 @@ class Platform(Protocol):
     adapters: ModelAdapters | None
     """Of the model that was loaded last; None without the option `enable_lora`."""
 
+    draft_model: DraftModel | None
+    """Makes drafts for the model that was loaded last; None: nothing does."""
+
     def load_model(self, progress: Progress) -> CausalLM:
-        """Fills `expert_counts`. Raises ModelLoadError, or InsufficientMemoryError."""
+        """Fills `expert_counts` and `draft_model`. Raises ModelLoadError, or InsufficientMemoryError."""
         ...
 
     def load_images(self) -> ImageOverlays | None:

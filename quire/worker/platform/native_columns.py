@@ -83,14 +83,20 @@ class NativeColumns(CpuColumns):
         self._num_tokens = sum(counts)
         if self._num_tokens > len(self._tokens[0]):
             self._reserve(self._num_tokens)
+        self._gather(starts, counts)
+        return self._batch
+
+    def gather_again(self, batch: InputBatch) -> None:
+        self._gather(batch.starts.tolist(), batch.counts.tolist())
+
+    def _gather(self, starts: Sequence[int], counts: Sequence[int]) -> None:
         self._native.gather(starts, counts)
         if not self.values.names:
-            return self._batch
+            return
         listed = self.values.listed.of_batch(self._batch)
         if listed is not None:
             for column, values in zip(self._tokens[-len(self.values.names) :], listed[1], strict=True):
                 column[listed[0]] = values
-        return self._batch
 
     def forward_batch(self, batch: InputBatch, logits_rows: torch.Tensor | None) -> ForwardBatch:
         """The input of the forward pass over the batch that was gathered last."""

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from tests.kernels.cpu.test_layers import each_isa, run, strided
+from tests.kernels.cpu.test_layers import ISAS, each_isa, run, strided
 from tests.kernels.encoder_cases import LENGTHS, bounds, expected, random_qkv, rotations
 
 _native = pytest.importorskip("quire.kernels.cpu._native")
@@ -23,6 +23,7 @@ def attend(
     window: int | None,
     turn: tuple[torch.Tensor, torch.Tensor] | None = None,
     threads: int = 2,
+    precision: str = "FLOAT32",
 ) -> torch.Tensor:
     width = qkv.shape[1] // 3
     source, out = strided(qkv), strided(torch.full((len(qkv), width), torch.nan))
@@ -37,12 +38,13 @@ def attend(
             scale=SCALE,
             window=window or 0,
             rotary_dim=0 if turn is None else 2 * turn[0].shape[1],
+            precision=getattr(_native.MatmulPrecision, precision),
             rotation=_native.Ref() if turn is None else refs[1],
             qkv=refs[0],
             out=refs[2],
         )
 
-    run(isa, threads, record, [source, table, out], encoder=plan)
+    run(isa, threads, record, [source, table, out], encoder=plan, precision=precision)
     return out
 
 
@@ -64,6 +66,29 @@ def test_against_float64(isa: str, num_heads: int, head_dim: int, window: int | 
         assert torch.equal(alone, found[start:end]), "the other sequences have changed a bit"
 
 
+@pytest.mark.parametrize("isa", [isa for isa in ISAS if _native.has_bf16_products(isa)])
+@pytest.mark.parametrize(
+    ("num_heads", "head_dim", "window", "rotates"),
+    [(2, 72, None, True), (1, 80, 64, True), (2, 8, 5, False)],
+)
+def test_products_of_bfloat16(isa: str, num_heads: int, head_dim: int, window: int | None, rotates: bool) -> None:
+    """Sequences shorter and longer than a split of keys, and than an item's rows."""
+    lengths = [1, 300, 3, 430]
+    qkv = random_qkv(lengths, num_heads, head_dim)
+    turn = rotations(lengths, head_dim) if rotates else None
+    found = attend(isa, qkv, lengths, num_heads, window, turn, precision="BFLOAT16")
+    # Rounded once: the reference rounds nothing but what it is given.
+    reference = expected(qkv, lengths, num_heads, SCALE, window, turn)
+    error = (found.double() - reference).abs()
+    assert 1e-4 < float(error.max()) < 0.1
+    assert float(error.mean()) < 3e-3
+    start_of = bounds(lengths).tolist()
+    for (start, end), length in zip(pairwise(start_of), lengths, strict=True):
+        own = None if turn is None else (turn[0][start:end], turn[1][start:end])
+        alone = attend(isa, qkv[start:end], [length], num_heads, window, own, 1, "BFLOAT16")
+        assert torch.equal(alone, found[start:end]), "the other sequences or the threads have changed a bit"
+
+
 def test_plans_that_do_not_fit_are_refused() -> None:
     plan = _native.EncoderPlan()
     for starts in (torch.tensor([1, 2]), torch.tensor([0, 5, 4])):
@@ -72,7 +97,7 @@ def test_plans_that_do_not_fit_are_refused() -> None:
     qkv, out = strided(random_qkv([5], 1, 16)), strided(torch.zeros(5, 16))
 
     def record(program, refs):  # type: ignore[no-untyped-def]
-        program.attend_encoder(1, 16, 1.0, 0, 0, _native.Ref(), refs[0], refs[1])
+        program.attend_encoder(1, 16, 1.0, 0, 0, _native.MatmulPrecision.FLOAT32, _native.Ref(), refs[0], refs[1])
 
     shorter = torch.tensor([0, 4])
     plan.set(1, shorter.data_ptr())

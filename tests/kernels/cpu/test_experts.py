@@ -33,6 +33,7 @@ class Case:
     down: list[PackedMatrix]
     limit: float = 0.0
     weighs_input: bool = False
+    places: tuple[int, ...] = ()
 
 
 def make_case(kind: str, *, bias: bool = False, limit: float = 0.0, weighs_input: bool = False) -> Case:
@@ -72,6 +73,7 @@ def run_experts(
         down=[matrix.as_native() for matrix in case.down],
         gate_up_bias=biases(case.gate_up),
         down_bias=biases(case.down),
+        places=list(case.places),
         top_k=routing.shape[1] // 2,
         activation=Activation.QUICK_GELU if case.limit else Activation.SILU,
         limit=case.limit,
@@ -158,9 +160,40 @@ def test_many_rows_for_one_expert_and_every_expert_for_each_row() -> None:
         assert torch.equal(alone, actual[77:78])
 
 
+@pytest.mark.parametrize("isa", ISAS)
+def test_ranks_that_hold_other_experts_add_up_to_all(isa: str) -> None:
+    """Each gives the sum over its own, in the order of their numbers; rows are counted for the experts of all."""
+    case = make_case("f32", bias=True)
+    x, residual = randn(19, SIZE), randn(19, SIZE, seed=1)
+    routing = route(Routing(EXPERTS, 3), randn(19, EXPERTS, seed=2))
+    total = residual.double()
+    for held in ((0, 3, 5), (1, 2, 4), ()):
+        numbers = held or (0,)
+        counts = torch.zeros(EXPERTS, dtype=torch.int64)
+        own = replace(
+            case,
+            gate_up=[case.gate_up[number] for number in numbers],
+            down=[case.down[number] for number in numbers],
+            places=tuple(numbers.index(number) if number in numbers else -1 for number in range(EXPERTS)),
+        )
+        chosen = routing if held else torch.cat((torch.ones(19, 3), routing[:, 3:]), dim=1)  # of none that is here
+        part = run_experts(own, x, chosen, None, isa=isa, counts=counts)
+        assert counts.sum() == 3 * len(x)
+        masked = chosen.clone()
+        masked[:, 3:][~torch.isin(chosen[:, :3], torch.tensor(held, dtype=torch.float32))] = 0
+        torch.testing.assert_close(part.double(), one_by_one(case, x, masked, isa), rtol=0, atol=1e-5)
+        assert torch.equal(run_experts(own, x[5:9], chosen[5:9], None, isa=isa, threads=3), part[5:9])
+        total += part.double()
+    expected = run_experts(case, x, routing, residual, isa=isa)
+    torch.testing.assert_close(total, expected.double(), rtol=0, atol=1e-5)
+
+
 def test_matrices_that_do_not_fit_together_are_refused() -> None:
     case = make_case("f32")
     x, routing = randn(2, SIZE), torch.zeros(2, 4)
+    for places in ((0, 1, 2, 3, 4), (1, 0, 2, 3, 4, 5), (0, -1, 1, 2, 3, 4, 5, 6)):
+        with pytest.raises(ValueError, match="experts do not fit together"):
+            run_experts(replace(case, places=places), x, routing, None, isa=ISAS[0])
     with pytest.raises(ValueError, match="experts do not fit together"):
         run_experts(replace(case, gate_up=case.gate_up[:3]), x, routing, None, isa=ISAS[0])
     with pytest.raises(ValueError, match="experts do not fit together"):

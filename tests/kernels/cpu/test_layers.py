@@ -40,10 +40,13 @@ def run(
     matrices: list[torch.Tensor],
     columns: Sequence[torch.Tensor | None] = (),
     encoder: Any = None,
+    precision: str = "FLOAT32",
 ) -> None:
     """Run the kernel that `record` adds to a program (given a Ref of each matrix) over all rows of the matrices."""
     num_rows = len(matrices[0])
-    program = _native.Program(isa, _native.Pool(threads, pin=False, whole=True), num_rows)
+    program = _native.Program(
+        isa, _native.Pool(threads, pin=False, whole=True), num_rows, getattr(_native.MatmulPrecision, precision)
+    )
     record(program, [_native.Ref(area, 0, matrix.stride(0)) for area, matrix in enumerate(matrices)])
     program.bind(
         num_rows,

@@ -1,0 +1,72 @@
+"""The keys of `speculative_config` that only some methods have, and those of vLLM's that have no effect."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from quire.errors import ConfigError
+from quire.logging import get_logger
+
+logger = get_logger(__name__)
+
+OPTION = "speculative_config"
+_OF_WEIGHTS = (
+    *("kv_cache_dtype", "attention_backend", "moe_backend", "enforce_eager", "draft_sample_method"),
+    *("use_local_argmax_reduction", "disable_padded_drafter_batch", "parallel_drafting", "tensor_parallel_size"),
+)
+OF_METHODS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "ngram": ("prompt_lookup_min", "prompt_lookup_max"),
+        "draft_model": (
+            *("model", "draft_tensor_parallel_size", "quantization", "max_model_len", "revision", "code_revision"),
+            *("use_heterogeneous_vocab", "draft_load_config", *_OF_WEIGHTS),
+        ),
+        "mtp": ("index_share_for_mtp_iteration", "disable_eagle_block_drop", *_OF_WEIGHTS),
+    }
+)
+"""Keys of some methods; all others are of every method."""
+WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
+    {
+        "code_revision": "no code of a checkpoint is run",
+        "attention_backend": "the draft model computes with the kernels of the model",
+        "moe_backend": "the draft model computes with the kernels of the model",
+        "enforce_eager": "the draft model runs as the model does",
+        "use_local_argmax_reduction": "every rank has all logits",
+        "disable_eagle_block_drop": "no block is dropped",
+        "disable_padded_drafter_batch": "drafts are computed without padding",
+    }
+)
+ONE_VALUE: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
+    {
+        "kv_cache_dtype": ((None, "auto"), "the draft model keeps keys and values as the model does"),
+        "draft_sample_method": (("greedy",), "a draft is the likeliest token"),
+        "use_heterogeneous_vocab": ((False,), "both models must have one vocabulary"),
+        "parallel_drafting": ((False,), "drafts are made one behind the other"),
+        "draft_load_config": ((None,), "the draft model is loaded as the model is"),
+        "index_share_for_mtp_iteration": ((None, False), "each draft chooses its own keys"),
+        "tensor_parallel_size": ((None,), "the key is draft_tensor_parallel_size"),
+    }
+)
+"""Key -> the values that it may have, and why no others."""
+REJECTION_METHODS = ("standard", "block")
+"""Names of one rule here: a draft counts while it equals the token that is drawn."""
+
+
+def check_keys(given: Mapping[str, Any], method: str) -> None:
+    """Log the keys that have no effect. Raises ConfigError for a key of another method, and for a value that is
+    refused."""
+    for key, value in given.items():
+        of = [name for name, keys in OF_METHODS.items() if key in keys]
+        if of and method not in of:
+            raise ConfigError(f"{OPTION} has no {key!r} for method {method!r}: it is of {', '.join(of)}", param=OPTION)
+        values, reason = ONE_VALUE.get(key, ((value,), ""))
+        if value not in values:
+            raise ConfigError(f"{OPTION}.{key} cannot be {value!r}: {reason}", param=OPTION)
+        if key in WITHOUT_EFFECT and value not in (None, False):
+            logger.warning("%s.%s has no effect: %s", OPTION, key, WITHOUT_EFFECT[key])
+    found = given.get("rejection_sample_method", "standard")
+    if found not in REJECTION_METHODS:
+        known = ", ".join(REJECTION_METHODS)
+        raise ConfigError(f"{OPTION}.rejection_sample_method must be one of {known}, not {found!r}", param=OPTION)

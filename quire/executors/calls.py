@@ -1,0 +1,232 @@
+"""Calls to ranks, whatever carries them: they go out in order, answers come back, and a rank that ends, for whatever
+reason, ends the others: none can compute without it.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import msgspec
+
+from quire.errors import EngineDeadError, QuireError, named_error
+from quire.executors.interface import VitalSigns
+from quire.executors.rank import EXECUTE, LAUNCH, SAMPLE, STEPS, RankAnswer, RankCall
+from quire.executors.wire import decode, encode
+from quire.step import SamplingInputs, StepPlan, StepResult
+
+GRACE_SECONDS = 2.0
+"""After a rank's error, the time for the other ranks to answer, or to be found ended. Then they count as waiting for
+the rank that has failed, and are ended."""
+
+
+class PendingCall:
+    """A call that went to every rank. decode: of an answer's body. answers: in rank order, None: not yet."""
+
+    def __init__(self, method: str, decode: Callable[[msgspec.Raw], Any], num_ranks: int) -> None:
+        self.method = method
+        self.answers: list[RankAnswer | None] = [None] * num_ranks
+        self.future: Future[list[Any]] = Future()
+        self.future.set_running_or_notify_cancel()
+        self._decode = decode
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether every rank has answered."""
+        return None not in self.answers
+
+    def error(self) -> QuireError | None:
+        """What the first rank that failed says, with its number unless all ranks say it."""
+        errors = [(rank, answer.error) for rank, answer in enumerate(self.answers) if answer and answer.error]
+        if not errors:
+            return None
+        rank, error = errors[0]
+        if error.error_type is None:
+            return QuireError(f"rank {rank} failed: {error.message}")
+        is_alike = len(errors) == len(self.answers) and all(other == error for _, other in errors)
+        message = error.message if is_alike else f"rank {rank} failed: {error.message}"
+        return named_error(error.error_type, message, error.param)
+
+    def settle(self, death: EngineDeadError | None = None) -> None:
+        """Complete the future: with the end of a rank, which explains the errors of others, else an error among the
+        answers, else the answers."""
+        if self.future.done():
+            return
+        error = death or self.error()
+        if error is not None:
+            self.future.set_exception(error)
+            return
+        try:
+            results = [self._decode(answer.body) for answer in self.answers if answer is not None]
+        except msgspec.DecodeError as mistake:  # whatever it is, the core waits for this future
+            self.future.set_exception(mistake)
+        else:
+            self.future.set_result(results)
+
+
+class Pulse(Protocol):
+    """What one rank says of itself."""
+
+    def feel(self) -> VitalSigns:
+        """Read what has come since the last time."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class RankCalls(ABC):
+    """Implements `Workers` but for the transport, which a subclass has. One thread takes the answers."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decode_result = msgspec.msgpack.Decoder(StepResult).decode
+        self._sending = threading.Lock()
+        self._lock = threading.Lock()
+        """Of the three below. Never held while a message is sent: a rank that cannot send does not read either."""
+        self._pending: deque[PendingCall] = deque()
+        self._death: EngineDeadError | None = None
+        self._is_closed = False
+        self._unsent: PendingCall | None = None
+        """Of the last plan, while it lacks its sampling inputs."""
+        self._pulses: list[Pulse] = []
+        self._feeling = threading.Lock()
+        """Of the pulses."""
+        self._reader = threading.Thread(target=self._read, name="quire-ranks", daemon=True)
+
+    # -- the transport ----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _send(self, message: bytes) -> None:
+        """Send it to every rank. One that has ended is noticed by `_arrived`."""
+
+    @abstractmethod
+    def _arrived(self, seconds: float | None) -> Iterable[tuple[int, bytes | None]]:
+        """Wait for at most so long (None: for ever); messages since the last time, None for a rank that has ended.
+        Called on the reader's thread alone."""
+
+    @abstractmethod
+    def _explain_exit(self, rank: int) -> str:
+        """What has become of a rank that has ended."""
+
+    @abstractmethod
+    def _end_ranks(self) -> None:
+        """End all of them at once; nothing waits."""
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Let the ranks end, wait for that, and give back what carried messages. The reader ends first, if it runs."""
+
+    # -- calls ------------------------------------------------------------------------------------------------------
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        return self._submit(PendingCall(method, decode, self._num_ranks), encode(arguments)).result()
+
+    def execute(self, plan: StepPlan) -> Future[list[StepResult]]:
+        body = self._encoder.encode(plan)
+        if not plan.expects_sampling_inputs:
+            return self._submit(PendingCall(EXECUTE, self._decode_result, self._num_ranks), body)
+        sampled = self._unsent = PendingCall(SAMPLE, self._decode_result, self._num_ranks)
+
+        def note_failure(launched: Future[list[Any]]) -> None:  # on the reader's thread, as all that settles calls
+            if launched.exception() is not None:
+                sampled.future.set_exception(launched.exception())
+
+        self._submit(PendingCall(LAUNCH, bytes, self._num_ranks), body).add_done_callback(note_failure)
+        return sampled.future
+
+    def send_sampling_inputs(self, inputs: SamplingInputs) -> None:
+        call, self._unsent = self._unsent, None
+        if call is None:
+            raise QuireError(f"no plan awaits sampling inputs, and those of step {inputs.step_id} came")
+        if not call.future.done():
+            self._submit(call, self._encoder.encode(inputs))
+
+    def check(self) -> None:
+        with self._lock:
+            if self._death is not None:
+                raise self._death.again()
+
+    def vital_signs(self) -> VitalSigns:
+        with self._feeling:
+            signs = [pulse.feel() for pulse in self._pulses]
+        return VitalSigns(
+            max((each.silence for each in signs), default=0.0), min((each.stalled for each in signs), default=math.inf)
+        )
+
+    def close(self) -> None:
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            if self._death is None:
+                self._death = EngineDeadError("the executor is shut down")
+        self._close()
+        with self._feeling:
+            while self._pulses:
+                self._pulses.pop().close()
+
+    def _submit(self, call: PendingCall, body: bytes) -> Future[list[Any]]:
+        message = self._encoder.encode(RankCall(call.method, msgspec.Raw(body)))
+        with self._sending:
+            with self._lock:
+                if self._death is not None:
+                    raise self._death.again()
+                self._pending.append(call)
+            self._send(message)
+        return call.future
+
+    def _read(self) -> None:
+        """Take the ranks' answers until one of them ends, or fails while others wait for it."""
+        answers = msgspec.msgpack.Decoder(RankAnswer)
+        deadline: float | None = None
+        while deadline is None or time.monotonic() < deadline:
+            for rank, message in self._arrived(None if deadline is None else max(0.0, deadline - time.monotonic())):
+                if message is None:
+                    self._die(self._explain_exit(rank))
+                    return
+                failure = self._take(rank, answers.decode(message))
+                if failure is not None:
+                    self._die(f"a rank failed in a step: {failure}")
+                    return
+            deadline = (deadline or time.monotonic() + GRACE_SECONDS) if self._has_failure() else None
+        with self._lock:
+            failed = [call for call in self._pending if call.error() is not None]
+            self._pending = deque(call for call in self._pending if call not in failed)
+        for call in failed:
+            call.settle()
+        self._die(f"{failed[0].error()}; the other ranks waited for it")
+
+    def _take(self, rank: int, answer: RankAnswer) -> QuireError | None:
+        """Note a rank's answer to its oldest call, and complete the call when it was the last. Returns what a step has
+        failed with: the ranks' request states are undefined then."""
+        with self._lock:
+            call = next(call for call in self._pending if call.answers[rank] is None)
+            call.answers[rank] = answer
+            if not call.is_answered:
+                return None
+            self._pending.remove(call)
+        call.settle()
+        return call.error() if call.method in STEPS else None
+
+    def _has_failure(self) -> bool:
+        """Whether a rank has failed in a call that others have not answered."""
+        with self._lock:
+            return any(call.error() is not None for call in self._pending)
+
+    def _die(self, reason: str) -> None:
+        """End all ranks, and fail every call."""
+        with self._lock:
+            if self._death is None:
+                self._death = EngineDeadError(reason)
+            pending = list(self._pending)
+            self._pending.clear()
+        self._end_ranks()
+        for call in pending:
+            call.settle(self._death.again())

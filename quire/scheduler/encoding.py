@@ -1,0 +1,189 @@
+"""Images as the scheduler sees them: which the workers have encoded, and what each plan encodes of the next one.
+
+An image is encoded in slices of the tower's layers, between the tokens of steps: a slice counts against the step's
+budget by what it costs beside a token, so that a stream's next token waits for an image no longer than for a chunk of
+a prompt. A sequence computes up to an image that is not encoded, and waits there; a request that would begin with one
+waits in the queue (ImageGate). The workers keep what is encoded until a plan drops it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from quire.config.vision import EncoderCosts
+from quire.decoding.sequence import Deferral, OrderKey, Request, RequestStatus
+from quire.image_orders import EncodeSlice, ImageOrders
+from quire.prompt_image import PromptImage
+from quire.scheduler.admission import Quote
+from quire.scheduler.gates import Stage
+
+ENCODING = "encoding image"
+"""The reason of the deferral."""
+
+
+class Wanted:
+    """An image, and the live requests that want it encoded and have not read it since."""
+
+    def __init__(self, image: PromptImage) -> None:
+        self.image = image
+        self.requests: dict[Request, None] = {}
+        self.num_layers = 0
+        """That are ordered."""
+
+    def first(self) -> Request | None:
+        """The first in order of the requests that live; None: none does."""
+        live = [each for each in self.requests if each.status is not RequestStatus.FINISHED]
+        self.requests = dict.fromkeys(live)
+        return min(live, key=lambda each: each.order_key, default=None)
+
+
+class ImageEncodings:
+    """The images of the scheduler's requests, by content."""
+
+    def __init__(self, costs: EncoderCosts | None) -> None:
+        """costs: None where requests have no images."""
+        self._costs = costs
+        self._kept: OrderedDict[bytes, Wanted] = OrderedDict()
+        """What the workers have encoded behind the plans made so far; what was read last is last."""
+        self._wanted: dict[bytes, Wanted] = {}
+        """Not begun yet."""
+        self._current: Wanted | None = None
+        """The one of which some layers are ordered, and not all."""
+        self._reads: set[bytes] = set()
+        """Of this pass's plan."""
+        self.num_begun = 0
+        """Images so far whose first layers were ordered."""
+
+    def limit(self, request: Request, start: int, end: int) -> int:
+        """Up to where tokens [start, end) of a request, which the plan is to compute, can be: to the first image that
+        is not encoded, which from now on is wanted."""
+        for image in request.images:
+            if image.start >= end:
+                break
+            if image.end <= start:
+                continue
+            kept = self._kept.get(image.key)
+            if kept is None:
+                self._want(image, request)
+                return max(start, image.start)
+            kept.requests.pop(request, None)
+            self._kept.move_to_end(image.key)
+            self._reads.add(image.key)
+        return end
+
+    def await_first(self, request: Request, start: int) -> bytes | None:
+        """The key of the image that position `start` of a request is in and that is not encoded: from now on it is
+        wanted. None: there is none."""
+        for image in request.images:
+            if image.start <= start < image.end and image.key not in self._kept:
+                self._want(image, request)
+                return image.key
+        return None
+
+    def is_awaited(self, key: bytes) -> bool:
+        """Whether an image is wanted and not encoded yet."""
+        return key in self._wanted or (self._current is not None and self._current.image.key == key)
+
+    def orders(self, budget: int, *, is_idle: bool) -> ImageOrders | None:
+        """What the plan of this pass encodes and drops; None: nothing. budget: tokens that it has left; one layer is
+        encoded in any case. is_idle: nothing else is computed, so that no image is kept for a request that does not
+        start while another waits for the room."""
+        reads, self._reads = self._reads, set()
+        if not self._wanted and self._current is None:
+            return None
+        dropped: list[bytes] = []
+        slices: list[EncodeSlice] = []
+        while (wanted := self._next(reads, dropped, is_idle=is_idle)) is not None:
+            assert self._costs is not None, "requests have images"
+            cost, left = self._costs.layer_tokens(wanted.image.grid), self._costs.num_layers - wanted.num_layers
+            count = min(left, max(budget // cost, 0 if slices else 1))
+            if not count:
+                break
+            budget -= count * cost
+            slices.append(EncodeSlice(wanted.image.key, count, None if wanted.num_layers else wanted.image))
+            self._advance(wanted, count)
+            reads.add(wanted.image.key)  # orders of one plan do not drop what they encode
+        return ImageOrders(dropped, slices) if dropped or slices else None
+
+    def forget_workers(self) -> None:
+        """Note that the workers hold nothing any more."""
+        self._kept.clear()
+        self._wanted.clear()
+        self._current = None
+
+    def _want(self, image: PromptImage, request: Request) -> None:
+        current = self._current
+        if current is None or current.image.key != image.key:
+            current = self._wanted.setdefault(image.key, Wanted(image))
+        current.requests[request] = None
+
+    def _next(self, reads: set[bytes], dropped: list[bytes], *, is_idle: bool) -> Wanted | None:
+        """The image whose layers are ordered now, with room for its features; None: there is none. dropped: gets what
+        makes room."""
+        if self._current is not None:
+            if self._current.first() is not None:
+                return self._current
+            dropped.append(self._current.image.key)
+            self._current = None
+        firsts = {key: wanted.first() for key, wanted in self._wanted.items()}
+        self._wanted = {key: wanted for key, wanted in self._wanted.items() if firsts[key] is not None}
+        living = [(first.order_key, key) for key, first in firsts.items() if first is not None]
+        if not living:
+            return None
+        order_key, key = min(living)
+        if not self._make_room(self._wanted[key].image.num_tokens, order_key, reads, dropped, is_idle=is_idle):
+            return None
+        return self._wanted[key]
+
+    def _make_room(
+        self, num_tokens: int, order_key: OrderKey, reads: set[bytes], dropped: list[bytes], *, is_idle: bool
+    ) -> bool:
+        """Whether there is room for an image that a request of this place wants: beside those that the plan reads, and
+        those that earlier requests want and have not read."""
+        assert self._costs is not None, "requests have images"
+        room = self._costs.cache_tokens - sum(kept.image.num_tokens for kept in self._kept.values())
+        victims = []
+        for key, kept in self._kept.items():
+            if room >= num_tokens:
+                break
+            first = kept.first()
+            if key in reads or (first is not None and first.order_key < order_key and not is_idle):
+                continue
+            victims.append(key)
+            room += kept.image.num_tokens
+        if room < num_tokens and len(victims) < len(self._kept):
+            return False
+        for key in victims:
+            del self._kept[key]
+        dropped += victims
+        return True
+
+    def _advance(self, wanted: Wanted, num_layers: int) -> None:
+        assert self._costs is not None, "requests have images"
+        key = wanted.image.key
+        if not wanted.num_layers:
+            del self._wanted[key]
+            self._current = wanted
+            self.num_begun += 1
+        wanted.num_layers += num_layers
+        if wanted.num_layers == self._costs.num_layers:
+            self._kept[key], self._current = wanted, None
+
+
+class ImageGate:
+    """A request whose next token is of an image waits until that is encoded."""
+
+    reason = ENCODING
+    stage = Stage.BEGIN
+
+    def __init__(self, images: ImageEncodings) -> None:
+        self._images = images
+
+    def check(self, request: Request, quote: Quote, now: float) -> Deferral | None:
+        if not request.images or quote.is_resumed:
+            return None
+        key = self._images.await_first(request, quote.num_cached_tokens)
+        return None if key is None else Deferral(self.reason, quote.num_blocks, lambda: self._images.is_awaited(key))
+
+    def forget(self, request: Request) -> None:
+        """Nothing is kept."""

@@ -1,0 +1,134 @@
+"""Drafts of a head: layers behind a model's last one that guess the token after the next, from a token's hidden state
+and the token that follows it.
+
+Behind each step the head computes the step's tokens that have a successor by then, which writes its keys and values at
+their positions, inside the blocks that the step has. Its result for the last of them is kept: a step with drafts begins
+with the guess that follows from it, and feeds the head its own guesses for the further ones. What it then writes for
+these the step itself writes over, from the model's hidden states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from quire.config.speculation import SpeculationConfig
+from quire.worker.block_tables import BlockTables
+from quire.worker.columns import STEP_COLUMNS, ColumnValues
+from quire.worker.drafts import HostDrafts, Placed
+from quire.worker.input_batch import InputBatch
+
+if TYPE_CHECKING:
+    from quire.models.interface import CausalLM
+    from quire.step import StepPlan
+    from quire.worker.platform.cpu_inputs import CacheBackends
+    from quire.worker.request_state import RequestState
+
+
+class HeadDrafts(HostDrafts):
+    """Makes drafts with a model's head on a CPU. Rows that have not yet computed a step have none, nor have children in
+    their first step: the hidden state that theirs would follow from is their parent's."""
+
+    writes_blocks = True
+    reads_all = True
+
+    def __init__(
+        self,
+        config: SpeculationConfig,
+        head: CausalLM,
+        tables: BlockTables,
+        backends: CacheBackends,
+        longest: int,
+        *,
+        has_states: bool,
+    ) -> None:
+        """backends: of the head's layers. longest: most tokens of a sequence."""
+        super().__init__(tables.num_rows, config, has_states=has_states)
+        self._head = head
+        self._tables = tables
+        self._backends = backends
+        self._longest = longest
+        self._columns = ColumnValues(STEP_COLUMNS, head.columns, tables.num_rows)
+        """Those of texts alone, without adapters and pictures."""
+        self._results = torch.zeros(tables.num_rows, head.output_size)
+        """The head's for the last token but one of each row."""
+        self._known = np.zeros(tables.num_rows, np.int64)
+        """Tokens that each row had then."""
+        self._unknown: list[int] = []
+        """Sequences of the step whose drafts are to be made."""
+
+    def forget(self, row: int) -> None:
+        self._known[row] = 0
+
+    def copy(self, source: int, destination: int) -> None:
+        self._known[destination] = 0
+
+    def place(self, plan: StepPlan, requests: RequestState) -> Placed:
+        placed = super().place(plan, requests)
+        self._unknown = [index for index in self._placed if plan.seq_ids[index] not in plan.drafts]
+        return placed
+
+    def _found(self, row: int, length: int, wanted: int) -> list[int]:
+        return [0] * wanted if self._known[row] == length else []
+
+    def make(self, batch: InputBatch, table: np.ndarray) -> bool:
+        unknown, self._unknown = self._unknown, []
+        if not unknown:
+            return False
+        assert batch.num_drafts is not None, "the step has drafts"
+        counts = batch.num_drafts[unknown]
+        rows, lengths = batch.rows[unknown], batch.ends[unknown] - counts
+        self._guess(rows, lengths, counts, table)
+        for index, row, count in zip(unknown, rows.tolist(), counts.tolist(), strict=True):
+            self._placed[index] = self._drafts[row, :count].tolist()
+        return True
+
+    def follow(self, batch: InputBatch, hidden: torch.Tensor, lengths: np.ndarray, table: np.ndarray) -> None:
+        counts = np.minimum(batch.ends, lengths - 1) - batch.starts
+        due = np.flatnonzero(counts > 0)
+        own = InputBatch.of(batch.rows[due], batch.starts[due], counts[due])
+        if own.num_tokens != len(hidden):
+            shift = np.repeat(batch.query_start[:-1][due] - own.query_start[:-1], own.counts)
+            hidden = hidden[torch.from_numpy(np.arange(own.num_tokens) + shift)]
+        self._results[own.rows] = self._run(own, hidden, own.query_start[1:] - 1, table)
+        self._known[own.rows] = own.ends + 1
+
+    def look_up(
+        self, rows: np.ndarray, ends: np.ndarray, table: np.ndarray, needed: Sequence[int] = ()
+    ) -> list[int] | None:
+        lengths = ends + 1
+        counts = np.where(self._known[rows] == lengths, np.clip(self._longest - lengths, 0, self._drafts.shape[1]), 0)
+        if len(needed):
+            own = np.array(needed, np.int64)
+            # The first draft needs no slot, each further one that of the draft before it but one.
+            counts[own] = np.clip(1 + self._tables.room(rows[own]) - ends[own], 0, counts[own])
+            due = own[counts[own] > 0]
+            self._guess(rows[due], lengths[due], counts[due], table)
+        return counts.tolist() if counts.any() else None
+
+    def _guess(self, rows: np.ndarray, lengths: np.ndarray, counts: np.ndarray, table: np.ndarray) -> None:
+        """Make `counts` drafts behind the `lengths` known tokens of distinct rows, also to the token table. All
+        are [R]."""
+        results, number = self._results[rows], 0
+        while len(rows):
+            tokens = self._head.compute_logits(results).argmax(1).numpy()
+            table[rows, lengths + number] = tokens
+            self._drafts[rows, number] = tokens
+            number += 1
+            more = counts > number
+            rows, lengths, counts, results = rows[more], lengths[more], counts[more], results[torch.from_numpy(more)]
+            if len(rows):
+                batch = InputBatch.of(rows, lengths + number - 2, np.ones_like(rows))
+                results = self._run(batch, results, None, table)
+
+    def _run(self, batch: InputBatch, hidden: torch.Tensor, read: np.ndarray | None, table: np.ndarray) -> torch.Tensor:
+        """The head's results for a batch's tokens that `read` names (None: all). hidden: of these tokens, [T, size]."""
+        from quire.worker.platform.cpu_inputs import prepare_inputs
+
+        followers, attention = prepare_inputs(batch, table[:, 1:], self._tables)
+        rows = None if read is None else torch.from_numpy(read)
+        inputs = self._backends.forward_batch(followers, attention, rows, self._columns.of_tokens(batch))
+        return self._head.forward(inputs.having(hidden=hidden)).hidden

@@ -1,0 +1,184 @@
+"""Drafts that a smaller model makes: its likeliest tokens behind a sequence's last one, one after the other.
+
+The model keeps keys and values in layers of the same KV cache, behind those of the model whose drafts it makes, and so
+in the same blocks: what hits, forks, swaps and frees these moves both. It computes prompts in the same steps. Behind a
+prompt it computes only for drafts: a sequence that has none for a while is up to MOST_BEHIND tokens ahead of it.
+
+Drafts are made at the front of the step that computes them, whose blocks have room for them. A sequence under a
+constraint needs them a step earlier, because masks are made from them: they are made behind sampling then, as far as
+the sequence's last block has room.
+
+What the model has of a token is right where the token is the one it was computed for. Where it is wrong (a block of the
+prefix cache whose sequence ended before the model got to its last tokens), drafts are worse, and no token differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from quire.config.speculation import SpeculationConfig
+from quire.kv_cache.layout import FOREIGN_LAYER, KVCacheLayout
+from quire.worker.block_tables import BlockTables
+from quire.worker.columns import STEP_COLUMNS, ColumnValues
+from quire.worker.drafts import HostDrafts, Placed
+from quire.worker.input_batch import InputBatch
+
+if TYPE_CHECKING:
+    from quire.step import StepPlan
+    from quire.worker.platform.cpu_inputs import CacheBackends
+    from quire.worker.platform.interface import DraftModel
+    from quire.worker.request_state import RequestState
+
+MOST_BEHIND = 16
+"""Tokens of a sequence without drafts that are computed together."""
+FRESH = 2**62
+"""Computed tokens of a row whose keys and values come from elsewhere: all before the first step's."""
+
+
+def layers_of(layout: KVCacheLayout, layers: range) -> KVCacheLayout:
+    """The pool as a model sees it that has some of its layers, and counts them from 0."""
+    groups = tuple(
+        replace(group, layers=tuple(each - layers.start if each in layers else FOREIGN_LAYER for each in group.layers))
+        for group in layout.groups
+    )
+    return replace(layout, groups=groups)
+
+
+class ModelDrafts(HostDrafts):
+    """Makes drafts with a model on a CPU."""
+
+    writes_blocks = True
+
+    def __init__(
+        self,
+        config: SpeculationConfig,
+        draft_model: DraftModel,
+        tables: BlockTables,
+        backends: CacheBackends,
+        vocab_size: int,
+        *,
+        has_states: bool,
+    ) -> None:
+        """backends: of the model's own layers. vocab_size: of the model whose drafts it makes."""
+        super().__init__(tables.num_rows, config, has_states=has_states)
+        own, self._model = draft_model.config, draft_model.model
+        self._tables = tables
+        self._backends = backends
+        self._columns = ColumnValues(STEP_COLUMNS, self._model.columns, tables.num_rows)
+        """Those of texts alone, without adapters and pictures."""
+        self._own_size, self._other_size = own.vocab_size, vocab_size
+        self._longest = own.max_model_len
+        self._most_behind = MOST_BEHIND if all(window is None for window in own.sliding_windows) else 0
+        self._computed = np.full(tables.num_rows, FRESH, np.int64)
+        """Leading tokens of each row that the model has computed; more where drafts turn out right."""
+        self._first, self._num_fed = (np.zeros(tables.num_rows, np.int64) for _ in range(2))
+        """The position of each row's first draft, and how many of its drafts the model has computed."""
+        self._unknown: list[int] = []
+        """Sequences of the step whose drafts are to be made."""
+
+    def forget(self, row: int) -> None:
+        self._computed[row], self._num_fed[row] = FRESH, 0
+
+    def copy(self, source: int, destination: int) -> None:
+        for column in (self._computed, self._first, self._num_fed, self._drafts):
+            column[destination] = column[source]
+
+    def place(self, plan: StepPlan, requests: RequestState) -> Placed:
+        placed = super().place(plan, requests)
+        self._unknown = [index for index in self._placed if plan.seq_ids[index] not in plan.drafts]
+        return placed
+
+    def _found(self, row: int, length: int, wanted: int) -> list[int]:
+        return [0] * min(wanted, max(0, self._longest - length))
+
+    def make(self, batch: InputBatch, table: np.ndarray) -> bool:
+        num_drafts = np.zeros(len(batch.rows), np.int64) if batch.num_drafts is None else batch.num_drafts
+        known = batch.ends - num_drafts
+        starts = self._reached(batch.rows, batch.starts, table)
+        self._computed[batch.rows] = np.minimum(self._computed[batch.rows], batch.starts)
+        wanted = np.zeros(len(batch.rows), np.int64)
+        unknown, self._unknown = self._unknown, []
+        wanted[unknown] = num_drafts[unknown]
+        known = np.minimum(known, self._longest)
+        is_due = (wanted > 0) | (known - starts > self._most_behind) | (batch.counts - num_drafts > 1)
+        due = np.flatnonzero(is_due & (known > starts))
+        if not len(due):
+            return False
+        self._guess(batch.rows[due], starts[due], known[due], wanted[due], table)
+        for index in unknown:
+            row, first = batch.rows[index], known[index]
+            self._placed[index] = table[row, first : first + num_drafts[index]].tolist()
+        return bool(unknown)
+
+    def look_up(
+        self, rows: np.ndarray, ends: np.ndarray, table: np.ndarray, needed: Sequence[int] = ()
+    ) -> list[int] | None:
+        most = self._drafts.shape[1]
+        counts = np.clip(self._longest - (ends + 1), 0, most)
+        if len(needed):
+            own = rows[list(needed)]
+            counts[list(needed)] = np.clip(self._tables.room(own) - ends[list(needed)], 0, counts[list(needed)])
+            due = np.array([index for index in needed if counts[index]], np.int64)
+            if len(due):
+                starts = self._reached(rows[due], ends[due], table)
+                self._guess(rows[due], starts, ends[due] + 1, counts[due], table)
+        return counts.tolist() if counts.any() else None
+
+    def _reached(self, rows: np.ndarray, starts: np.ndarray, table: np.ndarray) -> np.ndarray:
+        """The first positions, at most `starts`, that the model has yet to compute: those of its drafts that turned out
+        right it has computed."""
+        reached = np.minimum(self._computed[rows], starts)
+        first, ends = self._first[rows], np.minimum(self._first[rows] + self._num_fed[rows], starts)
+        while True:
+            fed = (first <= reached) & (reached < ends)
+            if not fed.any():
+                return reached
+            at = np.flatnonzero(fed)
+            fed[at] = table[rows[at], reached[at]] == self._drafts[rows[at], reached[at] - first[at]]
+            if not fed.any():
+                return reached
+            reached, ends = reached + fed, np.where(fed, ends, reached)
+
+    def _guess(
+        self, rows: np.ndarray, starts: np.ndarray, ends: np.ndarray, counts: np.ndarray, table: np.ndarray
+    ) -> None:
+        """Compute known tokens (positions starts to ends - 1) of distinct rows, and `counts` drafts behind them, which
+        are written to the token table. All [R]."""
+        batch = InputBatch.of(rows, starts, ends - starts)
+        guessing = np.flatnonzero(counts)
+        read = batch.query_start[1:] - 1
+        hidden = self._hidden(batch, table, read[guessing] if len(guessing) else read)
+        self._computed[rows], self._num_fed[rows] = ends, 0
+        rows, ends, counts = rows[guessing], ends[guessing], counts[guessing]
+        self._first[rows], self._num_fed[rows] = ends, counts - 1
+        number = 0
+        while len(rows):
+            tokens = self._likeliest(hidden)
+            table[rows, ends + number] = tokens
+            self._drafts[rows, number] = tokens
+            number += 1
+            more = counts > number
+            rows, ends, counts = rows[more], ends[more], counts[more]
+            if len(rows):
+                hidden = self._hidden(InputBatch.of(rows, ends + number - 1, np.ones_like(rows)), table, None)
+
+    def _hidden(self, batch: InputBatch, table: np.ndarray, read: np.ndarray | None) -> torch.Tensor:
+        from quire.worker.platform.cpu_inputs import prepare_inputs
+
+        token_ids, attention = prepare_inputs(batch, table, self._tables)
+        if self._own_size < self._other_size:
+            token_ids[token_ids >= self._own_size] = 0
+        rows = None if read is None else torch.from_numpy(read)
+        columns = self._columns.of_tokens(batch)
+        return self._model.forward(self._backends.forward_batch(token_ids, attention, rows, columns)).hidden
+
+    def _likeliest(self, hidden: torch.Tensor) -> np.ndarray:
+        """[R, size] -> [R] int64."""
+        logits = self._model.compute_logits(hidden)[:, : self._other_size]
+        tokens: np.ndarray = logits.argmax(1).numpy()
+        return tokens

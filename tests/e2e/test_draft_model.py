@@ -1,0 +1,221 @@
+"""Drafts of a model change when tokens come and not which: tokens and logprobs are, bit by bit, those without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from quire import LLM, SamplingParams
+from tests.e2e.conftest import GREEDY, Variant, exact, generate
+from tests.e2e.draft_models import changed, guesses_two_tokens, noisy, resized
+from tests.e2e.test_drafts import BORDERS, KINDS, PROMPTS, TORCH
+from tests.e2e.test_drafts_in_text import CONSTRAINTS, OPTIONS, VARIED, Engines, params
+from tests.e2e.test_drafts_in_text import KINDS as KINDS_OF_TEXT
+from tests.e2e.test_drafts_in_text import PROMPTS as TEXTS
+from tests.long import all_but_long
+from tests.models.conftest import SavedModel
+
+Saved = Callable[[str], SavedModel]
+PAIRS = {
+    f"{variant} by {family}": (variant, family)
+    for variant, family in (
+        (Variant("llama"), "llama"),
+        (Variant("qwen3-window"), "llama"),
+        (Variant("llama"), "qwen3-window"),
+        (Variant("qwen3.5-small-states", BORDERS), "llama-wide"),
+        (Variant("deepseek-v3.2"), "llama"),
+        (Variant("llama-wide", TORCH), "deepseek-v3"),
+        (Variant("llama-wide", {"quantization": "int8", "kv_cache_dtype": "int8"}), "qwen3-moe"),
+        (Variant("qwen3-window", TORCH), "qwen3-window"),
+        (Variant("qwen3-next-few-experts", {**TORCH, **BORDERS}), "llama-one-kv-head"),
+    )
+}
+
+
+FEW_BLOCKS = {
+    ("qwen3-window", "llama"): 120,
+    ("llama", "qwen3-window"): 76,
+    ("qwen3.5-small-states", "llama-wide"): 39,
+}
+"""Fewer than the requests take together, where layers form several groups."""
+
+
+def drafting(directory: Path, most: int = 3, **keys: Any) -> dict[str, Any]:
+    return {"speculative_config": {"model": str(directory), "num_speculative_tokens": most, **keys}}
+
+
+def counts(stats: dict[str, Any]) -> tuple[int, int]:
+    """Drafts that were accepted, and all."""
+    return stats["accepted_draft_tokens_total"], stats["draft_tokens_total"]
+
+
+@pytest.fixture(scope="module", params=all_but_long(PAIRS, [*PAIRS][:5]))
+def pair(
+    request: pytest.FixtureRequest, saved_model: Saved, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Variant, Path]:
+    """A model, and one that guesses two of the tokens that it may choose."""
+    variant, family = PAIRS[request.param]
+    directory = changed(saved_model(family).directory, tmp_path_factory.mktemp("d") / family, guesses_two_tokens)
+    return replace(variant, directory=str(saved_model(variant.family).directory)), directory
+
+
+@pytest.fixture(scope="module")
+def plain(pair: tuple[Variant, Path]) -> list[object]:
+    return exact(generate(pair[0], PROMPTS, KINDS)[0])
+
+
+def check(pair: tuple[Variant, Path], plain: list[object], **options: Any) -> dict[str, Any]:
+    outputs, stats = generate(pair[0], PROMPTS, KINDS, **{**drafting(pair[1]), **options})
+    assert exact(outputs) == plain
+    accepted, drafts = counts(stats)
+    assert 0 < accepted < drafts
+    return stats
+
+
+@pytest.mark.parametrize("queue_depth", [1, 2])
+def test_equal_bits(pair: tuple[Variant, Path], plain: list[object], queue_depth: int) -> None:
+    stats = check(pair, plain, queue_depth=queue_depth)
+    has_one_size = not pair[0].family.startswith("deepseek")  # of blocks: else no prompt here ends blocks of all groups
+    assert (stats["prefix_cache_hits_total"] > 0) == has_one_size
+
+
+@pytest.mark.parametrize("queue_depth", all_but_long([1, 2], [2]))
+def test_in_chunks_with_few_blocks(pair: tuple[Variant, Path], plain: list[object], queue_depth: int) -> None:
+    """Preempted requests are computed again, or swapped."""
+    few: dict[str, Any] = {"block_size": 8, "max_prefill_chunk": 11, "queue_depth": queue_depth}
+    few["num_blocks_override"] = FEW_BLOCKS.get((pair[0].family, pair[1].name), 34)
+    stats = check(pair, plain, preemption_mode="swap", swap_space="1MiB", **few)
+    assert stats["swap_preemptions_total"] > 0
+    stats = check(pair, plain, **few)
+    assert stats["preemptions_total"] > 0
+
+
+@pytest.fixture(scope="module", params=all_but_long(["native-2", "torch-1", "native-1", "torch-2"], ["native-2"]))
+def engines(request: pytest.FixtureRequest, bundled_model_path: Path, tmp_path_factory: Any) -> Iterator[Engines]:
+    """One engine without drafts, and one whose drafts are often right."""
+    backend, _, depth = request.param.partition("-")
+    options = {"attention_backend": backend, "queue_depth": int(depth), **OPTIONS}
+    other = changed(bundled_model_path, tmp_path_factory.mktemp("bundled") / "noisy", noisy)
+    with (
+        LLM(str(bundled_model_path), **options) as plain,
+        LLM(str(bundled_model_path), **drafting(other, 4), **options) as llm,
+    ):
+        yield Engines(plain, llm)
+
+
+@pytest.mark.parametrize(
+    "kind", all_but_long([*KINDS_OF_TEXT, *CONSTRAINTS], ["stop strings", "samples", *CONSTRAINTS])
+)
+def test_requests_of_all_kinds(engines: Engines, kind: str) -> None:
+    """Twice: the second time all prompts are in the prefix cache."""
+    usual = engines.plain.generate(TEXTS, params(**VARIED), use_tqdm=False)
+    asked = [params(**(KINDS_OF_TEXT | CONSTRAINTS)[kind](text)) for text in usual]
+    expected = engines.plain.generate(TEXTS, asked, use_tqdm=False)
+    for _ in range(2):
+        accepted, drafts = engines.counts()
+        found = engines.drafting.generate(TEXTS, asked, use_tqdm=False)
+        assert exact(found) == exact(expected)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert [(each.text, each.finish_reason, each.stop_reason) for each in ours.outputs] == [
+                (each.text, each.finish_reason, each.stop_reason) for each in theirs.outputs
+            ]
+        now_accepted, now_drafts = engines.counts()
+        assert 0 < now_accepted - accepted < now_drafts - drafts
+
+
+@pytest.mark.parametrize(
+    ("backend", "depth"),
+    all_but_long([("native", 1), ("native", 2), ("torch", 1), ("torch", 2)], [("native", 2), ("torch", 1)]),
+)
+def test_a_model_guesses_its_own_tokens(saved_model: Saved, backend: str, depth: int) -> None:
+    """All drafts of a greedy text are right, in chunks, behind prefix hits, and one by one."""
+    model = Variant("llama", {"attention_backend": backend}, directory=str(saved_model("llama").directory))
+    prompts, options = [*PROMPTS, PROMPTS[0][:67]], {"queue_depth": depth, "block_size": 8, "max_prefill_chunk": 11}
+    asked = [
+        msgspec.structs.replace(GREEDY, max_tokens=30, num_speculative_tokens=most) for most in (4, 1, 3, 4, 2, 4, 4)
+    ]
+    given = drafting(Path(model.directory), 4, adaptive=False)
+    outputs, stats = generate(model, prompts, asked, **given, **options)
+    assert exact(outputs) == exact(generate(model, prompts, asked, **options)[0])
+    accepted, drafts = counts(stats)
+    assert accepted == drafts > 100
+    assert stats["prefix_cache_hits_total"] > 0
+
+
+def test_a_model_catches_up(saved_model: Saved) -> None:
+    """While two sequences run they have no drafts, and the model that would make them computes nothing for a while."""
+    model = Variant("llama", directory=str(saved_model("llama").directory))
+    asked = [msgspec.structs.replace(GREEDY, max_tokens=number) for number in (29, 60)]
+    given = drafting(
+        Path(model.directory), adaptive=False, num_speculative_tokens_per_batch_size=[[1, 1, 3], [2, 2, 0]]
+    )
+    outputs, stats = generate(model, PROMPTS[:2], asked, **given)
+    assert exact(outputs) == exact(generate(model, PROMPTS[:2], asked)[0])
+    accepted, drafts = counts(stats)
+    assert 20 < accepted == drafts < 30
+
+
+@pytest.mark.parametrize("rows", [90, 100])
+def test_vocabularies_that_differ_by_padding(saved_model: Saved, tmp_path: Path, rows: int) -> None:
+    """Ids that one of the models does not have are no drafts, and are read as another token."""
+    source = saved_model("llama").directory
+    other = changed(source, tmp_path / "other", resized(rows))
+    model = Variant("llama", directory=str(source))
+    params = [
+        GREEDY,
+        SamplingParams(temperature=100.0, seed=1, max_tokens=30, ignore_eos=True, allowed_token_ids=[5, 96]),
+    ]
+    outputs, stats = generate(model, PROMPTS[:2], params, **drafting(other))
+    assert exact(outputs) == exact(generate(model, PROMPTS[:2], params)[0])
+    assert counts(stats)[0] > 0
+
+
+def test_no_drafts_behind_the_longest_text_of_the_model_that_makes_them(saved_model: Saved) -> None:
+    model = Variant("llama", directory=str(saved_model("llama").directory))
+    expected, _ = generate(model, PROMPTS[:1], GREEDY)
+    totals = []
+    for longest in (60, 90, 256):
+        given = drafting(Path(model.directory), max_model_len=longest)
+        outputs, stats = generate(model, PROMPTS[:1], GREEDY, **given)
+        assert exact(outputs) == exact(expected)
+        totals.append(counts(stats)[0])
+    assert 0 == totals[0] < totals[1] < totals[2]
+
+
+def test_an_engine_that_slept(saved_model: Saved) -> None:
+    """Weights of both models are loaded again."""
+    directory = str(saved_model("llama").directory)
+    options = {
+        "num_blocks_override": 100,
+        "num_threads": 1,
+        "skip_tokenizer_init": True,
+        **drafting(Path(directory), adaptive=False),
+    }
+    with LLM(directory, **options) as llm:
+        for level in (1, 2):
+            expected = llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
+            before = counts(llm.stats())
+            llm.sleep(level)
+            llm.wake_up()
+            assert exact(llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)) == exact(expected)
+            now = counts(llm.stats())
+            assert now[0] - before[0] == now[1] - before[1] > 0
+
+
+@pytest.mark.parametrize("ranks", all_but_long([1, 2], []))
+def test_ranks(saved_model: Saved, ranks: int) -> None:
+    """Each of two ranks has the model that makes drafts whole, or both share it."""
+    directory = saved_model("llama-wide").directory
+    model = Variant("llama-wide", {"tensor_parallel_size": 2}, directory=str(directory))
+    expected = exact(generate(model, PROMPTS[:2], GREEDY)[0])
+    given = drafting(directory, draft_tensor_parallel_size=ranks, adaptive=False)
+    outputs, stats = generate(model, PROMPTS[:2], GREEDY, **given)
+    assert exact(outputs) == expected
+    accepted, drafts = counts(stats)
+    assert 0 < accepted <= drafts
+    assert accepted == drafts or ranks == 1  # one rank adds in another order
