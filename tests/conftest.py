@@ -31,6 +31,7 @@ import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 import quire  # noqa: E402
+from quire.utils import progress  # noqa: E402
 from tests import quick_interpreter  # noqa: E402
 from tests.closing_words import said, say  # noqa: E402
 
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
 
 # A shell that starts the tests in the background may ignore interrupts, and children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# On a loaded machine a tiny model takes longer to load than what stays unsaid: no test's output depends on that.
+progress.SHOW_AFTER_SECONDS = 86400.0
 
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 settings.register_profile("explore", max_examples=1000, deadline=None, print_blob=True)

@@ -133,7 +133,8 @@ class Ends:
                 self.end_unmatched(sequence, reason if matcher.error is None else matcher.error.message)
                 continue
             num_sampled = len(sequence.token_ids)
-            new_ids = new_ids + take_forced(sequence)
+            if matcher.forced:
+                new_ids = new_ids + take_forced(sequence)
             if sequence.draft_token_ids:
                 take_masked_drafts(sequence)
             update = SequenceUpdate(request.request_id, sequence.index, new_ids)

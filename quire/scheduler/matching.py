@@ -7,7 +7,7 @@ the scheduler neither reports that token nor plans the next one.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, TypeAlias
 
 from quire.decoding.drafts import take_accepted
 from quire.decoding.masks import ConstraintSpec, Matcher, num_forceable
@@ -21,12 +21,8 @@ if TYPE_CHECKING:
     from quire.scheduler.in_flight import InFlight, Sampled
 
 
-class Asked(NamedTuple):
-    """A sequence's new tokens, which its matcher was asked about."""
-
-    sequence: Sequence
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None
+Asked: TypeAlias = tuple[Sequence, list[int], list[TokenLogprobs] | None]
+"""(sequence, its new tokens, which its matcher was asked about, their logprobs where asked for)"""
 
 
 class Matching:
@@ -100,7 +96,7 @@ class Matching:
         )
         drafts = sequence.draft_token_ids
         matcher.advance(token_ids, num_forceable(sequence), with_mask=sequence.goes_ahead, drafts=drafts)
-        self.asked.append(Asked(sequence, token_ids, logprobs))
+        self.asked.append((sequence, token_ids, logprobs))
 
     def note_late(self, sequence: Sequence) -> None:
         """A sample of the sequence was discarded: it stays out of steps until its mask is there."""
@@ -118,11 +114,14 @@ class Matching:
                     sequence.awaits_matcher = False
                 else:
                     self.late.append(sequence)
-        answered = [each for each in self.asked if _is_answered(each.sequence)]
-        if answered:
-            self.asked = [each for each in self.asked if not _is_answered(each.sequence)]
-            for each in answered:
-                each.sequence.awaits_matcher = False
+        answered, asked, self.asked = [], self.asked, []
+        for each in asked:
+            matcher = each[0].matcher
+            if matcher is None or matcher.is_ready:  # None: the sequence has ended meanwhile
+                each[0].awaits_matcher = False
+                answered.append(each)
+            else:
+                self.asked.append(each)
         return answered
 
     def take_refused(self) -> list[tuple[Request, UserError]]:
@@ -142,13 +141,13 @@ class Matching:
 
     def all_go_ahead(self) -> bool:
         """Whether the next step computes the tokens of all that are asked about, before the answers."""
-        return all(each.sequence.goes_ahead for each in self.asked)
+        return all(sequence.goes_ahead for sequence, _, _ in self.asked)
 
     def awaited(self) -> list[Matcher]:
         """The matchers that a step may wait for, briefly, because they are quick as a rule: those of sequences that
         have got a token and do not go ahead, and once those of each new request."""
         new, self._new = self._new, []
-        asked = [each.sequence.matcher for each in self.asked if not each.sequence.goes_ahead]
+        asked = [sequence.matcher for sequence, _, _ in self.asked if not sequence.goes_ahead]
         return new + [matcher for matcher in asked if matcher is not None and not matcher.is_slow]
 
 
@@ -167,8 +166,3 @@ def matcher_of(sequence: Sequence) -> Matcher:
     if sequence.matcher.is_slow:
         request.max_pending_tokens = 0  # a step that was planned ahead would wait for its mask
     return sequence.matcher
-
-
-def _is_answered(sequence: Sequence) -> bool:
-    """The matcher has answered, or the sequence has ended meanwhile."""
-    return sequence.matcher is None or sequence.matcher.is_ready

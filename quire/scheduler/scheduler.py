@@ -358,8 +358,11 @@ class Scheduler:
         kv, max_chunk, preempted = self.kv, self._max_chunk, False
         max_drafts, asks_always = self._drafter.max_drafts, self._drafter.asks_always
         most = -(-len(running) // self._num_stages)
-        while (index := builder.place_steady(running, index)) < len(running):
+        while index < len(running):
             sequence = running[index]
+            if sequence.num_computed_tokens < sequence.fast_path_until:
+                index = builder.place_steady(running, index)
+                continue
             index += 1  # a preemption removes only entries behind this index
             request = sequence.request
             if len(builder.sequences) >= most and builder.sequences[-1].request is not request:

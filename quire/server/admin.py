@@ -108,6 +108,7 @@ def add_admin_routes(app: FastAPI, context: ServerContext) -> None:
         (settings.enable_tokenizer_info_endpoint, "--enable-tokenizer-info-endpoint", (_add_tokenizer_route,)),
     ):
         routes = app if is_on else FastAPI(openapi_url=None)
+        routes.router.route_class = app.router.route_class
         for add in adders:
             add(routes, context)
         if not is_on:

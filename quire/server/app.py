@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fastapi import Depends, FastAPI, Request, Response
-from fastapi.routing import APIRoute
+from fastapi import Depends, FastAPI, Request, Response, params
+from fastapi.dependencies.models import Dependant
+from fastapi.routing import APIRoute, request_response
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
@@ -158,27 +159,42 @@ def add_doors(app: FastAPI, context: ServerContext) -> None:
 
 
 class DirectRoute(APIRoute):
-    """A route that calls an endpoint of the request alone, or of nothing, as it is: to work out what such an endpoint
-    takes and how its Response becomes one takes FastAPI a tenth of the time of a short request.
+    """A route that calls an endpoint of the request and of parts of the path as it is, as most are: to work out what
+    one takes, and how its Response becomes one, takes FastAPI half a millisecond at the start, and a tenth of the time
+    of a short request.
 
     The application's dependencies are awaited first, in their order; all of them take the request.
     """
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        takes = self.dependant
-        parameters = takes.path_params + takes.query_params + takes.header_params + takes.cookie_params
-        if parameters or takes.body_params or self.response_field or not inspect.iscoroutinefunction(self.endpoint):
-            return super().get_route_handler()
-        endpoint, keywords = self.endpoint, [name] if (name := takes.request_param_name) else []
-        checks = [each.dependency for each in self.dependencies if each.dependency is not None]
+    def __init__(
+        self,
+        path: str,
+        endpoint: Callable[..., Any],
+        *,
+        dependencies: Sequence[params.Depends] | None = None,
+        methods: Collection[str] | None = None,
+        **options: Any,
+    ) -> None:
+        taken = inspect.signature(endpoint, eval_str=True)
+        is_direct = inspect.iscoroutinefunction(endpoint) and issubclass(taken.return_annotation, Response)
+        keywords = [name for name, each in taken.parameters.items() if each.annotation is Request]
+        parts = [each for each in taken.parameters if f"{{{each}}}" in path or f"{{{each}:path}}" in path]
+        if not is_direct or len(keywords) + len(parts) < len(taken.parameters):
+            super().__init__(path, endpoint, dependencies=dependencies, methods=list(methods or ()), **options)
+            return
+        checks = [each.dependency for each in dependencies or () if each.dependency is not None]
 
         async def handle(request: Request) -> Response:
             for check in checks:
                 await check(request)
-            response: Response = await endpoint(**dict.fromkeys(keywords, request))
+            named = {name: request.path_params[name] for name in parts}
+            response: Response = await endpoint(**dict.fromkeys(keywords, request), **named)
             return response
 
-        return handle
+        Route.__init__(self, path, handle, name=endpoint.__name__, include_in_schema=False)
+        self.endpoint, self.app = endpoint, request_response(handle)
+        self.methods = set(methods or ())
+        self.dependant = Dependant(path=path)
 
 
 def add_observers(app: FastAPI, context: ServerContext) -> None:

@@ -242,8 +242,10 @@ class MaskClient:
         return bool(frames)
 
     def _take(self, done: Done) -> None:
+        matchers = self._matchers
         for answer in done.answers:
-            matcher = self._matcher(answer.slot)
+            reference = matchers.get(answer.slot)
+            matcher = None if reference is None else reference()
             if matcher is not None and answer.serial == matcher.serial:
                 matcher.take_answer(answer)
                 self._note(matcher)

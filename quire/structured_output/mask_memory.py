@@ -1,16 +1,20 @@
 """The memory that the engine core and the mask process share: a board that says what the process works at, and a slot
-for the mask of each matcher."""
+for the mask of each matcher. And the memory in which a thread makes a mask before."""
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import struct
 import tempfile
+import time
 from typing import NamedTuple
 
 BOARD_BYTES = 4096
 MIN_SLOTS = 64
+MEASURED_SECONDS = 0.0005
+"""Work that takes no longer by the clock on the wall counts as processor time, which a system call would tell."""
 _ENTRY = struct.Struct("<qd")
 """On the board, for each thread: slot + 1, or 0 while it has no work; time.monotonic() when it began."""
 
@@ -86,3 +90,32 @@ class MaskMemory:
     def close(self) -> None:
         """Close the descriptor; the views go with the object."""
         os.close(self._descriptor)
+
+
+class Scratch:
+    """Memory in which a thread makes masks, and the clock of its work. A sequence may end while its mask is made, and
+    its slot become another one's."""
+
+    def __init__(self, num_bytes: int) -> None:
+        buffer = ctypes.create_string_buffer(num_bytes)
+        self.address = ctypes.addressof(buffer)
+        self.view = memoryview(buffer).cast("B")
+        self._began = self._since = 0.0
+        """By time.monotonic(): beginning of the piece of work; seconds of brief pieces since `_processor` was read."""
+        self._processor = 0.0
+
+    def begin(self) -> None:
+        """A piece of work begins. Called by the thread that does it."""
+        self._began = time.monotonic()
+
+    def seconds(self) -> float:
+        """Processor time since the last call, or `begin`; never less where that is brief."""
+        now = time.monotonic()
+        found, self._began = now - self._began, now
+        if found < MEASURED_SECONDS:
+            self._since += found
+            return found
+        processor = time.thread_time()
+        found = min(found, max(0.0, processor - self._processor - self._since))
+        self._processor, self._since = processor, 0.0
+        return found

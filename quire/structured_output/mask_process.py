@@ -9,7 +9,6 @@ own.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import socket
 import sys
@@ -24,7 +23,7 @@ import msgspec
 from quire.decoding.masks import drafts_behind
 from quire.errors import UserError
 from quire.structured_output.forks import limit_memory
-from quire.structured_output.mask_memory import MaskMemory
+from quire.structured_output.mask_memory import MaskMemory, Scratch
 from quire.structured_output.messages import (
     Advance,
     Answer,
@@ -69,6 +68,9 @@ SWITCH_SECONDS = 0.0005
 """`sys.setswitchinterval`: a long list of tokens is made by steps of the interpreter."""
 
 
+NO_DRAFTS: list[tuple[int, int]] = []
+
+
 class Slot:
     """A sequence. Its work is done in the order in which it came, one piece at a time."""
 
@@ -84,12 +86,8 @@ class Slot:
         self.mask_seconds = seconds
         """Processor time of its last mask."""
         self.num_slow = SLOW_TOKENS if seconds > SLOW_SECONDS else 0
-        self.drafts: list[tuple[int, int]] = []
+        self.drafts = NO_DRAFTS
         """Tokens that are guessed to come next, and the slots of the masks behind them."""
-
-    @property
-    def is_slow(self) -> bool:
-        return self.num_slow > 0
 
     def note(self, seconds: float) -> None:
         """A token or a mask took so long."""
@@ -153,8 +151,8 @@ class Task:
         self.work = work
         self.compiled = compiled
         self.mask_serial = mask_serial
-        self.is_slow = slot.is_slow or (compiled is not None and compiled.is_slow)
-        self.with_mask = self.is_slow or (isinstance(work, Advance) and work.with_mask)
+        self.is_slow = slot.num_slow > 0 or (compiled is not None and compiled.is_slow)
+        self.with_mask = self.is_slow or (type(work) is Advance and work.with_mask)
 
 
 class SlowTasks:
@@ -175,15 +173,6 @@ class SlowTasks:
         if tasks:
             self._charges[charge] = tasks
         return task
-
-
-class Scratch:
-    """Memory in which a thread makes masks. A sequence may end meanwhile, and its slot become another one's."""
-
-    def __init__(self, num_bytes: int) -> None:
-        buffer = ctypes.create_string_buffer(num_bytes)
-        self.address = ctypes.addressof(buffer)
-        self.view = memoryview(buffer).cast("B")
 
 
 class MaskProcess:
@@ -238,24 +227,36 @@ class MaskProcess:
             os._exit(1)
 
     def _turn(self, thread: int, scratch: Scratch) -> None:
-        """Do one task or read a message, as the thread that leads; else stand by. While the other thread leads and
-        reads, what is left of this one's work is done here: else it would lie there until the next message."""
+        """Do tasks while there are some, or read a message, as the thread that leads; else stand by."""
         with self._lock:
-            tasks, leads = self._firsts or self._masks, self._leader == thread
-            if not leads and (self._began or not tasks):
+            task = self._next_task(thread)
+            leads = self._leader == thread
+            if task is None and not leads:
                 self._stand_by(thread)
                 return
-            task = tasks.popleft() if tasks else None
-            now = 0.0 if task is None else time.monotonic()
-            if leads:
-                self._began = now
         if task is None:
             self._read()
             return
-        self._memory.note_work(thread, task.slot.number, now)
-        self._perform(task, scratch)
+        while task is not None:
+            done = self._perform(task, thread, scratch)
+            with self._lock:
+                self._keep(task, done)
+                message = self._take_done()
+                task = self._next_task(thread)
+            if message is not None:
+                self._send(message)
         self._memory.note_work(thread, -1, 0.0)
-        self._send_what_is_done()
+
+    def _next_task(self, thread: int) -> Task | None:
+        """The next quick task, if this thread leads. While the other thread leads and reads, what is left of this one's
+        work is done here: else it would lie there until the next message. Called under the lock."""
+        tasks, leads = self._firsts or self._masks, self._leader == thread
+        if not leads and self._began:
+            return None
+        task = tasks.popleft() if tasks else None
+        if leads:
+            self._began = 0.0 if task is None else time.monotonic()
+        return task
 
     def _stand_by(self, thread: int) -> None:
         """Wait, and lead where the other thread is held up. Called under the lock."""
@@ -276,10 +277,13 @@ class MaskProcess:
             if task is None:
                 self._slow_came.wait()
                 return
-        self._memory.note_work(thread, task.slot.number, time.monotonic())
-        self._perform(task, scratch)
+        done = self._perform(task, thread, scratch)
         self._memory.note_work(thread, -1, 0.0)
-        self._send_what_is_done()
+        with self._lock:
+            self._keep(task, done)
+            message = self._take_done()
+        if message is not None:
+            self._send(message)
 
     def _read(self) -> None:
         frames = self._reader.read()
@@ -336,45 +340,57 @@ class MaskProcess:
         slot.serial = copy.serial
         return Task(slot, None, mask_serial=copy.serial) if copy.wants_mask else None
 
-    def _perform(self, task: Task, scratch: Scratch) -> None:
+    def _perform(self, task: Task, thread: int, scratch: Scratch) -> Answer | Masked | None:
+        """Do a task. None: nothing is to be told."""
         slot, work = task.slot, task.work
+        self._memory.note_work(thread, slot.number, time.monotonic())
         with slot.lock:
             if slot.is_ended:
-                return
+                return None
+            scratch.begin()
             if work is None:
-                masked = self._masked_of(slot, scratch) if task.mask_serial == slot.serial else None
-                with self._lock:
-                    self._masked += [masked] if masked is not None else []
-                return
-            answer = self._answer(task, work)
-            is_told = bool(answer.error) or answer.is_masked
-            needs_mask = not is_told and (bool(slot.drafts) or not (answer.is_free or answer.only != NO_TOKEN))
-            answer.num_draft_masks = -1 if needs_mask else 0
-            if task.with_mask and needs_mask:
-                masked = self._masked_of(slot, scratch)
-                answer.seconds += masked.seconds
-                answer.is_slow, answer.is_masked = slot.is_slow, True
-                answer.mask_error, answer.mask_param = masked.error, masked.param
-                answer.num_draft_masks = masked.num_draft_masks
-        with self._lock:
-            (self._whole if task.with_mask and not task.is_slow else self._answers).append(answer)
-            if needs_mask and not task.with_mask:
-                self._add(Task(slot, None, mask_serial=slot.serial))
+                if task.mask_serial != slot.serial:
+                    return None
+                return Masked(slot.number, slot.serial, *self._make_mask(slot, scratch))
+            answer = self._answer(task, work, scratch)
+            if task.with_mask and answer.num_draft_masks:
+                seconds, error, param, num_draft_masks = self._make_mask(slot, scratch)
+                answer.seconds += seconds
+                answer.is_masked, answer.is_slow = True, slot.num_slow > 0
+                answer.mask_error, answer.mask_param, answer.num_draft_masks = error, param, num_draft_masks
+        return answer
 
-    def _answer(self, task: Task, work: New | Advance) -> Answer:
-        """Follow the tokens."""
+    def _keep(self, task: Task, done: Answer | Masked | None) -> None:
+        """Keep what a task has found until it is sent. Called under the lock."""
+        if done is None:
+            return
+        if type(done) is Masked:
+            self._masked.append(done)
+            return
+        assert type(done) is Answer
+        if task.is_slow or not task.with_mask:
+            self._answers.append(done)
+            if done.num_draft_masks < 0:
+                self._add(Task(task.slot, None, mask_serial=done.serial))
+        else:
+            self._whole.append(done)
+
+    def _answer(self, task: Task, work: New | Advance, scratch: Scratch) -> Answer:
+        """Follow the tokens. `num_draft_masks` is -1 where the mask is to be made."""
         slot, compiled = task.slot, task.compiled
         slot.serial = work.serial
-        slot.drafts = []
-        consume = self._consume_apart if task.is_slow else consume_here
-        clock = self._consume_apart.seconds if task.is_slow else no_seconds
-        started = time.thread_time() + clock()
-        answer = Answer(work.slot, work.serial, 0, [], False, False, False, NO_TOKEN, False, slot.is_slow, 0.0)
+        slot.drafts = NO_DRAFTS
+        consume, clock = consume_here, no_seconds
+        if task.is_slow:
+            consume, clock = self._consume_apart, self._consume_apart.seconds
+        started = clock()
+        answer = Answer(slot.number, work.serial, 0, (), False, False, False, NO_TOKEN, False, False, 0.0)
         try:
-            if isinstance(work, New):
+            if type(work) is New:
                 assert compiled is not None
                 start = compiled.start(self._vocabulary)
-                started = time.thread_time() + clock()  # compiling was rehearsed
+                scratch.seconds()  # compiling was rehearsed
+                started = clock()
                 slot.state = SequenceState(start, self._shape, work.mark, work.ignore_eos, work.allowed)
             state = slot.state
             assert state is not None
@@ -385,43 +401,47 @@ class MaskProcess:
                 answer.is_masked, answer.mask_error = True, "a token does not follow the constraint"
                 slot.compiled.check()
             else:
-                if isinstance(work, Advance):
-                    answer.forced = state.take_forced(work.num_forced, consume)
-                    left = [] if task.is_slow else drafts_behind(answer.forced, work.drafts)
-                    slot.drafts = list(zip(left, work.draft_slots, strict=False))
-                answer.is_free = state.is_free
                 certain = state.certain_token()
+                if type(work) is Advance:
+                    if certain != NO_TOKEN:
+                        answer.forced = state.take_forced(work.num_forced, consume)
+                        certain = state.certain_token()
+                    if work.drafts and not task.is_slow:
+                        left = drafts_behind(answer.forced, work.drafts)
+                        slot.drafts = list(zip(left, work.draft_slots, strict=False))
+                answer.is_free = state.is_free
                 answer.only = certain if certain != NO_TOKEN and state.may_take(certain) else NO_TOKEN
+                if slot.drafts or not (answer.is_free or answer.only != NO_TOKEN):
+                    answer.num_draft_masks = -1
             answer.is_finished, answer.ends_in_text = state.is_finished, state.ends_in_text
         except UserError as error:
             answer.error = error.message
         except BaseException as error:  # a panic of the native library is no Exception
             answer.error = in_one_line(explain(error))
-        answer.seconds = time.thread_time() + clock() - started
+        answer.seconds = scratch.seconds() + clock() - started
         slot.note(answer.seconds)
-        answer.is_slow = slot.is_slow
+        answer.is_slow = slot.num_slow > 0
         return answer
 
-    def _masked_of(self, slot: Slot, scratch: Scratch) -> Masked:
-        """Make the mask of a slot, and write it unless the slot has ended meanwhile."""
-        started = time.thread_time()
-        masked = Masked(slot.number, slot.serial, 0.0)
+    def _make_mask(self, slot: Slot, scratch: Scratch) -> tuple[float, str, str, int]:
+        """Make the mask of a slot, and write it unless the slot has ended meanwhile. Returns what Masked tells of it:
+        `seconds`, `error`, `param` and `num_draft_masks`."""
+        error = param = ""
         try:
             assert slot.state is not None
             slot.state.write_mask(scratch.view, scratch.address)
             with self._lock:
                 if not slot.is_ended:
                     self._memory.write(slot.number, scratch.view)
-        except UserError as error:
-            masked.error, masked.param = error.message, error.param or ""
+        except UserError as found:
+            error, param = found.message, found.param or ""
             slot.compiled.check()
-        except BaseException as error:  # a panic of the native library is no Exception
-            masked.error = in_one_line(explain(error))
-        masked.seconds = time.thread_time() - started
-        slot.note_mask(masked.seconds)
-        if slot.drafts and not masked.error:
-            masked.num_draft_masks = self._make_draft_masks(slot, scratch)
-        return masked
+        except BaseException as found:  # a panic of the native library is no Exception
+            error = in_one_line(explain(found))
+        seconds = scratch.seconds()
+        slot.note_mask(seconds)
+        num_drafts = self._make_draft_masks(slot, scratch) if slot.drafts and not error else 0
+        return seconds, error, param, num_drafts
 
     def _make_draft_masks(self, slot: Slot, scratch: Scratch) -> int:
         """Make the masks behind drafts up to one that does not follow or ends the text, or until they take long.
@@ -442,21 +462,24 @@ class MaskProcess:
                     self._memory.write(place, scratch.view)
         return len(slot.drafts)
 
-    def _send_what_is_done(self) -> None:
-        """Answers go together, once no quick one is missing; so do masks."""
-        with self._lock:
-            if self._firsts or (self._masks and not self._answers):
-                return
-            answers, self._answers = self._answers, []
-            masked: list[Masked] = []
-            if not self._masks:
-                answers += self._whole
-                masked, self._masked, self._whole = self._masked, [], []
-            if not answers and not masked:
-                return
-            self._sending.acquire()  # in this order they are sent
+    def _take_done(self) -> Done | None:
+        """The message that is due: answers go together, once no quick one is missing; so do masks. Called under the
+        lock; `_send` is to follow."""
+        if self._firsts or (self._masks and not self._answers):
+            return None
+        answers, self._answers = self._answers, []
+        masked: list[Masked] = []
+        if not self._masks:
+            answers += self._whole
+            masked, self._masked, self._whole = self._masked, [], []
+        if not answers and not masked:
+            return None
+        self._sending.acquire()  # in this order they are sent
+        return Done(answers, masked)
+
+    def _send(self, message: Done) -> None:
         try:
-            self._connection.sendall(encode_frame(Done(answers, masked)))
+            self._connection.sendall(encode_frame(message))
         except OSError:
             os._exit(0)  # the engine core is gone
         finally:

@@ -153,7 +153,7 @@ class Answer(msgspec.Struct, array_like=True):
 
     only: the one token that may come next; -1: the mask tells. is_free: all may. is_masked: the mask is there already,
     or `mask_error` says why there is none. seconds: of processor time. error: why the matcher cannot go on.
-    num_draft_masks: masks behind drafts that are there; -1: they come with `Masked`.
+    num_draft_masks: masks behind drafts that are there; -1: they and the mask come with `Masked`.
     """
 
     slot: int

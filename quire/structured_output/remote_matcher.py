@@ -42,9 +42,6 @@ class ConstraintText:
         place = token_id % NUM_PLACES
         self.behind[place] = STOPS if stops else max(self.behind[place] - 1, GOES_ON)
 
-    def goes_on_behind(self, token_id: int) -> bool:
-        return self.behind[token_id % NUM_PLACES] == GOES_ON
-
     def __del__(self) -> None:
         if self.job and self.outcome is None:
             self._service.forgotten_jobs.append(self.job)
@@ -58,8 +55,7 @@ class RemoteConstraint:
         self.text = text
         self.client = client
         self.charge = charge
-        self._seconds = 0.0
-        self._num_tokens = 0
+        self._seconds_left = WORK_SECONDS
 
     def matcher(self, spec: ConstraintSpec, token_ids: Sequence[int]) -> RemoteMatcher:
         matcher = RemoteMatcher(self._service.masks, self, spec, token_ids)
@@ -68,13 +64,12 @@ class RemoteConstraint:
 
     def note_work(self, seconds: float, num_tokens: int) -> None:
         """Some work was done for one of its matchers."""
-        self._seconds += seconds
-        self._num_tokens += num_tokens
+        self._seconds_left += TOKEN_SECONDS * num_tokens - seconds
 
     @property
     def is_exhausted(self) -> bool:
         """Its matchers may do no more work."""
-        return self._seconds > WORK_SECONDS + TOKEN_SECONDS * self._num_tokens
+        return self._seconds_left < 0
 
 
 class RemoteMatcher:
@@ -95,8 +90,7 @@ class RemoteMatcher:
         """All tokens that it has followed, as far as it has answered."""
         self.unanswered: tuple[Sequence[int], int, bool, Sequence[int], Sequence[int]] | None = None
         """Arguments of the last `advance`, until they are answered."""
-        self._is_answered = False
-        self._is_masked = self._is_free = False
+        self._is_answered = self.has_mask = self._is_free = False
         self._only = NO_TOKEN
         self._mask_error: UserError | None = None
         self._own_mask: bytes | None = None
@@ -104,7 +98,7 @@ class RemoteMatcher:
         self._draft_slots: list[int] = []
         """Slots for the masks behind drafts."""
         self._num_draft_masks = 0
-        """Masks there; -1: they are to come."""
+        """Masks there."""
         self.is_ready = self.is_slow = False
         self.error: UserError | None = None
         self.num_accepted = 0
@@ -120,16 +114,18 @@ class RemoteMatcher:
         self, token_ids: Sequence[int], num_forced: int, *, with_mask: bool = False, drafts: Sequence[int] = ()
     ) -> None:
         self.serial = self._masks.next_serial()
-        while len(self._draft_slots) < len(drafts):
-            self._draft_slots.append(self._masks.take_slot(self))
-        self.unanswered = (token_ids, num_forced, with_mask, drafts, self._draft_slots[: len(drafts)])
+        places: Sequence[int] = ()
+        if drafts:
+            while len(self._draft_slots) < len(drafts):
+                self._draft_slots.append(self._masks.take_slot(self))
+            places = self._draft_slots[: len(drafts)]
+        self.unanswered = (token_ids, num_forced, with_mask, drafts, places)
         self.is_ready = self._is_answered = False
         self._forget_mask()
-        self._num_draft_masks = -1 if drafts else 0
         self._masks.advance(self)
 
     def goes_on_behind(self, token_id: int) -> bool:
-        return self.constraint.text.goes_on_behind(token_id)
+        return self.constraint.text.behind[token_id % NUM_PLACES] == GOES_ON
 
     def mask(self) -> bytes | None:
         if not self.has_mask:
@@ -156,30 +152,26 @@ class RemoteMatcher:
         found.num_accepted, found.forced = self.num_accepted, self.forced
         found.is_finished, found.ends_in_text = self.is_finished, self.ends_in_text
         found._is_free, found._only = self._is_free, self._only
-        if self._is_masked and self._mask_error is None:
-            found._is_masked, found._own_mask = True, self._own_mask or self._masks.read(self.slot)
+        found.has_mask = self.has_mask
+        if self.has_mask and not self._is_free and self._only == NO_TOKEN and not (self.error or self._mask_error):
+            found._own_mask = self._own_mask or self._masks.read(self.slot)
         if self.error is None:
             self._masks.copy(found, self, wants_mask=not found.has_all)
         return found
 
     @property
-    def has_mask(self) -> bool:
-        if self.error is not None or self._mask_error is not None:
-            return True
-        return self._num_draft_masks >= 0 and (self._is_masked or self._is_free or self._only != NO_TOKEN)
-
-    @property
     def has_all(self) -> bool:
         """Nothing is missing."""
-        return self.error is not None or (self._is_answered and self.has_mask)
+        return self.has_mask and (self._is_answered or self.error is not None)
 
     def settle(self) -> None:
         """Be ready, if enough has come."""
-        self.is_ready = self.has_all or (self._is_answered and not self.is_slow)
+        self.is_ready = (self._is_answered and not self.is_slow) or self.has_all
 
     def fail(self, error: UserError) -> None:
         """Go on no more."""
         self.error = error
+        self.has_mask = True
 
     def new(self, grammar: int) -> New:
         """The message that makes it in a mask process that does not know it, but has its grammar."""
@@ -194,9 +186,10 @@ class RemoteMatcher:
     def start_again(self, *, is_suspect: bool) -> None:
         """Its mask process is gone. is_suspect: it may be the reason."""
         self.is_held = True
-        self._num_draft_masks = 0  # those drafts are not accepted
         if self._own_mask is None:
             self._forget_mask()
+        else:
+            self._num_draft_masks = 0  # those drafts are not accepted
         if is_suspect:
             self.is_slow = True  # until the mask has come
 
@@ -213,27 +206,26 @@ class RemoteMatcher:
                 stops = bool(answer.forced) or answer.is_finished or bool(answer.error)
                 self.constraint.text.note(asked[-1], stops=stops)
         self._is_free, self._only = answer.is_free, answer.only
-        self._num_draft_masks = answer.num_draft_masks
+        self.has_mask, self._num_draft_masks = answer.num_draft_masks >= 0, max(0, answer.num_draft_masks)
         self.is_slow = answer.is_slow
         self.constraint.note_work(answer.seconds, answer.num_accepted + len(answer.forced))
         if answer.error:
             self.fail(UserError(answer.error, param="structured_outputs"))
-        if answer.is_masked:
-            self._note_mask(answer.mask_error, answer.mask_param)
+        if answer.mask_error:
+            self._fail_mask(answer.mask_error, answer.mask_param)
 
     def take_mask(self, masked: Masked) -> None:
         self.constraint.note_work(masked.seconds, 0)
-        self._num_draft_masks = masked.num_draft_masks
-        self._note_mask(masked.error, masked.param)
+        self.has_mask, self._num_draft_masks = True, masked.num_draft_masks
+        if masked.error:
+            self._fail_mask(masked.error, masked.param)
 
-    def _note_mask(self, error: str, param: str) -> None:
-        self._is_masked = True
-        self._mask_error = UserError(error, param=param or "structured_outputs") if error else None
+    def _fail_mask(self, error: str, param: str) -> None:
+        self._mask_error = UserError(error, param=param or "structured_outputs")
 
     def _forget_mask(self) -> None:
-        self._is_masked = False
-        self._num_draft_masks = 0
-        self._is_free, self._only = False, NO_TOKEN
+        self.has_mask = self._is_free = False
+        self._num_draft_masks, self._only = 0, NO_TOKEN
         self._mask_error = self._own_mask = None
 
 

@@ -27,18 +27,20 @@ TOKENS_A_MASK = 8
 
 class MaskShape(NamedTuple):
     """num_bytes: of a mask. num_written: bytes that the library writes, which may be a word more. end_bits: the tokens
-    that end a text, as the bits of an integer."""
+    that end a text, as the bits of an integer. end_places: their bytes in a mask, and the bit of each."""
 
     num_bytes: int
     num_written: int
     end_bits: int
+    end_places: Sequence[tuple[int, int]]
 
     @classmethod
     def of(cls, vocab_size: int, end_ids: Sequence[int]) -> MaskShape:
         """end_ids: of the model; without one, a token behind its vocabulary ends texts (`make_vocabulary`), which the
         masks leave out."""
         num_bytes = num_mask_bytes(vocab_size)
-        return cls(num_bytes, num_bytes if end_ids else num_slot_bytes(vocab_size), bits(end_ids))
+        places = [(each // 8, 1 << each % 8) for each in end_ids]
+        return cls(num_bytes, num_bytes if end_ids else num_slot_bytes(vocab_size), bits(end_ids), places)
 
 
 class SequenceState:
@@ -120,9 +122,13 @@ class SequenceState:
         self._num_unmasked = 0
         if state.is_error():
             raise unusable(state.get_error())
-        if self._held_back or self._allowed is not None:
+        if self._allowed is not None or (self._held_back and self._allows_end(memory)):
             mask = self._narrowed(int.from_bytes(memory[: shape.num_bytes], "little"))
             memory[: shape.num_bytes] = mask.to_bytes(shape.num_bytes, "little")
+
+    def _allows_end(self, memory: memoryview) -> bool:
+        """A token that ends a text is among those of the mask."""
+        return any(memory[place] & bit for place, bit in self._shape.end_places)
 
     def may_take(self, token_id: int) -> bool:
         """The request's other fields allow the token."""

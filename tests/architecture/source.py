@@ -61,7 +61,7 @@ class Module:
     @cached_property
     def nodes(self) -> tuple[ast.AST, ...]:
         """Every node of the tree."""
-        return tuple(ast.walk(self.tree))
+        return all_nodes(self.tree)
 
     @property
     def where(self) -> str:
@@ -71,6 +71,18 @@ class Module:
     def is_facade(self) -> bool:
         """`quire/__init__.py`, which offers names of every layer and imports them on first use."""
         return self.name == "quire"
+
+
+def all_nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """Every node of a tree, as `ast.walk` has them, in a third of its time."""
+    found = [tree]
+    for node in found:
+        for value in vars(node).values():
+            if isinstance(value, ast.AST):
+                found.append(value)
+            elif type(value) is list:
+                found += [each for each in value if isinstance(each, ast.AST)]
+    return tuple(found)
 
 
 @cache

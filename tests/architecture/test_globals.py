@@ -37,10 +37,11 @@ def test_module_level_containers_are_never_changed_by_functions() -> None:
     found = [
         f"{module.where}:{line}: {name}"
         for module in modules()
+        if (names := containers(module))
         for function in module.nodes
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         for name, line in mutated(function)
-        if name in containers(module)
+        if name in names
     ]
     assert found == []
 

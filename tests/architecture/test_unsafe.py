@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tests.architecture.source import ROOT, python_files, tree_of
+from tests.architecture.source import ROOT, all_nodes, python_files, tree_of
 
 MODULES = {"cPickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
 CALLS = {
@@ -33,7 +33,7 @@ def test_nothing_unsafe_is_called_or_imported() -> None:
 
 
 def unsafe(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    nodes = tuple(ast.walk(tree))
+    nodes = all_nodes(tree)
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names if alias.name.split(".")[0] in MODULES)

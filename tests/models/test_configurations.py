@@ -109,6 +109,6 @@ def test_a_head_beside_or_in_place_of_a_tied_embedding(name: str, head: str, tmp
 
 @pytest.mark.long
 def test_a_slice_of_the_fuzz() -> None:
-    outcomes = {seed: outcome_of(draw(seed)) for seed in range(500_000, 500_300)}
+    outcomes = {seed: outcome_of(draw(seed)) for seed in range(500_000, 500_150)}
     assert {seed: outcome for seed, outcome in outcomes.items() if outcome.kind == "differs"} == {}
-    assert Counter(outcome.kind for outcome in outcomes.values())["same"] > 150
+    assert Counter(outcome.kind for outcome in outcomes.values())["same"] > 75

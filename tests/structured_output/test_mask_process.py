@@ -7,8 +7,8 @@ import socket
 import msgspec
 import pytest
 
-from quire.structured_output.mask_memory import MaskMemory, make_memory
-from quire.structured_output.mask_process import Compiled, MaskProcess, Scratch, consume_here
+from quire.structured_output.mask_memory import MaskMemory, Scratch, make_memory
+from quire.structured_output.mask_process import Compiled, MaskProcess, consume_here
 from quire.structured_output.messages import Advance, Done, Grammar, New, Work
 from quire.structured_output.sequence_state import MaskShape, SequenceState
 from quire.structured_output.vocabulary import make_vocabulary

@@ -15,7 +15,7 @@ from quire.errors import UserError
 from quire.structured_output import mask_client, rehearsal, remote_matcher
 from quire.structured_output import service as service_module
 from quire.structured_output.messages import Limits
-from quire.structured_output.remote_matcher import RemoteMatcher
+from quire.structured_output.remote_matcher import GOES_ON, RemoteMatcher
 from quire.structured_output.service import FORK_SERVER, ConstraintService
 from quire.structured_output.vocabulary import make_vocabulary
 from quire.tokenization.tokenizer import Tokenizer, load_tokenizer
@@ -307,7 +307,7 @@ def test_a_token_behind_which_others_were_forced_is_waited_for_three_times(servi
     seen = []
     for stops in (False, True, False, False, False, True):
         text.note(5, stops=stops)
-        seen.append(text.goes_on_behind(5))
+        seen.append(text.behind[5] == GOES_ON)
     assert seen == [True, False, False, False, True, False]
 
 

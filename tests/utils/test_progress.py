@@ -13,6 +13,12 @@ from quire.utils import progress
 from quire.utils.progress import ProgressBar, ProgressLog
 
 
+@pytest.fixture(autouse=True)
+def a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests wait a day (tests/conftest.py)."""
+    monkeypatch.setattr(progress, "SHOW_AFTER_SECONDS", 1.0)
+
+
 class Terminal(io.StringIO):
     def __init__(self, is_terminal: bool) -> None:
         super().__init__()
