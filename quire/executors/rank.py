@@ -63,7 +63,7 @@ class RankLaunch(msgspec.Struct):
 
 
 class RankEnds(NamedTuple):
-    """By what a rank reaches others. meeting_point: as GlooGroup's, of its stage's ranks. collectives: a name of GROUPS
+    """Ends of a rank's ways to others. meeting_point: as `join_group`'s, of its stage's ranks. collectives: a name of GROUPS
     (None: the configuration's). incoming, outgoing: as RankLaunch has them."""
 
     meeting_point: Path | NetworkMeeting

@@ -69,8 +69,7 @@ class Scheduler:
         encoder: EncoderCosts | None = None,
     ) -> None:
         """preemption_costs: as measured; needed by the preemption mode "auto". gates: instead of `default_gates`.
-        drafter: only for workers that verify drafts. adapters: how many the workers hold. encoder: theirs of images;
-        None: requests have none."""
+        drafter: only for workers that verify drafts. adapters, encoder: theirs (None: requests have no images)."""
         self.kv = kv
         self._max_chunk = min(config.max_prefill_chunk or 2**62, config.max_num_batched_tokens)
         self._limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, self._max_chunk, config.whole_prompts)
@@ -94,12 +93,10 @@ class Scheduler:
         own_gates: list[Gate] = [AdapterGate(self._adapters), ImageGate(self._images)]
         self._gates = Gates([*(default_gates(kv) if gates is None else gates), *own_gates])
         self._changes = PlanChanges()
-        collections = Collections(self._requests, self._waiting, self._running, self._deadlines)
+        collections = Collections(self._requests, self._waiting, self._running, self._deadlines, self._stats)
         prefers_swap = choice(config.preemption_mode, preemption_costs)
-        self._admitter = Admitter(
-            kv, self._limits, self._gates, collections, self._changes, prefers_swap, self._stats, self._images
-        )
-        self._ends = Ends(kv, self._changes, collections, self._registration, self._admitter, self._stats)
+        self._admitter = Admitter(kv, self._limits, self._gates, collections, self._changes, prefers_swap, self._images)
+        self._ends = Ends(kv, self._changes, collections, self._registration, self._admitter)
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -200,8 +197,8 @@ class Scheduler:
 
     def _finish_plan(self, builder: PlanBuilder, *, awaits_report: bool = False) -> StepPlan | None:
         """Add the KV connector's transfers and build the plan; None when it is still empty."""
-        is_idle = builder.is_idle and not self._in_flight
-        builder.images = self._images.orders(builder.budget, is_idle=is_idle)
+        if self._images.are_any:
+            builder.images = self._images.orders(builder.budget, is_idle=builder.is_idle and not self._in_flight)
         is_idle = builder.is_idle
         may_wait = is_idle and not self._in_flight
         builder.order_transfers(self.kv, may_wait=may_wait, awaits_report=awaits_report)
@@ -355,9 +352,7 @@ class Scheduler:
         if index == len(running):  # in most steps
             return False
         first_waiting = self._waiting.first if num_reserved else None
-        kv, max_chunk, preempted = self.kv, self._max_chunk, False
-        max_drafts, asks_always = self._drafter.max_drafts, self._drafter.asks_always
-        most = -(-len(running) // self._num_stages)
+        kv, max_chunk, drafter, preempted = self.kv, self._max_chunk, self._drafter, False
         while index < len(running):
             sequence = running[index]
             if sequence.num_computed_tokens < sequence.fast_path_until:
@@ -365,7 +360,10 @@ class Scheduler:
                 continue
             index += 1  # a preemption removes only entries behind this index
             request = sequence.request
-            if len(builder.sequences) >= most and builder.sequences[-1].request is not request:
+            if (
+                len(builder.sequences) * self._num_stages >= len(running)
+                and builder.sequences[-1].request is not request
+            ):
                 break  # the rest is for the other stages' plans
             num_pending = sequence.num_pending_tokens
             known = len(sequence.token_ids) + num_pending
@@ -392,9 +390,10 @@ class Scheduler:
             blocks = sequence.blocks
             assert blocks is not None, "a running sequence has blocks"
             drafts, end = NO_DRAFTS, start + num_tokens
-            if max_drafts and (asks_always or sequence.num_found_drafts) and num_tokens == 1 and end == known:
+            has_drafts = sequence.num_found_drafts or drafter.asks_always
+            if has_drafts and num_tokens == 1 and end == known and drafter.max_drafts:
                 num_free = builder.budget - (len(running) - index) - num_reserved
-                drafts = propose_drafts(self._drafter, sequence, num_free, max_chunk, len(running))
+                drafts = propose_drafts(drafter, sequence, num_free, max_chunk, len(running))
                 end += drafts.num_tokens
             if end > blocks.capacity or blocks.tail_shared:
                 least_start = start - sequence.num_pending_drafts
@@ -419,7 +418,7 @@ class Scheduler:
                 builder.fork(sequence, kv)
             if drafts.num_tokens or sequence.num_pending_drafts:
                 builder.place_drafts(drafts)
-            elif asks_always:
+            elif drafter.asks_always:
                 continue
             elif start + num_tokens == known and request.max_pending_tokens > 1 and not blocks.tail_shared:
                 sequence.fast_path_until = min(blocks.capacity, sequence.max_total_tokens - 1)
