@@ -63,8 +63,8 @@ class RankLaunch(msgspec.Struct):
 
 
 class RankEnds(NamedTuple):
-    """Ends of a rank's ways to others. meeting_point: as `join_group`'s, of its stage's ranks. collectives: a name of GROUPS
-    (None: the configuration's). incoming, outgoing: as RankLaunch has them."""
+    """Ends of a rank's ways to others. meeting_point: as `join_group`'s, of its stage's ranks. collectives: a name of
+    GROUPS (None: the configuration's). incoming, outgoing: as RankLaunch has them."""
 
     meeting_point: Path | NetworkMeeting
     incoming: LinkFiles | None = None

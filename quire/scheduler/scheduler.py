@@ -352,7 +352,8 @@ class Scheduler:
         if index == len(running):  # in most steps
             return False
         first_waiting = self._waiting.first if num_reserved else None
-        kv, max_chunk, drafter, preempted = self.kv, self._max_chunk, self._drafter, False
+        kv, max_chunk, drafter, placed = self.kv, self._max_chunk, self._drafter, builder.sequences
+        preempted = False
         while index < len(running):
             sequence = running[index]
             if sequence.num_computed_tokens < sequence.fast_path_until:
@@ -360,10 +361,7 @@ class Scheduler:
                 continue
             index += 1  # a preemption removes only entries behind this index
             request = sequence.request
-            if (
-                len(builder.sequences) * self._num_stages >= len(running)
-                and builder.sequences[-1].request is not request
-            ):
+            if len(placed) * self._num_stages >= len(running) and placed[-1].request is not request:
                 break  # the rest is for the other stages' plans
             num_pending = sequence.num_pending_tokens
             known = len(sequence.token_ids) + num_pending
