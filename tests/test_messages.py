@@ -60,7 +60,16 @@ TOKEN_VALUES = TokenValues(2, [9, -8])
 ADAPTER = AdapterRef("/adapter", b"digest")
 IMAGE = PromptImage((1, 2, 2), b"key", b"pixels", (8, 4), 3)
 NEW_SEQUENCE = NewSequence(
-    8, [5, 6, 7], 2, [[1, 2], [3]], SAMPLING, {"segments": 1}, {"segments": TOKEN_VALUES}, [ImagePlace(b"key", 3, 5)]
+    8,
+    [5, 6, 7],
+    2,
+    [[1, 2], [3]],
+    SAMPLING,
+    {"segments": 1},
+    {"segments": TOKEN_VALUES},
+    [ImagePlace(b"key", 3, 5)],
+    "key",
+    [4],
 )
 ENCODINGS = ImageOrders([b"old"], [EncodeSlice(b"key", 2, IMAGE)])
 FORK = SequenceFork(8, 9, SAMPLING, token_ids=[5, 6, 8])
@@ -81,11 +90,13 @@ UPDATE = SequenceUpdate(
     timing=TIMING,
     ranking=(-2.5, -1.25),
     pooled=[0.5, -1.25],
+    drafts=(3, 2),
 )
 LISTS: dict[str, Any] = {"expert_counts": {3: [4, 5]}, "accepted_drafts_by_position": [6, 2]}
 NUMBERS = [name for name in EngineStats.__struct_fields__ if name not in LISTS]
 STATS = EngineStats(**{name: number for number, name in enumerate(NUMBERS, start=1)}, **LISTS)
 REQUEST = EngineRequest(
+    prediction=[4, 5],
     images=[IMAGE],
     adapter=ADAPTER,
     request_id="r-1",

@@ -68,8 +68,8 @@ GROUPS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "observe": (
         "logs, metrics and traces",
         ("log_format", "enable_log_requests", "max_log_len", "access_log", "disable_log_stats", "step_log",
-         "expert_counts", "enable_per_request_metrics", "metrics_names", "otlp_traces_endpoint",
-         "collect_detailed_traces"),
+         "expert_counts", "enable_per_request_metrics", "per_request_spec_decode_metrics", "metrics_names",
+         "otlp_traces_endpoint", "collect_detailed_traces"),
     ),
 }  # fmt: skip
 """Name of a group, for `--help=NAME` -> its title and the fields of EngineOptions and ServerSettings in it."""

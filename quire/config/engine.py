@@ -47,3 +47,9 @@ class EngineConfig:
     structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
     media: MediaConfig = field(default_factory=MediaConfig)
     """How pictures are taken."""
+
+    @property
+    def takes_predictions(self) -> bool:
+        """Drafts may come from the text that a request expects."""
+        speculation = self.speculation
+        return bool(speculation.max_drafts) and speculation.reads_texts and self.device.attention_backend != "triton"

@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from quire.config.fallback import HINT, MODEL_IMPLS, has_transformers, knows_class
-from quire.config.families import ARCHITECTURES, RUNNABLE, known_values, language_model, shape_of, with_usual_values
+from quire.config.families import (
+    ARCHITECTURES,
+    RUNNABLE,
+    VISION_CONFIG,
+    known_values,
+    language_model,
+    shape_of,
+    with_usual_values,
+)
 from quire.config.generation import read_generation, sampling_defaults
 from quire.config.gguf import read_gguf_config, read_gguf_pooling
 from quire.config.hf_json import Fields, read_json, read_optional_json
@@ -25,7 +33,6 @@ from quire.config.options import BUNDLED_MODEL, BUNDLED_SIGHTS
 from quire.config.pooling import longest_text, read_pooling
 from quire.config.quantization_formats import read_quantization
 from quire.config.rope import read_lengths
-from quire.config.vision import VISION_CONFIG
 from quire.errors import ConfigError, ModelLoadError
 from quire.utils.gguf import SUFFIX as GGUF_SUFFIX
 from quire.utils.gguf import find_gguf
@@ -126,7 +133,7 @@ def load_model_config(
         hf=raw,
         quantization=read_quantization(fields),
         pooling=pooling,
-        is_multimodal=bool(key),
+        is_multimodal=bool(key) or VISION_CONFIG in whole,
         vision=_object(whole, VISION_CONFIG),
         image_token_id=_token_id(whole, "image_token_id"),
         impl=impl,

@@ -42,7 +42,7 @@ class ModelConfig:
     of the language model.
     quantization: of the checkpoint's weights; None: they are floating point.
     activation_bits: least bits that activations keep where the native kernels multiply integers and 4-bit floats: 8
-    (whole numbers, with a scale for each group of a row), 16 or 32; 0: what DeviceConfig's matmul_precision says.
+    (whole numbers, a scale for each group or 128 values of a row), 16 or 32; 0: what matmul_precision says.
     pooling: how it makes a vector of a text; None: it generates.
     expands_prompts: whether latent attention computes prompts with keys and values of each head: a token's bits then
     depend on whether it is part of a prompt.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -13,7 +14,7 @@ from quire.config.model import ModelConfig
 from quire.config.speculation_keys import OPTION, check_keys
 from quire.errors import ConfigError, nearest_name
 
-METHODS = ("ngram", "ngram_gpu", "draft_model", "mtp")
+METHODS = ("ngram", "ngram_gpu", "suffix", "draft_model", "mtp", "custom_class")
 """The first two are names of one method: the drafts are looked up where the model runs."""
 REFUSED = ("medusa", "mlp_speculator", "dflash", "dspark")
 """Methods of vLLM that there are not."""
@@ -36,12 +37,25 @@ class DraftModelConfig:
 
 
 @dataclass(frozen=True)
+class SuffixConfig:
+    """The keys of `method: suffix`. depth: matched tokens and drafts together. max_texts: ended outputs that are kept,
+    for each client and cache salt. factor: most drafts for each matched token. least: the least probability of a draft.
+    """
+
+    depth: int = 24
+    max_texts: int = 10_000
+    factor: float = 1.0
+    least: float = 0.1
+
+
+@dataclass(frozen=True)
 class SpeculationConfig:
     """max_drafts: most drafts of a sequence in a step; 0: none are made. lookup_min, lookup_max: how many of a
     sequence's last tokens are looked up in what comes before them, at least and at most; what followed there are the
     drafts. by_batch_size: (running sequences, most drafts of each up to as many), ascending; the last one holds for
     more sequences, too. adapts: a sequence whose drafts are rejected computes fewer. draft_model: what makes the drafts
-    (None: no other model does). method: of METHODS."""
+    (None: no other model does). method: of METHODS. suffix: the keys of that method. custom_class: "module:class" that
+    makes them, of that method."""
 
     max_drafts: int = 0
     lookup_min: int = USUAL_LOOKUP
@@ -50,11 +64,18 @@ class SpeculationConfig:
     adapts: bool = True
     draft_model: DraftModelConfig | None = None
     method: str = "ngram"
+    suffix: SuffixConfig | None = None
+    custom_class: str = ""
 
     @property
     def draft(self) -> ModelConfig | None:
         """The model that makes the drafts, once its config.json was read."""
         return None if self.draft_model is None else self.draft_model.model
+
+    @property
+    def reads_texts(self) -> bool:
+        """Drafts are looked up in texts."""
+        return self.method in ("ngram", "suffix")
 
     @classmethod
     def of(cls, given: Mapping[str, Any] | None) -> SpeculationConfig:
@@ -64,21 +85,26 @@ class SpeculationConfig:
         fields = converted(OPTION, given, _Given, _Given.__struct_fields__)
         method = _method(fields)
         check_keys(given, method)
+        suffix = _suffix(fields) if method == "suffix" else None
+        most_drafts = fields.num_speculative_tokens
+        if most_drafts is None:
+            if suffix is None:
+                raise ConfigError(f"{OPTION} lacks num_speculative_tokens", param=OPTION)
+            most_drafts = min(suffix.depth, MAX_DRAFTS)
         least, most = fields.prompt_lookup_min, fields.prompt_lookup_max
         most = (least or USUAL_LOOKUP) if most is None else most
         least = most if least is None else least
         for name, value, limit in (
-            ("num_speculative_tokens", fields.num_speculative_tokens, MAX_DRAFTS),
+            ("num_speculative_tokens", most_drafts, MAX_DRAFTS),
             ("prompt_lookup_max", most, MAX_LOOKUP),
             ("prompt_lookup_min", least, most),
         ):
             if not 1 <= value <= limit:
                 raise ConfigError(f"{OPTION}.{name} must be from 1 to {limit}, not {value}", param=OPTION)
-        by_batch_size = _by_batch_size(
-            fields.num_speculative_tokens_per_batch_size or [], fields.num_speculative_tokens
-        )
-        chosen = None if fields.model is None else _draft_model(fields, fields.model)
-        return cls(fields.num_speculative_tokens, least, most, by_batch_size, fields.adaptive, chosen, method)
+        by_batch_size = _by_batch_size(fields.num_speculative_tokens_per_batch_size or [], most_drafts)
+        chosen = _draft_model(fields, fields.model) if fields.model is not None and method == "draft_model" else None
+        custom = _custom_class(fields) if method == "custom_class" else ""
+        return cls(most_drafts, least, most, by_batch_size, fields.adaptive, chosen, method, suffix, custom)
 
 
 def _by_batch_size(ranges: list[tuple[int, int, int]], most: int) -> tuple[tuple[int, int], ...]:
@@ -124,11 +150,45 @@ def _draft_model(fields: _Given, name: str) -> DraftModelConfig:
     return DraftModelConfig(name, fields.revision, fields.quantization, *sizes)
 
 
+def _suffix(fields: _Given) -> SuffixConfig:
+    given = {name: value for name, value in fields.suffix_keys.items() if value is not None}
+    found = msgspec.convert({_SUFFIX_KEYS[name]: value for name, value in given.items()}, SuffixConfig)
+    for name, value, bounds in (
+        ("max_tree_depth", found.depth, (3, 64)),
+        ("max_cached_requests", found.max_texts, (0, 10**9)),
+        ("max_spec_factor", found.factor, (0, 64)),
+        ("min_token_prob", found.least, (0, 1)),
+    ):
+        if not bounds[0] <= value <= bounds[1]:
+            raise ConfigError(
+                f"{OPTION}.suffix_decoding_{name} must be from {bounds[0]} to {bounds[1]}, not {value}", param=OPTION
+            )
+    return found
+
+
+def _custom_class(fields: _Given) -> str:
+    """The class of `method: custom_class`, which `model` names."""
+    module, _, name = (fields.model or "").replace(":", ".").rpartition(".")
+    if not module or not name:
+        raise ConfigError(f"{OPTION}.model must name a class, as module.Class, not {fields.model!r}", param=OPTION)
+    return f"{module}:{name}"
+
+
+_SUFFIX_KEYS = MappingProxyType(
+    {
+        "suffix_decoding_max_tree_depth": "depth",
+        "suffix_decoding_max_cached_requests": "max_texts",
+        "suffix_decoding_max_spec_factor": "factor",
+        "suffix_decoding_min_token_prob": "least",
+    }
+)
+
+
 class _Given(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The option as the caller writes it. What only some methods have, and what has no effect or one value alone, is in
     quire/config/speculation_keys.py."""
 
-    num_speculative_tokens: int
+    num_speculative_tokens: int | None = None
     method: str | None = None
     num_speculative_tokens_per_batch_size: list[tuple[int, int, int]] | None = None
     adaptive: bool = True
@@ -154,3 +214,11 @@ class _Given(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tensor_parallel_size: int | None = None
     index_share_for_mtp_iteration: bool | None = None
     disable_eagle_block_drop: bool = False
+    suffix_decoding_max_tree_depth: int | None = None
+    suffix_decoding_max_cached_requests: int | None = None
+    suffix_decoding_max_spec_factor: float | None = None
+    suffix_decoding_min_token_prob: float | None = None
+
+    @property
+    def suffix_keys(self) -> dict[str, int | float | None]:
+        return {name: getattr(self, name) for name in _SUFFIX_KEYS}

@@ -19,6 +19,11 @@ _OF_WEIGHTS = (
 OF_METHODS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "ngram": ("prompt_lookup_min", "prompt_lookup_max"),
+        "suffix": (
+            *("suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests"),
+            *("suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob"),
+        ),
+        "custom_class": ("model",),
         "draft_model": (
             *("model", "draft_tensor_parallel_size", "quantization", "max_model_len", "revision", "code_revision"),
             *("use_heterogeneous_vocab", "draft_load_config", *_OF_WEIGHTS),

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
+from quire.config.families import VISION_CONFIG
 from quire.config.hf_json import Fields, shown
 from quire.config.model import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH
 
-VISION_CONFIG = "vision_config"
-"""The key of the tower's configuration in that of the model."""
 ROTATED_PARTS = 4
 """Elements of a head that one frequency turns: two for a patch's row, two for its column."""
 MAX_PATCH = 256
@@ -22,13 +22,15 @@ CACHE_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """Sizes of Qwen3-VL's tower.
+    """Sizes of a tower of Qwen3-VL, Qwen 3.5 or Qwen2.5-VL.
 
     channels, frames, patch_size: values of a patch are [channels, frames, patch_size, patch_size]. merge_size: patches
     on each side of the square that becomes one token. output_size: of a token's features, the language model's hidden
-    size. table_side: rows and columns of the table of learned positions. deepstack_layers: ascending; layers whose
-    outputs give features of their own, which the language model adds behind its first layers. activation: between the
-    products of a layer's MLP.
+    size. table_side: rows and columns of the table of learned positions (0: there is none). deepstack_layers:
+    ascending; layers whose outputs give features of their own, which the language model adds behind its first layers.
+    activation: between the products of a layer's MLP. is_gated: these are three, norms are RMS norms, and patches are
+    embedded without a bias. window: tokens on each side of the squares within which patches attend to one another (0:
+    to all of their frame), but in `whole_layers`.
     """
 
     num_layers: int
@@ -44,6 +46,9 @@ class VisionConfig:
     deepstack_layers: tuple[int, ...]
     activation: str
     rope_theta: float
+    is_gated: bool = False
+    window: int = 0
+    whole_layers: tuple[int, ...] = ()
 
     @property
     def head_dim(self) -> int:
@@ -70,14 +75,17 @@ class VisionConfig:
 class EncoderCosts:
     """What the scheduler knows of a tower. num_layers: which can be computed one at a time. cache_tokens: of images
     whose features are kept; a larger one is kept alone. patch_factor, pair_factor: elements that a layer multiplies for
-    each patch of a token, and for each pair of patches of a frame, by those that a token of text is multiplied by in
-    all layers. patches: of a token."""
+    each patch of a token, and for each pair of patches that attend to one another, by those that a token of text is
+    multiplied by in all layers. patches: of a token. window: patches of a window. whole_share: of the layers, those
+    that attend to whole frames."""
 
     num_layers: int
     cache_tokens: int
     patch_factor: float
     pair_factor: float
     patches: int
+    window: int = 0
+    whole_share: float = 1.0
 
     @classmethod
     def of(cls, config: VisionConfig, text_elements: int) -> EncoderCosts:
@@ -86,9 +94,11 @@ class EncoderCosts:
         return cls(
             num_layers=config.num_layers,
             cache_tokens=CACHE_BYTES // (4 * config.feature_size),
-            patch_factor=(4 * size + 2 * config.intermediate_size) * size / text_elements,
+            patch_factor=(4 * size + (3 if config.is_gated else 2) * config.intermediate_size) * size / text_elements,
             pair_factor=2 * size / text_elements,
             patches=config.merge_size**2,
+            window=(config.window * config.merge_size) ** 2,
+            whole_share=len(config.whole_layers) / config.num_layers if config.window else 1.0,
         )
 
     def layer_tokens(self, grid: tuple[int, int, int]) -> int:
@@ -96,59 +106,101 @@ class EncoderCosts:
         tokens."""
         frames, rows, columns = grid
         of_frame = rows * columns * self.patches
-        return math.ceil(frames * of_frame * (self.patch_factor + of_frame * self.pair_factor))
+        seen = self.whole_share * of_frame + (1 - self.whole_share) * min(self.window, of_frame)
+        return math.ceil(frames * of_frame * (self.patch_factor + seen * self.pair_factor))
 
 
-def read_vision(values: Mapping[str, Any], hidden_size: int, where: str) -> VisionConfig:
-    """The tower that `vision_config` of a Qwen3-VL describes. hidden_size: of the language model. Raises ModelLoadError
-    that names the key which is missing, wrong or not supported."""
+def read_vision(architecture: str, values: Mapping[str, Any], hidden_size: int, where: str) -> VisionConfig:
+    """The tower that `vision_config` describes. architecture: of VISION_TOWERS. hidden_size: of the language model.
+    Raises ModelLoadError that names the key which is missing, wrong or not supported."""
     fields = Fields(values, f"{where}: {VISION_CONFIG}")
-    num_layers = fields.integer("depth", 27, maximum=MAX_LAYERS)
-    size = fields.integer("hidden_size", 1152, maximum=MAX_WIDTH)
+    kind = VISION_TOWERS[architecture]
+    num_layers = fields.integer("depth", kind.depth, maximum=MAX_LAYERS)
+    size = fields.integer("hidden_size", kind.hidden_size, maximum=MAX_WIDTH)
     heads = fields.integer("num_heads", 16, maximum=MAX_HEADS)
     if size % heads or size // heads % ROTATED_PARTS or size // heads > MAX_HEAD_DIM:
         raise fields.error(
             f"hidden_size ({size}) must be num_heads ({heads}) times a multiple of {ROTATED_PARTS}, at most "
             f"{MAX_HEAD_DIM}"
         )
+    output = fields.integer("out_hidden_size", 3584, maximum=MAX_WIDTH)
+    if output != hidden_size:
+        raise fields.error(f"out_hidden_size ({output}) must be the language model's hidden_size ({hidden_size})")
+    config = VisionConfig(
+        num_layers=num_layers,
+        hidden_size=size,
+        intermediate_size=fields.integer("intermediate_size", kind.intermediate_size, maximum=MAX_WIDTH),
+        num_heads=heads,
+        channels=_three_channels(fields),
+        frames=fields.integer("temporal_patch_size", 2, maximum=MAX_PATCH),
+        patch_size=fields.integer("patch_size", kind.patch_size, maximum=MAX_PATCH),
+        merge_size=fields.integer("spatial_merge_size", 2, maximum=MAX_PATCH),
+        output_size=output,
+        table_side=0 if kind.has_windows else _table_side(fields),
+        deepstack_layers=_layers(fields, "deepstack_visual_indexes", kind.deepstack, num_layers),
+        activation=fields.text("hidden_act", kind.activation),
+        rope_theta=_rope_theta(fields),
+    )
+    if not kind.has_windows:
+        return config
+    side = fields.integer("window_size", 112, maximum=MAX_WIDTH) // config.merge_size // config.patch_size
+    if not side:
+        raise fields.error("window_size must be the pixels of a token at least")
+    whole = _layers(fields, "fullatt_block_indexes", (7, 15, 23, 31), num_layers)
+    return replace(config, is_gated=True, window=side, whole_layers=whole)
+
+
+@dataclass(frozen=True)
+class TowerKind:
+    """What a family's towers are, and are by default."""
+
+    deepstack: tuple[int, ...] | None = None
+    """None: no layer gives features of its own."""
+    has_windows: bool = False
+    depth: int = 27
+    hidden_size: int = 1152
+    intermediate_size: int = 4304
+    patch_size: int = 16
+    activation: str = "gelu_pytorch_tanh"
+
+
+_QWEN3, _QWEN35 = TowerKind(deepstack=(8, 16, 24)), TowerKind()
+VISION_TOWERS: Mapping[str, TowerKind] = MappingProxyType(
+    {
+        "Qwen3VLForCausalLM": _QWEN3,
+        "Qwen3VLMoeForCausalLM": _QWEN3,
+        "Qwen3_5ForCausalLM": _QWEN35,
+        "Qwen3_5MoeForCausalLM": _QWEN35,
+        "Qwen2_5_VLForCausalLM": TowerKind(
+            has_windows=True, depth=32, hidden_size=3584, intermediate_size=3420, patch_size=14, activation="silu"
+        ),
+    }
+)
+"""Language models whose vision towers run."""
+
+
+def _table_side(fields: Fields) -> int:
     positions = fields.integer("num_position_embeddings", 2304, maximum=MAX_WIDTH)
     side = math.isqrt(positions)
     if side * side != positions:
         raise fields.error(f"num_position_embeddings must be the square of a number, not {positions}")
-    output = fields.integer("out_hidden_size", 3584, maximum=MAX_WIDTH)
-    if output != hidden_size:
-        raise fields.error(f"out_hidden_size ({output}) must be the language model's hidden_size ({hidden_size})")
-    return VisionConfig(
-        num_layers=num_layers,
-        hidden_size=size,
-        intermediate_size=fields.integer("intermediate_size", 4304, maximum=MAX_WIDTH),
-        num_heads=heads,
-        channels=_three_channels(fields),
-        frames=fields.integer("temporal_patch_size", 2, maximum=MAX_PATCH),
-        patch_size=fields.integer("patch_size", 16, maximum=MAX_PATCH),
-        merge_size=fields.integer("spatial_merge_size", 2, maximum=MAX_PATCH),
-        output_size=output,
-        table_side=side,
-        deepstack_layers=_deepstack_layers(fields, num_layers),
-        activation=fields.text("hidden_act", "gelu_pytorch_tanh"),
-        rope_theta=_rope_theta(fields),
-    )
+    return side
 
 
 def _three_channels(fields: Fields) -> int:
-    channels = fields.integer("in_channels", 3)
+    key = "in_chans" if "in_chans" in fields.values else "in_channels"
+    channels = fields.integer(key, 3)
     if channels != 3:
-        raise fields.error(f"in_channels must be 3, red, green and blue, not {channels}")
+        raise fields.error(f"{key} must be 3, red, green and blue, not {channels}")
     return channels
 
 
-def _deepstack_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
-    listed = fields.values.get("deepstack_visual_indexes", (8, 16, 24))
+def _layers(fields: Fields, key: str, usual: tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
+    """The layers that a list names. usual: where there is none; None: it is not read."""
+    listed = () if usual is None else fields.values.get(key, usual)
     is_list = isinstance(listed, list | tuple) and all(type(layer) is int for layer in listed)
     if not is_list or sorted(set(listed)) != list(listed) or not all(0 <= layer < num_layers for layer in listed):
-        raise fields.error(
-            f"deepstack_visual_indexes must name layers of the {num_layers} in ascending order, not {shown(listed)}"
-        )
+        raise fields.error(f"{key} must name layers of the {num_layers} in ascending order, not {shown(listed)}")
     return tuple(listed)
 
 

@@ -162,8 +162,10 @@ def take_back_rejected(
         sequence.num_pending_tokens -= num_drafts
         sequence.num_pending_drafts -= num_drafts
         sequence.fast_path_until = 0
-        if num_drafts and accepted and sequence.draft_record is not None:
-            sequence.draft_record.note(num_drafts, len(accepted) - 1)
+        if num_drafts and accepted:
+            sequence.draft_step = num_drafts, len(accepted) - 1
+            if sequence.draft_record is not None:
+                sequence.draft_record.note(num_drafts, len(accepted) - 1)
         num_rejected = num_drafts + 1 - len(accepted)
         # Without blocks it has ended, or was preempted: then it computes all tokens again once none is in flight.
         if num_rejected and sequence.blocks is not None:

@@ -65,6 +65,7 @@ class Sequence:
         "blocks",
         "chain",
         "draft_record",
+        "draft_step",
         "draft_token_ids",
         "fast_path_until",
         "finish_reason",
@@ -100,6 +101,8 @@ class Sequence:
         """Drafts that the workers have for its next step, as far as results say."""
         self.draft_record: DraftRecord | None = None
         """What became of its drafts so far; None: it had none, or their number does not depend on it."""
+        self.draft_step: tuple[int, int] | None = None
+        """Drafts of the step whose tokens are to be reported next, and how many of them were accepted."""
         self.draft_token_ids: list[int] = []
         """These drafts, of a sequence under a constraint: its matcher is asked for masks behind them."""
         self.first_step_id = 0
@@ -185,6 +188,7 @@ class Request:
         "params",
         "pending_forks",
         "pooling",
+        "prediction",
         "priority",
         "prompt_token_ids",
         "register_prefix",
@@ -192,6 +196,7 @@ class Request:
         "sequences",
         "status",
         "stop_token_ids",
+        "text_scope",
         "token_columns",
     )
 
@@ -214,6 +219,8 @@ class Request:
         self.params = request.params
         self.max_tokens = request.max_tokens
         self.cache_salt = request.cache_salt
+        self.text_scope = f"{request.client}\0{request.cache_salt}"
+        self.prediction = request.prediction
         self.arrival_time = arrival_time
         self.priority = request.priority
         self.register_prefix = request.register_prefix

@@ -62,6 +62,8 @@ class TokensPrompt(TypedDict, total=False):
     prompt: str
     """The text the tokens came from; only reported back."""
     cache_salt: str
+    prediction: list[int]
+    """Tokens that are expected to be generated: drafts may come from them."""
     multi_modal_data: Mapping[str, Any] | PlacedImages
     """As those of TextPrompt, or images that have their places."""
 
@@ -71,7 +73,9 @@ IMAGE_KEY = "multi_modal_data"
 MEDIA_KEYS = (IMAGE_KEY, "mm_processor_kwargs", "multi_modal_uuids")
 """Keys of vLLM's prompts for images, sound and video: taken where they are empty, and the first where the model takes
 images."""
-PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "prediction")
+PREDICTION_TAIL = 16
+"""Tokens of the prompt's end before a prediction, by which its beginning is found."""
 
 
 class RenderedChat(NamedTuple):
@@ -207,8 +211,19 @@ class InputProcessor:
             constraint_start=constraint_start,
             thinking_budget=thinking_budget,
             images=images,
+            prediction=self._prediction(prompt, token_ids),
             adapter=adapter,
         )
+
+    def _prediction(self, prompt: Prompt, token_ids: list[int]) -> list[int]:
+        """The tokens that a prompt predicts, behind its own last ones; none beyond the model's context."""
+        predicted = prompt.get("prediction") if isinstance(prompt, Mapping) else None
+        if not predicted:
+            return []
+        if not isinstance(predicted, list):
+            raise UserError(f"prediction must be a list of token ids, not {predicted!r:.100}", param="prediction")
+        self.check_token_ids(predicted, "prediction")
+        return token_ids[-PREDICTION_TAIL:] + predicted[: self.max_model_len]
 
     def _thinking_budget(self, params: SamplingParams, token_ids: list[int]) -> ThinkingBudget:
         """The budget with the marks of the model's thoughts. Raises UserError where the model shows none."""

@@ -160,6 +160,7 @@ class _RequestState:
 
     __slots__ = (
         "_delta",
+        "_draft_steps",
         "_first_token",
         "_metrics",
         "_num_cached_tokens",
@@ -196,6 +197,7 @@ class _RequestState:
         if request.params.prompt_logprobs is not None:
             self._prompt_logprobs = [None]
         self._metrics = RequestMetrics()
+        self._draft_steps = bytearray()
         self._queue_time = 0.0
         self._first_token: float | None = None
         stops = StopTable(request.params.stop_strings) if request.params.stop_strings else None
@@ -234,6 +236,8 @@ class _RequestState:
             if self._first_token is None:  # later an engine that has been started again may report another number
                 self._num_cached_tokens = update.num_cached_tokens
             self._measure(update.timing, has_token=bool(update.new_token_ids))
+        if update.drafts is not None:
+            self._draft_steps += bytes(update.drafts)
         if not update.new_token_ids and update.finish_reason is None:
             return False
         sequence.take_update(update)
@@ -244,6 +248,8 @@ class _RequestState:
     def output(self) -> RequestOutput:
         """The state of the request, or what is new in it."""
         sequences = self._reported_sequences()
+        if self._draft_steps and not self.num_live:
+            self._metrics = msgspec.structs.replace(self._metrics, draft_steps=bytes(self._draft_steps))
         if self._delta:
             outputs = [sequence.delta() for sequence in sequences if sequence.has_news]
         else:

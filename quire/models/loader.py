@@ -14,7 +14,7 @@ from quire.config.families import ARCHITECTURES
 from quire.config.hf_config import CONFIG_FILE
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
-from quire.config.vision import read_vision
+from quire.config.vision import VISION_TOWERS, read_vision
 from quire.errors import ModelLoadError
 from quire.kernels.arguments import CacheScale
 from quire.layers.context import LayerContext, WeightSlots
@@ -32,7 +32,6 @@ from quire.models.staged import StagedModel
 from quire.models.tied_head import as_embedding, with_head_of
 from quire.models.vision import TorchVision, VisionEncoder, VisionTower
 from quire.models.weight_files import Progress, Tensors, WeightFiles, find_weights, whole_tensors
-from quire.multimodal.inputs import VISION_TOWERS
 from quire.parallel.interface import ProcessGroup
 from quire.parallel.stage import WHOLE_MODEL, Stage
 from quire.quantization.checkpoints import quantized_weights
@@ -158,7 +157,7 @@ def load_vision(
     here, and for a checkpoint that is not its."""
     if config.vision is None or config.architecture not in VISION_TOWERS:
         raise ModelLoadError(f"{config.path}: no vision tower of {config.architecture} is known")
-    vision = read_vision(config.vision, config.hidden_size, str(config.path / CONFIG_FILE))
+    vision = read_vision(config.architecture, config.vision, config.hidden_size, str(config.path / CONFIG_FILE))
     context = _torch_context(config, group) if runtime is None else _native_context(config, group)
     if len(vision.deepstack_layers) >= config.num_layers:
         raise ModelLoadError(

@@ -14,7 +14,7 @@ from quire.kernels.cpu.recorder import Buffer, RecordedProgram, Recorder, Scratc
 from quire.kernels.cpu.runtime import NativeRuntime
 from quire.kernels.value import Value
 from quire.models.vision import EncoderRun, Merger, VisionEncoder, VisionTower
-from quire.models.vision_grid import Grid
+from quire.models.vision_grid import Grid, GridInputs
 
 Record = Callable[..., Value]
 """Takes the placeholders of a program's inputs and gives its result's."""
@@ -68,26 +68,28 @@ class NativeVision(VisionEncoder):
 
 
 class NativeRun(EncoderRun):
-    """run: NativeVision's."""
-
     def __init__(
         self, tower: VisionTower, run: Callable[..., torch.Tensor], patches: torch.Tensor, grids: Sequence[Grid]
     ) -> None:
-        super().__init__(tower, grids)
+        """run: NativeVision's."""
         self._run = run
-        size = tower.config.hidden_size
-        with torch.inference_mode():
-            inputs, positions = tower.inputs(grids)
-            self._rotation = torch.cat((inputs.angles.cos(), inputs.angles.sin()), dim=1)
-            self._x, self._spare = _rows(len(patches), size), _rows(len(patches), size)
-            run("embed", tower.embed, (patches, positions), self._x)
-        self._step = NativeEncoder(tower.context.dtype == torch.bfloat16).plan(inputs.attention_batch)
+        super().__init__(tower, patches, grids)
 
-    def _compute(self, layer: int) -> None:
+    def _begin(self, inputs: GridInputs, patches: torch.Tensor, positions: list[torch.Tensor]) -> None:
+        tower, size = self._tower, self._tower.config.hidden_size
+        is_narrow = tower.context.dtype == torch.bfloat16
+        self._steps = [NativeEncoder(is_narrow).plan(batch) for batch in inputs.attention_batches]
+        self._rotation = torch.cat((inputs.angles.cos(), inputs.angles.sin()), dim=1)
+        self._x, self._spare = _rows(len(patches), size), _rows(len(patches), size)
+        self._run("embed", tower.embed, (patches, *positions), self._x)
+
+    def _compute(self, layer: int, *, in_windows: bool) -> None:
+        step = self._steps[in_windows]
+
         def record(hidden: Buffer, turns: Buffer) -> Value:
-            return self._tower.run_layer(layer, hidden, turns, self._step)
+            return self._tower.run_layer(layer, hidden, turns, step)
 
-        self._run(layer, record, (self._x, self._rotation), self._spare, self._step.encoder)
+        self._run(layer, record, (self._x, self._rotation), self._spare, step.encoder)
         self._x, self._spare = self._spare, self._x
 
     def _merge(self, merger: Merger) -> torch.Tensor:

@@ -1,9 +1,12 @@
-"""The language models of Qwen3-VL: those of Qwen 3, rotated by three positions of each token."""
+"""Language models that rotate by three positions of each token: those of Qwen2.5-VL, Qwen3-VL and Qwen 3.5."""
 
 from __future__ import annotations
 
+from quire.config.model import ModelConfig
+from quire.layers.context import LayerContext
 from quire.models.decoder import LlamaLike
 from quire.models.mixture import MixtureLlama
+from quire.models.qwen_next import HybridDecoder
 from quire.multimodal.positions import ROTARY_COLUMNS
 
 
@@ -13,3 +16,12 @@ class QwenVLText(LlamaLike):
 
 class QwenVLMixtureText(MixtureLlama):
     columns = ROTARY_COLUMNS
+
+
+class QwenVLHybridText(HybridDecoder):
+    """The columns are those of a checkpoint that has a vision tower: all three positions are one without."""
+
+    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
+        if config.vision is not None:
+            self.columns = ROTARY_COLUMNS
+        super().__init__(config, context)

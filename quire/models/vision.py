@@ -1,4 +1,4 @@
-"""The vision tower of Qwen3-VL, on the project's own layers: from patches of images to features of tokens.
+"""Vision towers of Qwen2.5-VL, Qwen3-VL and Qwen 3.5, on the project's own layers: from patches to features of tokens.
 
 A tower runs layer by layer, and features may be taken behind each (deep-stack). Between two layers nothing is kept but
 the hidden states, so that other work can run there. The layers are the same for torch, which computes at once, and for
@@ -25,11 +25,11 @@ from quire.kernels.value import Value
 from quire.layers.attention import Attention
 from quire.layers.context import LayerContext, WeightSlot, WeightSlots, prefixed
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
-from quire.layers.mlp import MLP
+from quire.layers.mlp import MLP, GatedMLP
 from quire.layers.moe import unquantized
-from quire.layers.norm import LayerNorm
+from quire.layers.norm import LayerNorm, RMSNorm
 from quire.models.checkpoint_names import CheckpointNames, fill_slots
-from quire.models.vision_grid import Grid, GridInputs, blended, grid_inputs
+from quire.models.vision_grid import Grid, GridInputs, blended, grid_inputs, reordered
 from quire.quantization.integer_weight import WeightSource, copy_into
 
 EPSILON = 1e-6
@@ -40,30 +40,47 @@ MERGED_ACTIVATION = "gelu"
 class EncoderRun(ABC):
     """Images on their way through a tower, by whose grids their patches are told apart."""
 
-    def __init__(self, tower: VisionTower, grids: Sequence[Grid]) -> None:
+    def __init__(self, tower: VisionTower, patches: torch.Tensor, grids: Sequence[Grid]) -> None:
+        """patches: as VisionEncoder.encode takes them."""
         self._tower = tower
         self._grids = grids
         self._layer = 0
         self._deepstack: list[torch.Tensor] = []
+        with torch.inference_mode():
+            self._inputs, positions = tower.inputs(grids)
+            order = self._inputs.token_order
+            if order is not None:
+                patches = reordered(patches, order, tower.config.merge_size)
+            self._begin(self._inputs, patches, positions)
 
     def advance(self, num_layers: int) -> list[torch.Tensor] | None:
         """Compute the next layers, and behind the last one what VisionEncoder.encode returns; None before."""
-        config = self._tower.config
+        config, order = self._tower.config, self._inputs.token_order
         assert 0 < num_layers <= config.num_layers - self._layer, "as many layers as are left at most"
         with torch.inference_mode():
             for layer in range(self._layer, self._layer + num_layers):
-                self._compute(layer)
+                self._compute(layer, in_windows=order is not None and layer not in config.whole_layers)
                 if layer in config.deepstack_layers:
                     merger = self._tower.deepstack_mergers[config.deepstack_layers.index(layer)]
                     self._deepstack.append(self._merge(merger))
             self._layer += num_layers
             if self._layer < config.num_layers:
                 return None
-            return split_features([self._merge(self._tower.merger), *self._deepstack], self._grids, config)
+            parts = [self._merge(self._tower.merger), *self._deepstack]
+            features = torch.cat([part.float() for part in parts], dim=1)
+            if order is not None:
+                features[order] = features.clone()
+            counts = [frames * rows * columns // config.merge_size**2 for frames, rows, columns in self._grids]
+            return list(features.split(counts))
 
     @abstractmethod
-    def _compute(self, layer: int) -> None:
-        """Compute one layer of the hidden states."""
+    def _begin(self, inputs: GridInputs, patches: torch.Tensor, positions: list[torch.Tensor]) -> None:
+        """Embed the patches, with the learned positions where there are some."""
+
+    @abstractmethod
+    def _compute(self, layer: int, *, in_windows: bool) -> None:
+        """Compute one layer of the hidden states. in_windows: patches attend to those of their window, else to those of
+        their frame."""
 
     @abstractmethod
     def _merge(self, merger: Merger) -> torch.Tensor:
@@ -106,10 +123,11 @@ class VisionLayer:
     def __init__(self, config: VisionConfig, context: LayerContext, layer: int) -> None:
         size, heads, dim = config.hidden_size, config.num_heads, config.head_dim
         shape = LayerAttention(layer, heads, heads, dim, dim**-0.5)
-        self._attention_norm = LayerNorm(size, EPSILON, context)
+        self._attention_norm = vision_norm(config, size, context)
         self._attention = Attention(size, shape, qkv_bias=True, output_bias=True, context=context)
-        self._mlp_norm = LayerNorm(size, EPSILON, context)
-        self._mlp = MLP(size, config.intermediate_size, config.activation, bias=True, context=context)
+        self._mlp_norm = vision_norm(config, size, context)
+        block = GatedMLP if config.is_gated else MLP
+        self._mlp = block(size, config.intermediate_size, config.activation, bias=True, context=context)
 
     def __call__(self, x: Value, rotation: RotationTable, step: AttentionStep) -> Value:
         x = self._attention(self._attention_norm(x), x, rotation, step)
@@ -120,8 +138,16 @@ class VisionLayer:
             **prefixed("norm1", self._attention_norm.slots()),
             **prefixed("attn", self._attention.slots(("qkv",), "proj")),
             **prefixed("norm2", self._mlp_norm.slots()),
-            **prefixed("mlp", self._mlp.slots("linear_fc1", "linear_fc2")),
+            **prefixed("mlp", _mlp_slots(self._mlp)),
         }
+
+
+def vision_norm(config: VisionConfig, size: int, context: LayerContext) -> RMSNorm | LayerNorm:
+    return (RMSNorm if config.is_gated else LayerNorm)(size, EPSILON, context)
+
+
+def _mlp_slots(mlp: GatedMLP | MLP) -> WeightSlots:
+    return mlp.slots() if isinstance(mlp, GatedMLP) else mlp.slots("linear_fc1", "linear_fc2")
 
 
 class Merger:
@@ -131,7 +157,8 @@ class Merger:
     def __init__(self, config: VisionConfig, context: LayerContext, *, norms_merged: bool) -> None:
         size = config.merged_size
         self.norms_merged = norms_merged
-        self._norm = LayerNorm(size if norms_merged else config.hidden_size, EPSILON, context)
+        self._names = ("ln_q", "mlp.0", "mlp.2") if config.is_gated else ("norm", "linear_fc1", "linear_fc2")
+        self._norm = vision_norm(config, size if norms_merged else config.hidden_size, context)
         self._up = ColumnParallelLinear(size, (size,), bias=True, context=context, activation=MERGED_ACTIVATION)
         self._down = RowParallelLinear(size, config.output_size, bias=True, context=context)
 
@@ -146,11 +173,8 @@ class Merger:
         return self._down(self._up(self._norm(x) if self.norms_merged else x), None)
 
     def slots(self) -> WeightSlots:
-        return {
-            **prefixed("norm", self._norm.slots()),
-            **self._up.slots(("linear_fc1",)),
-            **self._down.slots("linear_fc2"),
-        }
+        norm, up, down = self._names
+        return {**prefixed(norm, self._norm.slots()), **self._up.slots((up,)), **self._down.slots(down)}
 
 
 class VisionTower:
@@ -166,7 +190,8 @@ class VisionTower:
         context = unquantized(context)
         self.config = config
         self.context = context
-        self._embedding = RowParallelLinear(config.patch_values, config.hidden_size, bias=True, context=context)
+        has_table = config.table_side > 0
+        self._embedding = RowParallelLinear(config.patch_values, config.hidden_size, bias=has_table, context=context)
         size = (config.table_side**2, config.hidden_size)
         self._positions = torch.empty(size, dtype=context.dtype, device=context.device)
         self._layers = [VisionLayer(config, context, layer) for layer in range(config.num_layers)]
@@ -174,20 +199,22 @@ class VisionTower:
         self.deepstack_mergers = [Merger(config, context, norms_merged=True) for _ in config.deepstack_layers]
         self.slots = self._make_slots()
 
-    def embed(self, patches: Value, positions: Value) -> Value:
-        """[T, patch_values], [T, hidden_size] -> [T, hidden_size]; the positions are used up."""
+    def embed(self, patches: Value, positions: Value | None = None) -> Value:
+        """[T, patch_values], [T, hidden_size] -> [T, hidden_size]; the positions are used up (None: there are
+        none)."""
         return self._embedding(patches, positions)
 
     def run_layer(self, layer: int, x: Value, rotation: RotationTable, step: AttentionStep) -> Value:
         """[T, hidden_size] -> [T, hidden_size]."""
         return self._layers[layer](x, rotation, step)
 
-    def inputs(self, grids: Sequence[Grid]) -> tuple[GridInputs, torch.Tensor]:
+    def inputs(self, grids: Sequence[Grid]) -> tuple[GridInputs, list[torch.Tensor]]:
         """What the tower computes of grids alone: see GridInputs; and the learned positions, [T, hidden_size], in the
-        context's dtype."""
-        config = self.config
-        found = grid_inputs(grids, config.merge_size, config.table_side, config.head_dim, config.rope_theta)
-        return found, blended(self._positions, found).to(self.context.dtype)
+        context's dtype, where there are some."""
+        found = grid_inputs(grids, self.config)
+        if not self.config.table_side:
+            return found, []
+        return found, [blended(self._positions, found).to(self.context.dtype)]
 
     def load_weights(self, weights: Iterable[tuple[str, WeightSource]]) -> None:
         """Consume (name, tensor) pairs. Raises ModelLoadError for a missing, surplus or misshapen tensor, naming it."""
@@ -201,9 +228,10 @@ class VisionTower:
         config, table = self.config, self._positions
         slots = {
             **prefixed("patch_embed", self._embedding.slots("proj")),
-            "pos_embed.weight": WeightSlot(tuple(table.shape), partial(copy_into, table), table.nbytes),
             **prefixed("merger", self.merger.slots()),
         }
+        if config.table_side:
+            slots["pos_embed.weight"] = WeightSlot(tuple(table.shape), partial(copy_into, table), table.nbytes)
         # A convolution whose kernel is as large as its stride: a product.
         matrix = slots["patch_embed.proj.weight"]
         kernel = (config.hidden_size, config.channels, config.frames, config.patch_size, config.patch_size)
@@ -226,17 +254,14 @@ class TorchVision(VisionEncoder):
 
 
 class TorchRun(EncoderRun):
-    def __init__(self, tower: VisionTower, patches: torch.Tensor, grids: Sequence[Grid]) -> None:
-        super().__init__(tower, grids)
-        dtype = tower.context.dtype
-        with torch.inference_mode():
-            inputs, positions = tower.inputs(grids)
-            self._step = EncoderAttention().plan(inputs.attention_batch)
-            self._rotation = torch_rotation(inputs.angles, dtype)
-            self._x = tower.embed(patches.to(dtype), positions)
+    def _begin(self, inputs: GridInputs, patches: torch.Tensor, positions: list[torch.Tensor]) -> None:
+        dtype = self._tower.context.dtype
+        self._steps = [EncoderAttention().plan(batch) for batch in inputs.attention_batches]
+        self._rotation = torch_rotation(inputs.angles, dtype)
+        self._x = self._tower.embed(patches.to(dtype), *positions)
 
-    def _compute(self, layer: int) -> None:
-        self._x = self._tower.run_layer(layer, self._x, self._rotation, self._step)
+    def _compute(self, layer: int, *, in_windows: bool) -> None:
+        self._x = self._tower.run_layer(layer, self._x, self._rotation, self._steps[in_windows])
 
     def _merge(self, merger: Merger) -> torch.Tensor:
         x = self._x if merger.norms_merged else merger.norm_patches(self._x)
@@ -247,12 +272,6 @@ def torch_rotation(angles: torch.Tensor, dtype: torch.dtype) -> Rotation:
     """angles: [T, rotary_dim / 2] float32."""
     cos, sin = angles.cos(), angles.sin()
     return Rotation(torch.cat((cos, cos), -1).to(dtype)[:, None], torch.cat((-sin, sin), -1).to(dtype)[:, None])
-
-
-def split_features(parts: Sequence[torch.Tensor], grids: Sequence[Grid], config: VisionConfig) -> list[torch.Tensor]:
-    """The features of each image, side by side. parts: [tokens of all images, output_size] each."""
-    counts = [frames * rows * columns // config.merge_size**2 for frames, rows, columns in grids]
-    return list(torch.cat([part.float() for part in parts], dim=1).split(counts))
 
 
 def _load_kernel(matrix: WeightSlot, tensor: WeightSource) -> None:

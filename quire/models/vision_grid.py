@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from quire.attention.interface import AttentionBatch
+from quire.config.vision import VisionConfig
 
 Grid = tuple[int, int, int]
 """Frames, rows and columns of an image's patches."""
@@ -21,38 +22,68 @@ Grid = tuple[int, int, int]
 class GridInputs:
     """T patches of some images. query_start: [frames + 1] int64, the first patch of each frame: a patch attends to
     those of its frame. places: [T, 4] int64, rows of the table of positions that are blended; shares: [T, 4] float32.
-    angles: [T, head_dim / 2] float32, of the rotation."""
+    angles: [T, head_dim / 2] float32, of the rotation. token_order: [tokens] int64: of the tokens in their order, the
+    ones whose patches come one after the other here, window by window; window_start: [windows + 1] int64, the first
+    patch of each. None: patches are in the order of tokens."""
 
     query_start: torch.Tensor
     places: torch.Tensor
     shares: torch.Tensor
     angles: torch.Tensor
+    token_order: torch.Tensor | None = None
+    window_start: torch.Tensor | None = None
 
     @property
-    def attention_batch(self) -> AttentionBatch:
-        """The frames as sequences of their own, without a KV pool."""
-        query_start = self.query_start
-        lengths = query_start.diff()
-        sequences = torch.arange(len(lengths)).repeat_interleave(lengths)
-        positions = torch.arange(len(self.places)) - query_start[sequences]
-        return AttentionBatch(query_start, torch.zeros_like(lengths), positions, sequences, (), ())
+    def attention_batches(self) -> list[AttentionBatch]:
+        """The frames, and the windows where there are some."""
+        starts = (self.query_start, self.window_start)
+        return [attention_batch(each) for each in starts if each is not None]
 
 
-def grid_inputs(
-    grids: Sequence[Grid], merge_size: int, table_side: int, head_dim: int, rope_theta: float
-) -> GridInputs:
+def attention_batch(query_start: torch.Tensor) -> AttentionBatch:
+    """Frames or windows as sequences of their own, without a KV pool. query_start: as those of GridInputs."""
+    lengths = query_start.diff()
+    sequences = torch.arange(len(lengths)).repeat_interleave(lengths)
+    positions = torch.arange(int(query_start[-1])) - query_start[sequences]
+    return AttentionBatch(query_start, torch.zeros_like(lengths), positions, sequences, (), ())
+
+
+def grid_inputs(grids: Sequence[Grid], config: VisionConfig) -> GridInputs:
     """The inputs of images of these grids, one behind the other."""
-    parts = [_frame(rows, columns, merge_size, table_side) for _, rows, columns in grids]
+    merge_size, half = config.merge_size, config.head_dim // 2
+    parts = [_frame(rows, columns, merge_size, config.table_side) for _, rows, columns in grids]
     coordinates, places, shares = (
         torch.cat([part[which].repeat(grid[0], 1) for part, grid in zip(parts, grids, strict=True)])
         for which in range(3)
     )
     lengths = torch.tensor([rows * columns for frames, rows, columns in grids for _ in range(frames)])
     query_start = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
-    half = head_dim // 2
-    frequencies = 1.0 / (rope_theta ** (torch.arange(0, half, 2, dtype=torch.float32) / half))
+    frequencies = 1.0 / (config.rope_theta ** (torch.arange(0, half, 2, dtype=torch.float32) / half))
     angles = (coordinates[..., None].float() * frequencies).flatten(1)
-    return GridInputs(query_start, places, shares, angles)
+    if not config.window:
+        return GridInputs(query_start, places, shares, angles)
+    order, window_start = _windows(grids, merge_size, config.window)
+    return GridInputs(query_start, places, shares, reordered(angles, order, merge_size), order, window_start)
+
+
+def reordered(rows: torch.Tensor, token_order: torch.Tensor, merge_size: int) -> torch.Tensor:
+    """[T, size], rows of patches in the order of their tokens -> the same shape, in GridInputs' order."""
+    return rows.view(-1, merge_size**2, rows.shape[1])[token_order].view(rows.shape)
+
+
+def _windows(grids: Sequence[Grid], merge: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`token_order` and `window_start` of squares of `side` tokens, those at the lower and the right edge smaller."""
+    orders, lengths, first = [], [], 0
+    for frames, rows, columns in grids:
+        row, column = torch.meshgrid(torch.arange(rows // merge), torch.arange(columns // merge), indexing="ij")
+        window = (row // side * (columns // merge) + column // side).flatten()
+        order = window.argsort(stable=True)
+        counts = window.bincount()
+        for _ in range(frames):
+            orders.append(first + order)
+            lengths.append(counts[counts > 0] * merge**2)
+            first += len(order)
+    return torch.cat(orders), torch.cat((torch.zeros(1, dtype=torch.int64), torch.cat(lengths).cumsum(0)))
 
 
 def blended(table: torch.Tensor, inputs: GridInputs) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from quire.config.engine import EngineConfig
 from quire.config.hf_config import CONFIG_FILE
 from quire.config.media import OF_FILES, TEXT_DEFAULTS, Color, MediaConfig, ProcessorOptions
-from quire.config.vision import EncoderCosts, VisionConfig, read_vision
+from quire.config.vision import VISION_TOWERS, EncoderCosts, VisionConfig, read_vision
 from quire.errors import UserError
 from quire.multimodal.sources import LOW_DETAIL_PIXELS, Picture, is_data_url
 from quire.prompt_image import PromptImage, ReadyImage
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from quire.multimodal.preparing import Preparation
     from quire.multimodal.processors import QwenProcessor
 
-VISION_TOWERS = ("Qwen3VLForCausalLM", "Qwen3VLMoeForCausalLM")
-"""Language models whose vision towers run."""
 TEXT_ALONE = "prompts are text, without images, sound or video"
 IMAGES = "multi_modal_data.image"
 """Path of a prompt's images, for errors."""
@@ -151,7 +149,7 @@ def image_inputs(config: EngineConfig) -> ImageInputs | NoImages:
 
     if not has_settings(model.path):
         return NoImages(f"{model.path} has no preprocessor_config.json, which says how the model takes images")
-    vision = read_vision(model.vision, model.hidden_size, str(model.path / CONFIG_FILE))
+    vision = read_vision(model.architecture, model.vision, model.hidden_size, str(model.path / CONFIG_FILE))
     processor = read_qwen_processor(model.path)
     least, most = media.processor.min_pixels, media.processor.max_pixels
     processor = replace(

@@ -95,6 +95,8 @@ class PlanBuilder:
             num_prompt_tokens=sequence.request.num_prompt_tokens,
             block_ids=[list(table) for table in sequence.blocks.tables],
             sampling=sequence.sampling,
+            text_scope=sequence.request.text_scope,
+            prediction=sequence.request.prediction,
             **row_fields(sequence.request),
         )
 

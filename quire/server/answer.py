@@ -23,7 +23,7 @@ from quire.server.context import ServerContext, new_id
 from quire.server.disconnect import run_until_disconnect
 from quire.server.generation import TokenCounter
 from quire.server.protocol.chat import ChatBatchRequest, ChatLogprobs, ChatRequest
-from quire.server.protocol.common import AnswerTimes, Identifier, Usage
+from quire.server.protocol.common import AnswerTimes, Identifier, SpeculativeDecoding, Usage
 from quire.server.protocol.completion import CompletionRequest
 from quire.server.protocol.sampling import StreamOptions
 from quire.server.responses import json_response
@@ -101,11 +101,20 @@ class Answer(ABC, Generic[Body]):
         return self._counter.times()
 
     def _times(self) -> AnswerTimes | UnsetType | None:
-        """What the phases of the request took, where the server tells that and the request does not refuse it; None for
-        several sequences or prompts."""
-        if self._body.include_metrics is False or not self._context.settings.enable_per_request_metrics:
+        """What the phases of the request took and what became of its drafts, where the server tells that and the
+        request does not refuse it; None for several sequences or prompts."""
+        settings = self._context.settings
+        level = settings.per_request_spec_decode_metrics
+        most = 0 if level == "none" else self._context.engine.engine_config.speculation.max_drafts
+        if self._body.include_metrics is False or not (settings.enable_per_request_metrics or most):
             return UNSET
-        return self._counter.times() if self._params.num_sequences == 1 else None
+        if self._params.num_sequences != 1:
+            return None
+        times = self._counter.times() if settings.enable_per_request_metrics else AnswerTimes()
+        if times is not None and most:
+            drafts = self._counter.draft_steps
+            times.speculative_decoding = SpeculativeDecoding.of(drafts, most, is_detailed=level == "detailed")
+        return times
 
     @abstractmethod
     async def complete(self) -> msgspec.Struct:

@@ -87,13 +87,21 @@ class ChatAnswer(Answer[ChatRequest]):
         except UserError as error:
             raise error.named(self._names) from None
         self._prompt_text = ""
+        self._prediction: list[int] | None = None
+        """Tokens of the text that the client expects; None: it expects none, or nothing here reads it."""
         self._begun: set[int] = set()
         """Choices that have begun."""
         logger.debug("%s: %d messages, user %.100r", self.response_id, found_messages(body.messages).number, body.user)
 
     @property
     def ineffective_fields(self) -> list[str]:
-        return [*super().ineffective_fields, *self._format.ineffective_fields]
+        is_idle = self._body.prediction is not None and not self._takes_prediction
+        own = ["prediction"] if is_idle else []
+        return [*super().ineffective_fields, *own, *self._format.ineffective_fields]
+
+    @property
+    def _takes_prediction(self) -> bool:
+        return self._body.prediction is not None and self._context.engine.engine_config.takes_predictions
 
     @property
     def _role(self) -> str:
@@ -161,7 +169,8 @@ class ChatAnswer(Answer[ChatRequest]):
     @property
     def usage(self) -> Usage:
         """Tokens of the answer so far."""
-        return self._counter.usage(self._format.num_reasoning_tokens)
+        num_predicted = None if self._prediction is None else len(self._prediction)
+        return self._counter.usage(self._format.num_reasoning_tokens, num_predicted)
 
     def _events_of(self, output: RequestOutput) -> Iterator[Begin | Piece]:
         for completion in output.outputs:
@@ -184,9 +193,18 @@ class ChatAnswer(Answer[ChatRequest]):
         if self._ends_with_context and limit is not None and limit > room:
             self._params = msgspec.structs.replace(self._params, max_tokens=None)
         self._weigh(len(rendered.token_ids))
+        prompt = rendered.prompt()
+        if body.prediction is not None and self._takes_prediction:
+            try:
+                self._prediction = await self._context.engine.texts.encode(
+                    body.prediction.text, add_special_tokens=False
+                )
+            except UserError as error:
+                raise error.named({"prompt": "prediction"}) from None
+            prompt["prediction"] = self._prediction
         outputs = generate(
             self._context,
-            [rendered.prompt()],
+            [prompt],
             self._params,
             self.engine_id,
             answer_id=self.answer_id,

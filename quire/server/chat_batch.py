@@ -75,14 +75,18 @@ def _joined(response_id: str, answers: list[ChatResponse]) -> ChatResponse:
         answer.choices[0].index = index
     used = [answer.usage for answer in answers]
     details = [each.completion_tokens_details for each in used]
-    thoughts = [each.reasoning_tokens for each in details if isinstance(each, CompletionTokensDetails)]
+    found = [each for each in details if isinstance(each, CompletionTokensDetails)]
     usage = Usage(
         prompt_tokens=sum(each.prompt_tokens for each in used),
         completion_tokens=sum(each.completion_tokens for each in used),
         total_tokens=sum(each.total_tokens for each in used),
         prompt_tokens_details=PromptTokensDetails(sum(each.prompt_tokens_details.cached_tokens for each in used)),
     )
-    if thoughts:
-        usage.completion_tokens_details = CompletionTokensDetails(sum(thoughts))
+    if found:
+        sums = {}
+        for name in CompletionTokensDetails.__struct_fields__:
+            values = [value for each in found if isinstance(value := getattr(each, name), int)]
+            sums[name] = sum(values) if values else msgspec.UNSET
+        usage.completion_tokens_details = CompletionTokensDetails(**sums)
     choices = [choice for answer in answers for choice in answer.choices]
     return msgspec.structs.replace(answers[0], id=response_id, choices=choices, usage=usage, metrics=msgspec.UNSET)

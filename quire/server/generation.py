@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from quire.config.media import ProcessorOptions, background_of
 from quire.engine.output_stream import MergedOutput
@@ -275,9 +275,21 @@ class TokenCounter:
             for completion in output.outputs:
                 self._num_completion_tokens += len(completion.token_ids)
 
-    def usage(self, num_reasoning: int | None = None) -> Usage:
-        """num_reasoning: completion tokens that the model's thoughts have; None: the model does not reason."""
-        details = UNSET if num_reasoning is None else CompletionTokensDetails(num_reasoning)
+    @property
+    def draft_steps(self) -> bytes:
+        """`RequestMetrics.draft_steps` of the prompt that was counted last."""
+        return self._metrics.draft_steps
+
+    def usage(self, num_reasoning: int | None = None, num_predicted: int | None = None) -> Usage:
+        """num_reasoning: completion tokens that the model's thoughts have; None: the model does not reason.
+        num_predicted: tokens of the prediction that the request has (None: none)."""
+        details: CompletionTokensDetails | UnsetType = UNSET
+        if num_reasoning is not None:
+            details = CompletionTokensDetails(num_reasoning)
+        if num_predicted is not None:
+            details = CompletionTokensDetails() if details is UNSET else details
+            details.accepted_prediction_tokens = accepted = min(num_predicted, sum(self.draft_steps[1::2]))
+            details.rejected_prediction_tokens = num_predicted - accepted
         num_prompt = sum(self._num_prompt_tokens.values())
         return Usage(
             prompt_tokens=num_prompt,

@@ -21,6 +21,7 @@ from quire.utils.sizes import parse_bytes
 MAX_PORT = 65535
 MAX_API_SERVERS = 64
 METRICS_NAMES = ("vllm", "quire", "both")
+DRAFT_LEVELS = ("none", "summary", "detailed")
 DIALECTS = ("openai", "vllm")
 OLLAMA, LLAMA_CPP = "ollama", "llama.cpp"
 NO_DOORS = "none"
@@ -64,6 +65,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     metrics_names: under which names /metrics has the families that vLLM has: "vllm", "quire" or "both".
     protect_metrics: whether /metrics asks for a key as other routes do.
     enable_per_request_metrics: whether answers tell the times of their requests (not with `include_metrics` false).
+    per_request_spec_decode_metrics: what answers tell of their drafts: "none", "summary", or "detailed" (each step's).
     disable_log_stats: whether the log has no line of statistics every 10 s under load (quire/server/stats_log.py).
     log_format: "text" or "json"; None: as `QUIRE_LOG_FORMAT` says.
     otlp_traces_endpoint, collect_detailed_traces: where spans of requests go, and whether each phase has a span of its
@@ -148,6 +150,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     metrics_names: str = "vllm"
     protect_metrics: bool = False
     enable_per_request_metrics: bool = False
+    per_request_spec_decode_metrics: str = "none"
     log_format: str | None = None
     otlp_traces_endpoint: str | None = None
     collect_detailed_traces: list[str] = []
@@ -237,6 +240,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 param="max_total_body_size",
             )
         _check_choice("metrics_names", self.metrics_names, METRICS_NAMES)
+        _check_choice("per_request_spec_decode_metrics", self.per_request_spec_decode_metrics, DRAFT_LEVELS)
         _check_choice("dialect", self.dialect, DIALECTS)
         _ = self.doors
         if self.log_format is not None:
@@ -431,6 +435,7 @@ HELP: dict[str, str] = {
     "enable_request_id_headers": "return the X-Request-Id of each request, or one of the server's",
     "protect_metrics": "ask for a key on /metrics too",
     "enable_per_request_metrics": "tell the times of each request in its answer, unless its include_metrics is false",
+    "per_request_spec_decode_metrics": "tell what became of a request's drafts in its answer: none, summary, detailed",
     "log_format": "text or json: one object a line, with request ids",
     "otlp_traces_endpoint": "address that takes OpenTelemetry spans by OTLP over HTTP, such as "
     "http://localhost:4318/v1/traces",

@@ -1,25 +1,21 @@
 """The worker's half of drafts: what it looks up for a sequence's next step, and how many of a step's drafts are kept.
 
-The rule of `method: ngram`: the longest run of a sequence's last tokens (`lookup_min` to `lookup_max` of them) that
-occurs before, at its latest place; the drafts are the tokens behind that place, and behind the sequence's own end the
-drafts themselves, so that text which repeats itself has as many drafts as a step may compute.
-
 A draft is accepted where it equals the token that is drawn in its place, which depends on the seed and the place alone:
 a sequence gets the tokens that it gets without drafts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from quire.config.model_shape import STATE_BORDER
-from quire.config.speculation import SpeculationConfig
 from quire.sampling.results import Deferred, SampledTokens
 from quire.step import StepPlan, StepResult
+from quire.worker.finders import Finder
 from quire.worker.pooling import generated_samples
 
 if TYPE_CHECKING:
@@ -29,10 +25,6 @@ if TYPE_CHECKING:
 PATIENCE, STRIDE = 64, 4
 """After PATIENCE look-ups in a row that found nothing, one step in STRIDE looks up: text that does not repeat
 itself costs less, and text that begins to is found a few tokens later."""
-
-Find = Callable[[np.ndarray, np.ndarray, np.ndarray, int, int, np.ndarray, np.ndarray], int]
-"""(token table [num_rows, capacity] int32, rows [R] int64, lengths [R] int64, lookup_min, lookup_max, drafts [num_rows,
-most drafts] int32, counts [num_rows] int64): fills drafts and counts of these rows, and returns how many have any."""
 
 
 class Placed(NamedTuple):
@@ -57,33 +49,6 @@ class Accepted(NamedTuple):
 NOTHING_ACCEPTED = Accepted()
 
 
-def find_drafts(
-    table: np.ndarray,
-    rows: np.ndarray,
-    lengths: np.ndarray,
-    least: int,
-    most: int,
-    drafts: np.ndarray,
-    counts: np.ndarray,
-) -> int:
-    """`Find` in NumPy: what the native and the Triton kernel mean."""
-    counts[rows] = 0
-    for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
-        tokens = table[row, :length]
-        ends = np.flatnonzero(tokens[:-1] == tokens[-1]) + 1
-        for count in range(min(most, length - 1), least - 1, -1):
-            wanted = tokens[length - count :]
-            found = [end for end in ends[::-1].tolist() if end >= count and (tokens[end - count : end] == wanted).all()]
-            if found:
-                behind = [*tokens[found[0] :].tolist()]
-                while len(behind) < drafts.shape[1]:
-                    behind.append(behind[len(behind) - (length - found[0])])
-                drafts[row] = behind[: drafts.shape[1]]
-                counts[row] = drafts.shape[1]
-                break
-    return int((counts[rows] > 0).sum())
-
-
 class HostDrafts:
     """Drafts of a CPU's rows, of which the host knows all tokens."""
 
@@ -92,12 +57,11 @@ class HostDrafts:
     reads_all = False
     """Drafts are made from the hidden states of all tokens (`follow`)."""
 
-    def __init__(self, num_rows: int, config: SpeculationConfig, *, has_states: bool, find: Find = find_drafts) -> None:
+    def __init__(self, num_rows: int, max_drafts: int, finder: Finder, *, has_states: bool) -> None:
         """has_states: of a model whose states are kept at borders: no draft may be the last token before one."""
-        self._config = config
+        self.finder = finder
         self._has_states = has_states
-        self._find = find
-        self._drafts = np.zeros((num_rows, config.max_drafts), np.int32)
+        self._drafts = np.zeros((num_rows, max_drafts), np.int32)
         self._counts = np.zeros(num_rows, np.int64)
         self._placed: dict[int, list[int]] = {}
         self._num_fruitless = 0
@@ -172,8 +136,7 @@ class HostDrafts:
         self._num_fruitless = number = self._num_fruitless + 1
         if number > PATIENCE and number % STRIDE:
             return None
-        least, most = self._config.lookup_min, self._config.lookup_max
-        if not self._find(table, rows, ends + 1, least, most, self._drafts, self._counts):
+        if not self.finder.find(table, rows, ends + 1, self._drafts, self._counts):
             return None
         self._num_fruitless = 0
         found: list[int] = self._counts[rows].tolist()

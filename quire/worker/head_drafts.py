@@ -19,6 +19,7 @@ from quire.config.speculation import SpeculationConfig
 from quire.worker.block_tables import BlockTables
 from quire.worker.columns import STEP_COLUMNS, ColumnValues
 from quire.worker.drafts import HostDrafts, Placed
+from quire.worker.finders import NO_FINDER
 from quire.worker.input_batch import InputBatch
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class HeadDrafts(HostDrafts):
         has_states: bool,
     ) -> None:
         """backends: of the head's layers. longest: most tokens of a sequence."""
-        super().__init__(tables.num_rows, config, has_states=has_states)
+        super().__init__(tables.num_rows, config.max_drafts, NO_FINDER, has_states=has_states)
         self._head = head
         self._tables = tables
         self._backends = backends

@@ -26,6 +26,7 @@ from quire.kv_cache.layout import FOREIGN_LAYER, KVCacheLayout
 from quire.worker.block_tables import BlockTables
 from quire.worker.columns import STEP_COLUMNS, ColumnValues
 from quire.worker.drafts import HostDrafts, Placed
+from quire.worker.finders import NO_FINDER
 from quire.worker.input_batch import InputBatch
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class ModelDrafts(HostDrafts):
         has_states: bool,
     ) -> None:
         """backends: of the model's own layers. vocab_size: of the model whose drafts it makes."""
-        super().__init__(tables.num_rows, config, has_states=has_states)
+        super().__init__(tables.num_rows, config.max_drafts, NO_FINDER, has_states=has_states)
         own, self._model = draft_model.config, draft_model.model
         self._tables = tables
         self._backends = backends

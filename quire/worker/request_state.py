@@ -86,7 +86,7 @@ class RequestState:
         """Free the row of a sequence; return the row."""
         row = self._row_of.pop(seq_id)
         self._asked = None
-        self.lengths.pop(seq_id, None)
+        self.columns.end_text(row, self.lengths.pop(seq_id, 0))
         self.drafted.discard(seq_id)
         heapq.heappush(self._free, row)
         self.tables.clear(row)
@@ -112,6 +112,7 @@ class RequestState:
             self.tables.trim(self._row_of[seq_id], kept)
         for new in plan.new_sequences:
             row = self.add_request(new.seq_id, new.token_ids, new.num_prompt_tokens, new.sampling)
+            self.columns.begin_text(row, len(new.token_ids), new.text_scope, new.prediction)
             self.append_blocks(row, new.block_ids)
             self.columns.write_values(row, new.columns, new.token_columns)
         for child in (*plan.beam_reorders, *plan.forks):
@@ -157,6 +158,7 @@ class RequestState:
         if fork.token_ids is None:
             length = self.lengths[fork.child] = sampled_at.get(fork.child, self.lengths[fork.parent])
             self.columns.copy_tokens(parent, child, length)
+        self.columns.copy_text(parent, child, self.lengths[fork.child])
         self.columns.copy_values(parent, child)
         self.tables.copy(parent, child)
         for group, count in enumerate(self.tables.num_entries(parent)):

@@ -11,7 +11,7 @@ import pytest
 
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
-from quire.config.speculation import SpeculationConfig
+from quire.config.speculation import SpeculationConfig, SuffixConfig
 from quire.errors import ConfigError
 
 
@@ -49,6 +49,36 @@ def by_batch_size(*ranges: list[int]) -> dict[str, Any]:
     return {"method": "ngram", "num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": list(ranges)}
 
 
+def suffix(**keys: Any) -> dict[str, Any]:
+    return {"method": "suffix", **{f"suffix_decoding_{name}": value for name, value in keys.items()}}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (suffix(), SpeculationConfig(24, method="suffix", suffix=SuffixConfig(24, 10_000, 1.0, 0.1))),
+        (suffix(max_tree_depth=64), SpeculationConfig(31, method="suffix", suffix=SuffixConfig(64))),
+        (
+            suffix(max_cached_requests=0, max_spec_factor=2, min_token_prob=0.5) | {"num_speculative_tokens": 4},
+            SpeculationConfig(4, method="suffix", suffix=SuffixConfig(24, 0, 2.0, 0.5)),
+        ),
+        (
+            {"method": "custom_class", "model": "my.drafts.Class", "num_speculative_tokens": 4},
+            SpeculationConfig(4, method="custom_class", custom_class="my.drafts:Class"),
+        ),
+    ],
+)
+def test_other_methods(given: dict[str, Any], expected: SpeculationConfig) -> None:
+    assert resolve(EngineOptions(speculative_config=given)).speculation == expected
+
+
+@pytest.mark.parametrize("method", [{"method": "suffix"}, {"method": "custom_class", "model": "a.B"}], ids=str)
+def test_methods_of_a_cpu(method: dict[str, Any]) -> None:
+    given = {"num_speculative_tokens": 2, **method}
+    with pytest.raises(ConfigError, match="runs on a CPU so far: choose ngram"):
+        resolve(EngineOptions(attention_backend="triton", speculative_config=given))
+
+
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
@@ -56,12 +86,12 @@ def by_batch_size(*ranges: list[int]) -> dict[str, Any]:
         ({"method": "ngram"}, "num_speculative_tokens"),
         (
             {"method": "eagle", "num_speculative_tokens": 2},
-            r"method must be one of ngram, ngram_gpu, draft_model, mtp, not 'eagle'",
+            r"method must be one of ngram, ngram_gpu, suffix, .*, not 'eagle'",
         ),
         ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens must be from 1 to 31, not 0"),
         (
             {"method": "ngram", "num_speculative_tokens": 2, "model": "x"},
-            "has no 'model' for method 'ngram': it is of draft_model",
+            "has no 'model' for method 'ngram': it is of custom_class, draft_model",
         ),
         ({"method": "medusa", "num_speculative_tokens": 2}, "'medusa' is not supported"),
         ({"method": "draft_model", "num_speculative_tokens": 2}, "model must name the model that makes the drafts"),
@@ -77,6 +107,17 @@ def by_batch_size(*ranges: list[int]) -> dict[str, Any]:
         (by_model(draft_sample_method="probabilistic"), "draft_sample_method cannot be 'probabilistic'"),
         (by_model(kv_cache_dtype="fp8"), "kv_cache_dtype cannot be 'fp8'"),
         (by_model(rejection_sample_method="synthetic"), "rejection_sample_method must be one of standard, block"),
+        ({"method": "ngram", "num_speculative_tokens": 2, "mode": "x"}, "speculative_config has no 'mode'"),
+        (suffix(max_tree_depth=2), "suffix_decoding_max_tree_depth must be from 3 to 64, not 2"),
+        (suffix(max_cached_requests=-1), "suffix_decoding_max_cached_requests must be from 0 to"),
+        (suffix(max_spec_factor=-1.0), "suffix_decoding_max_spec_factor must be from 0 to 64"),
+        (suffix(min_token_prob=1.5), "suffix_decoding_min_token_prob must be from 0 to 1, not 1.5"),
+        (
+            suffix(min_token_prob=0.5) | {"method": "ngram", "num_speculative_tokens": 2},
+            "has no 'suffix_decoding_min_token_prob' for method 'ngram': it is of suffix",
+        ),
+        ({"method": "custom_class", "num_speculative_tokens": 2}, "model must name a class, as module.Class, not None"),
+        ({"method": "custom_class", "num_speculative_tokens": 2, "model": "x"}, "model must name a class"),
         (
             {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 4, "prompt_lookup_max": 3},
             "prompt_lookup_min must be from 1 to 3, not 4",

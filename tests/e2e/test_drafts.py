@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import msgspec
@@ -94,6 +95,28 @@ def test_other_numbers_of_drafts(model: Variant, plain: list[object], most: int)
     )
     assert exact(outputs) == plain
     assert stats["accepted_draft_tokens_total"]
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "suffix": {"method": "suffix", "suffix_decoding_max_spec_factor": 2.0},
+    "hostile": {"method": "custom_class", "model": "tests.fakes.drafts.HostileDrafter"},
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "queue_depth"), all_but_long(product(OTHERS, [1, 2]), [("suffix", 2), ("hostile", 1)])
+)
+def test_other_drafters(model: Variant, plain: list[object], method: str, queue_depth: int) -> None:
+    """With few blocks, so that sequences give their slots up and come back."""
+    few = {"block_size": 8, "num_blocks_override": FEW_BLOCKS.get(model.family, 34), "max_prefill_chunk": 11}
+    drafts = {"num_speculative_tokens": 3, **OTHERS[method]}
+    outputs, stats = generate(model, PROMPTS, KINDS, speculative_config=drafts, queue_depth=queue_depth, **few)
+    assert exact(outputs) == plain
+    accepted, computed = stats["accepted_draft_tokens_total"], stats["draft_tokens_total"]
+    assert isinstance(accepted, int)
+    assert isinstance(computed, int)
+    assert 0 < accepted < computed
+    assert stats["preemptions_total"]
 
 
 def test_nothing_is_found(saved_model: Callable[[str], SavedModel]) -> None:

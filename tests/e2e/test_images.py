@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,16 @@ from quire.scheduler.scheduler import Scheduler
 from tests.models.harness import randomize, save
 from tests.models.vision_models import IMAGE_END as END
 from tests.models.vision_models import IMAGE_START as START
-from tests.models.vision_models import IMAGE_TOKEN, PROCESSOR, qwen3_vl, qwen3_vl_moe, save_chat
+from tests.models.vision_models import (
+    IMAGE_TOKEN,
+    PROCESSOR,
+    qwen2_5_vl,
+    qwen3_5,
+    qwen3_5_moe,
+    qwen3_vl,
+    qwen3_vl_moe,
+    save_chat,
+)
 from tests.multimodal.pictures import draw, encoded
 
 NUM_TOKENS = 6
@@ -183,12 +192,33 @@ def test_bits_do_not_depend_on_slices(
     assert steps > 4 * 3
 
 
-def test_a_mixture_of_experts(tmp_path: Path) -> None:
-    model = randomize(qwen3_vl_moe())
+STATES = {"num_blocks_override": None, "kv_cache_memory": 2**23, "state_snapshot_interval": 64}
+
+
+@pytest.mark.parametrize(
+    ("build", "options"),
+    [
+        (qwen3_vl_moe, {}),
+        (qwen2_5_vl, {}),
+        (qwen2_5_vl, {"attention_backend": "torch"}),
+        (qwen3_5, STATES),
+        pytest.param(qwen3_5_moe, STATES, marks=pytest.mark.long),
+    ],
+    ids=["experts", "windows", "windows by torch", "states", "states and experts"],
+)
+def test_other_families(build: Callable[[], PreTrainedModel], options: dict[str, Any], tmp_path: Path) -> None:
+    """In chunks that end inside images, then behind hits, which may end there too."""
+    model = randomize(build())
     save(model, tmp_path)
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
-    with engine(tmp_path, max_num_batched_tokens=16) as llm:
-        assert tokens(llm, PROMPTS[:2]) == [generated(model, each) for each in PROMPTS[:2]]
+    prompts = [*PROMPTS, prompt(*range(10, 65), WIDE, 3)]  # states are kept at 64 tokens
+    expected = [generated(model, each) for each in prompts]
+    assert expected[0] != expected[2], "the image matters"
+    with engine(tmp_path, max_num_batched_tokens=16, **options) as llm:
+        assert tokens(llm, prompts) == expected
+        before = llm.stats()["prefix_cache_hits_total"]
+        assert tokens(llm, prompts) == expected
+        assert llm.stats()["prefix_cache_hits_total"] - before >= 64
 
 
 @pytest.mark.parametrize(

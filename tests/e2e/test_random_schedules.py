@@ -53,6 +53,8 @@ EXERCISED = (
     "timed_out_requests_total",
 )
 
+COUNTED = (*EXERCISED, "draft_tokens_total", "accepted_draft_tokens_total")
+
 Client = CoreClient
 MakeClient = Callable[..., Client]
 
@@ -205,10 +207,37 @@ def run_script(
 
 
 def test_every_completion_is_that_of_a_lone_run(make_client: MakeClient, alone: Callable[..., Any]) -> None:
+    totals = run_at_random(make_client, alone, 60)
+    assert all(totals[name] > 10 for name in EXERCISED), f"the random engines were too roomy: {totals}"
+
+
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
+    "suffix": {"method": "suffix", "suffix_decoding_max_spec_factor": 2.0},
+    "hostile": {"method": "custom_class", "model": "tests.fakes.drafts.HostileDrafter"},
+}
+
+
+@pytest.mark.parametrize(
+    ("drafter", "examples"),
+    [
+        pytest.param("hostile", 8),
+        *(pytest.param(name, 60, marks=pytest.mark.long) for name in DRAFTERS),
+    ],
+)
+def test_with_drafts(make_client: MakeClient, alone: Callable[..., Any], drafter: str, examples: int) -> None:
+    drafts = {"num_speculative_tokens": 4, **DRAFTERS[drafter]}
+    totals = run_at_random(make_client, alone, examples, speculative_config=drafts)
+    assert 0 < totals["accepted_draft_tokens_total"] < totals["draft_tokens_total"]
+    assert examples < 60 or all(totals[name] > 0 for name in EXERCISED), f"the engines were too roomy: {totals}"
+
+
+def run_at_random(make_client: MakeClient, alone: Callable[..., Any], examples: int, **chosen: Any) -> Counter[str]:
+    """Random engines and scripts, compared with lone runs; returns what they did. chosen: options of all engines."""
     totals: Counter[str] = Counter()
 
     @settings(
-        max_examples=60,
+        max_examples=examples,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
         phases=[Phase.explicit, Phase.generate],
         report_multiple_bugs=False,
@@ -218,10 +247,10 @@ def test_every_completion_is_that_of_a_lone_run(make_client: MakeClient, alone: 
         options = dict(engine)
         model, spare = options["model"], options.pop("spare")
         num_blocks = sum(-(-(tokens + spare) // options["block_size"]) for tokens in POOL_TOKENS[model])
-        client = make_client(num_blocks_override=num_blocks, **options.pop("preemption"), **options)
+        client = make_client(num_blocks_override=num_blocks, **options.pop("preemption"), **options, **chosen)
         try:
             made, aborted = run_script(client, script)
-            totals.update({name: getattr(client.core.stats(), name) for name in EXERCISED})
+            totals.update({name: getattr(client.core.stats(), name) for name in COUNTED})
         finally:
             client.core.shutdown()
         for name, request in made.items():
@@ -229,7 +258,7 @@ def test_every_completion_is_that_of_a_lone_run(make_client: MakeClient, alone: 
                 assert_as_alone(client, name, aborted, *alone(model, options["dtype"], request))
 
     check()
-    assert all(totals[name] > 10 for name in EXERCISED), f"the random engines were too roomy: {totals}"
+    return totals
 
 
 def may_end_early(request: dict[str, Any]) -> bool:

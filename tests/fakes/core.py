@@ -155,7 +155,16 @@ class CoreClient:
         priority: int = 0,
         **params,
     ) -> None:  # type: ignore[no-untyped-def]
-        names = ("client", "register_prefix", "pooling", "columns", "constraint", "thinking_budget", "images")
+        names = (
+            "client",
+            "register_prefix",
+            "pooling",
+            "columns",
+            "constraint",
+            "thinking_budget",
+            "images",
+            "prediction",
+        )
         fields = {name: params.pop(name) for name in names if name in params}
         sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, **params})
         self.core.handle(

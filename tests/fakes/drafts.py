@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
+
 from quire.config.engine import EngineConfig
 from quire.decoding.drafts import NO_DRAFTS, Drafter, Drafts
 from quire.decoding.sequence import Sequence
@@ -56,3 +58,32 @@ class RandomDrafts:
     def propose_by_worker(self, seq_id: int, right: list[int], num_tokens: int) -> list[int]:
         """`FakeExecutor.propose_drafts`."""
         return [token if self._random.random() < self._right else self._random.randrange(97) for token in right]
+
+
+class HostileDrafter:
+    """A drafter of `method: custom_class` that does what it may not, and now and then what it should: by the number of
+    a sequence's tokens nothing, too much, garbage, ends, ids that are no tokens of the model, or what followed its last
+    token before."""
+
+    ENDS = tuple(range(0, 97, 6))
+    """Stop tokens of the requests of tests/e2e/test_random_schedules.py."""
+
+    def __init__(self, max_drafts: int) -> None:
+        self._most = max_drafts
+
+    def propose(self, token_ids: np.ndarray) -> list[int]:
+        size = len(token_ids)
+        places = np.flatnonzero(token_ids[:-1] == token_ids[-1])
+        right = token_ids[places[-1] + 1 :].tolist() if len(places) else []
+        match size % 8:
+            case 0:
+                return []
+            case 1:
+                return [(7 * size + each) % 97 for each in range(5 * self._most)]
+            case 2:
+                return [*right[:1], self.ENDS[size % len(self.ENDS)], 0, 6]
+            case 3:
+                return [*right[:2], 97, 2**31 - 1]
+            case 4:
+                return [-1, *right]
+        return right * (1 + self._most)

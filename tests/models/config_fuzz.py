@@ -303,6 +303,7 @@ _QWEN3_IMAGES = {"deepstack_visual_indexes": [0], "num_position_embeddings": 16,
 _QWEN_IMAGES = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32}
 _WRAPPERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3_text": ("gemma3", "Gemma3ForConditionalGeneration", _IMAGES | {"image_size": 8, "patch_size": 4}),
+    "qwen2_5_vl_text": ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", _QWEN_IMAGES),
     "qwen3_vl_text": ("qwen3_vl", "Qwen3VLForConditionalGeneration", _QWEN_IMAGES | _QWEN3_IMAGES),
     "qwen3_vl_moe_text": ("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", _QWEN_IMAGES | _QWEN3_IMAGES),
     "qwen3_5_text": ("qwen3_5", "Qwen3_5ForConditionalGeneration", _QWEN_IMAGES),

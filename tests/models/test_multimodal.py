@@ -19,6 +19,8 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
     PreTrainedModel,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
     Qwen3VLMoeConfig,
@@ -157,6 +159,28 @@ def test_qwen_3_vl_with_its_images(tmp_path: Path, caplog: pytest.LogCaptureFixt
     save(reference, tmp_path)
     found = check_language_model(reference, tmp_path, caplog)
     assert (found.architecture, found.shape.is_tied) == ("Qwen3VLForCausalLM", True)
+
+
+def test_qwen_2_5_vl_in_one_object(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Hub files have the keys of the language model beside `vision_config`, and older names."""
+    windows = {"fullatt_block_indexes": [1], "window_size": 16}
+    left_out = ("num_position_embeddings", "deepstack_visual_indexes")
+    vision = {name: value for name, value in QWEN_VISION.items() if name not in left_out} | windows
+    rope = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [2, 1, 1]}
+    config = Qwen2_5_VLConfig(text_config={**SMALL, "rope_parameters": rope}, vision_config=vision)
+    reference = randomize(Qwen2_5_VLForConditionalGeneration(config))
+    save(reference, tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    text = values.pop("text_config")
+    del text["rope_parameters"]
+    scaling = {"type": "mrope", "rope_type": "mrope", "mrope_section": [2, 1, 1]}
+    values = {**text, **values, "rope_theta": 500.0, "rope_scaling": scaling}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    renamed(tmp_path, "model.language_model.", "model.")
+    renamed(tmp_path, "model.visual.", "visual.")
+    found = check_language_model(reference, tmp_path, caplog)
+    assert found.architecture == "Qwen2_5_VLForCausalLM"
+    assert found.vision is not None
 
 
 @pytest.mark.parametrize("is_turned", [False, True])

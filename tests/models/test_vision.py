@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from quire.models.vision import VisionEncoder
 from quire.models.vision_grid import Grid
 from quire.parallel.single import SINGLE_RANK
 from tests.models.harness import randomize, save
-from tests.models.vision_models import expected_features, qwen3_vl, random_patches
+from tests.models.vision_models import expected_features, qwen2_5_vl, qwen3_5, qwen3_vl, random_patches
 
 ODD: tuple[Grid, ...] = ((1, 2, 2), (1, 14, 6), (1, 2, 18), (1, 6, 6))
 """Smaller and larger than the table of positions, of six rows and columns."""
@@ -74,6 +75,30 @@ def test_other_shapes(options: dict[str, Any], backend: str, tmp_path: Path) -> 
     model = randomize(qwen3_vl(**options))
     grids: tuple[Grid, ...] = ((1, 6, 12), (1, 6, 6))
     check(model, tower(save(model, tmp_path), backend), grids)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("build", "options"),
+    [
+        (qwen2_5_vl, {"intermediate_size": 75}),
+        (qwen2_5_vl, {"hidden_size": 80, "num_heads": 1, "window_size": 24, "fullatt_block_indexes": [2]}),
+        (qwen3_5, {}),
+    ],
+    ids=["windows", "heads of 80", "without deep-stack"],
+)
+def test_other_families(
+    build: Callable[..., PreTrainedModel], options: dict[str, Any], backend: str, tmp_path: Path
+) -> None:
+    """With pictures alone and beside others: smaller than a window, of whole ones, of some that are cut, of frames."""
+    model = randomize(build(**options))
+    grids: tuple[Grid, ...] = ((1, 2, 2), (1, 14, 6), (2, 8, 10), (1, 6, 6))
+    encoder = tower(save(model, tmp_path), backend)
+    check(model, encoder, grids)
+    patches = random_patches(grids, values=encoder.config.patch_values)
+    together = encoder.encode(patches, grids)
+    (alone,) = encoder.encode(patches[4:88], grids[1:2])
+    assert torch.equal(alone, together[1])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -1,4 +1,4 @@
-"""Tiny random Qwen3-VLs, as Transformers builds them, and what Transformers computes of images."""
+"""Tiny random models that take images, as Transformers builds them, and what Transformers computes of images."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     PreTrainedModel,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
     Qwen3VLMoeConfig,
@@ -19,6 +25,7 @@ from transformers import (
 from quire.models.vision_grid import Grid
 from tests.models.families import SMALL
 from tests.models.harness import save
+from tests.models.hybrid_families import EXPERTS, SIZES, SMALL_STATES
 
 VISION = {
     "depth": 4,
@@ -59,6 +66,40 @@ def qwen3_vl_moe() -> PreTrainedModel:
     return Qwen3VLMoeForConditionalGeneration(config)
 
 
+def qwen2_5_vl(**vision: object) -> PreTrainedModel:
+    """Windows of 2 x 2 tokens."""
+    plain = {
+        name: value
+        for name, value in VISION.items()
+        if name not in ("num_position_embeddings", "deepstack_visual_indexes")
+    }
+    windows = {"fullatt_block_indexes": [1, 3], "window_size": 16, "num_heads": 3}
+    text = {**SMALL, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [2, 1, 1]}}
+    config = Qwen2_5_VLConfig(
+        text_config=text, vision_config={**plain, **windows, **vision}, image_token_id=IMAGE_TOKEN
+    )
+    return Qwen2_5_VLForConditionalGeneration(config)
+
+
+def qwen3_5(**vision: object) -> PreTrainedModel:
+    rope = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+    sections = {"mrope_interleaved": True, "mrope_section": [4, 2, 2]}
+    text = {**SIZES, **SMALL_STATES, "rope_parameters": rope | sections}
+    plain = {name: value for name, value in VISION.items() if name != "deepstack_visual_indexes"}
+    config = Qwen3_5Config(text_config=text, vision_config={**plain, **vision}, image_token_id=IMAGE_TOKEN)
+    return Qwen3_5ForConditionalGeneration(config)
+
+
+def qwen3_5_moe() -> PreTrainedModel:
+    values = qwen3_5().config.to_dict()
+    text = {
+        name: value for name, value in values["text_config"].items() if name not in ("intermediate_size", "model_type")
+    }
+    vision = {name: value for name, value in values["vision_config"].items() if name != "model_type"}
+    config = Qwen3_5MoeConfig(text_config=text | EXPERTS, vision_config=vision, image_token_id=IMAGE_TOKEN)
+    return Qwen3_5MoeForConditionalGeneration(config)
+
+
 TEMPLATE = (
     "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
     "{% for part in message.content %}{% if part.type == 'image' %}<s> <image> </s>{% else %}{{ part.text }}"
@@ -94,7 +135,5 @@ def expected_features(model: PreTrainedModel, patches: torch.Tensor, grids: Sequ
     """Of each image [tokens, feature size], those of the deep-stack layers beside the others."""
     with torch.inference_mode():
         found = model.model.get_image_features(patches, torch.tensor(grids), return_dict=True)
-    return [
-        torch.cat([main, *deep], dim=1)
-        for main, *deep in zip(found.pooler_output, *found.deepstack_features, strict=True)
-    ]
+    deepstack = getattr(found, "deepstack_features", None) or ()
+    return [torch.cat([main, *deep], dim=1) for main, *deep in zip(found.pooler_output, *deepstack, strict=True)]

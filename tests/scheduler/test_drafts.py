@@ -102,6 +102,22 @@ def test_max_tokens_is_the_last(max_tokens: int) -> None:
     assert driver.finished["r", 0] is FinishReason.LENGTH
 
 
+def test_the_workers_learn_whose_texts_a_sequence_may_draw_on() -> None:
+    """Texts are shared between requests of equal clients and cache salts; a preempted one keeps its own."""
+    scopes = set()
+    for number, (client, salt) in enumerate((("a", ""), ("", "a"), ("a", "b"), ("", ""))):
+        driver = make_driver(WorkerDrafts(3), num_blocks=6, block_size=2)
+        driver.add("first", prompt(4), max_tokens=6, salt=salt, client=client)
+        driver.add(f"r{number}", prompt(4, start=5), max_tokens=6, salt=salt, client=client, prediction=[4, 5])
+        driver.run()
+        new = [each for plan in driver.executor.plans for each in plan.new_sequences]
+        assert driver.core.stats().preemptions_total
+        assert {tuple(each.prediction) for each in new} == {(), (4, 5)}
+        (scope,) = {each.text_scope for each in new}
+        scopes.add(scope)
+    assert len(scopes) == 4
+
+
 def test_accepted_drafts_are_cached() -> None:
     """A later prompt that continues the text hits all of it but the last token."""
     text = generate_alone(prompt(9), max_tokens=20)[0]

@@ -124,6 +124,7 @@ WITH_OTHERS: dict[str, dict[str, Any]] = {
     "guided_decoding_backend": {"guided_json": {"type": "array"}, "guided_decoding_backend": "outlines"},
     "length_penalty": {"use_beam_search": True, "length_penalty": 0.5},
     "include_metrics": {},  # tests/server/test_observability.py
+    "prediction": {},  # tests/server/test_drafts.py
     # These have their tests in tests/server/test_vllm_fields.py.
     "suffix": {},
     "chat_template": {},

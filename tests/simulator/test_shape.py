@@ -112,6 +112,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen2_moe", LLAMA | MOE | {"shared_expert_intermediate_size": 28, "decoder_sparse_step": 2}),
     ("qwen2_moe", LLAMA | MOE | {"shared_expert_intermediate_size": 28, "mlp_only_layers": [0, 3], "qkv_bias": False}),
     ("qwen3_moe", HEADS | MOE),
+    ("qwen2_5_vl_text", LLAMA | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}),
     ("qwen3_vl_text", HEADS),
     ("qwen3_vl_text", HEADS | {"attention_bias": True, "tie_word_embeddings": True}),
     ("qwen3_vl_moe_text", HEADS | MOE),
@@ -139,7 +140,11 @@ def label(case: tuple[str, dict[str, Any]]) -> str:
     return case[0]
 
 
-WITH_IMAGES = {"qwen3_vl_text": "qwen3_vl", "qwen3_vl_moe_text": "qwen3_vl_moe"}
+WITH_IMAGES = {
+    "qwen2_5_vl_text": "qwen2_5_vl",
+    "qwen3_vl_text": "qwen3_vl",
+    "qwen3_vl_moe_text": "qwen3_vl_moe",
+}
 """Language models of which Transformers has no class of their own, and the models that they are part of."""
 
 
@@ -196,6 +201,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": LLAMA | {"head_dim": 8},
     "MistralForCausalLM": LLAMA | {"head_dim": 8, "sliding_window": 16},
     "Qwen2ForCausalLM": LLAMA | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3},
+    "Qwen2_5_VLForCausalLM": LLAMA,
     "Qwen3ForCausalLM": LLAMA,
     "GPT2LMHeadModel": GPT2,
     "OPTForCausalLM": OPT,

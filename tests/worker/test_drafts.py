@@ -1,4 +1,4 @@
-"""Looking up drafts, and what is kept of them."""
+"""When drafts are looked up, and what is kept of them."""
 
 from __future__ import annotations
 
@@ -6,62 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from quire.config.speculation import SpeculationConfig
 from quire.errors import QuireError
-from quire.kernels.cpu import _native
 from quire.sampling.results import SampledTokens
 from quire.step import SamplingInputs, StepPlan, StepResult, TokenLogprobs
-from quire.worker.drafts import PATIENCE, STRIDE, Find, HostDrafts, add_accepted, find_drafts, note_found
+from quire.worker.drafts import PATIENCE, STRIDE, HostDrafts, add_accepted, note_found
+from quire.worker.finders import NO_FINDER, TextFinder
 from quire.worker.masks import read_masks
-
-FINDERS = {"numpy": find_drafts, "native": _native.find_drafts}
-
-
-def look_up(find: Find, tokens: list[int], least: int, most: int, width: int = 4) -> list[int]:
-    """The drafts of one sequence, in the second of three rows; behind it lies something else."""
-    table = np.full((3, len(tokens) + 5), 7, np.int32)
-    table[1, : len(tokens)] = tokens
-    drafts, counts = np.full((3, width), -1, np.int32), np.array([9, 9, 9])
-    total = find(table, np.array([1]), np.array([len(tokens)]), least, most, drafts, counts)
-    assert total == (counts[1] > 0)
-    assert counts[[0, 2]].tolist() == [9, 9]
-    assert (drafts[[0, 2]] == -1).all()
-    found: list[int] = drafts[1, : counts[1]].tolist()
-    return found
-
-
-@pytest.mark.parametrize("find", FINDERS.values(), ids=FINDERS.keys())
-@pytest.mark.parametrize(
-    ("tokens", "least", "most", "expected"),
-    [
-        ([1, 2, 3, 4, 5, 1, 2], 1, 3, [3, 4, 5, 1]),
-        ([1, 2, 3, 9, 2, 4, 1, 2], 1, 3, [3, 9, 2, 4]),  # two tokens are a better copy than the later one of one
-        ([1, 2, 3, 1, 2, 4, 1, 2], 1, 2, [4, 1, 2, 4]),  # of two copies the later one, and on into the drafts
-        ([5, 5], 1, 3, [5, 5, 5, 5]),
-        ([1, 2, 3, 4, 5, 1, 2], 3, 3, []),
-        ([1, 2, 3], 1, 3, []),
-        ([4], 1, 3, []),
-        ([8, 1, 2, 1, 2], 2, 9, [1, 2, 1, 2]),
-    ],
-)
-def test_what_is_looked_up(find: Find, tokens: list[int], least: int, most: int, expected: list[int]) -> None:
-    assert look_up(find, tokens, least, most) == expected
-
-
-@given(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.integers(1, 4), st.integers(0, 4), st.integers(1, 6))
-def test_the_native_look_up(tokens: list[int], least: int, more: int, width: int) -> None:
-    found, expected = (look_up(find, tokens, least, least + more, width) for find in FINDERS.values())
-    assert found == expected
-
-
-def test_a_length_outside_the_table_is_refused() -> None:
-    table, drafts, counts = np.zeros((2, 4), np.int32), np.zeros((2, 1), np.int32), np.zeros(2, np.int64)
-    for row, length in ((2, 1), (-1, 1), (0, 5), (0, 0)):
-        with pytest.raises(ValueError, match="outside"):
-            _native.find_drafts(table, np.array([row]), np.array([length]), 1, 1, drafts, counts)
+from quire.worker.plain_texts import PlainCorpus, PlainTexts
 
 
 @pytest.mark.parametrize(
@@ -77,7 +30,7 @@ def test_a_length_outside_the_table_is_refused() -> None:
     ],
 )
 def test_what_is_accepted(chosen: list[int], count: int) -> None:
-    drafts = HostDrafts(2, SpeculationConfig(3), has_states=False)
+    drafts = HostDrafts(2, 3, NO_FINDER, has_states=False)
     drafts._placed = {1: [5, 6, 7]}
     assert drafts.accept([3, *chosen, 2], [0, 1, 2]) == [1, count, 1]
 
@@ -86,12 +39,13 @@ def test_text_that_does_not_repeat_itself_is_looked_at_less_often() -> None:
     """And in every step again, once something was found."""
     asked = []
 
-    def find(table: np.ndarray, rows: np.ndarray, lengths: np.ndarray, *rest: Any) -> int:
-        asked.append(drafts._num_fruitless)
-        assert lengths.tolist() == [51]
-        return find_drafts(table, rows, lengths, *rest)
+    class Counting(TextFinder):
+        def find(self, table: np.ndarray, rows: np.ndarray, lengths: np.ndarray, *rest: Any) -> int:
+            asked.append(drafts._num_fruitless)
+            assert lengths.tolist() == [51]
+            return super().find(table, rows, lengths, *rest)
 
-    drafts = HostDrafts(2, SpeculationConfig(3, 1, 2), has_states=False, find=find)
+    drafts = HostDrafts(2, 3, Counting(2, SpeculationConfig(3, 1, 2), PlainTexts, PlainCorpus), has_states=False)
     table, rows = np.arange(200, dtype=np.int32).reshape(2, 100), np.array([1])
     for _ in range(PATIENCE + 2 * STRIDE):
         assert drafts.look_up(rows, np.array([50]), table) is None

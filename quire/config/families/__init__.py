@@ -54,6 +54,8 @@ _OTHER = Family(
 """How a model of an unknown type is read: gated, with norms and no biases unless its config.json says so."""
 TEXT_CONFIG = "text_config"
 """The key of the language model's configuration in that of a model of several modalities."""
+VISION_CONFIG = "vision_config"
+"""The key of its vision tower's."""
 _SHARED_KEYS = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "eos_token_id")
 """Keys of the outer configuration that say something of the language model."""
 _RECURRENT_KEYS = (
@@ -88,6 +90,11 @@ def language_model(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
         found["architectures"] = values.get("architectures")
         if family is not None:
             found |= {"model_type": family.model_type, "architectures": list(family.architectures[:1])}
+    elif VISION_CONFIG in values and by_class(values) is None:  # older files keep both models' keys in one object
+        family = _family_of(values)
+        if family is not None:
+            named = {"model_type": family.model_type, "architectures": list(family.architectures[:1])}
+            found = {name: value for name, value in values.items() if name != VISION_CONFIG} | named
     return found, key
 
 

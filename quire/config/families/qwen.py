@@ -1,4 +1,4 @@
-"""Qwen 2, 2.5 and 3, dense and mixtures of experts, and the language models of Qwen3-VL."""
+"""Qwen 2, 2.5 and 3, dense and mixtures of experts, and the language models of Qwen2.5-VL and Qwen3-VL."""
 
 from quire.config.families.family import ALWAYS, EXPERT, NEVER, Bias, Family, GGUFNames
 from quire.config.families.llama import GGUF_LAYER, GGUF_TOP, LLAMA_VALUES, gguf_experts
@@ -94,6 +94,19 @@ FAMILIES = (
         gguf=GGUFNames("qwen3moe", GGUF_TOP, _GGUF_EXPERTS, settings={"norm_topk_prob": True}),
     ),
     # Transformers has no class of these language models alone: the names are Quire's.
+    Family(
+        "qwen2_5_vl_text",
+        ("Qwen2_5_VLForCausalLM",),
+        aliases=("qwen2_5_vl",),
+        is_runnable=True,
+        query_bias=ALWAYS,
+        output_bias=NEVER,
+        mlp_bias=NEVER,
+        windows="qwen",
+        rope=RopeDefaults(theta=1_000_000.0, mrope_section=(16, 24, 24), renamed={"mrope": "default"}),
+        usual_values=_VALUES | {"num_key_value_heads": 8, "max_window_layers": 80, "rms_norm_eps": 1e-5},
+        nullable=("num_key_value_heads", "sliding_window"),
+    ),
     Family(
         "qwen3_vl_text",
         ("Qwen3VLForCausalLM",),

@@ -72,6 +72,7 @@ _EXPERT_VALUES = {
     "num_experts": 512,
     "num_experts_per_tok": 10,
 }
+_VISION_ROPE = RopeDefaults(share=0.25, mrope_section=(11, 11, 10), mrope_interleaved=True)
 _NEXT = Family(
     "",
     is_runnable=True,
@@ -107,6 +108,7 @@ FAMILIES = (
         model_type="qwen3_5_text",
         architectures=("Qwen3_5ForCausalLM",),
         aliases=("qwen3_5",),
+        rope=_VISION_ROPE,
         usual_values=_VALUES | {"num_key_value_heads": 4},
         gguf=_gguf("qwen35", GGUF_LAYER | _GGUF_STATE | _GGUF_GATES, tiled=True),
     ),
@@ -115,6 +117,7 @@ FAMILIES = (
         model_type="qwen3_5_moe_text",
         architectures=("Qwen3_5MoeForCausalLM",),
         aliases=("qwen3_5_moe",),
+        rope=_VISION_ROPE,
         usual_values=_VALUES | _EXPERT_VALUES | {"num_experts": 256, "num_experts_per_tok": 8},
         gguf=_gguf("qwen35moe", _GGUF_EXPERTS | _GGUF_STATE | _GGUF_GATES, tiled=True),
     ),

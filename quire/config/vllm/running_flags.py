@@ -91,7 +91,7 @@ OBSERVABILITY: tuple[VllmFlag, ...] = (
     noted("show_hidden_metrics_for_version", "text", MEASURED),
     to("otlp_traces_endpoint", "text", why="by OTLP over HTTP (port 4318), where vLLM's default is gRPC"),
     to("collect_detailed_traces", "texts", why="any of the values gives each phase of a request a span of its own"),
-    noted("per_request_spec_decode_metrics", "text", "drafts are counted for all requests together"),
+    to("per_request_spec_decode_metrics", "text"),
     refused("custom_histogram_buckets", "json", "the buckets are vLLM's by default", {}),
     noted("logging_config", "json", LOGGED, {}),
     noted("watchdog_config", "json", "/health tells of an engine that is silent", {}),
@@ -148,7 +148,12 @@ KERNELS: tuple[VllmFlag, ...] = (
 )
 
 FEATURES: tuple[VllmFlag, ...] = (
-    to("speculative_config", "json", short=("-sc",), why="methods ngram and draft_model, so far (speculation.md)"),
+    to(
+        "speculative_config",
+        "json",
+        short=("-sc",),
+        why="methods ngram, suffix, draft_model and custom_class (speculation.md)",
+    ),
     to("spec_method", "text", "speculative_config", why="its key `method`"),
     to("spec_model", "text", "speculative_config", why="its key `model`"),
     to("spec_tokens", "int", "speculative_config", why="its key `num_speculative_tokens`"),

@@ -54,12 +54,30 @@ class TemplateInputs(NamedTuple):
     media_io_kwargs: dict[str, Any] | None = None
 
 
+class PredictedText(msgspec.Struct, frozen=True):
+    text: str
+    type: Literal["text"] = "text"
+
+
+class Prediction(msgspec.Struct, frozen=True):
+    """The text that a client expects, whole or in parts: OpenAI's predicted output."""
+
+    content: str | list[PredictedText]
+    type: Literal["content"] = "content"
+
+    @property
+    def text(self) -> str:
+        content = self.content
+        return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
 class ChatRequest(ToolFields, kw_only=True, frozen=True):
     """max_completion_tokens: the newer name of max_tokens, which counts where both are given. logprobs: whether;
     top_logprobs: how many alternatives. echo: the answer begins with the last message, where that has its role.
     documents, reasoning_effort: for templates that know them; reasoning_effort also sets `enable_thinking`, unless
     chat_template_kwargs does. chat_template: the source of a template to take instead of the model's.
     return_prompt_text: the answer has what the template wrote. use_beam_search: search with n beams.
+    prediction: drafts come from this text, which changes no token.
     functions, function_call: OpenAI's former names of tools and tool_choice, which are answered in their form.
     """
 
@@ -84,6 +102,7 @@ class ChatRequest(ToolFields, kw_only=True, frozen=True):
     early_stopping: bool | str | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     media_io_kwargs: dict[str, Any] | None = None
+    prediction: Prediction | None = None
 
     UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = UNSUPPORTED_CHAT_FIELDS
 

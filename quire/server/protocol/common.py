@@ -82,6 +82,39 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class SpeculativeDecoding(msgspec.Struct, omit_defaults=True):
+    """The drafts of a request, by vLLM's names. A step counts here when it had drafts; of a step with drafts one token
+    more than the accepted ones comes. acceptance_histogram[j]: steps of which j drafts were accepted. num_spec_tokens:
+    most drafts of a step."""
+
+    mean_acceptance_length: float
+    draft_acceptance_rate: float
+    acceptance_histogram: list[int]
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+    num_spec_tokens: int
+    per_step_accepted: list[int] | UnsetType = UNSET
+    per_step_drafted: list[int] | UnsetType = UNSET
+
+    @classmethod
+    def of(cls, steps: bytes, most: int, *, is_detailed: bool) -> SpeculativeDecoding:
+        """steps: as `RequestMetrics.draft_steps`."""
+        drafted, accepted = list(steps[::2]), list(steps[1::2])
+        num_steps, num_drafts, num_accepted = len(drafted), sum(drafted), sum(accepted)
+        return cls(
+            mean_acceptance_length=1 + num_accepted / num_steps if num_steps else 1.0,
+            draft_acceptance_rate=num_accepted / num_drafts if num_drafts else 0.0,
+            acceptance_histogram=[accepted.count(number) for number in range(most + 1)],
+            num_spec_steps=num_steps,
+            num_accepted_draft_tokens=num_accepted,
+            num_draft_tokens=num_drafts,
+            num_spec_tokens=most,
+            per_step_accepted=accepted if is_detailed else UNSET,
+            per_step_drafted=drafted if is_detailed else UNSET,
+        )
+
+
 class AnswerTimes(msgspec.Struct, omit_defaults=True):
     """What the phases of a request took, in milliseconds, and its speed; each left out where there was no such phase.
 
@@ -94,15 +127,20 @@ class AnswerTimes(msgspec.Struct, omit_defaults=True):
     queue_time_ms: float | None = None
     mean_itl_ms: float | None = None
     tokens_per_second: float | None = None
+    speculative_decoding: SpeculativeDecoding | None = None
 
 
-class CompletionTokensDetails(msgspec.Struct):
-    reasoning_tokens: int
+class CompletionTokensDetails(msgspec.Struct, omit_defaults=True):
+    """reasoning_tokens: of models that reason. The others: of a request with a prediction."""
+
+    reasoning_tokens: int | UnsetType = UNSET
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    rejected_prediction_tokens: int | UnsetType = UNSET
 
 
 class Usage(msgspec.Struct):
     """Tokens of one request; a prompt counts once however many completions it gets. completion_tokens_details: of
-    models that reason."""
+    models that reason, and requests with a prediction."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -117,7 +155,7 @@ class Usage(msgspec.Struct):
     @property
     def num_reasoning(self) -> int:
         details = self.completion_tokens_details
-        return 0 if details is UNSET else details.reasoning_tokens
+        return 0 if details is UNSET or details.reasoning_tokens is UNSET else details.reasoning_tokens
 
 
 class PromptLogprob(msgspec.Struct):

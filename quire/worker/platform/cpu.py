@@ -38,6 +38,7 @@ from quire.sampling.sampler import Sampler
 from quire.worker.block_tables import BlockTables
 from quire.worker.columns import ColumnValues
 from quire.worker.drafts import HostDrafts
+from quire.worker.finders import CustomFinder, Finder, TextFinder
 from quire.worker.head_drafts import HeadDrafts
 from quire.worker.images import ImageOverlays
 from quire.worker.kv_connector.cache_identity import native_code, torch_code
@@ -51,6 +52,7 @@ from quire.worker.kv_tensors import (
 )
 from quire.worker.kv_transfer import BlockTransfers
 from quire.worker.model_drafts import ModelDrafts, layers_of
+from quire.worker.plain_texts import PlainCorpus, PlainTexts
 from quire.worker.platform.cpu_blocks import HostPages, ThreadTransfers, block_copier, block_mover
 from quire.worker.platform.cpu_inputs import CacheBackends, CpuColumns, PlainInputs, StepInputs
 from quire.worker.platform.cpu_meter import CpuMeter
@@ -267,11 +269,17 @@ class CpuPlatform:
             backends = self._make_draft_backends(layers_of(layout, layers), pages)
             size = self._config.model.vocab_size
             return ModelDrafts(speculation, own, tables, backends, size, has_states=has_states)
-        if self._runtime is None:
-            return HostDrafts(num_rows, speculation, has_states=has_states)
-        from quire.kernels.cpu import _native
+        finder: Finder
+        if speculation.custom_class:
+            vocab_size = self._config.model.vocab_size
+            finder = CustomFinder(speculation.custom_class, speculation.max_drafts, vocab_size)
+        elif self._runtime is None:
+            finder = TextFinder(num_rows, speculation, PlainTexts, PlainCorpus)
+        else:
+            from quire.kernels.cpu import _native  # the native module may not be built
 
-        return HostDrafts(num_rows, speculation, has_states=has_states, find=_native.find_drafts)
+            finder = TextFinder(num_rows, speculation, _native.DraftTexts, _native.Corpus)
+        return HostDrafts(num_rows, speculation.max_drafts, finder, has_states=has_states)
 
     def offload_weights(self, model: CausalLM) -> None:
         """The weights are in host memory."""

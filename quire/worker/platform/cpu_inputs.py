@@ -15,6 +15,7 @@ from quire.step import StepPlan, TokenValues
 from quire.worker.block_tables import BlockTables
 from quire.worker.columns import NO_LISTS, ColumnValues
 from quire.worker.drafts import HostDrafts, Placed
+from quire.worker.finders import NO_FINDER, Finder
 from quire.worker.input_batch import InputBatch
 
 if TYPE_CHECKING:
@@ -34,13 +35,24 @@ class CpuColumns:
         """drafts: None: plans have none."""
         self.values = values
         self.drafts = drafts
+        self.finder: Finder = NO_FINDER if drafts is None else drafts.finder
         self.token_ids = np.zeros((num_rows, max_model_len + 1), np.int32)
 
     def write_tokens(self, row: int, position: int, token_ids: Sequence[int]) -> None:
         self.token_ids[row, position : position + len(token_ids)] = token_ids
+        self.finder.rewrite(row, position)
 
     def copy_tokens(self, source: int, destination: int, num_tokens: int) -> None:
         self.token_ids[destination, :num_tokens] = self.token_ids[source, :num_tokens]
+
+    def begin_text(self, row: int, num_tokens: int, scope: str, prediction: Sequence[int]) -> None:
+        self.finder.begin(row, num_tokens, scope, prediction)
+
+    def copy_text(self, source: int, destination: int, num_tokens: int) -> None:
+        self.finder.copy(source, destination, num_tokens)
+
+    def end_text(self, row: int, num_tokens: int) -> None:
+        self.finder.end(row, self.token_ids[row, :num_tokens])
 
     def write_blocks(self, row: int, group: int, start: int, entries: Sequence[int] | np.ndarray) -> None:
         """Kernels read BlockTables."""

@@ -65,6 +65,15 @@ class StagedColumns:
         arena = self.arena
         self._writes.copy(arena.token_offset(source), arena.token_offset(destination), num_tokens)
 
+    def begin_text(self, row: int, num_tokens: int, scope: str, prediction: Sequence[int]) -> None:
+        """On a device drafts are looked up in a sequence's own tokens alone."""
+
+    def copy_text(self, source: int, destination: int, num_tokens: int) -> None:
+        """As `begin_text`."""
+
+    def end_text(self, row: int, num_tokens: int) -> None:
+        """As `begin_text`."""
+
     def write_blocks(self, row: int, group: int, start: int, entries: Sequence[int] | np.ndarray) -> None:
         self._writes.write(self.arena.block_offset(row, group, start), entries)
 

@@ -66,6 +66,18 @@ class RequestColumns(Protocol):
         """The first tokens of row `source` become those of row `destination`."""
         ...
 
+    def begin_text(self, row: int, num_tokens: int, scope: str, prediction: Sequence[int]) -> None:
+        """The row, whose tokens are written, begins a text that drafts are looked up in (`Finder.begin`)."""
+        ...
+
+    def copy_text(self, source: int, destination: int, num_tokens: int) -> None:
+        """Row `destination` begins such a text with the first tokens of row `source`."""
+        ...
+
+    def end_text(self, row: int, num_tokens: int) -> None:
+        """The row's text is over, with as many tokens."""
+        ...
+
     def write_blocks(self, row: int, group: int, start: int, entries: Sequence[int] | np.ndarray) -> None:
         """Entries of a block table (quire/worker/block_tables.py), from index `start` on."""
         ...

@@ -1,5 +1,5 @@
-"""Activations in whole numbers of eight bits with a scale for each group, against the same arithmetic in NumPy, bit by
-bit, and other widths against exact products."""
+"""Activations in whole numbers of eight bits with a scale for each group or block, against the same arithmetic in
+NumPy, bit by bit, and other widths against exact products."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from quire.kernels.cpu.packing import PackedMatrix
+from quire.kernels.cpu.packing import BLOCK_LAYOUTS, PackedMatrix
+from quire.models.gguf.blocks import FORMATS
 from quire.quantization.integer_weight import IntegerWeight
 from tests.kernels.cpu.linear_calls import ISAS, random_matrix, run_linear
 from tests.kernels.cpu.test_blocks import PACKED, precisions, random_blocks, taken_apart, whole_matrix
@@ -46,6 +47,34 @@ def twin(weight: IntegerWeight, x: Floats, *, is_fused: bool) -> Floats:
     return total
 
 
+def super_twin(name: str, blocks: npt.NDArray[np.uint8], x: Floats, *, is_fused: bool) -> Floats:
+    """The same of super-blocks, x: [rows, K]: 128 values of a row share a scale. Groups' sums times their codes are
+    added up in their order, from zero. Then come the half of the scales, the offsets' whole numbers times their half,
+    and the scale of x."""
+    weight, add = taken_apart(name, blocks), fused if is_fused else plain
+    places = FORMATS[name].half_places
+    halves = [blocks[:, :, at : at + 2].copy().view("<f2")[:, :, 0].astype(np.float32) for at in places]
+    size, total = weight.group_size, np.zeros((len(x), weight.shape[0]), np.float32)
+    values = weight.values.numpy().astype(np.int64)
+    for begin in range(0, x.shape[1], 128):
+        block, half = slice(begin, begin + 128), halves[0][:, begin // 256]
+        scale = np.abs(x[:, block]).max(axis=1, keepdims=True) / MAX_INT8
+        numbers = np.rint(x * (np.float32(1) / scale)).astype(np.int64)
+        sums, offsets = np.zeros_like(total), np.zeros(total.shape, np.int64)
+        for group in range(begin // size, begin // size + 128 // size):
+            part = slice(group * size, (group + 1) * size)
+            codes = np.rint(weight.scales.numpy()[:, group] / half)
+            sums = add((numbers[:, part] @ values[:, part].T).astype(np.float32), codes[None], sums)
+            if weight.offsets is not None:
+                codes = np.rint(-weight.offsets.numpy()[:, group] / halves[1][:, begin // 256])
+                offsets += numbers[:, part].sum(axis=1, keepdims=True) * codes.astype(np.int64)[None]
+        sums = sums * half
+        if weight.offsets is not None:
+            sums = add(offsets.astype(np.float32), -halves[1][:, begin // 256][None], sums)
+        total = add(sums, scale, total)
+    return total
+
+
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("name", PACKED)
 def test_eight_bits_are_what_they_are_defined_to_be(name: str, isa: str) -> None:
@@ -56,7 +85,12 @@ def test_eight_bits_are_what_they_are_defined_to_be(name: str, isa: str) -> None
         x = torch.randn(rows, matrix.in_features, generator=torch.Generator().manual_seed(rows))
         for precision in precisions(isa):
             found = run_linear(matrix, x, isa=isa, precision=precision)
-            assert np.array_equal(found.numpy(), twin(weight, x.numpy(), is_fused=isa in FUSED_ISAS))
+            is_fused = isa in FUSED_ISAS
+            if BLOCK_LAYOUTS[name].is_super:
+                expected = super_twin(name, blocks, x.numpy(), is_fused=is_fused)
+            else:
+                expected = twin(weight, x.numpy(), is_fused=is_fused)
+            assert np.array_equal(found.numpy(), expected)
 
 
 @pytest.mark.parametrize("isa", ISAS)

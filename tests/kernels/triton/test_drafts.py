@@ -15,7 +15,7 @@ from quire.kernels.triton.drafts import (
     find_drafts,
     place_drafts,
 )
-from quire.worker.drafts import find_drafts as find_on_the_host
+from quire.worker.plain_texts import PlainTexts
 
 NUM_ROWS, TOKEN_WIDTH = SEQUENCES + 9, 60
 NUM_TOKENS = NUM_ROWS * TOKEN_WIDTH
@@ -160,7 +160,7 @@ def check_look_up(
     size = num_rows * places.max_drafts
     drafts = expected[places.found : places.found + size].reshape(num_rows, -1)
     table = before[: num_rows * places.token_width].reshape(num_rows, -1)
-    find_on_the_host(table, rows, lengths, *lookup, drafts, counts)
+    PlainTexts(num_rows, [lookup[0]]).find_runs(table, rows, lengths, lookup[1], drafts, counts)
 
     arena = words(before, device)
     samples = words(all_rows, device), words(firsts, device), words(lengths, device)
