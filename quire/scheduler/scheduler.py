@@ -288,12 +288,13 @@ class Scheduler:
             request, token_ids = sequence.request, sequence.token_ids
             if request.register_prefix and sequence.blocks is None:
                 continue  # preempted meanwhile: the prefix has no blocks to register and is computed again
+            update = SequenceUpdate(request.request_id, sequence.index, new_ids)
             if has_drafts:
-                new_ids = take_accepted(sequence, new_ids, self.kv)
+                update.new_token_ids = new_ids = take_accepted(sequence, new_ids, self.kv)
+                update.drafts, sequence.draft_step = sequence.draft_step, None
                 num_tokens += len(new_ids) - 1
             else:
                 token_ids += new_ids
-            update = SequenceUpdate(request.request_id, sequence.index, new_ids)
             if token_logprobs:
                 update.logprobs = token_logprobs[: len(new_ids)]
             if has_drafts:
@@ -338,8 +339,7 @@ class Scheduler:
             self._ends.end(request, request.live_sequences, FinishReason.ERROR)
         if updates:
             self._running.drop_finished()
-        if self._ends.unmatched:
-            updates += self._ends.report_unmatched(now)
+        updates += self._ends.report_unmatched(now)
         return updates, [(request.request_id, error) for request, error in refused]
 
     # -- parts of a step --------------------------------------------------------------------------------------------
