@@ -297,8 +297,6 @@ class Scheduler:
                 token_ids += new_ids
             if token_logprobs:
                 update.logprobs = token_logprobs[: len(new_ids)]
-            if has_drafts:
-                update.drafts, sequence.draft_step = sequence.draft_step, None
             num_known = len(token_ids)
             if num_known >= sequence.max_total_tokens or new_ids[-1] in request.end_token_ids:
                 any_finished = True
