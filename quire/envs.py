@@ -168,3 +168,8 @@ def keep_ray_to_itself() -> None:
     """Let Ray send no reports of its use, unless the user's `RAY_USAGE_STATS_ENABLED` says otherwise. Takes effect
     before Ray is imported."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+
+def launcher_address() -> str:
+    """`MASTER_ADDR`: where a launcher such as torchrun has its store."""
+    return os.environ["MASTER_ADDR"]

@@ -103,6 +103,10 @@ class RequestOutput(msgspec.Struct):
     """Of a pooled request, in its last output: the model's vector, as `SequenceUpdate` has it."""
 
 
+PROCESSOR_FAILED = "the logits processor "
+"""Begins the reason of a sequence that a logits processor has ended."""
+
+
 def is_damaged(output: RequestOutput) -> bool:
     """Whether a request ended in an error."""
     for completion in output.outputs:  # a loop, since it is asked of every output
@@ -112,11 +116,13 @@ def is_damaged(output: RequestOutput) -> bool:
 
 
 def raise_if_nonfinite(output: RequestOutput) -> None:
-    """Raise ModelOutputError for a request that ended because the model computed NaN or infinite logits, and UserError
-    for one that could not go on under its constraint (structured outputs)."""
+    """Raise ModelOutputError for a request that ended because the model computed NaN or infinite logits, or a logits
+    processor failed, and UserError for one that could not go on under its constraint (structured outputs)."""
     if not is_damaged(output):
         return
     for completion in output.outputs:
         if completion.finish_reason == FinishReason.ERROR and isinstance(completion.stop_reason, str):
+            if completion.stop_reason.startswith(PROCESSOR_FAILED):
+                raise ModelOutputError(completion.stop_reason)
             raise UserError(completion.stop_reason, param="structured_outputs")
     raise ModelOutputError("the model computed NaN or infinite logits for this request; the engine's log says more")

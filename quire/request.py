@@ -65,6 +65,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     request's value is 0, behind them it is that of `columns`."""
     images: list[PromptImage] = []
     """In the order of the prompt. Prefix-cache entries are shared only between requests of equal images."""
+    is_processed: bool = False
+    """Whether a logits processor concerns it: it has no drafts, which its processors would have to see one by one."""
     prediction: list[int] = []
     """Tokens that the caller expects to be generated: drafts may come from them."""
     adapter: AdapterRef | None = None

@@ -172,6 +172,7 @@ class SamplingParams(
     spaces_between_special_tokens: bool = True
     skip_clone: bool = False
     extra_args: dict[str, Any] | None = None
+    """Arguments of the engine's logits processors."""
     flat_logprobs: bool | None = False
     logprob_token_ids: list[int] | None = None
     """Tokens whose log-probabilities are reported beside `logprobs`, without their ranks. At most max_logprobs."""
@@ -207,6 +208,8 @@ class SamplingParams(
                 f"truncation_side must be 'left' or 'right', not {self.truncation_side!r:.100}", param="truncation_side"
             )
         self._check_for_programs()
+        if self.extra_args is not None and not isinstance(self.extra_args, dict):
+            raise UserError(f"extra_args must be a dictionary, not {self.extra_args!r:.100}", param="extra_args")
         if type(self.output_kind) is not RequestOutputKind:
             msgspec.structs.force_setattr(self, "output_kind", RequestOutputKind(self.output_kind))
         if self.timeout_s is not None:
@@ -358,7 +361,6 @@ _BOOLEANS = (
     "skip_clone",
 )
 UNAVAILABLE: dict[str, tuple[object, str]] = {
-    "extra_args": ({}, "no code of users runs in the engine"),
     "flat_logprobs": (False, "log-probabilities are one dictionary a token"),
     "prompt_logprob_token_ids": (None, "prompt_logprobs gives the likeliest tokens"),
     "prompt_logprob_start": (0, "prompt_logprobs begins with the prompt"),
@@ -371,6 +373,7 @@ UNAVAILABLE: dict[str, tuple[object, str]] = {
 """Fields of vLLM that must be None or as they are here."""
 PYTHON_ONLY = (
     *UNAVAILABLE,
+    "extra_args",
     "logprob_token_ids",
     "structured_outputs",
     "repetition_detection",

@@ -304,5 +304,7 @@ class StepResult(msgspec.Struct, array_like=True):
     nonfinite: list[int] = []
     """Sequences for which the model computed NaN or infinite logits, or such a vector. Their tokens here mean nothing,
     and what they asked for besides is left out, their vector too."""
+    failed: dict[int, str] = {}
+    """Index into `token_ids` -> why a sequence cannot go on: a logits processor has failed at it."""
     pooled: dict[int, list[float]] = {}
     """Index into `token_ids` -> the vector of a pooled sample, of float32 values: an embedding or logits of labels."""

@@ -425,7 +425,7 @@ def test_kinds_of_output_of_the_asynchronous_engine() -> None:
 @pytest.mark.parametrize(
     ("keywords", "param"),
     [
-        ({"extra_args": {"a": 1}}, "extra_args"),
+        ({"extra_args": [1]}, "extra_args"),
         ({"flat_logprobs": True}, "flat_logprobs"),
         ({"logprob_token_ids": [-1]}, "logprob_token_ids"),
         ({"logprob_token_ids": [1], "use_beam_search": True}, "logprob_token_ids"),

@@ -67,7 +67,7 @@ class LocalAnswers:
             delta = answer.read(completion)
             write(Piece(delta.reasoning, delta.content))
 
-        return self._session.stream({"prompt_token_ids": chat.token_ids, "prompt": chat.text}, params, take)
+        return self._session.stream(chat.prompt(), params, take)
 
 
 class _Delta(msgspec.Struct, frozen=True):

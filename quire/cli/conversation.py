@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import mimetypes
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -58,6 +60,8 @@ class Conversation:
         self.settings = dict(settings)
         self.system = system
         self.messages: list[Message] = []
+        self._pictures: list[Message] = []
+        """Parts of the next question."""
         self.is_over = False
 
     def take(self, text: str) -> None:
@@ -65,7 +69,9 @@ class Conversation:
         if not text.strip():
             return
         if not text.startswith("/"):
-            self._ask([*self.messages, {"role": "user", "content": text.strip()}])
+            pictures, self._pictures = self._pictures, []
+            content = [*pictures, {"type": "text", "text": text.strip()}] if pictures else text.strip()
+            self._ask([*self.messages, {"role": "user", "content": content}])
             return
         name, _, argument = text.strip().partition(" ")
         command = COMMANDS.get(name)
@@ -87,7 +93,18 @@ class Conversation:
         self.is_over = True
 
     def clear(self, argument: str) -> None:
-        self.messages = []
+        self.messages, self._pictures = [], []
+
+    def add_picture(self, argument: str) -> None:
+        if not argument:
+            raise UserError("name a file")
+        path = Path(argument).expanduser()
+        kind = mimetypes.guess_type(path.name)[0] or ""
+        if not kind.startswith("image/"):
+            raise UserError(f"{path.name} is no picture by its name")
+        url = f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
+        self._pictures.append({"type": "image_url", "image_url": {"url": url}})
+        self._note(f"{path.name} goes with the next message")
 
     def show_system(self, argument: str) -> None:
         if argument:
@@ -193,6 +210,7 @@ COMMANDS: Mapping[str, Command] = {
                        Conversation.show_system),
     "/set": Command("/set [NAME [VALUE]]", "sets a sampling parameter, or shows them; VALUE default: as at the start",
                     Conversation.change_setting),
+    "/image": Command("/image FILE", "shows a picture with the next message", Conversation.add_picture),
     "/save": Command("/save FILE", "writes the conversation, for /load and the server's page", Conversation.save),
     "/load": Command("/load FILE", "goes on with a conversation out of a file", Conversation.load),
     "/regen": Command("/regen", "asks the last question again", Conversation.ask_again),
@@ -226,6 +244,12 @@ def _read_setting(name: str, value: str) -> dict[str, Any]:
     return given(parser.parse([truth[value]] if is_switch else [f"{flag}={value}"]), SamplingParams)
 
 
+def _is_with_pictures(content: object) -> bool:
+    """Whether it is a question with pictures, as /image makes them."""
+    kinds = ("text", "image_url")
+    return isinstance(content, list) and all(isinstance(part, dict) and part.get("type") in kinds for part in content)
+
+
 def read_conversation(text: str) -> tuple[list[Message], dict[str, Any]]:
     """Messages and settings of the first conversation in a file of `/save` or of the server's page. Settings that are
     no sampling parameters are left out. Raises UserError for any other text."""
@@ -240,7 +264,7 @@ def read_conversation(text: str) -> tuple[list[Message], dict[str, Any]]:
     read = []
     for message in messages:
         role, content = (message.get(name) if isinstance(message, dict) else None for name in ("role", "content"))
-        if role not in ROLES or not isinstance(content, str):
+        if role not in ROLES or not (isinstance(content, str) or (role == "user" and _is_with_pictures(content))):
             raise UserError("the file holds a message that is no text of system, user or assistant")
         read.append({"role": role, "content": content})
     settings = first.get("settings")

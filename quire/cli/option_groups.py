@@ -48,10 +48,11 @@ GROUPS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     ),
     "answers": (
         "requests and answers",
-        ("seed", "max_logprobs", "logprobs_mode", "structured_outputs_config", "response_role", "dialect", "api",
-         "strict_fields", "default_chat_template_kwargs", "chat_template_content_format", "enable_auto_tool_choice",
-         "tool_call_parser", "reasoning_parser", "exclude_tools_when_tool_choice_none", "enable_force_include_usage",
-         "return_tokens_as_token_ids", "enable_request_id_headers", "max_stored_responses", "response_store_size"),
+        ("seed", "max_logprobs", "logprobs_mode", "logits_processors", "structured_outputs_config", "response_role",
+         "dialect", "api", "strict_fields", "default_chat_template_kwargs", "chat_template_content_format",
+         "enable_auto_tool_choice", "tool_call_parser", "reasoning_parser", "exclude_tools_when_tool_choice_none",
+         "enable_force_include_usage", "return_tokens_as_token_ids", "enable_request_id_headers",
+         "max_stored_responses", "response_store_size"),
     ),
     "access": (
         "who may do what",

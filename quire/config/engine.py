@@ -15,6 +15,7 @@ from quire.config.parallel import ParallelConfig
 from quire.config.scheduler import SchedulerConfig
 from quire.config.speculation import SpeculationConfig
 from quire.config.structured_outputs import StructuredOutputsConfig
+from quire.errors import ConfigError
 from quire.sampling_params import MAX_LOGPROBS
 
 
@@ -44,9 +45,19 @@ class EngineConfig:
     """The drafts that steps compute."""
     adapters: AdaptersConfig = NO_ADAPTERS
     """Those that requests may have."""
+    logits_processors: tuple[str, ...] = ()
+    """Classes that change logits, "module:Class" each."""
     structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
     media: MediaConfig = field(default_factory=MediaConfig)
     """How pictures are taken."""
+
+    def __post_init__(self) -> None:
+        if self.logits_processors and self.model.pooling is not None:
+            raise ConfigError("Pooling models do not support custom logits processors.", param="logits_processors")
+        if self.logits_processors and self.parallel.pp > 1:
+            raise ConfigError(
+                "logits_processors is not possible with pipeline_parallel_size > 1", param="logits_processors"
+            )
 
     @property
     def takes_predictions(self) -> bool:

@@ -41,6 +41,7 @@ class EngineKeywords(TypedDict, total=False):
     max_cpu_loras: int | None
     lora_dtype: str
     lora_target_modules: list[str] | None
+    logits_processors: list[str | type] | None
     quantization: str | None
     max_model_len: int | None
     block_size: int

@@ -58,7 +58,7 @@ class ModelChoices:
 
     runner: str = "auto"
     model_impl: str = "auto"
-    load_draft_head: bool = True
+    load_draft_head: bool = False
     download_dir: str | None = None
     hf_overrides: Mapping[str, Any] | None = None
     generation_config: str = "auto"
@@ -112,6 +112,9 @@ def load_model_config(
             longest, usual = read_lengths(fields, shape.attention.rotated_dim, family.rope, shape.windows)
         if family.draft_prefix and choices.load_draft_head and path.is_dir():
             shape = _with_draft_head(shape, path, family.draft_prefix, fields)
+        if family.draft_layer and choices.load_draft_head and path.is_dir():
+            stored = f"model.layers.{shape.num_layers}.{family.draft_layer}" in _tensor_names(path)
+            shape = replace(shape, draft_layers=shape.layers[-1:] if stored else ())
     elif runner == "pooling":
         raise ConfigError(f"runner='pooling' is not available for {architecture} through Transformers", param="runner")
     if pooling is not None:

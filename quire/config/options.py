@@ -13,6 +13,7 @@ from quire.config.scheduler import PRIORITY_SECONDS
 from quire.config.vllm import translate_keywords
 from quire.errors import ConfigError, nearest_name
 from quire.logging import get_logger
+from quire.logits_processors import name_of
 from quire.sampling_params import MAX_LOGPROBS
 from quire.utils.sizes import parse_count, parse_length
 
@@ -61,6 +62,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_cpu_loras: int | None = None
     lora_dtype: str = "auto"
     lora_target_modules: list[str] | None = None
+    logits_processors: list[str] | None = None
     quantization: str | None = None
     max_model_len: int | None = None
     block_size: int = 16
@@ -116,6 +118,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 nearest = nearest_name(name, cls.__struct_fields__)
                 raise ConfigError(f"unknown engine option {name!r}{nearest}", param=name)
         values = {name: str(v) if name in _TEXTS and v is not None else v for name, v in keywords.items()}
+        if isinstance(processors := values.get("logits_processors"), list | tuple):
+            values["logits_processors"] = [name_of(each) for each in processors]
         for name, parse in _NUMBERS.items():
             if isinstance(values.get(name), int | str):
                 values[name] = parse(values[name], param=name)
@@ -167,6 +171,7 @@ HELP: dict[str, str] = {
     "max_cpu_loras": "adapters that stay loaded (default: max_loras)",
     "lora_dtype": "of the adapters' matrices: auto (the model's), float32, bfloat16 or float16",
     "lora_target_modules": "names of the modules that adapters may change (default: any)",
+    "logits_processors": "classes that change logits, module:Class each (docs/logits-processors.md)",
     "speculative_config": "JSON object of drafts: method or model, num_speculative_tokens, more (docs/speculation.md)",
     "quantization": "int8, int4, w8a8, w4a8, fp8, mxfp4: quantise while loading (default: what the checkpoint brings)",
     "max_model_len": "most tokens of one sequence, such as 4096, 4k or auto (default: the model's limit)",
@@ -192,7 +197,7 @@ HELP: dict[str, str] = {
     "data_parallel_size": "engines of a server or AsyncLLM that share out requests, cores and memory (CPU)",
     "enable_expert_parallel": "deal whole experts to the ranks of tensor_parallel_size (default: a slice of each)",
     "expert_placement_strategy": "linear (neighbouring experts on one rank) or round_robin (they take turns)",
-    "distributed_executor_backend": "where ranks run: auto, uni (in the engine), mp (processes of this host), or ray",
+    "distributed_executor_backend": "where ranks run: auto, uni (engine), mp (processes), ray or external_launcher",
     "ray_placement": "pack (ranks on few of Ray's nodes) or strict_spread (each on a node of its own)",
     "attention_backend": "auto, native (CPU kernels for the whole model), torch (plain operators) or triton (cuda)",
     "kv_cache_dtype": "auto (dtype; on a CPU GGUF: bfloat16, float16: float32), float32, bfloat16, float16, int8, fp8",

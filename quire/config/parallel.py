@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from quire.config.checks import choice
+from quire.config.load import EXPERT_PLACEMENTS
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.config.speculation import SpeculationConfig
@@ -17,7 +18,7 @@ MAX_RANKS = 64
 """Processes on one host."""
 
 
-EXECUTORS = ("uni", "mp", "ray")
+EXECUTORS = ("uni", "mp", "ray", "external_launcher")
 RAY_PLACEMENTS = ("pack", "strict_spread")
 
 
@@ -89,13 +90,23 @@ def choose_executor(options: EngineOptions, parallel: ParallelConfig, is_acceler
         reason = f"one process is one rank, and there are {count}: choose 'mp' or 'ray'"
     elif asked != "uni" and is_accelerated:
         reason = "ranks run on a CPU so far: choose device='cpu'"
-    elif asked == "ray" and parallel.pp > 1:
+    elif asked in ("ray", "external_launcher") and parallel.pp > 1:
         reason = "stages of a pipeline are processes of one host so far: choose 'mp', or tensor_parallel_size"
+    elif asked == "external_launcher":
+        reason = _why_not_launched(options)
     elif asked == "ray" and find_spec("ray") is None:
         reason = f"Ray is not installed: {how_to_install('ray')}"
     if reason is not None:
         raise ConfigError(f"{name}={asked!r} is not possible: {reason}", param=name)
     return asked
+
+
+def _why_not_launched(options: EngineOptions) -> str | None:
+    """What comes at other times on other ranks would make their engines plan other steps."""
+    for name, is_on in (("kv_offload_dir", options.kv_offload_dir is not None), ("enable_lora", options.enable_lora)):
+        if is_on:
+            return f"{name} moves data beside the steps, whose ends differ from rank to rank"
+    return None
 
 
 def check_replicas(options: EngineOptions, is_accelerated: bool) -> None:
@@ -133,8 +144,12 @@ def check_ranks_fit(options: EngineOptions, model: ModelConfig) -> None:
         raise _refused(options, reason, name)
 
 
-def check_experts_fit(options: EngineOptions, model: ModelConfig) -> None:
-    """Raise ConfigError for a model whose experts cannot be dealt to the ranks."""
+def expert_placement(options: EngineOptions, model: ModelConfig) -> str | None:
+    """The strategy by which whole experts are dealt to the ranks; None: they are not. Raises ConfigError for a model
+    whose experts cannot be."""
+    strategy = choice("expert_placement_strategy", options.expert_placement_strategy, EXPERT_PLACEMENTS)
+    if not options.enable_expert_parallel:
+        return None
     tp, experts = options.tensor_parallel_size, model.shape.experts
     reason = None
     if experts is None:
@@ -145,6 +160,7 @@ def check_experts_fit(options: EngineOptions, model: ModelConfig) -> None:
         reason = "the ranks of one replica share experts out so far, and data_parallel_size is more than 1"
     if reason is not None:
         raise ConfigError(f"enable_expert_parallel is not possible: {reason}", param="enable_expert_parallel")
+    return strategy if tp > 1 else None
 
 
 def check_stages_fit(options: EngineOptions, speculation: SpeculationConfig) -> None:

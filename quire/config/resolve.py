@@ -23,7 +23,7 @@ from quire.config.device import (
 from quire.config.draft_model import draft_options, draft_ranks, fitting_draft
 from quire.config.engine import EngineConfig
 from quire.config.hf_config import ModelChoices, load_model_config, stored_dtype
-from quire.config.load import EXPERT_PLACEMENTS, LoadConfig
+from quire.config.load import LoadConfig
 from quire.config.media import MediaConfig
 from quire.config.mla_prompt import expands_prompts
 from quire.config.model import CACHE_DTYPE_BYTES, ModelConfig
@@ -31,12 +31,12 @@ from quire.config.options import EngineOptions
 from quire.config.parallel import (
     RAY_PLACEMENTS,
     ParallelConfig,
-    check_experts_fit,
     check_ranks_available,
     check_ranks_fit,
     check_replicas,
     check_stages_fit,
     choose_executor,
+    expert_placement,
 )
 from quire.config.pooling import RUNNERS
 from quire.config.quantization import ROUNDED, QuantizationConfig
@@ -107,13 +107,15 @@ class Defaults:
     max_num_batched_tokens: int
     memory_utilization: float
     queue_depth: int
+    max_prefill_chunk: int | None = None
 
 
 MAX_NUM_SEQS = 65536
 THREADS_ALLOWED_PER_CORE, LEAST_THREADS_ALLOWED = 4, 256
 """Threads of a process that are refused are more than both allow."""
-STAGED_TOKENS = 512
-"""Token budget of a step where layers are dealt to stages: a long prompt is cut, so that all of them compute."""
+STAGED_TOKENS, STAGED_CHUNK = 512, 256
+"""Token budget of a step where layers are dealt to stages, and most tokens of one prompt in it: a long one is cut, so
+that all of them compute."""
 CPU_DEFAULTS = Defaults(max_num_seqs=128, max_num_batched_tokens=2048, memory_utilization=0.5, queue_depth=1)
 DEVICE_DEFAULTS = Defaults(max_num_seqs=256, max_num_batched_tokens=8192, memory_utilization=0.9, queue_depth=2)
 
@@ -138,7 +140,9 @@ def resolve(options: EngineOptions) -> EngineConfig:
     defaults = DEVICE_DEFAULTS if is_accelerated else CPU_DEFAULTS
     if parallel.pp > 1:
         check_stages_fit(options, speculation)
-        defaults = replace(defaults, max_num_batched_tokens=STAGED_TOKENS, queue_depth=parallel.pp)
+        defaults = replace(
+            defaults, max_num_batched_tokens=STAGED_TOKENS, queue_depth=parallel.pp, max_prefill_chunk=STAGED_CHUNK
+        )
     scheduler = _scheduler(options, defaults, model)
     cuda_graphs, cuda_graph_sizes = graph_options(options, scheduler, device, model)
     return EngineConfig(
@@ -149,7 +153,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
             load_format=choice("load_format", options.load_format, LOAD_FORMATS),
             seed=options.seed & (2**63 - 1),
             counts_experts=_counts_experts(options, model),
-            expert_placement=_expert_placement(options, model),
+            expert_placement=expert_placement(options, model),
         ),
         device=DeviceConfig(
             device=device,
@@ -174,6 +178,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
         ray_placement=choice("ray_placement", options.ray_placement, RAY_PLACEMENTS),
         speculation=speculation,
         adapters=_adapters(options, model, backend),
+        logits_processors=tuple(options.logits_processors or ()),
         structured_outputs=StructuredOutputsConfig.of(options.structured_outputs_config or {}),
         media=MediaConfig.of(
             language_model_only=options.language_model_only,
@@ -386,15 +391,6 @@ def _counts_experts(options: EngineOptions, model: ModelConfig) -> bool:
     return options.expert_counts
 
 
-def _expert_placement(options: EngineOptions, model: ModelConfig) -> str | None:
-    """None: whole experts are not dealt. Raises ConfigError for a model whose experts cannot be."""
-    strategy = choice("expert_placement_strategy", options.expert_placement_strategy, EXPERT_PLACEMENTS)
-    if not options.enable_expert_parallel:
-        return None
-    check_experts_fit(options, model)
-    return strategy if options.tensor_parallel_size > 1 else None
-
-
 def _why_not_native(model: ModelConfig) -> str | None:
     if not has_native_kernels():
         return "this installation was built without the native CPU kernels"
@@ -586,10 +582,11 @@ def _scheduler(options: EngineOptions, defaults: Defaults, model: ModelConfig) -
             f"priority_seconds must be in (0, {MAX_PRIORITY_SECONDS:g}], not {options.priority_seconds}",
             param="priority_seconds",
         )
+    chunk = defaults.max_prefill_chunk if options.max_prefill_chunk is None else options.max_prefill_chunk
     return SchedulerConfig(
         max_num_batched_tokens=budget,
         max_num_seqs=max_num_seqs,
-        max_prefill_chunk=positive("max_prefill_chunk", options.max_prefill_chunk),
+        max_prefill_chunk=positive("max_prefill_chunk", chunk),
         queue_depth=queue_depth,
         scheduling_policy=choice("scheduling_policy", options.scheduling_policy, ("priority", "fcfs")),
         priority_seconds=options.priority_seconds,

@@ -132,7 +132,7 @@ def propose_drafts(drafter: Drafter, sequence: Sequence, budget: int, max_chunk:
     """Drafts for a running sequence that computes its last token. budget: tokens of the step that it may have, that one
     included. batch_size: running sequences."""
     request = sequence.request
-    if request.beam_search is not None or request.fork_position is not None or request.pooling:
+    if request.beam_search is not None or request.fork_position is not None or request.pooling or request.is_processed:
         return NO_DRAFTS
     if request.constraint is not None and sequence.num_pending_tokens:
         return NO_DRAFTS  # masks behind drafts are made when all tokens before these are known

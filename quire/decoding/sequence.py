@@ -176,6 +176,7 @@ class Request:
         "fork_position",
         "images",
         "images_end",
+        "is_processed",
         "max_pending_tokens",
         "max_tokens",
         "num_cached_tokens",
@@ -225,6 +226,7 @@ class Request:
         self.priority = request.priority
         self.register_prefix = request.register_prefix
         self.pooling = request.pooling
+        self.is_processed = request.is_processed
         self.columns, self.token_columns = request.columns, request.token_columns
         self.images = request.images
         self.images_end = request.images[-1].end if request.images else 0

@@ -18,6 +18,7 @@ from quire.engine.output_processor import OutputProcessor
 from quire.engine.pooling_processor import PoolingProcessor
 from quire.errors import UserError
 from quire.logging import get_logger
+from quire.logits_processors import load_processors
 from quire.multimodal.inputs import image_inputs
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.helpers import LONG_TEXT_CHARACTERS, UNKNOWN_PATTERN_CHARACTERS, Helpers
@@ -46,6 +47,7 @@ class FrontEnd:
         self._pooling_processor: PoolingProcessor | None = None
         self._making = threading.Lock()
         self._chat_template: ChatTemplate | None = None
+        self._processors = load_processors(config.logits_processors)
         if tokenizer is not None:
             source = TokenizerSource(msgspec.json.encode(options), config.model.vocab_size, _sample_of(tokenizer))
             self._chat_template = ChatTemplate.of(tokenizer, source)
@@ -87,6 +89,7 @@ class FrontEnd:
                 self._input_processor.chat_template = self._chat_template
                 self._input_processor.images = image_inputs(self.config)
                 self._input_processor.grammars.config = self.config.structured_outputs
+                self._input_processor.processors = self._processors
                 self._input_processor.reports_logits = self.config.logprobs_mode.endswith("logits")
             return self._input_processor
 

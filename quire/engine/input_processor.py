@@ -17,6 +17,7 @@ import msgspec
 from quire.adapter_orders import AdapterRef
 from quire.engine.bad_words import BadWordTokenizer
 from quire.errors import PromptTooLongError, UserError, reject_unknown
+from quire.logits_processors import LogitsProcessor, check_params
 from quire.multimodal.inputs import IMAGES, TEXT_ALONE, ImageInputs, NoImages, images_of
 from quire.multimodal.sources import Picture
 from quire.parsers.reasoning import ThinkFormat, Thought
@@ -107,7 +108,8 @@ class InputProcessor:
     turn it off, and it is an error. `max_new_tokens`: what bounds every request, None: nothing; servers set it to the
     model's own (generation_config.json). `reasoning`: how the model writes its thoughts, as its chat template shows;
     servers set it to the parser that they were told of. `chat_template`: front ends set one whose helpers tokenise.
-    `images`: how the model takes images; front ends set what its checkpoint says.
+    `images`: how the model takes images; front ends set what its checkpoint says. `processors`: the engine's classes
+    that change logits; front ends set them.
     """
 
     def __init__(
@@ -138,6 +140,7 @@ class InputProcessor:
         self.reports_logits = False
         self.max_new_tokens: int | None = None
         self.images: ImageInputs | NoImages = NoImages()
+        self.processors: Sequence[type[LogitsProcessor]] = ()
         self._request_numbers = itertools.count()  # next() is atomic
         self.chat_template = None if tokenizer is None else ChatTemplate.of(tokenizer)
         self.reasoning = None if tokenizer is None else detected_reasoning(tokenizer)
@@ -211,6 +214,7 @@ class InputProcessor:
             constraint_start=constraint_start,
             thinking_budget=thinking_budget,
             images=images,
+            is_processed=check_params(self.processors, params),
             prediction=self._prediction(prompt, token_ids),
             adapter=adapter,
         )

@@ -13,6 +13,7 @@ from quire.engine.core import EngineCore
 from quire.engine.messages import ClientMessage, EngineOutputs
 from quire.engine.output_window import OutputWindow
 from quire.engine.step_log import StepLog
+from quire.executors.interface import KeepsTime
 from quire.registry import load_target
 from quire.scheduler.interface import SchedulerFactory, paged_scheduler
 from quire.structured_output.service import ConstraintService
@@ -30,15 +31,15 @@ def build_core(
     that a front end in another process never imports torch. make_scheduler: as for EngineCore.
     """
     config = resolve(options) if config is None else config
-    make_executor = load_target(executor)
-    clock = SystemClock()
-    observers = [] if config.step_log is None else [StepLog(config, config.step_log, clock)]
-    return EngineCore(config, make_executor(config), clock, make_scheduler, _masks(options, config), observers)
+    observers = [] if config.step_log is None else [StepLog(config, config.step_log, SystemClock())]
+    workers = load_target(executor)(config)
+    clock = workers.agreed_clock if isinstance(workers, KeepsTime) else SystemClock()
+    return EngineCore(config, workers, clock, make_scheduler, _masks(options, config), observers)
 
 
 def _masks(options: EngineOptions, config: EngineConfig) -> MaskSource:
-    if config.model.pooling is not None or options.skip_tokenizer_init:
-        return NO_MASKS
+    if config.model.pooling is not None or options.skip_tokenizer_init or config.executor == "external_launcher":
+        return NO_MASKS  # of the last: masks come when they are ready, which differs from rank to rank
     return ConstraintService(options, config.model.vocab_size, config.model.eos_token_ids)
 
 

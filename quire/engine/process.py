@@ -27,7 +27,7 @@ from quire.engine.messages import ClientMessage, EngineFailed, EngineOutputs, En
 from quire.engine.output_window import OutputWindow
 from quire.engine.process_client import CRASH_FILE, LaunchSpec
 from quire.engine.remote_client import pull_socket, push_socket
-from quire.errors import QuireError, UserError
+from quire.errors import ConfigError, QuireError, UserError
 from quire.logging import configure_logging, get_logger
 from quire.utils.child_process import watch_parent
 from quire.utils.failures import explain
@@ -132,6 +132,11 @@ def run_engine(spec: LaunchSpec, channel: Channel, stop: StopFlag, beats: Engine
     """Build the core and serve until told to stop. Returns why the process cannot go on, if so."""
     try:
         configure_logging()
+        if spec.options.distributed_executor_backend == "external_launcher":
+            raise ConfigError(
+                "distributed_executor_backend='external_launcher' is for LLM, whose engine runs in its caller's thread",
+                param="distributed_executor_backend",
+            )
         core = build_core(spec.options, spec.executor)
     except QuireError as error:
         param = error.param if isinstance(error, UserError) else None

@@ -16,6 +16,11 @@ def make_executor(config: EngineConfig) -> Executor:
         from quire.executors.ray_ranks import make_ray_executor
 
         return make_ray_executor(config)
+    if config.executor == "external_launcher":
+        from quire.executors.launched import LaunchedRank
+
+        launched: Executor = LaunchedRank(config)
+        return launched
     if config.executor == "mp":
         from quire.executors.multiprocess import make_multiprocess_executor
 

@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from quire.clock import Clock
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.sizing import MemoryProfile
 from quire.kv_cache.spec import LayerSpec
@@ -111,6 +112,13 @@ class Executor(Protocol):
     def shutdown(self) -> None:
         """Release everything. Idempotent."""
         ...
+
+
+@runtime_checkable
+class KeepsTime(Protocol):
+    """An executor whose engine goes by another clock than the system's."""
+
+    agreed_clock: Clock
 
 
 class Workers(Protocol):

@@ -66,11 +66,7 @@ class RankedExecutor:
         self._transfers = TransferReports()
 
     def load_model(self) -> list[LayerSpec]:
-        first, *others = self._workers.call("load_model")
-        if any(specs != first for specs in others):
-            raise QuireError("the ranks disagree on what the layers keep in the KV cache")
-        specs: list[LayerSpec] = first
-        return specs
+        return alike(self._workers.call("load_model"))
 
     def profile(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:
         return reduce_profiles(self._workers.call("profile", max_num_batched_tokens, max_num_seqs))
@@ -79,12 +75,7 @@ class RankedExecutor:
         self._workers.call("allocate", layout)
 
     def measure_preemption_costs(self) -> PreemptionCosts:
-        """The slowest rank's: a step ends when every rank's does."""
-        costs: list[PreemptionCosts] = self._workers.call("measure_preemption_costs")
-        return PreemptionCosts(
-            seconds_per_block=max(each.seconds_per_block for each in costs),
-            seconds_per_token=max(each.seconds_per_token for each in costs),
-        )
+        return slowest(self._workers.call("measure_preemption_costs"))
 
     def describe_backend(self) -> str:
         lines: list[str] = self._workers.call("describe_backend")
@@ -147,6 +138,22 @@ class RankedExecutor:
 
     def shutdown(self) -> None:
         self._workers.close()
+
+
+def alike(specs: Sequence[list[LayerSpec]]) -> list[LayerSpec]:
+    """The layers' specs of all ranks. Raises QuireError for ranks that disagree."""
+    first, *others = specs
+    if any(each != first for each in others):
+        raise QuireError("the ranks disagree on what the layers keep in the KV cache")
+    return first
+
+
+def slowest(costs: Sequence[PreemptionCosts]) -> PreemptionCosts:
+    """The slowest rank's costs: a step ends when every rank's does."""
+    return PreemptionCosts(
+        seconds_per_block=max(each.seconds_per_block for each in costs),
+        seconds_per_token=max(each.seconds_per_token for each in costs),
+    )
 
 
 def reduce_profiles(profiles: Sequence[MemoryProfile]) -> MemoryProfile:

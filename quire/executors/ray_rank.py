@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import os
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from quire.executors.rank import Rank, RankCall, RankEnds
 from quire.logging import configure_logging
+from quire.parallel.hosts import shared_memory
 from quire.utils.heartbeat import Progress
 
 if TYPE_CHECKING:
     from quire.parallel.torch_dist import NetworkMeeting
-
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-SHARED_MEMORY = Path("/dev/shm")
 
 
 class RankHost(NamedTuple):
@@ -81,10 +78,3 @@ class RayRank:
     def live(self) -> None:
         """Return never: how Ray tells that the actor has ended."""
         threading.Event().wait()
-
-
-def shared_memory() -> str:
-    """The name of the memory that processes of this host can share: of the kernel since it started, and of /dev/shm,
-    which a container has of its own."""
-    device = SHARED_MEMORY.stat().st_dev if SHARED_MEMORY.is_dir() else 0
-    return f"{BOOT_ID.read_text().strip()} {device}"

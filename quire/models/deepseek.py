@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -25,6 +25,7 @@ from quire.layers.norm import RMSNorm
 from quire.layers.rotary import yarn_factor
 from quire.logging import get_logger
 from quire.models.decoder import PreNormLayer, TextDecoder
+from quire.models.draft_head import DraftHead, HeadNames, with_draft_layers
 from quire.quantization.integer_weight import WeightSource
 
 logger = get_logger(__name__)
@@ -64,6 +65,20 @@ class DeepseekLayer(PreNormLayer):
         }
 
 
+class DeepseekHead(DraftHead):
+    """The head of a layer behind the model's: a further guess takes its results before their norm."""
+
+    names = HeadNames("eh_proj", "enorm", "hnorm", "shared_head.norm")
+    norm_class = RMSNorm
+
+    def leave(self, x: Value) -> Value:
+        return x
+
+    def compute_logits(self, hidden: Value) -> Value:
+        assert self._norm is not None, "a head has one"
+        return self._head(self._norm(hidden))
+
+
 class DeepseekForCausalLM(TextDecoder):
     """All of the family: what its members differ in is in config.json."""
 
@@ -73,10 +88,17 @@ class DeepseekForCausalLM(TextDecoder):
             config.num_layers,
             model_fields(config).integer("num_nextn_predict_layers", 0, minimum=0),
         )
-        extra = "|".join(str(layer) for layer in range(num_layers, num_layers + num_extra))
+        last = num_layers + max(num_extra, len(config.shape.draft_layers))
+        extra = "|".join(str(layer) for layer in range(num_layers, last))
         self._extra = re.compile(rf"^model\.layers\.({extra})\." if extra else r"(?!)")
         ropes = [_rope(config, model_fields(config))] * num_layers
         super().__init__(config, context, partial(DeepseekLayer, config, context), ropes)
+        self.draft_head: DeepseekHead | None = None
+        if config.shape.draft_layers and context.stage.count == 1:
+            layer = DeepseekLayer(with_draft_layers(config), replace(context, expert_counts=None), num_layers)
+            self.draft_head = head = DeepseekHead(config, [layer], self._tokens, self._rotaries[0], self._head, context)
+            own = {name.removeprefix("layers.0."): slot for name, slot in head.slots.items()}
+            self.slots |= prefixed(f"model.layers.{num_layers}", own)
 
     def load_weights(self, weights: Iterable[tuple[str, WeightSource]], elsewhere: Collection[str] = ()) -> None:
         super().load_weights(self._without_extra(weights), elsewhere)
@@ -84,7 +106,7 @@ class DeepseekForCausalLM(TextDecoder):
     def _without_extra(self, weights: Iterable[tuple[str, WeightSource]]) -> Iterator[tuple[str, WeightSource]]:
         num_left_out = 0
         for name, tensor in weights:
-            if self._extra.search(name):
+            if name not in self.slots and self._extra.search(name):  # of a head that is loaded: copies of tables
                 num_left_out += 1
             else:
                 yield name, tensor

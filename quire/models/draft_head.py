@@ -1,5 +1,4 @@
-"""The head for drafts (multi-token prediction) of Qwen3-Next and Qwen 3.5: layers behind a model's last one that guess
-the token after the next.
+"""The head for drafts (multi-token prediction): layers behind a model's last one that guess the token after the next.
 
 It takes a token's hidden state, as the model's final norm gives it, and the embedding of the token that follows. Its
 layers keep keys and values in layers of the KV cache behind the model's own.
@@ -8,6 +7,8 @@ layers keep keys and values in layers of the KV cache behind the model's own.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 from quire.config.hf_config import model_fields
 from quire.config.model import ModelConfig
@@ -17,7 +18,7 @@ from quire.layers.batch import ForwardBatch
 from quire.layers.context import LayerContext, WeightSlot, prefixed
 from quire.layers.embedding import Embedding
 from quire.layers.linear import LocalRows
-from quire.layers.norm import UnitOffsetRMSNorm
+from quire.layers.norm import RMSNorm, UnitOffsetRMSNorm
 from quire.layers.rotary import RotaryEmbedding
 from quire.models.checkpoint_names import CheckpointNames
 from quire.models.decoder import Decoder, DecoderLayer
@@ -26,11 +27,24 @@ from quire.models.interface import CausalLM
 from quire.quantization.integer_weight import WeightSource
 
 
+class HeadNames(NamedTuple):
+    """Names of a head's tensors. joined: the matrix from [embedding, hidden state]. token_norm, hidden_norm: norms of
+    the two. norm: of the results."""
+
+    joined: str
+    token_norm: str
+    hidden_norm: str
+    norm: str
+
+
 class DraftHead(Decoder):
     """A batch of it brings `hidden`, [T, size], of the model or of the guess before; its token_ids are those that
     follow the tokens of `hidden`, its positions those that the layers rotate by and write at. It returns the hidden
-    states of the guesses, which are inputs of a further guess too. Tensors as the checkpoints of the family have
-    them."""
+    states of the guesses, which are inputs of a further guess too. Tensors as the checkpoints of Qwen3-Next and
+    Qwen 3.5 have them."""
+
+    names = HeadNames("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    norm_class: type[RMSNorm] = UnitOffsetRMSNorm
 
     def __init__(
         self,
@@ -46,15 +60,15 @@ class DraftHead(Decoder):
         epsilon = model_fields(config).number("rms_norm_eps", 1e-6)
         self._size = size = config.hidden_size
         self._tokens = embedding
-        self._token_norm, self._hidden_norm, self._norm = (UnitOffsetRMSNorm(size, epsilon, context) for _ in range(3))
+        self._token_norm, self._hidden_norm, self._norm = (self.norm_class(size, epsilon, context) for _ in range(3))
         # The two halves of one matrix, so that no kernel puts vectors side by side.
         self._from_token, self._from_hidden = (LocalRows(size, size, context) for _ in range(2))
         own = {name: slot for name, slot in self.slots.items() if name.startswith("layers.")}  # the head is the model's
         self.slots = own | {
-            "fc.weight": WeightSlot((size, 2 * size), self._load_halves, 2 * self._from_token.nbytes),
-            **prefixed("pre_fc_norm_embedding", self._token_norm.slots()),
-            **prefixed("pre_fc_norm_hidden", self._hidden_norm.slots()),
-            **prefixed("norm", self._norm.slots()),
+            f"{self.names.joined}.weight": WeightSlot((size, 2 * size), self._load_halves, 2 * self._from_token.nbytes),
+            **prefixed(self.names.token_norm, self._token_norm.slots()),
+            **prefixed(self.names.hidden_norm, self._hidden_norm.slots()),
+            **prefixed(self.names.norm, self._norm.slots()),
         }
 
     def guess(self, index: int) -> DraftHead:
@@ -78,6 +92,12 @@ class DraftHead(Decoder):
     def _load_halves(self, tensor: WeightSource) -> None:
         for half, matrix in enumerate((self._from_token, self._from_hidden)):
             matrix.load(tensor.narrow(1, half * self._size, self._size))
+
+
+def with_draft_layers(config: ModelConfig) -> ModelConfig:
+    """The configuration with the layers of the head behind the model's."""
+    shape = config.shape
+    return replace(config, shape=replace(shape, layers=shape.layers + shape.draft_layers))
 
 
 def first_guess(model: CausalLM) -> CausalLM:

@@ -28,7 +28,7 @@ from quire.layers.norm import UnitOffsetRMSNorm
 from quire.logging import get_logger
 from quire.models.config_values import layer_attention, read_activation, usual_rope
 from quire.models.decoder import FeedForward, TextDecoder
-from quire.models.draft_head import DraftHead
+from quire.models.draft_head import DraftHead, with_draft_layers
 from quire.models.mixture import mixture_block
 from quire.quantization.integer_weight import WeightSource
 from quire.quantization.quantized_weight import QuantizedWeight
@@ -169,9 +169,8 @@ class HybridDecoder(TextDecoder):
 
 def _draft_layers(config: ModelConfig, context: LayerContext) -> list[HybridLayer]:
     """The layers of the head for drafts, numbered behind the model's."""
-    shape = config.shape
-    behind = replace(config, shape=replace(shape, layers=shape.layers + shape.draft_layers))
-    return [HybridLayer(behind, context, shape.num_layers + index) for index in range(len(shape.draft_layers))]
+    first, behind = config.num_layers, with_draft_layers(config)
+    return [HybridLayer(behind, context, first + index) for index in range(len(config.shape.draft_layers))]
 
 
 def _without_drafts(weights: Iterable[tuple[str, WeightSource]]) -> Iterator[tuple[str, WeightSource]]:

@@ -143,8 +143,8 @@ def image_inputs(config: EngineConfig) -> ImageInputs | NoImages:
         return NoImages("the engine was started with its language model alone")
     if config.device.device != "cpu":
         return NoImages(f"images are computed on a CPU alone so far, and this engine runs on {config.device.device}")
-    if config.parallel.devices_per_replica > 1:
-        return NoImages("images are computed by one rank alone so far, and this engine has several")
+    if config.parallel.pp > 1:
+        return NoImages("images are not passed on in pipelines so far, and this engine is one (pipeline_parallel_size)")
     from quire.multimodal.processors import has_settings, read_qwen_processor
 
     if not has_settings(model.path):

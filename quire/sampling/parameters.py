@@ -13,6 +13,7 @@ import numpy as np
 
 from quire.sampling.draw import MIN_TEMPERATURE
 from quire.sampling.lists import RowLists
+from quire.sampling.processors import NO_PROCESSORS, ProcessorRows
 from quire.step import SequenceSampling
 
 SEED_MASK = 2**64 - 1
@@ -41,6 +42,8 @@ class Feature:
     CANDIDATES = 1 << 10
     TOKEN_MASK = 1 << 11
     """Of a batch, never of a row: masks come with the step."""
+    PROCESSED = 1 << 12
+    """A logits processor concerns the row, which the processors of the worker decide."""
 
 
 PENALTIES = Feature.REPETITION_PENALTY | Feature.OUTPUT_PENALTIES
@@ -144,7 +147,8 @@ class SamplingRows:
     num_candidates: np.ndarray
     num_prompt_logprobs: np.ndarray
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, processors: ProcessorRows = NO_PROCESSORS) -> None:
+        self.processors = processors
         for column in COLUMNS:
             setattr(self, column.name, np.zeros(num_rows, column.dtype))
         self._used: tuple[np.ndarray | None, int] = (None, 0)
@@ -158,6 +162,8 @@ class SamplingRows:
         self._used = None, 0
         for column in COLUMNS:
             getattr(self, column.name)[row] = column.encode(sampling)
+        if self.processors.set(row, sampling.params):
+            self.features[row] |= Feature.PROCESSED
         self.lists.set(row, sampling)
         self.rows_with_prompt_logprobs.discard(row)
         self._listed.pop(row, None)

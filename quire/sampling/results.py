@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -87,7 +88,8 @@ class ListedLogprobs(NamedTuple):
 
 class Samples(NamedTuple):
     """What sampling R rows leaves. token_ids: [R], -1 for rows with NaN or plus infinity, or without any finite score.
-    ranking, candidates: of the rows that ask for log-probabilities and of beams, None where no row asks."""
+    ranking, candidates: of the rows that ask for log-probabilities and of beams, None where no row asks. failed: rows
+    that cannot go on, and why."""
 
     token_ids: Deferred[list[int]]
     ranking: Deferred[Ranking] | None = None
@@ -95,6 +97,7 @@ class Samples(NamedTuple):
     logprobs_asked: Asked | None = None
     candidates_asked: Asked | None = None
     listed: ListedLogprobs | None = None
+    failed: Mapping[int, str] = MappingProxyType({})
 
     def tensors(self) -> list[torch.Tensor]:
         """What must be copied to the host."""

@@ -43,13 +43,19 @@ class Sampler(Generic[Array]):
         beams = rows.asked(where, Feature.CANDIDATES, rows.num_candidates) if used & Feature.CANDIDATES else None
         # 1. The model's own log-probabilities: what they are computed from is set aside before anything changes.
         scores, reported = kernels.set_aside(logits, used, None if self._reports_processed else logprobs)
-        # 2. Bias, penalties, bans, allowed tokens, masks. Those of a beam change its log-probabilities.
+        # 2. The operator's processors, bias, penalties, bans, allowed tokens, masks; then the processors that leave the
+        # best token alone. Those of a beam change its log-probabilities.
         if beams is not None:
             kernels.normalize(scores, batch, beams)
+        failed: dict[int, str] = {}
+        if used & Feature.PROCESSED:
+            failed = rows.processors.apply(scores, batch, None)
         if used & EDITS:
             self._edit(scores, batch, used)
         if masks is not None:
             kernels.keep_masked(scores, masks)
+        if used & Feature.PROCESSED:
+            failed |= rows.processors.apply(scores, batch, rows.temperature)
         # 3. Greedy rows take the best score, the others draw.
         processed = logprobs if self._reports_processed else None
         if processed is not None:
@@ -66,7 +72,7 @@ class Sampler(Generic[Array]):
             if (listed := rows.listed(where, logprobs)) is not None:
                 values = kernels.compare_listed(reported, token_ids, listed, logprobs, normalized=normalized)
                 more = ListedLogprobs(values, listed, normalized)
-        return Samples(chosen, ranking, candidates, logprobs, beams, more)
+        return Samples(chosen, ranking, candidates, logprobs, beams, more, failed)
 
     def logprobs(self, logits: torch.Tensor, token_ids: Array, num_top: int) -> Logprobs:
         """Log-probability (or logit) and rank of one token per row, and the `num_top` (at most MAX_LOGPROBS) best

@@ -25,16 +25,17 @@ class Wanted:
     """An image, and the live requests that want it encoded and have not read it since."""
 
     def __init__(self, image: PromptImage) -> None:
-        self.image = image
+        self.key, self.grid, self.num_tokens = image.key, image.grid, image.num_tokens
+        self.image: PromptImage | None = image
+        """None: the workers have it."""
         self.requests: dict[Request, None] = {}
         self.num_layers = 0
         """That are ordered."""
 
-    def first(self) -> Request | None:
-        """The first in order of the requests that live; None: none does."""
-        live = [each for each in self.requests if each.status is not RequestStatus.FINISHED]
-        self.requests = dict.fromkeys(live)
-        return min(live, key=lambda each: each.order_key, default=None)
+    @property
+    def order_key(self) -> OrderKey | None:
+        """The first of the requests'."""
+        return min((request.order_key for request in self.requests), default=None)
 
 
 class ImageEncodings:
@@ -82,7 +83,7 @@ class ImageEncodings:
 
     def is_awaited(self, key: bytes) -> bool:
         """Whether an image is wanted and not encoded yet."""
-        return key in self._wanted or (self._current is not None and self._current.image.key == key)
+        return key in self._wanted or (self._current is not None and self._current.key == key)
 
     def orders(self, budget: int, *, is_idle: bool) -> ImageOrders | None:
         """What the plan of this pass encodes and drops; None: nothing. budget: tokens that it has left; one layer is
@@ -95,15 +96,22 @@ class ImageEncodings:
         slices: list[EncodeSlice] = []
         while (wanted := self._next(reads, dropped, is_idle=is_idle)) is not None:
             assert self._costs is not None, "requests have images"
-            cost, left = self._costs.layer_tokens(wanted.image.grid), self._costs.num_layers - wanted.num_layers
+            cost, left = self._costs.layer_tokens(wanted.grid), self._costs.num_layers - wanted.num_layers
             count = min(left, max(budget // cost, 0 if slices else 1))
             if not count:
                 break
             budget -= count * cost
-            slices.append(EncodeSlice(wanted.image.key, count, None if wanted.num_layers else wanted.image))
+            slices.append(EncodeSlice(wanted.key, count, wanted.image))
             self._advance(wanted, count)
-            reads.add(wanted.image.key)  # orders of one plan do not drop what they encode
+            reads.add(wanted.key)  # orders of one plan do not drop what they encode
         return ImageOrders(dropped, slices) if dropped or slices else None
+
+    def forget(self, request: Request) -> None:
+        """A request has ended: what it alone wants is not encoded."""
+        current = () if self._current is None else (self._current,)
+        for wanted in (*self._kept.values(), *self._wanted.values(), *current):
+            wanted.requests.pop(request, None)
+        self._wanted = {key: wanted for key, wanted in self._wanted.items() if wanted.requests}
 
     def forget_workers(self) -> None:
         """Note that the workers hold nothing any more."""
@@ -113,7 +121,7 @@ class ImageEncodings:
 
     def _want(self, image: PromptImage, request: Request) -> None:
         current = self._current
-        if current is None or current.image.key != image.key:
+        if current is None or current.key != image.key:
             current = self._wanted.setdefault(image.key, Wanted(image))
         current.requests[request] = None
 
@@ -121,19 +129,16 @@ class ImageEncodings:
         """The image whose layers are ordered now, with room for its features; None: there is none. dropped: gets what
         makes room."""
         if self._current is not None:
-            if self._current.first() is not None:
+            if self._current.requests:
                 return self._current
-            dropped.append(self._current.image.key)
+            dropped.append(self._current.key)
             self._current = None
-        firsts = {key: wanted.first() for key, wanted in self._wanted.items()}
-        self._wanted = {key: wanted for key, wanted in self._wanted.items() if firsts[key] is not None}
-        living = [(first.order_key, key) for key, first in firsts.items() if first is not None]
-        if not living:
+        asked = [(wanted.order_key, key) for key, wanted in self._wanted.items()]
+        order_key, key = min(((order, key) for order, key in asked if order is not None), default=(None, b""))
+        if order_key is None:
             return None
-        order_key, key = min(living)
-        if not self._make_room(self._wanted[key].image.num_tokens, order_key, reads, dropped, is_idle=is_idle):
-            return None
-        return self._wanted[key]
+        wanted = self._wanted[key]
+        return wanted if self._make_room(wanted.num_tokens, order_key, reads, dropped, is_idle=is_idle) else None
 
     def _make_room(
         self, num_tokens: int, order_key: OrderKey, reads: set[bytes], dropped: list[bytes], *, is_idle: bool
@@ -141,16 +146,16 @@ class ImageEncodings:
         """Whether there is room for an image that a request of this place wants: beside those that the plan reads, and
         those that earlier requests want and have not read."""
         assert self._costs is not None, "requests have images"
-        room = self._costs.cache_tokens - sum(kept.image.num_tokens for kept in self._kept.values())
+        room = self._costs.cache_tokens - sum(kept.num_tokens for kept in self._kept.values())
         victims = []
         for key, kept in self._kept.items():
             if room >= num_tokens:
                 break
-            first = kept.first()
-            if key in reads or (first is not None and first.order_key < order_key and not is_idle):
+            first = kept.order_key
+            if key in reads or (first is not None and first < order_key and not is_idle):
                 continue
             victims.append(key)
-            room += kept.image.num_tokens
+            room += kept.num_tokens
         if room < num_tokens and len(victims) < len(self._kept):
             return False
         for key in victims:
@@ -160,10 +165,10 @@ class ImageEncodings:
 
     def _advance(self, wanted: Wanted, num_layers: int) -> None:
         assert self._costs is not None, "requests have images"
-        key = wanted.image.key
-        if not wanted.num_layers:
+        key = wanted.key
+        if wanted.image is not None:
             del self._wanted[key]
-            self._current = wanted
+            self._current, wanted.image = wanted, None
             self.num_begun += 1
         wanted.num_layers += num_layers
         if wanted.num_layers == self._costs.num_layers:
@@ -186,4 +191,5 @@ class ImageGate:
         return None if key is None else Deferral(self.reason, quote.num_blocks, lambda: self._images.is_awaited(key))
 
     def forget(self, request: Request) -> None:
-        """Nothing is kept."""
+        if request.status is RequestStatus.FINISHED and request.images_end:
+            self._images.forget(request)

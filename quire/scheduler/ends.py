@@ -92,8 +92,13 @@ class Ends:
         if search is not None:
             search.give_up(sequence, reason)
             return
-        self.unmatched.append((sequence, reason))
-        self.end(sequence.request, [sequence], FinishReason.ERROR)
+        self.fail(sequence, reason)
+
+    def fail(self, sequence: Sequence, reason: str) -> None:
+        """End a sequence that cannot go on, unless it has ended; `report_unmatched` reports it."""
+        if sequence.finish_reason is None:
+            self.unmatched.append((sequence, reason))
+            self.end(sequence.request, [sequence], FinishReason.ERROR)
 
     def take_foreseen(self, sequence: Sequence, token_ids: list[int]) -> None:
         """Take note that a plan has sampled what was known before, and was reported then. token_ids: of its result."""
@@ -179,6 +184,7 @@ class Ends:
             request.status = RequestStatus.FINISHED
             # Request and sequences refer to one another, and are collected at some later time.
             request.constraint = request.first_matcher = None
+            request.images = []  # some megabytes each
             if request.beam_search is not None:
                 request.beam_search.forget_candidates()
             self._waiting.remove(request)

@@ -73,12 +73,11 @@ class Scheduler:
         self.kv = kv
         self._max_chunk = min(config.max_prefill_chunk or 2**62, config.max_num_batched_tokens)
         self._limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, self._max_chunk, config.whole_prompts)
-        self._num_stages = config.num_stages
         self._requests: dict[str, Request] = {}
         self._waiting = RequestQueue(config.priority_seconds)
         self._running, self._deadlines = RunningSet(), Deadlines()
         self._registration = PrefixRegistration(kv, self._max_chunk)
-        self._drafter = drafter
+        self._drafter, self._num_stages = drafter, config.num_stages
         self.can_discard = not drafter.max_drafts and len(kv.token_groups) == kv.num_groups
         """The workers can compute a sequence's last token again: not where it has changed a state, and not with drafts,
         whose number the workers keep."""
@@ -246,6 +245,8 @@ class Scheduler:
         assert len(samples) == len(result.token_ids), "a result without a sample, or the other way round"
         updates = ends.end_nonfinite(in_flight, result.nonfinite, now) if result.nonfinite else []
         in_flight.commit(self.kv)
+        for index, reason in result.failed.items():
+            ends.fail(samples[index], reason)
         if result.transfers is not None:
             self.kv.connector.update(result.transfers)
         if result.adapters:
@@ -352,8 +353,7 @@ class Scheduler:
         if index == len(running):  # in most steps
             return False
         first_waiting = self._waiting.first if num_reserved else None
-        kv, max_chunk, drafter, placed = self.kv, self._max_chunk, self._drafter, builder.sequences
-        preempted = False
+        kv, max_chunk, drafter, placed, preempted = self.kv, self._max_chunk, self._drafter, builder.sequences, False
         while index < len(running):
             sequence = running[index]
             if sequence.num_computed_tokens < sequence.fast_path_until:

@@ -72,6 +72,9 @@ class Answer(ABC, Generic[Body]):
         self._model = context.served_name(body.model)
         self._adapter = context.adapters.find(self._model)
         self._params = body.to_sampling_params()
+        if self._params.extra_args and not context.engine.engine_config.logits_processors:
+            self._ineffective += [f"vllm_xargs.{name}" for name in self._params.extra_args]
+            self._params.extra_args = None
         self._created = int(time.time())
         self.response_id = new_id(self.ID_PREFIX, header_id or body.request_id)
         # A proxy repeats a request under the id of the first one, which may still run.

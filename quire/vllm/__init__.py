@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import quire
+from quire import logits_processors
 from quire.errors import nearest_name
 from quire.logging import get_logger
 from quire.version import __version__ as __version__
@@ -47,7 +48,11 @@ def init_logger(name: str) -> logging.Logger:
     return get_logger(name)
 
 
+_PROCESSORS = (
+    "AdapterLogitsProcessor", "BatchUpdate", "LogitsProcessor", "MoveDirectionality", "process_dict_updates",
+)  # fmt: skip
 _HERE = {
+    **{name: getattr(logits_processors, name) for name in _PROCESSORS},
     "UsageContext": UsageContext,
     "cleanup_dist_env_and_memory": cleanup_dist_env_and_memory,
     "random_uuid": random_uuid,
@@ -92,6 +97,10 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "v1.engine": (),
     "v1.engine.async_llm": ("AsyncLLM",),
     "v1.engine.llm_engine": ("LLMEngine",),
+    "v1.sample": (),
+    "v1.sample.logits_processor": _PROCESSORS,
+    "v1.sample.logits_processor.builtin": ("process_dict_updates",),
+    "v1.sample.logits_processor.interface": ("BatchUpdate", "LogitsProcessor", "MoveDirectionality"),
 }  # fmt: skip
 """Public modules of vLLM below `vllm`, and what each of them has here."""
 

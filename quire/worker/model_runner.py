@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -61,6 +61,8 @@ class Launched:
         nonfinite: Sequence[int] = ()
         if samples is not None:
             found, accepted = samples.assemble(hosts), self.accepted
+            if samples.failed:
+                result.failed = self._failed(samples.failed)
             if accepted.counts is None:
                 token_ids, logprobs, result.candidates, nonfinite = found
                 result.token_ids = [[token_id] for token_id in token_ids]
@@ -84,6 +86,13 @@ class Launched:
         if nonfinite or nonfinite_prompts:
             report_nonfinite(result, plan, nonfinite, nonfinite_prompts)
         return result
+
+    def _failed(self, rows: Mapping[int, str]) -> dict[int, str]:
+        """By index of a sample; rows: by row, of which a sample with drafts has several."""
+        firsts = None if self.sampled is None else self.sampled.firsts
+        if firsts is None:
+            return dict(rows)
+        return {int(np.searchsorted(firsts, row, "right")) - 1: reason for row, reason in rows.items()}
 
 
 class Computed(NamedTuple):

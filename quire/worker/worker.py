@@ -20,6 +20,7 @@ from quire.kv_cache.spec import LayerSpec
 from quire.kv_cache.stage_layout import layout_of_stage
 from quire.models.interface import CausalLM
 from quire.sampling.parameters import SamplingRows
+from quire.sampling.processors import make_processors
 from quire.scheduler.preemption import PreemptionCosts
 from quire.step import SamplingInputs, StepPlan, StepResult
 from quire.utils.sizes import format_bytes
@@ -147,7 +148,7 @@ class Worker:
                 code, host_pages = self.platform.code_identity(), self._host_pool.pages
                 self._connector = offload_worker(config, layout, code, host_pages, self._transfers)
         tables = BlockTables(table_shapes(layout), num_rows, model.max_model_len)
-        sampling = SamplingRows(num_rows)
+        sampling = SamplingRows(num_rows, make_processors(config))
         values = ColumnValues(self._columns, self._model.columns, num_rows)
         compute = self.platform.make_compute(self._model, layout, pages, tables, sampling, values)
         requests = RequestState(tables, sampling, compute.columns)

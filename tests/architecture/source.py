@@ -18,6 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "beam_search_params",
         "pooling_params",
         "pooling_outputs",
+        "logits_processors",
         "lora_request",
         "adapter_orders",
         "prompt_image",

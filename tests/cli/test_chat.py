@@ -64,6 +64,26 @@ def test_commands(engine: FakeEngine, type_lines: Any, capsys: pytest.CaptureFix
     assert "unknown command /nonsense" in error
 
 
+def test_pictures_go_with_the_next_message(
+    engine: FakeEngine, type_lines: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture, saved = tmp_path / "a b.png", tmp_path / "saved.json"
+    picture.write_bytes(b"PNG")
+    type_lines(f"/image {picture}", "/image", f"/image {saved}", "/image no.png", "one", f"/save {saved}", "two")
+    assert main(["chat", "some-model"]) == 0
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,UE5H"}}
+    shown = ("user", [part, {"type": "text", "text": "one"}])
+    assert asked(engine) == [[shown], [shown, ("assistant", "Hello wörld"), ("user", "two")]]
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:3] == [
+        "a b.png goes with the next message",
+        "/image: name a file",
+        "/image: saved.json is no picture by its name",
+    ]
+    assert lines[3].startswith("/image: [Errno 2]")
+    assert read_conversation(saved.read_text())[0][0]["content"] == shown[1]
+
+
 def test_the_bundled_model_says_that_it_does_not_chat(
     engine: FakeEngine, type_lines: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

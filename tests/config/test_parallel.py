@@ -11,7 +11,7 @@ import pytest
 from quire.config.engine import EngineConfig
 from quire.config.options import EngineOptions
 from quire.config.parallel import ParallelConfig
-from quire.config.resolve import STAGED_TOKENS, resolve
+from quire.config.resolve import STAGED_CHUNK, STAGED_TOKENS, resolve
 from quire.config.speculation import OPTION as SPECULATION
 from quire.errors import ConfigError
 
@@ -160,6 +160,10 @@ def test_stages(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = config.scheduler
     assert (scheduler.num_stages, scheduler.queue_depth, scheduler.max_num_batched_tokens) == (2, 2, STAGED_TOKENS)
     assert alone.scheduler.max_num_batched_tokens > STAGED_TOKENS
+    assert (alone.scheduler.max_prefill_chunk, scheduler.max_prefill_chunk) == (None, STAGED_CHUNK)
+    assert resolved(model, pipeline_parallel_size=2, max_prefill_chunk=64).scheduler.max_prefill_chunk == 64
+    with pytest.raises(ConfigError, match="max_prefill_chunk"):
+        resolved(model, pipeline_parallel_size=2, max_prefill_chunk=0)
     assert config.device.num_threads == 3
     assert resolved(model, pipeline_parallel_size=2, tensor_parallel_size=2).device.num_threads == 1
     assert resolved(model, pipeline_parallel_size=2, queue_depth=1).scheduler.queue_depth == 1

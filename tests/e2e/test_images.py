@@ -238,6 +238,14 @@ def test_tokens_do_not_depend_on_chunks_and_neighbours(directory: Path, options:
         assert [tokens(llm, [each])[0] for each in PROMPTS] == beside
 
 
+@pytest.mark.parametrize("backend", [pytest.param("torch", marks=pytest.mark.long), "native"])
+def test_two_ranks(directory: Path, expected: list[list[int]], backend: str) -> None:
+    """Each computes the tower: plans tell both what to encode and to drop."""
+    with engine(directory, tensor_parallel_size=2, attention_backend=backend, max_num_batched_tokens=16) as llm:
+        assert tokens(llm, PROMPTS) == expected
+        assert tokens(llm, PROMPTS[:1]) == expected[:1]
+
+
 def test_blocks_come_back_from_disk(directory: Path, expected: list[list[int]], tmp_path: Path) -> None:
     """They are found by the pictures' content, in another engine, whose tower then has nothing to do."""
     options = {"kv_offload_dir": str(tmp_path), "swap_space": 2**22, "num_blocks_override": 40}

@@ -1,11 +1,12 @@
-"""The head for drafts of Qwen3-Next and Qwen 3.5, against its definition over Transformers' layer in float64."""
+"""Heads for drafts, against their definition over Transformers' layer in float64."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from quire.kv_cache.spec import LayerSpec
 from quire.layers.batch import ForwardBatch, ForwardResult
 from quire.models.loader import load_model
 from quire.parallel.single import SINGLE_RANK
+from tests.models.families import deepseek_v3, deepseek_v32
 from tests.models.harness import PagedRunner, random_prompts, randomize, save
 from tests.models.hybrid_families import qwen3_5, qwen3_5_moe, qwen3_5_vision, qwen3_next
 
@@ -74,10 +76,72 @@ class Twin(nn.Module):
         """Logits, [T, vocabulary]."""
         with torch.no_grad():
             ids = torch.tensor([prompt])
-            hidden = model.model(ids).last_hidden_state
-            tokens = model.get_input_embeddings()(following(ids))
-            x = self.fc(torch.cat((self.token_norm(tokens), self.hidden_norm(hidden)), dim=-1))
-            return model.lm_head(self.body.model(inputs_embeds=x).last_hidden_state)[0]
+            return self.run(model, model.model(ids).last_hidden_state, following(ids))[1][0]
+
+    def run(
+        self, model: PreTrainedModel, hidden: torch.Tensor, followers: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a further guess takes, and logits."""
+        tokens = model.get_input_embeddings()(followers)
+        x = self.fc(torch.cat((self.token_norm(tokens), self.hidden_norm(hidden)), dim=-1))
+        results = self.body.model(inputs_embeds=x).last_hidden_state
+        return results, model.lm_head(self.before_logits(results))
+
+    def before_logits(self, results: torch.Tensor) -> torch.Tensor:
+        return results
+
+
+class DeepseekTwin(Twin):
+    """A further guess takes the results before their norm; the head is the layer behind the model's last one."""
+
+    def __init__(self, make: Callable[..., PreTrainedModel]) -> None:
+        super().__init__(make)
+        self.norm, self.body.model.norm = self.body.model.norm, nn.Identity()
+
+    def before_logits(self, results: torch.Tensor) -> torch.Tensor:
+        return self.norm(results)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        own = {}
+        for name, value in self.body.model.layers[0].state_dict().items():
+            for part, tensor in by_expert(name, value):
+                own[f"model.layers.2.{part}"] = tensor
+        return own | {
+            "model.layers.2.eh_proj.weight": self.fc.weight.detach(),
+            "model.layers.2.enorm.weight": self.token_norm.weight.detach(),
+            "model.layers.2.hnorm.weight": self.hidden_norm.weight.detach(),
+            "model.layers.2.shared_head.norm.weight": self.norm.weight.detach(),
+            # Copies of the model's tables, which are not read.
+            "model.layers.2.embed_tokens.weight": self.body.model.embed_tokens.weight.detach(),
+            "model.layers.2.shared_head.head.weight": self.body.lm_head.weight.detach(),
+        }
+
+
+def by_expert(name: str, value: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """A tensor of a layer, or those of its experts, as checkpoints keep them."""
+    prefix, is_fused, part = name.rpartition("mlp.experts.")
+    if not is_fused:
+        yield name, value
+        return
+    for expert, own in enumerate(value):
+        if part == "down_proj":
+            yield f"{prefix}mlp.experts.{expert}.down_proj.weight", own
+            continue
+        for half, rows in zip(("gate", "up"), own.chunk(2), strict=True):
+            yield f"{prefix}mlp.experts.{expert}.{half}_proj.weight", rows
+
+
+def deepseek_case(make: Callable[..., PreTrainedModel], **options: Any) -> PreTrainedModel:
+    """A dense layer and one with experts; of the head one with experts."""
+    is_body = options.pop("layer_types", None) is not None
+    sizes = {"num_hidden_layers": 1, "first_k_dense_replace": 0} if is_body else {"num_hidden_layers": 2}
+    return make(**{**sizes, **options})
+
+
+CASES |= {
+    "deepseek-v3": partial(deepseek_case, deepseek_v3),
+    "deepseek-v3.2": partial(deepseek_case, deepseek_v32, num_nextn_predict_layers=1),
+}
 
 
 class Drafting:
@@ -85,7 +149,7 @@ class Drafting:
 
     def __init__(self, model) -> None:  # type: ignore[no-untyped-def]
         self.model, self.head = model, model.draft_head
-        self.compute_logits = model.compute_logits
+        self.compute_logits = self.head.compute_logits
 
     def cache_specs(self) -> list[LayerSpec]:
         return [*self.model.cache_specs(), *self.head.cache_specs()]
@@ -100,7 +164,8 @@ def saved(name: str, directory: Path, **sizes: object) -> tuple[PreTrainedModel,
     make = partial(CASES[name], **sizes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        model, twin = randomize(make()), Twin(make)
+        twin_class = DeepseekTwin if name.startswith("deepseek") else Twin
+        model, twin = randomize(make()), twin_class(make)
     save(model, directory)
     add(directory, twin)
     return model, twin
@@ -124,10 +189,10 @@ def loaded(directory: Path, *, native: bool = False, drafts: bool = True, quanti
     return load_model(config, LoadConfig("auto", 0), SINGLE_RANK, runtime=NativeRuntime("auto", 2) if native else None)
 
 
-def runner(model, *, native: bool) -> PagedRunner:  # type: ignore[no-untyped-def]
+def runner(model, num_heads: int, *, native: bool) -> PagedRunner:  # type: ignore[no-untyped-def]
     made = PagedRunner(model)
     if native:
-        made.backend = NativeAttention(made.layout, made.pages, "float32", 4, 2)
+        made.backend = NativeAttention(made.layout, made.pages, "float32", num_heads, 2)
     return made
 
 
@@ -137,7 +202,8 @@ def test_guesses_are_those_of_the_definition(name: str, native: bool, tmp_path: 
     hf, twin = saved(name, tmp_path)
     model = loaded(tmp_path, native=native)
     prompts = random_prompts([30, 11], 97)
-    drafting = runner(Drafting(model), native=native)
+    num_heads = hf.config.num_attention_heads
+    drafting = runner(Drafting(model), num_heads, native=native)
     rows = [drafting.add(prompt) for prompt in prompts]
     logits = [drafting.step([(rows[0], 17), (rows[1], 11)])]
     logits = [[part.clone() for part in logits[0]], drafting.step([(rows[0], 13)])]
@@ -147,8 +213,8 @@ def test_guesses_are_those_of_the_definition(name: str, native: bool, tmp_path: 
     for found, prompt in zip((torch.cat((logits[0][0], logits[1][0])), logits[0][1]), prompts, strict=True):
         expected = twin(hf, prompt)
         torch.testing.assert_close(found.double(), expected, atol=2e-4, rtol=2e-4)
-    without = runner(loaded(tmp_path, native=native, drafts=False), native=native)
-    with_head = runner(model, native=native)
+    without = runner(loaded(tmp_path, native=native, drafts=False), num_heads, native=native)
+    with_head = runner(model, num_heads, native=native)
     own = [each.step([(each.add(prompts[0]), 30)])[0].clone() for each in (without, with_head)]
     assert torch.equal(*own), "the model's own logits"
 

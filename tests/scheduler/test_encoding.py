@@ -133,7 +133,9 @@ def test_an_abort_ends_the_encoding() -> None:
     driver.abort("image")
     driver.step()
     assert workers.layers == {b"a6": 2}, "another request waits for it"
+    requests = list(driver.scheduler._requests.values())
     driver.abort("same")
+    assert not any(request.images for request in requests), "pixels are let go of at once"
     driver.add("next", **shown("b6", 5))
     driver.step()
     assert workers.dropped == [b"a6"]

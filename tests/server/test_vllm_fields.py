@@ -69,7 +69,7 @@ BOTH: dict[str, Outcome] = {
     "truncation_side": "effect",
     "use_beam_search": "effect",
     "user": "effect",
-    "vllm_xargs": "reported",
+    "vllm_xargs": "effect",
     "watermarking": "refused",
 }
 COMPLETION: dict[str, Outcome] = {**BOTH, "prompt": "effect", "prompt_embeds": "refused", "suffix": "effect"}

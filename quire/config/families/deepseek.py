@@ -78,6 +78,7 @@ _V3 = Family(
     corrects_choice=True,
     usual_values=_V3_VALUES | {"rope_interleave": True, "num_nextn_predict_layers": 1},
     nullable=("num_key_value_heads", "q_lora_rank"),
+    draft_layer="eh_proj.weight",
     renamed={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
     gguf=replace(_GGUF, gating=2),
 )

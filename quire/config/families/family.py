@@ -116,7 +116,8 @@ class Family:
     refused: keys that change what a model computes and are not supported, with the values that change nothing.
     checkpoint_base: the prefix that checkpoints of the bare model leave out. checkpoint_surplus: pattern of tensors
     that old checkpoints carry and no model needs. draft_prefix: of the tensors of a head for drafts, which the engine
-    loads where a checkpoint has them; "": it knows none.
+    loads where a checkpoint has them; "": it knows none. draft_layer: a tensor of a head that is stored as the layer
+    behind the last one, by its name in that layer; "": there are none.
     """
 
     model_type: str
@@ -170,6 +171,7 @@ class Family:
     checkpoint_base: str = "model."
     checkpoint_surplus: str = r"rotary_emb\.inv_freq$"
     draft_prefix: str = ""
+    draft_layer: str = ""
     gguf: GGUFNames | None = None
 
     def read(self, fields: Fields, name: str) -> ModelShape:

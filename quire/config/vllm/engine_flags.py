@@ -75,7 +75,7 @@ MODEL: tuple[VllmFlag, ...] = (
     noted("enable_nccl_comm_suspend", "flag", "there is no NCCL", False),
     to("model_impl", "text", values={"vllm": "quire"}),
     noted("override_attention_dtype", "text", "attention adds in float32"),
-    refused("logits_processors", "texts", "no code of users runs in the engine", []),
+    to("logits_processors", "texts"),
     refused("logits_processor_pattern", "text", "no code of users runs in the engine"),
     refused("io_processor_plugin", "text", "no plugins are loaded"),
     noted("renderer_num_workers", "int", "chat templates run in two processes of their own", 1),

@@ -16,7 +16,7 @@ ONE_PLACE = "the KV cache serves one engine"
 LOGGED = "QUIRE_LOG_LEVEL sets what the log has, QUIRE_LOG_FORMAT its form"
 
 PARALLEL: tuple[VllmFlag, ...] = (
-    to("distributed_executor_backend", "text", why="uni, mp or ray; on a CPU so far"),
+    to("distributed_executor_backend", "text", why="on a CPU so far"),
     to("pipeline_parallel_size", "int", short=("-pp",), why="on a CPU so far"),
     noted("master_addr", "text", ONE_MACHINE, "127.0.0.1"),
     noted("master_port", "int", ONE_MACHINE),

@@ -28,7 +28,7 @@ class SamplingFields(StructuredFields, kw_only=True, frozen=True):
     logprob_token_ids: tokens whose log-probabilities are told in place of the best ones. stream_interval: tokens of
     each chunk after the first. return_tokens_as_token_ids: log-probabilities name tokens as token_id:N. Both as the
     server is set where they are None. spaces_between_special_tokens: where there are none, there is nothing to leave
-    out.
+    out. vllm_xargs: arguments of the engine's logits processors.
     """
 
     n: Int32 | None = None
@@ -47,6 +47,7 @@ class SamplingFields(StructuredFields, kw_only=True, frozen=True):
     timeout_s: float | None = None
     thinking_token_budget: Int32 | None = None
     num_speculative_tokens: Int32 | None = None
+    vllm_xargs: dict[str, Any] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     stream_interval: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
@@ -91,6 +92,7 @@ class SamplingFields(StructuredFields, kw_only=True, frozen=True):
         values = zip(_SAMPLING_NAMES, _sampling_values(self), strict=True)
         given = {name: value for name, value in values if value is not None}
         given["structured_outputs"] = self.to_structured_outputs()
+        given["extra_args"] = self.vllm_xargs
         return SamplingParams(**(given | more))
 
 

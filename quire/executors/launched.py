@@ -1,0 +1,126 @@
+"""One rank in a process that a launcher such as torchrun has started: each runs the whole engine on the same inputs.
+
+Engines stay alike because nothing that differs between processes decides: the clock is the first rank's, memory is the
+least that any rank has, measured costs are the slowest rank's. Each look at the clock compares what has been planned.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed
+
+from quire import envs
+from quire.clock import Clock, SystemClock
+from quire.config.engine import EngineConfig
+from quire.errors import ConfigError, QuireError
+from quire.executors.interface import StepFuture
+from quire.executors.local import LocalExecutor
+from quire.executors.ranked import alike, reduce_profiles, slowest
+from quire.executors.wire import decode, encode
+from quire.kv_cache.sizing import MemoryProfile
+from quire.kv_cache.spec import LayerSpec
+from quire.parallel.choice import join_group
+from quire.parallel.hosts import own_address, shared_memory
+from quire.parallel.interface import ProcessGroup
+from quire.parallel.torch_dist import LOOPBACK, GlooGroup, NetworkMeeting
+from quire.scheduler.preemption import PreemptionCosts
+from quire.step import StepPlan
+from quire.worker.platform.choice import make_platform
+
+OPTION = "distributed_executor_backend"
+
+
+class AgreedClock:
+    """Implements Clock: the first rank's time. All ranks look at it equally often. Raises QuireError when this rank has
+    planned other steps than the first one."""
+
+    def __init__(self, group: ProcessGroup, clock: Clock) -> None:
+        self._group = group
+        self._clock = clock
+        self._digest = 0
+
+    def note(self, plan: bytes) -> None:
+        """This rank begins a plan."""
+        self._digest = zlib.crc32(plan, self._digest)
+
+    def now(self) -> float:
+        own = torch.tensor([self._clock.now(), self._digest], dtype=torch.float64)
+        now, digest = self._group.broadcast(own, source=0).tolist()
+        if digest != self._digest:
+            raise QuireError(
+                f"rank {self._group.rank} plans other steps than rank 0: every rank must be given the same requests, "
+                "in the same order"
+            )
+        return float(now)
+
+
+class LaunchedRank(LocalExecutor):
+    """Implements `Executor`, for one of several engines that run in step."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Return when all ranks have met. Raises ConfigError where the launcher has not started as many processes as
+        there are ranks."""
+        sums, self._agreement = _join(config)
+        super().__init__(config, make_platform(config, sums))
+        self.agreed_clock = AgreedClock(self._agreement, SystemClock())
+        self._encode = msgspec.msgpack.Encoder().encode
+
+    def load_model(self) -> list[LayerSpec]:
+        return alike(self._gather(super().load_model()))
+
+    def profile(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:
+        return reduce_profiles(self._gather(super().profile(max_num_batched_tokens, max_num_seqs)))
+
+    def measure_preemption_costs(self) -> PreemptionCosts:
+        return slowest(self._gather(super().measure_preemption_costs()))
+
+    def describe_backend(self) -> str:
+        return f"{super().describe_backend()}, as rank {self._agreement.rank} of {self._agreement.size} engines"
+
+    def execute(self, plan: StepPlan) -> StepFuture:
+        self.agreed_clock.note(self._encode(plan))
+        return super().execute(plan)
+
+    def _gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order."""
+        data = encode(value)
+        sizes = self._agreement.all_gather(torch.tensor([len(data)]), dim=0).tolist()
+        own = torch.zeros(max(sizes), dtype=torch.uint8)
+        own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        rows = self._agreement.all_gather(own[None], dim=0)
+        return [decode(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+
+def _join(config: EngineConfig) -> tuple[ProcessGroup, ProcessGroup]:
+    """The group for the layers' sums, and one for what the engines agree on: their threads must not meet."""
+    library: Any = torch.distributed
+    try:
+        store, rank, size = next(library.rendezvous("env://"))
+    except ValueError as error:
+        raise ConfigError(
+            f"{OPTION}='external_launcher' is for programs that a launcher starts, such as `torchrun "
+            f"--nproc-per-node {config.parallel.num_devices} program.py`: {error}",
+            param=OPTION,
+        ) from None
+    if size != config.parallel.num_devices:
+        raise ConfigError(
+            f"{OPTION}='external_launcher': the launcher has started {size} processes, and tensor_parallel_size is "
+            f"{config.parallel.tp}",
+            param=OPTION,
+        )
+    number = store.add(f"quire: engines of rank {rank}", 1)  # a program may make several, one after the other
+    store = library.PrefixStore(f"quire: engine {number}", store)
+    store.set(f"memory of rank {rank}", shared_memory())
+    memories = {store.get(f"memory of rank {each}") for each in range(size)}
+    is_one_host = len(memories) == 1
+    address = LOOPBACK if is_one_host else own_address(envs.launcher_address())
+
+    def meeting(name: str) -> NetworkMeeting:
+        return NetworkMeeting(library.PrefixStore(name, store), address)
+
+    sums = join_group(config.device.collectives if is_one_host else "gloo", meeting("sums"), rank, size)
+    return sums, GlooGroup(meeting("agreement"), rank, size)
