@@ -16,6 +16,7 @@ from quire.config.model_shape import Experts
 from quire.config.rope import RopeConfig, read_rope
 from quire.kernels.activation import ACTIVATIONS
 from quire.kernels.arguments import ExpansionRule, Gating, Routing
+from quire.kernels.value import Value
 from quire.layers.context import LayerContext, WeightSlots, prefixed
 from quire.layers.latent_attention import LatentAttention, LatentHeads
 from quire.layers.latent_index import IndexHeads
