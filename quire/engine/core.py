@@ -363,7 +363,7 @@ class EngineCore:
             case "is_sleeping":
                 return CallResult(call_id, int(self._sleep.level > 0))
             case "pause":
-                self._pause.begin(argument)
+                self._pause.hold(argument)
                 return CallResult(call_id, 0)
             case "resume":
                 self._pause.end()

@@ -79,7 +79,7 @@ class Loads:
         own = self._cells.own
         own[self._CLOSED], own[self._BEAT] = num_closed, self._now()
 
-    def begin(self, slot: int, pid: int) -> None:
+    def take_slot(self, slot: int, pid: int) -> None:
         """A new process has the slot: it has nothing to do."""
         cells = self._cells.slots[slot]
         for place in range(self._NUM_CELLS):

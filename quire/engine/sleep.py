@@ -131,7 +131,7 @@ class Pause:
         """0 while the engine is not paused, 1 for the scope "new", 2 for "all"."""
         return SCOPES.index(self.scope) + 1 if self.scope else 0
 
-    def begin(self, scope: str) -> None:
+    def hold(self, scope: str) -> None:
         """Pause, or change the scope of a pause. Raises UserError for another scope than SCOPES."""
         if scope not in SCOPES:
             raise UserError(f"the scope of a pause must be one of {', '.join(SCOPES)}, not {scope!r}", param="scope")

@@ -113,7 +113,7 @@ async def _in_turn(threads: FairThreads, size: int, work: Callable[[], T]) -> T:
     `work`."""
     abandonment = Abandonment()
 
-    def run() -> T:
+    def abandonable() -> T:
         ABANDONMENT.set(abandonment)
         try:
             return work()
@@ -121,7 +121,7 @@ async def _in_turn(threads: FairThreads, size: int, work: Callable[[], T]) -> T:
             ABANDONMENT.set(None)
 
     try:
-        return await asyncio.wrap_future(threads.submit(size, run))
+        return await asyncio.wrap_future(threads.submit(size, abandonable))
     except asyncio.CancelledError:
         abandonment.leave()
         raise

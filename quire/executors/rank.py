@@ -63,8 +63,8 @@ class RankLaunch(msgspec.Struct):
 
 
 class RankEnds(NamedTuple):
-    """By what a rank reaches others. meeting_point: as GlooGroup's, of its stage's ranks. collectives: a name of GROUPS
-    (None: the configuration's). incoming, outgoing: as RankLaunch has them."""
+    """Ends of a rank's ways to others. meeting_point: as `join_group`'s, of its stage's ranks. collectives: a name of
+    GROUPS (None: the configuration's). incoming, outgoing: as RankLaunch has them."""
 
     meeting_point: Path | NetworkMeeting
     incoming: LinkFiles | None = None
@@ -191,7 +191,7 @@ class Rank:
     def _join(self, config: EngineConfig) -> Executor:
         from quire.executors.local import LocalExecutor
         from quire.parallel.choice import join_group
-        from quire.parallel.single import SINGLE_RANK
+        from quire.parallel.interface import ProcessGroup
         from quire.parallel.stage import WHOLE_MODEL, Link, Stage
         from quire.worker.platform.choice import make_platform
 
@@ -199,7 +199,8 @@ class Rank:
         place = Mesh(sizes).place(self._number)
         ends = self._ends(place.pp)
         self._answers_in_full = (place.pp, place.tp) == (sizes.pp - 1, 0)
-        stage, group = WHOLE_MODEL, SINGLE_RANK
+        stage = WHOLE_MODEL
+        group: ProcessGroup | None = None
         if sizes.tp > 1:
             group = join_group(ends.collectives or config.device.collectives, ends.meeting_point, place.tp, sizes.tp)
         if sizes.pp > 1:

@@ -19,6 +19,7 @@ from quire.layers.attention import Attention
 from quire.layers.batch import ForwardBatch, ForwardResult
 from quire.layers.context import LayerContext, WeightSlots, prefixed
 from quire.layers.embedding import Embedding, VocabularyProjection
+from quire.layers.latent_attention import LatentAttention
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.rotary import RotaryEmbedding
@@ -198,8 +199,28 @@ FeedForward = Callable[[Value, Value], Value]
 """[T, size] and a residual [T, size], which is used up -> [T, size]."""
 
 
-class LlamaLayer:
-    """x + attention(norm(x)), then x + mlp(norm(x)), with the biases and the head norms of the model's family."""
+class PreNormLayer:
+    """x + attention(norm(x)), then x + mlp(norm(x)), of parts that a family's layer makes."""
+
+    _attention_norm: RMSNorm | LayerNorm
+    _attention: Attention | LatentAttention
+    _mlp_norm: RMSNorm | LayerNorm
+    _mlp: FeedForward
+
+    def __call__(
+        self, x: Value, rotation: RotationTable | None, batch: ForwardBatch, rows: ReadRows | None = None
+    ) -> Value:
+        x = self._attention(self._attention_norm(x), x, rotation, batch.attention, rows)
+        return self._mlp(self._mlp_norm(x), x)
+
+    def cache_spec(self) -> LayerSpec:
+        return self._attention.cache_spec()
+
+
+class LlamaLayer(PreNormLayer):
+    """The layer with the biases and the head norms of the model's family."""
+
+    _attention: Attention
 
     def __init__(self, config: ModelConfig, context: LayerContext, layer: int) -> None:
         fields, family = model_fields(config), ARCHITECTURES[config.architecture]
@@ -223,15 +244,6 @@ class LlamaLayer:
         width, activation = fields.integer("intermediate_size"), read_activation(config)
         mlp = GatedMLP(config.hidden_size, width, activation, bias=family.mlp_bias.read(fields), context=context)
         return mlp, prefixed("mlp", mlp.slots())
-
-    def __call__(
-        self, x: Value, rotation: RotationTable | None, batch: ForwardBatch, rows: ReadRows | None = None
-    ) -> Value:
-        x = self._attention(self._attention_norm(x), x, rotation, batch.attention, rows)
-        return self._mlp(self._mlp_norm(x), x)
-
-    def cache_spec(self) -> LayerSpec:
-        return self._attention.cache_spec()
 
     def slots(self) -> WeightSlots:
         return {

@@ -16,10 +16,7 @@ from quire.config.model_shape import Experts
 from quire.config.rope import RopeConfig, read_rope
 from quire.kernels.activation import ACTIVATIONS
 from quire.kernels.arguments import ExpansionRule, Gating, Routing
-from quire.kernels.rotation import RotationTable
-from quire.kernels.value import ReadRows, Value
-from quire.kv_cache.spec import LayerSpec
-from quire.layers.batch import ForwardBatch
+from quire.kernels.value import Value
 from quire.layers.context import LayerContext, WeightSlots, prefixed
 from quire.layers.latent_attention import LatentAttention, LatentHeads
 from quire.layers.latent_index import IndexHeads
@@ -28,15 +25,17 @@ from quire.layers.moe import ExpertNames, MixtureOfExperts, MixtureShape, Shared
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import yarn_factor
 from quire.logging import get_logger
-from quire.models.decoder import TextDecoder
+from quire.models.decoder import PreNormLayer, TextDecoder
 from quire.models.draft_head import DraftHead, HeadNames, with_draft_layers
 from quire.quantization.integer_weight import WeightSource
 
 logger = get_logger(__name__)
 
 
-class DeepseekLayer:
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+class DeepseekLayer(PreNormLayer):
+    """Latent attention, and an MLP or experts."""
+
+    _attention: LatentAttention
 
     def __init__(self, config: ModelConfig, context: LayerContext, layer: int) -> None:
         fields = model_fields(config)
@@ -57,15 +56,6 @@ class DeepseekLayer:
         else:
             self._mlp = mixture = _mixture(config, shape.experts, activation, context)
             self._mlp_slots = mixture.slots(ExpertNames(shared="shared_experts"))
-
-    def __call__(
-        self, x: Value, rotation: RotationTable | None, batch: ForwardBatch, rows: ReadRows | None = None
-    ) -> Value:
-        x = self._attention(self._attention_norm(x), x, rotation, batch.attention, rows)
-        return self._mlp(self._mlp_norm(x), x)
-
-    def cache_spec(self) -> LayerSpec:
-        return self._attention.cache_spec()
 
     def slots(self) -> WeightSlots:
         return {

@@ -7,9 +7,7 @@ from functools import partial
 from quire.config.hf_config import model_fields
 from quire.config.model import ModelConfig
 from quire.kernels.activation import ACTIVATIONS
-from quire.kernels.rotation import RotationTable
-from quire.kernels.value import ReadRows, Value
-from quire.kv_cache.spec import LayerSpec
+from quire.kernels.value import Value
 from quire.layers.attention import Attention
 from quire.layers.batch import ForwardBatch
 from quire.layers.context import LayerContext, WeightSlots, prefixed
@@ -18,12 +16,15 @@ from quire.layers.mlp import MLP
 from quire.layers.norm import LayerNorm
 from quire.models.checkpoint_names import CheckpointNames
 from quire.models.config_values import layer_attention
-from quire.models.decoder import Decoder
+from quire.models.decoder import Decoder, PreNormLayer
 from quire.models.staged import make_layers
 
 
-class GPT2Layer:
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+class GPT2Layer(PreNormLayer):
+    """Attention over all heads and an MLP without a gate; LayerNorm."""
+
+    _attention: Attention
+    _mlp: MLP
 
     def __init__(self, config: ModelConfig, context: LayerContext, layer: int) -> None:
         fields = model_fields(config)
@@ -38,15 +39,6 @@ class GPT2Layer:
         self._mlp_norm = LayerNorm(size, epsilon, context)
         activation = fields.choice("activation_function", list(ACTIVATIONS), "gelu_new")
         self._mlp = MLP(size, fields.integer("n_inner", 4 * size), activation, bias=True, context=context)
-
-    def __call__(
-        self, x: Value, rotation: RotationTable | None, batch: ForwardBatch, rows: ReadRows | None = None
-    ) -> Value:
-        x = self._attention(self._attention_norm(x), x, rotation, batch.attention, rows)
-        return self._mlp(self._mlp_norm(x), x)
-
-    def cache_spec(self) -> LayerSpec:
-        return self._attention.cache_spec()
 
     def slots(self) -> WeightSlots:
         return {

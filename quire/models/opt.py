@@ -9,7 +9,6 @@ from quire.config.model import ModelConfig
 from quire.kernels.activation import ACTIVATIONS
 from quire.kernels.rotation import RotationTable
 from quire.kernels.value import Indices, ReadRows, Value
-from quire.kv_cache.spec import LayerSpec
 from quire.layers.attention import Attention
 from quire.layers.batch import ForwardBatch
 from quire.layers.context import LayerContext, WeightSlots, prefixed
@@ -19,15 +18,18 @@ from quire.layers.mlp import MLP
 from quire.layers.norm import LayerNorm
 from quire.models.checkpoint_names import CheckpointNames
 from quire.models.config_values import layer_attention
-from quire.models.decoder import Decoder
+from quire.models.decoder import Decoder, PreNormLayer
 from quire.models.staged import make_layers
 
 POSITION_OFFSET = 2
 NORM_EPSILON = 1e-5
 
 
-class OPTLayer:
+class OPTLayer(PreNormLayer):
     """Two blocks, attention and mlp, each x + block(norm(x)) or, in the 350m style, norm(x + block(x))."""
+
+    _attention: Attention
+    _mlp: MLP
 
     def __init__(self, config: ModelConfig, context: LayerContext, layer: int) -> None:
         fields = model_fields(config)
@@ -46,13 +48,9 @@ class OPTLayer:
         self, x: Value, rotation: RotationTable | None, batch: ForwardBatch, rows: ReadRows | None = None
     ) -> Value:
         if self._norm_first:
-            x = self._attention(self._attention_norm(x), x, rotation, batch.attention, rows)
-            return self._mlp(self._mlp_norm(x), x)
+            return super().__call__(x, rotation, batch, rows)
         x = self._attention_norm(self._attention(x, x, rotation, batch.attention, rows))
         return self._mlp_norm(self._mlp(x, x))
-
-    def cache_spec(self) -> LayerSpec:
-        return self._attention.cache_spec()
 
     def slots(self) -> WeightSlots:
         return {

@@ -35,6 +35,15 @@ class OutputDelta(msgspec.Struct):
         return bool(self.reasoning or self.content or self.tool_calls)
 
 
+def called_arguments(text: str) -> dict[str, Any]:
+    """The arguments of a call whose text is complete; {} for one that is cut off or no object."""
+    try:
+        value = msgspec.json.decode(text or "{}")
+    except msgspec.DecodeError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def call_id() -> str:
     """A random id in vLLM's form."""
     return f"chatcmpl-tool-{uuid.uuid4().hex}"

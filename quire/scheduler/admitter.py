@@ -7,7 +7,6 @@ import math
 from quire.decoding.parallel import num_shared_tokens
 from quire.decoding.sequence import Deferral, Request, RequestStatus, Sequence
 from quire.kv_cache.manager import KVCacheManager
-from quire.kv_cache.stats import EngineStats
 from quire.scheduler.admission import Limits, Quote, blocks_in_use, has_room, quote
 from quire.scheduler.encoding import ImageEncodings
 from quire.scheduler.gates import Gates, Reservations, Stage, is_deferred
@@ -42,7 +41,6 @@ class Admitter:
         collections: Collections,
         changes: PlanChanges,
         prefers_swap: Choice,
-        stats: EngineStats,
         images: ImageEncodings,
     ) -> None:
         """prefers_swap: whether the blocks of a preempted request are kept on the host."""
@@ -50,10 +48,9 @@ class Admitter:
         self._images = images
         self._limits = limits
         self._gates = gates
-        self._waiting, self._running = collections.waiting, collections.running
+        self._waiting, self._running, self._stats = collections.waiting, collections.running, collections.stats
         self._changes = changes
         self._prefers_swap = prefers_swap
-        self._stats = stats
         self._hashing = PromptHashing(kv, limits)
         self._quoted: tuple[Request, Quote] | None = None
         """The first waiting request and its quote, until this pass changes the pool."""

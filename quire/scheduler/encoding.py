@@ -43,7 +43,7 @@ class ImageEncodings:
 
     def __init__(self, costs: EncoderCosts | None) -> None:
         """costs: None where requests have no images."""
-        self._costs = costs
+        self._costs, self.are_any = costs, costs is not None
         self._kept: OrderedDict[bytes, Wanted] = OrderedDict()
         """What the workers have encoded behind the plans made so far; what was read last is last."""
         self._wanted: dict[bytes, Wanted] = {}

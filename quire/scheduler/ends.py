@@ -8,7 +8,6 @@ from quire.decoding.drafts import take_masked_drafts
 from quire.decoding.masks import take_forced
 from quire.decoding.sequence import Request, RequestStatus, Sequence
 from quire.kv_cache.manager import KVCacheManager
-from quire.kv_cache.stats import EngineStats
 from quire.outputs import SequenceUpdate
 from quire.request import FinishReason
 from quire.scheduler.admission import PrefixRegistration
@@ -40,14 +39,12 @@ class Ends:
         collections: Collections,
         registration: PrefixRegistration,
         admitter: Admitter,
-        stats: EngineStats,
     ) -> None:
         self._kv = kv
         self._changes = changes
-        self._requests, self._waiting, self._running, self._deadlines = collections
+        self._requests, self._waiting, self._running, self._deadlines, self._stats = collections
         self._registration = registration
         self._admitter = admitter
-        self._stats = stats
         self.unmatched: list[tuple[Sequence, str]] = []
         """Sequences that could not go on under their constraints, and why, until an update reports it."""
 

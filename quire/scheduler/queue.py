@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import itertools
 from collections.abc import Iterator
 
+from quire.config.scheduler import PRIORITY_SECONDS
+from quire.decoding.masks import Constraint
 from quire.decoding.sequence import OrderKey, Request
 from quire.kv_cache.stats import EngineStats
+from quire.request import EngineRequest
 from quire.scheduler.fair_order import FairOrder
 
 
@@ -16,10 +20,13 @@ class RequestQueue:
 
     Insertion is a binary search and a copy of the references behind the place: a few kilobytes for thousands."""
 
-    def __init__(self) -> None:
+    def __init__(self, priority_seconds: float = PRIORITY_SECONDS) -> None:
+        """priority_seconds: see SchedulerConfig."""
         self._requests: list[Request] = []
         self._returned: dict[str, Request] = {}
         self._fair_order = FairOrder()
+        self._priority_seconds = priority_seconds
+        self._arrivals = itertools.count()
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -27,6 +34,18 @@ class RequestQueue:
     def order_time(self, client: str, priority: int, now: float) -> float:
         """When a request that arrives now counts as arrived, for its place in the order."""
         return self._fair_order.order_time(client, priority, now)
+
+    def receive(self, source: EngineRequest, now: float, constraint: Constraint | None) -> Request:
+        """Make a request that arrives now, with its place in the order. It does not wait yet."""
+        arrival = now if source.resume_point is None else now - source.resume_point.age
+        return Request(
+            source,
+            arrival,
+            arrival_number=next(self._arrivals),
+            order_time=self.order_time(source.client, source.priority, arrival),
+            priority_seconds=self._priority_seconds,
+            constraint=constraint,
+        )
 
     def push(self, request: Request) -> None:
         """Insert a request that has arrived."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from quire.decoding.beam import BeamSearch
 from quire.decoding.parallel import num_shared_tokens, waiting_siblings
 from quire.decoding.sequence import Request, RequestStatus, Sequence
+from quire.kv_cache.stats import EngineStats
 from quire.scheduler.queue import Deadlines, RequestQueue
 
 
@@ -69,9 +70,11 @@ class RunningSet:
 
 
 class Collections(NamedTuple):
-    """The requests that the scheduler holds. requests: all of them by id; each of them either waits or runs."""
+    """The requests that the scheduler holds, and its counters of them. requests: all of them by id; each of them either
+    waits or runs."""
 
     requests: dict[str, Request]
     waiting: RequestQueue
     running: RunningSet
     deadlines: Deadlines
+    stats: EngineStats

@@ -69,23 +69,22 @@ class Scheduler:
         encoder: EncoderCosts | None = None,
     ) -> None:
         """preemption_costs: as measured; needed by the preemption mode "auto". gates: instead of `default_gates`.
-        drafter: only for workers that verify drafts. adapters: how many the workers hold. encoder: theirs of images;
-        None: requests have none."""
+        drafter: only for workers that verify drafts. adapters, encoder: theirs (None: requests have no images)."""
         self.kv = kv
         self._max_chunk = min(config.max_prefill_chunk or 2**62, config.max_num_batched_tokens)
         self._limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, self._max_chunk, config.whole_prompts)
-        self._priority_seconds, self._num_stages = config.priority_seconds, config.num_stages
         self._requests: dict[str, Request] = {}
-        self._waiting, self._running, self._deadlines = RequestQueue(), RunningSet(), Deadlines()
+        self._waiting = RequestQueue(config.priority_seconds)
+        self._running, self._deadlines = RunningSet(), Deadlines()
         self._registration = PrefixRegistration(kv, self._max_chunk)
-        self._drafter = drafter
+        self._drafter, self._num_stages = drafter, config.num_stages
         self.can_discard = not drafter.max_drafts and len(kv.token_groups) == kv.num_groups
         """The workers can compute a sequence's last token again: not where it has changed a state, and not with drafts,
         whose number the workers keep."""
         self._has_found_drafts = False
         """Whether the workers had drafts for a sequence of the last result."""
         self._in_flight: dict[int, InFlight] = {}
-        self._seq_ids, self._arrivals, self._step_ids = count(), count(), count()
+        self._seq_ids, self._step_ids = count(), count()
         self.matching = Matching()
         self._stats = first_stats(kv)
         self._adapters = AdapterSlots(self._running, adapters)
@@ -93,12 +92,10 @@ class Scheduler:
         own_gates: list[Gate] = [AdapterGate(self._adapters), ImageGate(self._images)]
         self._gates = Gates([*(default_gates(kv) if gates is None else gates), *own_gates])
         self._changes = PlanChanges()
-        collections = Collections(self._requests, self._waiting, self._running, self._deadlines)
+        collections = Collections(self._requests, self._waiting, self._running, self._deadlines, self._stats)
         prefers_swap = choice(config.preemption_mode, preemption_costs)
-        self._admitter = Admitter(
-            kv, self._limits, self._gates, collections, self._changes, prefers_swap, self._stats, self._images
-        )
-        self._ends = Ends(kv, self._changes, collections, self._registration, self._admitter, self._stats)
+        self._admitter = Admitter(kv, self._limits, self._gates, collections, self._changes, prefers_swap, self._images)
+        self._ends = Ends(kv, self._changes, collections, self._registration, self._admitter)
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -108,16 +105,7 @@ class Scheduler:
         """
         if source.request_id in self._requests:
             raise UserError(f"request id {source.request_id!r} is in use", param="request_id")
-        point = source.resume_point
-        arrival = now if point is None else now - point.age
-        request = Request(
-            source,
-            arrival,
-            arrival_number=next(self._arrivals),
-            order_time=self._waiting.order_time(source.client, source.priority, arrival),
-            priority_seconds=self._priority_seconds,
-            constraint=constraint,
-        )
+        request = self._waiting.receive(source, now, constraint)
         if self._num_stages > 1:
             request.max_pending_tokens = 0  # a token must be known to be sent to the first stage
         reject_impossible(request, self.kv, self._registration.num_usable, self._limits)
@@ -126,7 +114,7 @@ class Scheduler:
         create_sequences(request, source, self._seq_ids, self.kv)
         self.matching.begin(request)
         self._requests[request.request_id] = request
-        if point is not None and any(point.token_ids):  # it goes on as one that was preempted
+        if any(sequence.num_output_tokens for sequence in request.sequences):  # it goes on as one that was preempted
             request.status = RequestStatus.PREEMPTED
             self._waiting.put_back(request)
         else:
@@ -208,8 +196,8 @@ class Scheduler:
 
     def _finish_plan(self, builder: PlanBuilder, *, awaits_report: bool = False) -> StepPlan | None:
         """Add the KV connector's transfers and build the plan; None when it is still empty."""
-        is_idle = builder.is_idle and not self._in_flight
-        builder.images = self._images.orders(builder.budget, is_idle=is_idle)
+        if self._images.are_any:
+            builder.images = self._images.orders(builder.budget, is_idle=builder.is_idle and not self._in_flight)
         is_idle = builder.is_idle
         may_wait = is_idle and not self._in_flight
         builder.order_transfers(self.kv, may_wait=may_wait, awaits_report=awaits_report)
@@ -301,16 +289,15 @@ class Scheduler:
             request, token_ids = sequence.request, sequence.token_ids
             if request.register_prefix and sequence.blocks is None:
                 continue  # preempted meanwhile: the prefix has no blocks to register and is computed again
+            update = SequenceUpdate(request.request_id, sequence.index, new_ids)
             if has_drafts:
-                new_ids = take_accepted(sequence, new_ids, self.kv)
+                update.new_token_ids = new_ids = take_accepted(sequence, new_ids, self.kv)
+                update.drafts, sequence.draft_step = sequence.draft_step, None
                 num_tokens += len(new_ids) - 1
             else:
                 token_ids += new_ids
-            update = SequenceUpdate(request.request_id, sequence.index, new_ids)
             if token_logprobs:
                 update.logprobs = token_logprobs[: len(new_ids)]
-            if has_drafts:
-                update.drafts, sequence.draft_step = sequence.draft_step, None
             num_known = len(token_ids)
             if num_known >= sequence.max_total_tokens or new_ids[-1] in request.end_token_ids:
                 any_finished = True
@@ -351,8 +338,7 @@ class Scheduler:
             self._ends.end(request, request.live_sequences, FinishReason.ERROR)
         if updates:
             self._running.drop_finished()
-        if self._ends.unmatched:
-            updates += self._ends.report_unmatched(now)
+        updates += self._ends.report_unmatched(now)
         return updates, [(request.request_id, error) for request, error in refused]
 
     # -- parts of a step --------------------------------------------------------------------------------------------
@@ -367,9 +353,7 @@ class Scheduler:
         if index == len(running):  # in most steps
             return False
         first_waiting = self._waiting.first if num_reserved else None
-        kv, max_chunk, preempted = self.kv, self._max_chunk, False
-        max_drafts, asks_always = self._drafter.max_drafts, self._drafter.asks_always
-        most = -(-len(running) // self._num_stages)
+        kv, max_chunk, drafter, placed, preempted = self.kv, self._max_chunk, self._drafter, builder.sequences, False
         while index < len(running):
             sequence = running[index]
             if sequence.num_computed_tokens < sequence.fast_path_until:
@@ -377,7 +361,7 @@ class Scheduler:
                 continue
             index += 1  # a preemption removes only entries behind this index
             request = sequence.request
-            if len(builder.sequences) >= most and builder.sequences[-1].request is not request:
+            if len(placed) * self._num_stages >= len(running) and placed[-1].request is not request:
                 break  # the rest is for the other stages' plans
             num_pending = sequence.num_pending_tokens
             known = len(sequence.token_ids) + num_pending
@@ -404,9 +388,10 @@ class Scheduler:
             blocks = sequence.blocks
             assert blocks is not None, "a running sequence has blocks"
             drafts, end = NO_DRAFTS, start + num_tokens
-            if max_drafts and (asks_always or sequence.num_found_drafts) and num_tokens == 1 and end == known:
+            has_drafts = sequence.num_found_drafts or drafter.asks_always
+            if has_drafts and num_tokens == 1 and end == known and drafter.max_drafts:
                 num_free = builder.budget - (len(running) - index) - num_reserved
-                drafts = propose_drafts(self._drafter, sequence, num_free, max_chunk, len(running))
+                drafts = propose_drafts(drafter, sequence, num_free, max_chunk, len(running))
                 end += drafts.num_tokens
             if end > blocks.capacity or blocks.tail_shared:
                 least_start = start - sequence.num_pending_drafts
@@ -431,7 +416,7 @@ class Scheduler:
                 builder.fork(sequence, kv)
             if drafts.num_tokens or sequence.num_pending_drafts:
                 builder.place_drafts(drafts)
-            elif asks_always:
+            elif drafter.asks_always:
                 continue
             elif start + num_tokens == known and request.max_pending_tokens > 1 and not blocks.tail_shared:
                 sequence.fast_path_until = min(blocks.capacity, sequence.max_total_tokens - 1)

@@ -124,7 +124,7 @@ class _Parent:
         steps = StepTokens(numbers)
         self._stats = EngineStats()
         self._loads = state.loads
-        self._loads.begin(settings.api_server_count, os.getpid())
+        self._loads.take_slot(settings.api_server_count, os.getpid())
         self._responses = ResponseService(ResponseStore(settings.max_stored_responses, settings.response_store_bytes))
         self._engine = SharedEngine(
             fleet,
@@ -351,7 +351,7 @@ class _Parent:
         )
         theirs.close()
         control.setblocking(False)
-        self._loads.begin(slot, popen.pid)
+        self._loads.take_slot(slot, popen.pid)
         process = self._processes[slot] = _Process(slot, session, popen, control)
         self._loop.add_reader(control, self._hear, process)
 
@@ -388,7 +388,7 @@ class _Parent:
         del self._processes[process.slot]
         self._responses.end_session(process.session)
         self._engine.close_session(process.session)
-        self._loads.begin(process.slot, 0)
+        self._loads.take_slot(process.slot, 0)
         if self._is_leaving or self._is_over:
             return
         error = error or QuireError(f"API process {process.slot} {describe_exit(process.popen.returncode)}")

@@ -254,9 +254,9 @@ class CompletionAnswer(Answer[CompletionRequest]):
             if body.echo:
                 # A request that was ended in its prompt has no more.
                 known = list(entries or []) + [None] * (len(token_ids) - len(entries or []))
-                columns.begin(skips, [])
+                columns.begin_text(skips, [])
                 piece.logprobs = columns.append_tokens(token_ids, limited(known, body.logprobs))
-            columns.begin(body.skips_special, token_ids)
+            columns.begin_text(body.skips_special, token_ids)
 
     def _add_completion(self, piece: CompletionChoice, completion: CompletionOutput) -> None:
         piece.text += completion.text

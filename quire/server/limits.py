@@ -63,7 +63,7 @@ class RateLimit:
         self._requests = None if requests is None else Allowance(requests, numbers, clock)
         self._tokens = None if tokens is None else Allowance(tokens, numbers, clock)
 
-    def begin(self) -> None:
+    def count_request(self) -> None:
         """Count a request. Raises ApiError (429, with the seconds until another one may come) where too many came, or
         where earlier ones have used the tokens."""
         for allowance, what in ((self._requests, "requests"), (self._tokens, "tokens")):
@@ -93,7 +93,7 @@ class Charge:
         self._prompts: set[Hashable] = set()
         if self._limit is not None:
             try:
-                self._limit.begin()
+                self._limit.count_request()
             except Exception:
                 metrics.record_rejection("rate_limit")
                 raise

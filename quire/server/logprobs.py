@@ -27,7 +27,7 @@ class CompletionColumns:
         self._detokenizer = tokenizer.detokenizer()
         self._offset = 0
 
-    def begin(self, skip_special_tokens: bool, token_ids_before: Sequence[int]) -> None:
+    def begin_text(self, skip_special_tokens: bool, token_ids_before: Sequence[int]) -> None:
         """skip_special_tokens: as for the text, whose character offsets are reported. token_ids_before: those of the
         prompt, before the first token of a completion."""
         self._detokenizer = self._tokenizer.detokenizer(skip_special_tokens, token_ids_before)

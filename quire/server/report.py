@@ -24,7 +24,7 @@ class StartReport:
         self._start = self._last = time.monotonic()
         self._rows: list[tuple[str, float]] = []
 
-    def begin(self, model: str) -> None:
+    def announce(self, model: str) -> None:
         """Say what is being loaded, where standard error is no terminal: the log of a service, or a file."""
         if not sys.stderr.isatty():
             note(__name__, "Quire %s loads %s", __version__, model)

@@ -66,7 +66,7 @@ def serve(
     KeyRing.of(settings)  # a wrong file is refused before the engine starts
     prefixes = read_prefixes(settings)
     with bind(settings) as listener, _interruptible():
-        report.begin(options.model)
+        report.announce(options.model)
         if settings.api_server_count > 1:
             from quire.server.api_processes import serve_with_processes
 

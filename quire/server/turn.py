@@ -16,7 +16,7 @@ import msgspec
 from fastapi import Request
 
 from quire.errors import EngineDeadError, UserError
-from quire.parsers.output import ToolCallDelta
+from quire.parsers.output import ToolCallDelta, called_arguments
 from quire.sampling_params import SamplingParams
 from quire.server.answer import Begin, Piece, header_id
 from quire.server.auth import client_of
@@ -69,12 +69,8 @@ class Segment:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of a call; {} for a text that is cut off or no object."""
-        try:
-            value = msgspec.json.decode(self.text or "{}")
-        except msgspec.DecodeError:
-            return {}
-        return value if isinstance(value, dict) else {}
+        """The arguments of a call."""
+        return called_arguments(self.text)
 
 
 class Step(enum.Enum):

@@ -24,7 +24,7 @@ def test_connections_go_to_the_fewest_and_not_to_a_process_that_is_stopped(tmp_p
     clock = VirtualClock()
     first, second, parent = states(tmp_path / "numbers", clock)
     for slot in (0, 1):
-        parent.loads.begin(slot, 100 + slot)
+        parent.loads.take_slot(slot, 100 + slot)
     given = {0: 5, 1: 6}
     assert parent.loads.by_load(given) == [0, 1]
     second.loads.publish_connections(num_closed=4)
@@ -52,7 +52,7 @@ def test_loads_are_sums_and_end_with_their_process(tmp_path: Path) -> None:
     for state in (first, second, parent):
         assert (state.loads.num_unfinished, state.loads.num_pending, state.loads.num_tokens) == (4, 3, 500)
         assert state.loads.queue_seconds == pytest.approx(2.5, rel=0.02), "200 tokens a second"
-    parent.loads.begin(0, 0)
+    parent.loads.take_slot(0, 0)
     assert (second.loads.num_unfinished, second.loads.num_pending, second.loads.num_tokens) == (1, 1, 100)
 
 

@@ -141,6 +141,14 @@ def two_ranks(config: EngineConfig) -> tuple[EngineCore, RankProcesses]:
     return EngineCore(config, RankedExecutor(ranks), SystemClock(), masks=AllowedByPosition()), ranks
 
 
+def sleep_and_wake(core: EngineCore) -> None:
+    """At both levels."""
+    for method, argument in (("sleep", "1"), ("wake_up", ""), ("sleep", "2"), ("wake_up", "")):
+        answer = core.handle(Call(1, method, argument))
+        assert answer is not None
+        assert answer.error is None
+
+
 @pytest.mark.parametrize("backend", all_but_long(["native", "torch"], ["native"]))
 def test_the_tokens_of_one_rank(model_path: Path, runtime_directory: Path, backend: str) -> None:
     """With prefix hits, preemption and an abort in the batch; asleep and awake again; two steps in flight."""
@@ -158,10 +166,7 @@ def test_the_tokens_of_one_rank(model_path: Path, runtime_directory: Path, backe
         stats = core.stats()
         assert stats.preemptions_total > 0
         assert stats.prefix_cache_hits_total > 0
-        for method, argument in (("sleep", "1"), ("wake_up", ""), ("sleep", "2"), ("wake_up", "")):
-            answer = core.handle(Call(1, method, argument))
-            assert answer is not None
-            assert answer.error is None
+        sleep_and_wake(core)
         assert run(core) == expected
         assert "2 ranks" in core.ready.backend
         assert ("native kernels" in core.ready.backend) == (backend == "native")

@@ -14,7 +14,7 @@ import pytest
 from quire.clock import SystemClock
 from quire.config.engine import EngineConfig
 from quire.engine.core import EngineCore
-from quire.engine.messages import Abort, AddRequest, Call
+from quire.engine.messages import Abort, AddRequest
 from quire.errors import EngineDeadError
 from quire.executors.interface import Executor
 from quire.executors.local import LocalExecutor
@@ -23,7 +23,7 @@ from quire.executors.ranked import RankedExecutor, SampledTokens
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
 from quire.step import SamplingInputs, StepPlan, StepResult
-from tests.executors.test_multiprocess import NUM_BLOCKS, Reused, configured, everything, pool, run
+from tests.executors.test_multiprocess import NUM_BLOCKS, Reused, configured, everything, pool, run, sleep_and_wake
 from tests.fakes.masks import AllowedByPosition
 from tests.models.families import FAMILIES, qwen3
 from tests.models.harness import randomize, save
@@ -80,10 +80,7 @@ def test_the_bits_of_one_rank(model_path: Path, runtime_directory: Path) -> None
         stats = core.stats()
         assert stats.preemptions_total > 0
         assert stats.prefix_cache_hits_total > 0
-        for method, argument in (("sleep", "1"), ("wake_up", ""), ("sleep", "2"), ("wake_up", "")):
-            answer = core.handle(Call(1, method, argument))
-            assert answer is not None
-            assert answer.error is None
+        sleep_and_wake(core)
         assert run(core) == expected
         assert "on each of 2 ranks in 2 stages" in core.ready.backend
     finally:

@@ -167,17 +167,17 @@ def test_a_limit_of_requests_refills_evenly() -> None:
     clock = VirtualClock()
     limit = RateLimit(6, None, Numbers.alone(), clock)
     for _ in range(6):
-        limit.begin()
+        limit.count_request()
     with pytest.raises(ApiError) as raised:
-        limit.begin()
+        limit.count_request()
     assert raised.value.headers["Retry-After"] == "10"
     clock.advance(10)
-    limit.begin()
+    limit.count_request()
     clock.advance(3600)
     for _ in range(6):
-        limit.begin()
+        limit.count_request()
     with pytest.raises(ApiError):
-        limit.begin()
+        limit.count_request()
 
 
 @pytest.mark.parametrize(("protect", "status"), [(False, 200), (True, 401)])

@@ -14,11 +14,12 @@ PLATFORMS = Registry(
 )
 
 
-def make_platform(config: EngineConfig, group: ProcessGroup = SINGLE_RANK, stage: Stage = WHOLE_MODEL) -> Platform:
+def make_platform(config: EngineConfig, group: ProcessGroup | None = None, stage: Stage = WHOLE_MODEL) -> Platform:
     """The platform of `config.device.platform`: a name of PLATFORMS, or "module:class" of another one, which takes the
     same arguments; the last one only if it runs stages. Only that one's module is imported. group: the ranks that share
-    each layer. stage: the layers that it computes."""
+    each layer (None: one has it alone). stage: the layers that it computes."""
     name = config.device.platform
     make = load_target(name) if ":" in name else PLATFORMS.load(name)
+    group = SINGLE_RANK if group is None else group
     platform: Platform = make(config, group) if stage.count == 1 else make(config, group, stage)
     return platform
