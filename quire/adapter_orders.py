@@ -12,6 +12,8 @@ class AdapterRef(msgspec.Struct, array_like=True, frozen=True):
     """A directory in PEFT's layout."""
     digest: bytes
     """Of its content (quire/config/peft.py): two of one digest compute the same, wherever they lie."""
+    name: str = ""
+    """For people: what it was called first."""
 
 
 class AdapterOrders(msgspec.Struct, array_like=True):

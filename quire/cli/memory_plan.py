@@ -39,7 +39,8 @@ class Concurrency:
 class MemoryPlan:
     """weight_bytes: of all devices; draft_weight_bytes of them are the model's that makes drafts. device_weight_bytes,
     total_memory, activation_bytes, layout: of each one (of the largest pipeline stage). num_blocks_memory: blocks that
-    the budget could hold, before the cap of max_num_seqs sequences of full length."""
+    the budget could hold, before the cap of max_num_seqs sequences of full length. adapter_bytes: of
+    all slots."""
 
     config: EngineConfig
     shape: ModelShape
@@ -49,6 +50,7 @@ class MemoryPlan:
     device_weight_bytes: int
     total_memory: int
     activation_bytes: int
+    adapter_bytes: int
     layout: KVCacheLayout
     num_blocks_memory: int
     lengths: tuple[Concurrency, ...]
@@ -90,7 +92,9 @@ def plan_engine(config: EngineConfig, total_memory: int, lengths: Sequence[int])
         )
     activations = estimate_activations(config)
     groups, layers_per_group = group_layers(specs, config.cache.block_size, config.cache.state_snapshot_interval)
-    profile = MemoryProfile(available=total_memory - weight_bytes, activations=activations, weights=weight_bytes)
+    adapters = config.adapters.slot_bytes(shape.adapter_elements)
+    held = weight_bytes + adapters
+    profile = MemoryProfile(available=total_memory - held, activations=activations, weights=held)
 
     def pool(max_num_seqs: int) -> KVCacheLayout:
         return size_pool(
@@ -112,6 +116,7 @@ def plan_engine(config: EngineConfig, total_memory: int, lengths: Sequence[int])
         device_weight_bytes=weight_bytes,
         total_memory=total_memory,
         activation_bytes=activations,
+        adapter_bytes=adapters,
         layout=pool(config.scheduler.max_num_seqs),
         num_blocks_memory=pool(UNLIMITED_SEQS).num_usable_blocks,
         lengths=(),
@@ -125,6 +130,7 @@ def plan_devices(
     """A model of any shape on the devices of the cost model's layout: weights, activations and the KV cache together
     take `memory_utilization` of each one's memory. Raises InsufficientMemoryError when they do not fit."""
     shape, scheduler = cost.shape, config.scheduler
+    adapters = config.adapters.slot_bytes(shape.adapter_elements)
     specs = device_specs(shape, cost.precision.kv, cost.layout)
     groups, layers_per_group = group_layers(specs, config.cache.block_size, config.cache.state_snapshot_interval)
     budget = config.cache.memory
@@ -135,6 +141,7 @@ def plan_devices(
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             max_num_seqs=scheduler.max_num_seqs,
         )
+        budget = max(0, budget - adapters)
     fitting = budget // block_bytes(groups, layers_per_group)
     most_useful = most_useful_blocks(groups, scheduler.max_num_seqs, config.model.max_model_len)
     given = config.cache.num_blocks_override or (fitting if config.cache.memory is not None else None)
@@ -156,6 +163,7 @@ def plan_devices(
         device_weight_bytes=int(cost.weight_bytes_per_device),
         total_memory=int(cost.hardware.memory),
         activation_bytes=activation_bytes(cost, scheduler.max_num_batched_tokens, scheduler.max_num_seqs),
+        adapter_bytes=adapters,
         layout=layout,
         num_blocks_memory=max(fitting, layout.num_usable_blocks),
         lengths=(),

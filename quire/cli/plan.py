@@ -243,6 +243,10 @@ def as_text(report: Report) -> str:
     if devices.devices_per_replica > 1:
         share = format_bytes(plan.device_weight_bytes)
         rows.append(("devices", f"{devices.devices_per_replica} ({devices}); each, at most, {share} of weights"))
+    if adapters := plan.config.adapters.num_slots:
+        rows.append(
+            ("adapters", f"{format_bytes(plan.adapter_bytes)} for {adapters} of rank {plan.config.adapters.max_rank}")
+        )
     rows += [
         ("memory", f"{format_bytes(plan.total_memory)} ({target.title})"),
         ("activations", f"{format_bytes(plan.activation_bytes)} (estimate; the engine measures when it starts)"),

@@ -12,6 +12,7 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 ADAPTER_SLOTS = "adapter_slots"
 """The step column of the slot whose adapter a token has; 0: none."""
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,10 @@ class AdaptersConfig:
     @property
     def is_on(self) -> bool:
         return self.max_running > 0
+
+    def slot_bytes(self, elements: int) -> int:
+        """Memory of all slots, filled with adapters of the largest rank. elements: of one, for each rank."""
+        return elements * self.max_rank * self.num_slots * _BYTES[self.dtype] if self.is_on else 0
 
 
 NO_ADAPTERS = AdaptersConfig()

@@ -286,10 +286,8 @@ class ModelShape:
         return total + sum(count * self._dense_parameters(layer) for layer, count in self.layer_counts.items())
 
     def _dense_parameters(self, layer: LayerShape) -> int:
-        width, router = layer.intermediate, 0
-        if layer.experts is not None:
-            width, router = layer.experts.shared_intermediate, self.hidden * layer.experts.num_experts
-        return layer.attention_parameters + self.mlp_parameters(width) + router
+        router = 0 if layer.experts is None else self.hidden * layer.experts.num_experts
+        return layer.attention_parameters + self.mlp_parameters(_dense_width(layer)) + router
 
     def _active_experts(self, layer: LayerShape) -> int:
         """Elements of the experts that one token is routed to."""
@@ -321,6 +319,22 @@ class ModelShape:
     def routed_parameters(self) -> int:
         """Elements of all experts that tokens are routed to."""
         return 0 if self.experts is None else self.num_moe_layers * self.experts.num_experts * self.expert_parameters
+
+    @property
+    def adapter_elements(self) -> int:
+        """Elements of an adapter, for each rank, of all projections, routers and MLPs that are no experts: at most, as
+        checkpoints that keep queries, keys and values, or gate and up, in one matrix have fewer inputs."""
+        total = 0
+        for layer, count in self.layer_counts.items():
+            own = sum(inputs + outputs for inputs, outputs in layer.projections)
+            if layer.attention.kind in ("full", "sliding", "chunked"):
+                own += 2 * layer.projections[0][0]  # queries, keys and values are counted as one matrix
+            if width := _dense_width(layer):
+                own += (3 if self.is_gated else 2) * (self.hidden + width)
+            if layer.experts is not None:
+                own += self.hidden + layer.experts.num_experts
+            total += count * own
+        return total
 
     @property
     def embedding_parameters(self) -> int:
@@ -371,3 +385,8 @@ class ModelShape:
     def matrix_bytes(self, tp: int = 1) -> int:
         """Bytes of state of a sequence that all layers read in a decoding step at least."""
         return sum(count * each.matrix_bytes(tp) for each, count in self.attention_counts.items())
+
+
+def _dense_width(layer: LayerShape) -> int:
+    """Width of the MLP that every token passes: the shared experts', where there are others."""
+    return layer.intermediate if layer.experts is None else layer.experts.shared_intermediate

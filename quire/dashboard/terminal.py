@@ -16,6 +16,7 @@ from quire.dashboard.frame import Frame, blocks_of, number_of, owners_of
 from quire.dashboard.history import History
 from quire.dashboard.recent import Recent
 from quire.kv_cache.block_pool import CACHED_STATE, FREE_STATE
+from quire.kv_cache.stats import EngineStats
 from quire.scheduler.snapshot import KVSnapshot, RequestView
 
 GOLDEN_ANGLE = 137.508 / 360
@@ -25,6 +26,8 @@ SHARED_LIFT = 0.55
 SPARKS = "▁▂▃▄▅▆▇█"
 STATUSES = ("running", "preempted", "swapped", "waiting", "pinned")
 REQUESTS_SHOWN = 12
+ADAPTERS_SHOWN = 6
+"""Names of running and of waiting requests' adapters."""
 MAP_ROWS = 24
 """Lines of the map; for a larger pool a cell shows several blocks."""
 
@@ -91,7 +94,8 @@ def render(frame: Frame, history: History, url: str) -> RenderableType:
     block_map = BlockMap(frame.kv)
     caption = "  ".join(f"{count:,} {name}" for name, count in counts.items())
     panel = Panel(block_map, title=f"{caption} [dim]of {len(frame.kv.states) - 1:,} blocks[/]", title_align="left")
-    return Group(title, _rates(frame, history, counts["used"]), panel, _requests(frame), _ended(frame.recent))
+    rates, requests = _rates(frame, history, counts["used"]), _requests(frame)
+    return Group(title, rates, panel, *_adapters(frame.stats), requests, _ended(frame.recent))
 
 
 def _rates(frame: Frame, history: History, num_used: int) -> Table:
@@ -130,6 +134,18 @@ def _ended(recent: Recent) -> Text:
         if times is not None
     ]
     return Text(f"ended: {'; '.join(parts)}" if parts else "", "dim")
+
+
+def _adapters(stats: EngineStats) -> list[Text]:
+    """The slots of adapters, and whose requests run and wait; nothing of an engine that takes none."""
+    if not stats.num_adapter_slots:
+        return []
+    line = Text(f"adapters: {stats.num_loaded_adapters} of {stats.num_adapter_slots} slots", "dim")
+    for state, names in (("running", stats.running_adapters), ("waiting", stats.waiting_adapters)):
+        if names:
+            more = f" and {len(names) - ADAPTERS_SHOWN:,} more" if len(names) > ADAPTERS_SHOWN else ""
+            line.append(f"; {state} {', '.join(names[:ADAPTERS_SHOWN])}{more}")
+    return [line]
 
 
 def _requests(frame: Frame) -> RenderableType:

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from quire.adapter_orders import AdapterRef
 from quire.config.adapters import AdaptersConfig
 from quire.config.hub import fetch_adapter, looks_like_a_path
@@ -51,7 +53,8 @@ class KnownAdapters:
                         param="lora_int_id",
                     )
                 return known[1]
-        ref = open_adapter(_directory(lora_request.lora_path), self._config)
+        found = open_adapter(_directory(lora_request.lora_path), self._config)
+        ref = msgspec.structs.replace(found, name=lora_request.lora_name)
         with self._lock:
             self._by_number[lora_request.lora_int_id] = (lora_request, ref)
         return ref
@@ -93,6 +96,20 @@ class KnownAdapters:
         self.resolve(request)
         with self._lock:
             self._by_name[name] = LoRARequest(name, number, path, base_model_name)
+
+    def known(self, name: str) -> tuple[LoRARequest, AdapterRef]:
+        """The adapter of a name that there is."""
+        with self._lock:
+            request = self._by_name[name]
+            return request, self._by_number[request.lora_int_id][1]
+
+    def learn(self, name: str, path: str, ref: AdapterRef, base_model_name: str | None) -> None:
+        """Give a name what another process has read."""
+        with self._lock:
+            known = self._by_name.get(name)
+            number = max(self._by_number, default=0) + 1 if known is None else known.lora_int_id
+            request = LoRARequest(name, number, path, base_model_name)
+            self._by_name[name], self._by_number[number] = request, (request, ref)
 
     def remove(self, name: str) -> None:
         """Take a name away. Raises UserError for one that there is not. Requests that run go on."""

@@ -7,13 +7,14 @@ The paper's accounts (Fig. 2, Fig. 15) are `num_stored_tokens`, `num_reserved_sl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
 import msgspec
 
 _SIZES = ("block_size", "block_bytes")
 POSITIONS = "accepted_drafts_by_position"
+NAMES = ("running_adapters", "waiting_adapters")
 
 
 class Load(NamedTuple):
@@ -115,6 +116,15 @@ class EngineStats(msgspec.Struct, kw_only=True):
     finished_requests_total: int = 0
     timed_out_requests_total: int = 0
     """Of those, how many ended by their time limit."""
+    max_running_adapters: int = 0
+    """Adapters whose requests run at a time."""
+    num_adapter_slots: int = 0
+    """Adapters that the workers may hold."""
+    num_loaded_adapters: int = 0
+    adapter_loads_total: int = 0
+    running_adapters: list[str] = []
+    """Names of the adapters of running requests."""
+    waiting_adapters: list[str] = []
     expert_counts: dict[int, list[int]] | None = None
     """With the option `expert_counts`, in answers to the call `stats`: by number of a layer with experts, how many rows
     each expert has computed since the start. Ranks compute the same rows, which count once. Of the model's last
@@ -131,6 +141,9 @@ def add_up(snapshots: Sequence[EngineStats]) -> EngineStats:
         values = [getattr(each, name) for each in snapshots]
         if name == "expert_counts":
             total.expert_counts = _add_up_counts([each for each in values if each is not None])
+            continue
+        if name in NAMES:
+            setattr(total, name, list(dict.fromkeys(chain.from_iterable(values))))
             continue
         if name == POSITIONS:
             total.accepted_drafts_by_position = _add_up_positions(values)

@@ -6,6 +6,7 @@ histograms are fed from requests and outputs.
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
@@ -186,6 +187,8 @@ class EngineMetrics(Collector, StatsListener):
         states = {state: float(level == asleep) for level, state in enumerate(SLEEP_STATES)}
         yield from self._gauges("engine_sleep_state", "1 for the state that the engine is in.", "sleep_state", states)
         yield from self._info()
+        if self.stats.num_adapter_slots:
+            yield from self._adapters()
         for name, histogram in self._histograms.items():
             for prefix in self.names.prefixes(is_vllm=True):
                 yield histogram.family(prefix + name, self._labels)
@@ -208,6 +211,20 @@ class EngineMetrics(Collector, StatsListener):
 
     def _gauges(self, name: str, help: str, label: str, values: Mapping[str, float]) -> Iterator[Metric]:
         yield from self._families(GaugeMetricFamily, _family(name, help, label, values))
+
+    def _adapters(self) -> Iterator[Metric]:
+        """The names of adapters, as vLLM has them: in labels, beside the time."""
+        stats = self.stats
+        labels = {
+            "max_lora": str(stats.max_running_adapters),
+            "waiting_lora_adapters": ",".join(stats.waiting_adapters),
+            "running_lora_adapters": ",".join(stats.running_adapters),
+        }
+        row = Row(tuple(labels.values()), _constant(time.time()))
+        help = "Adapters of running and of waiting requests; the value is the time."
+        yield from self._families(
+            GaugeMetricFamily, Family("lora_requests_info", help, (row,), is_vllm=True, labels=tuple(labels))
+        )
 
     def _info(self) -> Iterator[Metric]:
         stats = self.stats

@@ -61,8 +61,7 @@ class ModelAdapters:
     def reserved_bytes(self) -> int:
         """Memory that the adapters take at most, all slots filled with adapters of the largest rank."""
         places = [slot.adapter for slot in self._slots.values() if slot.adapter is not None]
-        columns = sum(place.local_elements for place in places)
-        return columns * self._config.max_rank * self._config.num_slots * _BYTES[self._config.dtype]
+        return self._config.slot_bytes(sum(place.local_elements for place in places))
 
     def load(self, slot: int, adapter: AdapterRef) -> None:
         """Replace what a slot holds. Raises ModelLoadError, naming file and tensor, and leaves the slot empty."""
@@ -117,9 +116,6 @@ class ModelAdapters:
                 raise ModelLoadError(f"tensor {shown(module)}: adapters of this module are not supported")
             return f"{own}.weight", slot.adapter
         raise ModelLoadError(f"tensor {shown(module)} does not belong to this model")
-
-
-_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def _bare(module: str) -> str:

@@ -6,18 +6,22 @@ whose adapter is not held waits (AdapterGate) and others start meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 
 from quire.adapter_orders import AdapterOrders, AdapterRef
 from quire.config.adapters import NO_ADAPTERS, AdaptersConfig
-from quire.decoding.sequence import Deferral, Request
+from quire.decoding.sequence import Deferral, Request, RequestStatus
 from quire.errors import UserError
+from quire.kv_cache.stats import EngineStats
 from quire.scheduler.admission import Quote
 from quire.scheduler.gates import Stage
 from quire.scheduler.running import RunningSet
 
 LOADING = "loading adapter"
 """The reason of the deferral."""
+PATIENCE = 1.0
+"""Seconds that a request waits for the requests of other adapters before one of these has to drain."""
 
 
 class AdapterSlots:
@@ -33,6 +37,9 @@ class AdapterSlots:
         self._loading: dict[bytes, int] = {}
         self._orders: list[tuple[int, AdapterRef]] = []
         self.refused: list[tuple[Request, UserError]] = []
+        self._in_use: Counter[bytes] = Counter()
+        self._counted = -1
+        """Version of the running set whose adapters `_in_use` has."""
         self.num_loads = 0
 
     def slot_of(self, adapter: AdapterRef) -> int | None:
@@ -59,10 +66,18 @@ class AdapterSlots:
         self.num_loads += 1
         return True
 
-    def in_use(self) -> set[bytes]:
-        """Digests of the adapters of running requests."""
-        sequences = self._running.sequences
-        return {each.request.adapter.digest for each in sequences if each.request.adapter is not None}
+    def in_use(self) -> Mapping[bytes, int]:
+        """By digests of the adapters of running requests, the running sequences of each."""
+        if self._counted != self._running.version:
+            adapters = (each.request.adapter for each in self._running.sequences)
+            self._in_use = Counter(adapter.digest for adapter in adapters if adapter is not None)
+            self._counted = self._running.version
+        return self._in_use
+
+    def is_least_used(self, adapter: AdapterRef) -> bool:
+        """Whether running requests use it, and no other of theirs has fewer running sequences."""
+        used = self.in_use()
+        return adapter.digest == min(used, key=lambda digest: used[digest], default=b"")
 
     def has_room(self, adapter: AdapterRef) -> bool:
         """Whether a request with this adapter may run beside those that do: no more adapters than `max_loras` at a
@@ -71,7 +86,8 @@ class AdapterSlots:
         return adapter.digest in used or len(used) < self._config.max_running
 
     def has_idle_slot(self) -> bool:
-        return bool(self._free) or any(digest not in self.in_use() for digest in self._held)
+        used = self.in_use()
+        return bool(self._free) or any(digest not in used for digest in self._held)
 
     def take_orders(self, *, may_wait: bool) -> AdapterOrders | None:
         """What the next plan orders; None: nothing. may_wait: the plan has nothing else, and none is in flight."""
@@ -99,6 +115,17 @@ class AdapterSlots:
         refused, self.refused = self.refused, []
         return [(request, error) for request, error in refused if request.live_sequences]
 
+    def report_stats(self, stats: EngineStats, waiting: Iterable[Request]) -> None:
+        """Fill in the slots, and the names of the adapters whose requests run or wait."""
+        if not self._config.is_on:
+            return
+        stats.max_running_adapters = self._config.max_running
+        stats.num_adapter_slots = self._config.num_slots
+        stats.num_loaded_adapters = len(self._held)
+        stats.adapter_loads_total = self.num_loads
+        stats.running_adapters = _names(each.request for each in self._running.sequences)
+        stats.waiting_adapters = _names(waiting)
+
     def forget_workers(self) -> None:
         """Note that the workers hold nothing any more."""
         assert not self._loading, "a load is under way"
@@ -106,14 +133,23 @@ class AdapterSlots:
         self._held.clear()
 
 
+def _names(requests: Iterable[Request]) -> list[str]:
+    """The names of their adapters, each once."""
+    return list(dict.fromkeys(each.adapter.name for each in requests if each.adapter is not None))
+
+
 class AdapterGate:
-    """A request with an adapter waits until the workers hold it, and until fewer than `max_loras` others run."""
+    """A request with an adapter waits until the workers hold it, and until fewer than `max_loras` others run. When one
+    has waited PATIENCE for others to end, no further request starts of the adapter that the fewest running ones use:
+    else a flood of requests with some adapters would keep all others out for ever."""
 
     reason = LOADING
     stage = Stage.BEGIN
 
     def __init__(self, slots: AdapterSlots) -> None:
         self._slots = slots
+        self._crowded_out: dict[str, float] = {}
+        """Requests that wait for those of other adapters to end -> since when, the first one first."""
 
     def check(self, request: Request, quote: Quote, now: float) -> Deferral | None:
         slots, adapter = self._slots, request.adapter
@@ -123,11 +159,24 @@ class AdapterGate:
         if slot is None:
             if slots.is_loading(adapter) or slots.begin_load(adapter):
                 return Deferral(self.reason, 0, lambda: slots.is_loading(adapter), reserves_slots=False)
+            self._crowded_out.setdefault(request.request_id, now)
             return Deferral(self.reason, 0, lambda: not slots.has_idle_slot(), reserves_slots=False)
         if not slots.has_room(adapter):
+            self._crowded_out.setdefault(request.request_id, now)
             return Deferral(self.reason, 0, lambda: not slots.has_room(adapter), reserves_slots=False)
+        if self._has_to_drain(adapter, now) and request.status is not RequestStatus.PREEMPTED:
+            return Deferral(
+                self.reason,
+                0,
+                lambda: bool(self._crowded_out) and slots.is_least_used(adapter),
+                reserves_slots=False,
+            )
         request.adapter_slot = slot
         return None
 
+    def _has_to_drain(self, adapter: AdapterRef, now: float) -> bool:
+        since = next(iter(self._crowded_out.values()), now)
+        return now - since >= PATIENCE and self._slots.is_least_used(adapter)
+
     def forget(self, request: Request) -> None:
-        """Nothing is kept."""
+        self._crowded_out.pop(request.request_id, None)

@@ -16,11 +16,12 @@ class RunningSet:
     """The sequences that have a request slot.
 
     sequences: those of one request are adjacent. num_reserved: reservations, one for each sequence of a running request
-    that will fork later (`Request.pending_forks`)."""
+    that will fork later (`Request.pending_forks`). version: grows whenever the requests that run may be others."""
 
     def __init__(self) -> None:
         self.sequences: list[Sequence] = []
         self.num_reserved = 0
+        self.version = 0
 
     @property
     def num_slots(self) -> int:
@@ -29,6 +30,7 @@ class RunningSet:
 
     def enter(self, request: Request, sequences: list[Sequence]) -> None:
         """Run `sequences` of a request; its other sequences fork from the first of them at the end of the prompt."""
+        self.version += 1
         request.status = RequestStatus.RUNNING
         request.pending_forks = [s for s in request.live_sequences if s not in sequences]
         request.fork_position = num_shared_tokens(request) if waiting_siblings(request) else None
@@ -62,10 +64,12 @@ class RunningSet:
 
     def leave(self, request: Request) -> None:
         """Remove a request's sequences and reservations. In place, because callers iterate over the list."""
+        self.version += 1
         self.sequences[:] = [sequence for sequence in self.sequences if sequence.request is not request]
         self.drop_reservations(request)
 
     def drop_finished(self) -> None:
+        self.version += 1
         self.sequences[:] = [sequence for sequence in self.sequences if sequence.finish_reason is None]
 
 

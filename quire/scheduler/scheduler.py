@@ -430,6 +430,7 @@ class Scheduler:
         stats.prefix_cache_waits_total = self._gates.num_deferrals.get(PENDING_PREFIX, 0)
         describe_kv(stats, self.kv, self._running.sequences, self._in_flight.values())
         self._waiting.report_stats(stats)
+        self._adapters.report_stats(stats, self._waiting)
         stats.num_running = len(self._requests) - stats.num_waiting
         return copy.copy(stats)
 

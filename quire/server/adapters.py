@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -17,6 +18,7 @@ from quire.server.auth import admin
 from quire.server.errors import invalid_request
 from quire.server.protocol.common import RequestStruct
 from quire.server.reading import read_request
+from quire.server.shared_adapters import NamedAdapter, Names, OneProcess, SharedNames
 
 if TYPE_CHECKING:
     from quire.engine.async_engine import AsyncLLM
@@ -77,11 +79,15 @@ class UnloadAdapter(RequestStruct, kw_only=True, frozen=True):
 class ServedAdapters:
     """The adapters of one server, by the names that requests have in `model`."""
 
-    def __init__(self, engine: AsyncLLM, directory: str | None, base_names: Sequence[str]) -> None:
-        """directory: of adapters that are loaded when a request names them; None: there is none. Raises ConfigError."""
+    def __init__(
+        self, engine: AsyncLLM, directory: str | None, base_names: Sequence[str], shared: SharedNames | None = None
+    ) -> None:
+        """directory: of adapters that are loaded when a request names them; None: there is none. shared: what other API
+        processes know (None: there are none). Raises ConfigError."""
         self._engine = engine
         self._directory = None if directory is None else Path(directory).expanduser().resolve()
         self._base_names = base_names
+        self._shared = shared or OneProcess()
         self._changing = asyncio.Lock()
         if self._directory is not None:
             if not engine.engine_config.adapters.is_on:
@@ -91,35 +97,45 @@ class ServedAdapters:
 
     @property
     def names(self) -> list[str]:
+        self._hear()
         return self._engine.adapters.names
 
     def find(self, name: str) -> LoRARequest | None:
-        """The adapter of a name; None for other names. One of the directory is read now. Raises UserError for one that
-        is there and cannot be read."""
-        known = self._engine.adapters.named(name)
-        if known is not None or self._directory is None:
-            return known
-        path = self._directory / name
-        if "/" in name or name in ("", ".", "..") or not (path / "adapter_config.json").is_file():
-            return None
-        if path.resolve().parent != self._directory:
-            return None
-        self._engine.adapters.add(name, str(path))
+        """The adapter of a name that has been met; None for other names."""
+        self._hear()
         return self._engine.adapters.named(name)
 
-    async def load(self, module: LoraModule, *, load_inplace: bool = False) -> None:
+    async def meet(self, name: str) -> None:
+        """Read the adapter that a request names, if it is one of the directory that no request has named before. Raises
+        UserError for one that is there and cannot be read."""
+        if self._directory is None or name in self._base_names or self.find(name) is not None:
+            return
+        path = self._directory / name
+        if "/" in name or name in ("", ".", "..") or not (path / "adapter_config.json").is_file():
+            return
+        if path.resolve().parent != self._directory:
+            return
+        async with self._changing:
+            if self.find(name) is None:
+                await asyncio.to_thread(self._engine.adapters.add, name, str(path))
+                self._publish(name, "keep")
+
+    async def load(self, module: LoraModule, *, load_inplace: bool = False, is_new: bool = True) -> None:
         """Read an adapter, and have the engine load it to compute one token: one that does not fit the model is refused
-        now. Raises UserError."""
+        now. is_new: an error where another process has given the name. Raises UserError."""
         if module.name in self._base_names:
             raise UserError(f"the name {module.name!r} is the model's own", param="lora_name")
         adapters = self._engine.adapters
         async with self._changing:
-            before = adapters.named(module.name)
+            before = self.find(module.name)
+            if before is not None and not is_new:
+                return
             await asyncio.to_thread(
                 adapters.add, module.name, module.path, module.base_model_name, load_inplace=load_inplace
             )
             try:
                 await self._try(adapters.named(module.name))
+                self._publish(module.name, "replace" if load_inplace else "refuse" if is_new else "keep")
             except QuireError:
                 adapters.remove(module.name)
                 if before is not None:
@@ -129,17 +145,45 @@ class ServedAdapters:
     async def unload(self, name: str) -> None:
         """Raises ApiError for an adapter that there is not."""
         async with self._changing:
-            if self._engine.adapters.named(name) is None:
+            if self.find(name) is None:
                 raise invalid_request(
                     f"The lora adapter '{name}' cannot be found.", param="lora_name", code="not_found", status=404
                 )
             self._engine.adapters.remove(name)
+            self._shared.change(partial(_forget, name))
+
+    def _publish(self, name: str, known: Literal["replace", "refuse", "keep"]) -> None:
+        """Tell the other processes of an adapter. known: what is done with one that another of them gave the same name
+        meanwhile; to refuse is to raise UserError."""
+        request, ref = self._engine.adapters.known(name)
+
+        def put(names: Names) -> None:
+            if name in names and known == "refuse":
+                raise UserError(
+                    f"the adapter {name!r} has been loaded already: load_inplace replaces it", param="lora_name"
+                )
+            if name not in names or known == "replace":
+                names[name] = NamedAdapter(request.lora_path, ref, request.base_model_name)
+
+        self._shared.change(put)
+
+    def _hear(self) -> None:
+        """Learn what other processes have changed."""
+        news = self._shared.news()
+        if news is None:
+            return
+        adapters = self._engine.adapters
+        for name in adapters.names:
+            if name not in news:
+                adapters.remove(name)
+        for name, told in news.items():
+            adapters.learn(name, told.path, told.ref, told.base_model_name)
 
     async def load_modules(self, modules: Sequence[str]) -> None:
         """Those of the start. Raises ConfigError."""
         for text in modules:
             try:
-                await self.load(LoraModule.parse(text))
+                await self.load(LoraModule.parse(text), is_new=False)
             except UserError as error:
                 raise ConfigError(f"{OPTION}: {text}: {error.message}", param=OPTION) from None
 
@@ -151,23 +195,17 @@ class ServedAdapters:
             pass
 
 
+def _forget(name: str, names: Names) -> None:
+    names.pop(name, None)
+
+
 def add_adapter_routes(app: FastAPI, context: ServerContext) -> None:
     """POST /v1/load_lora_adapter and /v1/unload_lora_adapter, which answer as vLLM's do."""
-
-    def check_alone() -> None:
-        """Raise ApiError where other API processes would not hear of it."""
-        if context.settings.api_server_count > 1:
-            raise invalid_request(
-                "with --api-server-count above 1 adapters are those of --lora-modules and --lora-dir: one process "
-                "alone would know of this one",
-                param="lora_name",
-            )
 
     @app.post("/v1/load_lora_adapter")
     @admin
     async def load_lora_adapter(request: Request) -> Response:
         body = await read_request(request, context, LoadAdapter)
-        check_alone()
         context.check_alive()
         module = LoraModule(body.lora_name, body.lora_path, body.base_model_name)
         await context.adapters.load(module, load_inplace=body.load_inplace)
@@ -177,6 +215,5 @@ def add_adapter_routes(app: FastAPI, context: ServerContext) -> None:
     @admin
     async def unload_lora_adapter(request: Request) -> Response:
         body = await read_request(request, context, UnloadAdapter)
-        check_alone()
         await context.adapters.unload(body.lora_name)
         return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.", media_type="text/plain")

@@ -27,6 +27,7 @@ from quire.server.keys import KeyRing
 from quire.server.lifecycle import SHUTDOWN_GRACE_SECONDS, loop_factory, preload, read_prefixes
 from quire.server.report import StartReport
 from quire.server.settings import ServerSettings
+from quire.server.shared_adapters import ADAPTERS_FILE, NamesFile
 from quire.server.shared_responses import ParentsResponses
 from quire.utils.child_process import watch_parent
 from quire.utils.failures import explain
@@ -133,7 +134,13 @@ def serve(launch: ApiLaunch, control: socket.socket) -> None:
         keys = settings
         if settings.api_key_file is not None:
             keys = msgspec.structs.replace(settings, api_key_file=str(directory / KEYS_FILE))
-        common = Common(numbers, lambda: KeyRing.of(keys, numbers), ParentsResponses(client), lambda: state.loads.pids)
+        common = Common(
+            numbers,
+            lambda: KeyRing.of(keys, numbers),
+            ParentsResponses(client),
+            lambda: state.loads.pids,
+            NamesFile(directory / ADAPTERS_FILE),
+        )
         app = create_app(engine, settings, common)
         limited = msgspec.structs.replace(settings, max_connections=make_room_for_connections(settings.max_connections))
         report.phase("start API process, wait for engine")

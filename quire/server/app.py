@@ -47,6 +47,7 @@ from quire.server.request_log import RequestLog
 from quire.server.response_store import OwnResponses, Responses, ResponseStore
 from quire.server.scrape import CountingMiddleware, HttpCounter, add_metrics_route
 from quire.server.settings import LLAMA_CPP, OLLAMA, ServerSettings
+from quire.server.shared_adapters import OneProcess, SharedNames
 from quire.server.site import ANY, HostRules, OriginRules, RootPath, SiteGuard
 from quire.server.tokenize import add_tokenize_routes
 from quire.server.tracing import RequestTraces, TraceParents, make_provider
@@ -59,13 +60,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Common:
-    """What the API processes of a server have in common: the numbers that they add up, stored responses, and their
-    process ids. keys: makes the ring; called once."""
+    """What the API processes of a server have in common: the numbers that they add up, stored responses, their process
+    ids, and the names of adapters. keys: makes the ring; called once."""
 
     numbers: Numbers
     keys: Callable[[], KeyRing]
     responses: Responses
     pids: Callable[[], Sequence[int]]
+    adapters: SharedNames
 
 
 def create_app(engine: AsyncLLM, settings: ServerSettings, common: Common | None = None) -> FastAPI:
@@ -91,7 +93,7 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, common: Common | None
     )
     if common is None:
         responses = OwnResponses(ResponseStore(settings.max_stored_responses, settings.response_store_bytes))
-        common = Common(Numbers.alone(), lambda: KeyRing.of(settings), responses, lambda: [os.getpid()])
+        common = Common(Numbers.alone(), lambda: KeyRing.of(settings), responses, lambda: [os.getpid()], OneProcess())
     engine.input_processor.clips_max_tokens = False
     engine.pooling.model_name = names[0]  # clients know no path
     engine.input_processor.max_new_tokens = engine.model_config.sampling_defaults.get("max_tokens")
@@ -107,7 +109,7 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, common: Common | None
     if settings.reasoning_parser is not None:  # else a budget for thoughts takes the marks of the chat template
         engine.input_processor.reasoning = formats.reasoning
     size = settings.max_body_bytes_of(takes_images=engine.takes_images)
-    served = ServedAdapters(engine, settings.lora_dir, names)
+    served = ServedAdapters(engine, settings.lora_dir, names, common.adapters)
     context = ServerContext(engine, engine.tokenizer, settings, metrics, names, size, formats, common.responses, served)
 
     app = FastAPI(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn
 
@@ -14,6 +14,7 @@ from quire.logging import get_logger
 from quire.server.answer_format import AnswerFormats
 from quire.server.errors import overloaded, unavailable
 from quire.server.keys import Client
+from quire.server.limits import CLIENT
 from quire.server.response_store import Responses
 from quire.server.running import RunningAnswers
 from quire.server.settings import OLLAMA, OLLAMA_TAG, ServerSettings
@@ -79,18 +80,35 @@ class ServerContext:
     def served_name(self, model: str | None) -> str:
         """The name to answer with. None asks for the default; raises UnknownModelError for any other model. Clients of
         Ollama's API call `m` also `m:latest`, on all routes."""
+        name = self._known_name(model)
+        if name is None or not may_use(name):
+            names = self.usable(self.names)
+            asked = self.model_names[0] if model is None else model
+            nearest, served = nearest_name(asked, names), ", ".join(names) or "none with this key"
+            raise UnknownModelError(f"the model {asked!r} does not exist{nearest} (served: {served})", param="model")
+        return name
+
+    @property
+    def names(self) -> list[str]:
+        """Of the model and of the adapters that are loaded."""
+        return [*self.model_names, *self.adapters.names]
+
+    def usable(self, names: Sequence[str]) -> list[str]:
+        """Those of `names` that the client of this request may use."""
+        return [name for name in names if may_use(name)]
+
+    async def meet(self, model: str) -> None:
+        """As ServedAdapters.meet, for a name that the client of this request may use."""
+        if may_use(model):
+            await self.adapters.meet(model)
+
+    def _known_name(self, model: str | None) -> str | None:
         if model is None:
             return self.model_names[0]
-        if model not in self.model_names and self.adapters.find(model) is None:
-            if OLLAMA in self.settings.doors:
-                for name in (model.removesuffix(OLLAMA_TAG), model + OLLAMA_TAG):
-                    if name in self.model_names:
-                        return name
-            names = [*self.model_names, *self.adapters.names]
-            nearest = nearest_name(model, names)
-            served = ", ".join(names)
-            raise UnknownModelError(f"the model {model!r} does not exist{nearest} (served: {served})", param="model")
-        return model
+        if model in self.model_names or self.adapters.find(model) is not None:
+            return model
+        others = (model.removesuffix(OLLAMA_TAG), model + OLLAMA_TAG) if OLLAMA in self.settings.doors else ()
+        return next((name for name in others if name in self.model_names), None)
 
     def check_priority(self, priority: int, client: Client) -> None:
         """Raise UserError for a priority that `client` may not send. Whether the engine takes any is its own to say."""
@@ -140,6 +158,12 @@ class ServerContext:
         self.metrics.record_rejection(reason)
         seconds = min(max(self.engine.queue_seconds, LEAST_RETRY_SECONDS), MOST_RETRY_SECONDS)
         raise overloaded(f"the server is overloaded: {what}", math.ceil(seconds))
+
+
+def may_use(model: str) -> bool:
+    """Whether the client of this request may use a model or adapter of this name."""
+    client = CLIENT.get()
+    return client is None or client.models is None or model in client.models
 
 
 def new_id(prefix: str, request_id: str | None) -> str:

@@ -33,6 +33,8 @@ class Client:
     """Whose requests take turns with those of others; it says nothing of the key."""
     limit: RateLimit | None = None
     """Requests and tokens a minute."""
+    models: frozenset[str] | None = None
+    """Names of models and adapters that it may use; None: all."""
     cache_salt: str = ""
     """Cached prefixes are shared only with clients of equal salt; empty: with all that have none."""
 
@@ -45,6 +47,7 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
     admin: bool = False
     requests_per_minute: Annotated[int, msgspec.Meta(ge=1, le=MAX_PER_MINUTE)] | None = None
     tokens_per_minute: Annotated[int, msgspec.Meta(ge=1, le=MAX_PER_MINUTE)] | None = None
+    models: Annotated[list[str], msgspec.Meta(min_length=1)] | None = None
     cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)] = ""
 
     def limit(self, numbers: Numbers) -> RateLimit | None:
@@ -119,6 +122,7 @@ def _read_keys(path: str, anyone: Client, numbers: Numbers) -> dict[str, Client]
         if entry.priority_range is not None:
             priorities = parse_priorities(entry.priority_range, f"{where} priority_range", FIELD)
             clients[entry.key] = Client(priorities, "priority_range of its key", entry.admin, name=f"[{name}]")
-        limited = replace(clients[entry.key], limit=entry.limit(numbers), cache_salt=entry.cache_salt)
+        models = None if entry.models is None else frozenset(entry.models)
+        limited = replace(clients[entry.key], limit=entry.limit(numbers), models=models, cache_salt=entry.cache_salt)
         clients[entry.key] = limited
     return clients

@@ -42,7 +42,7 @@ def add_model_routes(app: FastAPI, context: ServerContext) -> None:
     ) -> Response:
         """At most `limit` models behind `after_id`, or the last ones before `before_id`."""
         most = whole_number("limit", limit, 1, 1000)
-        names = [*context.model_names, *context.adapters.names]
+        names = context.usable(context.names)
         if after_id is not None:
             names = names[_place(names, after_id, "after_id") + 1 :]
         if before_id is not None:
@@ -56,6 +56,7 @@ def add_model_routes(app: FastAPI, context: ServerContext) -> None:
     # A name may hold slashes: hub ids do.
     @app.get("/v1/models/{name:path}")
     async def get_model(request: Request, name: str) -> Response:
+        await context.meet(name)
         name = context.served_name(name)
         return json_response(info(name) if ANTHROPIC_VERSION in request.headers else card(name))
 

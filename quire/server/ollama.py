@@ -327,7 +327,7 @@ def _add_model_routes(app: FastAPI, context: ServerContext) -> None:
                         digest=digest,
                         details=details,
                     )
-                    for name in context.model_names
+                    for name in context.usable(context.model_names)
                 ]
             )
         )
@@ -349,7 +349,7 @@ def _add_model_routes(app: FastAPI, context: ServerContext) -> None:
                         size_vram=on_gpu,
                         context_length=longest,
                     )
-                    for name in context.model_names
+                    for name in context.usable(context.model_names)
                 ]
             )
         )

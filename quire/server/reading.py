@@ -34,9 +34,11 @@ async def read_request(request: Request, context: ServerContext, kind: type[T]) 
     of its messages it has a ReadMessages for each conversation; of a large body the process that streams never
     holds the parsed messages.
 
+    An adapter that the body names as its model is read, if it is a new one of the server's directory.
+
     Raises as `read_body`, `parse_body` and `messages_of`, ClientDisconnectedError, and UserError for a large body that
-    takes READ_SECONDS of processor time. Until a large body is read it counts among those that are being received,
-    which bounds what waits here."""
+    takes READ_SECONDS of processor time, and for an adapter that cannot be read. Until a large body is read it counts
+    among those that are being received, which bounds what waits here."""
     strict = context.settings.strict_fields
 
     def parse(body: bytes) -> tuple[T, list[str]]:
@@ -63,6 +65,8 @@ async def read_request(request: Request, context: ServerContext, kind: type[T]) 
     else:
         parsed, unknown = await context.engine.texts.off_loop(size, lambda: parse(b"".join(parts)))
     report_ignored(request, context, unknown)
+    if isinstance(model := getattr(parsed, "model", None), str):
+        await context.meet(model)
     return parsed
 
 

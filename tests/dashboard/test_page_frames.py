@@ -164,6 +164,16 @@ def test_a_host_pool_is_a_second_strip(tab: Chromium) -> None:
         assert "Swapped out" in text(tab, "#queues")
 
 
+def test_adapters_have_a_line(tab: Chromium) -> None:
+    frame = frame_of(CoreDriver(make_config()))
+    with shown(tab, frame):
+        assert tab.evaluate("document.querySelector('#adapters').hidden")
+    frame.stats.num_adapter_slots, frame.stats.num_loaded_adapters = 8, 2
+    frame.stats.running_adapters, frame.stats.waiting_adapters = ["sql"], ["<b>"]
+    with shown(tab, frame):
+        assert text(tab, "#adapters-summary") == "2 of 8 slots · running sql · waiting <b>"
+
+
 @pytest.mark.long
 def test_the_profile_of_the_browser_is_its_own(tmp_path: Path) -> None:
     program = find_chromium()

@@ -108,6 +108,16 @@ def test_an_idle_server(driver: CoreDriver) -> None:
     assert "64 free" in text
 
 
+def test_adapters_have_a_line(driver: CoreDriver) -> None:
+    frame = frame_of(driver)
+    assert "adapters" not in printed(frame)
+    stats = frame.stats
+    stats.num_adapter_slots, stats.num_loaded_adapters = 8, 2
+    stats.running_adapters, stats.waiting_adapters = ["sql", "[b]"], [str(number) for number in range(8)]
+    text = printed(frame)
+    assert "adapters: 2 of 8 slots; running sql, [b]; waiting 0, 1, 2, 3, 4, 5 and 2 more" in text
+
+
 def test_more_requests_than_lines(driver: CoreDriver) -> None:
     for number in range(1, 21):
         driver.add(f"r#{number}", [number, 2, 3])

@@ -12,6 +12,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from quire.engine.messages import EngineReady
+from quire.kv_cache.stats import EngineStats
 from quire.metrics.families import LEGAL_NAME, MetricNames, one_two_five
 from quire.metrics.prometheus import EngineMetrics
 from quire.server.scrape import HttpCounter, _encoder_for
@@ -210,6 +211,18 @@ def test_the_gateway_finds_its_gauges() -> None:
     [info] = families["vllm:cache_config_info"].samples
     assert (info.labels["block_size"], info.labels["num_gpu_blocks"], info.value) == ("16", "100", 1)
     assert info.labels["kv_cache_size_tokens"] == "1600"
+
+
+def test_adapters_are_named_where_there_are_slots() -> None:
+    metrics = make()
+    assert "vllm:lora_requests_info" not in exposed(metrics)
+    stats = EngineStats(max_running_adapters=2, num_adapter_slots=4, num_loaded_adapters=3)
+    stats.running_adapters, stats.waiting_adapters = ["sql", "prose"], ["verse"]
+    metrics.record_stats(stats)
+    [info] = exposed(metrics)["vllm:lora_requests_info"].samples
+    labels = {"max_lora": "2", "running_lora_adapters": "sql,prose", "waiting_lora_adapters": "verse"}
+    assert labels.items() <= info.labels.items()
+    assert info.value > 1e9, "the time"
 
 
 def test_buckets_for_lengths() -> None:

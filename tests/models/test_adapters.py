@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
 
 from quire.adapter_orders import AdapterRef
 from quire.config.adapters import AdaptersConfig
@@ -24,7 +25,7 @@ from quire.models.adapters import ModelAdapters, read_matrices
 from quire.models.loader import Extras, load_model
 from quire.parallel.single import SINGLE_RANK
 from tests.fakes.adapters import PREFIX, Tensors, write, write_adapter
-from tests.models.families import mixtral, qwen3
+from tests.models.families import FAMILIES, mixtral, qwen3
 from tests.models.harness import randomize, save
 
 LIMITS = AdaptersConfig(max_running=1, max_rank=16, num_slots=1)
@@ -90,6 +91,22 @@ def test_some_layers_alone(adapters: ModelAdapters, tmp_path: Path) -> None:
     few = write_adapter(MODEL, tmp_path / "few", targets=lambda name: name.endswith("v_proj"), layers_to_transform=[0])
     load(adapters, few)
     assert num_loaded(adapters) == 1, "what the slot held before is gone"
+
+
+@pytest.mark.parametrize(
+    ("make", "most"),
+    [(qwen3, 1.0), (FAMILIES["gpt2"], 1.4), (FAMILIES["phi3"], 1.6), (lambda **_: mixtral(2, 1), 1.0)],
+    ids=["qwen3", "gpt2", "phi3", "mixtral"],
+)
+def test_the_memory_of_slots_is_what_the_shape_says(
+    tmp_path: Path, make: Callable[..., PreTrainedModel], most: float
+) -> None:
+    """`quire plan` counts what an engine keeps; more where a checkpoint has several matrices in one."""
+    directory = save(randomize(make(num_hidden_layers=1)), tmp_path)
+    config = load_model_config(str(directory), dtype="float32", max_model_len=None, revision=None, config_only=False)
+    limits = AdaptersConfig(max_running=1, max_rank=16, num_slots=3, dtype="bfloat16")
+    kept = adapters_of(directory, limits).reserved_bytes()
+    assert kept <= limits.slot_bytes(config.resolved_shape().adapter_elements) <= most * kept
 
 
 def dropped(name: str) -> Callable[[Tensors], Tensors]:

@@ -9,8 +9,9 @@ import pytest
 from quire.adapter_orders import AdapterRef
 from quire.config.adapters import AdaptersConfig
 from quire.decoding.parallel import create_sequences
-from quire.decoding.sequence import Request
+from quire.decoding.sequence import Request, RequestStatus
 from quire.kv_cache.block_hash import ROOT
+from quire.kv_cache.stats import EngineStats, add_up
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
 from quire.scheduler.adapters import AdapterGate, AdapterSlots
@@ -20,9 +21,9 @@ A, B, C = (AdapterRef(f"/{name}", name.encode()) for name in "abc")
 QUOTE: Any = None
 
 
-def request(adapter: AdapterRef | None) -> Request:
+def request(adapter: AdapterRef | None, name: str = "r") -> Request:
     source = EngineRequest(
-        request_id="r", prompt_token_ids=[1], params=SamplingParams(), max_tokens=1, seed=0, adapter=adapter
+        request_id=name, prompt_token_ids=[1], params=SamplingParams(), max_tokens=1, seed=0, adapter=adapter
     )
     found = Request(source, 0.0)
     create_sequences(found, source, iter(range(9)))
@@ -37,8 +38,8 @@ class Slots:
         self.slots = AdapterSlots(self.running, AdaptersConfig(max_running, 16, num_slots))
         self.gate = AdapterGate(self.slots)
 
-    def ask(self, adapter: AdapterRef | None) -> Any:
-        return self.gate.check(request(adapter), QUOTE, 0.0)
+    def ask(self, adapter: AdapterRef | None, name: str = "r", now: float = 0.0) -> Any:
+        return self.gate.check(request(adapter, name), QUOTE, now)
 
     def load(self, adapter: AdapterRef) -> int:
         assert self.ask(adapter) is not None
@@ -130,3 +131,52 @@ def test_a_load_that_fails() -> None:
 @pytest.mark.parametrize("adapter", [A, None])
 def test_blocks_have_the_adapters_key(adapter: AdapterRef | None) -> None:
     assert request(adapter).extra_keys(16) == ({} if adapter is None else {ROOT: (b"adapter=a",)})
+
+
+def test_a_flood_of_one_adapter_does_not_keep_others_out() -> None:
+    """After a while no further request starts of the adapter that the fewest running ones use: it drains."""
+    slots = Slots(num_slots=3, max_running=2)
+    for adapter in (A, B, C):
+        slots.load(adapter)
+    running = [slots.run(A), slots.run(B), slots.run(B)]
+    crowded_out = slots.ask(C, "waits", now=1.0)
+    assert crowded_out.is_pending()
+    assert slots.ask(A, "a", now=1.9) is None, "patience is not over"
+    held = slots.ask(A, "a", now=2.0)
+    assert held.is_pending()
+    assert slots.ask(B, "b", now=2.0) is None, "one drains, and the others go on"
+    assert slots.ask(None, "c", now=2.0) is None
+    preempted = request(A, "d")
+    preempted.status = RequestStatus.PREEMPTED
+    assert slots.gate.check(preempted, QUOTE, 2.0) is None, "it has begun"
+    slots.running.leave(running[0])
+    assert not crowded_out.is_pending()
+    assert slots.ask(C, "waits", now=2.1) is None
+    slots.gate.forget(request(C, "waits"))
+    assert not held.is_pending()
+
+
+def test_a_request_that_ends_while_it_waits_holds_nothing_up() -> None:
+    slots = Slots(num_slots=2, max_running=1)
+    slots.load(A)
+    slots.load(B)
+    slots.run(A)
+    slots.ask(B, "ends", now=0.0)
+    held = slots.ask(A, "held", now=5.0)
+    assert held.is_pending()
+    slots.gate.forget(request(B, "ends"))
+    assert not held.is_pending()
+    assert slots.ask(A, "held", now=5.0) is None
+
+
+def test_names_in_the_statistics() -> None:
+    slots = Slots()
+    sql, prose = AdapterRef("/a", b"a", "sql"), AdapterRef("/b", b"b", "prose")
+    stats = EngineStats()
+    slots.load(sql)
+    slots.run(sql)
+    slots.slots.report_stats(stats, [request(prose), request(prose), request(None)])
+    assert (stats.max_running_adapters, stats.num_adapter_slots, stats.num_loaded_adapters) == (2, 2, 1)
+    assert (stats.running_adapters, stats.waiting_adapters) == (["sql"], ["prose"])
+    both = add_up([stats, EngineStats(running_adapters=["sql", "verse"])])
+    assert both.running_adapters == ["sql", "verse"]

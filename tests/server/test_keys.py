@@ -24,6 +24,18 @@ priority_range = "0,0"
 ["any one"]
 key = "plain"
 """
+SOME_MODELS = """
+[all]
+key = "plain"
+
+[narrow]
+key = "narrow"
+models = ["second", "sql"]
+
+[none]
+key = "none"
+models = ["sql"]
+"""
 
 
 @pytest.fixture
@@ -63,6 +75,27 @@ async def test_each_key_has_its_own_priorities(model_path: Path, key_file: Path)
         assert error["error"]["message"] == (
             "priority must be between -5 and 5 on this server (priority_range of its key), not 9"
         )
+
+
+async def test_keys_of_some_models(model_path: Path, tmp_path: Path) -> None:
+    """Other models do not exist for them, in no list and in no error; the default is the first of all."""
+    path = tmp_path / "keys.toml"
+    path.write_text(SOME_MODELS)
+    settings = ServerSettings(served_model_name=["first", "second"], api_key_file=str(path))
+    async with serving(model_path, settings) as served:
+        for key, usable in (("plain", ["first", "second"]), ("narrow", ["second"]), ("none", [])):
+            headers = {"Authorization": f"Bearer {key}"}
+            listed = await served.client.get("/v1/models", headers=headers)
+            assert [card["id"] for card in listed.json()["data"]] == usable
+            for name in ("first", "second", None):
+                body = {"prompt": "hi", "max_tokens": 1, "model": name}
+                answer = await served.client.post("/v1/completions", json=body, headers=headers)
+                assert answer.status_code == (200 if (name or "first") in usable else 404)
+                if answer.status_code == 404:
+                    message = answer.json()["error"]["message"]
+                    assert message.endswith(f"(served: {', '.join(usable) or 'none with this key'})")
+            one = await served.client.get("/v1/models/first", headers=headers)
+            assert one.status_code == (200 if "first" in usable else 404)
 
 
 def test_a_key_given_twice_keeps_the_priorities_of_the_file(key_file: Path) -> None:

@@ -150,6 +150,7 @@ function drawMaps() {
     byId("host-summary").textContent = `${used} of ${plural(kv.hostBytes.length - 1, "block")} in use`;
   }
   drawSummary(kv.bytes);
+  drawAdapters(state.frame.stats);
   if (state.block !== null) byId("block-text").textContent = describeBlock(state.block);
 }
 
@@ -168,6 +169,14 @@ function drawSummary(bytes) {
   const sizes = [...new Set(state.frame.kv.block_sizes)].map((size) => plural(size, "token"));
   byId("memory-summary").textContent = `${summary.join(" · ")} · blocks of ${sizes.join(" or ")}`;
   Object.assign(byId("map").dataset, counts);
+}
+
+function drawAdapters(stats) {
+  byId("adapters").hidden = stats.num_adapter_slots === 0;
+  const parts = [`${stats.num_loaded_adapters} of ${plural(stats.num_adapter_slots, "slot")}`];
+  if (stats.running_adapters.length) parts.push(`running ${stats.running_adapters.join(", ")}`);
+  if (stats.waiting_adapters.length) parts.push(`waiting ${stats.waiting_adapters.join(", ")}`);
+  byId("adapters-summary").textContent = parts.join(" · ");
 }
 
 function pointAtRequest(id) {

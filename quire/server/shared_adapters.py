@@ -1,0 +1,82 @@
+"""The names of adapters that all API processes of a server have: a file that each reads when another changed it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from quire.adapter_orders import AdapterRef
+
+ADAPTERS_FILE = "adapters"
+"""In the directory of the API processes."""
+
+
+class NamedAdapter(msgspec.Struct, frozen=True):
+    """path: as it was named. ref: what requests carry: all processes mean the same content."""
+
+    path: str
+    ref: AdapterRef
+    base_model_name: str | None = None
+
+
+Names = dict[str, NamedAdapter]
+
+
+class SharedNames(Protocol):
+    """What the API processes of a server tell one another of adapters."""
+
+    def news(self) -> Names | None:
+        """The adapters of all processes; None: nothing has changed since the last call."""
+        ...
+
+    def change(self, change: Callable[[Names], None]) -> Names:
+        """Change the adapters of all processes, one process at a time; returns what they are then. What `change` raises
+        leaves them as they were."""
+        ...
+
+
+class OneProcess:
+    """A process that has no others beside it."""
+
+    def news(self) -> None:
+        return None
+
+    def change(self, change: Callable[[Names], None]) -> Names:
+        return {}
+
+
+class NamesFile:
+    """Names in a file, which is replaced as a whole."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seen: tuple[int, int] | None = None
+        self._decoder = msgspec.json.Decoder(Names)
+
+    def news(self) -> Names | None:
+        try:
+            status = self._path.stat()
+        except FileNotFoundError:
+            return None
+        version = (status.st_mtime_ns, status.st_ino)
+        if version == self._seen:
+            return None
+        self._seen = version
+        return self._decoder.decode(self._path.read_bytes())
+
+    def change(self, change: Callable[[Names], None]) -> Names:
+        with open(f"{self._path}.lock", "ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            names = self._decoder.decode(self._path.read_bytes()) if self._path.exists() else {}
+            before = dict(names)
+            change(names)
+            if names != before:
+                draft = Path(f"{self._path}.{os.getpid()}")
+                draft.write_bytes(msgspec.json.encode(names))
+                draft.replace(self._path)
+        return names

@@ -1,0 +1,103 @@
+"""What several API processes tell one another of adapters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from quire.config.adapters import AdaptersConfig
+from quire.engine.adapters import KnownAdapters
+from quire.errors import UserError
+from quire.server.adapters import LoraModule, ServedAdapters
+from quire.server.errors import ApiError
+from quire.server.shared_adapters import NamesFile
+from tests.fakes.adapters import write
+
+LIMITS = AdaptersConfig(max_running=1, max_rank=16, num_slots=1)
+
+
+class Process:
+    """The adapters of one API process, before an engine that takes any."""
+
+    def __init__(self, shared: Path, directory: Path) -> None:
+        self.known = KnownAdapters(LIMITS)
+        engine: Any = SimpleNamespace(
+            adapters=self.known,
+            engine_config=SimpleNamespace(adapters=LIMITS),
+            model_config=SimpleNamespace(pooling=True),  # no token is computed
+        )
+        self.served = ServedAdapters(engine, str(directory), ("base",), NamesFile(shared))
+
+    def digest(self, name: str) -> bytes | None:
+        found = self.served.find(name)
+        ref = self.known.resolve(found)
+        return None if ref is None else ref.digest
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    for rank, name in enumerate(("one", "two"), 1):
+        write(tmp_path / "adapters" / name, {}, {"r": rank, "lora_alpha": 8})
+    return tmp_path / "adapters"
+
+
+@pytest.fixture
+def pair(tmp_path: Path, directory: Path) -> tuple[Process, Process]:
+    return Process(tmp_path / "names", directory), Process(tmp_path / "names", directory)
+
+
+async def test_what_one_was_told_all_know(pair: tuple[Process, Process], directory: Path) -> None:
+    first, second = pair
+    await first.served.load(LoraModule("mine", str(directory / "one")))
+    assert second.served.names == ["mine"]
+    assert second.digest("mine") == first.digest("mine") is not None
+    await second.served.load(LoraModule("mine", str(directory / "two")), load_inplace=True)
+    assert first.digest("mine") == second.digest("mine")
+    found = first.served.find("mine")
+    assert found is not None
+    assert found.path == str(directory / "two")
+    await first.served.unload("mine")
+    assert second.served.find("mine") is None
+    with pytest.raises(ApiError, match="cannot be found"):
+        await second.served.unload("mine")
+
+
+async def test_a_name_that_another_has_given(pair: tuple[Process, Process], directory: Path) -> None:
+    first, second = pair
+    assert second.served.names == []
+    await first.served.load(LoraModule("mine", str(directory / "one")))
+    with pytest.raises(UserError, match="has been loaded already"):
+        await second.served.load(LoraModule("mine", str(directory / "two")))
+    assert second.digest("mine") == first.digest("mine")
+
+
+async def test_adapters_of_the_start_are_loaded_by_all(pair: tuple[Process, Process], directory: Path) -> None:
+    for process in pair:
+        await process.served.load_modules([f"mine={directory / 'one'}"])
+    assert [process.served.names for process in pair] == [["mine"]] * 2
+
+
+async def test_content_is_that_of_the_first_who_read_it(pair: tuple[Process, Process], directory: Path) -> None:
+    """A folder that changes between two requests is for all what it was for the first of them."""
+    first, second = pair
+    await first.served.meet("one")
+    before = first.digest("one")
+    write(directory / "one", {}, {"r": 3, "lora_alpha": 8})
+    await second.served.meet("one")
+    assert second.digest("one") == before
+
+
+async def test_names_that_lead_elsewhere(pair: tuple[Process, Process]) -> None:
+    for name in ("../adapters/one", "..", ".", "", "none", "base"):
+        await pair[0].served.meet(name)
+    assert pair[0].served.names == []
+
+
+async def test_a_process_that_starts_later(pair: tuple[Process, Process], directory: Path, tmp_path: Path) -> None:
+    await pair[0].served.load(LoraModule("mine", str(directory / "one"), "parent"))
+    found = Process(tmp_path / "names", directory).served.find("mine")
+    assert found is not None
+    assert (found.path, found.base_model_name) == (str(directory / "one"), "parent")
