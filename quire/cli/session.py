@@ -78,7 +78,7 @@ class Timing:
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
 
-    def add(self, output: RequestOutput, num_new_tokens: int) -> None:
+    def add_output(self, output: RequestOutput, num_new_tokens: int) -> None:
         self.num_prompt_tokens = len(output.prompt_token_ids)
         self.num_cached_tokens = output.num_cached_tokens
         if num_new_tokens:
@@ -130,7 +130,7 @@ class Session:
         timing, seen, last = Timing(), 0, None
         async for output in self.engine.generate(prompt, params):
             total = sum(len(completion.token_ids) for completion in output.outputs)
-            timing.add(output, total - seen)
+            timing.add_output(output, total - seen)
             seen, last = total, output
         assert last is not None, "a request has at least one output"
         raise_if_nonfinite(last)
@@ -139,7 +139,7 @@ class Session:
     async def _stream(self, prompt: Prompt, params: SamplingParams, take: Callable[[CompletionOutput], None]) -> Timing:
         timing = Timing()
         async for output in self.engine.generate(prompt, params, delta=True):
-            timing.add(output, sum(len(completion.token_ids) for completion in output.outputs))
+            timing.add_output(output, sum(len(completion.token_ids) for completion in output.outputs))
             for completion in output.outputs:
                 take(completion)
             raise_if_nonfinite(output)

@@ -81,7 +81,7 @@ class KnownAdapters:
     def named(self, name: str) -> LoRARequest | None:
         return self._by_name.get(name)
 
-    def add(self, name: str, path: str, base_model_name: str | None = None, *, load_inplace: bool = False) -> None:
+    def add_name(self, name: str, path: str, base_model_name: str | None = None, *, load_inplace: bool = False) -> None:
         """Give an adapter a name. Raises UserError for a name that another adapter has, unless `load_inplace`, and as
         `resolve`."""
         self.refuse()

@@ -23,10 +23,10 @@ from quire.executors.ranked import alike, reduce_profiles, slowest
 from quire.executors.wire import decode, encode
 from quire.kv_cache.sizing import MemoryProfile
 from quire.kv_cache.spec import LayerSpec
-from quire.parallel.choice import join_group
+from quire.parallel.choice import BETWEEN_HOSTS, join_group
 from quire.parallel.hosts import own_address, shared_memory
 from quire.parallel.interface import ProcessGroup
-from quire.parallel.torch_dist import LOOPBACK, GlooGroup, NetworkMeeting
+from quire.parallel.torch_dist import LOOPBACK, NetworkMeeting
 from quire.scheduler.preemption import PreemptionCosts
 from quire.step import StepPlan
 from quire.worker.platform.choice import make_platform
@@ -122,5 +122,5 @@ def _join(config: EngineConfig) -> tuple[ProcessGroup, ProcessGroup]:
     def meeting(name: str) -> NetworkMeeting:
         return NetworkMeeting(library.PrefixStore(name, store), address)
 
-    sums = join_group(config.device.collectives if is_one_host else "gloo", meeting("sums"), rank, size)
-    return sums, GlooGroup(meeting("agreement"), rank, size)
+    sums = join_group(config.device.collectives if is_one_host else BETWEEN_HOSTS, meeting("sums"), rank, size)
+    return sums, join_group(BETWEEN_HOSTS, meeting("agreement"), rank, size)

@@ -232,7 +232,7 @@ class Answers:
             self._progress.is_idle = False
         self._progress.turn()
 
-    def add(self, outcome: Outcome) -> None:
+    def add_outcome(self, outcome: Outcome) -> None:
         """It is under way, or done: then it is answered at once, unless one before it is not. Raises OSError when the
         parent has closed its end."""
         with self._lock:
@@ -263,7 +263,7 @@ def serve(rank: Rank, socket: Connection, progress: Progress) -> None:
     while True:
         message = socket.recv_bytes()
         answers.begin()
-        answers.add(rank.begin(calls.decode(message)))
+        answers.add_outcome(rank.begin(calls.decode(message)))
 
 
 def _nothing() -> None:

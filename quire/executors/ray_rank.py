@@ -61,7 +61,7 @@ class RayRank:
         meeting = self._meeting or NetworkMeeting.at(first, port, own)
         self._rank = Rank(number, lambda stage: RankEnds(meeting, collectives=collectives))
 
-    def take(self, message: bytes) -> bytes:
+    def answer(self, message: bytes) -> bytes:
         """A RankCall; its RankAnswer."""
         assert self._rank is not None, "begin comes before the first call"
         self._progress.is_idle = False

@@ -125,7 +125,7 @@ class RayRanks(RankCalls):
 
     def _send(self, message: bytes) -> None:
         for rank, actor in enumerate(self._actors):
-            self._await(rank, actor.take.remote(message))
+            self._await(rank, actor.answer.remote(message))
 
     def _await(self, rank: int, reference: Any) -> None:
         reference.future().add_done_callback(lambda future: self._events.put((rank, future)))

@@ -133,7 +133,7 @@ class Adapters:
         self.stacks: list[tuple[AdapterStack, Callable[[], bool]]] = []
         self._step: Any = None
 
-    def add(self, stack: AdapterStack, is_interleaved: Callable[[], bool]) -> None:
+    def add_layer(self, stack: AdapterStack, is_interleaved: Callable[[], bool]) -> None:
         """Note a layer. is_interleaved: of its product, once its weights are loaded."""
         self.stacks.append((stack, is_interleaved))
 

@@ -93,7 +93,7 @@ class AdaptedProduct:
         self._adapters = context.adapters
         self._stack = stack
         if self._adapters is not None:
-            self._adapters.add(stack, partial(self._linear.is_interleaved, parameters))
+            self._adapters.add_layer(stack, partial(self._linear.is_interleaved, parameters))
 
     def __call__(self, x: Value, residual: Value | None = None) -> Value:
         """As `LinearMethod.apply`, of the weights."""

@@ -32,7 +32,7 @@ class NativeVision(VisionEncoder):
         self._arena, self._scratch = Scratch(), Scratch()
         self._programs: dict[object, RecordedProgram] = {}
 
-    def begin(self, patches: torch.Tensor, grids: Sequence[Grid]) -> EncoderRun:
+    def begin_run(self, patches: torch.Tensor, grids: Sequence[Grid]) -> EncoderRun:
         return NativeRun(self._tower, self.run, patches, grids)
 
     def release_workspaces(self) -> None:

@@ -104,7 +104,7 @@ class VisionEncoder(ABC):
         """Free working memory, which the next call allocates again. No run goes on behind it."""
 
     @abstractmethod
-    def begin(self, patches: torch.Tensor, grids: Sequence[Grid]) -> EncoderRun:
+    def begin_run(self, patches: torch.Tensor, grids: Sequence[Grid]) -> EncoderRun:
         """As `encode`, up to the first layer."""
 
     def encode(self, patches: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
@@ -112,7 +112,7 @@ class VisionEncoder(ABC):
         tokens. Returns of each image [tokens, feature_size] float32: what stands in for the embeddings of its
         placeholders, and beside it what the language model adds behind its first layers. An image's bits do not
         depend on the others. The next call overwrites nothing of it."""
-        found = self.begin(patches, grids).advance(self.config.num_layers)
+        found = self.begin_run(patches, grids).advance(self.config.num_layers)
         assert found is not None, "all layers are computed"
         return found
 
@@ -249,7 +249,7 @@ class TorchVision(VisionEncoder):
     def release_workspaces(self) -> None:
         """None is kept."""
 
-    def begin(self, patches: torch.Tensor, grids: Sequence[Grid]) -> EncoderRun:
+    def begin_run(self, patches: torch.Tensor, grids: Sequence[Grid]) -> EncoderRun:
         return TorchRun(self._tower, patches, grids)
 
 

@@ -15,6 +15,8 @@ GROUPS = Registry(
         "shared_memory": "quire.parallel.shared_memory:SharedMemoryGroup",
     },
 )
+BETWEEN_HOSTS = "gloo"
+"""Collectives that need no shared memory."""
 
 
 def join_group(name: str, meeting_point: Path | NetworkMeeting, rank: int, size: int) -> ProcessGroup:

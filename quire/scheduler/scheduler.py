@@ -87,8 +87,7 @@ class Scheduler:
         self._seq_ids, self._step_ids = count(), count()
         self.matching = Matching()
         self._stats = first_stats(kv)
-        self._adapters = AdapterSlots(self._running, adapters)
-        self._images = ImageEncodings(encoder)
+        self._adapters, self._images = AdapterSlots(self._running, adapters), ImageEncodings(encoder)
         own_gates: list[Gate] = [AdapterGate(self._adapters), ImageGate(self._images)]
         self._gates = Gates([*(default_gates(kv) if gates is None else gates), *own_gates])
         self._changes = PlanChanges()

@@ -117,7 +117,7 @@ class ServedAdapters:
             return
         async with self._changing:
             if self.find(name) is None:
-                await asyncio.to_thread(self._engine.adapters.add, name, str(path))
+                await asyncio.to_thread(self._engine.adapters.add_name, name, str(path))
                 self._publish(name, "keep")
 
     async def load(self, module: LoraModule, *, load_inplace: bool = False, is_new: bool = True) -> None:
@@ -131,7 +131,7 @@ class ServedAdapters:
             if before is not None and not is_new:
                 return
             await asyncio.to_thread(
-                adapters.add, module.name, module.path, module.base_model_name, load_inplace=load_inplace
+                adapters.add_name, module.name, module.path, module.base_model_name, load_inplace=load_inplace
             )
             try:
                 await self._try(adapters.named(module.name))
@@ -139,7 +139,7 @@ class ServedAdapters:
             except QuireError:
                 adapters.remove(module.name)
                 if before is not None:
-                    await asyncio.to_thread(adapters.add, before.name, before.path, before.base_model_name)
+                    await asyncio.to_thread(adapters.add_name, before.name, before.path, before.base_model_name)
                 raise
 
     async def unload(self, name: str) -> None:

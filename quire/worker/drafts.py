@@ -136,7 +136,7 @@ class HostDrafts:
         self._num_fruitless = number = self._num_fruitless + 1
         if number > PATIENCE and number % STRIDE:
             return None
-        if not self.finder.find(table, rows, ends + 1, self._drafts, self._counts):
+        if not self.finder.find_drafts(table, rows, ends + 1, self._drafts, self._counts):
             return None
         self._num_fruitless = 0
         found: list[int] = self._counts[rows].tolist()

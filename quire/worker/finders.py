@@ -42,12 +42,12 @@ NO_TOKENS = np.zeros(0, np.int32)
 class Finder(Protocol):
     """Finds the drafts of request slots."""
 
-    def begin(self, row: int, num_tokens: int, scope: str, prediction: Sequence[int]) -> None:
+    def begin_text(self, row: int, num_tokens: int, scope: str, prediction: Sequence[int]) -> None:
         """A row gets a sequence of `num_tokens`. scope: only requests of equal scopes may draw on one another's texts.
         prediction: tokens that the request expects."""
         ...
 
-    def copy(self, source: int, destination: int, num_tokens: int) -> None:
+    def copy_text(self, source: int, destination: int, num_tokens: int) -> None:
         """A row becomes a copy of another one with its first tokens."""
         ...
 
@@ -55,11 +55,11 @@ class Finder(Protocol):
         """The row's tokens from `position` on have changed."""
         ...
 
-    def end(self, row: int, token_ids: np.ndarray) -> None:
+    def end_text(self, row: int, token_ids: np.ndarray) -> None:
         """The row's sequence gives up its slot. token_ids: all its tokens, int32."""
         ...
 
-    def find(
+    def find_drafts(
         self, table: np.ndarray, rows: np.ndarray, lengths: np.ndarray, drafts: np.ndarray, counts: np.ndarray
     ) -> int:
         """Fill drafts, [num_rows, most drafts] int32, and counts, [num_rows] int64, of rows, [R] int64, that have
@@ -70,15 +70,15 @@ class Finder(Protocol):
 class NoFinder:
     """Nothing follows what becomes of rows."""
 
-    def begin(self, row: int, num_tokens: int, scope: str, prediction: Sequence[int]) -> None: ...
+    def begin_text(self, row: int, num_tokens: int, scope: str, prediction: Sequence[int]) -> None: ...
 
-    def copy(self, source: int, destination: int, num_tokens: int) -> None: ...
+    def copy_text(self, source: int, destination: int, num_tokens: int) -> None: ...
 
     def rewrite(self, row: int, position: int) -> None: ...
 
-    def end(self, row: int, token_ids: np.ndarray) -> None: ...
+    def end_text(self, row: int, token_ids: np.ndarray) -> None: ...
 
-    def find(
+    def find_drafts(
         self, table: np.ndarray, rows: np.ndarray, lengths: np.ndarray, drafts: np.ndarray, counts: np.ndarray
     ) -> int:
         return 0
@@ -153,29 +153,29 @@ class TextFinder:
         self._rows: list[tuple[int, str, np.ndarray]] = [(0, "", NO_TOKENS)] * num_rows
         """Tokens of each row that are no output of its slot, its scope, and its prediction."""
 
-    def begin(self, row: int, num_tokens: int, scope: str, prediction: Sequence[int]) -> None:
+    def begin_text(self, row: int, num_tokens: int, scope: str, prediction: Sequence[int]) -> None:
         self._begin(row, num_tokens, scope, np.array(prediction, np.int32))
 
     def _begin(self, row: int, num_tokens: int, scope: str, prediction: np.ndarray) -> None:
         self._rows[row] = num_tokens, scope, prediction
         self._texts.begin(row, self._corpora.of(scope), prediction)
 
-    def copy(self, source: int, destination: int, num_tokens: int) -> None:
+    def copy_text(self, source: int, destination: int, num_tokens: int) -> None:
         _, scope, prediction = self._rows[source]
         self._begin(destination, num_tokens, scope, prediction)
 
     def rewrite(self, row: int, position: int) -> None:
         self._texts.rewrite(row, position)
 
-    def end(self, row: int, token_ids: np.ndarray) -> None:
+    def end_text(self, row: int, token_ids: np.ndarray) -> None:
         """Keep the output of the slot, with some tokens before it by which it is found."""
         first, scope, _ = self._rows[row]
         if self._corpora.max_texts and len(token_ids) > first:
             assert self._config.suffix is not None, "only this method keeps texts"
-            self._corpora.add(scope, token_ids[max(0, first - self._config.suffix.depth) :])
+            self._corpora.add_output(scope, token_ids[max(0, first - self._config.suffix.depth) :])
         self._texts.begin(row, None, NO_TOKENS)
 
-    def find(
+    def find_drafts(
         self, table: np.ndarray, rows: np.ndarray, lengths: np.ndarray, drafts: np.ndarray, counts: np.ndarray
     ) -> int:
         suffix = self._config.suffix
@@ -210,7 +210,7 @@ class Corpora:
         self._account(scope, corpus)
         return corpus
 
-    def add(self, scope: str, text: np.ndarray) -> None:
+    def add_output(self, scope: str, text: np.ndarray) -> None:
         corpus = self.of(scope)
         assert corpus is not None, "texts are kept"
         corpus.add(text)
@@ -239,19 +239,19 @@ class CustomFinder:
         self._drafter = load_target(name)(max_drafts)
         self._vocab_size = vocab_size
 
-    def begin(self, row: int, num_tokens: int, scope: str, prediction: Sequence[int]) -> None:
+    def begin_text(self, row: int, num_tokens: int, scope: str, prediction: Sequence[int]) -> None:
         """A proposal depends on tokens alone."""
 
-    def copy(self, source: int, destination: int, num_tokens: int) -> None:
-        """As `begin`."""
+    def copy_text(self, source: int, destination: int, num_tokens: int) -> None:
+        """As `begin_text`."""
 
     def rewrite(self, row: int, position: int) -> None:
-        """As `begin`."""
+        """As `begin_text`."""
 
-    def end(self, row: int, token_ids: np.ndarray) -> None:
-        """As `begin`."""
+    def end_text(self, row: int, token_ids: np.ndarray) -> None:
+        """As `begin_text`."""
 
-    def find(
+    def find_drafts(
         self, table: np.ndarray, rows: np.ndarray, lengths: np.ndarray, drafts: np.ndarray, counts: np.ndarray
     ) -> int:
         for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):

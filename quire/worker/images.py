@@ -98,4 +98,4 @@ class ImageOverlays:
         frames, rows, columns = image.grid
         grid = frames, rows * merge, columns * merge
         patches = self._processor.patches(ProcessedImage(pixels, grid, image.num_tokens, image.key))
-        return self._encoder.begin(torch.from_numpy(patches), [grid])
+        return self._encoder.begin_run(torch.from_numpy(patches), [grid])

@@ -40,10 +40,10 @@ def test_text_that_does_not_repeat_itself_is_looked_at_less_often() -> None:
     asked = []
 
     class Counting(TextFinder):
-        def find(self, table: np.ndarray, rows: np.ndarray, lengths: np.ndarray, *rest: Any) -> int:
+        def find_drafts(self, table: np.ndarray, rows: np.ndarray, lengths: np.ndarray, *rest: Any) -> int:
             asked.append(drafts._num_fruitless)
             assert lengths.tolist() == [51]
-            return super().find(table, rows, lengths, *rest)
+            return super().find_drafts(table, rows, lengths, *rest)
 
     drafts = HostDrafts(2, 3, Counting(2, SpeculationConfig(3, 1, 2), PlainTexts, PlainCorpus), has_states=False)
     table, rows = np.arange(200, dtype=np.int32).reshape(2, 100), np.array([1])

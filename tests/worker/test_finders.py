@@ -31,11 +31,11 @@ class Rows:
     def begin(self, row: int, tokens: list[int], scope: str = "", prediction: tuple[int, ...] = ()) -> None:
         self.table[row, : len(tokens)] = tokens
         self.finder.rewrite(row, 0)
-        self.finder.begin(row, len(tokens), scope, prediction)
+        self.finder.begin_text(row, len(tokens), scope, prediction)
 
     def end(self, row: int, tokens: list[int]) -> None:
         self.table[row, : len(tokens)] = tokens
-        self.finder.end(row, self.table[row, : len(tokens)])
+        self.finder.end_text(row, self.table[row, : len(tokens)])
 
     def find(self, tokens: list[int], row: int = 1) -> list[int]:
         """The drafts of one row, which has these tokens now."""
@@ -43,7 +43,7 @@ class Rows:
         others = [each for each in range(3) if each != row]
         before = self.drafts[others].copy(), self.counts[others].copy()
         rows, lengths = np.array([row]), np.array([len(tokens)])
-        total = self.finder.find(self.table, rows, lengths, self.drafts, self.counts)
+        total = self.finder.find_drafts(self.table, rows, lengths, self.drafts, self.counts)
         assert total == (self.counts[row] > 0)
         assert (self.drafts[others] == before[0]).all()
         assert (self.counts[others] == before[1]).all()
@@ -190,7 +190,7 @@ def test_a_preempted_output_is_kept_once(kind: str) -> None:
     rows.begin(0, [1], "a")
     rows.end(0, [1, 20, 21, 22])
     rows.begin(0, [1, 20, 21, 22], "a")
-    rows.finder.copy(0, 2, 4)
+    rows.finder.copy_text(0, 2, 4)
     rows.end(0, [1, 20, 21, 22])
     rows.end(2, [1, 20, 21, 22, 23, 24])
     rows.begin(1, [5], "a")
@@ -231,14 +231,14 @@ def test_old_texts_are_dropped(kind: str) -> None:
 def test_scopes_that_are_not_used_are_dropped() -> None:
     corpora = Corpora(PlainCorpus, 10, max_bytes=9_000)
     for scope in ("a", "b", "c"):
-        corpora.add(scope, np.arange(100, dtype=np.int32))
+        corpora.add_output(scope, np.arange(100, dtype=np.int32))
     kept = corpora.of("a")
     for number in range(4):
-        corpora.add(f"n{number}", np.arange(100, dtype=np.int32))
+        corpora.add_output(f"n{number}", np.arange(100, dtype=np.int32))
     assert len(corpora) == 4
     assert corpora.of("a") is not kept, "dropped, and begun again"
     other = corpora.of("n3")
-    corpora.add("d", np.arange(100, dtype=np.int32))
+    corpora.add_output("d", np.arange(100, dtype=np.int32))
     assert corpora.of("n3") is other
 
 
@@ -307,7 +307,7 @@ def test_an_operators_class_is_not_trusted() -> None:
     finder = CustomFinder(f"{__name__}:Hostile", 3, 97)
     rows, drafts, counts = np.arange(5), np.full((5, 3), 9, np.int32), np.full(5, 9)
     table = np.ones((5, 9), np.int32)
-    assert finder.find(table, rows, np.arange(1, 6), drafts, counts) == 2
+    assert finder.find_drafts(table, rows, np.arange(1, 6), drafts, counts) == 2
     assert counts.tolist() == [3, 0, 1, 0, 0]
     assert drafts[0].tolist() == [5, 5, 5]
     assert drafts[2, 0] == 4

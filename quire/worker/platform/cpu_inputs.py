@@ -46,13 +46,13 @@ class CpuColumns:
         self.token_ids[destination, :num_tokens] = self.token_ids[source, :num_tokens]
 
     def begin_text(self, row: int, num_tokens: int, scope: str, prediction: Sequence[int]) -> None:
-        self.finder.begin(row, num_tokens, scope, prediction)
+        self.finder.begin_text(row, num_tokens, scope, prediction)
 
     def copy_text(self, source: int, destination: int, num_tokens: int) -> None:
-        self.finder.copy(source, destination, num_tokens)
+        self.finder.copy_text(source, destination, num_tokens)
 
     def end_text(self, row: int, num_tokens: int) -> None:
-        self.finder.end(row, self.token_ids[row, :num_tokens])
+        self.finder.end_text(row, self.token_ids[row, :num_tokens])
 
     def write_blocks(self, row: int, group: int, start: int, entries: Sequence[int] | np.ndarray) -> None:
         """Kernels read BlockTables."""

@@ -67,7 +67,7 @@ class RequestColumns(Protocol):
         ...
 
     def begin_text(self, row: int, num_tokens: int, scope: str, prediction: Sequence[int]) -> None:
-        """The row, whose tokens are written, begins a text that drafts are looked up in (`Finder.begin`)."""
+        """The row, whose tokens are written, begins a text that drafts are looked up in (`Finder.begin_text`)."""
         ...
 
     def copy_text(self, source: int, destination: int, num_tokens: int) -> None:
