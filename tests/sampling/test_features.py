@@ -25,6 +25,20 @@ class RecordingKernels:
         return note
 
 
+class RecordingProcessors:
+    """Notes that rows were handed to the operator's processors: behind the scores' temperature, or before it."""
+
+    def __init__(self, passes: list[str]) -> None:
+        self._passes = passes
+
+    def set(self, _row: int, _params: Any) -> bool:
+        return True
+
+    def apply(self, _scores: Any, _batch: Any, temperature: Any) -> dict[int, str]:
+        self._passes.append("processors" if temperature is None else "invariant processors")
+        return {}
+
+
 def test_each_feature_is_a_bit_of_its_own() -> None:
     assert len(set(ALL_FEATURES)) == len(ALL_FEATURES)
     assert all(bit.bit_count() == 1 for bit in ALL_FEATURES)
@@ -32,10 +46,12 @@ def test_each_feature_is_a_bit_of_its_own() -> None:
 
 @pytest.mark.parametrize("bit", [bit for bit in ALL_FEATURES if bit & EDITS])
 def test_each_feature_that_changes_scores_has_a_pass(bit: int) -> None:
-    rows, kernels = SamplingRows(1), RecordingKernels()
+    kernels = RecordingKernels()
+    rows = SamplingRows(1, RecordingProcessors(kernels.passes))
     rows.features[0] = bit & ~Feature.TOKEN_MASK
     batch: Any = type("Batch", (), {"rows_host": np.zeros(1, np.int64)})
     masks: Any = object() if bit == Feature.TOKEN_MASK else None
     Sampler(rows, kernels).sample(None, batch, masks)  # type: ignore[arg-type]
-    usual = {"set_aside", "choose"}
+    usual = {"set_aside", "choose", "invariant processors"}
     assert len([name for name in kernels.passes if name not in usual]) == 1, kernels.passes
+    assert ("invariant processors" in kernels.passes) == (bit == Feature.PROCESSED)
