@@ -57,7 +57,7 @@ SAMPLING = SequenceSampling(
     PARAMS, seed=2**64 - 1, stop_token_ids=[2, 7], bad_token_sequences=[[1, 2], [3]], num_candidates=9
 )
 TOKEN_VALUES = TokenValues(2, [9, -8])
-ADAPTER = AdapterRef("/adapter", b"digest")
+ADAPTER = AdapterRef("/adapter", b"digest", "sql")
 IMAGE = PromptImage((1, 2, 2), b"key", b"pixels", (8, 4), 3)
 NEW_SEQUENCE = NewSequence(
     8,
@@ -92,7 +92,12 @@ UPDATE = SequenceUpdate(
     pooled=[0.5, -1.25],
     drafts=(3, 2),
 )
-LISTS: dict[str, Any] = {"expert_counts": {3: [4, 5]}, "accepted_drafts_by_position": [6, 2]}
+LISTS: dict[str, Any] = {
+    "expert_counts": {3: [4, 5]},
+    "accepted_drafts_by_position": [6, 2],
+    "running_adapters": ["sql"],
+    "waiting_adapters": ["chat"],
+}
 NUMBERS = [name for name in EngineStats.__struct_fields__ if name not in LISTS]
 STATS = EngineStats(**{name: number for number, name in enumerate(NUMBERS, start=1)}, **LISTS)
 REQUEST = EngineRequest(

@@ -92,6 +92,6 @@ def test_an_interrupt_is_no_failure_of_a_request(panicking: Desk, monkeypatch: p
     def interrupt(*_arguments: object) -> bool:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(output_processor._RequestState, "take", interrupt)
+    monkeypatch.setattr(output_processor._RequestState, "take_update", interrupt)
     with pytest.raises(KeyboardInterrupt):
         panicking.feed(scored(66, "a"))
