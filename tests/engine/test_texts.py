@@ -135,7 +135,7 @@ def test_texts_for_patterns_that_are_not_known_go_to_helpers_sooner(
     if pattern is not None:
         backend.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     tokenizer = Tokenizer(backend)
-    config: Any = SimpleNamespace(model=SimpleNamespace(vocab_size=4096), adapters=NO_ADAPTERS)
+    config: Any = SimpleNamespace(model=SimpleNamespace(vocab_size=4096), adapters=NO_ADAPTERS, logits_processors=())
     client: Any = None
     front_end = FrontEnd(config, client, tokenizer, OPTIONS)
     if has_loop:
