@@ -37,9 +37,8 @@ def make_core(path: Path, **options: Any) -> EngineCore:
 
 
 @pytest.mark.parametrize("layout", all_but_long(LAYOUTS, ["in turns"]))
-def test_the_tokens_of_one_rank(model_path: Path, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tokens_of_one_rank(model_path: Path, layout: str) -> None:
     """With prefix hits, preemption and an abort; rows are counted once for all ranks; bits depend on no schedule."""
-    monkeypatch.setenv("QUIRE_RUNTIME_DIR", str(tmp_path))
     options = LAYOUTS[layout]
     alone = make_core(model_path, **{name: value for name, value in options.items() if name == "attention_backend"})
     expected, counts = run(alone), alone._executor.expert_counts()

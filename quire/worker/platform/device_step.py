@@ -21,7 +21,7 @@ from quire.sampling.sampler import Sampler
 from quire.step import StepPlan, TokenValues
 from quire.worker.columns import NO_LISTS, ColumnValues
 from quire.worker.cuda_graphs import CudaGraphRunner
-from quire.worker.drafts import Accepted, Placed
+from quire.worker.drafts import NOTHING_ACCEPTED, Accepted, Placed
 from quire.worker.graph_dispatch import Execution, choose_execution
 from quire.worker.input_batch import InputBatch
 from quire.worker.kv_transfer import Pairs
@@ -225,7 +225,11 @@ class DeviceStep:
         batch = SampleBatch(samples.rows, rows, lengths, num_prompt_tokens, compute.token_table)
         return compute.sampler.sample(logits, batch, masks)
 
-    def accept(self, samples: Samples, sampled: SampleRows, requests: RequestState) -> Accepted:
+    def accept(
+        self, hidden: torch.Tensor, samples: Samples | None, sampled: SampleRows | None, requests: RequestState
+    ) -> Accepted:
+        if samples is None or sampled is None:
+            return NOTHING_ACCEPTED
         compute, drafts = self.compute, self.compute.columns.drafts
         assert drafts is not None, "accepted where there are drafts"
         assert self.drafts is not None, "staged with the plan"
