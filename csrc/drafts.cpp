@@ -24,6 +24,7 @@ using Text = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::c
 using Tokens = nb::ndarray<int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 constexpr int64_t kMostPlaces = 4;       // of a row's text, and of its corpus, that are looked at, as finders.py has it
+constexpr int64_t kMostLooks = 512;      // places of one hash: a text that repeats a few tokens for ever has many
 constexpr int64_t kPredictedMatch = 64;  // tokens that a place in a prediction is compared by, at most
 const std::vector<int64_t> kRuns{2, 4};  // lengths of the runs by which places in texts of others are found
 
@@ -132,7 +133,8 @@ Place longest_run(const Index& index, const int32_t* text, const int32_t* tail, 
     // No run of the next length that was looked for is there.
     const bool has_longer = above < index.num_chains() && index.length_of(above) <= most;
     const int64_t longest = has_longer ? index.length_of(above) - 1 : most;
-    for (int64_t end = index.latest(chain, tail); end > 0; end = index.before(chain, end)) {
+    int64_t looks = kMostLooks;
+    for (int64_t end = index.latest(chain, tail); end > 0 && looks-- > 0; end = index.before(chain, end)) {
       const int64_t count = common_end(text + end, tail, std::min(longest, end));
       if (count < length || count <= found.count) continue;
       found = {end, count};
@@ -155,7 +157,8 @@ struct Prediction {
     for (std::size_t chain = index.num_chains(); chain-- > 0 && !found.count;) {
       const int64_t least = index.length_of(chain);
       if (least > length) continue;
-      for (int64_t end = index.latest(chain, tail); end > 0; end = index.before(chain, end)) {
+      int64_t looks = kMostLooks;
+      for (int64_t end = index.latest(chain, tail); end > 0 && looks-- > 0; end = index.before(chain, end)) {
         if (end == static_cast<int64_t>(tokens.size())) continue;
         const int64_t count = common_end(tokens.data() + end, tail, std::min({kPredictedMatch, end, length}));
         if (count < least || count < found.count || (count == found.count && end < place)) continue;
@@ -225,7 +228,8 @@ int64_t gather(const Index& index, const int32_t* text, int64_t size, const int3
   for (std::size_t chain = index.num_chains(); chain-- > 0; above = index.length_of(chain)) {
     const int64_t least = index.length_of(chain);
     if (least > length || least > depth) continue;
-    for (int64_t end = index.latest(chain, tail); end > 0 && num_places < most; end = index.before(chain, end)) {
+    int64_t looks = kMostLooks;
+    for (int64_t end = index.latest(chain, tail); end > 0 && num_places < most && looks-- > 0; end = index.before(chain, end)) {
       if (end == size) continue;
       const int64_t count = common_end(text + end, tail, std::min({depth, end, length}));
       if (count < least || count >= above) continue;

@@ -13,7 +13,8 @@ matched one, and where match and path are `depth` tokens. The drafts are the pat
 
 A prediction comes first: its place with the longest match, of several the next one behind the last.
 
-`PlainTexts` and `PlainCorpus` define the native `DraftTexts` and `Corpus`, which enter each token in an index once.
+`PlainTexts` and `PlainCorpus` define the native `DraftTexts` and `Corpus`, which enter each token in an index once and
+look at the latest 512 places of a run's hash at most, so that no text makes a look-up long.
 """
 
 from __future__ import annotations
