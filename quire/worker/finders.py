@@ -228,8 +228,8 @@ class Corpora:
             self._total -= self._num_bytes.pop(oldest)
 
 
-class CustomFinder:
-    """Implements Finder by an object of the operator's: `method: custom_class`.
+class CustomFinder(NoFinder):
+    """Implements Finder by an object of the operator's (`method: custom_class`), which sees tokens alone.
 
     The class is called with the most drafts of a step, and has `propose(token_ids)`: the tokens of a sequence, [length]
     int32, read-only, -> guesses of the next ones. Guesses beyond the most are left out, and so are those from the first
@@ -239,18 +239,6 @@ class CustomFinder:
     def __init__(self, name: str, max_drafts: int, vocab_size: int) -> None:
         self._drafter = load_target(name)(max_drafts)
         self._vocab_size = vocab_size
-
-    def begin_text(self, row: int, num_tokens: int, scope: str, prediction: Sequence[int]) -> None:
-        """A proposal depends on tokens alone."""
-
-    def copy_text(self, source: int, destination: int, num_tokens: int) -> None:
-        """As `begin_text`."""
-
-    def rewrite(self, row: int, position: int) -> None:
-        """As `begin_text`."""
-
-    def end_text(self, row: int, token_ids: np.ndarray) -> None:
-        """As `begin_text`."""
 
     def find_drafts(
         self, table: np.ndarray, rows: np.ndarray, lengths: np.ndarray, drafts: np.ndarray, counts: np.ndarray

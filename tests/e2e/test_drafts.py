@@ -62,8 +62,11 @@ def plain(model: Variant) -> list[object]:
     return exact(outputs)
 
 
-def check(model: Variant, plain: list[object], **options: Any) -> dict[str, Any]:
-    outputs, stats = generate(model, PROMPTS, KINDS, speculative_config=NGRAM, **options)
+def check(
+    model: Variant, plain: list[object], speculative_config: dict[str, Any] = NGRAM, **options: Any
+) -> dict[str, Any]:
+    """Options with drafts change no bit; some drafts are right, and not all. Returns the statistics."""
+    outputs, stats = generate(model, PROMPTS, KINDS, speculative_config=speculative_config, **options)
     assert exact(outputs) == plain
     accepted, drafts = stats["accepted_draft_tokens_total"], stats["draft_tokens_total"]
     assert isinstance(accepted, int)

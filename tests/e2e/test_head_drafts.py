@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -19,6 +19,7 @@ from quire.structured_outputs_params import StructuredOutputsParams
 from tests.e2e.conftest import GREEDY, Variant, exact, generate
 from tests.e2e.draft_models import GUESSED
 from tests.e2e.test_drafts import BORDERS, KINDS, PROMPTS, TORCH
+from tests.e2e.test_drafts import check as check_drafts
 from tests.long import all_but_long
 from tests.models.harness import random_prompts
 from tests.models.hybrid_families import SMALL_STATES
@@ -58,14 +59,7 @@ def plain(model: Variant) -> list[object]:
     return exact(generate(model, PROMPTS, KINDS)[0])
 
 
-def check(model: Variant, plain: list[object], **options: Any) -> dict[str, Any]:
-    outputs, stats = generate(model, PROMPTS, KINDS, speculative_config=MTP, **options)
-    assert exact(outputs) == plain
-    accepted, drafts = stats["accepted_draft_tokens_total"], stats["draft_tokens_total"]
-    assert isinstance(accepted, int)
-    assert isinstance(drafts, int)
-    assert 0 < accepted < drafts
-    return stats
+check = partial(check_drafts, speculative_config=MTP)
 
 
 @pytest.mark.parametrize("queue_depth", [1, 2])
