@@ -144,12 +144,13 @@ def load_model_config(
     )
 
 
-def read_config(name: str, revision: str | None = None) -> dict[str, Any]:
+def read_config(name: str, revision: str | None = None, download_dir: str | None = None) -> dict[str, Any]:
     """The configuration of any model, of an architecture that the engine knows or not, as its config.json has it.
 
     Fetches no weights. Raises ModelLoadError.
     """
-    return _read_described(_described(find_model(name, revision=revision, config_only=True)))
+    found = find_model(name, revision=revision, config_only=True, download_dir=download_dir)
+    return _read_described(_described(found))
 
 
 def find_model(name: str, *, revision: str | None, config_only: bool, download_dir: str | None = None) -> Path:

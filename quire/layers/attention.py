@@ -74,7 +74,18 @@ class Attention:
         """x, residual (None: none): [T, hidden_size] -> [T, hidden_size]; the residual is used up. rotation: that of
         the tokens' positions (None: none is applied). rows: [R], the tokens whose results are read (None: all); then
         [R, hidden_size], and keys and values are kept of all tokens."""
-        attended = step.attend(self._heads, self._project(x), rotation)
+        return self.attend(self._project(x), residual, rotation, step, rows)
+
+    def attend(
+        self,
+        projected: Value,
+        residual: Value | None,
+        rotation: RotationTable | None,
+        step: AttentionStep,
+        rows: ReadRows | None,
+    ) -> Value:
+        """As a call, of queries, keys and values that are computed."""
+        attended = step.attend(self._heads, projected, rotation)
         if rows is not None:
             attended = self._operations.gather_rows(attended, rows)
             residual = None if residual is None else self._operations.gather_rows(residual, rows)

@@ -55,9 +55,14 @@ def check_dummy(config: ModelConfig, available: int) -> None:
 
 def outline(config: ModelConfig) -> LoadableModel:
     """The model, without memory for its weights: its slots say what a checkpoint of it holds."""
+    return build_model(config, outline_context(config))
+
+
+def outline_context(config: ModelConfig) -> LayerContext:
+    """The context of layers without memory for their weights."""
     dtype = torch.float32
     plain = UnquantizedLinear(dtype)
-    context = LayerContext(
+    return LayerContext(
         dtype=dtype,
         device=torch.device("meta"),
         cache_dtype=config.kv_cache_dtype,
@@ -67,4 +72,3 @@ def outline(config: ModelConfig) -> LoadableModel:
         vocabulary=plain,
         positions=plain,
     )
-    return build_model(config, context)

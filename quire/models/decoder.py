@@ -96,6 +96,10 @@ class Decoder:
     def cache_specs(self) -> list[LayerSpec]:
         return [layer.cache_spec() for layer in self._layers]
 
+    def tables(self) -> tuple[Embedding, OutputHead]:
+        """The embedding and the output projection, for a head for drafts that has none of its own."""
+        return self._tokens, self._head
+
     def stage(self, numbers: range) -> Self:
         """These layers alone, over this model's weights and its layers' places in the KV cache. The first stage takes
         tokens and the others `ForwardBatch.hidden`, which all but the last return."""
@@ -220,13 +224,14 @@ class PreNormLayer:
 class LlamaLayer(PreNormLayer):
     """The layer with the biases and the head norms of the model's family."""
 
+    attention_class: type[Attention] = Attention
     _attention: Attention
 
     def __init__(self, config: ModelConfig, context: LayerContext, layer: int) -> None:
         fields, family = model_fields(config), ARCHITECTURES[config.architecture]
         epsilon, size = fields.number("rms_norm_eps", 1e-6), config.hidden_size
         self._attention_norm = RMSNorm(size, epsilon, context)
-        self._attention = Attention(
+        self._attention = self.attention_class(
             size,
             layer_attention(config, layer),
             qkv_bias=family.query_bias.read(fields),

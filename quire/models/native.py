@@ -147,6 +147,11 @@ class NativeModel:
         return self._model.output_size
 
     @property
+    def decoder(self) -> Decoder:
+        """The model whose layers are recorded."""
+        return self._model
+
+    @property
     def draft_head(self) -> NativeModel | None:
         """The model's head for drafts, which computes natively; None for a model without."""
         head = getattr(self._model, "draft_head", None)

@@ -10,6 +10,7 @@ from typing import Any
 
 import tokenizers
 
+from quire.config.eagle import with_verifier
 from quire.config.hf_config import find_model
 from quire.config.hf_json import read_optional_json, shown
 from quire.config.options import EngineOptions
@@ -344,6 +345,7 @@ def open_tokenizer(options: EngineOptions, vocab_size: int) -> Tokenizer | None:
     """The tokenizer that was asked for, else the model's."""
     if options.skip_tokenizer_init:
         return None
+    options = with_verifier(options)
     is_own = options.tokenizer is None or options.tokenizer == options.model
     return load_tokenizer(
         options.model if options.tokenizer is None else options.tokenizer,

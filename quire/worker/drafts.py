@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from quire.config.model_shape import STATE_BORDER
+from quire.layers.batch import ForwardResult
 from quire.sampling.results import Deferred, SampledTokens
 from quire.step import StepPlan, StepResult
 from quire.worker.finders import Finder
@@ -54,8 +55,12 @@ class HostDrafts:
 
     writes_blocks = False
     """Making drafts writes to the KV cache."""
+    follows = False
+    """Drafts are made from what steps compute of all their tokens (`take`, `follow`)."""
     reads_all = False
-    """Drafts are made from the hidden states of all tokens (`follow`)."""
+    """It reads the model's results, which a step then computes of all tokens."""
+    taps: tuple[int, ...] = ()
+    """Layers whose results are read."""
 
     def __init__(self, num_rows: int, max_drafts: int, finder: Finder, *, has_states: bool) -> None:
         """has_states: of a model whose states are kept at borders: no draft may be the last token before one."""
@@ -105,9 +110,12 @@ class HostDrafts:
         tokens of the batch have changed in the token table."""
         return False
 
-    def follow(self, batch: InputBatch, hidden: torch.Tensor, lengths: np.ndarray, table: np.ndarray) -> None:
-        """Take in a step, where `reads_all`. hidden: of its tokens, [T, size]. lengths: tokens that its sequences have
-        by now, [S]."""
+    def take(self, result: ForwardResult[torch.Tensor]) -> None:
+        """Keep what is read of a step's forward pass, where `follows`, until `follow`."""
+
+    def follow(self, batch: InputBatch, lengths: np.ndarray, table: np.ndarray) -> None:
+        """Take in the step whose samples are known, where `follows`. lengths: tokens that its sequences have by now,
+        [S]."""
 
     def accept(self, chosen: Sequence[int], sources: Sequence[int]) -> list[int]:
         """How many tokens each sample gets. chosen: a token for each of its rows, -1 for one without a finite score,

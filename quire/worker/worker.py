@@ -190,7 +190,7 @@ class Worker:
         described, draft = self.platform.describe(), self.platform.draft_model
         if self._model is not None:
             described += f", {format_bytes(self._model.weight_bytes())} of weights"
-        if draft is not None and draft.meter is not None:
+        if draft is not None and draft.is_apart:
             described += f", {format_bytes(draft.model.weight_bytes())} of a draft model's"
         return described
 

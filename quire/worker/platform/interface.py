@@ -231,13 +231,29 @@ class MemoryMeter(Protocol):
         ...
 
 
+class HeadInputs(NamedTuple):
+    """What a head for drafts reads, and guesses. taps: layers of the model whose results it reads side by side (none:
+    the model's own results). token_ids: [logits] int64, the token of each of its logits (None: all are in order).
+    is_apart: its weights and its layers' numbers are its own, not the model's."""
+
+    taps: tuple[int, ...] = ()
+    token_ids: np.ndarray | None = None
+    is_apart: bool = False
+
+
 class DraftModel(NamedTuple):
-    """A model that makes another one's drafts, or that one's head. Its layers are behind that one's in the KV cache.
-    meter: measures what it takes; None: it is a head, whose weights are counted with the other's."""
+    """A model that makes another one's drafts, or a head that does. Its layers are behind that one's in the KV cache.
+    meter: measures what it takes (None: of a head, it is estimated). head: what a head reads (None: it is a model)."""
 
     config: ModelConfig
     model: CausalLM
     meter: MemoryMeter | None
+    head: HeadInputs | None = None
+
+    @property
+    def is_apart(self) -> bool:
+        """Its weights and its layers' numbers are its own."""
+        return self.head is None or self.head.is_apart
 
 
 class Platform(Protocol):
