@@ -6,7 +6,7 @@ from typing import Any, TypedDict
 
 
 class EngineKeywords(TypedDict, total=False):
-    """The fields of `EngineOptions` but the model; `quire.config.options.HELP` says what each is."""
+    """Fields of `EngineOptions` except the model; `quire.config.options.HELP` describes them."""
 
     runner: str
     tokenizer: str | None

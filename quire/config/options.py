@@ -1,4 +1,4 @@
-"""EngineOptions: every engine option as the user writes it, once for Python, the command line and the wire."""
+"""EngineOptions: every engine option, for Python, the command line and the wire."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from quire.utils.sizes import parse_count, parse_length
 logger = get_logger(__name__)
 
 BUNDLED_MODEL, BUNDLED_SIGHTS = "bundled", "bundled-sights"
-"""Names of the models that come with the package: one completes Python, the other answers questions about pictures."""
+"""Names of the models in the package: one completes Python, the other answers questions about pictures."""
 OUTPUT_WINDOW = 0.008
-"""Seconds."""
+"""Default of `output_window`, in seconds."""
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Names and meanings are vLLM's where it has them. `HELP` holds one line for each field."""
+    """Engine options, with vLLM's names and meanings where it has them. `HELP` describes each field."""
 
     model: str = BUNDLED_MODEL
     runner: str = "auto"
@@ -105,9 +105,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @classmethod
     def from_keywords(cls, keywords: dict[str, object]) -> EngineOptions:
-        """Build from keyword arguments, ours or vLLM's (quire/config/vllm/): what of those has no effect is logged.
-
-        Unknown names, wrong types and what is refused raise ConfigError."""
+        """Options of keyword arguments with our names or vLLM's (quire/config/vllm/). Logs vLLM's names without effect.
+        Raises ConfigError for unknown names, wrong types and refused values."""
         keywords, notes = translate_keywords(keywords, cls.__struct_fields__)
         for note in notes:
             logger.warning("%s", note)
@@ -135,7 +134,7 @@ _NUMBERS: dict[str, Any] = {
     "max_num_seqs": parse_count,
     "max_num_batched_tokens": parse_count,
 }
-"""Options that may be written as 4k or 4K, the first also as auto or -1, and how they are read."""
+"""Parsers of options that may be written as 4k or 4K, the first also as auto or -1."""
 
 HELP: dict[str, str] = {
     "model": "directory in Hugging Face layout, GGUF file, hub id, 'bundled', or 'bundled-sights' (pictures)",
