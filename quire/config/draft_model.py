@@ -1,5 +1,4 @@
-"""The model that makes drafts: what `speculative_config` says of it, and what it must have in common with the model
-whose drafts it makes."""
+"""Configuration of a draft model: its options, and its agreement with the target model."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from quire.config.speculation_keys import OPTION
 from quire.errors import ConfigError, UserError
 
 MOST_PADDING = 1024
-"""Rows by which the vocabularies' matrices of two models of one tokenizer may differ."""
+"""Largest difference, in rows, between the vocabulary matrices of two models with one tokenizer."""
 
 
 def with_draft_model(
@@ -29,9 +28,9 @@ def with_draft_model(
     backend: str,
     complete: Callable[[EngineOptions], ModelConfig],
 ) -> SpeculationConfig:
-    """The same with what was found of the model that makes the drafts. A head for drafts need not be called one: its
-    config.json may say it. backend: of attention. complete: the model of options. Raises ConfigError for one that
-    cannot make them."""
+    """The configuration with its draft model read. A head for drafts need not be called one: its config.json may say
+    it. backend: attention backend of `model`. complete: reads the model of options. Raises ConfigError for a model
+    that cannot make drafts."""
     chosen = speculation.draft_model
     if chosen is None:
         return speculation
@@ -67,9 +66,9 @@ def draft_options(
     backend: str,
     overrides: Mapping[str, Any] | None = None,
 ) -> EngineOptions:
-    """The options of the model that makes drafts, as those of an engine of its own. It keeps keys and values in the
-    types of `model`, in whose blocks they lie, and computes with the same kernels. backend: of attention. overrides: of
-    its config.json; then it is a head, which is as long as the model."""
+    """Options of the draft model as of an engine of its own. Its keys and values have the types of `model`, in whose
+    blocks they lie. backend: attention backend of `model`. overrides: keys of its config.json, for a head, which is as
+    long as the model."""
     given: dict[str, Any] = {
         "model": chosen.name,
         "runner": "generate",
@@ -92,8 +91,8 @@ def draft_options(
 
 
 def fitting_draft(draft: ModelConfig, model: ModelConfig) -> ModelConfig:
-    """`draft` with no longer sequences than those of `model`. Raises ConfigError for one that cannot make its
-    drafts."""
+    """`draft` with sequences no longer than those of `model`. Raises ConfigError if it cannot make drafts for
+    `model`."""
     if draft.impl != "quire":
         raise _refused(f"{draft.name} runs through Transformers, which makes no drafts yet")
     if any(layer.attention.kind == "state" for layer in draft.shape.layers):
@@ -107,7 +106,7 @@ def fitting_draft(draft: ModelConfig, model: ModelConfig) -> ModelConfig:
 
 
 def draft_ranks(chosen: DraftModelConfig, num_ranks: int) -> int:
-    """The ranks that share the layers of the model that makes drafts, of an engine with `num_ranks`."""
+    """Number of ranks that share the draft model's layers, in an engine of `num_ranks`."""
     wanted = num_ranks if chosen.num_ranks is None else chosen.num_ranks
     if wanted not in (1, num_ranks):
         raise _refused(f"draft_tensor_parallel_size must be 1 or that of the model, {num_ranks}, not {wanted}")
