@@ -345,10 +345,12 @@ def open_tokenizer(options: EngineOptions, vocab_size: int) -> Tokenizer | None:
     """The tokenizer that was asked for, else the model's."""
     if options.skip_tokenizer_init:
         return None
-    options = with_verifier(options)
-    is_own = options.tokenizer is None or options.tokenizer == options.model
+    name = options.tokenizer
+    is_own = name is None or name == options.model
+    if is_own:
+        options = with_verifier(options)
     return load_tokenizer(
-        options.model if options.tokenizer is None else options.tokenizer,
+        options.model if name is None or is_own else name,
         options.tokenizer_revision or (options.revision if is_own else None),
         vocab_size=vocab_size,
         download_dir=options.download_dir,
