@@ -1,4 +1,4 @@
-"""Groups of the options of `quire serve`, as its help shows them."""
+"""Option groups in the help of `quire serve`."""
 
 from __future__ import annotations
 
@@ -73,4 +73,4 @@ GROUPS: Mapping[str, tuple[str, tuple[str, ...]]] = {
          "otlp_traces_endpoint", "collect_detailed_traces"),
     ),
 }  # fmt: skip
-"""Name of a group, for `--help=NAME` -> its title and the fields of EngineOptions and ServerSettings in it."""
+"""Group name, for `--help=NAME` -> title, and its fields of EngineOptions and ServerSettings."""

@@ -33,8 +33,8 @@ _VERSIONED = re.compile(r"tokenizer\.(.*)\.json")
 
 
 class HFTokenizer(NamedTuple):
-    """Tokenizer. special: named special tokens. extra: those without a name. cleans_up: decoding drops spaces before
-    punctuation."""
+    """Tokenizer. special: named special tokens. extra: special tokens without a name. cleans_up: decoding drops spaces
+    before punctuation."""
 
     backend: tokenizers.Tokenizer
     special: dict[str, str]
@@ -43,8 +43,8 @@ class HFTokenizer(NamedTuple):
 
 
 class Directory(NamedTuple):
-    """Model directory. config, model: tokenizer_config.json and config.json. name: as the user gives it. limit: maximum
-    of values in a file."""
+    """Model directory. config, model: tokenizer_config.json and config.json. name: given by the user. limit: maximum of
+    values in a file."""
 
     path: Path
     name: str
