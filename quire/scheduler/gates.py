@@ -40,7 +40,7 @@ class Stage(enum.IntEnum):
     BEGIN = 1
     """At the request's turn, or before preemptions for it: the check may begin work, such as a load."""
     START = 2
-    """When the quote's blocks are free: the check may allocate some of them."""
+    """The quote's blocks are free: the check may allocate some of them."""
 
 
 class Gate(Protocol):
