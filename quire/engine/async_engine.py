@@ -118,7 +118,8 @@ class AsyncLLM:
 
     @classmethod
     def of_session(cls, options: EngineOptions, client: SharedClient) -> AsyncLLM:
-        """Connect to an engine that several processes share. Each session derives other seeds for requests without one."""
+        """Connect to an engine that several processes share. Each session derives other seeds for requests without
+        one."""
         engine = cls.__new__(cls)
         engine._open(options, lambda options, config: client)
         session = engine._session
@@ -450,7 +451,8 @@ class AsyncLLM:
         return snapshot
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> int:
-        """Drop all cached prefixes; returns the number of blocks that held one. Arguments: see LLM.reset_prefix_cache."""
+        """Drop all cached prefixes; returns the number of blocks that held one. Arguments: see
+        LLM.reset_prefix_cache."""
         check_reset(reset_connector)
         return await self._count("reset_prefix_cache")
 

@@ -15,7 +15,8 @@ CLEARED_TOKENS = 16
 
 
 class CulpritSearch:
-    """State of the search; its owner's lock guards it. A position is the token count of a request's longest sequence."""
+    """State of the search; its owner's lock guards it. A position is the token count of a request's longest
+    sequence."""
 
     def __init__(self) -> None:
         self._suspects: dict[str, int] = {}

@@ -73,7 +73,8 @@ class FrontEnd:
 
     @property
     def input_processor(self) -> InputProcessor:
-        """Checks and tokenises prompts. Waits for the core: the maximum prompt length depends on the KV cache's size."""
+        """Checks and tokenises prompts. Waits for the core: the maximum prompt length depends on the KV cache's
+        size."""
         with self._making:
             if self._input_processor is None:
                 self._input_processor = InputProcessor(

@@ -55,8 +55,8 @@ class PoolingProcessor:
         return text if not text or self._pooling is None else self._pooling.prompt + text
 
     def tokens_behind(self, name: str, text: str, truncate: int | None) -> list[int]:
-        """Tokens of a text after the prompt `name`. truncate: see PoolingParams.truncate_prompt_tokens. Raises UserError
-        for an unknown name."""
+        """Tokens of a text after the prompt `name`. truncate: see PoolingParams.truncate_prompt_tokens. Raises
+        UserError for an unknown name."""
         prompts = {} if self._pooling is None else dict(self._pooling.prompts)
         if name not in prompts:
             known = f"Supported values: {', '.join(sorted(prompts))}" if prompts else "This model defines no prompts"
