@@ -78,14 +78,10 @@ def choose_execution(
     num_tokens: int, num_seqs: int, max_query_len: int, settings: ExecutionSettings, *, is_decode: bool = False
 ) -> Execution:
     """Choose how a step runs. num_tokens, num_seqs: sizes without padding. max_query_len: maximum new tokens of a
-    sequence.
-        is_decode: all new tokens but the first are drafts.
+    sequence. is_decode: all new tokens but the first are drafts.
 
-        If every sequence has one new token (and drafts), a full graph of the next size is used, with padded sequences;
-        else
-        piecewise graphs of the next size, with padded tokens but not sequences, since attention runs on the step
-        itself.
-
+    If every sequence has one new token (and drafts), a full graph of the next size is used, with padded sequences; else
+    piecewise graphs of the next size, with padded tokens but not sequences, since attention runs on the step itself.
     """
     if max_query_len == 1:
         size = _next(settings.full_sizes, num_seqs)

@@ -31,9 +31,9 @@ from quire.worker.sample_rows import SampleRows, build_sample_rows
 
 @dataclass(slots=True)
 class Launched:
-    """A started step. sampled: rows of `samples`. accepted: drafts to keep. pooled: vectors, [P, width]. copy: of the
-    tensors of `samples`, `accepted`, `pooled`, then `scores`; None: nothing was computed. error: from sampling that
-    awaited its inputs."""
+    """A started step. sampled: rows of `samples`. accepted: drafts to keep. pooled: vectors, [P, width]. copy: transfer
+    of the tensors of `samples`, `accepted`, `pooled`, then `scores`; None: nothing was computed. error: from sampling
+    that awaited its inputs."""
 
     plan: StepPlan
     samples: Samples | None = None
