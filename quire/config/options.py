@@ -276,4 +276,3 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 _TEXTS = ("model", "tokenizer", "kv_offload_dir", "step_log", "download_dir", "activation_bits")
-    """Engine options, with vLLM's names and meanings where it has them. Each field's `Option` describes its flag."""
