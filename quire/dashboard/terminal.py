@@ -27,9 +27,9 @@ SPARKS = "▁▂▃▄▅▆▇█"
 STATUSES = ("running", "preempted", "swapped", "waiting", "pinned")
 REQUESTS_SHOWN = 12
 ADAPTERS_SHOWN = 6
-"""Maximum of adapter names shown for running and for waiting requests."""
+"""Maximum number of adapter names shown for running and for waiting requests."""
 MAP_ROWS = 24
-"""Maximum of lines of the map; cells of a larger pool show several blocks."""
+"""Maximum number of lines of the map; cells of a larger pool show several blocks."""
 
 
 def colour_of(request_id: str, *, shared: bool = False) -> Color:

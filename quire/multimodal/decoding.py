@@ -28,7 +28,7 @@ FORMATS: Mapping[str, str] = {"PNG": "PNG", "JPEG": "JPEG", "WEBP": "WebP", "GIF
 MODES = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr"})
 """Pillow's modes with up to 8 bits per value. Conversions of wider values clip at 255, which gives white."""
 MOST_SCANS = 100
-"""Maximum of scans in a JPEG. Each takes a few bytes and a pass over the whole image; encoders write ten."""
+"""Maximum number of scans in a JPEG. Each takes a few bytes and a pass over the whole image; encoders write ten."""
 _START_OF_SCAN = b"\xff\xda"
 _JPEGS = ("JPEG", "MPO")
 """Formats of JPEG files. MPO: several JPEGs, from telephones, found by Pillow's JPEG opener."""

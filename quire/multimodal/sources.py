@@ -16,7 +16,7 @@ from quire.errors import UserError
 DETAILS = ("auto", "low", "high", "original")
 """Values of an image's `detail`. Only "low" differs from the model's settings."""
 LOW_DETAIL_PIXELS = 512 * 512
-"""Maximum of pixels in an image of low detail."""
+"""Maximum number of pixels in an image of low detail."""
 IMAGE_OF_PART = {"image_url": "image_url", "input_image": "image_url"}
 """Type of a content part -> field with its image's URL."""
 OBJECT_OF_PART = {"image": "image", "image_pil": "image_pil"}

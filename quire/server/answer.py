@@ -168,7 +168,7 @@ def add_answer_route(
     read: Callable[[Request, ServerContext], Awaitable[Body]],
     answer_type: Callable[[ServerContext, Body, str | None], Answer[Body]],
 ) -> None:
-    """Add POST `path`. A client that hangs up ends its request, streamed or not."""
+    """Add POST `path`. A client that hangs up ends its request."""
 
     @app.post(path)
     async def create(request: Request) -> Response:

@@ -377,7 +377,7 @@ class _Parent:
         self._changed.set()
 
     def _note_end(self, process: _Process, error: QuireError | None) -> None:
-        """error: reason that the process reported."""
+        """Replace a process that has ended, unless the server ends. error: reason that it reported."""
         assert self._loop is not None
         self._loop.remove_reader(process.control)
         process.control.close()

@@ -90,7 +90,6 @@ def _given_key(request: Request) -> str:
 
 
 def _check_admin(client: Client, keys: KeyRing, *, is_local: bool) -> None:
-    """Raise 403 for a client that may not control the engine."""
     if keys.has_admin_keys:
         if client.is_admin:
             return

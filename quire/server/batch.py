@@ -80,7 +80,6 @@ async def run_batch(
 
 
 async def _answer(client: httpx.AsyncClient, line: bytes, custom_ids: set[str]) -> BatchResult:
-    """custom_ids: ids of earlier lines."""
     result_id = f"batch_req_{uuid.uuid4().hex}"
     try:
         request = msgspec.json.decode(line, type=BatchLine)

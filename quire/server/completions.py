@@ -65,7 +65,6 @@ class CompletionAnswer(Answer[CompletionRequest]):
         """True if later chunks of the stream hold only text."""
         self._tokenizer = context.tokenizer
         self._begun: set[int] = set()
-        """Choices that have begun."""
         self._columns: dict[int, CompletionColumns] = {}
         self._prompt_logprobs: dict[int, list[dict[int, Logprob] | None] | None] = {}
         """Log-probabilities by prompt. They come with the first output, for all choices of the prompt."""

@@ -24,11 +24,11 @@ Structs = tuple[type[msgspec.Struct], ...]
 MIN_NAME_LETTERS = 6
 """Minimum length of a name for misspellings: shorter ones resemble too many words."""
 MAX_UNKNOWN_FIELDS = 64
-"""Limit of different unknown fields in one request."""
+"""Limit on different unknown fields in one request."""
 MAX_ENTRIES = 2**17
-"""Limit of entries in all lists of one request that may hold objects: messages, parts, tools, calls."""
+"""Limit on entries in all lists of one request that may hold objects: messages, parts, tools, calls."""
 MAX_CONTAINERS = 2**18
-"""Limit of objects and lists in one request, at all depths."""
+"""Limit on objects and lists in one request, at all depths."""
 MIN_CONTAINER_BYTES = 2
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 """String of a JSON text. The possessive pattern takes linear time."""

@@ -77,7 +77,6 @@ class NdjsonStream(EventStream):
 
 
 def add_ollama_routes(app: FastAPI, context: ServerContext) -> None:
-    """Add the routes. A client that hangs up ends its request, streamed or not."""
     _add_chat_route(app, context)
     _add_generate_route(app, context)
     add_pooling_route(app, context, ("/api/embed",), "embed", OllamaEmbedRequest, _embed, any_type)
@@ -254,7 +253,6 @@ class _PromptForm:
         self._model = model
 
     def piece(self, event: Event) -> OllamaResponse | None:
-        """See `_ChatForm.piece`."""
         if event.segment is None or event.step is not Step.GROW:
             return None
         is_text = event.segment.kind is Kind.TEXT

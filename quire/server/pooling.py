@@ -97,7 +97,6 @@ def add_pooling_route(
 
 
 def _check_task(context: ServerContext, task: str) -> None:
-    """Raise ApiError (404) for a task that the model cannot do."""
     try:
         context.engine.pooling.check_task(task)
     except UserError as error:

@@ -193,7 +193,6 @@ class ResponseAnswer:
         return self._event("response.incomplete", response=self.body)
 
     def _add_output(self) -> None:
-        """Add the turn's output and usage so far."""
         body, turn, usage = self.body, self._turn, self._turn.usage
         if self._request.enable_response_messages:
             skips = self._request.skip_special_tokens is not False
@@ -237,7 +236,6 @@ class ResponseAnswer:
         return OutputCall(item_id, segment.call_id, name, segment.text, status, namespace)
 
     def _name(self, segment: Segment) -> tuple[str | UnsetType, str]:
-        """Namespace and name of the called function."""
         return self._namespaces.get(segment.name, (UNSET, segment.name))
 
     def _raw(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> list[RawMessage]:

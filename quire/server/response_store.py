@@ -54,8 +54,6 @@ class StoredResponse(NamedTuple):
 
 
 class ResponseRejection(enum.IntEnum):
-    """Reason to refuse a new response."""
-
     IN_USE = 1
     NO_ROOM = 2
 

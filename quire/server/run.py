@@ -111,8 +111,6 @@ def serve(
 
 
 class _Service:
-    """Running server: signals, death of the engine, drain."""
-
     def __init__(self, engine: AsyncLLM, context: ServerContext, server: uvicorn.Server) -> None:
         self._engine = engine
         self._context = context

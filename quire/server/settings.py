@@ -47,18 +47,14 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         1.
     hung_engine_timeout: 0 replaces only an engine that has died.
     api_server_count: processes that tokenize, parse and stream (quire/server/api_processes.py).
-    cors_allowed_origins: scheme://host:port of pages besides the server's own.
     allowed_hosts: names in the Host header besides those of the listening address (quire/server/site.py). Any name is
         allowed by default on a Unix socket.
     keep_alive_timeout, header_timeout, body_timeout, write_timeout: seconds for a client to begin a request, to send
         its head, to send its body, and to read part of its answer.
     max_total_body_size: total bytes of bodies in flight (quire/server/json_bodies.py).
-    metrics_names: names of the metrics that vLLM has too: "vllm", "quire" or "both".
-    disable_log_stats: omit the line of statistics (quire/server/stats_log.py).
     log_format: None follows `QUIRE_LOG_FORMAT`.
     collect_detailed_traces: any of vLLM's values adds a span for each phase (quire/server/tracing.py).
     strict_fields: refuse unknown fields instead of reporting them (docs/http-api.md).
-    enable_admin_routes: let clients control the engine (quire/server/admin.py).
     admin_api_key: if there is none, here and in the key file, only clients on this machine may control the engine
         (quire/server/auth.py).
     tool_call_parser, reasoning_parser: parsers by name (docs/tool-calls.md); "auto" follows the chat template and is
@@ -67,11 +63,9 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         requests (quire/server/response_store.py).
     root_path: prefix that a proxy strips; requests that still have it are served too.
     ssl_cert_reqs: client certificates as in Python's ssl module: 0 none, 1 optional, 2 required.
-    ssl_ciphers: ciphers up to TLS 1.2, in OpenSSL's form.
     dialect: API to follow where OpenAI and vLLM differ: error codes are words or HTTP statuses, and a logit_bias beyond
         100 is an error or clipped (docs/http-api.md).
     api: other APIs to serve, separated by commas, or "none" (docs/doors.md).
-    lora_dir: directory of adapters, each loaded when a request names it.
     preload_prefix: text files computed and pinned before the server is ready (docs/prefixes.md).
     """
 

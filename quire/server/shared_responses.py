@@ -90,7 +90,6 @@ class ResponseService:
         self._ended: set[int] = set()
 
     def answer(self, session: int, message: bytes) -> bytes:
-        """Answer a message of ParentsResponses."""
         result: StoredResponse | ResponseRejection | bool | None = None
         decoded = msgspec.msgpack.decode(message, type=_Message)
         with self._lock:

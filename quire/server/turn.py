@@ -68,7 +68,6 @@ class Segment:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Arguments of a call."""
         return called_arguments(self.text)
 
 
@@ -140,7 +139,6 @@ class Turn:
             raise unavailable(f"{reason} before its end (finish reason {self.finish_reason!r})")
 
     async def run(self) -> Turn:
-        """Run to the end."""
         async with aclosing(self.events()) as events:
             async for _ in events:
                 pass

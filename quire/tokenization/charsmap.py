@@ -18,7 +18,7 @@ from quire.tokenization.pipeline_checks import MAX_INSERTED, check_charsmap
 _PRINTABLE = range(0x20, 0x7F)
 _OTHER = "[^ -~]"
 _LONGEST_START = 16
-"""Maximum of printable ASCII characters at the start of a sequence."""
+"""Maximum number of printable ASCII characters at the start of a sequence."""
 
 
 class Charsmap:
@@ -79,8 +79,8 @@ class Charsmap:
         return self._replacements[first:last].decode(errors="replace")
 
     def _ascii_depth(self) -> int | None:
-        """Maximum of printable ASCII characters at the start of a sequence; None if a sequence has only these, or too
-        many."""
+        """Maximum number of printable ASCII characters at the start of a sequence; None if a sequence has only these,
+        or too many."""
         nodes, depth = [self._root], 0
         while nodes:
             below = []

@@ -42,7 +42,7 @@ SPECIAL_KEYS = {
 }
 
 _LONGEST_WORD = 100
-"""Maximum of characters in a word that BERT splits; longer ones are unknown."""
+"""Maximum number of characters in a word that BERT splits; longer ones are unknown."""
 _SENTENCEPIECE = {"llama": BPE, "t5": UNIGRAM}
 """tokenizer.ggml.model -> kind of sentencepiece model."""
 

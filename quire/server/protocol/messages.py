@@ -20,7 +20,7 @@ KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 MAX_ROLE = 64
-"""Maximum of characters in a role."""
+"""Maximum number of characters in a role."""
 
 
 def check_role(role: str) -> None:
