@@ -133,7 +133,6 @@ class ServerAnswers:
 
 
 def _chunks(connection: ServerConnection, path: str, body: dict[str, Any]) -> Iterator[_Chunk]:
-    """Chunks of a streamed answer."""
     parser, decoder = EventParser(), msgspec.json.Decoder(_Chunk)
     body = {**body, "stream": True, "stream_options": {"include_usage": True}}
     with connection.request("POST", path, body=body) as response:

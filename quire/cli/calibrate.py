@@ -121,7 +121,6 @@ def _value(hardware: Hardware, name: str) -> float:
 
 
 def as_text(fit: Fit, base: Hardware, hardware: Hardware, header: StepLogHeader) -> str:
-    """Report as text."""
     lines = [
         f"{header.model} ({header.backend}), {fit.num_logged:,} steps, from the profile {base.name}",
         "",

@@ -104,11 +104,9 @@ def find_machine(root: Path = ROOT) -> Machine:
 
 
 def _physical_cores(directory: Path) -> int | None:
-    """Cores of the affinity mask."""
     texts = {_text(directory / f"cpu{number}/topology/thread_siblings_list") for number in envs.affinity_numbers()}
     return None if None in texts else len(texts)
 
 
 def _text(path: Path) -> str | None:
-    """Text of a file, if present."""
     return path.read_text().strip() if path.exists() else None

@@ -182,7 +182,7 @@ def stored_weight_bytes(model: ModelConfig, shape: ModelShape, *, is_native: boo
     """Bytes of all weights as native CPU kernels store them. Quantized linear layers have a scale per group of inputs
     (with 4 bits also an offset). Embeddings have 8 bits if weights are quantized while loading, else the model's dtype.
     Norms and biases count like their layers; matrices that expand prompts are extra. A GGUF file names each tensor's
-    type; without native kernels (is_native) all become floating point."""
+    type. is_native: native kernels are used; otherwise all types of a GGUF file become floating point."""
     if model.is_gguf and is_native:
         from quire.models.gguf.sizes import packed_weight_bytes  # imports NumPy, for which `--help` need not wait
 
@@ -199,7 +199,6 @@ def stored_weight_bytes(model: ModelConfig, shape: ModelShape, *, is_native: boo
 
 
 def _scale_bytes(quantization: QuantizationConfig) -> int:
-    """Bytes per group of inputs."""
     if quantization.bits != 4:
         return 4
     if not quantization.is_integer:

@@ -223,7 +223,6 @@ def _lengths(tokens: Sequence[int], longest: int) -> list[int]:
 
 
 def as_text(report: Report) -> str:
-    """Report as text."""
     plan, target, devices = report.plan, report.target, report.layout
     model, cache, layout = plan.config.model, plan.config.cache, plan.layout
     weights = ", ".join(f"{name} {format_bytes(plan.weight_bytes_as(name))}" for name in DTYPE_BYTES)

@@ -136,7 +136,6 @@ def _client_parser(name: str, description: str) -> Parser:
 
 
 def _base(url: str) -> str:
-    """Server part of the API's `url`."""
     return url.rstrip("/").removesuffix("/v1")
 
 
@@ -217,7 +216,7 @@ def build_parser() -> Parser:
 
 
 def add_flags(parser: argparse.ArgumentParser, entries: Iterable[VllmFlag], prefix: str = "") -> None:
-    """Add flags of the table, stored under `prefix` and name if given."""
+    """Add flags of the table. Given values are stored under `prefix` and the flag's name."""
     group = parser.add_argument_group(f"flags of vLLM {VERSION}")
     for entry in entries:
         group.add_argument(
@@ -255,7 +254,6 @@ def _opposite(flag: str) -> str | None:
 
 
 def _action(entry: VllmFlag) -> dict[str, Any]:
-    """Keyword arguments of add_argument for a flag's values."""
     kinds: Mapping[str, dict[str, Any]] = {
         "flag": {"action": _Flag},
         "int": {"type": _or_none(int), "metavar": "N"},

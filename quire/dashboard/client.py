@@ -23,7 +23,6 @@ class FrameClient:
         self._decoder = msgspec.json.Decoder(Frame)
 
     def frame(self) -> Frame:
-        """Return the current frame."""
         with self._connection.request("GET", "/debug/kv", hint=HINT) as response:
             return self._decoder.decode(response.read())
 

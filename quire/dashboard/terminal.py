@@ -84,7 +84,6 @@ def counts_of(kv: KVSnapshot) -> dict[str, int]:
 
 
 def render(frame: Frame, history: History, url: str) -> RenderableType:
-    """Render the whole view."""
     counts = counts_of(frame.kv)
     title = Text.assemble(("Quire ", "bold"), (frame.model, "bold cyan"), f"  {url}  ", (frame.backend, "dim"))
     if frame.is_draining:
@@ -125,7 +124,6 @@ def sparkline(values: list[float | None], width: int) -> str:
 
 
 def _ended(recent: Recent) -> Text:
-    """Percentiles of ended requests."""
     parts = [
         f"{name} {_milliseconds(times.p50)}, 95 % {_milliseconds(times.p95)}"
         for name, times in (("first token", recent.time_to_first_token), ("last token", recent.seconds))

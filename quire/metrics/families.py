@@ -44,7 +44,6 @@ class ToolReading(NamedTuple):
 
     @classmethod
     def all(cls) -> Iterator[ToolReading]:
-        """All combinations of labels."""
         outcomes, types = ("tool_call", "no_tool_call"), ("chat_completions", "responses", "other")
         return (cls(*labels) for labels in product(("streaming", "non_streaming"), outcomes, types))
 

@@ -58,7 +58,6 @@ class RequestProgress:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
         return max(self.num_tokens.values(), default=0)
 
     def phases(self, last: RequestOutput, now: float) -> PhaseTimes | None:

@@ -73,7 +73,6 @@ class EngineMetrics(Collector, StatsListener):
         self.on_finished: list[Callable[[RequestOutput, RequestProgress, float], None]] = []
         """Calls at each request's end, with its last output, progress and the time."""
         self.stats = EngineStats(block_size=ready.block_size, num_blocks=ready.num_blocks)
-        """Last snapshot."""
         self.names = names
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "engine": ENGINE}
@@ -116,11 +115,9 @@ class EngineMetrics(Collector, StatsListener):
         self._rejections.count(reason)
 
     def record_tool_reading(self, reading: ToolReading) -> None:
-        """Count a tool parser's run over an answer."""
         self._tool_readings.count(reading)
 
     def record_stats(self, stats: EngineStats) -> None:
-        """Replace the snapshot."""
         if self._counts_steps:
             self._steps.record(stats)
         self.stats = stats
@@ -269,12 +266,10 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """Number of observations."""
         return int(sum(self._cells.totals()[:-1]))
 
     @property
     def sum(self) -> float:
-        """Sum of all observations."""
         return self._cells.total(-1)
 
     def observe(self, value: float, times: int = 1) -> None:
@@ -323,8 +318,6 @@ def _num_iteration_tokens(stats: EngineStats) -> float:
 
 
 class Counts(Generic[Name]):
-    """Counter for each name."""
-
     def __init__(self, names: Sequence[Name], numbers: Numbers) -> None:
         self._places = {name: place for place, name in enumerate(names)}
         self._cells = numbers.allocate(len(names))

@@ -85,8 +85,6 @@ def _read_file(parsed: SplitResult, where: str, media: MediaConfig, limits: Imag
 
 
 class _Fetch:
-    """Request of one image."""
-
     def __init__(self, parsed: SplitResult, host: str, port: int, where: str, limits: ImageLimits) -> None:
         self._parsed, self._host, self._port = parsed, host, port
         self._where, self._limits = where, limits

@@ -206,7 +206,6 @@ def content_key(pixels: Pixels, grid: Sequence[int], options: object) -> bytes:
 
 
 def has_settings(directory: Path) -> bool:
-    """True if the checkpoint has image settings."""
     return file_bytes(directory / _FILE) is not None or _IMAGES in read_optional_json(directory / _JOINT_FILE)
 
 

@@ -79,7 +79,6 @@ def picture_of(part: Any, where: str, *, takes_objects: bool = False) -> Picture
 
 
 def is_data_url(url: str) -> bool:
-    """True for a data URL."""
     return url[:5].lower() == "data:"
 
 

@@ -54,7 +54,6 @@ def parameter_schema(schema: Any, name: str) -> Any:
 
 
 def parameter_names(schema: Any) -> list[str]:
-    """Names of a tool's parameters, in order."""
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     return [str(name) for name in properties] if isinstance(properties, Mapping) else []
 

@@ -50,7 +50,6 @@ def _copy_nested(reader: TextReader, sink: Sink, depth: int = 0) -> Steps[None]:
 
 
 def _copy_string(reader: TextReader, sink: Sink) -> Steps[None]:
-    """Copy a string after its opening quote."""
     while True:
         mark = yield from reader.scan(_IN_STRING, sink)
         if not mark:
@@ -65,7 +64,6 @@ def _copy_string(reader: TextReader, sink: Sink) -> Steps[None]:
 
 
 def read_value(reader: TextReader) -> Steps[str]:
-    """Read one JSON value as text."""
     parts: list[str] = []
     yield from copy_value(reader, parts.append)
     return "".join(parts)
@@ -114,8 +112,6 @@ def copy_call(reader: TextReader, output: Output, is_bare: bool = False) -> Step
 
 
 class _CallObject:
-    """Reader of a call object after its opening brace."""
-
     def __init__(self, reader: TextReader, output: Output, is_bare: bool) -> None:
         self._reader = reader
         self._output = output

@@ -83,7 +83,6 @@ class TextReader:
             yield
 
     def rest(self, sink: Sink) -> Steps[None]:
-        """Pass all remaining text to `sink`."""
         while True:
             self._give(len(self._text), sink)
             if self.is_ended:

@@ -120,7 +120,6 @@ class ReasoningCounter:
         return self._num_closed + self._num_inside
 
     def count(self, token_ids: Iterable[int]) -> None:
-        """Count further tokens."""
         for token_id in token_ids:
             self._tail.append(token_id)
             if (length := self._ending(self._starts)) and (not self._is_open or self._num_inside + 1 == length):

@@ -75,7 +75,6 @@ def _dsml(section: str) -> ToolFormat:
 
 
 def _cohere(begin: str, end: str) -> ToolFormat:
-    """begin, end: markers around an answer."""
     form = JsonFormat(
         ("<|START_ACTION|>",),
         ("<|END_ACTION|>",),

@@ -44,7 +44,7 @@ class Part(msgspec.Struct, frozen=True, gc=False):
 
 
 class Message(msgspec.Struct):
-    """Message. fields: template inputs besides role and content (tool calls, reasoning, names)."""
+    """fields: template inputs besides role and content (tool calls, reasoning, names)."""
 
     role: str
     content: list[Part] | None

@@ -62,11 +62,10 @@ class IncrementalDetokenizer:
         return "".join([push(token_id) for token_id in token_ids if token_id not in skipped])
 
     def push(self, token_id: int) -> str:
-        """Decode one new token, see `append`."""
+        """See `append`."""
         return "" if token_id in self._skipped else self._push(token_id)
 
     def flush(self) -> str:
-        """Return the text held back; ends the sequence."""
         return self._stream.flush()
 
 
@@ -87,8 +86,6 @@ def _open_stream(pieces: Pieces) -> TokenStream:
 
 
 class ByteStream:
-    """Decoder of byte-level tokens, over an incremental UTF-8 decoder."""
-
     __slots__ = ("_decode", "_piece")
 
     def __init__(self, pieces: BytePieces) -> None:

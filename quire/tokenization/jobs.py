@@ -145,7 +145,6 @@ Answer = Rendered | Failed | Encoded | Answered | Refused
 
 
 def seconds_of(text: str) -> float:
-    """Processor time for a text, in seconds."""
     return TEXT_SECONDS + CHARACTER_SECONDS * len(text)
 
 

@@ -144,7 +144,6 @@ def compile_pieces(backend: tokenizers.Tokenizer) -> Pieces:
 
 
 def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
-    """Steps of a decoder, flattened."""
     if decoder["type"] != "Sequence":
         return [decoder]
     return [step for part in decoder["decoders"] for step in _steps(part)]

@@ -120,7 +120,6 @@ def _growth(step: dict[str, Any], what: str) -> float:
 
 
 def _steps(description: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Steps of a pipeline part, flattened."""
     if description.get("type") != "Sequence":
         yield dict(description)
         return

@@ -119,7 +119,6 @@ def read_tekken(values: Mapping[str, Any], file: Path) -> tuple[tokenizers.Token
 
 
 def _old_specials() -> list[dict[str, Any]]:
-    """Special tokens of files that list none."""
     return [
         {"rank": rank, "token_str": text} for rank, text in enumerate(("<unk>", "<s>", "</s>", "[INST]", "[/INST]"))
     ]

@@ -116,7 +116,6 @@ class TextPreparation:
     stay; each text between them counts as a text of its own, as in llama.cpp."""
 
     def __init__(self, model: SentencePieces, special: Collection[str]) -> None:
-        """special: texts of special tokens."""
         steps: list[normalizers.Normalizer] = []
         self._charsmap = Charsmap(model.charsmap) if model.charsmap else None
         if model.joins_spaces:
@@ -140,7 +139,6 @@ class TextPreparation:
 
 
 def _merger(model: SentencePieces, whole: Collection[str]) -> PieceMerger:
-    """whole: texts that are always tokens."""
     of_kind = {
         kind: {
             piece: score

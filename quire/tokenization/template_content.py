@@ -1,8 +1,8 @@
 """Form of messages that a chat template expects, found in its syntax tree, and conversion of messages to it.
 
 A template that loops over a message's content wants a list of parts, others a string. Loops are found as in vLLM, so
-that conversations have the same tokens: `messages` and variables assigned from it, loops over these, and inner loops
-over `message.content` or `message["content"]`, through filters and slices.
+that the tokens are equal: over `messages` or variables assigned from it, and inside over `message.content` or
+`message["content"]`, through filters and slices.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Renderer of chat templates, in a helper process (helper_process.py).
 
-A template is a program of the checkpoint, and its cost cannot be checked in advance. So it runs there, in Jinja's
-sandbox, under the system's limits on time and memory. Imports only Jinja and msgspec.
+A template is a program of unknown cost, so it runs there in Jinja's sandbox, under the system's limits on time and
+memory. Imports only Jinja and msgspec.
 """
 
 from __future__ import annotations

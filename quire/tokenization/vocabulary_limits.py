@@ -43,7 +43,6 @@ def count_values(content: bytes, *, is_text: bool) -> int:
 
 
 def check_num_values(file: Path, num_values: int, limit: int) -> None:
-    """Raise ModelLoadError for more than `limit` values."""
     if num_values > limit:
         raise ModelLoadError(
             f"{file} holds some {num_values} values of vocabulary and merges; {limit} are allowed with this model's "
