@@ -22,8 +22,6 @@ SECONDS_WITHOUT_A_BYTE = 600.0
 
 
 class Piece(NamedTuple):
-    """New reasoning and new content of an answer."""
-
     thoughts: str
     content: str
 

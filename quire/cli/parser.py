@@ -145,13 +145,11 @@ def add_struct_flags(
 
 
 def given(namespace: argparse.Namespace, struct: type[msgspec.Struct], skip: Iterable[str] = ()) -> dict[str, Any]:
-    """Fields of `struct` given on the command line."""
     names = [name for name in struct.__struct_fields__ if name not in skip]
     return {name: getattr(namespace, name) for name in names if hasattr(namespace, name)}
 
 
 def _action(annotation: Any) -> dict[str, Any]:
-    """Keyword arguments of add_argument for a field's type."""
     choices = list(typing.get_args(annotation)) if _is_union(annotation) else [annotation]
     optional = types.NoneType in choices
     kinds = [kind for kind in choices if kind is not types.NoneType]

@@ -364,7 +364,6 @@ def _json_flag(flag: str) -> VllmFlag | None:
 
 
 def _value(text: str) -> Any:
-    """JSON value, or the text itself."""
     try:
         return json.loads(text)
     except ValueError:

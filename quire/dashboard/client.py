@@ -16,7 +16,7 @@ HINT = ": is it a Quire server of this version?"
 
 
 class FrameClient:
-    """Client of one server. Every failure is a QuireError with one clear line."""
+    """Every failure is a QuireError with one clear line."""
 
     def __init__(self, connection: ServerConnection) -> None:
         self._connection = connection

@@ -1,7 +1,7 @@
 """Metric families of an engine: names, kinds, labels and sources of values.
 
 Families that vLLM has keep its names, labels and buckets (vllm/v1/metrics/loggers.py, 0.33). All names are legal
-unescaped in every exposition format, so no name depends on the scraper.
+unescaped, so they do not depend on the scraper.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Read = Callable[[EngineStats], float]
 
 
 class Row(NamedTuple):
-    """Sample of a family. labels: values of the family's own labels."""
+    """labels: values of the family's own labels."""
 
     labels: tuple[str, ...]
     read: Read

@@ -23,7 +23,6 @@ class PhaseTimes(NamedTuple):
 
     @property
     def inference(self) -> float:
-        """First step to last token."""
         return self.prefill + self.decode
 
     @property

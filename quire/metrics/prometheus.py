@@ -64,8 +64,7 @@ class EngineMetrics(Collector, StatsListener):
         clock: Clock | None = None,
     ) -> None:
         """cache_config: labels of cache_config_info besides the sizes. sleep_level: returns the engine's level, 0 when
-        awake. numbers: counters that a server's processes share, while their parent counts steps; None for a single
-        process."""
+        awake. numbers: counters that a server's processes share, while their parent counts steps."""
         self._counts_steps = numbers is None
         numbers = numbers or Numbers.alone()
         self._clock = clock or SystemClock()
@@ -111,7 +110,7 @@ class EngineMetrics(Collector, StatsListener):
             self.params_max_tokens.observe(request.max_tokens)
 
     def record_rejection(self, reason: str) -> None:
-        """Count a refused request. reason: one of REJECTIONS."""
+        """reason: one of REJECTIONS."""
         self._rejections.count(reason)
 
     def record_tool_reading(self, reading: ToolReading) -> None:
@@ -191,7 +190,6 @@ class EngineMetrics(Collector, StatsListener):
     def _families(
         self, kind: type[CounterMetricFamily] | type[GaugeMetricFamily], family: Family
     ) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        """Yield a family under each of its names."""
         labels, values = [*self._labels, *family.labels], list(self._labels.values())
         rows = [([*values, *row.labels], row.read(self.stats)) for row in family.rows]
         for prefix in self.names.prefixes(is_vllm=family.is_vllm):
@@ -235,7 +233,6 @@ class EngineMetrics(Collector, StatsListener):
 
 
 def _family(name: str, help: str, label: str, values: Mapping[str, float]) -> Family:
-    """Family of vLLM with one sample per value of `label`."""
     rows = tuple(Row((key,), _constant(value)) for key, value in values.items())
     return Family(name, help, rows, is_vllm=True, labels=(label,))
 
@@ -251,10 +248,10 @@ def _constant(value: float) -> Read:
 
 
 class Histogram:
-    """Histogram with one binary search per observation, for any number of equal values. help: description. buckets:
-    ascending upper bounds, without infinity. numbers: see EngineMetrics.
+    """Histogram with one binary search per observation of equal values. Not synchronized: one thread of a process
+    observes.
 
-    Not synchronized: one thread of a process observes.
+    help: description. buckets: ascending upper bounds, without infinity. numbers: see EngineMetrics.
     """
 
     def __init__(self, help: str, buckets: Sequence[float], numbers: Numbers | None = None) -> None:

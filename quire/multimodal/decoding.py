@@ -38,8 +38,8 @@ def decode_image(data: bytes, where: str, limits: ImageLimits = DEFAULT_LIMITS, 
     """Pixels of an image file, turned by its EXIF orientation; the first frame of an animation.
 
     where: path of the field, for errors. background: colour under transparent pixels. Raises UserError for an image
-        that exceeds the limits, is damaged or truncated, or has an unsupported format or mode. The decoder's messages
-        are left out, because they may hold addresses.
+        beyond the limits, damaged or of an unsupported format or mode. The decoder's messages may hold addresses, so
+        they are left out.
     """
     if len(data) > limits.max_bytes:
         raise too_many_bytes(where, len(data), limits)

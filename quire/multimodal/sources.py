@@ -83,7 +83,7 @@ def is_data_url(url: str) -> bool:
 
 
 def read_data_url(url: str, where: str, limits: ImageLimits = DEFAULT_LIMITS) -> bytes:
-    """Decode a base64 data URL. where: path of the field, for errors. Raises UserError."""
+    """Decode a base64 data URL. Raises UserError."""
     head, comma, body = url.partition(",")
     kind, *options = head[5:].split(";")
     if not is_data_url(head) or not comma or "base64" not in options:

@@ -48,7 +48,6 @@ def escaped(text: str) -> str:
 
 
 def parameter_schema(schema: Any, name: str) -> Any:
-    """Schema of one parameter, or None."""
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     return properties.get(name) if isinstance(properties, Mapping) else None
 

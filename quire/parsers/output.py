@@ -104,7 +104,7 @@ class Output:
 
     def until(self, reader: TextReader, markers: Markers) -> Steps[str | None]:
         """Read content up to the first marker, and the marker; return it, or None. Inside reasoning only an immediate
-        marker counts: other text there is not for the reader of calls."""
+        marker counts; other text is left unread."""
         if not self.ends:
             return (yield from self._content_until(reader, markers))
         for text in markers.texts:

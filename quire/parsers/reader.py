@@ -47,8 +47,6 @@ class Markers:
 
 
 class TextReader:
-    """Text so far, and the position in it."""
-
     __slots__ = ("_position", "_text", "is_ended")
 
     def __init__(self) -> None:

@@ -23,7 +23,6 @@ from quire.server.responses import json_response
 from quire.version import __version__
 
 SECRETS = ("api_key", "admin_api_key")
-"""Settings that /server_info omits."""
 MAX_ABORTED = 4096
 """Maximum number of ids in one request."""
 

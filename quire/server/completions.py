@@ -186,7 +186,6 @@ class CompletionAnswer(Answer[CompletionRequest]):
         return {"prompt_token_ids": token_ids, "prompt": prompt}
 
     def _weigh(self, prompts: list[Prompt]) -> None:
-        """Refuse a request whose answer would be too large, before it runs."""
         body, n = self._body, self._params.n
         longest = self._context.engine.ready.max_model_len
         if body.repeats_prompts:

@@ -1,7 +1,7 @@
 """HTTP connection: uvicorn's protocol over httptools, with limits on what a client may send and hold.
 
-uvicorn limits neither heads, trailers, pipelined requests nor time; it pauses reading while a pipelined request waits,
-so misses the hang-up; it loses the body of a request that asks for an upgrade.
+uvicorn limits neither heads, trailers, pipelined requests nor time. It pauses reading while a pipelined request waits,
+and so misses a hang-up. It loses the body of a request that asks for an upgrade.
 """
 
 from __future__ import annotations

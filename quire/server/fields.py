@@ -1,9 +1,9 @@
 """Check of request fields that a struct does not define: misspelled, unsupported or unknown.
 
-Class attributes of a struct name more fields. UNSUPPORTED: fields that would change the answer -> harmless values.
-NO_EFFECT: fields without meaning here. NOTED: the same, but reported like unknown ones. EXTENSIONS: objects whose keys
-are all unknown fields. Any other field is an error if one letter away from a known name; else it is accepted and
-reported (docs/http-api.md).
+A struct's class attributes name more fields. UNSUPPORTED: fields that would change the answer -> harmless values.
+NO_EFFECT: fields without meaning here. NOTED: the same, but reported. EXTENSIONS: objects whose keys are all unknown
+fields. Any other field is an error if one letter away from a known name; else it is accepted and reported
+(docs/http-api.md).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 
 
 def check_fields(fields: dict[str, Any], kind: type[msgspec.Struct], *, strict: bool) -> list[str]:
-    """Return the unknown fields of a request, sorted, as paths without indices such as `messages[].foo`.
+    """Unknown fields of a request, sorted, as paths without indices such as `messages[].foo`.
 
     strict: unknown fields are errors. Raises ApiError (400) for these, near misses, unsupported fields, and more than
         MAX_ENTRIES list entries.
@@ -161,7 +161,6 @@ def _is_one_edit_away(name: str, other: str) -> bool:
 
 
 def _reject_unsupported(where: str, value: object, harmless: tuple[object, ...]) -> None:
-    """Raise ApiError (400) unless the value is harmless."""
     if any(value == allowed and type(value) is type(allowed) for allowed in harmless):
         return
     only = f" (only {msgspec.json.encode(harmless[0]).decode()} is)" if harmless else ""

@@ -192,7 +192,6 @@ async def _lines(turn: Turn, form: _ChatForm | _PromptForm) -> AsyncGenerator[by
 
 
 def _ended(answer: OllamaResponse, turn: Turn) -> OllamaResponse:
-    """Add the fields known at the end."""
     usage, times = turn.usage, turn.times
     prompt, tokens = times.time_to_first_token_ms or 0.0, times.generation_time_ms or 0.0
     answer.done = True
@@ -208,8 +207,6 @@ def _ended(answer: OllamaResponse, turn: Turn) -> OllamaResponse:
 
 
 class _ChatForm:
-    """Answer to a conversation: a message."""
-
     def __init__(self, model: str) -> None:
         self._model = model
         self._num_calls = 0
@@ -247,8 +244,6 @@ class _ChatForm:
 
 
 class _PromptForm:
-    """Answer to a prompt: text and thinking."""
-
     def __init__(self, model: str) -> None:
         self._model = model
 

@@ -208,8 +208,8 @@ class ResponseAnswer:
         )
 
     def stored(self, conversation: Listing) -> StoredResponse:
-        """Return the finished response with its conversation for the next one. An empty answer becomes an empty
-        message: templates expect turns to alternate."""
+        """Finished response with its conversation for the next one. An empty answer becomes an empty message: templates
+        expect turns to alternate."""
         said = self.body.output or [OutputMessage(f"msg_{self.body.id[5:]}_0", [OutputText("")], "completed")]
         added = [listed(item, item.id or "") for item in msgspec.convert(msgspec.to_builtins(said), list[InputItem])]
         can_continue = self.body.status in ("completed", "incomplete")

@@ -12,7 +12,6 @@ from quire.errors import InternalError
 from quire.server.response_store import ResponseRejection, ResponseStore, StoredResponse
 
 SERVICE = "responses"
-"""Name of the parent's service."""
 
 
 class _OfResponse(msgspec.Struct):

@@ -208,8 +208,8 @@ def _split(logprobs: list[ChatLogprob], text: str) -> tuple[list[ChatLogprob], l
 
 
 def chat_body(fields: dict[str, Any], messages: Messages, names: dict[str, str]) -> ChatRequest:
-    """Return the chat completion for a request. fields: its body without messages. names: the chat endpoint's field
-    names -> the request's, for errors. Raises ApiError as the chat endpoint does."""
+    """Chat completion for a request. fields: its body without messages. names: the chat endpoint's field names -> the
+    request's, for errors. Raises ApiError as the chat endpoint does."""
     last = {"role": "assistant" if fields.get("continue_final_message") else "user", "content": ""}
     try:
         chat = parse_fields({**fields, "stream": True, "messages": [last]}, ChatRequest)[0]

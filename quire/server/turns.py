@@ -1,8 +1,8 @@
 """Fairness between requests: the sequences of one HTTP request take turns, to leave rows of the batch to others.
 
 A request of many prompts or completions runs in parts, each an engine request, within a share of the batch. A waiting
-part joins the engine's queue at its turn, after requests that arrived meanwhile. The output does not change: each
-sequence has the seed of its place in the request.
+part joins the engine's queue at its turn, after requests that arrived meanwhile. The output stays the same: each
+sequence has the seed of its place.
 """
 
 from __future__ import annotations

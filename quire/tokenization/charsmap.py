@@ -3,8 +3,8 @@
 At each position the longest known sequence is replaced; other characters stay. The `tokenizers` library has the same
 table (`Precompiled`), but looks up whole grapheme clusters first and loses combining marks of unknown ones.
 
-Format: size of the index in bytes (4 bytes), the index, and the replacements, each ended by a zero byte. The index is a
-double array of darts-clone, of 32-bit units: a node's offset and a byte give the place of its child.
+Format: the index's size in bytes (4 bytes), the index (a darts-clone double array of 32-bit units), and zero-terminated
+replacements.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ _LONGEST_START = 16
 
 
 class Charsmap:
-    """Function that applies a table to texts."""
-
     def __init__(self, table: bytes) -> None:
         """Raises ModelLoadError for a truncated table."""
         check_charsmap(table)

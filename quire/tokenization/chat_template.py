@@ -99,8 +99,8 @@ class ChatTemplate:
         return work
 
     def write(self, work: Conversion) -> Rendering:
-        """Return the text, with token ids if the helper made them. Raises UserError if the template is invalid, fails,
-        refuses the messages or exceeds its limits; PromptTooLongError; and the errors of Helpers.render."""
+        """Return the text, with token ids if the helper made them. Raises UserError for an invalid or failing template,
+        refused messages or exceeded limits; PromptTooLongError; and errors of Helpers.render."""
         found = self.helpers.render(work)
         if isinstance(found, Failed):
             raise self._error(found, work.max_characters)

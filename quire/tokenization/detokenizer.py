@@ -1,7 +1,7 @@
 """Incremental detokenization: the text that each new token adds, at constant cost.
 
-The increments of a sequence join to `Tokenizer.decode` of its tokens (except invalid UTF-8 under a rare decoder that
-needs whole sequences). Bytes of an incomplete character are held back; `flush` returns them as U+FFFD.
+The increments of a sequence join to `Tokenizer.decode` of its tokens (except invalid UTF-8 under a rare decoder of
+whole sequences). Bytes of an incomplete character are held back; `flush` returns them as U+FFFD.
 """
 
 from __future__ import annotations

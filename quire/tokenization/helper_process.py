@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from quire.tokenization.tokenizer import Tokenizer
 
 DEADLY = (signal.SIGPROF, signal.SIGALRM)
-"""Signals of the timers."""
 _JOBS = msgspec.msgpack.Decoder(Render | Text | Read)
 
 

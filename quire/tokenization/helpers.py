@@ -2,7 +2,7 @@
 reads a large request body.
 
 Helpers start on demand, are reused, and end with the front end. One that exceeds a limit, hangs or dies fails only its
-job and is replaced. If the caller of a long tokenization leaves, its helper ends.
+job and is replaced. One whose caller leaves a long tokenization ends.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LONG_TEXT_CHARACTERS = 2**18
 """Length from which a helper tokenizes a text; below it the list of ids takes at most 2 ms."""
 UNKNOWN_PATTERN_CHARACTERS = 2**8
 """The same limit for a tokenizer with patterns of its own. Some take time cubic in the text or worse, until the library
-gives up after ten million attempts. The worst one found takes 0.6 s for 256 characters and 34 s for 4,096."""
+gives up after ten million attempts. The worst known takes 0.6 s for 256 characters and 34 s for 4,096."""
 START_SECONDS = 60.0
 """Timeout of a start; interpreter and Jinja take 0.1 s."""
 GRACE_SECONDS = 1.0

@@ -45,7 +45,6 @@ def check_charsmaps(content: bytes) -> None:
 
 
 def check_charsmap(table: bytes) -> None:
-    """Raise ModelLoadError for a truncated character table."""
     if len(table) < 4 or int.from_bytes(table[:4], "little") > len(table) - 4:
         raise ModelLoadError("its precompiled_charsmap is shorter than it says")
 

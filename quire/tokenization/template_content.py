@@ -13,7 +13,6 @@ from typing import Any
 from jinja2 import nodes
 
 IMAGE = "image"
-"""Type of an image part."""
 
 
 class ImagesRefusedError(Exception):
@@ -58,7 +57,6 @@ def adapt_message(message: dict[str, Any], *, as_parts: bool, knows_developer: b
 
 
 def _assignments(tree: nodes.Template) -> Iterator[tuple[str, nodes.Node]]:
-    """Yield (name, value) of each `set` of one variable."""
     for assignment in tree.find_all(nodes.Assign):
         if isinstance(assignment.target, nodes.Name):
             yield assignment.target.name, assignment.node

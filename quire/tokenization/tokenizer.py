@@ -121,7 +121,6 @@ class Tokenizer:
         return [each.ids for each in self.encodings(texts, add_special_tokens)]
 
     def beginnings(self, texts: list[str], max_tokens: int) -> list[str]:
-        """Cut texts to at most `max_tokens` tokens."""
 
         def cut(text: str, found: tokenizers.Encoding) -> str:
             if len(found.ids) <= max_tokens:

@@ -1,8 +1,7 @@
 """Limits on the number and length of entries in a tokenizer's files.
 
-The `tokenizers` library takes up to 406 bytes for each value, which may be written in two, so the file's size says
-little about its memory. Values are counted before the library reads the file. Its trees are as deep as the longest
-entry, and freeing one that is too deep kills the process.
+The `tokenizers` library takes up to 406 bytes for each value, however short, so values are counted before it reads a
+file. Its trees are as deep as the longest entry, and freeing too deep a tree kills the process.
 """
 
 from __future__ import annotations
@@ -58,8 +57,8 @@ def check_pieces(where: object, pieces: Iterable[str]) -> None:
 
 
 def check_text_lengths(file: Path, content: bytes) -> None:
-    """Raise ModelLoadError for a JSON file or merges.txt with a text longer than an entry may be. The time does not
-    depend on the number of texts."""
+    """Raise ModelLoadError for too long a text in a JSON file or merges.txt. The time does not depend on the number of
+    texts."""
     if file.suffix == ".txt":
         for start, end in _long_runs(content, b"\n", LONGEST_PIECE):
             _check_merge(file, content[start:end].decode(errors="replace"))

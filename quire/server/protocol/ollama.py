@@ -265,7 +265,6 @@ class OllamaGenerateRequest(OllamaFields, kw_only=True, frozen=True):
 
     @property
     def size(self) -> int:
-        """Characters of the prompt and its images."""
         return len(self.prompt) + sum(map(len, self.images))
 
     def to_completion(self, model: str, defaults: Mapping[str, Any], longest: int) -> dict[str, Any]:

@@ -93,7 +93,6 @@ class InputFields(PoolingFields, kw_only=True, frozen=True):
 
     @property
     def inputs(self) -> list[str | list[int]]:
-        """List of texts."""
         if self.input is None:
             return []
         if isinstance(self.input, str):
