@@ -8,28 +8,15 @@ import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
+from quire.config.option import Group, Option, options_of
 from quire.errors import UserError, nearest_name
 from quire.utils.sizes import parse_count, parse_length
 
 T = TypeVar("T")
-
-OTHER_FLAGS: Mapping[str, tuple[str, ...]] = {
-    "num_threads": ("--threads",),
-    "cors_allowed_origins": ("--allowed-origins",),
-    "model": ("-hf",),
-    "tensor_parallel_size": ("-tp",),
-    "pipeline_parallel_size": ("-pp",),
-    "data_parallel_size": ("-dp",),
-    "enable_expert_parallel": ("-ep",),
-}
-"""Further names of flags, by field."""
-
-
-Groups: TypeAlias = Mapping[str, tuple[str, tuple[str, ...]]]
 
 
 class _HelpOfGroup(argparse.Action):
@@ -41,26 +28,26 @@ class _HelpOfGroup(argparse.Action):
 class Parser(argparse.ArgumentParser):
     """argparse without abbreviations, which raises UserError (with the nearest option) and never exits.
 
-    groups: group name -> title and fields. If given, --help shows these groups in order; --help=NAME shows one group,
-        or the options with NAME in their names.
+    groups: if given, --help shows the options in these groups, in order; --help=NAME shows one group, or the options
+        with NAME in their names.
     """
 
-    def __init__(self, *, groups: Groups = MappingProxyType({}), **keywords: Any) -> None:
+    def __init__(self, *, groups: Sequence[Group] = (), **keywords: Any) -> None:
         keywords.setdefault("add_help", not groups)
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **keywords)
         self._groups: dict[str, argparse._ArgumentGroup] = {}
-        self._group_of: dict[str, argparse._ArgumentGroup] = {}
         if groups:
             text = "show all options, those of a group, or those with WORD in their names: --help=kv"
             self.add_argument("-h", "--help", action=_HelpOfGroup, nargs="?", metavar="WORD", help=text)
-        for name, (title, fields) in groups.items():
+        for name, title in groups:
             self._groups[name] = self.add_argument_group(f"{name}: {title}")
-            self._group_of.update(dict.fromkeys(fields, self._groups[name]))
 
-    def group_of(self, field: str, title: str) -> argparse._ArgumentGroup:
-        """Group of `field`; without own groups, the one with this title. Raises LookupError for a field in no group."""
+    def group_of(self, option: Option | None, title: str) -> argparse._ArgumentGroup:
+        """Group of an option; without own groups, the one with this title. Raises LookupError for an option in no
+        group."""
         if self._groups:
-            return self._group_of[field]
+            assert option is not None, "each option of a command with groups has a record"
+            return self._groups[option.group.name]
         found = next((group for group in self._action_groups if group.title == title), None)
         return found or self.add_argument_group(title)
 
@@ -116,7 +103,7 @@ def _of_vllm(flag: str) -> str:
 def add_struct_flags(
     parser: Parser,
     struct: type[msgspec.Struct],
-    help_lines: Mapping[str, str],
+    help_lines: Mapping[str, str] = MappingProxyType({}),
     *,
     title: str,
     skip: Iterable[str] = (),
@@ -124,23 +111,27 @@ def add_struct_flags(
 ) -> None:
     """Add a --kebab-case flag for each field of `struct` except `skip`; only given flags are stored.
 
-    title: heading in the help of a parser without groups. defaults: command's own defaults, for the help. Annotations
-        decide the type: bool becomes --x/--no-x, a list may be repeated (integers also with commas), a mapping is
-        KEY=VALUE with commas (JSON for text keys), and `none` means None where allowed.
+    help_lines: help of fields without a record (Option), or with another one here. title: heading in the help of a
+        parser without groups. defaults: command's own defaults, for the help. Annotations decide the type: bool becomes
+        --x/--no-x, a list may be repeated (integers also with commas), a mapping is KEY=VALUE with commas (JSON for
+        text keys), and `none` means None where allowed.
     """
-    annotations = typing.get_type_hints(struct)
+    annotations, options = typing.get_type_hints(struct), options_of(struct)
     for field in msgspec.structs.fields(struct):
         if field.name in skip:
             continue
         default = defaults.get(field.name, field.default)
         shown = "" if default is None or default is msgspec.NODEFAULT else f" (default: {default})"
-        text = (help_lines[field.name] + shown).replace("%", "%%")
-        flag = "--" + field.name.replace("_", "-")
-        flags = (flag, *OTHER_FLAGS.get(field.name, ()))
+        option = options.get(field.name)
+        line = help_lines[field.name] if option is None else help_lines.get(field.name, option.help)
+        text = (line + shown).replace("%", "%%")
+        flags = ["--" + field.name.replace("_", "-")]
         action = _action(annotations[field.name])
-        if field.name in OTHER_TYPES:
-            action["type"] = OTHER_TYPES[field.name]
-        group = parser.group_of(field.name, title)
+        if option is not None:
+            flags += option.flags
+            if option.reads is not None:
+                action["type"] = READERS[option.reads]
+        group = parser.group_of(option, title)
         group.add_argument(*flags, dest=field.name, help=text, default=argparse.SUPPRESS, **action)
 
 
@@ -217,12 +208,8 @@ def length(text: str) -> int | None:
     return None if text.lower() == "none" else parse_length(text, param="the length")
 
 
-OTHER_TYPES: Mapping[str, Callable[[str], Any]] = {
-    "max_model_len": length,
-    "max_num_batched_tokens": number_of,
-    "max_num_seqs": number_of,
-}
-"""Value types of some flags, by field."""
+READERS: Mapping[Callable[..., Any], Callable[[str], Any]] = {parse_length: length, parse_count: number_of}
+"""`Option.reads` -> the same for an argument."""
 
 json_object.__name__ = "JSON object"
 number_of.__name__ = "int"
