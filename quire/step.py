@@ -53,7 +53,7 @@ class HostTransfers(msgspec.Struct, tag="host", array_like=True):
     swap_in: list[tuple[int, int]] = []
     """(host block, device block)."""
     awaits_report: bool = False
-    """Nothing can be computed before a transfer ends. The plan has no tokens; its result comes with the connector's
+    """The workers cannot compute anything before a transfer ends. The plan has no tokens; its result comes with the connector's
     next report, or after a short while."""
 
 
