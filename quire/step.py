@@ -53,8 +53,8 @@ class HostTransfers(msgspec.Struct, tag="host", array_like=True):
     swap_in: list[tuple[int, int]] = []
     """(host block, device block)."""
     awaits_report: bool = False
-    """The workers cannot compute anything before a transfer ends. The plan has no tokens; its result comes with the connector's
-    next report, or after a short while."""
+    """A transfer must end before anything can be computed. The plan has no tokens; its result comes with the
+    connector's next report, or after a short while."""
 
 
 class StoreTransfers(HostTransfers, tag="store"):
