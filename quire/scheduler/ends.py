@@ -123,8 +123,10 @@ class Ends:
     def settle(self, matching: Matching, now: float) -> list[SequenceUpdate]:
         """Continue the beam searches and sequences whose matchers have answered: append forced tokens, end finished
         ones. The caller then removes ended sequences from the running ones."""
-        ended, released = self._changes.beam_reorder.decide(self._running, self._kv)
-        updates = self._end_searches(ended, released, now)
+        updates: list[SequenceUpdate] = []
+        if self._changes.beam_reorder.undecided:
+            ended, released = self._changes.beam_reorder.decide(self._running, self._kv)
+            updates = self._end_searches(ended, released, now)
         for sequence, new_ids, token_logprobs in matching.take_answered():
             matcher, request = sequence.matcher, sequence.request
             if matcher is None:

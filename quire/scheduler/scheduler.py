@@ -302,12 +302,15 @@ class Scheduler:
         """See `EngineScheduler`: append forced tokens, end finished sequences, and end requests that cannot start under
         their constraints."""
         updates = self._ends.settle(self.matching, now)
-        refused = self.matching.take_refused() + self._adapters.take_refused()
+        refused: list[tuple[Request, UserError]] = []
+        if self.matching.starting or self._adapters.refused:
+            refused = self.matching.take_refused() + self._adapters.take_refused()
         for request, _ in refused:
             self._ends.end(request, request.live_sequences, FinishReason.ERROR)
         if updates:
             self._running.drop_finished()
-        updates += self._ends.report_unmatched(now)
+        if self._ends.unmatched:
+            updates += self._ends.report_unmatched(now)
         return updates, [(request.request_id, error) for request, error in refused]
 
     # -- parts of a step --------------------------------------------------------------------------------------------

@@ -153,20 +153,21 @@ class MaskClient:
 
     def flush(self) -> None:
         """Send the matchers' questions in one message."""
-        self._try_next()
-        self.trim()
-        if not (self._waiting or self._copies or self._advances or self.ended_slots or self._ended_grammars):
+        if self._tried is not None or self._suspects:
+            self._try_next()
+        if not (self._advances or self._waiting or self._copies or self.ended_slots or self._ended_grammars):
             return
+        self.trim()
         if self.connection is None and not (self._waiting or self._copies):
             self._take_ended()
             return
         connection = self.connection or self._start_process()
-        ended = self._take_ended()
-        work = Work(0, ended, [], [], [], [], [])
-        if not self._is_one_alone():
+        work = Work(0, self._take_ended() if self.ended_slots else [], [], [], [], [], [])
+        if self._tried is None or not self._is_one_alone():
             self._add_copies(work)
             self._add_advances(work)
-        self._add_news(work)
+        if self._waiting:
+            self._add_news(work)
         work.ended_grammars, self._ended_grammars = self._ended_grammars, []
         work.num_slots = self._num_slots
         connection.send(work)
@@ -183,12 +184,12 @@ class MaskClient:
         self._copies.clear()
 
     def _add_advances(self, work: Work) -> None:
-        for matcher in self._advances:
+        advances, self._advances = self._advances, []
+        for matcher in advances:
             advance = matcher.advanced()
             if advance is not None and not matcher.is_held and matcher.error is None:
                 work.advances.append(advance)
                 self._miss(matcher)
-        self._advances.clear()
 
     def _add_news(self, work: Work) -> None:
         """Add matchers whose grammars have room; the others wait in order."""
@@ -227,7 +228,8 @@ class MaskClient:
         connection = self.connection
         if connection is None:
             return False
-        connection.pump()
+        if connection.has_unsent:
+            connection.pump()
         frames = connection.receive()
         for frame in frames:
             self._take(self._decoder.decode(frame))

@@ -250,6 +250,8 @@ class Connection:
             if not size:
                 self.is_at_end = True
                 break
+            if not self._received and is_one_frame(self._buffer, size):
+                return [bytes(self._buffer[HEADER.size : size])]
             self._received += self._buffer[:size]
             if size < _READ_BYTES:
                 break
@@ -270,6 +272,11 @@ class Connection:
             for descriptor in descriptors:
                 os.close(descriptor)
         self._unsent.clear()
+
+
+def is_one_frame(received: memoryview, size: int) -> bool:
+    """The first `size` bytes are one whole frame, as most often."""
+    return size >= HEADER.size and size == HEADER.size + HEADER.unpack_from(received)[0]
 
 
 def take_frames(received: bytearray) -> list[bytes]:
@@ -303,5 +310,7 @@ class BlockingReader:
                 return []
             if not size:
                 return []
+            if not self._received and is_one_frame(self._buffer, size):
+                return [bytes(self._buffer[HEADER.size : size])]
             self._received += self._buffer[:size]
         return frames

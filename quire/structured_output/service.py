@@ -180,8 +180,8 @@ class ConstraintService:
                 self._take(self._decoder.decode(frame))
             if not frames and connection.is_at_end:
                 self._start_server_again()
-        self.masks.receive()
-        self.masks.check()
+        if not self.masks.receive():
+            self.masks.check()
         self.flush()
         self.masks.settle()
 
