@@ -18,7 +18,7 @@ from quire.config.speculation_keys import OPTION
 from quire.errors import ConfigError, UserError
 
 MOST_PADDING = 1024
-"""Largest difference, in rows, between the vocabulary matrices of two models with one tokenizer."""
+"""Largest difference, in rows, between vocabulary matrices of two models with one tokenizer."""
 
 
 def with_draft_model(
@@ -66,7 +66,7 @@ def draft_options(
     backend: str,
     overrides: Mapping[str, Any] | None = None,
 ) -> EngineOptions:
-    """Options of the draft model as of an engine of its own. Its keys and values have the types of `model`, in whose
+    """Options of the draft model as an engine of its own. Its keys and values have the types of `model`, in whose
     blocks they lie. backend: attention backend of `model`. overrides: keys of its config.json, for a head, which is as
     long as the model."""
     given: dict[str, Any] = {
@@ -106,7 +106,7 @@ def fitting_draft(draft: ModelConfig, model: ModelConfig) -> ModelConfig:
 
 
 def draft_ranks(chosen: DraftModelConfig, num_ranks: int) -> int:
-    """Number of ranks that share the draft model's layers, in an engine of `num_ranks`."""
+    """Ranks that share the draft model's layers, in an engine of `num_ranks`."""
     wanted = num_ranks if chosen.num_ranks is None else chosen.num_ranks
     if wanted not in (1, num_ranks):
         raise _refused(f"draft_tensor_parallel_size must be 1 or that of the model, {num_ranks}, not {wanted}")
