@@ -124,7 +124,7 @@ class EngineReady(msgspec.Struct, tag="ready", array_like=True):
 
 
 class Ask(msgspec.Struct, tag="ask", array_like=True):
-    """A question among the processes of a server (quire/engine/shared_client.py). number: the asker's. peer: as it is
+    """A question among the processes of a server (quire/engine/questions.py). number: the asker's. peer: as it is
     sent, who is asked: a service of the parent, by name, or a session; as it arrives, the session that asks."""
 
     number: int

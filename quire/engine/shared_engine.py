@@ -29,17 +29,15 @@ from quire.engine.messages import (
     EngineReady,
     SessionMessage,
 )
+from quire.engine.questions import Exchange
 from quire.engine.remote_client import pull_socket, push_socket
 from quire.engine.shared_state import EngineState
 from quire.errors import EngineDeadError, QuireError
 from quire.kv_cache.stats import EngineStats
-from quire.logging import get_logger
 from quire.utils.runtime_directory import RuntimeDirectory
 
-logger = get_logger(__name__)
-
-INBOX = "front-ends"
-"""The socket of the parent."""
+INBOX, SESSION = "front-ends", "session-{}"
+"""The sockets to the parent and to a session, by its number."""
 PARENT = 0
 """The session of the parent's own calls."""
 OWN_CALLS = ("is_sleeping", "is_paused")
@@ -47,11 +45,6 @@ OWN_CALLS = ("is_sleeping", "is_paused")
 STATS_SECONDS = 0.5
 """Seconds between two snapshots for a session without outputs of its own."""
 _STOP = b""
-
-
-def session_address(number: int) -> str:
-    """Name of the socket that carries messages to a session."""
-    return f"session-{number}"
 
 
 class SharedEngine:
@@ -67,8 +60,8 @@ class SharedEngine:
         on_stats: Callable[[EngineStats], None],
         on_change: Callable[[], None],
     ) -> None:
-        """directory: of the sockets. services: of the parent (SharedClient.questions). on_stats: hears of snapshots.
-        on_change: is called when the engine is ready and when it has ended. All are called by threads."""
+        """directory: of the sockets. services: as of Exchange. on_stats: hears of snapshots. on_change: is called when
+        the engine is ready and when it has ended. All are called by threads."""
         self._fleet = fleet
         self._directory = directory
         self._state = state
@@ -82,7 +75,7 @@ class SharedEngine:
         self._heard: dict[int, float] = {}
         """When a session got its last snapshot."""
         self._numbers = itertools.count(1)
-        self._services = services
+        self._exchange = Exchange(services, self._send)
         self._context = zmq.Context()
         self._inbox = pull_socket(self._context, directory.address(INBOX))
         self._encoder = msgspec.msgpack.Encoder()
@@ -100,7 +93,7 @@ class SharedEngine:
         """Number of a new session, which no other one has had."""
         with self._lock:
             number = next(self._numbers)
-            self._sessions[number] = push_socket(self._context, self._directory.address(session_address(number)))
+            self._sessions[number] = push_socket(self._context, self._directory.address(SESSION.format(number)))
             if self.ready is not None:
                 self._send(number, self.ready)
         return number
@@ -186,13 +179,8 @@ class SharedEngine:
             session, for_fleet = int(sender), []
             for message in map(self._decoder.decode, payloads):
                 match message:
-                    case Ask(number, str() as service, payload):
-                        self._send(session, Answer(number, session, self._serve(service, session, payload)))
-                    case Ask(number, int() as asked, payload):
-                        if not self._send(asked, Ask(number, session, payload)):
-                            self._send(session, Answer(number, session, None))
-                    case Answer():
-                        self._send(message.asker, message)
+                    case Ask() | Answer():
+                        self._exchange.carry(session, message)
                     case _:
                         while isinstance(message, AddRequest) and message.pieces:
                             take_piece(message)
@@ -203,13 +191,6 @@ class SharedEngine:
                         rejections = self._fleet.submit(session, *for_fleet)
                         if rejections:
                             self._send(session, EngineOutputs(rejections=rejections))
-
-    def _serve(self, service: str, session: int, payload: bytes) -> bytes | None:
-        try:
-            return self._services[service](session, payload)
-        except Exception:
-            logger.exception("the service %r failed", service)
-            return None
 
     def _route(self, parts: Parts) -> None:
         """Send the sessions what is theirs, and take what is the parent's."""
