@@ -1,4 +1,4 @@
-"""EngineOptions: every engine option as the user writes it, once for Python, the command line and the wire."""
+"""EngineOptions: every engine option, for Python, the command line and the wire."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from quire.utils.sizes import parse_count, parse_length
 logger = get_logger(__name__)
 
 BUNDLED_MODEL, BUNDLED_SIGHTS = "bundled", "bundled-sights"
-"""Names of the models that come with the package: one completes Python, the other answers questions about pictures."""
+"""Names of the models in the package: one completes Python, the other answers questions about pictures."""
 OUTPUT_WINDOW = 0.008
-"""Seconds."""
+"""Default of `output_window`, in seconds."""
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Names and meanings are vLLM's where it has them. The rest of a flag is in its field's record (Option)."""
+    """Engine options, with vLLM's names and meanings where it has them. Each field's `Option` describes its flag."""
 
     model: Annotated[
         str,
@@ -252,9 +252,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @classmethod
     def from_keywords(cls, keywords: dict[str, object]) -> EngineOptions:
-        """Build from keyword arguments, ours or vLLM's (quire/config/vllm/): what of those has no effect is logged.
-
-        Unknown names, wrong types and what is refused raise ConfigError."""
+        """Options of keyword arguments with our names or vLLM's (quire/config/vllm/). Logs vLLM's names without effect.
+        Raises ConfigError for unknown names, wrong types and refused values."""
         keywords, notes = translate_keywords(keywords, cls.__struct_fields__)
         for note in notes:
             logger.warning("%s", note)

@@ -19,9 +19,9 @@ from quire.kv_cache.stats import EngineStats
 def open_fleet(
     options: EngineOptions, executor: str, *, restarts: bool | None = None, hung_engine_timeout: float = 0.0
 ) -> Fleet:
-    """`data_parallel_size` engines in processes of their own, and those that follow them, all with as many blocks as
-    the first. Where steps are logged, each writes a file of its own. restarts, hung_engine_timeout: as of Fleet; None:
-    where there are several."""
+    """Open `data_parallel_size` engines in their own processes. Later engines get as many blocks as the first. Each
+    writes its own step log, if any. restarts: None means True if there are several engines. hung_engine_timeout: see
+    Fleet."""
     counts = [itertools.count() for _ in range(options.data_parallel_size)]
 
     def start(replica: int, ready: EngineReady | None, stats: EngineStats | None) -> EngineClient:

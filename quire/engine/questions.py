@@ -44,7 +44,8 @@ class Exchange:
 
 
 class Questions:
-    """Questions of one session to services of the parent and to other sessions, and its answers to theirs."""
+    """Questions to services of the parent and to other sessions, and answers to theirs. They share the sockets with
+    requests. The parent forwards them without keeping state."""
 
     def __init__(self, send: Callable[[Ask | Answer], None]) -> None:
         """send: to the parent; raises EngineDeadError."""
@@ -52,13 +53,13 @@ class Questions:
         self._asked: dict[int, tuple[str | int, asyncio.Future[bytes | None]]] = {}
         self._numbers = itertools.count(1)
         self._loop: asyncio.AbstractEventLoop | None = None
-        """In which this session asks and answers."""
+        """Event loop in which this session asks and answers."""
         self._answer: Callable[[bytes], Awaitable[bytes]] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def ask(self, peer: str | int, payload: bytes) -> bytes | None:
-        """What a service of the parent answers, or the front end of another session; None when it has ended or failed.
-        Raises EngineDeadError when the engine or the parent is gone."""
+        """Ask a service of the parent or another session; None if it ended or failed. Raises EngineDeadError if the
+        engine or the parent is gone."""
         number, self._loop = next(self._numbers), asyncio.get_running_loop()
         future: asyncio.Future[bytes | None] = self._loop.create_future()
         self._asked[number] = peer, future
@@ -69,12 +70,12 @@ class Questions:
             del self._asked[number]
 
     def answer_with(self, answer: Callable[[bytes], Awaitable[bytes]]) -> None:
-        """Answer what other sessions ask, in the event loop that calls this. The first call counts."""
+        """Answer other sessions' questions in the calling event loop. Only the first call counts."""
         if self._answer is None:
             self._loop, self._answer = asyncio.get_running_loop(), answer
 
     def hear(self, message: Ask | Answer | Ended | EngineDeadError) -> None:
-        """Take a message of the parent, or the end of all answers, in any thread."""
+        """Handle a message of the parent, or the engine's death, in any thread."""
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the process is about to end
                 self._loop.call_soon_threadsafe(self._take, message)

@@ -1,4 +1,4 @@
-"""An EngineClient whose engine is another process's, which several front ends share (quire/engine/shared_engine.py)."""
+"""An EngineClient for an engine of another process that several front ends share (quire/engine/shared_engine.py)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from quire.errors import EngineDeadError
 
 
 class SharedClient(RemoteClient[EngineFailed | Ask | Answer | Ended]):
-    """One session."""
+    """One front end's session."""
 
     def __init__(self, directory: Path, session: int, state: SharedState) -> None:
-        """directory: of the sockets."""
+        """directory: location of the sockets."""
         wake_reader, self._wake_writer = os.pipe()
         received = EngineReady | EngineOutputs | EngineFailed | Ask | Answer | Ended
         super().__init__(f"ipc://{directory / SESSION.format(session)}", received, wake_reader)
@@ -27,7 +27,7 @@ class SharedClient(RemoteClient[EngineFailed | Ask | Answer | Ended]):
         self._prefix = [str(session).encode()]
         self.session, self.state = session, state
         self.questions = Questions(self.send)
-        """To the parent and to other sessions."""
+        """Questions to the parent and to other sessions."""
         self._num_ticks = -1
 
     @property
@@ -49,7 +49,7 @@ class SharedClient(RemoteClient[EngineFailed | Ask | Answer | Ended]):
             self._send(*messages)
 
     def shutdown(self, timeout: float = 5.0) -> None:
-        """Leave the session. The engine goes on."""
+        """End the session; the engine keeps running."""
         with self._sending:
             if self._closed:
                 return
@@ -76,7 +76,7 @@ class SharedClient(RemoteClient[EngineFailed | Ask | Answer | Ended]):
         self.questions.hear(death)
 
     def _hear_ticks(self) -> None:
-        """Take note of what the parent says of the engine's silence, or that it says nothing."""
+        """Read from shared memory whether the parent is alive, and the engine's silence."""
         num_ticks = self.state.engine.num_ticks
         if num_ticks == self._num_ticks:
             self._heartbeat.look()

@@ -1,4 +1,4 @@
-"""The masks of a step, as they come with its sampling inputs."""
+"""Token masks of a step's sampling inputs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from quire.worker.pooling import generated_samples
 def read_masks(
     inputs: SamplingInputs, plan: StepPlan, vocab_size: int, firsts: np.ndarray | None = None
 ) -> TokenMasks | None:
-    """The masks of sampled rows. firsts: as that of SampleRows. None: no row has one. Raises QuireError for inputs that
-    do not fit the plan or the vocabulary."""
+    """Masks of sampled rows; None if no row has one. firsts: see SampleRows. Raises QuireError for inputs that do not
+    fit the plan or the vocabulary."""
     num_words = -(-vocab_size // 32)
     masks, expected = inputs.masks, plan.expects_sampling_inputs
     if inputs.step_id != plan.step_id or not (masks.keys() | inputs.draft_masks.keys()).issubset(expected):
@@ -36,8 +36,8 @@ def read_masks(
 def _with_drafts(
     inputs: SamplingInputs, places: dict[int, int], firsts: np.ndarray, num_bytes: int
 ) -> dict[int, bytes]:
-    """The masks of rows, by row. places: index of a sample that expects masks -> its place among those with rows. A row
-    behind a draft that has no mask allows nothing: without a finite score it ends what is accepted."""
+    """Masks by row for samples with drafts. places: index of a sample that expects masks -> its place among those with
+    rows. A draft's row without a mask allows nothing, which ends acceptance there."""
     masks, nothing = {}, bytes(num_bytes)
     for index, place in places.items():
         first, count = int(firsts[place]), int(firsts[place + 1] - firsts[place])
