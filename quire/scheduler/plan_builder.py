@@ -44,7 +44,10 @@ class PlanBuilder:
     """Fills one plan during one pass of `Scheduler.schedule`."""
 
     def __init__(self, step_id: int, budget: int) -> None:
-        self.plan = StepPlan(step_id, [], [], [], [], [])
+        self.start_positions: list[int] = []
+        self.num_tokens: list[int] = []
+        self.sample_from: list[int] = []
+        self.plan = StepPlan(step_id, [], self.start_positions, self.num_tokens, [], self.sample_from)
         """Without `seq_ids`, `sample_seq_ids` and what `build` adds."""
         self.budget = budget
         """Tokens that may still be scheduled."""
@@ -102,10 +105,9 @@ class PlanBuilder:
     def place(self, sequence: Sequence, start: int, num_tokens: int, known: int) -> None:
         """`schedule` with counters that the caller has read. start: computed tokens. known: the sequence's tokens,
         those in flight included."""
-        plan = self.plan
         self.sequences.append(sequence)
-        plan.start_positions.append(start)
-        plan.num_tokens.append(num_tokens)
+        self.start_positions.append(start)
+        self.num_tokens.append(num_tokens)
         self.budget -= num_tokens
         sequence.num_computed_tokens = end = start + num_tokens
         blocks = sequence.blocks
@@ -114,13 +116,13 @@ class PlanBuilder:
             self.filled.append((sequence, blocks, end))
         if end == known:
             self.samples.append(sequence)
-            plan.sample_from.append(len(self.sequences) - 1)
+            self.sample_from.append(len(self.sequences) - 1)
             sequence.num_pending_tokens += 1
             request = sequence.request
             if request.pooling:
-                plan.pooled.append(len(self.samples) - 1)
+                self.plan.pooled.append(len(self.samples) - 1)
             elif request.constraint is not None:
-                plan.expects_sampling_inputs.append(len(self.samples) - 1)
+                self.plan.expects_sampling_inputs.append(len(self.samples) - 1)
 
     def append_forced(self, sequence: Sequence) -> None:
         """Send the last tokens of a sequence, which the workers have not sampled."""
@@ -135,7 +137,7 @@ class PlanBuilder:
             self.num_drafts[len(self.sequences) - 1] = num_drafts
             if drafts.token_ids is not None:
                 self.plan.drafts[sequence.seq_id] = drafts.token_ids
-            self.plan.num_tokens[-1] += num_drafts
+            self.num_tokens[-1] += num_drafts
             self.budget -= num_drafts
             sequence.num_computed_tokens += num_drafts
             sequence.num_pending_tokens += num_drafts
@@ -159,13 +161,13 @@ class PlanBuilder:
             if end == until and sequence.blocks is not None:
                 self.filled.append((sequence, sequence.blocks, end))
         if starts:
-            plan, count, batch_index = self.plan, len(starts), len(self.sequences)
+            count, batch_index = len(starts), len(self.sequences)
             steady = running[index : index + count]
             self.sequences += steady
             self.samples += steady
-            plan.start_positions += starts
-            plan.sample_from += range(batch_index, batch_index + count)
-            plan.num_tokens += [1] * count
+            self.start_positions += starts
+            self.sample_from += range(batch_index, batch_index + count)
+            self.num_tokens += [1] * count
             self.budget -= count
             self.num_steady += count
             index += count
@@ -174,7 +176,7 @@ class PlanBuilder:
     def sample(self, sequence: Sequence, batch_index: int) -> None:
         """Sample a token for `sequence` from the logits of a batch entry."""
         self.samples.append(sequence)
-        self.plan.sample_from.append(batch_index)
+        self.sample_from.append(batch_index)
         sequence.num_pending_tokens += 1
         if sequence.request.constraint is not None:
             self.plan.expects_sampling_inputs.append(len(self.samples) - 1)
@@ -205,13 +207,13 @@ class PlanBuilder:
         plan = self.plan
         while self.samples and self.samples[-1].request is request:
             self.samples.pop().num_pending_tokens -= 1
-            plan.sample_from.pop()
+            self.sample_from.pop()
         for indices in (plan.pooled, plan.expects_sampling_inputs):
             while indices and indices[-1] >= len(self.samples):
                 indices.pop()
         while self.sequences and self.sequences[-1].request is request:
-            sequence, count = self.sequences.pop(), plan.num_tokens.pop()
-            plan.start_positions.pop()
+            sequence, count = self.sequences.pop(), self.num_tokens.pop()
+            self.start_positions.pop()
             num_drafts = self.num_drafts.pop(len(self.sequences), 0)
             plan.drafts.pop(sequence.seq_id, None)
             plan.appended.pop(sequence.seq_id, None)
