@@ -20,7 +20,6 @@ from quire.engine.adapters import KnownAdapters
 from quire.engine.call_options import PoolingOptions, truncation_of
 from quire.engine.client import DEFAULT_EXECUTOR, EngineClient
 from quire.engine.engine_process import EngineProcess
-from quire.engine.fleet import open_fleet
 from quire.engine.front_end import check_mode, check_reset, open_front_end
 from quire.engine.inprocess_client import InProcessClient
 from quire.engine.input_processor import (
@@ -33,6 +32,7 @@ from quire.engine.input_processor import (
     prompt_text,
 )
 from quire.engine.messages import EngineReady
+from quire.engine.open_fleet import open_fleet
 from quire.engine.output_stream import StatsListener, all_of, last_only
 from quire.engine.pooling_processor import PoolingProcessor
 from quire.engine.process_client import ProcessClient

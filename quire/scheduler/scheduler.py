@@ -177,19 +177,20 @@ class Scheduler:
     def _finish_plan(self, builder: PlanBuilder, *, awaits_report: bool = False) -> StepPlan | None:
         """Add transfers, image and adapter orders, and build the plan; None when it is still empty."""
         if self._images.are_any:
-            builder.images = self._images.orders(builder.budget, is_idle=builder.is_idle and not self._in_flight)
+            builder.plan.images = self._images.orders(builder.budget, is_idle=builder.is_idle and not self._in_flight)
         is_idle = builder.is_idle
         may_wait = is_idle and not self._in_flight
         builder.order_transfers(self.kv, may_wait=may_wait, awaits_report=awaits_report)
         if self._adapters.are_any:
-            builder.adapters = self._adapters.take_orders(may_wait=may_wait and builder.transfers is None)
-        if is_idle and builder.transfers is None and builder.adapters is None:
+            orders = self._adapters.take_orders(may_wait=may_wait and builder.plan.transfers is None)
+            builder.plan.adapters = orders
+        if is_idle and builder.plan.transfers is None and builder.plan.adapters is None:
             # The slots of finished sequences stay taken until the next plan, which nothing needs before.
             return None
         for parent, children in builder.forked:  # they run from the next step on
             self._running.insert_forked(parent, children)
         plan = builder.build(self._changes)
-        self._in_flight[plan.step_id] = builder.in_flight(plan)
+        self._in_flight[plan.step_id] = builder.in_flight()
         self._stats.steps_total += not is_idle
         self._stats.scheduled_tokens_total += self._limits.max_num_tokens - builder.budget
         if plan.block_copies or plan.transfers is not None:

@@ -21,8 +21,9 @@ import msgspec
 from quire import envs
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
-from quire.engine.fleet import Fleet, open_fleet
+from quire.engine.fleet import Fleet
 from quire.engine.messages import EngineFailed
+from quire.engine.open_fleet import open_fleet
 from quire.engine.shared_engine import SharedEngine
 from quire.engine.shared_state import SharedState
 from quire.errors import EngineDeadError, QuireError, named_error
