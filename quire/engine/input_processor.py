@@ -18,7 +18,8 @@ from quire.adapter_orders import AdapterRef
 from quire.engine.bad_words import BadWordTokenizer
 from quire.errors import PromptTooLongError, UserError, reject_unknown
 from quire.logits_processors import LogitsProcessor, check_params
-from quire.multimodal.inputs import IMAGES, TEXT_ALONE, ImageInputs, NoImages, images_of
+from quire.multimodal.inputs import IMAGES, TEXT_ALONE, ImageInputs, MediaOptions, NoImages, pictures_of
+from quire.multimodal.named import NamedPictures
 from quire.multimodal.sources import Picture
 from quire.parsers.reasoning import ThinkFormat, Thought
 from quire.parsers.registry import detect_reasoning_parser, reasoning_format
@@ -55,7 +56,10 @@ class TextPrompt(TypedDict, total=False):
     prompt: str
     cache_salt: str
     multi_modal_data: Mapping[str, Any]
-    """`image`: one or a list, each a Pillow image, an array of uint8, or the bytes of a file."""
+    """`image`: one or a list, each a Pillow image, an array of uint8, or the bytes of a file; None: its uuid names
+    it."""
+    multi_modal_uuids: Mapping[str, Any]
+    """`image`: the caller's names for the images (None: it has none). A later prompt may have a name alone."""
 
 
 class TokensPrompt(TypedDict, total=False):
@@ -67,12 +71,14 @@ class TokensPrompt(TypedDict, total=False):
     """Tokens that are expected to be generated: drafts may come from them."""
     multi_modal_data: Mapping[str, Any] | PlacedImages
     """As those of TextPrompt, or images that have their places."""
+    multi_modal_uuids: Mapping[str, Any]
 
 
 Prompt = str | list[int] | TextPrompt | TokensPrompt
 IMAGE_KEY = "multi_modal_data"
-MEDIA_KEYS = (IMAGE_KEY, "mm_processor_kwargs", "multi_modal_uuids")
-"""Keys of vLLM's prompts for images, sound and video: taken where they are empty, and the first where the model takes
+IMAGE_KEYS = (IMAGE_KEY, "multi_modal_uuids")
+MEDIA_KEYS = (*IMAGE_KEYS, "mm_processor_kwargs")
+"""Keys of vLLM's prompts for images, sound and video: taken where they are empty, and IMAGE_KEYS where the model takes
 images."""
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "prediction")
 PREDICTION_TAIL = 16
@@ -140,6 +146,7 @@ class InputProcessor:
         self.reports_logits = False
         self.max_new_tokens: int | None = None
         self.images: ImageInputs | NoImages = NoImages()
+        self.named_pictures = NamedPictures(0)
         self.processors: Sequence[type[LogitsProcessor]] = ()
         self._request_numbers = itertools.count()  # next() is atomic
         self.chat_template = None if tokenizer is None else ChatTemplate.of(tokenizer)
@@ -172,13 +179,14 @@ class InputProcessor:
             raise UserError("best_of compares log-probabilities, and this engine gives logits", param="best_of")
         self.check_priority(priority)
         content, cache_salt = split_prompt(prompt, cache_salt, takes_images=True)
+        media = MediaOptions(owner=cache_salt)
         if params.skip_reading_prefix_cache:
             cache_salt += uuid.uuid4().hex  # no other request computed blocks under it
         check_unicode(request_id, param="request_id")
         token_ids = self._tokens(content, params, add_special_tokens)
         images: list[PromptImage] = []
-        if isinstance(prompt, Mapping) and (given := prompt.get("multi_modal_data")):
-            token_ids, images = self._place_images(token_ids, given, params)
+        if isinstance(prompt, Mapping) and has_images(prompt):
+            token_ids, images = self._place_images(token_ids, prompt, params, media)
         room = self.max_model_len - len(token_ids)
         if params.min_tokens > room:
             raise UserError(
@@ -273,7 +281,7 @@ class InputProcessor:
         rendered = self.write_chat(self.prepare_chat(conversation), conversation.add_special_tokens)
         if inputs is None:
             return rendered
-        return self.with_images(rendered, [inputs.prepare(each, conversation.media) for each in pictures])
+        return self.with_images(rendered, self._prepared(inputs, pictures, conversation.media))
 
     def image_inputs_of(self, pictures: Sequence[Picture]) -> ImageInputs | None:
         """How the model takes these pictures; None where there are none. Raises UserError for a model that takes none,
@@ -357,21 +365,23 @@ class InputProcessor:
         return token_ids
 
     def _place_images(
-        self, token_ids: list[int], given: object, params: SamplingParams
+        self, token_ids: list[int], prompt: Mapping[str, Any], params: SamplingParams, options: MediaOptions
     ) -> tuple[list[int], list[PromptImage]]:
-        """As ImageInputs.place. given: a prompt's `multi_modal_data`. Raises PromptTooLongError, too."""
+        """As ImageInputs.place, for the images of a prompt. Raises PromptTooLongError, too."""
         if params.truncate_prompt_tokens is not None:
             raise UserError("truncate_prompt_tokens is not supported beside images", param="truncate_prompt_tokens")
         if isinstance(self.images, NoImages):
             raise UserError(f"{IMAGE_KEY} is not supported: {self.images.reason}", param=IMAGE_KEY)
-        if isinstance(given, PlacedImages):
+        if isinstance(given := prompt.get(IMAGE_KEY), PlacedImages):
             return token_ids, list(given)
-        found = images_of(given)
-        self.images.check_number(len(found), IMAGES)
-        pictures = [Picture(f"{IMAGES}[{index}]", image) for index, image in enumerate(found)]
-        token_ids, placed = self.images.place(token_ids, [self.images.prepare(each) for each in pictures], IMAGES)
+        pictures = pictures_of(prompt)
+        self.images.check_number(len(pictures), IMAGES)
+        token_ids, placed = self.images.place(token_ids, self._prepared(self.images, pictures, options), IMAGES)
         self.check_room(token_ids)
         return token_ids, placed
+
+    def _prepared(self, inputs: ImageInputs, pictures: Sequence[Picture], options: MediaOptions) -> list[ReadyImage]:
+        return [inputs.prepare(each, options, self.named_pictures) for each in pictures]
 
     def check_room(self, token_ids: list[int]) -> None:
         if len(token_ids) >= self.max_model_len:
@@ -518,12 +528,17 @@ def mix_seed(seed: int, number: int) -> int:
     return (value ^ (value >> 31)) & MASK_63
 
 
+def has_images(prompt: Mapping[str, Any]) -> bool:
+    """Whether a prompt brings images, or names some."""
+    return any(prompt.get(key) for key in IMAGE_KEYS)
+
+
 def split_prompt(prompt: Prompt, cache_salt: str, *, takes_images: bool = False) -> tuple[str | Sequence[int], str]:
     """(text or token ids, cache salt) of a prompt in any of its forms. takes_images: it may have some."""
     content: Any = prompt
     if isinstance(prompt, Mapping):
         for name in MEDIA_KEYS:
-            if prompt.get(name) and not (takes_images and name == IMAGE_KEY):
+            if prompt.get(name) and not (takes_images and name in IMAGE_KEYS):
                 raise UserError(f"{name} is not supported: {TEXT_ALONE}", param=name)
         known = (name for name in map(str, prompt) if name not in MEDIA_KEYS)
         reject_unknown(known, PROMPT_KEYS, "key in the prompt")

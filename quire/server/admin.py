@@ -147,9 +147,10 @@ def _add_cache_routes(app: FastAPI, context: ServerContext) -> None:
     @app.post("/reset_mm_cache")
     @admin
     async def reset_mm_cache() -> Response:
-        """The cache of images that were made ready, of this process."""
+        """The cache of images that were made ready, of this process, and the names of images, of all."""
         context.check_alive()
         engine.texts.pictures.kept.clear()
+        await engine.texts.pictures.names.clear()
         return Response()
 
     @app.post("/reset_encoder_cache")

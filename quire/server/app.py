@@ -17,6 +17,7 @@ from starlette.routing import Route
 from quire.errors import ModelLoadError
 from quire.metrics.families import MetricNames
 from quire.metrics.prometheus import EngineMetrics, ProcessMetrics
+from quire.multimodal.named import Names
 from quire.server.adapters import ServedAdapters
 from quire.server.admin import add_admin_routes
 from quire.server.answer_format import AnswerFormats
@@ -61,13 +62,14 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Common:
     """What the API processes of a server have in common: the numbers that they add up, stored responses, their process
-    ids, and the names of adapters. keys: makes the ring; called once."""
+    ids, the names of adapters, and those of pictures. keys: makes the ring; called once."""
 
     numbers: Numbers
     keys: Callable[[], KeyRing]
     responses: Responses
     pids: Callable[[], Sequence[int]]
     adapters: SharedNames
+    pictures: Names
 
 
 def create_app(engine: AsyncLLM, settings: ServerSettings, common: Common | None = None) -> FastAPI:
@@ -92,8 +94,10 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, common: Common | None
         numbers=None if common is None else common.numbers,
     )
     if common is None:
-        responses = OwnResponses(ResponseStore(settings.max_stored_responses, settings.response_store_bytes))
-        common = Common(Numbers.alone(), lambda: KeyRing.of(settings), responses, lambda: [os.getpid()], OneProcess())
+        own = OwnResponses(ResponseStore(settings.max_stored_responses, settings.response_store_bytes))
+        adapters, pictures = OneProcess(), engine.texts.pictures.names
+        common = Common(Numbers.alone(), lambda: KeyRing.of(settings), own, lambda: [os.getpid()], adapters, pictures)
+    engine.texts.pictures.names = common.pictures
     engine.input_processor.clips_max_tokens = False
     engine.pooling.model_name = names[0]  # clients know no path
     engine.input_processor.max_new_tokens = engine.model_config.sampling_defaults.get("max_tokens")

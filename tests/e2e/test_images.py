@@ -285,6 +285,22 @@ def test_forms_of_a_picture(llm: LLM, expected: list[list[int]]) -> None:
         assert tokens(llm, [given]) == expected[:1]
 
 
+def test_pictures_by_their_names(llm: LLM, expected: list[list[int]]) -> None:
+    """A name finds the picture that was sent last under it, in the same salt, in every form of a picture."""
+    image, other = (prompt(5, 6, 7, each, 8, 9) for each in (WIDE, TALL))
+    forms: list[Any] = [WIDE.copy(), np.array(WIDE), encoded(WIDE)]
+    again = {**image, "multi_modal_data": {"image": [None]}, "multi_modal_uuids": {"image": ["a"]}}
+    for form in forms:
+        named = {**image, "multi_modal_data": {"image": form}, "multi_modal_uuids": {"image": "a"}}
+        assert tokens(llm, [{**other, "multi_modal_uuids": {"image": ["a"]}}]) == expected[2:3], "not the one before"
+        assert tokens(llm, [named]) == expected[:1]
+        if not isinstance(form, bytes):  # the caller's own, which may change
+            form.paste(0, (0, 0, 8, 8)) if isinstance(form, Image.Image) else form.fill(0)
+        assert tokens(llm, [again, {**again, "multi_modal_data": None}]) == expected[:1] * 2
+    with pytest.raises(UserError, match="no picture is known by the uuid 'a'"):
+        tokens(llm, [{**again, "cache_salt": "other"}])
+
+
 @pytest.mark.parametrize(
     ("change", "message", "param"),
     [
@@ -299,7 +315,10 @@ def test_forms_of_a_picture(llm: LLM, expected: list[list[int]]) -> None:
         ({"multi_modal_data": {"video": [1]}}, "multi_modal_data.video is not supported", "multi_modal_data.video"),
         ({"multi_modal_data": [WIDE]}, "must be an object", "multi_modal_data"),
         ({"mm_processor_kwargs": {"max_pixels": 5}}, "mm_processor_kwargs is not supported", "mm_processor_kwargs"),
-        ({"multi_modal_uuids": {"image": ["a"]}}, "multi_modal_uuids is not supported", "multi_modal_uuids"),
+        ({"multi_modal_uuids": {"image": ["a", "b"]}}, "2 names for 1 images", "multi_modal_uuids.image"),
+        ({"multi_modal_uuids": {"video": ["a"]}}, "images alone", "multi_modal_uuids.video"),
+        ({"multi_modal_uuids": {"image": [""]}}, "1 to 1024 characters", "multi_modal_data.image[0]"),
+        ({"multi_modal_data": None, "multi_modal_uuids": {"image": "?"}}, "known by", "multi_modal_data.image[0]"),
         ({"prompt_token_ids": [5] * 245 + [IMAGE_TOKEN]}, "the prompt has 263 tokens", "prompt"),
     ],
 )
