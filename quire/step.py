@@ -308,3 +308,5 @@ class StepResult(msgspec.Struct, array_like=True):
     """Index into `token_ids` -> why a sequence cannot go on: a logits processor has failed at it."""
     pooled: dict[int, list[float]] = {}
     """Index into `token_ids` -> the vector of a pooled sample, of float32 values: an embedding or logits of labels."""
+    encoder_seconds: float = 0.0
+    """Seconds that the step's layers of images took."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -14,7 +14,7 @@ from quire.engine.input_processor import PlacedImages, Prompt
 from quire.errors import PromptTooLongError
 from quire.multimodal.cache import ReadyImages
 from quire.multimodal.inputs import IMAGES, NO_OPTIONS, ImageInputs, MediaOptions, NoImages, pictures_of
-from quire.multimodal.named import Names, OwnNames, name_key, unknown_name
+from quire.multimodal.named import NamedPictures, name_key, unknown_name
 from quire.multimodal.sources import Picture
 from quire.prompt_image import ReadyImage
 from quire.utils.fair_threads import FairThreads
@@ -25,6 +25,32 @@ OBJECT_BYTES = 2**20
 """Size, for the turns of callers, of a picture that is no file."""
 _HELPER = "quire.multimodal.preparing:prepare_file"
 _IMAGES = msgspec.msgpack.Decoder(ReadyImage)
+
+
+class Names(Protocol):
+    """NamedPictures, wherever they are."""
+
+    async def put(self, name: bytes, image: Any) -> None: ...
+
+    async def find(self, name: bytes) -> Any: ...
+
+    async def clear(self) -> None: ...
+
+
+class OwnNames:
+    """Those of this process."""
+
+    def __init__(self, pictures: NamedPictures) -> None:
+        self._pictures = pictures
+
+    async def put(self, name: bytes, image: Any) -> None:
+        await asyncio.to_thread(self._pictures.put, name, image)  # which may copy it
+
+    async def find(self, name: bytes) -> Any:
+        return self._pictures.find(name)
+
+    async def clear(self) -> None:
+        self._pictures.clear()
 
 
 class Pictures:

@@ -6,11 +6,10 @@ is then taken as if it had been sent: names are in no key of a cache.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import threading
 from collections import OrderedDict
-from typing import Any, Protocol
+from typing import Any
 
 from quire.errors import UserError
 from quire.multimodal.cache import ENTRY_BYTES
@@ -70,32 +69,6 @@ class NamedPictures:
         with self._lock:
             self._kept.clear()
             self._num_bytes = 0
-
-
-class Names(Protocol):
-    """NamedPictures, wherever they are."""
-
-    async def put(self, name: bytes, image: Any) -> None: ...
-
-    async def find(self, name: bytes) -> Any: ...
-
-    async def clear(self) -> None: ...
-
-
-class OwnNames:
-    """Those of this process."""
-
-    def __init__(self, pictures: NamedPictures) -> None:
-        self._pictures = pictures
-
-    async def put(self, name: bytes, image: Any) -> None:
-        await asyncio.to_thread(self._pictures.put, name, image)  # which may copy it
-
-    async def find(self, name: bytes) -> Any:
-        return self._pictures.find(name)
-
-    async def clear(self) -> None:
-        self._pictures.clear()
 
 
 def unknown_name(picture: Picture) -> UserError:

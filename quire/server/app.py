@@ -17,7 +17,6 @@ from starlette.routing import Route
 from quire.errors import ModelLoadError
 from quire.metrics.families import MetricNames
 from quire.metrics.prometheus import EngineMetrics, ProcessMetrics
-from quire.multimodal.named import Names
 from quire.server.adapters import ServedAdapters
 from quire.server.admin import add_admin_routes
 from quire.server.answer_format import AnswerFormats
@@ -57,6 +56,7 @@ from quire.version import __version__
 
 if TYPE_CHECKING:
     from quire.engine.async_engine import AsyncLLM
+    from quire.engine.pictures import Names
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +93,7 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, common: Common | None
         sleep_level=lambda: engine.sleep_level,
         numbers=None if common is None else common.numbers,
     )
-    if common is None:
-        own = OwnResponses(ResponseStore(settings.max_stored_responses, settings.response_store_bytes))
-        adapters, pictures = OneProcess(), engine.texts.pictures.names
-        common = Common(Numbers.alone(), lambda: KeyRing.of(settings), own, lambda: [os.getpid()], adapters, pictures)
+    common = common or alone(engine, settings)
     engine.texts.pictures.names = common.pictures
     engine.input_processor.clips_max_tokens = False
     engine.pooling.model_name = names[0]  # clients know no path
@@ -154,6 +151,13 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, common: Common | None
     add_middleware(app, settings, metrics, counter)
     add_observers(app, context)
     return app
+
+
+def alone(engine: AsyncLLM, settings: ServerSettings) -> Common:
+    """What the only process of a server has to itself."""
+    responses = OwnResponses(ResponseStore(settings.max_stored_responses, settings.response_store_bytes))
+    adapters, pictures = OneProcess(), engine.texts.pictures.names
+    return Common(Numbers.alone(), lambda: KeyRing.of(settings), responses, lambda: [os.getpid()], adapters, pictures)
 
 
 def add_doors(app: FastAPI, context: ServerContext) -> None:

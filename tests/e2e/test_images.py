@@ -142,6 +142,9 @@ def test_equal_images_are_encoded_once_and_hits_encode_none(directory: Path) -> 
     with engine(directory) as llm:
         tokens(llm, [PROMPTS[1]])
         assert num_encoded(llm) == 2, "two of the three are one"
+        stats = llm.stats()
+        assert (stats["encoded_images_total"], stats["num_encoder_tokens"]) == (2, 18 + 10)
+        assert stats["encoder_seconds_total"] > 0
         tokens(llm, [PROMPTS[1]])
         tokens(llm, [prompt(7, TALL)])
         assert num_encoded(llm) == 2
