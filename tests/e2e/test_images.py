@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -79,6 +80,11 @@ def expected(model: PreTrainedModel) -> list[list[int]]:
 
 
 def generated(model: PreTrainedModel, given: dict[str, Any]) -> list[int]:
+    return continued(model, given)[0]
+
+
+def continued(model: PreTrainedModel, given: dict[str, Any]) -> tuple[list[int], torch.Tensor]:
+    """Greedy tokens, and the log-probabilities of all tokens at their places, [NUM_TOKENS, vocabulary]."""
     images = given.get("multi_modal_data", {}).get("image", [])
     token_ids, options = given["prompt_token_ids"], {}
     if images:
@@ -91,10 +97,9 @@ def generated(model: PreTrainedModel, given: dict[str, Any]) -> list[int]:
         options = {**features, "mm_token_type_ids": types}
     ids = torch.tensor([token_ids])
     with torch.inference_mode():
-        output = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS, do_sample=False, **options
-        )
-    return output[0, len(token_ids) :].tolist()
+        options |= {"do_sample": False, "return_dict_in_generate": True, "output_scores": True}
+        found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS, **options)
+    return found.sequences[0, len(token_ids) :].tolist(), torch.cat(found.scores).log_softmax(-1)
 
 
 def engine(directory: Path, **options: Any) -> LLM:
@@ -201,24 +206,31 @@ STATES = {"num_blocks_override": None, "kv_cache_memory": 2**23, "state_snapshot
 @pytest.mark.parametrize(
     ("build", "options"),
     [
+        (qwen3_vl, {}),
         (qwen3_vl_moe, {}),
         (qwen2_5_vl, {}),
         (qwen2_5_vl, {"attention_backend": "torch"}),
         (qwen3_5, STATES),
         pytest.param(qwen3_5_moe, STATES, marks=pytest.mark.long),
     ],
-    ids=["experts", "windows", "windows by torch", "states", "states and experts"],
+    ids=["deep-stack", "experts", "windows", "windows by torch", "states", "states and experts"],
 )
-def test_other_families(build: Callable[[], PreTrainedModel], options: dict[str, Any], tmp_path: Path) -> None:
+def test_log_probabilities_of_families(build: Callable[[], PreTrainedModel], options: dict[str, Any], tmp_path: Path) -> None:
     """In chunks that end inside images, then behind hits, which may end there too."""
     model = randomize(build())
     save(model, tmp_path)
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
     prompts = [*PROMPTS, prompt(*range(10, 65), WIDE, 3)]  # states are kept at 64 tokens
-    expected = [generated(model, each) for each in prompts]
+    references = [continued(model, each) for each in prompts]
+    expected = [token_ids for token_ids, _ in references]
     assert expected[0] != expected[2], "the image matters"
     with engine(tmp_path, max_num_batched_tokens=16, **options) as llm:
-        assert tokens(llm, prompts) == expected
+        outputs = llm.generate(prompts, msgspec.structs.replace(GREEDY, logprobs=5), use_tqdm=False)
+        assert [list(each.outputs[0].token_ids) for each in outputs] == expected
+        for output, (_, scores) in zip(outputs, references, strict=True):
+            for likely, row in zip(output.outputs[0].logprobs or (), scores, strict=True):
+                found = {token_id: row[token_id].item() for token_id in likely}
+                assert {token_id: each.logprob for token_id, each in likely.items()} == pytest.approx(found, abs=1e-4)
         before = llm.stats()["prefix_cache_hits_total"]
         assert tokens(llm, prompts) == expected
         assert llm.stats()["prefix_cache_hits_total"] - before >= 64
