@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -16,11 +17,16 @@ from PIL import Image
 from transformers import PreTrainedModel
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from quire.config.options import EngineOptions
 from quire.config.vision import EncoderCosts
+from quire.engine.async_engine import AsyncLLM
 from quire.errors import UserError
 from quire.llm import LLM
 from quire.sampling_params import SamplingParams
 from quire.scheduler.scheduler import Scheduler
+from tests.e2e.test_restart import GUARD_SECONDS, open_engine
+from tests.fakes.fates import Fates
+from tests.long import all_but_long
 from tests.models.harness import randomize, save
 from tests.models.vision_models import IMAGE_END as END
 from tests.models.vision_models import IMAGE_START as START
@@ -215,7 +221,9 @@ STATES = {"num_blocks_override": None, "kv_cache_memory": 2**23, "state_snapshot
     ],
     ids=["deep-stack", "experts", "windows", "windows by torch", "states", "states and experts"],
 )
-def test_log_probabilities_of_families(build: Callable[[], PreTrainedModel], options: dict[str, Any], tmp_path: Path) -> None:
+def test_log_probabilities_of_families(
+    build: Callable[[], PreTrainedModel], options: dict[str, Any], tmp_path: Path
+) -> None:
     """In chunks that end inside images, then behind hits, which may end there too."""
     model = randomize(build())
     save(model, tmp_path)
@@ -355,6 +363,54 @@ def test_a_model_without_settings_of_images_is_one_of_text(
             tokens(llm, [PROMPTS[0]])
         with pytest.raises(UserError, match="multi_modal_data is not supported"):
             llm.register_prefix(PROMPTS[0])  # type: ignore[arg-type]
+
+
+async def tokens_of(engine: AsyncLLM, given: Any) -> list[int]:
+    async for output in engine.generate(given, GREEDY):
+        last = output
+    return list(last.outputs[0].token_ids)
+
+
+def settings_of(directory: Path) -> dict[str, Any]:
+    exact = {"dtype": "float32", "matmul_precision": "float32", "num_threads": 1, "skip_tokenizer_init": True}
+    return {"model": str(directory), "num_blocks_override": 120, "block_size": 4, "max_num_batched_tokens": 8, **exact}
+
+
+@pytest.mark.parametrize("deaths", all_but_long([[2], [2, 20]], [[2]]), ids=str)
+async def test_an_engine_after_one_that_was_killed_gets_the_pictures_again(
+    directory: Path, expected: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deaths: list[int]
+) -> None:
+    """The first dies while it encodes, a second one while it generates."""
+    fates = Fates(tmp_path, monkeypatch)
+    fates.are(*(("die", step) for step in deaths))
+    engine = open_engine(settings_of(directory))
+    try:
+        async with asyncio.timeout(GUARD_SECONDS):
+            assert await asyncio.gather(*(tokens_of(engine, each) for each in PROMPTS)) == expected
+        assert (engine.num_restarts, fates.num_left) == (len(deaths), 0)
+    finally:
+        engine.shutdown()
+
+
+async def test_a_request_that_is_left_is_encoded_no_further(
+    directory: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EncoderCosts, "layer_tokens", lambda self, grid: 10**6)  # one layer a step
+    engine = AsyncLLM.from_options(EngineOptions.from_keywords(settings_of(directory)), in_process=True)
+    try:
+        for _ in range(3):
+            leaving = asyncio.ensure_future(tokens_of(engine, PROMPTS[1]))
+            while not (await engine.stats()).encoded_images_total:
+                await asyncio.sleep(0)
+            leaving.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await leaving
+            assert await tokens_of(engine, PROMPTS[0]) == expected[0]
+            stats = await engine.stats()
+            assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
+        assert await tokens_of(engine, PROMPTS[1]) == expected[1]
+    finally:
+        engine.shutdown()
 
 
 @pytest.fixture(scope="module")
