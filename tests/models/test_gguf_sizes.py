@@ -34,8 +34,8 @@ from tests.models.test_gguf import add_extras
 SIZES = {**WIDE, "vocab_size": 128, "num_hidden_layers": 1}
 """Sizes that blocks and panels divide."""
 EXPERTS = {"hidden_size": 64, "vocab_size": 128, "num_hidden_layers": 1}
-WIDE_EXPERTS = {**EXPERTS, "hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 4}
-THREE_TYPES = {"ffn_gate_exps": "Q4_K", "ffn_up_exps": "Q6_K", "ffn_down_exps": "Q5_K"}
+WIDE_EXPERTS = {**EXPERTS, "hidden_size": 256, "moe_intermediate_size": 32, "num_experts": 4}
+THREE_TYPES = {"ffn_gate_exps": "Q4_K", "ffn_up_exps": "Q6_K", "ffn_down_exps": "Q8_0"}
 MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 
 
