@@ -1,4 +1,4 @@
-"""The engine's options as flags, shared by every command that starts an engine."""
+"""The engine's options as flags, shared by commands that start an engine."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import argparse
 from collections.abc import Iterable
 
 from quire.cli.parser import Parser, add_struct_flags, given
-from quire.config.options import HELP, EngineOptions
+from quire.config.options import EngineOptions
 from quire.errors import UserError
 
 _POSITIONAL = "model_positional"
 
 
 def add_engine_flags(parser: Parser, *, positional: bool = True, skip: Iterable[str] = ()) -> None:
-    """Add one flag for each field of EngineOptions; with `positional`, MODEL may also be the first argument."""
+    """Add a flag for each field of EngineOptions. positional: MODEL may also be the first argument."""
     if positional:
         parser.add_argument(
             _POSITIONAL, metavar="MODEL", nargs="?", default=None, help="the same as --model (default: bundled)"
         )
-    add_struct_flags(parser, EngineOptions, HELP, title="engine options", skip=skip)
+    add_struct_flags(parser, EngineOptions, title="engine options", skip=skip)
 
 
 def engine_options(namespace: argparse.Namespace) -> EngineOptions:
-    """The options that were given. Raises UserError when MODEL and --model disagree."""
+    """Options from the given flags. Raises UserError if MODEL and --model disagree."""
     keywords = given(namespace, EngineOptions)
     model = getattr(namespace, _POSITIONAL, None)
     if model is not None:

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from quire import envs
 from quire.cli.config_file import parse_config, written
 from quire.cli.engine_flags import add_engine_flags, engine_options
-from quire.cli.option_groups import GROUPS
 from quire.cli.parser import Parser, add_struct_flags, given
+from quire.config.option import GROUPS
 from quire.config.options import EngineOptions
 from quire.engine.engine_process import LOCAL_EXECUTOR, EngineProcess
-from quire.server.settings import HELP, ServerSettings
+from quire.server.settings import ServerSettings
 
 
 def build_parser() -> Parser:
@@ -25,7 +25,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--config", metavar="FILE", help="YAML or TOML file of options; those in the line count more")
     parser.add_argument("--print-config", action="store_true", help="print the options that are set, as such a file")
-    add_struct_flags(parser, ServerSettings, HELP, title="server options")
+    add_struct_flags(parser, ServerSettings, title="server options")
     add_engine_flags(parser)
     return parser
 
@@ -50,8 +50,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def start(options: EngineOptions, settings: ServerSettings) -> int:
-    """Serve, as `quire.server.run.serve`. The process of a lone engine starts before this one has read its own modules,
-    so that torch is imported beside them."""
+    """Serve, see `quire.server.run.serve`. A single engine's process starts first, so that its import of torch overlaps
+    this process's imports."""
     with contextlib.ExitStack() as stack:
         process = None
         sizes = options.tensor_parallel_size, options.data_parallel_size, settings.api_server_count

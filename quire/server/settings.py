@@ -1,15 +1,26 @@
-"""ServerSettings: the options of the HTTP server besides the engine's."""
+"""ServerSettings: options of the HTTP server besides the engine's."""
 
 from __future__ import annotations
 
 import re
 import ssl
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import msgspec
 
+from quire.config.option import (
+    ACCESS,
+    ADAPTERS,
+    ANSWERS,
+    FIRST,
+    HTTP,
+    IMAGES,
+    KV,
+    OBSERVE,
+    SCHEDULING,
+)
 from quire.envs import LOG_FORMATS
 from quire.errors import ConfigError, nearest_name
 from quire.request import MAX_PRIORITY
@@ -26,151 +37,239 @@ DIALECTS = ("openai", "vllm")
 OLLAMA, LLAMA_CPP = "ollama", "llama.cpp"
 NO_DOORS = "none"
 OLLAMA_TAG = ":latest"
-"""The tag of a name that has none."""
+"""Default tag of a model name."""
 DETAILED_TRACES = ("model", "worker", "all")
 MAX_NUM_HEADERS = 4096
 MAX_HEAD_BYTES = 16 * 2**20
 BODY_BYTES, BODY_BYTES_WITH_IMAGES = 8 * 2**20, 64 * 2**20
-"""Bytes of a request body, of models of text and of those that take images."""
+"""Default limit of a request body in bytes, for text models and models that take images."""
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@,]+")
 _HOST = re.compile(r"(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*|[0-9A-Fa-f]*:[0-9A-Fa-f:.]*")
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of one server. Wrong values raise ConfigError with `param` set. `HELP` holds one line for each field.
+    """Settings of one server. Invalid values raise ConfigError with `param` set. Each field's `Option` describes its
+    flag; more on some:
 
-    served_model_name: names that requests may use; the first is the one in responses. Empty: the engine's model name.
-    max_body_size: bytes of a request body, as a number or "8MiB"; None: 8 MiB, or 64 MiB of a model that takes
-    images.
-    api_key, api_key_file: the keys that clients may send (quire/server/keys.py); with neither, no key is asked for.
-    priority_range: "LOW,HIGH", the priorities that clients may send where the engine takes any (lower is earlier). The
-        file of keys may name another one for a key.
-    max_num_queued: most requests that may wait for a place in the batch before new ones get 429; None: no limit.
-    max_num_queued_tokens: most prompt tokens of requests that have got no token yet before new ones get 429.
-    restart_engine: start another engine when one dies; all requests go on in it (quire/engine/fleet.py). None: where
-        `data_parallel_size` is more than 1.
-    hung_engine_timeout: seconds without a sign of life after which `restart_engine` ends an engine and starts another
-        one; 0: only an engine that has died is followed by another one.
-    api_server_count: processes that tokenise, parse and stream before the one engine (quire/server/api_processes.py).
-    shutdown_timeout: seconds that running requests get to finish after SIGTERM.
-    cors_allowed_origins: origins (scheme://host:port) whose pages may call besides the server's own; "scheme://*": all
-        of a scheme; "*": any.
-    allowed_hosts: names in the Host header that are served besides those that the address listened on implies
-        (quire/server/site.py); "*.example.com" stands for all names under it, "*" for any, which is the default on a
-        Unix socket.
-    keep_alive_timeout, header_timeout, body_timeout, write_timeout: seconds that a client may take to begin a request,
-        to send its head, to send its body, and to read some of its answer.
-    max_total_body_size: bytes of all bodies that are being received (quire/server/json_bodies.py).
-    enable_request_id_headers: whether each response has the X-Request-Id of its request, or one of the server's.
-    metrics_names: under which names /metrics has the families that vLLM has: "vllm", "quire" or "both".
-    protect_metrics: whether /metrics asks for a key as other routes do.
-    enable_per_request_metrics: whether answers tell the times of their requests (not with `include_metrics` false).
-    per_request_spec_decode_metrics: what answers tell of their drafts: "none", "summary", or "detailed" (each step's).
-    disable_log_stats: whether the log has no line of statistics every 10 s under load (quire/server/stats_log.py).
-    log_format: "text" or "json"; None: as `QUIRE_LOG_FORMAT` says.
-    otlp_traces_endpoint, collect_detailed_traces: where spans of requests go, and whether each phase has a span of its
-        own; any of vLLM's values asks for that (quire/server/tracing.py).
-    trust_request_chat_template: whether requests may bring chat templates.
-    trust_request_mm_kwargs: whether requests may bring mm_processor_kwargs and media_io_kwargs.
-    strict_fields: whether an unknown field of a request is an error, and not only reported (docs/http-api.md).
-    chat_template_content_format: how templates get the content of messages: as a "string", as a list of parts
-        ("openai"), or as the template asks for it ("auto").
-    enable_admin_routes: whether clients may control the engine (quire/server/admin.py).
-    enable_sleep_mode: whether clients may send it to sleep.
-    admin_api_key: the keys that control routes ask for; with none, also in the file of keys, only clients on this
-        machine may use them (quire/server/auth.py).
-    enable_tokenizer_info_endpoint: whether /tokenizer_info tells the tokenizer's configuration and chat template.
-    tool_call_parser, reasoning_parser: how the model writes tool calls and reasoning (docs/tool-calls.md); "auto", and
-        None for tool calls: as its chat template shows, "none", and None for reasoning: not at all.
-        enable_auto_tool_choice: clients will let the model choose tools, so the server does not start without a parser.
-    exclude_tools_when_tool_choice_none: whether tools are kept from the chat template where none may be called.
-    max_stored_responses, response_store_size: how many responses of /v1/responses are kept for clients that go on from
-        them, and how many bytes they may take together (quire/server/response_store.py); 0 keeps none.
-    uds: path of a Unix socket to listen on in place of `host` and `port`.
-    root_path: what a proxy in front takes off the path, such as /llm; requests that still have it are served too.
-    response_role: the role of answers in chats.
-    return_tokens_as_token_ids, stream_interval: for requests that do not say it.
-    enable_force_include_usage: whether every chunk of every stream has the usage so far.
-    default_chat_template_kwargs: what chat templates get that requests do not say.
-    enable_log_requests, max_log_len: whether each request is logged, and how many characters of its prompt.
-    ssl_ca_certs, ssl_cert_reqs: the authorities of clients' certificates, and whether clients must have one (as
-        Python's ssl module counts: 0 no, 1 if they like, 2 yes). ssl_ciphers: of TLS 1.2, in OpenSSL's words.
-    max_head_size, max_num_headers: of the head of one request.
-    dialect: whose API is followed where OpenAI's and vLLM's differ, "openai" or "vllm": the code of an error is a word
-        or the HTTP status, and a logit_bias beyond 100 is an error or 100 (docs/http-api.md).
-    api: the APIs of other servers that are spoken besides, separated by commas, or "none" (docs/doors.md).
-    lora_modules: adapters that are loaded at the start, NAME=PATH each, or a JSON object with name, path and
-        base_model_name. lora_dir: a directory of adapters that are loaded when a request names them.
-    preload_prefix: text files whose content is computed and pinned before the server is ready (docs/prefixes.md).
+    served_model_name: the first name is the one in responses. Empty: the engine's model name.
+    api_key, api_key_file: keys of clients (quire/server/keys.py); without keys, clients need none.
+    priority_range: lowest and highest priority (lower is earlier); the key file may set another range for a key.
+    restart_engine: requests go on in the new engine (quire/engine/fleet.py). None: on if `data_parallel_size` exceeds
+        1.
+    hung_engine_timeout: 0 replaces only an engine that has died.
+    api_server_count: processes that tokenize, parse and stream (quire/server/api_processes.py).
+    cors_allowed_origins: scheme://host:port of pages besides the server's own.
+    allowed_hosts: names in the Host header besides those of the listening address (quire/server/site.py). Any name is
+        allowed by default on a Unix socket.
+    keep_alive_timeout, header_timeout, body_timeout, write_timeout: seconds for a client to begin a request, to send
+        its head, to send its body, and to read part of its answer.
+    max_total_body_size: total bytes of bodies in flight (quire/server/json_bodies.py).
+    metrics_names: names of the metrics that vLLM has too: "vllm", "quire" or "both".
+    disable_log_stats: omit the line of statistics (quire/server/stats_log.py).
+    log_format: None follows `QUIRE_LOG_FORMAT`.
+    collect_detailed_traces: any of vLLM's values adds a span for each phase (quire/server/tracing.py).
+    strict_fields: refuse unknown fields instead of reporting them (docs/http-api.md).
+    enable_admin_routes: let clients control the engine (quire/server/admin.py).
+    admin_api_key: if there is none, here and in the key file, only clients on this machine may control the engine
+        (quire/server/auth.py).
+    tool_call_parser, reasoning_parser: parsers by name (docs/tool-calls.md); "auto" follows the chat template and is
+        the default for tool calls, "none" turns parsing off and is the default for reasoning.
+    max_stored_responses, response_store_size: number and total bytes of responses of /v1/responses kept for later
+        requests (quire/server/response_store.py).
+    root_path: prefix that a proxy strips; requests that still have it are served too.
+    ssl_cert_reqs: client certificates as in Python's ssl module: 0 none, 1 optional, 2 required.
+    ssl_ciphers: ciphers up to TLS 1.2, in OpenSSL's form.
+    dialect: API to follow where OpenAI and vLLM differ: error codes are words or HTTP statuses, and a logit_bias beyond
+        100 is an error or clipped (docs/http-api.md).
+    api: other APIs to serve, separated by commas, or "none" (docs/doors.md).
+    lora_dir: directory of adapters, each loaded when a request names it.
+    preload_prefix: text files computed and pinned before the server is ready (docs/prefixes.md).
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    served_model_name: list[str] = []
-    api_key: list[str] = []
-    api_key_file: str | None = None
-    max_body_size: int | str | None = None
-    max_num_queued: int | None = 4096
-    max_num_queued_tokens: int | None = None
-    priority_range: str = "0,100"
-    restart_engine: bool | None = None
-    hung_engine_timeout: float = HUNG_ENGINE_TIMEOUT
-    api_server_count: int = 1
-    shutdown_timeout: float = 30.0
-    preload_prefix: list[str] = []
-    lora_modules: list[str] = []
-    lora_dir: str | None = None
-    cors_allowed_origins: list[str] = []
-    allowed_hosts: list[str] = []
-    keep_alive_timeout: float = 30.0
-    header_timeout: float = 10.0
-    body_timeout: float = 60.0
-    write_timeout: float = 60.0
-    max_connections: int = 8192
-    max_total_body_size: int | str = "256MiB"
-    ssl_keyfile: str | None = None
-    ssl_certfile: str | None = None
-    ssl_ca_certs: str | None = None
-    ssl_cert_reqs: int = int(ssl.CERT_NONE)
-    ssl_ciphers: str | None = None
-    max_head_size: int | str = "64KiB"
-    max_num_headers: int = 128
-    uds: str | None = None
-    root_path: str = ""
-    response_role: str = "assistant"
-    enable_force_include_usage: bool = False
-    return_tokens_as_token_ids: bool = False
-    stream_interval: int | None = None
-    default_chat_template_kwargs: dict[str, Any] = {}
-    enable_log_requests: bool = False
-    max_log_len: int | None = None
-    disable_fastapi_docs: bool = False
-    access_log: bool = False
-    disable_log_stats: bool = False
-    metrics_names: str = "vllm"
-    protect_metrics: bool = False
-    enable_per_request_metrics: bool = False
-    per_request_spec_decode_metrics: str = "none"
-    log_format: str | None = None
-    otlp_traces_endpoint: str | None = None
-    collect_detailed_traces: list[str] = []
-    strict_fields: bool = False
-    trust_request_chat_template: bool = False
-    trust_request_mm_kwargs: bool = False
-    enable_auto_tool_choice: bool = False
-    tool_call_parser: str | None = None
-    reasoning_parser: str | None = None
-    exclude_tools_when_tool_choice_none: bool = False
-    enable_request_id_headers: bool = False
-    chat_template_content_format: ContentFormat = "auto"
-    enable_admin_routes: bool = False
-    enable_sleep_mode: bool = False
-    admin_api_key: list[str] = []
-    max_stored_responses: int = 1000
-    response_store_size: int | str = "64MiB"
-    enable_tokenizer_info_endpoint: bool = False
-    dialect: str = "openai"
-    api: str = f"{OLLAMA},{LLAMA_CPP}"
+    host: Annotated[str, FIRST("address to listen on")] = "127.0.0.1"
+    port: Annotated[int, FIRST("port to listen on (0: any free one)")] = 8000
+    served_model_name: Annotated[
+        list[str], FIRST("name of the model in the API; may be given several times (default: the model as given)")
+    ] = []
+    api_key: Annotated[
+        list[str], FIRST("key that clients must send as 'Authorization: Bearer KEY'; may be given several times")
+    ] = []
+    api_key_file: Annotated[
+        str | None,
+        ACCESS("TOML file of further keys: a table [NAME] for each client, with key and perhaps priority_range"),
+    ] = None
+    max_body_size: Annotated[
+        int | str | None, HTTP("largest request body, such as 8MiB (default: 8MiB; 64MiB of models that take images)")
+    ] = None
+    max_num_queued: Annotated[
+        int | None, SCHEDULING("most requests that may wait before new ones are refused with 429")
+    ] = 4096
+    max_num_queued_tokens: Annotated[
+        int | None, SCHEDULING("most prompt tokens that may wait before new requests are refused with 429")
+    ] = None
+    priority_range: Annotated[
+        str,
+        SCHEDULING("priorities LOW,HIGH that clients may send, with --scheduling-policy priority; lower is earlier"),
+    ] = "0,100"
+    restart_engine: Annotated[
+        bool | None, HTTP("when an engine dies, start another one, in which its requests go on (default: with several)")
+    ] = None
+    hung_engine_timeout: Annotated[
+        float, HTTP("seconds without a sign of life after which --restart-engine ends the engine (0: never)")
+    ] = HUNG_ENGINE_TIMEOUT
+    api_server_count: Annotated[
+        int, HTTP("API processes in front of the engine: more where one is at the limit of its core")
+    ] = 1
+    shutdown_timeout: Annotated[float, HTTP("seconds that running requests get to finish after SIGTERM")] = 30.0
+    preload_prefix: Annotated[
+        list[str], KV("text file that is computed and kept as a prefix before the start; may be given several times")
+    ] = []
+    lora_modules: Annotated[
+        list[str],
+        ADAPTERS("adapters to load at the start: NAME=PATH, or a JSON object with name, path and base_model_name"),
+    ] = []
+    lora_dir: Annotated[
+        str | None,
+        ADAPTERS("directory of adapters: a request whose model is the name of one of its folders gets that adapter"),
+    ] = None
+    cors_allowed_origins: Annotated[
+        list[str],
+        ACCESS(
+            "origin that browsers may call from ('app://*': all of a scheme, '*': any); may be given several times",
+            "--allowed-origins",
+        ),
+    ] = []
+    allowed_hosts: Annotated[
+        list[str],
+        ACCESS(
+            "name that clients may call the server by, besides its own ('*.example.com': all names under it, '*': "
+            "any); may be given several times"
+        ),
+    ] = []
+    keep_alive_timeout: Annotated[
+        float, HTTP("seconds that a connection may stay open between requests, and before the first")
+    ] = 30.0
+    header_timeout: Annotated[float, HTTP("seconds that the head of a request may take to arrive")] = 10.0
+    body_timeout: Annotated[float, HTTP("seconds that the body of a request may take to arrive")] = 60.0
+    write_timeout: Annotated[float, HTTP("seconds without reading after which a client is cut off")] = 60.0
+    max_connections: Annotated[int, HTTP("most connections at a time; more are refused with 503")] = 8192
+    max_total_body_size: Annotated[
+        int | str, HTTP("most bytes of request bodies that are received at a time; more are refused with 503")
+    ] = "256MiB"
+    ssl_keyfile: Annotated[str | None, ACCESS("private key file: serve https")] = None
+    ssl_certfile: Annotated[str | None, ACCESS("certificate file: serve https")] = None
+    ssl_ca_certs: Annotated[str | None, ACCESS("file of the authorities that sign clients' certificates")] = None
+    ssl_cert_reqs: Annotated[
+        int, ACCESS("whether clients need a certificate: 0 no, 1 checked if they have one, 2 yes")
+    ] = int(ssl.CERT_NONE)
+    ssl_ciphers: Annotated[str | None, ACCESS("ciphers of TLS 1.2 and below, as OpenSSL writes them")] = None
+    max_head_size: Annotated[int | str, HTTP("most bytes of a request's line, headers and trailers")] = "64KiB"
+    max_num_headers: Annotated[int, HTTP("most headers of a request")] = 128
+    uds: Annotated[str | None, HTTP("Unix socket to listen on, in place of host and port")] = None
+    root_path: Annotated[str, HTTP("path that a proxy in front of the server takes off, such as /llm")] = ""
+    response_role: Annotated[str, ANSWERS("role of the answers in chats")] = "assistant"
+    enable_force_include_usage: Annotated[
+        bool, ANSWERS("put the usage so far in every chunk of every stream, asked for or not")
+    ] = False
+    return_tokens_as_token_ids: Annotated[
+        bool, ANSWERS("log-probabilities name tokens token_id:N, unless a request says otherwise")
+    ] = False
+    stream_interval: Annotated[
+        int | None,
+        SCHEDULING("tokens of each chunk of a stream after the first, unless a request says (default: what comes)"),
+    ] = None
+    default_chat_template_kwargs: Annotated[
+        dict[str, Any], ANSWERS("JSON object of what chat templates get, where a request does not say otherwise")
+    ] = {}
+    enable_log_requests: Annotated[
+        bool, OBSERVE("log each request's id, sizes, parameters and times (with QUIRE_LOG_LEVEL=DEBUG its prompt)")
+    ] = False
+    max_log_len: Annotated[int | None, OBSERVE("most characters and tokens of a prompt in the log (default: all)")] = (
+        None
+    )
+    disable_fastapi_docs: Annotated[bool, HTTP("serve no /docs and no /openapi.json")] = False
+    access_log: Annotated[bool, OBSERVE("log one line for each HTTP request")] = False
+    disable_log_stats: Annotated[bool, OBSERVE("log no line of statistics every 10 s while requests run")] = False
+    metrics_names: Annotated[
+        str, OBSERVE("names of the metrics that vLLM has too: vllm (vllm:...), quire (quire_...) or both")
+    ] = "vllm"
+    protect_metrics: Annotated[bool, ACCESS("ask for a key on /metrics too")] = False
+    enable_per_request_metrics: Annotated[
+        bool, OBSERVE("tell the times of each request in its answer, unless its include_metrics is false")
+    ] = False
+    per_request_spec_decode_metrics: Annotated[
+        str, OBSERVE("tell what became of a request's drafts in its answer: none, summary, detailed")
+    ] = "none"
+    log_format: Annotated[str | None, OBSERVE("text or json: one object a line, with request ids")] = None
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        OBSERVE("address that takes OpenTelemetry spans by OTLP over HTTP, such as http://localhost:4318/v1/traces"),
+    ] = None
+    collect_detailed_traces: Annotated[
+        list[str], OBSERVE("model, worker or all: a span for each phase of a request; may be given several times")
+    ] = []
+    strict_fields: Annotated[
+        bool, ANSWERS("refuse requests with unknown fields (without it they are accepted, and reported in a header)")
+    ] = False
+    trust_request_chat_template: Annotated[bool, ACCESS("take chat templates from requests (chat_template)")] = False
+    trust_request_mm_kwargs: Annotated[bool, IMAGES("take mm_processor_kwargs and media_io_kwargs from requests")] = (
+        False
+    )
+    enable_auto_tool_choice: Annotated[
+        bool, ANSWERS("do not start unless the model's way to write tool calls is known")
+    ] = False
+    tool_call_parser: Annotated[
+        str | None, ANSWERS("how the model writes tool calls, such as hermes (default: as its chat template shows)")
+    ] = None
+    reasoning_parser: Annotated[
+        str | None,
+        ANSWERS("how the model writes its thoughts, such as qwen3, or auto (default: they stay in the content)"),
+    ] = None
+    exclude_tools_when_tool_choice_none: Annotated[
+        bool, ANSWERS("keep tools from the chat template where tool_choice is none")
+    ] = False
+    enable_request_id_headers: Annotated[
+        bool, ANSWERS("return the X-Request-Id of each request, or one of the server's")
+    ] = False
+    chat_template_content_format: Annotated[
+        ContentFormat,
+        ANSWERS(
+            "how chat templates get the content of messages: string, openai (a list of parts) "
+            "or auto (as the template asks for it)"
+        ),
+    ] = "auto"
+    enable_admin_routes: Annotated[
+        bool,
+        ACCESS(
+            "serve POST /pause, /resume, /abort_requests, /reset_prefix_cache, /stop_replica and "
+            "/start_replica, and GET /server_info"
+        ),
+    ] = False
+    enable_sleep_mode: Annotated[
+        bool, ACCESS("serve POST /sleep and /wake_up, by which clients give the engine's memory back")
+    ] = False
+    admin_api_key: Annotated[
+        list[str],
+        ACCESS(
+            "key that control routes ask for; may be given several times (default: only clients on this "
+            "machine may use them)"
+        ),
+    ] = []
+    max_stored_responses: Annotated[
+        int, ANSWERS("responses of /v1/responses that are kept for requests that go on from them; 0: none")
+    ] = 1000
+    response_store_size: Annotated[int | str, ANSWERS("most memory that these responses may take, such as 64MiB")] = (
+        "64MiB"
+    )
+    enable_tokenizer_info_endpoint: Annotated[
+        bool, ACCESS("serve GET /tokenizer_info: the tokenizer's configuration and chat template")
+    ] = False
+    dialect: Annotated[
+        str, ANSWERS("openai or vllm: whose error codes and bounds the API has where the two differ")
+    ] = "openai"
+    api: Annotated[
+        str, ANSWERS("APIs of other servers that are spoken too: ollama,llama.cpp (default), one of them, or none")
+    ] = f"{OLLAMA},{LLAMA_CPP}"
 
     def __post_init__(self) -> None:
         if not self.host:
@@ -270,7 +369,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def doors(self) -> frozenset[str]:
-        """The APIs of `api`. Raises ConfigError for one that there is not."""
+        """APIs named in `api`. Raises ConfigError for an unknown one."""
         names = [name.strip() for name in self.api.split(",")] if self.api != NO_DOORS else []
         for name in names:
             _check_choice("api", name, (OLLAMA, LLAMA_CPP, NO_DOORS))
@@ -279,13 +378,13 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return frozenset(names)
 
     def priorities(self) -> tuple[int, int]:
-        """(lowest, highest) priority that a client may send. Raises ConfigError for a range that is none."""
+        """Return the (lowest, highest) priority that a client may send. Raises ConfigError."""
         return parse_priorities(self.priority_range, "priority_range", "priority_range")
 
     @property
     def traces_url(self) -> str | None:
-        """Where spans are posted: the address as given, or of one without a path OTLP's own `/v1/traces`. Raises
-        ConfigError for an address that is none of HTTP."""
+        """URL that receives spans; without a path, OTLP's `/v1/traces` is added. Raises ConfigError unless it is an
+        HTTP URL."""
         endpoint = self.otlp_traces_endpoint
         if endpoint is None:
             return None
@@ -315,7 +414,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return BODY_BYTES if self.max_body_size is None else parse_bytes(self.max_body_size, param="max_body_size")
 
     def max_body_bytes_of(self, *, takes_images: bool) -> int:
-        """Bytes of a request body of a model that takes images, or takes text alone."""
+        """Limit of a request body in bytes."""
         if self.max_body_size is None and takes_images:
             return min(BODY_BYTES_WITH_IMAGES, self.max_total_body_bytes)
         return self.max_body_bytes
@@ -326,7 +425,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @classmethod
     def from_keywords(cls, keywords: dict[str, object]) -> ServerSettings:
-        """Build from keyword arguments. Unknown names and wrong types raise ConfigError."""
+        """Build from keyword arguments. Raises ConfigError for unknown names and wrong types."""
         for name in keywords:
             if name not in cls.__struct_fields__:
                 nearest = nearest_name(name, cls.__struct_fields__)
@@ -340,7 +439,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 def parse_priorities(text: str, name: str, param: str) -> tuple[int, int]:
-    """(lowest, highest) of "LOW,HIGH". Raises ConfigError, which calls the text `name`, for a range that is none."""
+    """Parse "LOW,HIGH". Raises ConfigError. name: subject of the error message."""
     low, _, high = text.partition(",")
     try:
         found = int(low), int(high)
@@ -384,80 +483,3 @@ def _check_hosts(hosts: list[str]) -> None:
                 "'*': any)",
                 param="allowed_hosts",
             )
-
-
-HELP: dict[str, str] = {
-    "host": "address to listen on",
-    "port": "port to listen on (0: any free one)",
-    "served_model_name": "name of the model in the API; may be given several times (default: the model as given)",
-    "api_key": "key that clients must send as 'Authorization: Bearer KEY'; may be given several times",
-    "api_key_file": "TOML file of further keys: a table [NAME] for each client, with key and perhaps priority_range",
-    "max_body_size": "largest request body, such as 8MiB (default: 8MiB; 64MiB of models that take images)",
-    "max_num_queued_tokens": "most prompt tokens that may wait before new requests are refused with 429",
-    "max_num_queued": "most requests that may wait before new ones are refused with 429",
-    "priority_range": "priorities LOW,HIGH that clients may send, with --scheduling-policy priority; lower is earlier",
-    "restart_engine": "when an engine dies, start another one, in which its requests go on (default: with several)",
-    "hung_engine_timeout": "seconds without a sign of life after which --restart-engine ends the engine (0: never)",
-    "api_server_count": "API processes in front of the engine: more where one is at the limit of its core",
-    "shutdown_timeout": "seconds that running requests get to finish after SIGTERM",
-    "preload_prefix": "text file that is computed and kept as a prefix before the start; may be given several times",
-    "cors_allowed_origins": "origin that browsers may call from ('app://*': all of a scheme, '*': any); may be given "
-    "several times",
-    "allowed_hosts": "name that clients may call the server by, besides its own ('*.example.com': all names under it, "
-    "'*': any); may be given several times",
-    "keep_alive_timeout": "seconds that a connection may stay open between requests, and before the first",
-    "header_timeout": "seconds that the head of a request may take to arrive",
-    "body_timeout": "seconds that the body of a request may take to arrive",
-    "write_timeout": "seconds without reading after which a client is cut off",
-    "max_connections": "most connections at a time; more are refused with 503",
-    "max_total_body_size": "most bytes of request bodies that are received at a time; more are refused with 503",
-    "ssl_keyfile": "private key file: serve https",
-    "ssl_certfile": "certificate file: serve https",
-    "ssl_ca_certs": "file of the authorities that sign clients' certificates",
-    "ssl_cert_reqs": "whether clients need a certificate: 0 no, 1 checked if they have one, 2 yes",
-    "ssl_ciphers": "ciphers of TLS 1.2 and below, as OpenSSL writes them",
-    "max_head_size": "most bytes of a request's line, headers and trailers",
-    "max_num_headers": "most headers of a request",
-    "uds": "Unix socket to listen on, in place of host and port",
-    "root_path": "path that a proxy in front of the server takes off, such as /llm",
-    "lora_modules": "adapters to load at the start: NAME=PATH, or a JSON object with name, path and base_model_name",
-    "lora_dir": "directory of adapters: a request whose model is the name of one of its folders gets that adapter",
-    "response_role": "role of the answers in chats",
-    "enable_force_include_usage": "put the usage so far in every chunk of every stream, asked for or not",
-    "return_tokens_as_token_ids": "log-probabilities name tokens token_id:N, unless a request says otherwise",
-    "stream_interval": "tokens of each chunk of a stream after the first, unless a request says (default: what comes)",
-    "default_chat_template_kwargs": "JSON object of what chat templates get, where a request does not say otherwise",
-    "enable_log_requests": "log each request's id, sizes, parameters and times (with QUIRE_LOG_LEVEL=DEBUG its prompt)",
-    "max_log_len": "most characters and tokens of a prompt in the log (default: all)",
-    "disable_fastapi_docs": "serve no /docs and no /openapi.json",
-    "access_log": "log one line for each HTTP request",
-    "disable_log_stats": "log no line of statistics every 10 s while requests run",
-    "enable_request_id_headers": "return the X-Request-Id of each request, or one of the server's",
-    "protect_metrics": "ask for a key on /metrics too",
-    "enable_per_request_metrics": "tell the times of each request in its answer, unless its include_metrics is false",
-    "per_request_spec_decode_metrics": "tell what became of a request's drafts in its answer: none, summary, detailed",
-    "log_format": "text or json: one object a line, with request ids",
-    "otlp_traces_endpoint": "address that takes OpenTelemetry spans by OTLP over HTTP, such as "
-    "http://localhost:4318/v1/traces",
-    "collect_detailed_traces": "model, worker or all: a span for each phase of a request; may be given several times",
-    "metrics_names": "names of the metrics that vLLM has too: vllm (vllm:...), quire (quire_...) or both",
-    "trust_request_chat_template": "take chat templates from requests (chat_template)",
-    "trust_request_mm_kwargs": "take mm_processor_kwargs and media_io_kwargs from requests",
-    "dialect": "openai or vllm: whose error codes and bounds the API has where the two differ",
-    "api": "APIs of other servers that are spoken too: ollama,llama.cpp (default), one of them, or none",
-    "strict_fields": "refuse requests with unknown fields (without it they are accepted, and reported in a header)",
-    "chat_template_content_format": "how chat templates get the content of messages: string, openai (a list of parts) "
-    "or auto (as the template asks for it)",
-    "max_stored_responses": "responses of /v1/responses that are kept for requests that go on from them; 0: none",
-    "response_store_size": "most memory that these responses may take, such as 64MiB",
-    "enable_admin_routes": "serve POST /pause, /resume, /abort_requests, /reset_prefix_cache, /stop_replica and "
-    "/start_replica, and GET /server_info",
-    "admin_api_key": "key that control routes ask for; may be given several times (default: only clients on this "
-    "machine may use them)",
-    "enable_tokenizer_info_endpoint": "serve GET /tokenizer_info: the tokenizer's configuration and chat template",
-    "enable_auto_tool_choice": "do not start unless the model's way to write tool calls is known",
-    "tool_call_parser": "how the model writes tool calls, such as hermes (default: as its chat template shows)",
-    "reasoning_parser": "how the model writes its thoughts, such as qwen3, or auto (default: they stay in the content)",
-    "exclude_tools_when_tool_choice_none": "keep tools from the chat template where tool_choice is none",
-    "enable_sleep_mode": "serve POST /sleep and /wake_up, by which clients give the engine's memory back",
-}
