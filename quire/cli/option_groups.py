@@ -42,8 +42,9 @@ GROUPS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "device": (
         "what computes",
         ("device", "num_threads", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",
-         "enable_expert_parallel", "expert_placement_strategy", "distributed_executor_backend", "ray_placement",
-         "attention_backend", "mla_prompt", "matmul_precision", "activation_bits", "enforce_eager", "cuda_graphs",
+         "decode_context_parallel_size", "cp_kv_cache_interleave_size", "enable_expert_parallel",
+         "expert_placement_strategy", "distributed_executor_backend", "ray_placement", "attention_backend",
+         "mla_prompt", "matmul_precision", "activation_bits", "enforce_eager", "cuda_graphs",
          "cuda_graph_sizes", "batch_invariant"),
     ),
     "answers": (

@@ -23,6 +23,7 @@ OTHER_FLAGS: Mapping[str, tuple[str, ...]] = {
     "model": ("-hf",),
     "tensor_parallel_size": ("-tp",),
     "pipeline_parallel_size": ("-pp",),
+    "decode_context_parallel_size": ("-dcp",),
     "data_parallel_size": ("-dp",),
     "enable_expert_parallel": ("-ep",),
 }

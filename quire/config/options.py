@@ -85,6 +85,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
+    decode_context_parallel_size: int = 1
+    cp_kv_cache_interleave_size: int = 1
     enable_expert_parallel: bool = False
     expert_placement_strategy: str = "linear"
     distributed_executor_backend: str = "auto"
@@ -195,6 +197,8 @@ HELP: dict[str, str] = {
     "tensor_parallel_size": "processes that share each layer (more than 1: on a CPU)",
     "pipeline_parallel_size": "stages of processes that share out the layers (more than 1: on a CPU)",
     "data_parallel_size": "engines of a server or AsyncLLM that share out requests, cores and memory (CPU)",
+    "decode_context_parallel_size": "ranks of tensor_parallel_size with one key head that share a context's tokens (1)",
+    "cp_kv_cache_interleave_size": "tokens in a row that one of those ranks keeps (1)",
     "enable_expert_parallel": "deal whole experts to the ranks of tensor_parallel_size (default: a slice of each)",
     "expert_placement_strategy": "linear (neighbouring experts on one rank) or round_robin (they take turns)",
     "distributed_executor_backend": "where ranks run: auto, uni (engine), mp (processes), ray or external_launcher",

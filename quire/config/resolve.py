@@ -30,13 +30,14 @@ from quire.config.model import CACHE_DTYPE_BYTES, ModelConfig
 from quire.config.options import EngineOptions
 from quire.config.parallel import (
     RAY_PLACEMENTS,
-    ParallelConfig,
     check_ranks_available,
     check_ranks_fit,
     check_replicas,
     check_stages_fit,
+    check_tokens_dealt,
     choose_executor,
     expert_placement,
+    parallel_config,
 )
 from quire.config.pooling import RUNNERS
 from quire.config.quantization import ROUNDED, QuantizationConfig
@@ -122,7 +123,7 @@ DEVICE_DEFAULTS = Defaults(max_num_seqs=256, max_num_batched_tokens=8192, memory
 
 def resolve(options: EngineOptions) -> EngineConfig:
     """Check `options` and complete them. Reads config.json (fetching a hub id if need be), loads no weights."""
-    parallel = _parallel(options)
+    parallel = parallel_config(options)
     device, is_accelerated = choose_device(options)
     if parallel.num_devices > 1:
         check_ranks_available(options, is_accelerated)
@@ -135,6 +136,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
         check_ranks_fit(options, model)
     _check_pooling(options, model)
     speculation = _speculation(speculation, options, model, backend)
+    check_tokens_dealt(options, model, speculation, backend)
     if speculation.max_drafts:
         model = replace(model, shape=model.shape.with_spare_inputs(speculation.max_drafts))
     defaults = DEVICE_DEFAULTS if is_accelerated else CPU_DEFAULTS
@@ -154,6 +156,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
             seed=options.seed & (2**63 - 1),
             counts_experts=_counts_experts(options, model),
             expert_placement=expert_placement(options, model),
+            dealt_to=parallel.dcp,
         ),
         device=DeviceConfig(
             device=device,
@@ -443,14 +446,6 @@ def _check_pooling(options: EngineOptions, model: ModelConfig) -> None:
             f"pipeline_parallel_size={options.pipeline_parallel_size} is not available for {model.architecture} yet",
             param="pipeline_parallel_size",
         )
-
-
-def _parallel(options: EngineOptions) -> ParallelConfig:
-    """The ranks of one replica."""
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
-        positive(name, getattr(options, name))
-    tp = options.tensor_parallel_size
-    return ParallelConfig(tp=tp, pp=options.pipeline_parallel_size, ep=tp if options.enable_expert_parallel else 1)
 
 
 def _cache(options: EngineOptions, defaults: Defaults, model: ModelConfig) -> CacheConfig:

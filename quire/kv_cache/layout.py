@@ -8,7 +8,8 @@ layer counts do not divide, the last group of a kind leaves some pages of its bl
 
 Kernels know blocks of one number of tokens, the option `block_size`. A page of n times as many tokens is n of the
 kernels' blocks, one behind the other: block b of the pool is their blocks n b to n b + n - 1
-(quire/worker/block_tables.py).
+(quire/worker/block_tables.py). Where n ranks keep a part of a sequence's tokens each, a block has n times as many
+tokens, of which a rank's page has its own.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class KVGroup:
 class KVCacheLayout:
     """The pool: `num_blocks` blocks (block 0 reserved) of `layers_per_group` pages, and the groups that use them.
 
-    block_size: tokens, the option: of the kernels' blocks, and every group's block size is a multiple of it.
+    block_size: tokens, the option: those that a kernels' block has room for, and every group's block size is a multiple
+    of it.
     layers_per_group: pages of a block, of the largest stage where layers are dealt to the stages of a pipeline.
     num_host_blocks: blocks of the same shape in host memory, numbered from 1, for swapped requests. 0: none.
     """
@@ -86,9 +88,18 @@ class KVCacheLayout:
         """The groups that keep states, in their order."""
         return tuple(group for group in self.groups if not group.spec.token_bytes)
 
+    @property
+    def sequence_block(self) -> int:
+        """Tokens of a sequence that share a block, at least, those on other ranks included."""
+        return min((self.entry_tokens(group) for group in self.token_groups), default=self.block_size)
+
+    def entry_tokens(self, group: KVGroup) -> int:
+        """Tokens of a sequence for which the group's tables have an entry: of a kernels' block on each rank."""
+        return self.block_size * group.spec.dealt_to
+
     def kernel_blocks(self, group: KVGroup) -> int:
-        """Blocks of `block_size` tokens in a page of the group; 1 for states, which are read and written whole."""
-        return group.block_size // self.block_size if group.spec.token_bytes else 1
+        """The kernels' blocks in a page of the group; 1 for states, which are read and written whole."""
+        return group.block_size // self.entry_tokens(group) if group.spec.token_bytes else 1
 
 
 def page_bytes(groups: Sequence[KVGroup]) -> int:
@@ -107,8 +118,8 @@ def group_layers(
 ) -> tuple[tuple[KVGroup, ...], int]:
     """Partition layers (by index) into groups of one kind and equal size; return them and the size.
 
-    block_size: tokens. Groups get multiples of it: itself where all kinds keep as many bytes of a token. Without specs
-    there are no groups.
+    block_size: tokens that a kernels' block has room for. Groups get multiples of it: itself where all kinds keep as
+    many bytes of a token, and as many times that as ranks share the tokens. Without specs there are no groups.
     snapshot_interval: tokens of a block of states, at least: the block size is the next multiple of STATE_BORDER and of
     the other groups' block sizes, because a snapshot is of use only where all other groups have full blocks. The size
     is the greatest common divisor of the kinds' layer counts if that is at least half of the smallest count, else the
@@ -141,7 +152,7 @@ def _block_sizes(counts: Mapping[LayerSpec, int], block_size: int) -> dict[Layer
     Such kinds fill their pages exactly. With states, takes the smallest pages with at most PADDING_GOAL of padding;
     where no size reaches it, those with the least.
     """
-    quanta = {spec: spec.page_bytes(block_size) for spec in counts if spec.token_bytes}
+    quanta = {spec: spec.page_bytes(block_size * spec.dealt_to) for spec in counts if spec.token_bytes}
     if not quanta:
         return {}
     step = lcm(*quanta.values()) if len(counts) == 1 else lcm(ALIGNMENT, *quanta.values())
@@ -150,7 +161,7 @@ def _block_sizes(counts: Mapping[LayerSpec, int], block_size: int) -> dict[Layer
     if padding > PADDING_GOAL:
         # Blocks that end between borders make snapshots rarer, which lie on the ends of all.
         width = min((padding, width), _page_width(step, states, counts)[::-1])[1]
-    return {spec: width // quantum * block_size for spec, quantum in quanta.items()}
+    return {spec: width // quantum * block_size * spec.dealt_to for spec, quantum in quanta.items()}
 
 
 def _page_width(step: int, states: Sequence[tuple[int, int]], counts: Mapping[LayerSpec, int]) -> tuple[int, float]:

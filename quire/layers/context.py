@@ -29,6 +29,7 @@ class LayerContext:
     nothing is counted). cache_scales: by layer, the scales that a checkpoint may bring for an fp8 cache, put there by
     layers with keys and values. adapters: those of the layers (None: the model takes none). stage: the layers that
     this rank computes. expert_placement: how whole experts are dealt to ranks (None: each rank has a slice of each).
+    dealt_to: neighbouring ranks with the same key heads, of which each keeps a part of a sequence's tokens.
     """
 
     dtype: torch.dtype
@@ -44,6 +45,7 @@ class LayerContext:
     adapters: Adapters | None = None
     stage: Stage = WHOLE_MODEL
     expert_placement: str | None = None
+    dealt_to: int = 1
 
     def replicated(self) -> LayerContext:
         """This context for a layer that every rank computes whole."""
