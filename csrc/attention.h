@@ -124,7 +124,6 @@ struct AttentionPlan {
   int threads;
   bool latent, chunked;
   int64_t top;
-  Deal deal;
   int64_t item_rows, row_padding, most_partial_rows;
 
   int64_t rows = 0;
@@ -141,6 +140,7 @@ struct AttentionPlan {
   const AttentionItem* merges = nullptr;  // [num_merges]: put together, from all splits, when the items are done
   int64_t num_merges = 0;
   int64_t partial_rows = 0;  // of each key head
+  Deal deal;
 
  private:
   void check(int64_t table_width) const;

@@ -55,10 +55,10 @@ AttentionPlan::AttentionPlan(int64_t block_size, int64_t num_blocks, int64_t num
       latent(latent),
       chunked(chunked),
       top(top),
-      deal(deal),
       item_rows(latent ? kLatentRows : kItemRows),
       row_padding(latent ? kLatentPadding : 1),
-      most_partial_rows(latent ? kMaxLatentPartialRows : kMaxPartialRows) {
+      most_partial_rows(latent ? kMaxLatentPartialRows : kMaxPartialRows),
+      deal(deal) {
   check_block_shape(block_size, num_kv_heads);
   if (num_blocks < 1 || num_heads < 1 || num_heads % num_kv_heads != 0 || window < 0 || threads < 1 || top < 0)
     throw std::invalid_argument("attention over no blocks, uneven groups of heads, a negative window or no threads");
