@@ -308,3 +308,6 @@ class StepResult(msgspec.Struct, array_like=True):
     """Index into `token_ids` -> why a sequence cannot go on: a logits processor has failed at it."""
     pooled: dict[int, list[float]] = {}
     """Index into `token_ids` -> the vector of a pooled sample, of float32 values: an embedding or logits of labels."""
+    checksum: int = 0
+    """Of tokens and vectors, where several ranks computed them (quire/executors/rank.py). Of all ranks but one a result
+    has this in their place."""

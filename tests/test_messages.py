@@ -216,6 +216,7 @@ EXAMPLES: list[msgspec.Struct] = [
         failed={8: "why"},
         nonfinite=[42],
         pooled={0: [0.5, -1.25]},
+        checksum=7,
     ),
     UPDATE,
     TIMING,

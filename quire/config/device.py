@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 CUDA_GRAPHS = ("none", "full", "piecewise", "full_and_piecewise")
-NATIVE_HEAD_MULTIPLE, NATIVE_HEAD_LIMIT = 8, 256
+NATIVE_HEAD_MULTIPLE, WITHIN_HOST, BETWEEN_HOSTS = "shared_memory", "gloo"
+"""Names of collectives (quire/parallel/choice.py): over memory that ranks share, and without."""
+NATIVE_HEAD_LIMIT = 8, 256
 """Head sizes that the native kernels compute: multiples of the first up to the second."""
 
 NATIVE_RANK_LIMIT, NATIVE_LATENT_LIMIT = 512, 640
@@ -67,7 +69,7 @@ class DeviceConfig:
     cuda_graph_sizes: tuple[int, ...] = ()
     batch_invariant: bool = True
     platform: str = "cpu"
-    collectives: str = "gloo"
+    collectives: str = BETWEEN_HOSTS
 
     @property
     def is_accelerated(self) -> bool:

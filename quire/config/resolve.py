@@ -13,8 +13,10 @@ from quire.config.adapters import NO_ADAPTERS, AdaptersConfig, adapters_config
 from quire.config.cache import CacheConfig
 from quire.config.checks import choice, positive
 from quire.config.device import (
+    BETWEEN_HOSTS,
     NATIVE_HEAD_LIMIT,
     NATIVE_HEAD_MULTIPLE,
+    WITHIN_HOST,
     DeviceConfig,
     has_native_kernels,
     why_no_index,
@@ -169,7 +171,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
             cuda_graph_sizes=cuda_graph_sizes,
             batch_invariant=check_batch_invariant(options, device) if is_accelerated else True,
             platform="cuda" if is_accelerated else "cpu",
-            collectives="shared_memory" if backend == "native" else "gloo",
+            collectives=WITHIN_HOST if backend == "native" else BETWEEN_HOSTS,
         ),
         seed=options.seed,
         max_logprobs=_max_logprobs(options),
