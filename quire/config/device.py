@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 CUDA_GRAPHS = ("none", "full", "piecewise", "full_and_piecewise")
-NATIVE_HEAD_MULTIPLE, WITHIN_HOST, BETWEEN_HOSTS = "shared_memory", "gloo"
+WITHIN_HOST, BETWEEN_HOSTS = "shared_memory", "gloo"
 """Names of collectives (quire/parallel/choice.py): over memory that ranks share, and without."""
-NATIVE_HEAD_LIMIT = 8, 256
+NATIVE_HEAD_MULTIPLE, NATIVE_HEAD_LIMIT = 8, 256
 """Head sizes that the native kernels compute: multiples of the first up to the second."""
 
 NATIVE_RANK_LIMIT, NATIVE_LATENT_LIMIT = 512, 640
