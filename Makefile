@@ -23,7 +23,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help serve free-port install install-test native sanitize test test-core test-long lint types tests fuzz soak soak-server soak-restart triton-cache format \
-  bench-control bench-paper bench-kernels bench-peers gemma wheel check-deploy check-api docs tools-of-checks clean
+  bench-control bench-paper bench-kernels bench-peers gemma wheel check-deploy check-api check-docs docs tools-of-checks clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -35,6 +35,7 @@ help:
   'make test-long      the tests that make test leaves out: of many seconds each, and variants much like others' \
 	  'make wheel          a source distribution and manylinux wheels in dist/, installed and run without a compiler' \
   'make check-deploy   Kubernetes manifests against the schemas of Kubernetes' \
+  'make check-docs     each command and Python block of the documents, run as a reader runs them' \
   'make check-api      random requests against the served OpenAPI document (schemathesis)' \
   'make lint | types | tests | fuzz | soak | soak-server | soak-restart | format | triton-cache | bench-control | bench-paper | bench-kernels | bench-peers | gemma | clean'
 
@@ -140,6 +141,12 @@ docs: install-test $(CHECKS)/.installed-docs
 	@printf '==> docs: sphinx\n'
 	@PYTHONPATH="$(CURDIR):$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
 	  $(CHECKS)/bin/python -m sphinx -q -W --keep-going -c docs . build/docs
+
+# Each command and each Python block of the documents, run as a reader runs them: minutes. DOCUMENTS: some of them.
+DOCUMENTS ?=
+check-docs: install-test
+	@printf '==> check-docs\n'
+	@$(BIN)/python -m tests.check_docs $(DOCUMENTS)
 
 # A real model from PyPI, outside the repository: GEMMA is its directory.
 GEMMA ?= $(HOME)/.cache/quire/gemma

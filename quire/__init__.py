@@ -1,6 +1,6 @@
 """Quire: an LLM inference and serving engine built on PagedAttention.
 
-The names below are loaded on first use, so that `import quire` and `quire --help` cost milliseconds.
+The names below are loaded on first use, so `import quire` and `quire --help` cost milliseconds.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _EXPORTS = {
 }
 
 OTHER_NAMES = {"AsyncLLMEngine": "AsyncLLM"}
-"""vLLM's second names for ours."""
+"""vLLM's second names for our classes."""
 
 __all__ = [
     "LLM",

@@ -1,4 +1,4 @@
-"""`python -m quire` is `quire`."""
+"""`python -m quire`, the same as `quire`."""
 
 import sys
 

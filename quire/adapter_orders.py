@@ -1,4 +1,4 @@
-"""Adapters as requests and plans name them (quire/step.py)."""
+"""Adapter orders in step plans (quire/step.py)."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import msgspec
 
 
 class AdapterRef(msgspec.Struct, array_like=True, frozen=True):
-    """An adapter: where it lies, and what it holds."""
+    """An adapter's directory and content."""
 
     path: str
-    """A directory in PEFT's layout."""
+    """Directory in PEFT's layout."""
     digest: bytes
-    """Of its content (quire/config/peft.py): two of one digest compute the same, wherever they lie."""
+    """Digest of the content (quire/config/peft.py). Adapters of equal digest compute the same."""
     name: str = ""
-    """For people: what it was called first."""
+    """Name at the first use, for messages."""
 
 
 class AdapterOrders(msgspec.Struct, array_like=True):
-    """What a plan has the workers do with adapters, before anything else."""
+    """Adapter loads of a step plan. The workers start them before anything else."""
 
     loads: list[tuple[int, AdapterRef]] = []
-    """(slot, adapter): load it into the slot, beside this step and later ones, none of which has rows of the slot until
-    a result says that it is loaded. What the slot held before is dropped when the load ends."""
+    """(slot, adapter): loads that run beside this step and later ones. No step has rows of a slot before a result
+    reports it as loaded. The slot's former adapter is dropped when the load ends."""
     awaits_report: bool = False
-    """Nothing can be computed before a load ends: a plan without tokens, whose result comes when one has, or after a
-    short while."""
+    """True: nothing can be computed before a load ends. The plan has no tokens; its result comes with a load's end, or
+    after a short while."""

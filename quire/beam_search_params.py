@@ -1,4 +1,4 @@
-"""Beam search in vLLM's words: BeamSearchParams in, BeamSearchOutput out."""
+"""vLLM's types of beam search: BeamSearchParams in, BeamSearchOutput out."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from quire.sampling_params import SamplingParams
 
 
 class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of one search. Invalid values raise UserError with `param` set.
+    """Settings of one beam search. Invalid values raise UserError with `param` set.
 
-    beam_width: beams (1..32), and hypotheses that come back. max_tokens: tokens of a hypothesis at most.
-    temperature: only 0 or 1, which both mean "the model's own probabilities": nothing is drawn. length_penalty,
-    early_stopping: as in SamplingParams. ignore_eos: only max_tokens ends a hypothesis. min_tokens: none ends before.
-    logprobs: alternatives (0..20) reported for each token. include_stop_str_in_output: the text shows special
-    tokens, the one that ended it among them.
+    beam_width: number of beams (1..32) and of returned hypotheses. max_tokens: most tokens of a hypothesis.
+    temperature: 0 or 1, with the same effect: scores are the model's own probabilities and nothing is drawn.
+    length_penalty, early_stopping: see SamplingParams. ignore_eos: only max_tokens ends a hypothesis. min_tokens: least
+    tokens of a hypothesis. logprobs: alternatives (0..20) reported for each token. include_stop_str_in_output: the text
+    shows special tokens, the end token included.
     """
 
     beam_width: int
@@ -36,7 +36,7 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         self.to_sampling_params()
 
     def to_sampling_params(self) -> SamplingParams:
-        """The same search as a request of `generate`."""
+        """Equal settings for `LLM.generate`."""
         try:
             return SamplingParams(
                 n=self.beam_width,
@@ -61,8 +61,8 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 class BeamSearchSequence:
     """One hypothesis. `tokens` and `text` begin with the prompt, as in vLLM; `logprobs` has the generated tokens only.
 
-    cum_logprob: sum of the generated tokens' log-probabilities; an end-of-sequence token counts. score: what
-    hypotheses are ranked by, cum_logprob / (generated tokens) ** length_penalty.
+    cum_logprob: sum of the log-probabilities of the generated tokens, an end-of-sequence token included. score: rank of
+    the hypothesis, cum_logprob / (generated tokens) ** length_penalty.
     """
 
     tokens: list[int]
@@ -76,13 +76,13 @@ class BeamSearchSequence:
 
 @dataclass(slots=True)
 class BeamSearchOutput:
-    """The hypotheses of one prompt, best first: `beam_width`, fewer only if the rules allow fewer."""
+    """Hypotheses of one prompt, best first: `beam_width`, or fewer if the request's rules allow fewer."""
 
     sequences: list[BeamSearchSequence]
 
 
 class Decoder(Protocol):
-    """The part of a tokenizer that is needed here."""
+    """The tokenizer's decoding method."""
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str: ...
 
@@ -90,9 +90,9 @@ class Decoder(Protocol):
 def to_beam_search_output(
     output: RequestOutput, tokenizer: Decoder | None, params: BeamSearchParams
 ) -> BeamSearchOutput:
-    """Word a finished beam-search request as vLLM does. tokenizer: None when the model has none.
-
-    Raises ModelOutputError when the model computed NaN or infinite logits for it."""
+    """Convert the output of a finished beam search to vLLM's type. tokenizer: None when the model has none.
+    Raises ModelOutputError when the model computed NaN or infinite logits for it.
+    """
     raise_if_nonfinite(output)
     prompt_text = None
     if tokenizer is not None:

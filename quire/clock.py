@@ -8,7 +8,7 @@ from typing import Protocol
 
 class Clock(Protocol):
     def now(self) -> float:
-        """Seconds on a monotonic scale whose zero means nothing."""
+        """Seconds on a monotonic scale with an arbitrary zero."""
         ...
 
 
@@ -20,7 +20,7 @@ class SystemClock:
 
 
 class VirtualClock:
-    """A clock that moves only when told to, for tests and the simulator."""
+    """A clock that only `advance` moves, for tests and the simulator."""
 
     def __init__(self, start: float = 0.0) -> None:
         self._now = start

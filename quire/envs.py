@@ -1,4 +1,4 @@
-"""All environment variables that Quire reads, each parsed once, strictly. No other module reads the environment."""
+"""All environment variables that Quire reads. No other module reads the environment."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def log_format() -> str:
 
 
 def keep_log_format(name: str) -> None:
-    """Let this process and those that it starts log as `name`, one of LOG_FORMATS."""
+    """Set the log format of this process and of those that it starts. name: one of LOG_FORMATS."""
     os.environ["QUIRE_LOG_FORMAT"] = name
 
 
 def num_threads() -> int | None:
-    """`QUIRE_NUM_THREADS`: compute threads of the CPU backend; unset means one per core of the affinity mask,
-    as far as a CPU quota goes."""
+    """`QUIRE_NUM_THREADS`: compute threads of the CPU backend. Unset: one per core of the affinity mask, limited by a
+    CPU quota."""
     value = os.environ.get("QUIRE_NUM_THREADS")
     if value is None:
         return None
@@ -46,46 +46,46 @@ def num_threads() -> int | None:
 
 
 def cpu_isa() -> str:
-    """`QUIRE_CPU_ISA`: hold the native CPU kernels to an instruction set (portable, avx2, avx512, ...); unset means the
-    best of the machine."""
+    """`QUIRE_CPU_ISA`: highest instruction set for the native CPU kernels (portable, avx2, avx512, ...). Unset: the
+    machine's best."""
     return os.environ.get("QUIRE_CPU_ISA") or "auto"
 
 
 def triton_interpret() -> bool:
-    """`TRITON_INTERPRET`, Triton's own: 1 runs Triton kernels in its interpreter, on host tensors."""
+    """`TRITON_INTERPRET` (Triton's): 1 runs Triton kernels in its interpreter, on host tensors."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def triton_ptxas() -> str | None:
-    """`TRITON_PTXAS_PATH`, Triton's own: an assembler in place of the one that Triton brings. Left as it is."""
+    """`TRITON_PTXAS_PATH` (Triton's): an assembler that replaces Triton's own."""
     return os.environ.get("TRITON_PTXAS_PATH") or None
 
 
 def triton_libcuda() -> str | None:
-    """`TRITON_LIBCUDA_PATH`, Triton's own: where the driver's library lies."""
+    """`TRITON_LIBCUDA_PATH` (Triton's): path of the driver's library."""
     return os.environ.get("TRITON_LIBCUDA_PATH") or None
 
 
 def c_compiler() -> str | None:
-    """`CC`: the C compiler that Triton takes."""
+    """`CC`: C compiler that Triton uses."""
     return os.environ.get("CC") or None
 
 
 def library_path() -> list[Path]:
-    """`LD_LIBRARY_PATH`."""
+    """Directories of `LD_LIBRARY_PATH`."""
     return [Path(part) for part in os.environ.get("LD_LIBRARY_PATH", "").split(":") if part]
 
 
 def keep_triton_cache() -> None:
-    """Let Triton keep what it compiles in `triton_cache()`, unless the user has set Triton's own `TRITON_CACHE_DIR` and
-    not `QUIRE_TRITON_CACHE`. Takes effect for kernels compiled afterwards."""
+    """Make Triton keep kernels compiled from now on in `triton_cache()`, unless the user has set `TRITON_CACHE_DIR` and
+    not `QUIRE_TRITON_CACHE`."""
     if os.environ.get("QUIRE_TRITON_CACHE") or not os.environ.get("TRITON_CACHE_DIR"):
         os.environ["TRITON_CACHE_DIR"] = str(triton_cache())
 
 
 def triton_cache() -> Path:
-    """`QUIRE_TRITON_CACHE`: where compiled kernels are kept, for all processes and later runs; default `quire/triton`
-    in the user's cache directory."""
+    """`QUIRE_TRITON_CACHE`: directory of compiled kernels, shared by all processes and later runs. Default:
+    `quire/triton` in the user's cache directory."""
     named = os.environ.get("QUIRE_TRITON_CACHE")
     if named:
         return Path(named).expanduser()
@@ -98,47 +98,46 @@ def cache_directory() -> Path:
 
 
 def state_directory() -> Path:
-    """`quire` in the user's directory of what programs keep between two runs (`XDG_STATE_HOME`)."""
+    """`quire` in the user's state directory (`XDG_STATE_HOME`)."""
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "quire"
 
 
 def api_key() -> str | None:
-    """`QUIRE_API_KEY`: the key that `quire serve` asks for when neither `--api-key` nor `--api-key-file` is
-    given."""
+    """`QUIRE_API_KEY`: key of `quire serve` when neither `--api-key` nor `--api-key-file` is given."""
     return os.environ.get("QUIRE_API_KEY") or None
 
 
 def vllm_api_key() -> str | None:
-    """`VLLM_API_KEY`, vLLM's own: read by `python -m quire.cli.vllm` alone."""
+    """`VLLM_API_KEY` (vLLM's), read for `python -m quire.cli.vllm` alone."""
     return os.environ.get("VLLM_API_KEY") or None
 
 
 def use_hub_token(token: str) -> None:
-    """Set `HF_TOKEN`, the hub library's own, for this process and those that it starts."""
+    """Set the hub library's `HF_TOKEN` for this process and those that it starts."""
     os.environ["HF_TOKEN"] = token
 
 
 def runtime_directory() -> Path:
-    """`QUIRE_RUNTIME_DIR`: where ipc sockets live; default the system's temporary directory."""
+    """`QUIRE_RUNTIME_DIR`: directory of ipc sockets. Default: the system's temporary directory."""
     import tempfile
 
     return Path(os.environ.get("QUIRE_RUNTIME_DIR") or tempfile.gettempdir())
 
 
 def notify_socket() -> str | None:
-    """`NOTIFY_SOCKET`, systemd's own: where a service of `Type=notify` says that it serves. A leading `@` stands for
-    the NUL of an abstract address."""
+    """`NOTIFY_SOCKET` (systemd's): socket on which a service of `Type=notify` reports that it is ready. A leading `@`
+    stands for the NUL of an abstract address."""
     path = os.environ.get("NOTIFY_SOCKET")
     return path.replace("@", "\0", 1) if path and path.startswith("@") else path or None
 
 
 def affinity_cores() -> int:
-    """Cores that this process may run on (honours taskset and cgroup cpusets)."""
+    """Number of cores that this process may run on (honours taskset and cgroup cpusets)."""
     return len(affinity_numbers())
 
 
 def affinity_numbers() -> list[int]:
-    """The system's numbers of those cores."""
+    """Ids of the cores that this process may run on."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
@@ -146,30 +145,28 @@ OPENMP_SPIN_COUNT = "100000"
 
 
 def limit_openmp_spinning() -> None:
-    """Let threads of torch's OpenMP runtime (GNU's) that wait for one another spin for a shorter while before they
-    sleep, unless the user has set `GOMP_SPINCOUNT` or `OMP_WAIT_POLICY`. Takes effect only before torch is loaded.
+    """Shorten the time for which waiting threads of torch's OpenMP runtime (GNU's) spin before they sleep, unless the
+    user has set `GOMP_SPINCOUNT` or `OMP_WAIT_POLICY`. Only effective before torch is loaded.
 
-    Where cores are shared with other processes, each spinning thread holds a core that the thread it waits for needs.
-    A third of the runtime's own limit costs nothing on a quiet machine; sleeping at once would halve the speed of
-    small models.
+    On shared cores a spinning thread holds a core that the thread it waits for needs. Sleeping at once would halve the
+    speed of small models.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPIN_COUNT)
 
 
 def prepare_for_forks(stack_bytes: int) -> None:
-    """Let the libraries of this process start no threads before it forks: the tokenizers library makes its pool unless
-    `TOKENIZERS_PARALLELISM` says otherwise. Threads that Rust starts in the forks have `RUST_MIN_STACK` of stack."""
+    """Prepare libraries for forks: the tokenizers library makes no thread pool, and Rust's threads get `stack_bytes` of
+    stack."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ["RUST_MIN_STACK"] = str(stack_bytes)
 
 
 def keep_ray_to_itself() -> None:
-    """Let Ray send no reports of its use, unless the user's `RAY_USAGE_STATS_ENABLED` says otherwise. Takes effect
-    before Ray is imported."""
+    """Turn Ray's usage reports off unless `RAY_USAGE_STATS_ENABLED` is set. Only effective before Ray is imported."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 
 def launcher_address() -> str:
-    """`MASTER_ADDR`: where a launcher such as torchrun has its store."""
+    """`MASTER_ADDR`: address of the store of a launcher such as torchrun."""
     return os.environ["MASTER_ADDR"]

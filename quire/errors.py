@@ -1,4 +1,4 @@
-"""Every error that Quire raises on purpose, and the helper that suggests the nearest name."""
+"""The errors that Quire raises on purpose, and suggestions for misspelt names."""
 
 from __future__ import annotations
 
@@ -16,16 +16,12 @@ class QuireError(Exception):
     """Base of all errors that Quire raises on purpose."""
 
     def again(self) -> QuireError:
-        """The exception to raise once more."""
+        """The exception to raise again."""
         return self
 
 
 class UserError(QuireError, ValueError):
-    """The caller asked for something that is wrong or not supported.
-
-    `param` names the offending field (as the caller wrote it), so that the HTTP layer can fill OpenAI's `param`
-    and the command line can name the option.
-    """
+    """The caller asked for something wrong or unsupported. `param` names the field as the caller wrote it."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -33,14 +29,15 @@ class UserError(QuireError, ValueError):
         self.param = param
 
     def named(self, names: Mapping[str, str]) -> Self:
-        """The error in the terms of an API with other names of fields (`in_terms`)."""
+        """A copy that uses the field names of another API (see `in_terms`)."""
         message, param = in_terms(self.message, self.param, names)
         return type(self)(message, param=param)
 
 
 def in_terms(message: str, param: str | None, names: Mapping[str, str]) -> tuple[str, str | None]:
-    """What an error says, and the path of its field, for callers who know fields by other names. names: our name of a
-    field -> the caller's path. A name that is a plain word means the field only where the message begins with it."""
+    """Message and `param` of an error, with fields renamed for an API that has other names. names: our field name ->
+    the caller's path. A name without an underscore may be a plain word, so it is replaced only at the message's
+    beginning."""
     head = re.split(r"[.\[]", param or "", maxsplit=1)[0]
     if head in names and message.startswith(head):
         message = names[head] + message[len(head) :]
@@ -66,22 +63,22 @@ class PromptTooLongError(UserError):
 
 
 class InsufficientMemoryError(QuireError):
-    """The KV cache does not fit: the message carries the arithmetic."""
+    """The KV cache does not fit. The message shows the arithmetic."""
 
 
 class EngineAsleepError(QuireError):
-    """The engine has given its memory back, and takes no requests before it is woken."""
+    """The engine sleeps: its memory is released, and it rejects requests until it is woken."""
 
 
 class ModelOutputError(QuireError):
-    """The model computed NaN or infinite logits for a request, which has ended; the engine goes on."""
+    """The model computed NaN or infinite logits for a request. The request has ended; the engine goes on."""
 
 
 class InternalError(QuireError):
-    """One request or one call failed through no fault of its caller; the engine goes on.
+    """A request or call failed through no fault of its caller; the engine goes on.
 
-    The message may carry paths and details of the cause: it is for the log and for callers in this process. What a
-    client may read is `summary`; `error_id` leads from there to the record in the log.
+    The message may hold paths and details: it is for the log and for callers in this process. Clients get `summary`.
+    `error_id` finds the record in the log.
     """
 
     def __init__(self, message: str, *, summary: str = "internal error", error_id: str | None = None) -> None:
@@ -91,14 +88,14 @@ class InternalError(QuireError):
 
 
 class ChatTemplateProcessError(QuireError):
-    """The process that renders chat templates could not start, or ended while it rendered this conversation; the next
-    conversation gets a new one."""
+    """The process that renders chat templates could not start, or ended during this conversation. The next conversation
+    gets a new one."""
 
 
 class EngineDeadError(QuireError):
-    """The engine core is gone; the message carries the root cause, with the details that `InternalError` tells of.
+    """The engine core has died. The message holds the root cause, with details as in `InternalError`.
 
-    summary: what a client may read of it; None: the message itself, which then has neither paths nor stack frames.
+    summary: text for clients; None means that the message itself has neither paths nor stack frames.
     """
 
     def __init__(self, message: str, *, summary: str | None = None, error_id: str | None = None) -> None:
@@ -107,17 +104,17 @@ class EngineDeadError(QuireError):
         self.error_id = error_id or new_error_id()
 
     def again(self) -> EngineDeadError:
-        """A new exception that says the same: each raise has a traceback of its own."""
+        """A new exception, because each raise needs a traceback of its own."""
         return EngineDeadError(str(self), summary=self.summary, error_id=self.error_id)
 
 
 class EngineUnresponsiveError(QuireError):
-    """The engine process gives no sign of life, or a call to the engine was not answered in its time. Requests that the
-    engine has already go on once it answers again."""
+    """The engine process shows no sign of life, or did not answer a call in time. Requests in the engine go on when it
+    answers again."""
 
 
 def named_error(name: str, message: str, param: str | None = None) -> QuireError:
-    """An exception of the class `name` of this module, as another process raised it. param: of a UserError."""
+    """An exception of this module's class `name`, raised before by another process. param: field of a UserError."""
     error_type: type[QuireError] = globals()[name]
     if issubclass(error_type, UserError):
         return error_type(message, param=param)
@@ -125,20 +122,20 @@ def named_error(name: str, message: str, param: str | None = None) -> QuireError
 
 
 def new_error_id() -> str:
-    """Twelve hexadecimal digits by which one failure is found in the log."""
+    """Twelve hexadecimal digits that identify one failure in the log."""
     return secrets.token_hex(6)
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether an exception asks the thread to stop, and says nothing about what ran there. Everything else is a
-    failure, also what is no `Exception`: the panic of a native extension derives from BaseException."""
+    """True for exceptions that ask the thread to stop. All others are failures, including panics of native extensions,
+    which derive from BaseException."""
     return isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit)
 
 
 @contextmanager
 def panics_are_errors(what: str) -> Iterator[None]:
-    """Around calls into a native extension: raise InternalError for its panics, which no `except Exception` catches.
-    what: names the callee."""
+    """Context for calls into a native extension: its panics, which `except Exception` misses, become InternalError.
+    what: name of the callee."""
     try:
         yield
     except Exception:
@@ -153,8 +150,8 @@ MAX_SUGGESTED_CHARACTERS = 100
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?` for the closest of `known`, or an empty string: also for a name too long to
-    be a typing mistake, because comparing takes time and memory for each of its characters."""
+    """`; did you mean 'x'?` for the closest of `known`, or "". Long names get no suggestion: comparing takes time for
+    each character."""
     if len(name) > MAX_SUGGESTED_CHARACTERS:
         return ""
     close = difflib.get_close_matches(name, list(known), n=1)

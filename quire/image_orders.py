@@ -1,4 +1,4 @@
-"""Images as plans name them (quire/step.py)."""
+"""Image orders in step plans (quire/step.py)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from quire.prompt_image import PromptImage
 
 
 class ImagePlace(msgspec.Struct, array_like=True, frozen=True):
-    """Positions [start, end) of a sequence, whose embeddings are the features of the image of this key."""
+    """Positions [start, end) of a sequence that take the features of the image `key` as embeddings."""
 
     key: bytes
     start: int
@@ -16,18 +16,18 @@ class ImagePlace(msgspec.Struct, array_like=True, frozen=True):
 
 
 class EncodeSlice(msgspec.Struct, array_like=True, frozen=True):
-    """The next layers of one image's encoding. The layers of an image are ordered one after the other, and those of
-    another image begin behind its last."""
+    """The next layers of one image's encoding. Slices of an image follow one another; the next image begins after its
+    last."""
 
     key: bytes
     num_layers: int
     image: PromptImage | None
-    """With the first layers."""
+    """Set with the first layers."""
 
 
 class ImageOrders(msgspec.Struct, array_like=True):
-    """What a plan has the workers do with images, before it reads any."""
+    """Image work of a step plan. The workers do it before they read any image."""
 
     dropped: list[bytes]
-    """Forget these, encoded or not: first of all."""
+    """Keys of images to drop, encoded or not, before the slices."""
     slices: list[EncodeSlice]

@@ -1,4 +1,4 @@
-"""LLM: the offline API. The engine runs in the caller's own thread, so a plain script needs no `__main__` guard."""
+"""LLM: the offline API. The engine runs in the caller's thread, so a script needs no `__main__` guard."""
 
 from __future__ import annotations
 
@@ -41,12 +41,11 @@ T = TypeVar("T")
 PoolingPrompts = Prompt | Sequence[Prompt]
 
 _POLL_SECONDS = 1.0
-"""How long Ctrl-C may go unnoticed while nothing comes from the core."""
+"""Longest time that Ctrl-C goes unnoticed while the core sends nothing."""
 
 
 class ChatOptions(CallOptions, total=False):
-    """Further arguments of `LLM.chat`, most of which the template sees: whether its text ends with the beginning of an
-    answer, or inside the last message, which is then continued; tools; further variables; how it gets contents."""
+    """Further arguments of `LLM.chat`, most of them for the template."""
 
     add_generation_prompt: bool
     continue_final_message: bool
@@ -68,7 +67,7 @@ class LLM(OfflineEngine):
 
     @classmethod
     def from_options(cls, options: EngineOptions, *, executor: str = DEFAULT_EXECUTOR) -> LLM:
-        """As the constructor. executor: `"module:attribute"` of a callable from EngineConfig to Executor."""
+        """An LLM of the given options. executor: `"module:attribute"` of a callable from EngineConfig to Executor."""
         llm = cls.__new__(cls)
         llm._open(options, executor)
         return llm
@@ -89,14 +88,14 @@ class LLM(OfflineEngine):
         """Complete every prompt; the outputs are in the order of the prompts.
 
         prompts: a text, a list of token ids, an object with `prompt` or `prompt_token_ids`, or a list of those.
-        sampling_params: one for all (default `get_default_sampling_params`) or one each. use_tqdm: show a progress bar,
-        if standard error is a terminal and it takes longer than a second. lora_request: the adapter of all prompts, or
-        one each (docs/adapters.md). priority: for all or one each, lower is earlier (docs/scheduling.md). options: see
-        CallOptions.
+        sampling_params: one for all (default `get_default_sampling_params`) or one each. use_tqdm: show a progress bar
+        if standard error is a terminal and the call takes longer than a second. lora_request: the adapter of all
+        prompts, or one each (docs/adapters.md). priority: one for all or one each; lower is earlier
+        (docs/scheduling.md). options: see CallOptions.
 
-        Raises UserError, naming the prompt's index, before anything runs; EngineDeadError when the engine fails, and
-        InternalError when the output of a request cannot be processed (the tokenizer fails).
-        After an error or Ctrl-C nothing is left running.
+        Raises UserError, with the prompt's index, before anything runs; EngineDeadError when the engine fails;
+        InternalError when an output cannot be processed (the tokenizer fails). After an error or Ctrl-C nothing is left
+        running.
         """
         truncation = truncation_of(options)
         listed = _as_list(prompts)
@@ -117,9 +116,8 @@ class LLM(OfflineEngine):
     ) -> list[BeamSearchOutput]:
         """Search the `beam_width` best continuations of every prompt (quire/decoding/beam.py).
 
-        The arguments and the errors: as for `generate`, which does the same with SamplingParams(use_beam_search=True)
-        and tells the continuations without the prompts. concurrency_limit: prompts that are searched at a time; the
-        engine takes as many as have room, and gives the same hypotheses.
+        Arguments and errors are those of `generate`, which does the same with SamplingParams(use_beam_search=True).
+        concurrency_limit: checked only; the hypotheses do not depend on it.
         """
         if concurrency_limit is not None and concurrency_limit < 1:
             raise UserError(f"concurrency_limit must be at least 1, not {concurrency_limit}", param="concurrency_limit")
@@ -139,7 +137,7 @@ class LLM(OfflineEngine):
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or several, by the model's chat template.
 
-        chat_template: the source of a template to take instead. The other arguments and the errors are those of
+        chat_template: source of a template that replaces the model's. The other arguments and errors are those of
         `generate`; UserError also when the model has no template.
         """
         content_format = options.pop("chat_template_content_format", "auto")
@@ -166,9 +164,9 @@ class LLM(OfflineEngine):
     def register_prefix(self, prefix: Prompt, cache_salt: str = "") -> str:
         """Compute a prefix (a text or token ids) now and keep it until `unregister_prefix`; returns its id.
 
-        Prompts that start with all its tokens, and have the same `cache_salt`, begin behind it, whatever else needs
-        memory meanwhile (docs/prefixes.md). Raises UserError when it does not fit or would leave requests no room,
-        ModelOutputError when the model computes NaN or infinite logits behind it.
+        Prompts that start with all its tokens and have the same `cache_salt` reuse it (docs/prefixes.md). Raises
+        UserError when it does not fit or would leave requests no room, ModelOutputError when the model computes NaN or
+        infinite logits after it.
         """
         with self._busy:
             request = self._input_processor.process_prefix(
@@ -186,11 +184,11 @@ class LLM(OfflineEngine):
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         **options: Unpack[PoolingOptions],
     ) -> list[EmbeddingRequestOutput]:
-        """The vector of every prompt, in the order of the prompts.
+        """Embed every prompt; the vectors are in the order of the prompts.
 
-        prompts: as for `LLM.generate`. truncate_prompt_tokens: as PoolingParams have it, which it overrides.
-        pooling_params: one for all, or one each. options: see PoolingOptions. Raises UserError, naming the prompt's
-        index, before anything runs, and for a model that gives no vectors; else as `LLM.generate`.
+        prompts: see `LLM.generate`. truncate_prompt_tokens: overrides that of the PoolingParams. pooling_params: one
+        for all, or one each. options: see PoolingOptions. Raises UserError, with the prompt's index, before anything
+        runs, and for a model that gives no vectors; else as `LLM.generate`.
         """
         cut = _truncation(truncate_prompt_tokens, options)
         finish, lora = self._pooling_processor.embedding, options.get("lora_request")
@@ -205,7 +203,7 @@ class LLM(OfflineEngine):
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         **options: Unpack[PoolingOptions],
     ) -> list[ClassificationRequestOutput]:
-        """The probabilities of a classifier's labels for every prompt. Arguments and errors as for `embed`."""
+        """Compute a classifier's label probabilities for every prompt. Arguments and errors are those of `embed`."""
         cut = _truncation(truncate_prompt_tokens, options)
         finish, lora = self._pooling_processor.classification, options.get("lora_request")
         return self._pooled("classify", prompts, pooling_params, cut, use_tqdm, finish, lora)
@@ -220,8 +218,8 @@ class LLM(OfflineEngine):
         pooling_task: str | None = None,
         **options: Unpack[PoolingOptions],
     ) -> list[PoolingRequestOutput]:
-        """What the model makes of every prompt, a vector or the scores of its labels. pooling_task: "embed", "classify"
-        or "score", for models that do it; None: what the model does. The rest as for `embed`."""
+        """Pool every prompt: a vector or the scores of its labels. pooling_task: "embed", "classify" or "score", where
+        the model supports it; None: the model's task. Other arguments and errors are those of `embed`."""
         if pooling_task is not None:
             self._pooling_processor.check_task(PoolingParams(task=pooling_task).task or "encode")
         cut = _truncation(truncate_prompt_tokens, options)
@@ -238,8 +236,8 @@ class LLM(OfflineEngine):
         pooling_params: PoolingParams | None = None,
         **options: Unpack[PoolingOptions],
     ) -> list[ScoringRequestOutput]:
-        """How well each text of `data_2` answers that of `data_1`: a cross-encoder's score of the pair, or of an
-        embedder the cosine of the two vectors.
+        """Score how well each text of `data_2` answers that of `data_1`: the pair's score of a cross-encoder, or the
+        cosine of an embedder's two vectors.
 
         data_1: one text for all, or as many as `data_2`. Raises as `embed`.
         """
@@ -290,7 +288,7 @@ class LLM(OfflineEngine):
         use_tqdm: bool | MakeBar,
         lora_request: LoRARequests,
     ) -> list[RequestOutput]:
-        """Run pooled requests to their end, in order; each prompt may have a second text."""
+        """Run pooled requests to their end, in order. Each prompt may have a second text."""
         with self._busy:
             requests = []
             adapters = self._adapters.each(lora_request, len(prompts))
@@ -321,7 +319,6 @@ class LLM(OfflineEngine):
     def _run(
         self, requests: list[EngineRequest], texts: list[str | None], use_tqdm: bool | MakeBar
     ) -> list[RequestOutput]:
-        """Drive the core until every request has finished."""
         for request, text in zip(requests, texts, strict=True):
             self._output_processor.add_request(request, text, final_only=True)
         with _deferred_interrupt() as interrupt, ProgressBar("prompts", len(requests), make=use_tqdm) as bar:
@@ -360,7 +357,6 @@ class LLM(OfflineEngine):
             raise rejections[0].error()
 
     def _abandon(self, requests: list[EngineRequest]) -> None:
-        """Forget what is unfinished here and in the core."""
         for request in requests:
             with suppress(InternalError):
                 self._output_processor.abort(request.request_id)
@@ -389,8 +385,8 @@ class _Interrupt:
 
 @contextmanager
 def _deferred_interrupt() -> Iterator[_Interrupt]:
-    """Hold SIGINT back between two `check`s: raised in the middle of a step, it would leave the scheduler's books half
-    written. Only the main thread gets signals; elsewhere there is nothing to hold back."""
+    """Hold SIGINT back between two `check`s: in the middle of a step it would leave the scheduler inconsistent. Only
+    the main thread gets signals."""
     interrupt = _Interrupt()
     if threading.current_thread() is not threading.main_thread() or not callable(interrupt.usual):
         yield interrupt
@@ -405,7 +401,7 @@ def _deferred_interrupt() -> Iterator[_Interrupt]:
 
 @contextmanager
 def _naming(index: int, noun: str, *, of: int) -> Iterator[None]:
-    """Put the index in front of a UserError's message when there are several."""
+    """Prefix a UserError's message with the index, if there are several."""
     try:
         yield
     except UserError as error:
@@ -438,7 +434,6 @@ def _priorities_for(prompts: list[Prompt], priority: int | Sequence[int]) -> lis
 
 
 def _as_list(prompts: PoolingPrompts) -> list[Prompt]:
-    """One prompt, or several, as a list."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, Sequence):

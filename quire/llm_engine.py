@@ -1,4 +1,4 @@
-"""LLMEngine: the offline engine for programs that add requests while others run, and drive it step by step."""
+"""LLMEngine: the offline engine for programs that add requests while others run and drive it step by step."""
 
 from __future__ import annotations
 
@@ -22,23 +22,20 @@ from quire.sampling_params import RequestOutputKind, SamplingParams
 
 
 class HasOptions(Protocol):
-    """Gathered keywords, as `quire.EngineArgs` has them."""
+    """Gathered engine keywords, such as `quire.EngineArgs`."""
 
     def to_options(self) -> EngineOptions: ...
 
 
 class LLMEngine(OfflineEngine):
-    """An engine that does one step a call, in the caller's own thread.
-
-    model, engine_options and errors are those of `LLM`.
-    """
+    """An engine that does one step a call, in the caller's thread. Arguments and errors are those of `LLM`."""
 
     def __init__(self, model: str = BUNDLED_MODEL, **engine_options: Unpack[EngineKeywords]) -> None:
         self._open(EngineOptions.from_keywords({"model": model, **engine_options}))
 
     @classmethod
     def from_engine_args(cls, engine_args: HasOptions) -> LLMEngine:
-        """As the constructor, of `quire.EngineArgs`."""
+        """An engine of the options that `quire.EngineArgs` gathers."""
         engine = cls.__new__(cls)
         engine._open(engine_args.to_options())
         return engine
@@ -58,10 +55,10 @@ class LLMEngine(OfflineEngine):
         *,
         priority: int = 0,
     ) -> str:
-        """Queue a request: text with SamplingParams, a vector with PoolingParams. Returns its id.
+        """Queue a request: SamplingParams generate text, PoolingParams a vector. Returns its id.
 
-        prompt, lora_request, priority: as for `LLM.generate`. Raises UserError for a bad prompt, bad
-        parameters and an id in use.
+        prompt, lora_request, priority: see `LLM.generate`. Raises UserError for a bad prompt, bad parameters and an id
+        in use.
         """
         with self._busy:
             kind, adapter = RequestOutputKind.FINAL_ONLY, self._adapters.resolve(lora_request)
@@ -83,7 +80,7 @@ class LLMEngine(OfflineEngine):
         return request_id
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
-        """End requests, of which no output comes any more. Unknown ids are ignored."""
+        """End requests without further output. Unknown ids are ignored."""
         with self._busy:
             for each in [request_id] if isinstance(request_id, str) else list(request_id):
                 self._pooled.pop(each, None)
@@ -91,11 +88,11 @@ class LLMEngine(OfflineEngine):
                     self._client.send(Abort(each))
 
     def step(self) -> list[RequestOutput | PoolingRequestOutput]:
-        """Let the engine do one step. Returns what is new, as `SamplingParams.output_kind` says: by default the whole
-        state of each request that got tokens. Without unfinished requests nothing is done.
+        """Do one engine step and return its outputs, in the form of `SamplingParams.output_kind`: by default the whole
+        state of each request that got tokens. Does nothing without unfinished requests.
 
-        Raises UserError for a request that can never run, and InternalError for one whose output cannot be processed;
-        the others go on, and the next call returns their outputs. Raises EngineDeadError when the engine fails.
+        Raises UserError for a request that can never run, and InternalError for one whose output cannot be processed.
+        The others go on; the next call returns their outputs. Raises EngineDeadError when the engine fails.
         """
         with self._busy:
             if not self._errors and not self._outputs and self._output_processor.num_unfinished:
@@ -106,11 +103,11 @@ class LLMEngine(OfflineEngine):
             return outputs
 
     def get_num_unfinished_requests(self) -> int:
-        """Requests whose last output `step` has not returned."""
+        """Number of requests whose last output `step` has not returned."""
         return self._output_processor.num_unfinished + sum(output.finished for output in self._outputs)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has anything left to do or to report."""
+        """True while `step` has something to do or to report."""
         return bool(self._errors or self._outputs or self._output_processor.num_unfinished)
 
     def _keep(self, outputs: EngineOutputs) -> None:
@@ -133,7 +130,7 @@ class LLMEngine(OfflineEngine):
 
 
 def _named(request_id: str, error: QuireError) -> QuireError:
-    """The error with the request's id in front of a message for users."""
+    """The error with the request's id before a message for users."""
     if isinstance(error, UserError):
         return type(error)(f"request {request_id!r}: {error.message}", param=error.param)
     return error

@@ -1,4 +1,4 @@
-"""One logger tree under `quire`, one line a record, to standard error: as text or as JSON."""
+"""Logging to standard error: one logger tree under `quire`, one line a record, as text or JSON."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _FORMAT = "%(levelname).1s %(asctime)s %(name)s: %(message)s"
 _LOST = "%d times what was to be written here was lost: its disk was full, or its reader did not read"
 
 REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
-"""The request that the running task answers."""
+"""Id of the request that the running task answers."""
 
 
 def get_logger(name: str) -> logging.Logger:
-    """Return the logger of a module; `name` is `__name__`."""
+    """Logger of a module. name: the module's `__name__`."""
     return logging.getLogger(name)
 
 
 def configure_logging(level: str | None = None) -> None:
-    """Attach one handler to the `quire` logger, whose records no longer fail to be written. Called by the command line
-    and the processes of an engine and a server, never on import."""
+    """Attach one handler to the `quire` logger; a record that cannot be written raises no error. The command line and
+    the processes of engine and server call it, never an import."""
     guard_streams("stderr")
     logger = logging.getLogger("quire")
     logger.setLevel(level or envs.log_level())
@@ -38,21 +38,21 @@ def configure_logging(level: str | None = None) -> None:
 
 
 def set_log_format(name: str) -> None:
-    """Log as `name` ("text" or "json") from now on, in this process and in those that it starts."""
+    """Set the log format ("text" or "json") of this process and of those that it starts."""
     envs.keep_log_format(name)
     for handler in logging.getLogger("quire").handlers:
         handler.setFormatter(_make_formatter())
 
 
 def make_handler() -> logging.Handler:
-    """A handler that writes to standard error in the format that `QUIRE_LOG_FORMAT` names."""
+    """A handler that writes to standard error in the format of `QUIRE_LOG_FORMAT`."""
     handler = _Handler(sys.stderr)
     handler.setFormatter(_make_formatter())
     return handler
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    """Says before the next record how much was lost."""
+    """A handler that reports before the next record how many records were lost."""
 
     _num_lost = 0
 
@@ -68,8 +68,8 @@ class _Handler(logging.StreamHandler[TextIO]):
 
 
 def note(name: str, message: str, *arguments: object, fields: Mapping[str, object] | None = None) -> None:
-    """Log what an operator reads as a matter of course, at level INFO, although the log begins with warnings unless
-    `QUIRE_LOG_LEVEL` says otherwise; a log of errors alone leaves it out. name: of the logger. fields: for JSON."""
+    """Log a routine message for operators at level INFO. It appears although the default level is WARNING; a log of
+    errors alone omits it. name: name of the logger. fields: extra fields of JSON records."""
     logger = logging.getLogger(name)
     if logger.isEnabledFor(logging.WARNING):
         extra = None if fields is None else {"fields": dict(fields)}
@@ -77,7 +77,7 @@ def note(name: str, message: str, *arguments: object, fields: Mapping[str, objec
 
 
 def tell(message: str) -> None:
-    """Say to the person or program that runs a command what it should know, whatever the level of the log."""
+    """Write a message to standard error for the user of a command, at any log level."""
     if envs.log_format() == "json":
         record = logging.LogRecord("quire", logging.INFO, "", 0, message, None, None)
         line = JsonFormatter().format(record)
@@ -88,8 +88,8 @@ def tell(message: str) -> None:
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: `time` (UTC), `level`, `logger`, `message`, where known `request_id`, of an exception
-    `exception` with its stack, and what a record brings as `extra={"fields": {...}}`."""
+    """One JSON object a line: `time` (UTC), `level`, `logger`, `message`; also `request_id` where known, `exception`
+    with its stack, and the fields of `extra={"fields": {...}}`."""
 
     def format(self, record: logging.LogRecord) -> str:
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))

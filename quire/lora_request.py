@@ -1,4 +1,4 @@
-"""The adapter of a call, as vLLM's LoRARequest names it."""
+"""vLLM's LoRARequest: the adapter of a call."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from quire.errors import UserError
 
 
 class LoRARequest(msgspec.Struct, frozen=True):
-    """Fields and their order are vLLM's.
+    """An adapter; fields and their order are vLLM's. Invalid values raise UserError.
 
-    lora_name: any name. lora_int_id: above 0; calls with one number mean the adapter of the first of them, unless
-    `load_inplace`. lora_path: a directory in PEFT's layout, or a hub id. base_model_name: for `parent` in /v1/models.
-    load_inplace: read the directory again, whatever the number stood for before. Raises UserError for others.
+    lora_name: any name. lora_int_id: number above 0; later calls with it mean its first adapter, unless `load_inplace`.
+    lora_path: a directory in PEFT's layout, or a hub id. base_model_name: `parent` in /v1/models. load_inplace: read
+    the directory again and replace the number's adapter.
     """
 
     lora_name: str

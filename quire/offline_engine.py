@@ -1,4 +1,4 @@
-"""What the engines in a caller's own thread share: opening, control calls, the end."""
+"""The common part of LLM and LLMEngine: start, control calls, shutdown."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Conversation = Sequence[Mapping[str, Any]]
 
 
 class OfflineEngine:
-    """Part of LLM and LLMEngine. Several can live in one process; each is used by one thread at a time."""
+    """Base of LLM and LLMEngine, for engines in the caller's thread."""
 
     def _open(self, options: EngineOptions, executor: str = DEFAULT_EXECUTOR) -> None:
         def start(options: EngineOptions, config: EngineConfig) -> InProcessClient:
@@ -60,27 +60,27 @@ class OfflineEngine:
         return self._client.ready
 
     def get_tokenizer(self) -> UserTokenizer:
-        """The tokenizer, with the methods that Transformers' have. Raises UserError when the model has none."""
+        """The tokenizer, with Transformers' methods. Raises UserError when the model has none."""
         return user_tokenizer(self.tokenizer, self._input_processor)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What `generate` and `chat` take when they are given none: the model's generation_config.json over
-        SamplingParams()."""
+        """Default settings of `generate` and `chat`: the model's generation_config.json over SamplingParams()."""
         return SamplingParams(**self.model_config.sampling_defaults)
 
     def stats(self) -> dict[str, Any]:
-        """The engine's counters and gauges (the fields of `EngineStats`), and the shares that follow (`shares`)."""
+        """The engine's counters and gauges (fields of `EngineStats`) and the shares computed from them (`shares`)."""
         with self._busy:
             stats = self._call("stats")
         assert isinstance(stats, EngineStats)
         return {**msgspec.structs.asdict(stats), **shares(stats)}
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> int:
-        """Forget every cached prefix; returns how many blocks held one.
+        """Clear the prefix cache; returns how many blocks held a prefix.
 
-        reset_running_requests: without effect: what running requests have computed is forgotten in any case, and they
-        go on with the same tokens. reset_connector: False: files in `kv_offload_dir` stay, and count again at the next
-        start."""
+        reset_running_requests: no effect; blocks of running requests are cleared in any case, and the requests go on
+        with the same tokens. reset_connector: must be False; files in `kv_offload_dir` stay and count again at the next
+        start.
+        """
         check_reset(reset_connector)
         with self._busy:
             value = self._call("reset_prefix_cache")
@@ -88,36 +88,37 @@ class OfflineEngine:
         return value
 
     def unregister_prefix(self, prefix_id: str) -> int:
-        """Unregister a prefix; returns how many blocks no longer belong to a registered prefix. What it
-        computed stays cached until the memory is needed. Raises UserError for an id that is not registered."""
+        """Unregister a prefix; returns how many blocks no longer belong to a registered prefix. Its blocks stay cached
+        until their memory is needed. Raises UserError for an id that is not registered."""
         with self._busy:
             value = self._call("unregister_prefix", prefix_id)
         assert isinstance(value, int)
         return value
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        """Give memory back until `wake_up`: the KV cache, and the weights to host memory where there is a device (level
-        1) or altogether (level 2). What was cached is forgotten; requests are rejected meanwhile (docs/gpu.md).
+        """Release memory until `wake_up`: the KV cache, and the weights, which go to host memory where there is a
+        device (level 1) or are dropped (level 2). Requests are rejected meanwhile (docs/gpu.md).
 
-        mode: one of MODES; between the calls of an LLM nothing runs, so that all are alike, and requests of an
-        LLMEngine must have ended. Raises UserError while requests live or prefixes are registered."""
+        mode: one of MODES, all alike here because no request runs. Raises UserError while requests live or prefixes are
+        registered.
+        """
         check_mode(mode)
         with self._busy:
             self._call("sleep", str(level))
 
     def wake_up(self, tags: Collection[str] | None = None) -> None:
-        """Take requests again; nothing is cached. tags: ["weights"] brings back these alone, and ["kv_cache"] the rest
-        behind them. Raises InternalError when the memory, or the checkpoint, is gone, UserError for other tags."""
+        """Accept requests again, with an empty cache. tags: ["weights"] restores the weights alone, ["kv_cache"] later
+        the rest. Raises InternalError when the memory or the checkpoint is gone, UserError for other tags."""
         with self._busy:
             self._call("wake_up", part_of(tags))
 
     def is_sleeping(self) -> bool:
-        """Whether requests are rejected because the engine sleeps."""
+        """True while the engine sleeps and rejects requests."""
         with self._busy:
             return bool(self._call("is_sleeping"))
 
     def shutdown(self) -> None:
-        """Give the model and the KV cache back. Idempotent; also at the end of a `with` block or of the object."""
+        """Release the model and the KV cache. Idempotent. A `with` block's end and the object's deletion call it."""
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -136,4 +137,4 @@ class OfflineEngine:
                 return result.value
 
     def _keep(self, outputs: EngineOutputs) -> None:
-        """Called with what came before, and with, the answer to a call."""
+        """Process outputs that came before, or with, the answer to a call."""

@@ -1,4 +1,4 @@
-"""What comes out: SequenceUpdate (engine core to front end), RequestOutput and CompletionOutput (to the user)."""
+"""Outputs of the engine core (SequenceUpdate) and of the user's API (RequestOutput, CompletionOutput)."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from quire.step import PromptLogprobs, TokenLogprobs
 
 
 class SequenceUpdate(msgspec.Struct, array_like=True, gc=False):
-    """New tokens of one sequence after one step, or its end. It is part of no cycle, and there is one for every row and
-    step: the garbage collector need not know it."""
+    """New tokens of one sequence after one step, or its end. One object per row and step, never in a cycle, hence not
+    tracked by the garbage collector."""
 
     request_id: str
     index: int
     new_token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
-    """One entry per new token, where asked for."""
+    """One entry per new token, where requested."""
     prompt_logprobs: PromptLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    """The stop token that ended it, when it was one of `stop_token_ids`. With FinishReason.ERROR, why the sequence
-    cannot go on under its constraint; None there: the model's logits were not finite."""
+    """Stop token that ended the sequence, when it is one of `stop_token_ids`. With FinishReason.ERROR: why the
+    constraint or a logits processor ended it; None: the logits were not finite."""
     ends_in_text: bool = False
-    """With FinishReason.STOP: its last token is part of the text, because a constraint allows nothing behind it."""
+    """With FinishReason.STOP: the last token belongs to the text, because the constraint allows no further token."""
     num_cached_tokens: int = 0
     timing: RequestTiming | None = None
-    """Set with the first token, with the finish, and with every token of a request that has stop strings."""
+    """Set with the first token, with the end, and with every token of a request that has stop strings."""
     ranking: tuple[float, float] | None = None
-    """Of a hypothesis of a beam search: (cumulative log-probability, score). It comes whole, with its end; an end
-    without it says that there is no hypothesis of this index."""
+    """(cumulative log-probability, score) of a beam-search hypothesis, which comes whole, with its end. An end without
+    it: no hypothesis has this index."""
     pooled: list[float] | None = None
-    """Of a pooled request, with its end: its vector, of float32 values."""
+    """A pooled request's vector of float32 values, set with the end."""
     drafts: tuple[int, int] | None = None
-    """Drafts that its step computed, and how many of them were accepted; None: it had none."""
+    """(drafts that the step computed, drafts accepted); None: the step had no drafts."""
 
 
 class RequestTiming(msgspec.Struct, array_like=True):
@@ -42,11 +42,12 @@ class RequestTiming(msgspec.Struct, array_like=True):
 
     arrival: float
     first_scheduled: float
-    """Equal to `now` when a time limit ended the request before it ever ran."""
+    """Equal to `now` when a time limit ended the request before it ran."""
     now: float
     num_preemptions: int = 0
     can_wait: bool = False
-    """Neither the first token nor the end: it may be sent with those of later steps."""
+    """True for updates that are neither the first token nor the end: they may be sent together with those of later
+    steps."""
 
 
 class Logprob(msgspec.Struct):
@@ -58,9 +59,9 @@ class Logprob(msgspec.Struct):
 
 
 class CompletionOutput(msgspec.Struct):
-    """One completion. `text` and `token_ids` are cumulative, or what is new since the last output (`delta`).
+    """One completion. `text` and `token_ids` are cumulative, or (`delta`) hold what is new since the last output.
 
-    score: of a beam search, cumulative_logprob / tokens ** length_penalty, by which the completions are ordered.
+    score: cumulative_logprob / tokens ** length_penalty, which orders the hypotheses of a beam search.
     """
 
     index: int
@@ -73,23 +74,23 @@ class CompletionOutput(msgspec.Struct):
     score: float | None = None
 
     def finished(self) -> bool:
-        """Whether nothing more comes."""
+        """True after the last output."""
         return self.finish_reason is not None
 
 
 class RequestMetrics(msgspec.Struct):
-    """Seconds. `queue_time`: arrival to first scheduled; the others count from arrival."""
+    """Times of a request in seconds. `queue_time`: arrival to first scheduled; the others count from arrival."""
 
     queue_time: float = 0.0
     time_to_first_token: float = 0.0
     latency: float = 0.0
     num_preemptions: int = 0
     draft_steps: bytes = b""
-    """Set with the last output: two bytes for each step that had drafts, as those of `SequenceUpdate.drafts`."""
+    """Two bytes (`SequenceUpdate.drafts`) for each step with drafts; set with the last output."""
 
 
 class RequestOutput(msgspec.Struct):
-    """The state of one request. `finished` is True in the last one."""
+    """State of one request. `finished` is True in the last one."""
 
     request_id: str
     prompt: str | None
@@ -100,15 +101,15 @@ class RequestOutput(msgspec.Struct):
     num_cached_tokens: int = 0
     metrics: RequestMetrics = msgspec.field(default_factory=RequestMetrics)
     pooled: list[float] | None = None
-    """Of a pooled request, in its last output: the model's vector, as `SequenceUpdate` has it."""
+    """A pooled request's vector (`SequenceUpdate.pooled`), in its last output."""
 
 
 PROCESSOR_FAILED = "the logits processor "
-"""Begins the reason of a sequence that a logits processor has ended."""
+"""First words of the stop reason of a sequence that a logits processor has ended."""
 
 
 def is_damaged(output: RequestOutput) -> bool:
-    """Whether a request ended in an error."""
+    """True for a request that ended in an error."""
     for completion in output.outputs:  # a loop, since it is asked of every output
         if completion.finish_reason is not None and completion.finish_reason == FinishReason.ERROR:
             return True
@@ -116,8 +117,8 @@ def is_damaged(output: RequestOutput) -> bool:
 
 
 def raise_if_nonfinite(output: RequestOutput) -> None:
-    """Raise ModelOutputError for a request that ended because the model computed NaN or infinite logits, or a logits
-    processor failed, and UserError for one that could not go on under its constraint (structured outputs)."""
+    """Raise ModelOutputError for a request that ended because of NaN or infinite logits or a failed logits processor,
+    and UserError for one that could not continue under its constraint (structured outputs)."""
     if not is_damaged(output):
         return
     for completion in output.outputs:

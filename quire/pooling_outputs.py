@@ -1,4 +1,4 @@
-"""What comes out of a model that pools. Names are vLLM's."""
+"""Outputs of models that pool. Names are vLLM's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class EmbeddingOutput:
 
 @dataclass(slots=True)
 class ClassificationOutput:
-    """probs: of each label; logits where the request or the model asks for no activation."""
+    """probs: probability of each label; its logit where the request or the model asks for no activation."""
 
     probs: list[float]
 
@@ -44,7 +44,7 @@ class ScoringOutput:
 
 @dataclass(slots=True)
 class PooledRequestOutput(Generic[OutputT]):
-    """One request's result. num_cached_tokens: prompt tokens found in the prefix cache."""
+    """Result of one request. num_cached_tokens: prompt tokens found in the prefix cache."""
 
     request_id: str
     outputs: OutputT
@@ -66,4 +66,4 @@ class ClassificationRequestOutput(PooledRequestOutput[ClassificationOutput]):
 
 
 class ScoringRequestOutput(PooledRequestOutput[ScoringOutput]):
-    """prompt_token_ids: of the pair, or of both texts one behind the other where their vectors are compared."""
+    """prompt_token_ids: tokens of the pair, or of both texts in succession where their vectors are compared."""

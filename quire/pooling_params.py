@@ -1,4 +1,4 @@
-"""What a caller can ask of a vector. Names and meanings are vLLM's."""
+"""Settings of pooled requests. Names and meanings are vLLM's."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ UNAVAILABLE = (
     *("skip_reading_prefix_cache", "extra_kwargs", "step_tag_id", "returned_token_ids", "late_interaction_params"),
     "late_chunking_params",
 )
-"""Fields of vLLM that ask for what models that pool do not do here."""
+"""vLLM's fields for features that models that pool do not have here."""
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of one pooled request. Invalid values raise UserError with `param` set.
 
-    dimensions: leading elements of the vector to keep, for models that were trained for it (Matryoshka); None: all.
-    normalize: whether the vector gets length 1; None: as the model's files say. use_activation: whether a classifier's
-    logits become probabilities (or what else the model's activation makes of them); None: yes. truncate_prompt_tokens:
-    most tokens of a text, special ones included; longer texts lose their ends; -1: the model's context; None: longer
-    texts are refused. padding: "max_length" puts the tokenizer's padding tokens, which the model reads as any other,
-    behind a text up to the model's context, for models that were trained so (a field of vLLM's requests, not of its
-    PoolingParams); None and "do_not_pad": nothing is added. task: "embed", "classify" or "score", which must be what
-    the call asks for; None: that. The other fields are vLLM's, and stay as they are: outputs always have the prompt's
-    token ids, and come once, at the end.
+    dimensions: leading elements of the vector to keep, for models trained for it (Matryoshka); None: all. normalize:
+    scale the vector to length 1; None: as the model's files say. use_activation: apply the model's activation to a
+    classifier's logits (usually probabilities result); None: yes. truncate_prompt_tokens: most tokens of a text,
+    special ones included; longer texts lose their ends; -1: the model's context; None: longer texts are refused.
+    padding: "max_length" pads a text to the model's context with the tokenizer's padding tokens, which the model reads
+    as any other, for models trained so (a field of vLLM's requests, not of its PoolingParams); None and "do_not_pad":
+    no padding. task: "embed", "classify" or "score", which must match the call; None: the call's task. The other fields
+    are vLLM's and must keep their defaults, except requires_token_ids: outputs always have the prompt's token ids, and
+    come once, at the end.
     """
 
     dimensions: int | None = None

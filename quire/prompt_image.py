@@ -1,4 +1,4 @@
-"""An image in a prompt, as a request brings it and a plan hands it to the workers."""
+"""Images of prompts, in requests and in plans."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import msgspec
 
 
 class ReadyImage(msgspec.Struct, frozen=True, array_like=True):
-    """An image as a model takes it, decoded and resized."""
+    """A decoded and resized image."""
 
     grid: tuple[int, int, int]
-    """Frames, rows and columns of tokens."""
+    """Number of frames, rows and columns of tokens."""
     key: bytes
-    """What tells its content from that of others (quire/multimodal/processors.py)."""
+    """Identity of the content (quire/multimodal/processors.py)."""
     pixels: bytes
-    """[height, width, 3] uint8, resized."""
+    """Resized pixels, [height, width, 3] uint8."""
     size: tuple[int, int]
-    """Height and width."""
+    """Height and width in pixels."""
 
     @property
     def num_tokens(self) -> int:
@@ -24,12 +24,12 @@ class ReadyImage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PromptImage(ReadyImage, frozen=True, array_like=True):
-    """An image in a prompt: a run of placeholders stands for it."""
+    """An image in a prompt, where a run of placeholder tokens stands for it."""
 
     start: int
     """Position of the first placeholder."""
 
     @property
     def end(self) -> int:
-        """Position behind the last placeholder."""
+        """Position after the last placeholder."""
         return self.start + self.num_tokens

@@ -10,7 +10,7 @@ from quire.errors import UserError, nearest_name
 
 
 class Registry:
-    """Maps a name to `"module:attribute"`. `kind` is the noun used in error messages."""
+    """Table of name -> `"module:attribute"`. `kind` is the noun in error messages."""
 
     def __init__(self, kind: str, entries: dict[str, str]) -> None:
         self.kind = kind
@@ -23,11 +23,11 @@ class Registry:
         return iter(sorted(self._entries))
 
     def register(self, name: str, target: str) -> None:
-        """Add or replace an entry; `target` is `"module:attribute"`."""
+        """Add or replace an entry. target: `"module:attribute"`."""
         self._entries[name] = target
 
     def load(self, name: str) -> Any:
-        """Import and return the implementation. Raises UserError (listing what is known) for an unknown name."""
+        """Import and return the implementation. Raises UserError, with the known names, for an unknown name."""
         if name not in self._entries:
             known = ", ".join(self)
             raise UserError(f"unknown {self.kind} {name!r}{nearest_name(name, self._entries)} (known: {known})")
@@ -35,7 +35,7 @@ class Registry:
 
 
 def load_target(target: str) -> Any:
-    """Import and return a `"module:attribute"`, which this program names: never one that a checkpoint or a request
-    does."""
+    """Import and return a `"module:attribute"`. Only for targets that this program names, never for those of a
+    checkpoint or request."""
     module, _, attribute = target.partition(":")
     return getattr(importlib.import_module(module), attribute)

@@ -1,4 +1,4 @@
-"""How the tokens of a request are chosen and when it ends. Names and meanings are vLLM's."""
+"""Settings for choosing a request's tokens and for its end. Names and meanings are vLLM's."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ MAX_BEAM_STOP_TOKENS = 32
 """Each end token makes the worker return one more candidate for every beam."""
 MAX_LENGTH_PENALTY = 10.0
 MAX_LOGPROBS = 20
-"""What an engine gives unless its option `max_logprobs` says otherwise."""
+"""Default of the engine's option `max_logprobs`."""
 MOST_LOGPROBS = 2**20
-"""What may be asked for at most, more than any vocabulary has."""
+"""Bound of the fields, above the size of any vocabulary."""
 MAX_STOP_STRINGS = 64
 MAX_LOGIT_BIAS = 4096
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 MAX_TIMEOUT_SECONDS = 1e9
 MAX_PATTERN_TOKENS = 256
-"""Of a repetition: each length up to it is compared at every token."""
+"""Longest pattern of a repetition. Each length up to it is compared at every token."""
 MAX_INTEGER = 2**63 - 1
-"""What has no limit of its own still has to fit the wire and the sampler's columns."""
+"""Bound of values without a limit of their own, which must fit the wire and the sampler's columns."""
 
 
 class RequestOutputKind(enum.IntEnum):
-    """Which outputs `AsyncLLM.generate` yields: all so far each time, what is new, or the last one alone."""
+    """Outputs of `AsyncLLM.generate`: all so far each time, what is new, or the last one alone."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -40,8 +40,8 @@ class RequestOutputKind(enum.IntEnum):
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True):
-    """num_tokens: a sequence thinks at most that many tokens. start, end: the marks around thoughts, as token ids.
-    is_open: the sequence begins inside them."""
+    """Limit of a sequence's thoughts. num_tokens: most tokens of thoughts. start, end: token ids of the marks around
+    thoughts. is_open: the sequence begins inside thoughts."""
 
     num_tokens: int
     start: list[int]
@@ -50,8 +50,8 @@ class ThinkingBudget(msgspec.Struct, frozen=True):
 
 
 class RepetitionDetectionParams(msgspec.Struct, frozen=True, kw_only=True):
-    """When a completion that repeats itself ends: with `min_count` copies in a row of a pattern of `min_pattern_size`
-    (0 means 1) to `max_pattern_size` tokens. max_pattern_size: 0 for never."""
+    """Rule that ends a completion which repeats itself: `min_count` copies in a row of a pattern of `min_pattern_size`
+    (0 means 1) to `max_pattern_size` tokens. max_pattern_size: 0 turns it off."""
 
     max_pattern_size: int = 0
     min_pattern_size: int = 0
@@ -65,7 +65,7 @@ class RepetitionDetectionParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _NamesTheNearest(type(msgspec.Struct)):  # type: ignore[misc]  # a metaclass that is no plain class
-    """Says which field a wrong keyword comes nearest to."""
+    """Adds the nearest field's name to the error for an unknown keyword."""
 
     def __call__(cls, *arguments: Any, **fields: Any) -> Any:
         try:
@@ -86,43 +86,43 @@ class SamplingParams(
     omit_defaults=True,
     repr_omit_defaults=True,
 ):
-    """Sampling settings of one request. Invalid values raise UserError with `param` set, here or where a field is set,
-    and nowhere later. A request that was made keeps the settings that it was made with. Fields that say nothing more
-    than vLLM's names have its meaning, and values that would change an answer and are not available are refused.
-    """
+    """Sampling settings of one request. Invalid values raise UserError with `param` set, here or when a field is set. A
+    running request keeps its settings. Fields without a text below have vLLM's meaning. Values that would change an
+    answer and are not available are refused."""
 
     n: int = 1
-    """Completions of the prompt. They share its KV blocks."""
+    """Number of completions of the prompt. They share its KV blocks."""
     best_of: int | None = None
-    """Completions that are generated, of which the `n` with the highest cumulative log-probability come back, at the
-    end. None: `n`."""
+    """Number of generated completions. The `n` with the highest cumulative log-probability come back, at the end. None:
+    `n`."""
     use_beam_search: bool = False
-    """Search with `best_of` (else `n`) beams instead of sampling; `n` hypotheses come back, at the end, best first
+    """Search with `best_of` (else `n`) beams instead of sampling. `n` hypotheses come back, at the end, best first
     (quire/decoding/beam.py)."""
     length_penalty: float = 1.0
-    """Exponent p of the rank of a hypothesis of t tokens: cumulative_logprob / t ** p."""
+    """Exponent p in the rank of a hypothesis of t tokens: cumulative_logprob / t ** p."""
     early_stopping: bool | str = False
-    """When a beam search ends. True: with as many hypotheses as beams. False: when the best live beam would not get
-    among them if it ended now. "never": when it could not at any length (the longest counts for length_penalty > 0)."""
+    """End of a beam search. True: when there are as many hypotheses as beams. False: when the best live beam would not
+    get among them if it ended now. "never": when it could not at any length (the longest counts for length_penalty >
+    0)."""
     temperature: float = 1.0
     """Divisor of the logits, from 0 (greedy) to 100."""
     top_p: float = 1.0
-    """Smallest total probability of the likeliest tokens that stay, above 0. Applied behind `top_k`."""
+    """Smallest total probability of the likeliest tokens that stay, above 0. Applied after `top_k`."""
     top_k: int = 0
-    """Number of the likeliest tokens that stay, behind the penalties. 0 and -1: all."""
+    """Number of the likeliest tokens that stay, after the penalties. 0 and -1: all."""
     min_p: float = 0.0
-    """Least probability of a token, as a share of the likeliest one's. Applied behind `top_p`."""
+    """Least probability of a token, as a share of the likeliest one's. Applied after `top_p`."""
     presence_penalty: float = 0.0
-    """Logit taken from each token that was generated before, from -2 to 2."""
+    """Logit subtracted from each token that was generated before, from -2 to 2."""
     frequency_penalty: float = 0.0
-    """Logit taken from a token for each time that it was generated before, from -2 to 2."""
+    """Logit subtracted from a token for each time it was generated before, from -2 to 2."""
     repetition_penalty: float = 1.0
-    """Divisor of the positive logits, and factor of the negative ones, of tokens of the prompt and of those generated
-    before. At least 0.01: dividing by less could leave the range of the scores."""
+    """Divisor of positive logits and factor of negative ones, for tokens of the prompt and generated ones. At least
+    0.01: smaller values could leave the range of the scores."""
     seed: int | None = None
-    """Makes the tokens of this request reproducible whatever else runs. None: drawn from the engine's seed."""
+    """Seed that makes the request's tokens reproducible whatever else runs. None: drawn from the engine's seed."""
     stop: list[str] | str | None = None
-    """Strings that end the text. They are no part of it, unless `include_stop_str_in_output`."""
+    """Strings that end the text. The text excludes them, unless `include_stop_str_in_output`."""
     stop_token_ids: list[int] | None = None
     """Tokens that end the text."""
     include_stop_str_in_output: bool = False
@@ -130,52 +130,51 @@ class SamplingParams(
     bad_words: list[str] | None = None
     """Strings whose token sequences are never produced."""
     logit_bias: dict[int, float] | None = None
-    """Token id -> what is added to its logit."""
+    """Token id -> value added to its logit."""
     allowed_token_ids: list[int] | None = None
-    """The only tokens that may be produced. None: all."""
+    """The only tokens that may be generated. None: all."""
     ignore_eos: bool = False
-    """Go on behind end-of-sequence tokens."""
+    """Continue after end-of-sequence tokens."""
     max_tokens: int | None = 16
-    """Most tokens of a completion. None: up to the model's context."""
+    """Largest number of tokens of a completion. None: up to the model's context."""
     min_tokens: int = 0
-    """Tokens of a completion before which end-of-sequence and stop tokens are banned."""
+    """Number of tokens before which end-of-sequence and stop tokens are banned."""
     logprobs: int | None = None
-    """Alternatives that are reported beside each chosen token, as many as the engine's max_logprobs allows. -1: the
-    whole vocabulary; None: no log-probabilities. They are those of the model, before temperature, penalties and
-    filters, unless the engine's logprobs_mode says otherwise."""
+    """Alternatives reported beside each chosen token, up to the engine's max_logprobs. -1: the whole vocabulary; None:
+    no log-probabilities. They are the model's, before temperature, penalties and filters, unless the engine's
+    logprobs_mode differs."""
     prompt_logprobs: int | None = None
-    """Alternatives that are reported beside each token of the prompt, as `logprobs`."""
+    """Alternatives reported beside each prompt token, with the values of `logprobs`."""
     truncate_prompt_tokens: int | None = None
-    """Tokens of the prompt that are kept. -1: as many as fit with max_tokens; None: all."""
+    """Prompt tokens that are kept. -1: as many as fit with max_tokens; None: all."""
     truncation_side: str | None = None
     """Side of the prompt that is cut: "left" (also None), which keeps its last tokens, or "right"."""
     repetition_detection: RepetitionDetectionParams | None = None
-    """When a completion that repeats itself ends. None: never."""
+    """Rule that ends a completion which repeats itself. None: no rule."""
     timeout_s: float | None = None
-    """Seconds from the arrival, waiting included, after which the request ends with what it has (finish reason
+    """Seconds from the arrival, waiting included, after which the request ends with its tokens so far (finish reason
     "timeout"). None: no limit."""
     structured_outputs: StructuredOutputsParams | None = None
     """Constraint on the text: StructuredOutputsParams, or its fields in a dictionary."""
     thinking_token_budget: int | None = None
-    """Most tokens that the model thinks; then the mark that ends its thoughts follows. None and -1: no limit."""
+    """Largest number of tokens of thoughts; then the mark that ends thoughts follows. None and -1: no limit."""
     num_speculative_tokens: int | None = None
-    """Drafts of a step at most, where the engine makes drafts. 0: none; None: as many as the engine chooses. No token
-    depends on it."""
+    """Largest number of drafts of a step, where the engine makes drafts. 0: none; None: the engine chooses."""
     detokenize: bool = True
-    """Make text of the tokens."""
+    """Convert tokens to text."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     """Outputs that `AsyncLLM.generate` yields."""
     skip_reading_prefix_cache: bool | None = None
-    """Compute the whole prompt, although the prefix cache has a part of it."""
+    """Compute the whole prompt, even if the prefix cache has a part of it."""
     spaces_between_special_tokens: bool = True
     skip_clone: bool = False
     extra_args: dict[str, Any] | None = None
     """Arguments of the engine's logits processors."""
     flat_logprobs: bool | None = False
     logprob_token_ids: list[int] | None = None
-    """Tokens whose log-probabilities are reported beside `logprobs`, without their ranks. At most max_logprobs."""
+    """Tokens whose log-probabilities are reported beside `logprobs`, without ranks. At most max_logprobs."""
     prompt_logprob_token_ids: list[list[int]] | None = None
     prompt_logprob_start: int | None = None
     stream_interval: int | None = None
@@ -225,7 +224,7 @@ class SamplingParams(
         for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
             values = getattr(self, name)
             _token_ids(name, values)
-            # Each id once: what is done for every entry is then bounded by the vocabulary.
+            # Each id once, so that the vocabulary's size bounds the work for the entries.
             if values is not None and len(different := dict.fromkeys(values)) < len(values):
                 msgspec.structs.force_setattr(self, name, list(different))
         if self.logprob_token_ids and self.logprobs is None:
@@ -245,7 +244,6 @@ class SamplingParams(
             msgspec.structs.force_setattr(self, "structured_outputs", _structured_outputs(self.structured_outputs))
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Set a field, if all are valid together then."""
         if name not in self.__struct_fields__:
             raise AttributeError(f"SamplingParams has no field {name!r}{nearest_name(name, self.__struct_fields__)}")
         checked = msgspec.structs.replace(self, **{name: value})
@@ -253,7 +251,7 @@ class SamplingParams(
             super().__setattr__(field, getattr(checked, field))
 
     def _check_for_programs(self) -> None:
-        """What programs alone can say."""
+        """Check the fields that only Python callers can set."""
         for given, (name, (value, reason)) in zip(_unavailable(self), UNAVAILABLE.items(), strict=True):
             if given is not None and given is not value and (type(given) is not type(value) or given != value):
                 raise UserError(f"{name} is not supported: {reason}", param=name)
@@ -323,27 +321,26 @@ class SamplingParams(
 
     @property
     def is_greedy(self) -> bool:
-        """Whether nothing is drawn at random."""
         return self.temperature == 0.0 or self.use_beam_search
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that run: `n`, or more of which the best `n` come back; the beams of a beam search."""
+        """Number of sequences that run: `n`, or `best_of`; with beam search the number of beams."""
         return self.n if self.best_of is None else self.best_of
 
     @property
     def ranks_samples(self) -> bool:
-        """Whether sampled sequences are compared at the end, which takes their log-probabilities."""
+        """True when sampled sequences are compared at the end, which needs their log-probabilities."""
         return self.num_sequences > self.n and not self.use_beam_search
 
     @property
     def answers_at_end(self) -> bool:
-        """Whether nothing can be said of a completion before all are finished."""
+        """True when no completion can be reported before all are finished."""
         return self.use_beam_search or self.ranks_samples
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> SamplingParams:
-        """Build from a mapping; an unknown key raises UserError with the nearest field name suggested."""
+        """SamplingParams of a mapping. An unknown key raises UserError with the nearest field suggested."""
         for name in options:
             if name not in cls.__struct_fields__:
                 nearest = nearest_name(name, cls.__struct_fields__)
@@ -370,7 +367,7 @@ UNAVAILABLE: dict[str, tuple[object, str]] = {
     "routed_experts_prompt_start": (0, "answers do not tell which experts were used"),
     "trace_decode_token_ids": (None, "tokens are not prescribed; grammars and allowed_token_ids restrict them"),
 }
-"""Fields of vLLM that must be None or as they are here."""
+"""vLLM's fields that must be None or have the value here."""
 PYTHON_ONLY = (
     *UNAVAILABLE,
     "extra_args",
@@ -382,15 +379,15 @@ PYTHON_ONLY = (
     "spaces_between_special_tokens",
     "skip_clone",
 )
-"""Fields that are of use to programs alone. (Tokenizers put no spaces between special tokens, and each request gets a
-copy of the parameters, which costs next to nothing.)"""
+"""Fields that only Python callers can set. Two have no effect: tokenizers put no spaces between special tokens, and
+each request gets a copy of the parameters."""
 _NOT_FOR_BEAM_SEARCH: dict[str, tuple[float, ...]] = {
     "temperature": (0.0, 1.0),
     "top_p": (1.0,),
     "top_k": (0, -1),
     "min_p": (0.0,),
 }
-"""What shapes a random draw, with the values that change nothing. (Temperature 1 is the default, and no change.)"""
+"""Settings of random draws, with the values that change nothing. (Temperature 1 is the default.)"""
 
 
 _booleans = attrgetter(*_BOOLEANS)
@@ -400,7 +397,7 @@ _unavailable = attrgetter(*UNAVAILABLE)
 def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
     if type(value) is float and low < value <= high:
         return
-    # An integer is finite, and may be too large for `isfinite`.
+    # An integer is finite, but may be too large for `isfinite`.
     if isinstance(value, bool) or not (isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))):
         raise UserError(f"{name} must be a finite number, not {value!r}", param=name)
     if value > high or value < low or (low_open and value == low):
@@ -424,12 +421,12 @@ def _optional_integer(name: str, value: object, low: int, high: int | None) -> N
 
 
 def _token_ids(name: str, values: list[int] | None) -> None:
-    """Types and signs only: the vocabulary's size is checked by the input processor, which knows it."""
+    """Check types and signs. The input processor, which knows the vocabulary's size, checks the upper bound."""
     if values is None:
         return
     if not isinstance(values, list | tuple):
         raise UserError(f"{name} must be a list of token ids, not {values!r}", param=name)
-    # Written for long lists of valid ids: the offender is looked for only when there is one.
+    # Fast for long lists of valid ids: the wrong entry is searched for only when there is one.
     if not values or (set(map(type, values)) == {int} and min(values) >= 0 and max(values) <= MAX_INTEGER):
         return
     for value in values:
@@ -444,7 +441,6 @@ def _strings(name: str, values: list[str] | None) -> None:
 
 
 def _repetition(given: object) -> RepetitionDetectionParams:
-    """The settings, which may be given as their fields in a dictionary."""
     if isinstance(given, RepetitionDetectionParams):
         return given
     name = "repetition_detection"
@@ -458,7 +454,6 @@ def _repetition(given: object) -> RepetitionDetectionParams:
 
 
 def _structured_outputs(given: object) -> StructuredOutputsParams:
-    """The params, which may be given by their fields."""
     if isinstance(given, StructuredOutputsParams):
         return given
     if not isinstance(given, dict):

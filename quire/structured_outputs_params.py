@@ -1,5 +1,4 @@
-"""What a request's output must look like. Names and meanings are vLLM's, but for `start_after_token_ids` and
-`preamble`."""
+"""Constraints on a request's text. Names and meanings are vLLM's, except `start_after_token_ids` and `preamble`."""
 
 from __future__ import annotations
 
@@ -15,24 +14,24 @@ CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_
 
 
 class Preamble(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A part of the text before the constrained one. format: in the forms of structural tags. tokens: ids of the marks
-    in it that the model writes as one token, besides special tokens."""
+    """A part of the text before the constrained one. format: structural-tag format of the part. tokens: marks in it ->
+    ids, for marks that the model writes as one token, besides special tokens."""
 
     format: dict[str, Any]
     tokens: dict[str, int] = {}
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The constraint on a request's text: exactly one of the first six fields. Invalid values raise UserError.
+    """Constraint on a request's text: exactly one of the first six fields. Invalid values raise UserError.
 
-    json: a JSON schema, as an object or its text. regex: the whole text matches it (Rust's syntax: no look-around).
-    choice: the text is one of these. grammar: in Lark's syntax, or in llama.cpp's and xgrammar's EBNF (`root ::= ...`).
-    json_object: any JSON object. structural_tag: text with tagged parts that follow schemas, as an object or its text.
-    disable_any_whitespace: JSON without blanks between its parts. whitespace_pattern: a regular expression for those
-    blanks. disable_additional_properties: objects have no properties but those that the schema names.
-    start_after_token_ids: the constraint begins behind these tokens, when the model has generated them in this order
-    (the end of its reasoning); before, every token is allowed. Empty or None: it begins at once. preamble: a text of
-    this form comes first (thoughts and the mark of their end, or nothing).
+    json: a JSON schema, as an object or text. regex: a pattern for the whole text (Rust's syntax: no look-around).
+    choice: the allowed texts. grammar: Lark's syntax, or llama.cpp's and xgrammar's EBNF (`root ::= ...`). json_object:
+    True for any JSON object. structural_tag: tagged parts that follow schemas, as an object or text.
+
+    disable_any_whitespace: no blanks between parts of JSON. whitespace_pattern: regular expression for those blanks.
+    disable_additional_properties: objects have only properties that the schema names. start_after_token_ids: generated
+    tokens (the end of the reasoning) after which the constraint begins; empty or None: it begins at once. preamble:
+    form of a text that comes first (thoughts and their end mark, or nothing).
     """
 
     json: str | dict[str, Any] | None = None
@@ -49,7 +48,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_
 
     @property
     def size(self) -> int:
-        """Characters of the constraint, where it is an object about one for each."""
+        """Characters of the constraint; for an object, about one for each character."""
         value = next(getattr(self, name) for name in CONSTRAINTS if getattr(self, name) not in (None, False))
         size, pieces = 0, [value]
         while pieces:

@@ -1,3 +1,3 @@
-"""The version, alone in a file: the build back end and `quire --version` read it without importing the package."""
+"""The version, in a file that the build back end and `quire --version` read without importing the package."""
 
 __version__ = "0.1.0"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import typing
+from pathlib import Path
 
 import pytest
 
@@ -12,8 +14,25 @@ from quire.config.engine_keywords import EngineKeywords
 from quire.config.options import EngineOptions
 from quire.engine.public_names import REASONS, described, missing
 
+KEYWORDS_FILE = Path(inspect.getfile(EngineKeywords))
+
+
+def keywords_text() -> str:
+    """The text of quire/config/engine_keywords.py, made from the fields of EngineOptions."""
+    text = KEYWORDS_FILE.read_text(encoding="utf-8")
+    head, _ = text.split("    runner: ")
+    lines = []
+    for name, annotation in EngineOptions.__annotations__.items():
+        node = ast.parse(annotation, mode="eval").body  # Annotated[kind, record]
+        assert isinstance(node, ast.Subscript)
+        assert isinstance(node.slice, ast.Tuple)
+        if name != "model":
+            lines.append(f"    {name}: {ast.unparse(node.slice.elts[0])}\n")
+    return head + "".join(lines)
+
 
 def test_keywords_are_the_options() -> None:
+    assert KEYWORDS_FILE.read_text(encoding="utf-8") == keywords_text(), "`python -m tests.test_editors` writes it"
     options = typing.get_type_hints(EngineOptions)
     assert typing.get_type_hints(EngineKeywords) == {name: kind for name, kind in options.items() if name != "model"}
     for engine in (LLM, LLMEngine, AsyncLLM):
@@ -44,3 +63,7 @@ def test_a_wrong_sampling_parameter_names_the_nearest() -> None:
         SamplingParams(temprature=1.0)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="positional"):
         SamplingParams(3)  # type: ignore[misc]
+
+
+if __name__ == "__main__":
+    KEYWORDS_FILE.write_text(keywords_text(), encoding="utf-8")

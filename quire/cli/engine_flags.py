@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable
 
 from quire.cli.parser import Parser, add_struct_flags, given
-from quire.config.options import HELP, EngineOptions
+from quire.config.options import EngineOptions
 from quire.errors import UserError
 
 _POSITIONAL = "model_positional"
@@ -18,7 +18,7 @@ def add_engine_flags(parser: Parser, *, positional: bool = True, skip: Iterable[
         parser.add_argument(
             _POSITIONAL, metavar="MODEL", nargs="?", default=None, help="the same as --model (default: bundled)"
         )
-    add_struct_flags(parser, EngineOptions, HELP, title="engine options", skip=skip)
+    add_struct_flags(parser, EngineOptions, title="engine options", skip=skip)
 
 
 def engine_options(namespace: argparse.Namespace) -> EngineOptions:

@@ -8,29 +8,15 @@ import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
+from quire.config.option import Group, Option, options_of
 from quire.errors import UserError, nearest_name
 from quire.utils.sizes import parse_count, parse_length
 
 T = TypeVar("T")
-
-OTHER_FLAGS: Mapping[str, tuple[str, ...]] = {
-    "num_threads": ("--threads",),
-    "cors_allowed_origins": ("--allowed-origins",),
-    "model": ("-hf",),
-    "tensor_parallel_size": ("-tp",),
-    "pipeline_parallel_size": ("-pp",),
-    "decode_context_parallel_size": ("-dcp",),
-    "data_parallel_size": ("-dp",),
-    "enable_expert_parallel": ("-ep",),
-}
-"""Other names of some flags, by field."""
-
-
-Groups: TypeAlias = Mapping[str, tuple[str, tuple[str, ...]]]
 
 
 class _HelpOfGroup(argparse.Action):
@@ -42,26 +28,25 @@ class _HelpOfGroup(argparse.Action):
 class Parser(argparse.ArgumentParser):
     """argparse without abbreviations, that raises UserError (with the nearest option suggested) and never exits.
 
-    groups: name of a group of options -> its title and the fields in it. With them, --help shows the options in these
-    groups, in this order, and --help=NAME one group, or the options whose names have NAME in them."""
+    groups: with them, --help shows the options in these groups, in this order, and --help=NAME one group, or the
+    options whose names have NAME in them."""
 
-    def __init__(self, *, groups: Groups = MappingProxyType({}), **keywords: Any) -> None:
+    def __init__(self, *, groups: Sequence[Group] = (), **keywords: Any) -> None:
         keywords.setdefault("add_help", not groups)
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **keywords)
         self._groups: dict[str, argparse._ArgumentGroup] = {}
-        self._group_of: dict[str, argparse._ArgumentGroup] = {}
         if groups:
             text = "show all options, those of a group, or those with WORD in their names: --help=kv"
             self.add_argument("-h", "--help", action=_HelpOfGroup, nargs="?", metavar="WORD", help=text)
-        for name, (title, fields) in groups.items():
+        for name, title in groups:
             self._groups[name] = self.add_argument_group(f"{name}: {title}")
-            self._group_of.update(dict.fromkeys(fields, self._groups[name]))
 
-    def group_of(self, field: str, title: str) -> argparse._ArgumentGroup:
-        """The group that `field` belongs to; the one with this title where the parser has no groups of its own.
-        Raises LookupError for a field in none of its groups."""
+    def group_of(self, option: Option | None, title: str) -> argparse._ArgumentGroup:
+        """The group of an option; the one with this title where the parser has no groups of its own. Raises LookupError
+        for an option in none of its groups."""
         if self._groups:
-            return self._group_of[field]
+            assert option is not None, "each option of a command with groups has a record"
+            return self._groups[option.group.name]
         found = next((group for group in self._action_groups if group.title == title), None)
         return found or self.add_argument_group(title)
 
@@ -119,7 +104,7 @@ def _of_vllm(flag: str) -> str:
 def add_struct_flags(
     parser: Parser,
     struct: type[msgspec.Struct],
-    help_lines: Mapping[str, str],
+    help_lines: Mapping[str, str] = MappingProxyType({}),
     *,
     title: str,
     skip: Iterable[str] = (),
@@ -127,24 +112,28 @@ def add_struct_flags(
 ) -> None:
     """One --kebab-case flag for each field of `struct` that is not in `skip`; only flags that are given are stored.
 
-    title: heading in the help, where the parser has no groups of its own. defaults: what the help shows where a
-    command's default is not the struct's. Types come from the annotations: bool becomes --x/--no-x, a list may be given
-    several times (integers also with commas), a mapping is KEY=VALUE with commas (JSON where its keys are texts), and
-    `none` stands for None where None is allowed.
+    help_lines: those of fields without a record (Option), and those that the command words otherwise. title: heading in
+    the help, where the parser has no groups of its own. defaults: what the help shows where a command's default is not
+    the struct's. Types come from the annotations: bool becomes --x/--no-x, a list may be given several times (integers
+    also with commas), a mapping is KEY=VALUE with commas (JSON where its keys are texts), and `none` stands for None
+    where None is allowed.
     """
-    annotations = typing.get_type_hints(struct)
+    annotations, options = typing.get_type_hints(struct), options_of(struct)
     for field in msgspec.structs.fields(struct):
         if field.name in skip:
             continue
         default = defaults.get(field.name, field.default)
         shown = "" if default is None or default is msgspec.NODEFAULT else f" (default: {default})"
-        text = (help_lines[field.name] + shown).replace("%", "%%")
-        flag = "--" + field.name.replace("_", "-")
-        flags = (flag, *OTHER_FLAGS.get(field.name, ()))
+        option = options.get(field.name)
+        line = help_lines[field.name] if option is None else help_lines.get(field.name, option.help)
+        text = (line + shown).replace("%", "%%")
+        flags = ["--" + field.name.replace("_", "-")]
         action = _action(annotations[field.name])
-        if field.name in OTHER_TYPES:
-            action["type"] = OTHER_TYPES[field.name]
-        group = parser.group_of(field.name, title)
+        if option is not None:
+            flags += option.flags
+            if option.reads is not None:
+                action["type"] = READERS[option.reads]
+        group = parser.group_of(option, title)
         group.add_argument(*flags, dest=field.name, help=text, default=argparse.SUPPRESS, **action)
 
 
@@ -223,12 +212,8 @@ def length(text: str) -> int | None:
     return None if text.lower() == "none" else parse_length(text, param="the length")
 
 
-OTHER_TYPES: Mapping[str, Callable[[str], Any]] = {
-    "max_model_len": length,
-    "max_num_batched_tokens": number_of,
-    "max_num_seqs": number_of,
-}
-"""How the values of some flags are read, by field."""
+READERS: Mapping[Callable[..., Any], Callable[[str], Any]] = {parse_length: length, parse_count: number_of}
+"""`Option.reads` -> the same for an argument."""
 
 json_object.__name__ = "JSON object"
 number_of.__name__ = "int"

@@ -20,7 +20,7 @@ from quire.config.options import EngineOptions
 from quire.errors import UserError
 from quire.server.batch_lines import BatchResult, custom_id_of
 from quire.server.listener import Listener, bind
-from quire.server.settings import HELP, ServerSettings
+from quire.server.settings import ServerSettings
 from quire.utils.progress import ProgressBar
 
 OF_THE_API = (
@@ -54,7 +54,7 @@ def build_parser() -> Parser:
     add_engine_flags(parser, positional=False)
     for title, names in (("options of the API", OF_THE_API), ("options of --enable-metrics", OF_METRICS)):
         others = [name for name in ServerSettings.__struct_fields__ if name not in names]
-        add_struct_flags(parser, ServerSettings, HELP, title=title, skip=others)
+        add_struct_flags(parser, ServerSettings, title=title, skip=others)
     return parser
 
 

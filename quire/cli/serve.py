@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from quire import envs
 from quire.cli.config_file import parse_config, written
 from quire.cli.engine_flags import add_engine_flags, engine_options
-from quire.cli.option_groups import GROUPS
 from quire.cli.parser import Parser, add_struct_flags, given
+from quire.config.option import GROUPS
 from quire.config.options import EngineOptions
 from quire.engine.engine_process import LOCAL_EXECUTOR, EngineProcess
-from quire.server.settings import HELP, ServerSettings
+from quire.server.settings import ServerSettings
 
 
 def build_parser() -> Parser:
@@ -25,7 +25,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--config", metavar="FILE", help="YAML or TOML file of options; those in the line count more")
     parser.add_argument("--print-config", action="store_true", help="print the options that are set, as such a file")
-    add_struct_flags(parser, ServerSettings, HELP, title="server options")
+    add_struct_flags(parser, ServerSettings, title="server options")
     add_engine_flags(parser)
     return parser
 

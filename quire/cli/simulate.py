@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.cli.parser import Parser, add_struct_flags, given
-from quire.config.options import BUNDLED_MODEL, HELP, EngineOptions
+from quire.config.options import BUNDLED_MODEL, EngineOptions
 from quire.errors import UserError, nearest_name
 
 if TYPE_CHECKING:
@@ -108,9 +108,7 @@ def build_parser() -> Parser:
     group.add_argument("--dtype", metavar="NAME", help="of the weights (auto: as stored)")
     group.add_argument("--kv-cache-dtype", metavar="NAME", help="of keys and values (auto: what is computed in)")
     _question_flags(parser)
-    add_struct_flags(
-        parser, EngineOptions, {**HELP, **LENGTH_HELP}, title="engine options", skip=OTHERS, defaults=DEFAULTS
-    )
+    add_struct_flags(parser, EngineOptions, LENGTH_HELP, title="engine options", skip=OTHERS, defaults=DEFAULTS)
     return parser
 
 

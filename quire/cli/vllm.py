@@ -15,11 +15,9 @@ from quire.cli.config_file import config_words
 from quire.cli.main import EXIT_USER_ERROR, run_program
 from quire.cli.parser import Parser, add_struct_flags, given, json_object, length, number_of
 from quire.cli.serve import start
-from quire.config.options import HELP as ENGINE_HELP
 from quire.config.options import EngineOptions
 from quire.config.vllm import FLAGS, GROUPS, OLDER, REFUSED, SPECULATION_KEYS, VERSION, VllmFlag, finish, translate
 from quire.errors import UserError, nearest_name
-from quire.server.settings import HELP as SERVER_HELP
 from quire.server.settings import ServerSettings
 
 DEFAULT_HOST = "0.0.0.0"
@@ -211,8 +209,8 @@ def build_parser() -> Parser:
     )
     parser.add_argument(POSITIONAL, nargs="?", metavar="MODEL", help="the same as --model")
     parser.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help="YAML file of flags")
-    add_struct_flags(parser, EngineOptions, ENGINE_HELP, title="Quire's engine options")
-    add_struct_flags(parser, ServerSettings, SERVER_HELP, title="Quire's server options")
+    add_struct_flags(parser, EngineOptions, title="Quire's engine options")
+    add_struct_flags(parser, ServerSettings, title="Quire's server options")
     add_flags(parser, FLAGS.values(), _PREFIX)
     return parser
 

@@ -1,6 +1,3 @@
-"""Configuration: frozen slices, resolved once from the options a user wrote.
-
-`options.EngineOptions` is what the user writes (Python, command line, wire); `resolve.resolve()` turns it into an
-`engine.EngineConfig` of frozen slices or raises ConfigError. What is discovered later (number of blocks, chosen
-kernels) is a return value somewhere else and never written back here.
-"""
+"""Configuration: `options.EngineOptions` is what the user writes (Python, command line, wire). `resolve.resolve()`
+turns it into an `engine.EngineConfig` of frozen slices or raises ConfigError. Later discoveries (number of blocks,
+chosen kernels) are never written back here."""

@@ -1,4 +1,4 @@
-"""The engine's adapters: how many at a time, of which size, and how they are kept."""
+"""The adapter slice."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from quire.errors import ConfigError
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Largest ranks that may be asked for, as vLLM has them."""
+"""Values of `max_lora_rank`, as in vLLM."""
 ADAPTER_SLOTS = "adapter_slots"
-"""The step column of the slot whose adapter a token has; 0: none."""
+"""Step column of the slot whose adapter a token has; 0: none."""
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
 class AdaptersConfig:
-    """max_running: adapters whose requests run at a time; 0: the engine takes none. max_rank: of each. num_slots:
-    adapters that the workers hold, at least max_running. dtype: of their matrices, a name of DTYPES but auto.
-    target_modules: last parts of the names of modules that adapters may change (None: any)."""
+    """max_running: adapters whose requests run at a time; 0: adapters are off. max_rank: largest rank of an adapter.
+    num_slots: adapters that the workers hold, at least max_running. dtype: name of DTYPES, but "auto", for adapter
+    matrices. target_modules: last parts of the names of modules that adapters may change (None: any)."""
 
     max_running: int = 0
     max_rank: int = 16
@@ -32,7 +32,7 @@ class AdaptersConfig:
         return self.max_running > 0
 
     def slot_bytes(self, elements: int) -> int:
-        """Memory of all slots, filled with adapters of the largest rank. elements: of one, for each rank."""
+        """Bytes of all slots with adapters of the largest rank. elements: one adapter's elements for each rank."""
         return elements * self.max_rank * self.num_slots * _BYTES[self.dtype] if self.is_on else 0
 
 
@@ -47,7 +47,7 @@ def adapters_config(
     lora_target_modules: Sequence[str] | None,
     model_dtype: str,
 ) -> AdaptersConfig:
-    """By vLLM's names. Raises ConfigError."""
+    """The adapter slice from vLLM's options. Raises ConfigError."""
     if max_loras < 1:
         raise ConfigError(f"max_loras must be at least 1, not {max_loras}", param="max_loras")
     if max_lora_rank not in RANKS:

@@ -6,20 +6,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SNAPSHOT_INTERVAL = 1024
-"""Tokens."""
+"""Default of `state_snapshot_interval`, in tokens."""
 
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """block_size: tokens per block. memory: bytes for the pool, or None to size it from what is free after the
-    profiling pass (times `memory_utilization`). num_blocks_override: exactly this many blocks, whatever they cost.
-    swap_space: bytes of the host pool for preempted requests and offloaded blocks; 0: none; None: chosen from what is
-    free.
-    offload_dir: where cached blocks are kept on disk, None: nowhere; offload_size: bytes that the directory may hold.
-    state_snapshot_interval: tokens from one snapshot of a recurrent state to the next, at least
-    (quire/kv_cache/layout.py rounds it up).
+    """block_size: tokens per block. memory: bytes of the pool; None: free memory after the profiling pass times
+    `memory_utilization`. num_blocks_override: exact number of blocks, whatever they cost.
+    swap_space: bytes of the host pool for preempted requests and offloaded blocks; 0: none; None: chosen from free
+    memory.
+    offload_dir: directory of cached blocks; None: none. offload_size: byte limit of the directory.
+    state_snapshot_interval: least number of tokens between snapshots of a recurrent state (quire/kv_cache/layout.py
+    rounds it up).
     prefault: write to the pool when it is allocated, so that its memory is there before the first request.
-    num_replicas: engines that share what is measured; given sizes are those of one.
+    num_replicas: number of engines that share the measured memory; given sizes are for one engine.
     """
 
     block_size: int
@@ -36,5 +36,5 @@ class CacheConfig:
 
     @property
     def is_size_given(self) -> bool:
-        """Whether both pools' sizes follow from the options alone, so that nothing need be measured."""
+        """True if both pools' sizes follow from the options alone, without measuring."""
         return (self.num_blocks_override is not None or self.memory is not None) and self.swap_space is not None

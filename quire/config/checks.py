@@ -1,4 +1,4 @@
-"""Checks of single options. Each raises ConfigError that names the option."""
+"""Checks of single options. Each raises a ConfigError that names the option."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def choice(name: str, value: str, choices: tuple[str, ...]) -> str:
 
 
 def converted(name: str, given: Mapping[str, Any], kind: type[T], known: Collection[str]) -> T:
-    """An option whose value is an object, as `kind`, which has the fields `known`."""
+    """An object-valued option as an instance of `kind`, which has the fields `known`."""
     for field in given:
         if field not in known:
             raise ConfigError(f"{name} has no {field!r}{nearest_name(field, known)}", param=name)

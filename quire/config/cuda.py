@@ -1,4 +1,4 @@
-"""Which CUDA devices this installation can compute on, found out without importing torch."""
+"""CUDA devices that this installation can use, found without importing torch."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LEAST_CAPABILITY = (8, 0)
-"""Older devices have no bfloat16 in their tensor cores."""
+"""Oldest compute capability with bfloat16 in its tensor cores."""
 
 DRIVER = "libcuda.so.1"
 _MULTIPROCESSORS, _MAJOR, _MINOR = 16, 75, 76
-"""CUdevice_attribute: the number of multiprocessors, and the two parts of the compute capability."""
+"""CUdevice_attribute numbers: multiprocessors, and the two parts of the compute capability."""
 _NAME_BYTES = 256
 
 
 @dataclass(frozen=True)
 class CudaDevice:
-    """memory: bytes. capability: (major, minor) of the compute capability."""
+    """memory: bytes. capability: compute capability (major, minor)."""
 
     name: str
     memory: int
@@ -29,11 +29,9 @@ class CudaDevice:
 
 @dataclass(frozen=True)
 class CudaFacts:
-    """torch_cuda: CUDA version that the installed torch was built for, None: for none, or there is no torch.
-    driver: newest CUDA version that the installed driver knows, None: no driver answers.
-    devices: those that the driver shows to this process (CUDA_VISIBLE_DEVICES counts), in its order.
-    trouble: why no device can be used, or None.
-    """
+    """torch_cuda: CUDA version of the installed torch; None: no CUDA, or no torch. driver: newest CUDA version that the
+    driver knows; None: no driver answers. devices: devices that the driver shows to this process (CUDA_VISIBLE_DEVICES
+    counts), in its order. trouble: reason why no device can be used, or None."""
 
     torch_cuda: str | None
     driver: tuple[int, int] | None
@@ -42,12 +40,11 @@ class CudaFacts:
 
     @property
     def is_present(self) -> bool:
-        """Whether a device and a torch that can compute on it are here."""
         return self.trouble is None
 
 
 def find_cuda() -> CudaFacts:
-    """Ask torch's files and the driver. The driver is asked only if torch could use it, and only if there is one."""
+    """Read torch's files and query the driver, but only if torch could use one."""
     torch_version, torch_cuda = _torch_build()
     if torch_cuda is None:
         missing = "torch is not installed" if torch_version is None else f"torch {torch_version} was built without CUDA"
@@ -59,13 +56,11 @@ def find_cuda() -> CudaFacts:
 
 
 def has_triton() -> bool:
-    """Whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
 
 
 def _torch_build() -> tuple[str | None, str | None]:
-    """Version of the installed torch and the CUDA version that it was built for, from the file in which its build
-    wrote them."""
+    """(version, CUDA version) of the installed torch, from its version.py."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         return None, None
@@ -77,13 +72,13 @@ def _torch_build() -> tuple[str | None, str | None]:
 
 
 def _assigned(text: str, name: str) -> str | None:
-    """The string that a line `name = '...'`, with or without a type, assigns."""
+    """The string in a line `name = '...'`, with or without a type."""
     found = re.search(rf"^{re.escape(name)}\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
     return None if found is None else found[1]
 
 
 def _ask_driver() -> tuple[tuple[int, int] | None, tuple[CudaDevice, ...], str | None]:
-    """CUDA version of the driver, its devices, and why there are none."""
+    """CUDA version of the driver, its devices, and the reason if it has none."""
     try:
         driver = ctypes.CDLL(DRIVER)
     except OSError:

@@ -10,18 +10,18 @@ CUDA_GRAPHS = ("none", "full", "piecewise", "full_and_piecewise")
 WITHIN_HOST, BETWEEN_HOSTS = "shared_memory", "gloo"
 """Names of collectives (quire/parallel/choice.py): over memory that ranks share, and without."""
 NATIVE_HEAD_MULTIPLE, NATIVE_HEAD_LIMIT = 8, 256
-"""Head sizes that the native kernels compute: multiples of the first up to the second."""
+"""Head sizes of the native kernels: multiples of the first number up to the second."""
 
 NATIVE_RANK_LIMIT, NATIVE_LATENT_LIMIT = 512, 640
-"""Elements of the compressed part of a latent, and of all of it, that the native kernels have room for."""
+"""Largest compressed part of a latent, and largest whole latent, in elements, that the native kernels compute."""
 
 
 NATIVE_INDEX_HEADS, NATIVE_INDEX_DIM, NATIVE_INDEX_TOP = 64, 256, 8192
-"""Heads, elements of a head, and chosen keys of an indexer that the native kernels have room for."""
+"""Largest indexer of the native kernels: heads, elements of a head, chosen keys."""
 
 
 def why_no_index(num_heads: int, dim: int, top: int) -> str | None:
-    """Why the native kernels do not compute an indexer; None: they do."""
+    """Reason why the native kernels cannot compute an indexer, or None."""
     if num_heads > NATIVE_INDEX_HEADS or dim % NATIVE_HEAD_MULTIPLE or dim > NATIVE_INDEX_DIM or top > NATIVE_INDEX_TOP:
         return (
             f"an indexer of {num_heads} heads of {dim} elements that chooses {top} keys is not one of at most "
@@ -32,8 +32,8 @@ def why_no_index(num_heads: int, dim: int, top: int) -> str | None:
 
 
 def why_no_latents(rank: int, rope_dim: int) -> str | None:
-    """Why the native kernels do not compute latents of `rank` compressed and `rope_dim` rotated elements; None: they
-    do."""
+    """Reason why the native kernels cannot compute latents of `rank` compressed and `rope_dim` rotated elements, or
+    None."""
     if rank % NATIVE_HEAD_MULTIPLE or rank > NATIVE_RANK_LIMIT or rope_dim % 2 or rank + rope_dim > NATIVE_LATENT_LIMIT:
         return (
             f"latents of {rank} + {rope_dim} elements are not a multiple of {NATIVE_HEAD_MULTIPLE} up to "
@@ -47,17 +47,16 @@ class DeviceConfig:
     """device: "cpu" or "cuda". num_threads: compute threads of the CPU back ends.
     attention_backend: resolved: "native" (the whole model runs on the native CPU kernels), "torch" (plain operators on
     the CPU) or "triton" (Triton kernels: on "cuda", or on "cpu" in Triton's interpreter, for tests).
-    cpu_isa: instruction set that the native kernels are held to, "auto" for the best one.
-    matmul_precision: what activations are rounded to before they multiply weights, keys or values that are stored in
-    bfloat16, and quantised weights (to 14 bits or more without AMX): "float32" (they are not), "bfloat16", or "auto":
-    what the CPU multiplies faster, which the native kernels find out when they start. Plain operators and devices
-    multiply in the model's dtype, which it then is; or devices multiply weights in FP8 with activations that are
-    rounded to it, row by row: "fp8".
-    cuda_graphs: resolved: one of CUDA_GRAPHS. cuda_graph_sizes: numbers of tokens that graphs are captured for,
-    ascending; empty without graphs. batch_invariant: whether a row's bits may depend on nothing but its own tokens; the
-    CPU back ends know nothing else.
-    platform: resolved: the worker's half (quire/worker/platform/choice.py). collectives: what carries tensors between
-    the ranks of a model (quire/parallel/choice.py).
+    cpu_isa: highest instruction set for the native kernels; "auto": the best one.
+    matmul_precision: rounding of activations before they multiply bfloat16 weights, keys or values, and quantised
+    weights (to 14 bits or more without AMX). "float32": none; "bfloat16"; "auto": the faster one, which the native
+    kernels find at the start. Plain operators and devices multiply in the model's dtype, which is then the value here;
+    "fp8": a device multiplies FP8 weights with activations rounded to FP8 row by row.
+    cuda_graphs: resolved: one of CUDA_GRAPHS. cuda_graph_sizes: numbers of tokens with captured graphs, ascending;
+    empty without graphs. batch_invariant: True if a row's bits depend on its own tokens only, which CPU back ends
+    always ensure.
+    platform: resolved: the worker's half (quire/worker/platform/choice.py). collectives: transport of tensors between a
+    model's ranks (quire/parallel/choice.py).
     """
 
     device: str
@@ -73,36 +72,36 @@ class DeviceConfig:
 
     @property
     def is_accelerated(self) -> bool:
-        """Whether the device worker runs the model, rather than one of the CPU back ends."""
+        """True if the device worker runs the model, False on the CPU back ends."""
         return self.attention_backend == "triton"
 
     @property
     def has_full_graphs(self) -> bool:
-        """Whether steps in which every sequence has one new token run as one graph."""
+        """True if steps with one new token per sequence run as one graph."""
         return self.cuda_graphs in ("full", "full_and_piecewise")
 
     @property
     def has_piecewise_graphs(self) -> bool:
-        """Whether other steps run as graphs between the layers' attention."""
+        """True if other steps run as graphs between the layers' attention."""
         return self.cuda_graphs in ("piecewise", "full_and_piecewise")
 
 
 def has_native_kernels() -> bool:
-    """Whether the extension with the native CPU kernels was built into this installation."""
+    """True if this installation contains the native CPU kernels."""
     return importlib.util.find_spec("quire.kernels.cpu._native") is not None
 
 
 LARGEST_SIZE = 1024
-"""A pass over more tokens takes the device longer than starting its kernels one by one takes the host: a graph saves
-nothing there."""
+"""Largest graph, in tokens. Larger passes take the device longer than the host needs to start their kernels, so a graph
+saves nothing."""
 _STEPS = ((4, None), (64, 8), (256, 16), (512, 32), (LARGEST_SIZE, 64))
-"""Up to the first number, rungs are so far apart; None: each is twice the one before. Above 32 tokens, padding adds at
-most an eighth."""
+"""(limit, distance): rungs below the limit are this far apart; None: each is twice the one before. Above 32 tokens,
+padding adds at most an eighth."""
 
 
 def default_ladder(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[int, ...]:
-    """Sizes up to LARGEST_SIZE, or to `max_num_seqs` if that is more, and to the budget. `max_num_seqs` is one of them,
-    so that a full decode batch is never padded."""
+    """Graph sizes up to the larger of LARGEST_SIZE and `max_num_seqs`, within the token budget. `max_num_seqs` is one
+    of them, so a full decode batch is never padded."""
     limit = min(max(LARGEST_SIZE, max_num_seqs), max_num_batched_tokens)
     return tuple(sorted({*(size for size in _rungs(limit) if size <= limit), max_num_seqs}))
 

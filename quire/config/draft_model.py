@@ -1,5 +1,4 @@
-"""The model that makes drafts: what `speculative_config` says of it, and what it must have in common with the model
-whose drafts it makes."""
+"""Configuration of a draft model: its options, and its agreement with the target model."""
 
 from __future__ import annotations
 
@@ -15,12 +14,12 @@ from quire.config.speculation_keys import OPTION
 from quire.errors import ConfigError
 
 MOST_PADDING = 1024
-"""Rows by which the vocabularies' matrices of two models of one tokenizer may differ."""
+"""Largest difference, in rows, between the vocabulary matrices of two models with one tokenizer."""
 
 
 def draft_options(options: EngineOptions, chosen: DraftModelConfig, model: ModelConfig, backend: str) -> EngineOptions:
-    """The options of the model that makes drafts, as those of an engine of its own. It keeps keys and values in the
-    types of `model`, in whose blocks they lie, and computes with the same kernels. backend: of attention."""
+    """Options of the draft model as of an engine of its own. Its keys and values have the types of `model`, in whose
+    blocks they lie. backend: attention backend of `model`."""
     given: dict[str, Any] = {
         "model": chosen.name,
         "runner": "generate",
@@ -43,8 +42,8 @@ def draft_options(options: EngineOptions, chosen: DraftModelConfig, model: Model
 
 
 def fitting_draft(draft: ModelConfig, model: ModelConfig) -> ModelConfig:
-    """`draft` with no longer sequences than those of `model`. Raises ConfigError for one that cannot make its
-    drafts."""
+    """`draft` with sequences no longer than those of `model`. Raises ConfigError if it cannot make drafts for
+    `model`."""
     if draft.impl != "quire":
         raise _refused(f"{draft.name} runs through Transformers, which makes no drafts yet")
     if any(layer.attention.kind == "state" for layer in draft.shape.layers):
@@ -58,7 +57,7 @@ def fitting_draft(draft: ModelConfig, model: ModelConfig) -> ModelConfig:
 
 
 def draft_ranks(chosen: DraftModelConfig, num_ranks: int) -> int:
-    """The ranks that share the layers of the model that makes drafts, of an engine with `num_ranks`."""
+    """Number of ranks that share the draft model's layers, in an engine of `num_ranks`."""
     wanted = num_ranks if chosen.num_ranks is None else chosen.num_ranks
     if wanted not in (1, num_ranks):
         raise _refused(f"draft_tensor_parallel_size must be 1 or that of the model, {num_ranks}, not {wanted}")

@@ -1,4 +1,4 @@
-"""The whole configuration of one engine: its slices side by side. Components take the slice they use, not this."""
+"""The configuration of one engine: its slices. Components take the slice they use, not the whole."""
 
 from __future__ import annotations
 
@@ -28,28 +28,24 @@ class EngineConfig:
     device: DeviceConfig
     seed: int
     max_logprobs: int = MAX_LOGPROBS
-    """Alternatives that a request may ask for at each token; -1: the vocabulary."""
+    """Largest number of alternatives per token that a request may ask for; -1: the vocabulary."""
     logprobs_mode: str = "raw_logprobs"
-    """What log-probabilities are of (quire/sampling/sampler.py)."""
+    """Logits that log-probabilities come from (quire/sampling/sampler.py)."""
     output_window: float = 0.0
-    """Seconds for which the engine's process may hold tokens back, to send those of several steps at once."""
+    """Seconds for which the engine's process may hold tokens back, to send those of several steps together."""
     step_log: Path | None = None
-    """Where the executor's steps are logged, None: nowhere."""
+    """Log file of the executor's steps; None: none."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """The ranks that run the model."""
     executor: str = "uni"
-    """What starts the ranks and carries calls to them, of EXECUTORS."""
+    """Executor that starts the ranks and carries calls to them; one of EXECUTORS."""
     ray_placement: str = "pack"
-    """How Ray's nodes share the ranks out, of RAY_PLACEMENTS."""
+    """Distribution of ranks over Ray's nodes; one of RAY_PLACEMENTS."""
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
-    """The drafts that steps compute."""
     adapters: AdaptersConfig = NO_ADAPTERS
-    """Those that requests may have."""
     logits_processors: tuple[str, ...] = ()
-    """Classes that change logits, "module:Class" each."""
+    """Classes that change logits, each as "module:Class"."""
     structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
     media: MediaConfig = field(default_factory=MediaConfig)
-    """How pictures are taken."""
 
     def __post_init__(self) -> None:
         if self.logits_processors and self.model.pooling is not None:
@@ -61,6 +57,6 @@ class EngineConfig:
 
     @property
     def takes_predictions(self) -> bool:
-        """Drafts may come from the text that a request expects."""
+        """True if drafts may come from the text that a request expects."""
         speculation = self.speculation
         return bool(speculation.max_drafts) and speculation.reads_texts and self.device.attention_backend != "triton"

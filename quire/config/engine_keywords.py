@@ -6,7 +6,7 @@ from typing import Any, TypedDict
 
 
 class EngineKeywords(TypedDict, total=False):
-    """The fields of `EngineOptions` but the model; `quire.config.options.HELP` says what each is."""
+    """The fields of `EngineOptions` but the model; their records say what each is."""
 
     runner: str
     tokenizer: str | None

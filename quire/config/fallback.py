@@ -1,4 +1,4 @@
-"""Transformers as the home of models that have no file of their own here. It is imported only for those."""
+"""Transformers, which computes models without Quire code. It is imported only for those."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HINT = how_to_install("transformers")
 
 
 def import_transformers() -> ModuleType:
-    """Raises ConfigError that names the extra when it is not installed."""
+    """The module. Raises ConfigError with the extra's name when it is not installed."""
     try:
         import transformers
     except ImportError:
@@ -22,11 +22,10 @@ def import_transformers() -> ModuleType:
 
 
 def has_transformers() -> bool:
-    """Whether it is installed. Imports nothing."""
+    """True if Transformers is installed. Imports nothing."""
     return find_spec("transformers") is not None
 
 
 def knows_class(name: str) -> bool:
-    """Whether the installed Transformers has a language model of this class name. Imports Transformers, not its
-    modelling code."""
+    """True if the installed Transformers has this language-model class. Imports none of its modelling code."""
     return name.endswith(("ForCausalLM", "LMHeadModel")) and name in dir(import_transformers())

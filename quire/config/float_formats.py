@@ -1,7 +1,6 @@
-"""What a `quantization_config` says about weights in 8-bit and 4-bit floats, checked. Imports no torch.
+"""Parsing of `quantization_config` for 8-bit and 4-bit float weights. Imports no torch.
 
-Activations stay as they are, whatever the checkpoint's makers rounded theirs to: the scales that it brings for them are
-not used.
+Activations are not quantised, so their scales in the checkpoint are not used.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ LARGEST_BLOCK = 2**20
 
 
 def fp8(fields: Fields) -> QuantizationConfig:
-    """DeepSeek's and its like, with blocks, and those with one scale a matrix or row."""
+    """FP8 weights with DeepSeek's blocks, or with one scale a matrix or row."""
     known_text(fields, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     known_text(fields, "activation_scheme", ("dynamic", "static"), "dynamic")
     if fields.boolean("is_checkpoint_fp8_serialized", True) is False:
@@ -27,7 +26,7 @@ def fp8(fields: Fields) -> QuantizationConfig:
 
 
 def modelopt(fields: Fields) -> QuantizationConfig:
-    """Of config.json, or of hf_quant_config.json, which has the same under the key "quantization"."""
+    """ModelOpt's settings, from config.json or the key "quantization" of hf_quant_config.json."""
     algorithm = known_text(fields, "quant_algo", ("fp8", "nvfp4"))
     if algorithm == "fp8":
         return QuantizationConfig("fp8", None, "fp8")
@@ -38,12 +37,13 @@ def modelopt(fields: Fields) -> QuantizationConfig:
 
 
 def mxfp4(fields: Fields) -> QuantizationConfig:
-    """GPT-OSS: the experts' matrices, those of all experts of a layer in one tensor."""
+    """GPT-OSS: MXFP4 expert matrices, one tensor for all experts of a layer."""
     return QuantizationConfig("mxfp4", MX_GROUP, "mxfp4")
 
 
 def compressed_floats(scheme: Fields, weights: Fields, layout: str) -> QuantizationConfig:
-    """scheme: the one group of `config_groups`; weights: what it says of them; layout: the format of the checkpoint."""
+    """Float formats of compressed-tensors. scheme: the one group of `config_groups`. weights: the group's weight
+    settings. layout: format of the checkpoint."""
     known_text(weights, "type", ("float",))
     if weights.values.get("dynamic"):
         raise unsupported(weights, "dynamic weights")
@@ -70,7 +70,7 @@ def compressed_floats(scheme: Fields, weights: Fields, layout: str) -> Quantizat
 
 
 def _block_size(fields: Fields, key: str) -> tuple[int, int] | None:
-    """(rows, features) of a block: a list, or a text like 128x128."""
+    """(rows, features) of a block, from a list or a text like 128x128."""
     value = fields.values.get(key)
     if isinstance(value, str):
         value = [int(part) if part.isdecimal() else part for part in value.lower().split("x")]

@@ -1,4 +1,4 @@
-"""Defaults of sampling that come with a model: its generation_config.json, and what the user puts over it."""
+"""A model's sampling defaults: generation_config.json and the user's overrides."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "max_new_tokens": "max_tokens",
     }
 )
-"""The keys that count, as in vLLM, and what SamplingParams calls them."""
+"""Keys that count, as in vLLM -> field of SamplingParams."""
 
 
 def read_generation(path: Path, source: str, overrides: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What generation_config.json says, with the user's keys over it.
+    """Content of generation_config.json with the user's keys over it.
 
-    path: of the model. source: "auto" (the model's own file, if it has one), "vllm" (no file) or a directory with such
-    a file. Raises ModelLoadError for a file that cannot be read, ConfigError for a directory without one.
+    path: the model. source: "auto" (the model's own file, if any), "vllm" (no file) or a directory with such a file.
+    Raises ModelLoadError for an unreadable file, ConfigError for a directory without one.
     """
     if source == "vllm":
         values = {}
@@ -47,8 +47,8 @@ def read_generation(path: Path, source: str, overrides: Mapping[str, Any] | None
 
 
 def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """What of `generation` requests get that do not say otherwise, by field of SamplingParams; `max_tokens` bounds also
-    those that do. Raises ConfigError for values that no request could have."""
+    """Defaults of requests by field of SamplingParams; `max_tokens` bounds also requests that set it. Raises
+    ConfigError for values that no request could have."""
     found = {ours: generation[theirs] for theirs, ours in NAMES.items() if generation.get(theirs) is not None}
     try:
         SamplingParams(**found)

@@ -1,8 +1,7 @@
-"""What a GGUF file says about its model, in the words of a Hugging Face config.json.
+"""A GGUF file's metadata as a Hugging Face config.json.
 
-The metadata's keys begin with the architecture's name ("llama.block_count"); tensors have short names of their own
-("blk.0.attn_q.weight"). A model is as large as its file's tensors: sizes that the metadata claims are compared with
-them here, before anything of that size is made.
+Metadata keys begin with the architecture's name ("llama.block_count"); tensors have short names
+("blk.0.attn_q.weight"). Claimed sizes are compared with the file's tensors before anything of that size is made.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ EOS_KEYS = (
     *("eos_token_id", "eot_token_id", "eom_token_id"),
     *("fim_pad_token_id", "fim_rep_token_id", "fim_sep_token_id"),
 )
-"""End of text, of turn and of message, and what lies between two files, under "tokenizer.ggml."."""
+"""Keys under "tokenizer.ggml." of end tokens: of text, turn and message, and between two files."""
 _END_NAMES = frozenset(
     {
         *("</s>", "<eos>", "[EOS]", "<EOT>", "_<EOT>", "[EOT]"),
@@ -39,12 +38,12 @@ _END_NAMES = frozenset(
 )
 """Tokens that end a text whatever the metadata says, as in llama.cpp: most files name one of a model's several."""
 NO_TOKEN = 2**32 - 1
-"""What some files write where there is no such token."""
+"""Token id that some files write for "none"."""
 ROPE_FACTORS = "rope_freqs.weight"
 
 _YARN_LOG = "rope.scaling.yarn_log_multiplier"
 _SOFTMAX = 1
-"""The value of expert_gating_func that a file means which has none."""
+"""expert_gating_func of a file that has none."""
 
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "expert_count": (0,),
@@ -67,18 +66,18 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "attention.temperature_scale": (0.0,),
     _YARN_LOG: (0.0,),
 }
-"""Keys that change what a model computes in a way that is not supported, with the values that change nothing."""
+"""Unsupported keys that change what a model computes, with the values that change nothing."""
 _POOLING: Mapping[int, Method | None] = {0: None, 1: "mean", 2: "cls", 3: "last"}
-"""By the number of pooling_type; 0: tokens are not pooled."""
+"""pooling_type -> method; 0: tokens are not pooled."""
 _LATENT_KEYS = ("expert_weights_scale", "expert_group_count", _YARN_LOG)
-"""Those of them that are read where attention is latent: all such models are DeepSeek's or like them."""
+"""Keys of _NEUTRAL that latent attention supports, because all such models are like DeepSeek's."""
 
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """num_heads, num_kv_heads: of queries and of keys. names: of the file's architecture. num_layers: of the model;
-    a file may have further ones, which predict further tokens. state: the heads of layers with a state, where the file
-    has them in an order of its own."""
+    """num_heads, num_kv_heads: numbers of query and key heads. names: GGUF names of the architecture. num_layers: the
+    model's layers, without those that predict further tokens. state: heads of layers with a state, where the file
+    orders them differently."""
 
     num_heads: int
     num_kv_heads: int
@@ -89,8 +88,8 @@ class HeadLayout:
 
 @dataclass(frozen=True)
 class StateHeads:
-    """The heads of a delta net: value heads share key heads. value_dim: elements of a value head; key_rows: rows of
-    queries and keys in front of those of values."""
+    """Heads of a delta net, where value heads share key heads. value_dim: elements of a value head. key_rows: rows of
+    queries and keys, which precede the rows of values."""
 
     num_keys: int
     num_values: int
@@ -99,8 +98,8 @@ class StateHeads:
 
 
 def read_gguf_config(path: Path) -> dict[str, Any]:
-    """The config.json that the model of a GGUF file would have. Raises ModelLoadError for a model that is not
-    supported, and for metadata that is missing, absurd or contradicts the tensors."""
+    """The config.json for a GGUF file's model. Raises ModelLoadError for a model that is not supported, and for
+    metadata that is missing, absurd or contradicts the tensors."""
     with GGUFFile(path) as file:
         keys = _Keys(file)
         family, layout = keys.family, _layout(keys)
@@ -139,8 +138,7 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
 
 
 def read_gguf_pooling(path: Path) -> Method | None:
-    """How a GGUF file says that texts are pooled; None where it says nothing. Raises ModelLoadError for a way that is
-    not supported."""
+    """Pooling method of a GGUF file, or None. Raises ModelLoadError for a method that is not supported."""
     with GGUFFile(path) as file:
         keys = _Keys(file)
         kind = keys.optional_integer("pooling_type", minimum=0)
@@ -166,8 +164,7 @@ def _encoder_config(file: GGUFFile, keys: _Keys, layout: HeadLayout) -> dict[str
 
 
 def _in_words_of(family: Family, config: dict[str, Any]) -> dict[str, Any]:
-    """Under the names that config.json of the family has: of the number of experts, and of their width where they are
-    as wide as an MLP."""
+    """`config` with the family's keys for the number of experts, and for their width where it is that of an MLP."""
     usual = family.usual_values
     if "num_experts" in config:
         count = config.pop("num_experts")
@@ -178,12 +175,11 @@ def _in_words_of(family: Family, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def head_layout(file: GGUFFile) -> HeadLayout:
-    """How the rows of matrices are shared out and ordered."""
     return _layout(_Keys(file))
 
 
 class _Keys:
-    """Typed access to the keys of the file's architecture, named without it."""
+    """Typed access to the keys of the file's architecture, without its prefix."""
 
     def __init__(self, file: GGUFFile) -> None:
         everything = Fields(file.metadata, str(file.path))
@@ -211,7 +207,7 @@ class _Keys:
                 raise fields.error(f"{key} {shown(own[key])} is not supported")
 
     def named(self, key: str) -> str:
-        """The key as the file has it."""
+        """Full key in the file."""
         return self._prefix + key
 
 
@@ -259,7 +255,7 @@ def _sizes(file: GGUFFile, keys: _Keys, layout: HeadLayout) -> dict[str, Any]:
 
 
 def _head_dim(keys: _Keys, hidden_size: int, num_heads: int) -> int:
-    """Elements of a head; of a latent head, those that are rotated."""
+    """Elements of a head; for latent attention its rotated elements."""
     if keys.family.has_latents:
         return keys.integer("rope.dimension_count", maximum=MAX_HEAD_DIM)
     head_dim = keys.optional_integer("attention.key_length", maximum=MAX_HEAD_DIM)
@@ -286,8 +282,8 @@ def _expert_keys(keys: _Keys, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _latent_keys(file: GGUFFile, keys: _Keys) -> dict[str, Any]:
-    """Of models like DeepSeek's. Older files have key and value heads as they are, newer ones the latent in their place
-    and the heads under keys of their own."""
+    """Keys of models like DeepSeek's. Older files have plain key and value heads. Newer ones have the latent there, and
+    the heads under other keys."""
     turned = keys.integer("rope.dimension_count", maximum=MAX_HEAD_DIM)
     is_apart = "blk.0.attn_kv_b.weight" not in file.tensors
     suffix = "_mla" if keys.optional_integer("attention.key_length_mla") is not None else ""
@@ -314,7 +310,7 @@ def _latent_keys(file: GGUFFile, keys: _Keys) -> dict[str, Any]:
 
 
 def _state_keys(file: GGUFFile, keys: _Keys, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Of models with delta nets."""
+    """Keys of models with delta nets."""
     heads, num_layers = _state_heads(keys), config["num_hidden_layers"]
     listed = file.numbers(keys.named("attention.recurrent_layers"))
     if listed is not None and len(listed) < num_layers:
@@ -352,7 +348,7 @@ def _eos_token_ids(file: GGUFFile) -> list[int]:
 
 
 def end_tokens(tokens: Sequence[str]) -> dict[str, int]:
-    """The tokens that end a text by their names, with their ids. tokens: by id."""
+    """Name -> id of the tokens that end a text. tokens: indexed by id."""
     found = {token: token_id for token_id, token in enumerate(tokens) if token in _END_NAMES}
     calls = found.keys() & {"<|call|>", "<|calls|>"}
     if calls and found.keys() & {"<|return|>", "<|flush|>"}:
@@ -363,8 +359,8 @@ def end_tokens(tokens: Sequence[str]) -> dict[str, int]:
 
 
 def _check_tensors(file: GGUFFile, keys: _Keys, config: Mapping[str, Any]) -> None:
-    """Every tensor of the model is there in the shape that the metadata says, and no other but those of layers behind
-    the last, which predict further tokens."""
+    """Check that the file has every tensor in the shape of the metadata, and no others except layers after the last,
+    which predict further tokens."""
     num_layers, num_blocks = config["num_hidden_layers"], keys.integer("block_count")
     if num_layers > len(file.tensors):
         raise file.error(f"block_count is {num_layers}, and there are {len(file.tensors)} tensors")
@@ -386,7 +382,7 @@ def _check_tensors(file: GGUFFile, keys: _Keys, config: Mapping[str, Any]) -> No
 
 
 def _rope(file: GGUFFile, keys: _Keys, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The RoPE settings in Transformers' words."""
+    """RoPE settings in Transformers' terms."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base", 10_000.0)}
     kind = keys.choice("rope.scaling.type", ("none", "linear", "yarn"), "none")
     factors = file.tensors.get(ROPE_FACTORS)

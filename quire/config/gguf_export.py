@@ -1,6 +1,5 @@
-"""A Hugging Face model as a GGUF file describes it: the metadata, and the tensors with their names. The way back of
-`quire.config.gguf`; what a file cannot say is refused.
-"""
+"""GGUF metadata and tensor names of a Hugging Face model, the inverse of `quire.config.gguf`. Settings that a file
+cannot express are refused."""
 
 from __future__ import annotations
 
@@ -21,21 +20,21 @@ from quire.errors import ModelLoadError
 from quire.utils.gguf_writer import Value
 
 EXPORTED = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text")
-"""Families whose directories become files."""
+"""Families whose directories can be exported."""
 _AS_LLAMA = "mistral"
-"""The family of which files say that it is LLaMA's."""
+"""Family whose files claim to be LLaMA's."""
 _COMPARED = ("rms_norm_eps", "hidden_act", "hidden_activation", "attn_logit_softcapping", "final_logit_softcapping",
              "query_pre_attn_scalar", "sliding_window", "norm_topk_prob")  # fmt: skip
-"""Keys of config.json that the file must say as well."""
+"""Keys of config.json that the file must reproduce."""
 _SCALED = ("linear", "yarn")
 _LARGE_LAYERS = 80
 
 
 @dataclass(frozen=True)
 class Description:
-    """metadata: without a tokenizer. shapes: of the tensors, by their names in the file, in its order. places: where
-    each of Hugging Face's tensors goes, by its name there. rope_factors: divisors of the rotation's frequencies, which
-    are a tensor of the file; empty: it has none. is_large: of the size that the rules of mixes know apart."""
+    """metadata: keys without those of the tokenizer. shapes: shapes of the tensors by name in the file, in its order.
+    places: Hugging Face name of a tensor -> place in the file. rope_factors: divisors of the rotation's frequencies, a
+    tensor of the file; empty: none. is_large: True for the size that mixes treat differently."""
 
     names: GGUFNames
     metadata: dict[str, Value]
@@ -47,15 +46,15 @@ class Description:
 
 @dataclass(frozen=True)
 class Place:
-    """name: of the tensor in the file. expert: which matrix of a stack; None: it is the tensor."""
+    """name: tensor in the file. expert: index of the matrix in a stack; None: the tensor is the matrix."""
 
     name: str
     expert: int | None = None
 
 
 def describe(config: ModelConfig, title: str) -> Description:
-    """What the file of a model says of it. title: its name, for people. Raises ModelLoadError for a family whose files
-    are not written, and for settings that files do not have."""
+    """Describe a model's file. title: readable name of the model. Raises ModelLoadError for a family that cannot be
+    exported, and for settings that files cannot express."""
     family = _family(config)
     names = family.gguf
     assert names is not None, "exported families have names in files"
@@ -120,7 +119,7 @@ def _experts(experts: Experts | None) -> dict[str, Value]:
 
 
 def check_read_back(config: ModelConfig, found: ModelConfig) -> None:
-    """Raise ModelLoadError where the configuration that the file is read as is not that of the model."""
+    """Raise ModelLoadError where the file's configuration, read back, differs from the model's."""
     ours, theirs = (_comparable(each) for each in (config, found))
     for what, value in ours.items():
         other = theirs[what]
@@ -178,8 +177,7 @@ def _rotation(config: ModelConfig, family: Family, rope: RopeConfig) -> dict[str
 
 
 def _llama3_factors(rope: RopeConfig) -> tuple[float, ...]:
-    """LLaMA 3.1's scaling: what each frequency is divided by. Long waves are stretched, short ones are not, and those
-    between in part."""
+    """LLaMA 3.1's divisor of each frequency: long waves are stretched, short ones are not, those between in part."""
     factors, trained = [], rope.original_max_position_embeddings
     for place in range(0, rope.rotary_dim, 2):
         turns = trained / (2 * math.pi * rope.theta ** (place / rope.rotary_dim))
@@ -203,7 +201,7 @@ def _windows(config: ModelConfig, names: GGUFNames) -> dict[str, Value]:
 
 
 def _comparable(config: ModelConfig) -> dict[str, Any]:
-    """What must be the same on both sides, by what it is called in an error."""
+    """Values that must be equal on both sides, by their names in errors."""
     shape, family = config.shape, ARCHITECTURES[config.architecture]
     found: dict[str, Any] = {
         "the vocabulary": shape.vocab,
@@ -223,5 +221,5 @@ def _comparable(config: ModelConfig) -> dict[str, Any]:
 
 
 def _kept(config: ModelConfig) -> Iterable[str]:
-    """The keys of _COMPARED that count: a window only where layers have one."""
+    """Keys of _COMPARED that count: a window only where layers have one."""
     return [key for key in _COMPARED if key != "sliding_window" or any(config.sliding_windows)]

@@ -1,7 +1,7 @@
-"""Which type each tensor of a GGUF file has, by the name that people know the mix by: llama.cpp's rules.
+"""The type of each tensor in a GGUF mix, by llama.cpp's rules.
 
-A mix has a type for most matrices and more bits for those whose errors cost most: the values' projection and the MLP's
-last matrix of some layers, the head. Rows that the blocks of a type do not divide take a type with smaller blocks.
+A mix has a type for most matrices, and more bits where errors cost most: the value projections and last MLP matrices of
+some layers, and the head. If a type's blocks do not divide the rows, a type with smaller blocks replaces it.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from dataclasses import dataclass
 from quire.config.gguf_tensors import layer_of
 
 BLOCK_VALUES = 256
-"""Of K-quants and IQ4_XS."""
+"""Values in a block of K-quants and IQ4_XS."""
 SMALL_BLOCK = 32
 _FALLBACK = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL"}
-"""What is taken in the place of a type whose blocks do not divide the rows."""
+"""Type -> replacement if its blocks do not divide the rows."""
 _SHARED_HEADS = 4
-"""Queries for each key from which the values' projection is small beside the others."""
+"""Queries per key from which the value projection is small beside other matrices."""
 
 _FEW_EXPERTS = 8
 _BESIDE_FEW = {"attn_v": "Q8_0", "attn_k": "Q8_0", "attn_output": "Q5_K"}
-"""Types beside that many experts, where they add little to the file."""
+"""Types in models of _FEW_EXPERTS experts, where these matrices add little to the file."""
 
 
 @dataclass(frozen=True)
 class Mix:
-    """usual: the type of most matrices. number: that of "general.file_type"."""
+    """usual: type of most matrices. number: value of "general.file_type"."""
 
     usual: str
     number: int
@@ -42,13 +42,13 @@ MIXES: Mapping[str, Mix] = {
     "f16": Mix("F16", 1),
     "f32": Mix("F32", 0),
 }
-"""By name; the last three keep floating point."""
+"""Mixes by name. The last three keep floating point."""
 
 
 @dataclass(frozen=True)
 class MixedModel:
-    """What the rules ask of a model. heads_per_key: queries that share a key. is_large: LLaMA's or Qwen 2's of 80
-    layers. has_importance: it is known how much the columns' errors count."""
+    """Properties of a model that the rules use. heads_per_key: queries that share a key. is_large: True for LLaMA's or
+    Qwen 2's of 80 layers. has_importance: True if the importance of the columns' errors is known."""
 
     num_layers: int
     heads_per_key: int
@@ -59,7 +59,7 @@ class MixedModel:
 
 
 def tensor_type(name: str, shape: tuple[int, ...], mix: str, model: MixedModel) -> str:
-    """The type of a tensor. shape: outermost dimension first; vectors and routers stay float32."""
+    """Type of a tensor. shape: outermost dimension first. Vectors and routers stay float32."""
     if len(shape) < 2 or name.endswith("ffn_gate_inp.weight"):
         return "F32"
     usual = MIXES[mix].usual
@@ -77,7 +77,7 @@ def _block_values(kind: str) -> int:
 
 
 def _wanted(name: str, columns: int, mix: str, model: MixedModel) -> str:
-    """By the rules, whatever the rows' length."""
+    """Type by the rules, whatever the rows' length."""
     usual, layer = MIXES[mix].usual, layer_of(name)
     own = name.removesuffix(".weight").rpartition(".")[2]
     if own == "output" or (own == "token_embd" and model.is_tied):
@@ -105,6 +105,6 @@ def _wanted(name: str, columns: int, mix: str, model: MixedModel) -> str:
 
 
 def _counts_more(layer: int, num_layers: int) -> bool:
-    """The first and the last eighth of the layers, and each third between."""
+    """True in the first and the last eighth of the layers, and for each third layer between."""
     eighth = num_layers // 8
     return layer < eighth or layer >= 7 * num_layers // 8 or (layer - eighth) % 3 == 2

@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file: what Hugging Face calls them, and the shapes that a configuration asks for."""
+"""Tensors of a GGUF file: Hugging Face names and expected shapes."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from quire.config.families.family import Family, GGUFNames
 Shapes = dict[str, tuple[int, ...]]
 
 SHARED = "ffn_gate_shexp"
-"""A tensor that architectures with a shared expert have in each layer with experts."""
+"""Tensor in each layer with experts of architectures with a shared expert."""
 GATE_EXPERTS, UP_EXPERTS, JOINED_EXPERTS = "ffn_gate_exps", "ffn_up_exps", "ffn_gate_up_exps"
 _WITHOUT_SUFFIX = ("attn_sinks", "exp_probs_b", "ssm_a", "ssm_dt")
-"""The tensors whose names have no suffix in Hugging Face's checkpoints."""
+"""Tensors without a suffix in Hugging Face's checkpoints."""
 _BARE = "ssm_a"
-"""The one of them that has none in files either."""
+"""The one of them without a suffix in GGUF files too."""
 _LAYER_TENSOR = re.compile(rf"blk\.(0|[1-9][0-9]{{0,5}})\.(?:(?P<bare>{_BARE})|(?P<name>[a-z_0-9]+)\.(weight|bias))")
 _TOP_TENSOR = re.compile(r"([a-z_]+)\.(weight|bias)")
 _INNER_NORMS = ("attn_q_norm", "attn_k_norm", "attn_q_a_norm", "attn_kv_a_norm", "ssm_norm")
-"""Norms over something else than the hidden size."""
+"""Norms over another size than the hidden size."""
 
 
 def hf_name(name: str, names: GGUFNames) -> str | None:
-    """Hugging Face's name of a tensor, or None for one that models of its architecture do not have."""
+    """Hugging Face's name of a tensor; None if models of the architecture do not have it."""
     layer = _LAYER_TENSOR.fullmatch(name)
     if layer is not None:
         own = layer["bare"] or layer["name"]
@@ -38,13 +38,13 @@ def hf_name(name: str, names: GGUFNames) -> str | None:
 
 
 def layer_of(name: str) -> int | None:
-    """The number of the layer that a tensor belongs to, None for one outside of the layers."""
+    """Index of a tensor's layer; None outside the layers."""
     layer = re.match(r"blk\.([0-9]{1,6})\.", name)
     return None if layer is None else int(layer[1])
 
 
 def expected_shapes(family: Family, names: GGUFNames, config: Mapping[str, Any]) -> Shapes:
-    """The shape of every tensor of a model, by its name in the file. config: as `read_gguf_config` makes it."""
+    """Shape of every tensor of a model, by its name in the file. config: result of `read_gguf_config`."""
     hidden = config["hidden_size"]
     embedding = (config["vocab_size"], hidden)
     expected: Shapes = {"token_embd.weight": embedding, "output_norm.weight": (hidden,)}
@@ -66,7 +66,7 @@ def expected_shapes(family: Family, names: GGUFNames, config: Mapping[str, Any])
 
 
 def encoder_shapes(config: Mapping[str, Any]) -> Shapes:
-    """Likewise of BERT: learned positions, token types, and biases everywhere."""
+    """Shapes of BERT: learned positions, token types, and biases everywhere."""
     hidden, inner, types = config["hidden_size"], config["intermediate_size"], config["type_vocab_size"]
     expected: Shapes = {
         "token_embd.weight": (config["vocab_size"], hidden),
@@ -95,7 +95,8 @@ def _layer_norm(name: str, size: int) -> Shapes:
 
 
 def with_joined_experts(expected: Shapes, present: Collection[str]) -> Shapes:
-    """The same for a file in which some layers have gate above up in one tensor for each expert. present: its names."""
+    """The shapes for a file in which some layers have gate above up in one tensor for each expert. present: tensor
+    names of the file."""
     found = dict(expected)
     for name in expected:
         joined = name.replace(GATE_EXPERTS, JOINED_EXPERTS)

@@ -1,8 +1,5 @@
-"""From a model's name to its ModelConfig: find (or fetch) the directory, read config.json, check it. A GGUF file
-says the same in its own words.
-
-Imports no torch. What a family of models calls its sizes is data (`quire/config/families/`).
-"""
+"""The ModelConfig of a model's name: find or fetch the directory or GGUF file, read its configuration, check it.
+Imports no torch. `quire/config/families/` holds the families' keys as data."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ BUNDLED_DIRECTORIES: Mapping[str, Path] = {
     BUNDLED_MODEL: _BUNDLED / "quire-python-5m",
     BUNDLED_SIGHTS: _BUNDLED / "quire-sights-1m",
 }
-"""Models that come with the package, by the names that they are asked for with."""
+"""Models in the package -> their directories."""
 CONFIG_FILE = "config.json"
 MODELOPT_FILE = "hf_quant_config.json"
 _LONGEST_NAME = 100
@@ -54,7 +51,7 @@ _MOST_DRAFT_LAYERS = 16
 
 @dataclass(frozen=True)
 class ModelChoices:
-    """What the user chooses of a model besides its dtypes and its length: the options of these names."""
+    """The options of these names: choices about a model besides its dtypes and its length."""
 
     runner: str = "auto"
     model_impl: str = "auto"
@@ -78,13 +75,14 @@ def load_model_config(
     config_only: bool,
     choices: ModelChoices = USUAL_CHOICES,
 ) -> ModelConfig:
-    """Read and check the configuration of the model called `name`: "bundled", a directory, a GGUF file or a hub id.
+    """Read and check the configuration of the model `name`: "bundled", a directory, a GGUF file or a hub id.
 
-    dtype: "auto" is the checkpoint's own. kv_cache_dtype: "auto" is bfloat16 for bfloat16 weights, and for a GGUF file
-    with dtype "auto"; else float32.
-    config_only: a hub id's weights are not fetched (dummy weights). choices.model_impl: what computes the model, one of
-    MODEL_IMPLS; "auto" is Quire's own code where there is some, else Transformers'. Raises ModelLoadError for whatever
-    is wrong with the model, ConfigError for a `max_model_len`, a runner or defaults of sampling that it cannot have.
+    dtype: "auto" means the checkpoint's own. kv_cache_dtype: "auto" means bfloat16 for bfloat16 weights, and for a GGUF
+    file with dtype "auto"; else float32. config_only: do not fetch a hub id's weights (dummy weights).
+    choices.model_impl: one of MODEL_IMPLS; "auto" means Quire's code where it has the model, else Transformers'.
+
+    Raises ModelLoadError for faults of the model, ConfigError for a `max_model_len`, a runner or sampling defaults that
+    it cannot have.
     """
     runner, model_impl = choices.runner, choices.model_impl
     name, revision = read_page(name, revision)
@@ -145,16 +143,13 @@ def load_model_config(
 
 
 def read_config(name: str, revision: str | None = None) -> dict[str, Any]:
-    """The configuration of any model, of an architecture that the engine knows or not, as its config.json has it.
-
-    Fetches no weights. Raises ModelLoadError.
-    """
+    """The config.json of any model, also of an unknown architecture. Fetches no weights. Raises ModelLoadError."""
     return _read_described(_described(find_model(name, revision=revision, config_only=True)))
 
 
 def find_model(name: str, *, revision: str | None, config_only: bool, download_dir: str | None = None) -> Path:
-    """The local directory or GGUF file of a model; when `name` is neither, what `fetch` brings from the hub, into
-    `download_dir` or the hub library's cache. Takes the address of a repository's page, too. Raises ModelLoadError."""
+    """Local directory or GGUF file of a model. For other names `fetch` brings it from the hub, into `download_dir` or
+    the hub library's cache. `name` may also be the address of a repository's page. Raises ModelLoadError."""
     if name in BUNDLED_DIRECTORIES:
         return BUNDLED_DIRECTORIES[name]
     name, revision = read_page(name, revision)
@@ -171,7 +166,7 @@ def find_model(name: str, *, revision: str | None, config_only: bool, download_d
 
 
 def _described(path: Path) -> Path:
-    """What describes the model: the directory with its config.json, or the GGUF file of a directory without one."""
+    """The directory if it has a config.json, else its GGUF file."""
     if path.is_file() or file_bytes(path / CONFIG_FILE) is not None:
         return path
     found = None if any(path.glob("*.safetensors")) else find_gguf(path)
@@ -187,7 +182,7 @@ def _read_described(path: Path) -> dict[str, Any]:
     if config.get("configuration_files"):
         raise ModelLoadError(f"{path / CONFIG_FILE}: configuration_files, which names other files, is not supported")
     if config.get("quantization_config") is None:
-        # ModelOpt's older checkpoints say it in a file of its own.
+        # ModelOpt's older checkpoints have the settings in a file of their own.
         inner = read_optional_json(path / MODELOPT_FILE).get("quantization")
         if isinstance(inner, dict) and inner.get("quant_algo") is not None:
             config["quantization_config"] = {"quant_method": "modelopt", **inner}
@@ -195,8 +190,8 @@ def _read_described(path: Path) -> dict[str, Any]:
 
 
 def _overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` with the user's keys in place of its own. A part of its own (`text_config`) keeps the keys that the user
-    does not name; any other value is replaced as a whole."""
+    """`config` with the user's keys in place of its own. A nested part (`text_config`) keeps the keys that the user
+    does not name; any other value is replaced whole."""
     merged = dict(config)
     for name, value in overrides.items():
         own = config.get(name)
@@ -206,24 +201,24 @@ def _overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict
 
 
 def _object(config: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:
-    """The object under a key; None where there is none, whatever else stands there."""
+    """The object under a key; None for anything else."""
     value = config.get(key)
     return value if isinstance(value, Mapping) else None
 
 
 def _token_id(config: Mapping[str, Any], key: str) -> int | None:
-    """The token id under a key; None where there is none, whatever else stands there."""
+    """The token id under a key; None for anything else."""
     value = config.get(key)
     return value if type(value) is int and value >= 0 else None
 
 
 def _where(path: Path) -> str:
-    """What error messages call the place of a model's configuration."""
+    """Name of a model's configuration in error messages."""
     return str(path if path.is_file() else path / CONFIG_FILE)
 
 
 def _architecture(fields: Fields, model_impl: str) -> tuple[str, str]:
-    """The class that runs, and whose code computes it."""
+    """(class name, implementation) of the model."""
     names = fields.values.get("architectures")
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise fields.error("the key 'architectures' must list the model's class name")
@@ -250,21 +245,20 @@ def _architecture(fields: Fields, model_impl: str) -> tuple[str, str]:
 
 
 def stored_dtype(raw: Mapping[str, Any]) -> str:
-    """What config.json says that the weights are stored in (Transformers 5 calls it dtype); float32 if nothing, or
-    nothing that Quire computes with."""
+    """Weight dtype of config.json (Transformers 5 calls it dtype); float32 if it has none that Quire computes with."""
     stored = raw.get("dtype") or raw.get("torch_dtype")
     return stored if isinstance(stored, str) and stored in DTYPE_BYTES else "float32"
 
 
 def _cache_dtype(dtype: str, *, has_free_dtype: bool) -> str:
-    """The dtype of keys and values where no option says it. dtype: of the weights. has_free_dtype: they are a GGUF
-    file's, and no option says a dtype: they are rounded more than bfloat16 rounds keys and values."""
+    """Default dtype of keys and values. dtype: dtype of the weights. has_free_dtype: True for a GGUF file without a
+    dtype option, whose weights are rounded more than bfloat16 rounds keys and values."""
     return "bfloat16" if dtype == "bfloat16" or has_free_dtype else "float32"
 
 
 def _with_draft_head(shape: ModelShape, path: Path, prefix: str, fields: Fields) -> ModelShape:
-    """The shape with the head for drafts that the checkpoint brings, if any: layers of attention as the model's own,
-    with experts if the model has some."""
+    """`shape` with the checkpoint's draft head, if any: attention layers like the model's, with experts if the model
+    has some."""
     num_layers = _count_draft_layers(path, prefix)
     attends = [layer for layer in shape.layers if layer.attention.kind != "state"]
     if num_layers and not attends:
@@ -274,9 +268,8 @@ def _with_draft_head(shape: ModelShape, path: Path, prefix: str, fields: Fields)
 
 
 def _count_draft_layers(directory: Path, prefix: str) -> int:
-    """Layers of the head whose tensors' names begin with `prefix`, by an index or the headers of safetensors files; 0
-    where neither names such a tensor. Reads no weights. Raises ModelLoadError for files that cannot be read, and for
-    more layers than any model has."""
+    """Layers of the draft head whose tensor names begin with `prefix`, by an index or safetensors headers; 0: no such
+    tensor. Reads no weights. Raises ModelLoadError for unreadable files, and for more layers than any model has."""
     layer = re.compile(rf"{re.escape(prefix)}layers\.(\d{{1,9}})\.")
     num_layers = 0
     for name in _tensor_names(directory):
@@ -324,10 +317,8 @@ def _max_model_len(wanted: int | None, longest: int, usual: int) -> int:
 
 
 def _eos_token_ids(path: Path, fields: Fields, overrides: Mapping[str, Any]) -> tuple[int, ...]:
-    """End-of-sequence ids of generation_config.json, or of config.json where that file or its key is absent.
-
-    overrides: the user's, of generation_config.json. Whatever `generation_config` is: a model that never ends is of no
-    use."""
+    """End-of-sequence ids of generation_config.json, or of config.json if that file or its key is absent. They count
+    whatever `generation_config` is, because a model must end. overrides: the user's keys for generation_config.json."""
     generation_file = path / "generation_config.json"
     generation = Fields({**read_optional_json(generation_file), **overrides}, str(generation_file))
     if generation.values.get("eos_token_id") is not None:
@@ -342,6 +333,6 @@ def _token_ids(fields: Fields, key: str) -> tuple[int, ...]:
 
 
 def model_fields(config: ModelConfig) -> Fields:
-    """Typed access to the config.json of a resolved model, for what only its family reads."""
+    """Typed access to a resolved model's config.json, for keys that only its family reads."""
     values: Mapping[str, Any] = config.hf
     return Fields(values, _where(config.path))

@@ -1,4 +1,4 @@
-"""Reading JSON files of a Hugging Face directory: every value is checked when it is read, errors name file and key."""
+"""Checked reading of JSON files of a Hugging Face directory. Errors name file and key."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from quire.errors import ModelLoadError
 from quire.utils.model_files import file_bytes, read_model_file
 
 MAX_JSON_BYTES = 2**24
-"""Of a JSON file that is parsed here: the largest that models have, the indexes of a trillion parameters in 100,000
-tensors, are 10 MB."""
+"""Largest JSON file that is parsed. The largest of models, the indexes of a trillion parameters in 100,000 tensors,
+have 10 MB."""
 MAX_JSON_VALUES = 2**17
-"""Values in such a file. A parsed value takes some 100 bytes, however short it is written."""
+"""Most values in such a file: a parsed value takes some 100 bytes, however short its text."""
 MAX_INTEGER = 2**31 - 1
-"""Of any number in a config.json: kernels count in 32 bits."""
+"""Largest number in a config.json: kernels count in 32 bits."""
 
 _shorten = reprlib.Repr()
 _shorten.maxstring = _shorten.maxother = 120
@@ -26,7 +26,7 @@ _shorten.maxlong = 40
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Parse a JSON file that holds one object. Raises ModelLoadError naming the file."""
+    """Parse a JSON file that holds one object. Raises ModelLoadError with the file's name."""
     content = read_model_file(path, MAX_JSON_BYTES)
     if content.count(b",") + content.count(b"[") + content.count(b"{") > MAX_JSON_VALUES:
         raise ModelLoadError(f"{path} may hold {MAX_JSON_VALUES} values, and holds more")
@@ -40,19 +40,20 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_optional_json(path: Path) -> dict[str, Any]:
-    """As `read_json`; an empty object where there is no such file."""
+    """`read_json`, or {} if the file does not exist."""
     return {} if file_bytes(path) is None else read_json(path)
 
 
 def shown(value: Any) -> str:
-    """A value as errors show it: what is long is cut."""
+    """A value for error messages; long ones are cut."""
     return _shorten.repr(value)
 
 
 class Fields:
-    """Typed access to one JSON object. A key that is absent or null takes the default; without one it is required.
+    """Typed access to one JSON object. A key that is absent or null takes the default; without a default it is
+    required.
 
-    where: what error messages call the object (a path, or a path and a key).
+    where: name of the object in errors (a path, or a path and a key).
     """
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:

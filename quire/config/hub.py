@@ -1,6 +1,6 @@
-"""Models of the Hugging Face hub, fetched into its cache: a repository's directory, or one GGUF file of it.
+"""Models of the Hugging Face hub, fetched into its cache: a repository's directory, or one of its GGUF files.
 
-The library reads HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_OFFLINE by itself.
+The library itself reads HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_OFFLINE.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from quire.utils.gguf import SUFFIX, parts_of
 
 TEXT_PATTERNS = ("*.json", "*.jinja", "*.txt", "*.model")
 SUBDIRECTORIES = ("*/*.bin", "*/*.safetensors", f"*/*{SUFFIX}", "*/*/*")
-"""Hub repositories keep other formats of the same weights in folders; none of those weights is read."""
+"""Files to skip: repositories keep other formats of the same weights in folders."""
 USUAL_TAG = "Q4_K_M"
 MAX_LISTED = 8
-"""Files that an error names."""
+"""Most files named in an error."""
 NO_LANGUAGE_MODEL = "mmproj"
-"""How the names of files begin that hold what a model has for images."""
+"""Prefix of the names of image-tower files."""
 
 _TAGGED = re.compile(r"([\w.-]+/[\w.-]+):([\w.-]+)")
 
@@ -32,8 +32,8 @@ _PAGE = re.compile(
 
 
 def read_page(name: str, revision: str | None) -> tuple[str, str | None]:
-    """The hub id and the revision that `name` means: of a page's address, as browsers show it, those of its repository,
-    branch and GGUF file; any other name stays as it is. A revision that is given comes before the page's."""
+    """(hub id, revision) of `name`, which may be the address of a page in a browser: of a repository, branch or GGUF
+    file. Other names stay. A given revision overrides the page's."""
     page = _PAGE.fullmatch(name.strip())
     if page is None:
         return name, revision
@@ -44,18 +44,19 @@ def read_page(name: str, revision: str | None) -> tuple[str, str | None]:
 
 
 def looks_like_a_path(name: str) -> bool:
-    """Whether `name`, at which there is nothing, was meant as a path: it begins with a slash, a dot or a tilde, has
-    more than two parts, or is a GGUF file's."""
+    """True if `name`, which does not exist, was meant as a path: it begins with a slash, a dot or a tilde, has more
+    than two parts, or ends like a GGUF file."""
     if "://" in name:
         return False
     return name.startswith(("/", ".", "~")) or name.count("/") > 1 or name.lower().endswith(SUFFIX)
 
 
 def fetch(name: str, revision: str | None, config_only: bool, download_dir: str | None = None) -> Path:
-    """The directory of the repository `name`, or, of "org/repo:Q4_K_M", its GGUF file whose name ends so (of a split
-    model the first of its files). A repository org/repo-GGUF without a config.json holds GGUF files: Q4_K_M unless a
-    tag says which. config_only: of a directory, weights are not fetched. download_dir: None: the library's cache.
-    Raises ModelLoadError of one line."""
+    """Fetch a repository and return its directory, or for "org/repo:Q4_K_M" its GGUF file with that ending (the first
+    file of a split model). A repository org/repo-GGUF without config.json holds GGUF files; the default is Q4_K_M.
+    config_only: leave a directory's weights out. download_dir: None means the library's cache. Raises ModelLoadError of
+    one line.
+    """
     place = (revision, download_dir)
     tagged = _TAGGED.fullmatch(name)
     if tagged is not None:
@@ -70,7 +71,7 @@ def fetch(name: str, revision: str | None, config_only: bool, download_dir: str 
 
 
 def fetch_adapter(name: str) -> Path:
-    """The directory of an adapter's repository. Raises ModelLoadError of one line."""
+    """Fetch an adapter's repository and return its directory. Raises ModelLoadError of one line."""
     with _refusing(name):
         return _snapshot(name, (None, None), "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 
@@ -91,7 +92,7 @@ def _fetch_gguf(name: str, tag: str, place: tuple[str | None, str | None]) -> Pa
 
 def _snapshot(name: str, place: tuple[str | None, str | None], *patterns: str) -> Path:
     """place: (revision, directory to fetch into)."""
-    # Imported here: it takes a tenth of a second that a local model need not wait for.
+    # Imported here: the import takes a tenth of a second, which local models need not wait for.
     import huggingface_hub
 
     revision, download_dir = place
@@ -108,7 +109,7 @@ def _snapshot(name: str, place: tuple[str | None, str | None], *patterns: str) -
 
 @contextmanager
 def _refusing(name: str) -> Iterator[None]:
-    """Turn the library's errors into a ModelLoadError of one line that says what to do."""
+    """Turn the library's errors into a ModelLoadError of one line with advice."""
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
     try:

@@ -1,4 +1,4 @@
-"""The engine's settings of pictures: how many a prompt may have, how they are read, and where they may come from."""
+"""The slice of images: their number, processing and permitted sources."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.config.checks import converted
 from quire.errors import ConfigError
 
 MAX_IMAGES = 999
-"""Pictures of one prompt, at most, unless `limit_mm_per_prompt` says another number. vLLM's."""
+"""Default of `limit_mm_per_prompt`, which is vLLM's."""
 CACHE_GIB = 1.0
 OTHER_MEDIA = ("video", "audio", "vision_chunk")
 WHITE = (255, 255, 255)
@@ -22,16 +22,16 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 @dataclass(frozen=True)
 class ProcessorOptions:
-    """Options of a model's image processor that replace those of its files. min_pixels, max_pixels: of a picture after
-    it is resized; None: as the files say."""
+    """Options of a model's image processor that override its files. min_pixels, max_pixels: pixels of a resized
+    picture; None: as in the files."""
 
     min_pixels: int | None = None
     max_pixels: int | None = None
 
     @classmethod
     def of(cls, given: Mapping[str, Any], option: str = "mm_processor_kwargs") -> ProcessorOptions:
-        """Those of `mm_processor_kwargs`, where `size` may hold them as `shortest_edge` and `longest_edge`. Raises
-        ConfigError for names and values that there are not."""
+        """The options in `mm_processor_kwargs`; `size` may hold them as `shortest_edge` and `longest_edge`. Raises
+        ConfigError for unknown names and wrong values."""
         values = dict(given)
         size = values.pop("size", None) or {}
         if not isinstance(size, Mapping) or size.keys() - {"shortest_edge", "longest_edge"}:
@@ -49,15 +49,15 @@ class ProcessorOptions:
 
 
 OF_FILES = ProcessorOptions()
-"""Those of the model's files."""
+"""No overrides."""
 
 
 @dataclass(frozen=True)
 class MediaConfig:
-    """language_model_only: the model takes text alone, and no tower is loaded. max_images: of one prompt. background:
-    what transparent pictures are laid over. cache_bytes: of processed pictures that a front end keeps. domains: hosts
-    that http and https URLs may name, in lower case. networks: addresses that are not public, and that those hosts may
-    have. local_path: files below it may be named by file URLs; None: none may."""
+    """language_model_only: take text alone and load no tower. max_images: limit per prompt. background: color under
+    transparent pictures. cache_bytes: size of the front end's cache of processed pictures. domains: permitted hosts of
+    http and https URLs, in lower case. networks: permitted addresses that are not public. local_path: directory whose
+    files file URLs may name; None: none."""
 
     language_model_only: bool = False
     max_images: int = MAX_IMAGES
@@ -80,7 +80,7 @@ class MediaConfig:
         allowed_media_domains: list[str],
         allowed_local_media_path: str,
     ) -> MediaConfig:
-        """Raises ConfigError for names and values that there are not."""
+        """The slice from vLLM's options. Raises ConfigError for unknown names and wrong values."""
         if mm_processor_cache_gb < 0:
             raise ConfigError("mm_processor_cache_gb must be at least 0", param="mm_processor_cache_gb")
         max_images = _max_images(limit_mm_per_prompt)
@@ -97,7 +97,7 @@ class MediaConfig:
 
 
 def background_of(media_io_kwargs: Mapping[str, Any], option: str = "media_io_kwargs") -> Color:
-    """The color that `media_io_kwargs` lays transparent pictures over. Raises ConfigError."""
+    """Color under transparent pictures in `media_io_kwargs`. Raises ConfigError."""
     for kind, settings in media_io_kwargs.items():
         if kind != "image" or not isinstance(settings, Mapping):
             raise ConfigError(f"{option} has an object for 'image' alone, not {kind!r:.50}", param=option)
@@ -146,4 +146,4 @@ def _directory(text: str) -> Path | None:
 
 
 TEXT_DEFAULTS = MediaConfig()
-"""No option is given."""
+"""The slice without options."""

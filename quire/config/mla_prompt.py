@@ -1,4 +1,4 @@
-"""Whether the prompts of latent attention are expanded (`mla_prompt`)."""
+"""The choice whether prompts of latent attention are expanded (`mla_prompt`)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ MLA_PROMPTS = ("auto", "absorbed", "expanded")
 def expands_prompts(
     options: EngineOptions, attention: AttentionShape | None, architecture: str, *, is_invariant: bool
 ) -> bool:
-    """ModelConfig's `expands_prompts`. "auto" expands only where bits may depend on the batch anyway. attention: None
-    for a model that Quire's own code does not compute. Raises ConfigError for a model whose attention cannot be
-    expanded, or gains nothing by it."""
+    """Value of `ModelConfig.expands_prompts`. "auto" expands only where bits may depend on the batch anyway. attention:
+    None for a model that Transformers computes. Raises ConfigError for a model whose attention cannot be expanded, or
+    gains nothing by it."""
     asked = choice("mla_prompt", options.mla_prompt, MLA_PROMPTS)
     reason = _why_not_expanded(attention)
     if asked == "auto":

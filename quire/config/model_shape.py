@@ -1,7 +1,5 @@
-"""The sizes of a model, layer by layer: what the engine, `quire plan`, the simulator and its cost model know of it.
-
-`quire.config.families` reads it from a config.json. Nothing here names a family.
-"""
+"""Sizes of a model, layer by layer, for the engine, `quire plan` and the simulator. `quire.config.families` reads them
+from a config.json; no family is named here."""
 
 from __future__ import annotations
 
@@ -22,42 +20,41 @@ DTYPE_BYTES: Mapping[str, float] = {
     "mxfp4": 0.53125,
     "nvfp4": 0.5625,
 }
-"""Bytes of an element of a weight as checkpoints store it (mxfp4 and nvfp4: with its scales)."""
+"""Bytes of a weight's element in checkpoints (mxfp4 and nvfp4: scales included)."""
 QUANTIZED = ("float8", "int8", "int4", "mxfp4", "nvfp4")
-"""Types that matrices of layers are quantised to; the tables of the vocabulary stay in 16 bits."""
+"""Quantised types of layers' matrices; the vocabulary's tables stay in 16 bits."""
 STATE_BORDER = 64
-"""Tokens. A recurrent layer keeps its state at the last multiple of it and the rows of the tokens behind, so that a
-state's bits do not depend on where steps begin and end."""
+"""Tokens between borders of a recurrent state. A layer keeps its state at the last border and the rows of the tokens
+after it, so a state's bits do not depend on where steps begin and end."""
 KEPT_ROWS = STATE_BORDER - 1
 STATE_BYTES = 4
-"""Of an element of a recurrent state: it is kept in float32, whatever the weights are."""
+"""Bytes of an element of a recurrent state, always float32."""
 _LINE_ELEMENTS = 16
 LAYER_OVERHEAD = 3000
-"""Weights whose products take a token as long as the rest of a layer, its norms, rotation and attention, for each
-element of its hidden width: of a model of 135M parameters in bfloat16, on AVX512-BF16."""
+"""Time of a layer's norms, rotation and attention per token and element of hidden width, as a number of weights whose
+products take as long. Measured with a model of 135M parameters in bfloat16 on AVX512-BF16."""
 
 Kind = Literal["full", "sliding", "chunked", "latent", "state", "none"]
 Matrix = tuple[int, int]
-"""Inputs and outputs."""
+"""(inputs, outputs)."""
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What one layer does with earlier tokens.
+    """One layer's use of earlier tokens.
 
-    kind: "full", "sliding" and "chunked" keep a key and a value for each token and head, "latent" one vector for each
-    token that all heads share (multi-head latent attention), "state" a state of fixed size for each sequence, "none"
-    nothing.
-    num_heads, num_kv_heads: of queries, of keys. key_dim, value_dim: elements of a head's key (for "latent" with its
-    rotated part, as the head computes with it) and value.
-    window: of "sliding", in tokens; of "chunked", the size of the chunks.
-    latent_dim: elements that "latent" keeps of a token: the compressed keys and values, and the rotated part.
-    latent_rank: of them, the compressed ones.
-    index_heads, index_dim, index_top: of an indexer beside "latent", its heads, the elements of the key that it keeps
-    of a token, and the tokens that it chooses to be read (0: there is none).
-    conv_channels, conv_inputs: of "state", channels of the short convolution, and the inputs that it keeps of each,
-    besides the state itself: a matrix key_dim x value_dim for each of the num_kv_heads heads of values. spare_inputs:
-    inputs that it keeps besides, for as many drafts to be taken back.
+    kind: "full", "sliding" and "chunked" keep a key and a value per token and head; "latent" one vector per token that
+    all heads share (multi-head latent attention); "state" a state of fixed size per sequence; "none" nothing.
+    num_heads, num_kv_heads: query heads, key heads. key_dim, value_dim: elements of a head's key (for "latent" with its
+    rotated part) and value.
+    window: tokens of a "sliding" window or of a chunk.
+    latent_dim: elements that "latent" keeps per token: compressed keys and values, and the rotated part. latent_rank:
+    the compressed ones.
+    index_heads, index_dim, index_top: an indexer's heads beside "latent", elements of its key per token, and tokens
+    that it chooses to be read (0: no indexer).
+    conv_channels, conv_inputs: "state": channels of the short convolution, and inputs kept of each, beside the state: a
+    matrix key_dim x value_dim for each of num_kv_heads value heads. spare_inputs: further inputs kept, so that this
+    number of drafts can be taken back.
     """
 
     kind: Kind
@@ -82,8 +79,7 @@ class AttentionShape:
 
     @property
     def expansion_elements(self) -> int:
-        """Elements of the matrices that are kept besides to expand the prompts of a layer of "latent" attention; 0
-        where nothing is saved by it."""
+        """Elements of the further matrices that expand prompts of a "latent" layer; 0 where expanding saves nothing."""
         if self.kind != "latent" or self.index_top:
             return 0
         if self.key_dim + self.value_dim >= self.latent_dim + self.latent_rank:
@@ -92,17 +88,17 @@ class AttentionShape:
 
     @property
     def attended_dim(self) -> int:
-        """Elements that attention gives for a head: for "latent", before values are expanded."""
+        """Elements per head that attention returns; for "latent" before values are expanded."""
         return self.latent_rank if self.kind == "latent" else self.value_dim
 
     @property
     def reach(self) -> int | None:
-        """Positions that a token reads; None: all. A state stands for all earlier ones and is read as one position."""
+        """Positions that a token reads; None: all. A state is read as one position."""
         return 1 if self.kind == "state" else self.window
 
     def token_elements(self, tp: int = 1) -> int:
-        """Elements of KV cache of one token on one of `tp` ranks. Heads are shared out while there are enough;
-        what latent attention keeps belongs to all heads and is kept by each rank."""
+        """KV-cache elements of one token on one of `tp` ranks. Ranks share heads while there are enough; each rank
+        keeps the whole latent, which belongs to all heads."""
         if self.kind in ("state", "none"):
             return 0
         if self.kind == "latent":
@@ -110,8 +106,8 @@ class AttentionShape:
         return max(1, self.num_kv_heads // tp) * (self.key_dim + self.value_dim)
 
     def read_elements(self, num_tokens: int) -> int:
-        """Elements of KV cache that the last of `num_tokens` tokens reads: its window or its chunk; with an indexer,
-        all of the indexer's keys and what it chooses."""
+        """KV-cache elements that the last of `num_tokens` tokens reads: its window or chunk; with an indexer, all of
+        the indexer's keys and the chosen tokens."""
         if self.index_top:
             return self.index_dim * num_tokens + self.latent_dim * min(self.index_top, num_tokens)
         window = self.window or num_tokens
@@ -119,14 +115,14 @@ class AttentionShape:
         return read * self.token_elements()
 
     def matrix_bytes(self, tp: int = 1) -> int:
-        """Bytes of one sequence's state itself, on one of `tp` ranks, which a decoding step reads at least."""
+        """Bytes of one sequence's state itself on one of `tp` ranks, the least that a decoding step reads."""
         if self.kind != "state":
             return 0
         return STATE_BYTES * max(1, self.num_kv_heads // tp) * self.key_dim * line_elements(self.value_dim)
 
     def state_bytes(self, tp: int = 1) -> int:
-        """Bytes of all that a layer keeps of one sequence on one of `tp` ranks: the state at the last border; behind it
-        a key of each key head and an update and a decay of each value head for every token; the convolution's inputs
+        """Bytes that a layer keeps of one sequence on one of `tp` ranks: the state at the last border; for every token
+        after it a key of each key head, and an update and a decay of each value head; the convolution's inputs
         (quire/layers/states.py)."""
         if self.kind != "state":
             return 0
@@ -137,14 +133,14 @@ class AttentionShape:
 
 
 def line_elements(count: int) -> int:
-    """`count` float32 elements, filled up to whole cache lines."""
+    """`count` float32 elements, rounded up to whole cache lines."""
     return -(-count // _LINE_ELEMENTS) * _LINE_ELEMENTS
 
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts in the place of an MLP. num_active: of them for each token. intermediate: width of one.
-    shared_intermediate: width of the experts that every token passes besides, together; 0: there are none."""
+    """A mixture of experts that replaces an MLP. num_active: experts for each token. intermediate: width of an expert.
+    shared_intermediate: total width of the experts that every token passes; 0: none."""
 
     num_experts: int
     num_active: int
@@ -154,9 +150,9 @@ class Experts:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """projections: the attention's matrices. intermediate: width of the MLP; experts: what is in its place.
-    is_gated: an MLP (or an expert) has three matrices, not two. num_vectors: elements of norms, biases, sinks,
-    convolutions: what is no matrix."""
+    """projections: the attention's matrices. intermediate: width of the MLP. experts: its replacement, or None.
+    is_gated: an MLP or expert has three matrices, not two. num_vectors: elements of norms, biases, sinks and
+    convolutions."""
 
     attention: AttentionShape
     projections: tuple[Matrix, ...]
@@ -172,12 +168,12 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes, in elements. max_model_len: positions. dtype, expert_dtype: what the matrices of the layers, and of their
-    experts, are stored in. is_tied: input and output embeddings are one table; embedding_width: of its rows, which two
-    matrices project to `hidden` and back if that is another number. positions: rows of a table of learned positions.
-    num_vectors: elements of norms outside the layers. family: its name; is_known: whether its norms and biases are
-    known, else they are guessed from the configuration's keys. draft_layers: of a head for drafts, which is loaded and
-    which no step computes: it counts as weights alone."""
+    """Sizes of a model, in elements. max_model_len: positions. dtype, expert_dtype: stored types of the layers'
+    matrices and of their experts. is_tied: input and output embeddings are one table. embedding_width: width of the
+    embedding tables; if it is not `hidden`, two matrices project to `hidden` and back. positions: rows of a table of
+    learned positions. num_vectors: elements of norms outside the layers. family: name of the family. is_known: False if
+    norms and biases are guessed from the configuration's keys. draft_layers: layers of a loaded draft head; they count
+    as weights only."""
 
     name: str
     family: str
@@ -202,27 +198,27 @@ class ModelShape:
 
     @cached_property
     def layer_counts(self) -> Mapping[LayerShape, int]:
-        """How many layers there are of each shape, in the order of their first."""
+        """Layer shape -> number of such layers, in the order of their first."""
         return Counter(self.layers)
 
     @cached_property
     def attention_counts(self) -> Mapping[AttentionShape, int]:
-        """How many layers there are of each kind of attention, in the order of their first."""
+        """Kind of attention -> number of such layers, in the order of their first."""
         return Counter(layer.attention for layer in self.layers)
 
     @cached_property
     def windows(self) -> tuple[int | None, ...]:
-        """Positions that a token of each layer reads, None for all."""
+        """Positions that a token reads, for each layer; None: all."""
         return tuple(layer.attention.reach for layer in self.layers)
 
     @property
     def attention(self) -> AttentionShape:
-        """Of the first layer that keeps keys and values; all are alike in the models that the engine runs."""
+        """Attention of the first layer that keeps keys and values. All are alike in the models that the engine runs."""
         return next((each for each in self.attention_counts if each.kind != "state"), self.layers[0].attention)
 
     @cached_property
     def experts(self) -> Experts | None:
-        """Of all layers that have experts."""
+        """The experts, which are alike in all layers that have some."""
         return next((layer.experts for layer in self.layer_counts if layer.experts is not None), None)
 
     @property
@@ -235,13 +231,12 @@ class ModelShape:
 
     @property
     def intermediate(self) -> int:
-        """The widest MLP's width."""
+        """Width of the widest MLP."""
         return max(layer.intermediate for layer in self.layer_counts)
 
     def stages(self, pp: int) -> tuple[range, ...]:
-        """The layers of each of `pp` pipeline stages, at least one, so that the longest stage is as short as can be,
-        relative to the mean: of a step of decodes, which pass the output projection on the last stage, and of one of a
-        prompt, which hardly does."""
+        """Layers of each of `pp` pipeline stages, at least one. They minimise the longest stage's share of a step, both
+        of decodes, which pass the output projection on the last stage, and of a prompt, which hardly does."""
         rest = LAYER_OVERHEAD * self.hidden
         costs = [self._dense_parameters(layer) + self._active_experts(layer) + rest for layer in self.layers]
         before = [0, *accumulate(costs)]
@@ -265,7 +260,7 @@ class ModelShape:
         return tuple(range(start, end) for start, end in pairwise(best[self.num_layers][1]))
 
     def layers_per_stage(self, pp: int) -> int:
-        """Of the largest of `pp` pipeline stages."""
+        """Number of layers of the largest of `pp` pipeline stages."""
         return max(map(len, self.stages(pp)))
 
     # -- parameters -------------------------------------------------------------------------------------------------
@@ -276,12 +271,11 @@ class ModelShape:
 
     @property
     def expert_parameters(self) -> int:
-        """Elements of one expert."""
         return 0 if self.experts is None else self.mlp_parameters(self.experts.intermediate)
 
     @cached_property
     def dense_parameters(self) -> int:
-        """Elements of all matrices that every token passes in every step, the output projection not among them."""
+        """Elements of all matrices that every token passes in every step, except the output projection."""
         total = 0 if self.embedding_width == self.hidden else 2 * self.embedding_width * self.hidden
         return total + sum(count * self._dense_parameters(layer) for layer, count in self.layer_counts.items())
 
@@ -296,7 +290,8 @@ class ModelShape:
         )
 
     def with_spare_inputs(self, count: int) -> ModelShape:
-        """The shape whose states keep `count` inputs more of their convolutions: as many tokens can be taken back."""
+        """The shape whose states keep `count` more inputs of their convolutions, so that `count` tokens can be taken
+        back."""
 
         def spared(layer: LayerShape) -> LayerShape:
             kept = layer.attention
@@ -306,8 +301,8 @@ class ModelShape:
 
     @cached_property
     def draft_parameters(self) -> int:
-        """Elements of the head for drafts: one matrix from a hidden state and an embedding to a hidden state, three
-        norms, and its layers. The tables of the vocabulary are the model's."""
+        """Elements of the draft head: one matrix from a hidden state and an embedding to a hidden state, three norms,
+        and its layers. The vocabulary's tables are the model's."""
         total = (2 * self.hidden + 3) * self.hidden if self.draft_layers else 0
         for layer in self.draft_layers:
             total += self._dense_parameters(layer) + layer.num_vectors
@@ -322,8 +317,8 @@ class ModelShape:
 
     @property
     def adapter_elements(self) -> int:
-        """Elements of an adapter, for each rank, of all projections, routers and MLPs that are no experts: at most, as
-        checkpoints that keep queries, keys and values, or gate and up, in one matrix have fewer inputs."""
+        """Upper bound of an adapter's elements for each rank, over all projections, routers and MLPs except experts.
+        Checkpoints that join queries, keys and values, or gate and up, in one matrix have fewer inputs."""
         total = 0
         for layer, count in self.layer_counts.items():
             own = sum(inputs + outputs for inputs, outputs in layer.projections)
@@ -343,12 +338,12 @@ class ModelShape:
 
     @property
     def looked_up_parameters(self) -> int:
-        """Elements of tables of which a token reads one row: input embeddings that are not tied, learned positions."""
+        """Elements of tables of which a token reads one row: untied input embeddings, learned positions."""
         return self.positions * self.hidden + (0 if self.is_tied else self.embedding_parameters)
 
     @property
     def expansion_parameters(self) -> int:
-        """Elements of the matrices that are kept a second time, to expand prompts."""
+        """Elements of the extra matrices that expand prompts."""
         return sum(count * layer.attention.expansion_elements for layer, count in self.layer_counts.items())
 
     def parameters(self) -> int:
@@ -363,8 +358,8 @@ class ModelShape:
         return self.dense_parameters + active + self.embedding_parameters
 
     def weight_bytes(self, dtype: str | None = None) -> float:
-        """Bytes of all weights, in one dtype or (None) as stored: of a quantised checkpoint the matrices of the layers
-        are, its tables, norms and biases have 16 bits."""
+        """Bytes of all weights in one dtype, or (None) as stored. A quantised checkpoint keeps tables, norms and biases
+        in 16 bits."""
         if dtype is not None:
             return self.parameters() * DTYPE_BYTES[dtype]
         dense, routed = self.dense_parameters, self.routed_parameters
@@ -375,18 +370,18 @@ class ModelShape:
     # -- cache ------------------------------------------------------------------------------------------------------
 
     def kv_elements(self, tp: int = 1) -> int:
-        """Elements of KV cache of one token in all layers, on one of `tp` ranks."""
+        """KV-cache elements of one token in all layers, on one of `tp` ranks."""
         return sum(count * each.token_elements(tp) for each, count in self.attention_counts.items())
 
     def kv_bytes_per_token(self, dtype: str = "float16", tp: int = 1) -> int:
-        """Bytes that all layers keep of a token, on one of `tp` ranks."""
+        """KV-cache bytes of one token in all layers, on one of `tp` ranks."""
         return int(self.kv_elements(tp) * DTYPE_BYTES[dtype])
 
     def matrix_bytes(self, tp: int = 1) -> int:
-        """Bytes of state of a sequence that all layers read in a decoding step at least."""
+        """Least bytes of a sequence's state that a decoding step reads in all layers."""
         return sum(count * each.matrix_bytes(tp) for each, count in self.attention_counts.items())
 
 
 def _dense_width(layer: LayerShape) -> int:
-    """Width of the MLP that every token passes: the shared experts', where there are others."""
+    """Width of the MLP that every token passes: the shared experts' in a mixture."""
     return layer.intermediate if layer.experts is None else layer.experts.shared_intermediate

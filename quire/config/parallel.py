@@ -1,4 +1,4 @@
-"""How many devices share a model, and how."""
+"""Distribution of a model over devices, and its checks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.errors import ConfigError
 from quire.utils.extras import how_to_install
 
 MAX_RANKS = 64
-"""Processes on one host."""
+"""Most processes on one host."""
 
 
 EXECUTORS = ("uni", "mp", "ray", "external_launcher")
@@ -25,14 +25,13 @@ RAY_PLACEMENTS = ("pack", "strict_spread")
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """tp: devices that share each layer (tensor parallelism; experts and vocabulary are shared out as well). pp: groups
-    of them that share the layers (pipeline parallelism). dp: replicas of all that, with a router in front of them.
-    ep: devices over which whole experts are spread (expert parallelism), a multiple of tp; those of several replicas
-    then exchange tokens in every layer and hold a share of the experts each. 1: experts are shared out by tp.
+    """tp: devices that share each layer, experts and vocabulary (tensor parallelism). pp: groups of them that share the
+    layers (pipeline parallelism). dp: replicas behind a router.
+    ep: devices over which whole experts are spread (expert parallelism), a multiple of tp. If it spans several
+    replicas, they exchange tokens in every layer and each holds a share of the experts. 1: tp shares each expert.
     dcp: neighbours among the tp devices that hold the same key head, and keep a part of each sequence's tokens each in
     its place (decode context parallelism); no more devices. interleave: tokens in a row that one of them keeps.
-
-    Raises ConfigError for sizes that do not fit together. Which sizes the engine runs, `resolve` says.
+    Raises ConfigError for sizes that do not fit together. `resolve` decides which sizes the engine runs.
     """
 
     tp: int = 1
@@ -60,7 +59,7 @@ class ParallelConfig:
 
     @property
     def replicas_together(self) -> int:
-        """Replicas that share one set of experts."""
+        """Number of replicas that share one set of experts."""
         return max(1, self.ep // self.tp)
 
     @property
@@ -86,7 +85,7 @@ def parallel_config(options: EngineOptions) -> ParallelConfig:
 
 
 def check_ranks_available(options: EngineOptions, is_accelerated: bool) -> None:
-    """Raise ConfigError for options that do not go together with several ranks."""
+    """Raise ConfigError for options that exclude several ranks."""
     tp, pp = options.tensor_parallel_size, options.pipeline_parallel_size
     if tp * pp > MAX_RANKS:
         many = f"pipeline_parallel_size times tensor_parallel_size must be at most {MAX_RANKS}, not {tp * pp}"
@@ -97,7 +96,7 @@ def check_ranks_available(options: EngineOptions, is_accelerated: bool) -> None:
 
 
 def choose_executor(options: EngineOptions, parallel: ParallelConfig, is_accelerated: bool) -> str:
-    """One of EXECUTORS. Raises ConfigError for one that does not run these ranks."""
+    """One of EXECUTORS. Raises ConfigError for one that cannot run these ranks."""
     name = "distributed_executor_backend"
     asked = choice(name, options.distributed_executor_backend, ("auto", *EXECUTORS))
     count = parallel.num_devices
@@ -120,7 +119,7 @@ def choose_executor(options: EngineOptions, parallel: ParallelConfig, is_acceler
 
 
 def _why_not_launched(options: EngineOptions) -> str | None:
-    """What comes at other times on other ranks would make their engines plan other steps."""
+    """Reason why ranks of an external launcher would plan different steps, or None."""
     for name, is_on in (("kv_offload_dir", options.kv_offload_dir is not None), ("enable_lora", options.enable_lora)):
         if is_on:
             return f"{name} moves data beside the steps, whose ends differ from rank to rank"
@@ -128,7 +127,7 @@ def _why_not_launched(options: EngineOptions) -> str | None:
 
 
 def check_replicas(options: EngineOptions, is_accelerated: bool) -> None:
-    """Raise ConfigError for options that do not go together with data_parallel_size > 1."""
+    """Raise ConfigError for options that exclude data_parallel_size > 1."""
     count = options.data_parallel_size
     if count > MAX_RANKS:
         raise ConfigError(f"data_parallel_size must be at most {MAX_RANKS}, not {count}", param="data_parallel_size")
@@ -203,8 +202,8 @@ def why_not_dealt(shape: ModelShape, tp: int, count: int) -> str | None:
 
 
 def expert_placement(options: EngineOptions, model: ModelConfig) -> str | None:
-    """The strategy by which whole experts are dealt to the ranks; None: they are not. Raises ConfigError for a model
-    whose experts cannot be."""
+    """Placement of whole experts on the ranks; None: each rank has a slice of every expert. Raises ConfigError for a
+    model whose experts cannot be placed so."""
     strategy = choice("expert_placement_strategy", options.expert_placement_strategy, EXPERT_PLACEMENTS)
     if not options.enable_expert_parallel:
         return None
@@ -222,7 +221,7 @@ def expert_placement(options: EngineOptions, model: ModelConfig) -> str | None:
 
 
 def check_stages_fit(options: EngineOptions, speculation: SpeculationConfig) -> None:
-    """Raise ConfigError for what the stages of a pipeline do not compute yet."""
+    """Raise ConfigError for features that pipeline stages do not compute yet."""
     if speculation.max_drafts:
         stages = f"pipeline_parallel_size={options.pipeline_parallel_size}"
         raise ConfigError(f"{SPECULATION} does not go together with {stages} yet", param=SPECULATION)

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's layout: what adapter_config.json says, and a digest of the content."""
+"""Adapters in PEFT's layout: adapter_config.json, and a digest of the content."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ REFUSED: Mapping[str, str] = {
     "target_parameters": "it names parameters in place of modules, such as stacked experts",
     "modules_to_save": "it brings whole modules of its own",
 }
-"""Keys that change what an adapter computes, and are refused unless they are off."""
+"""Keys that change what an adapter computes -> reason for the refusal, unless they are off."""
 BASE_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Beginnings of `init_lora_weights` that stand for an adapter of another base than the model's checkpoint."""
+"""Prefixes of `init_lora_weights` for adapters whose base differs from the model's checkpoint."""
 
 
 @dataclass(frozen=True)
 class PeftConfig:
-    """rank, alpha: of modules that no pattern names. rank_pattern, alpha_pattern: regular expressions of the ends of
-    modules' names, in their order. rank_stabilised: scales are alpha / sqrt(rank). target_modules: names (None: an
-    expression, or all linear layers)."""
+    """rank, alpha: values for modules that no pattern matches. rank_pattern, alpha_pattern: regular expressions, in
+    order, for the ends of module names. rank_stabilised: scales are alpha / sqrt(rank). target_modules: module names;
+    None: an expression, or all linear layers."""
 
     path: Path
     rank: int
@@ -64,7 +64,7 @@ class PeftConfig:
         return int(_matching(self.rank_pattern, module, self.rank))
 
     def scale_of(self, module: str) -> float:
-        """What the product of A and B is multiplied with."""
+        """Factor of the product of A and B."""
         rank = self.rank_of(module)
         alpha = _matching(self.alpha_pattern, module, self.alpha)
         return alpha / math.sqrt(rank) if self.rank_stabilised else alpha / rank
@@ -82,7 +82,7 @@ def _matching(patterns: Mapping[str, float], module: str, default: float) -> flo
 
 
 def read_peft_config(directory: Path) -> PeftConfig:
-    """Read adapter_config.json. Raises ModelLoadError, naming file and key, for what is not computed here."""
+    """Read adapter_config.json. Raises ModelLoadError with file and key for settings that are not supported."""
     path = directory / CONFIG_FILE
     if file_bytes(path) is None:
         raise ModelLoadError(f"{directory} holds no adapter: there is no {CONFIG_FILE} in it")
@@ -143,7 +143,7 @@ def _target_modules(fields: Fields) -> tuple[str, ...] | None:
 
 
 def weight_file(directory: Path) -> Path:
-    """The file of an adapter's tensors. Raises ModelLoadError when there is none."""
+    """File of an adapter's tensors. Raises ModelLoadError when there is none."""
     for name in WEIGHT_FILES:
         if file_bytes(directory / name) is not None:
             return directory / name
@@ -151,7 +151,7 @@ def weight_file(directory: Path) -> Path:
 
 
 def content_digest(directory: Path) -> bytes:
-    """SHA-256 of what an adapter computes: its tensors' file, and the keys of its config that count."""
+    """SHA-256 of the tensors' file and the config keys that change an adapter's results."""
     config, path = read_peft_config(directory), weight_file(directory)
     counted = (config.rank, config.alpha, dict(config.rank_pattern), dict(config.alpha_pattern), config.rank_stabilised)
     digest = hashlib.sha256(json.dumps(counted).encode())
@@ -164,8 +164,8 @@ def content_digest(directory: Path) -> bytes:
 
 
 def open_adapter(path: str, limits: AdaptersConfig) -> AdapterRef:
-    """The adapter in a directory. Raises UserError for one that the engine does not take; whether its tensors fit the
-    model the workers say when they load it."""
+    """The adapter in a directory. Raises UserError for one that the engine does not take. The workers check at load
+    time that its tensors fit the model."""
     directory = Path(os.path.abspath(os.path.expanduser(path)))
     try:
         if not directory.is_dir():

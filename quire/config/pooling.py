@@ -1,7 +1,8 @@
-"""What a model that pools does with the hidden states of a text: one vector, or the logits of its labels.
+"""Pooling of a text's hidden states: one vector, or the logits of its labels.
 
-The files of sentence-transformers say it (modules.json, 1_Pooling/config.json, config.json of further modules,
-sentence_bert_config.json, config_sentence_transformers.json), and for classifiers config.json. Imports no torch.
+The settings come from sentence-transformers' files (modules.json, 1_Pooling/config.json, config.json of further
+modules, sentence_bert_config.json, config_sentence_transformers.json), for classifiers from config.json. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ CLASSIFIER = "ForSequenceClassification"
 MAX_MODULES_BYTES = 2**16
 MAX_LABELS = 4096
 MAX_FEATURES = 2**16
-"""Of a linear layer over vectors."""
+"""Largest width of a linear layer over vectors."""
 
 Method = Literal["last", "cls", "mean"]
 Task = Literal["embed", "classify"]
@@ -35,18 +36,18 @@ _METHODS: dict[str, Method | None] = {
     "pooling_mode_mean_sqrt_len_tokens": None,
     "pooling_mode_weightedmean_tokens": None,
 }
-"""Flags of sentence-transformers and the methods that they mean; None: not supported."""
+"""sentence-transformers' flag -> method; None: not supported."""
 _NAMES: dict[str, Method] = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
 _MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
 _VECTOR = "sentence_embedding"
 _ACTIVATIONS = {"Identity": None, "Tanh": "tanh", "ReLU": "relu", "GELU": "gelu", "SiLU": "silu"}
-"""Classes of torch, and what their functions are called here."""
+"""torch's activation class -> name of its function here."""
 
 
 @dataclass(frozen=True)
 class DenseModule:
-    """A linear layer over pooled vectors. folder: of its weights, beside the model's. activation: "tanh", a name of
-    `kernels/activation.py`, or None."""
+    """A linear layer over pooled vectors. folder: folder of its weights, beside the model's. activation: "tanh", a name
+    of `kernels/activation.py`, or None."""
 
     folder: str
     in_features: int
@@ -57,12 +58,11 @@ class DenseModule:
 
 @dataclass(frozen=True)
 class PoolingConfig:
-    """task: "embed" gives a vector, "classify" the logits of `labels`. method: which hidden states it is made of: the
-    last or the first ("cls") token's, or the mean over all. normalize: whether a vector has length 1 unless a request
-    says otherwise. dense: what the vector goes through before that. activation: what makes probabilities of logits.
-    dimensions: leading elements of a vector that are a vector of their own (Matryoshka); empty: `any_dimensions` says
-    whether every number of them is. prompt: what stands before each text that is embedded (sentence-transformers'
-    default prompt). prompts: (name, what a request may have there instead)."""
+    """task: "embed" makes a vector, "classify" the logits of `labels`. method: pooled states: the last token's, the
+    first's ("cls"), or the mean of all. normalize: default of scaling a vector to length 1. dense: layers that the
+    vector passes before that. activation: function from logits to probabilities. dimensions: lengths to which a vector
+    may be cut (Matryoshka); if empty, `any_dimensions` permits every length or none. prompt: text before each embedded
+    text (sentence-transformers' default prompt). prompts: (name, alternative that a request may choose)."""
 
     task: Task
     method: Method
@@ -79,12 +79,12 @@ class PoolingConfig:
 def read_pooling(
     path: Path, fields: Fields, architecture: str, runner: str, *, is_encoder: bool, stated: Method | None = None
 ) -> PoolingConfig | None:
-    """How the model of a directory or a GGUF file pools; None for one that generates. is_encoder: it attends in both
-    directions. stated: the method that a GGUF file names.
+    """Pooling of a directory's or GGUF file's model; None for one that generates. is_encoder: True if it attends in
+    both directions. stated: method that a GGUF file names.
 
-    runner: of EngineOptions; "auto" pools what cannot generate, and what sentence-transformers' files or the GGUF file
-    describe. Raises
-    ModelLoadError for files that say what is not supported, ConfigError for a runner that the model cannot have.
+    runner: option of EngineOptions; "auto" pools if the model cannot generate, or if sentence-transformers' files or
+    the GGUF file describe it. Raises ModelLoadError for unsupported files, ConfigError for a runner that the model
+    cannot have.
     """
     is_bare = architecture.endswith("Model") and not architecture.endswith("LMHeadModel")
     is_causal = not (is_encoder or is_bare or architecture.endswith(CLASSIFIER))
@@ -116,7 +116,7 @@ def read_pooling(
 
 
 def longest_text(path: Path, limit: int) -> int:
-    """Most tokens of a text, the special ones included: what sentence-transformers' files say, up to `limit`."""
+    """Most tokens of a text, special ones included, by sentence-transformers' files; at most `limit`."""
     if path.is_file():
         return limit
     file = path / "sentence_bert_config.json"
@@ -142,7 +142,7 @@ def _classifier(fields: Fields, is_encoder: bool) -> PoolingConfig:
 
 
 def _activation(fields: Fields, num_labels: int) -> Activation:
-    """What sentence-transformers' cross-encoders, or else Transformers' classifiers, make of their logits."""
+    """Activation of a classifier's logits: sentence-transformers' cross-encoder setting, else Transformers' rule."""
     trained = fields.values.get("sentence_transformers")
     named = trained.get("activation_fn") if isinstance(trained, dict) else None
     named = named or fields.values.get("sbert_ce_default_activation_function")
@@ -159,7 +159,7 @@ def _activation(fields: Fields, num_labels: int) -> Activation:
 
 
 def _modules(path: Path) -> list[tuple[str, str]] | None:
-    """The class names and folders that modules.json lists, in order; None without that file, or without a Pooling in
+    """(class name, folder) of each module in modules.json, in order; None without that file, or without a Pooling in
     it."""
     file = path / "modules.json"
     if file_bytes(file) is None:
@@ -219,7 +219,7 @@ def _method(path: Path) -> Method:
 
 
 def _prompts(path: Path, fields: Fields) -> tuple[tuple[str, str], ...]:
-    """(name, prompt): `task_instructions` of the configuration, else those of sentence-transformers."""
+    """(name, prompt) pairs: `task_instructions` of the configuration, else sentence-transformers' prompts."""
     for found in (
         fields.values.get("task_instructions"),
         read_optional_json(path / "config_sentence_transformers.json").get("prompts"),
@@ -230,7 +230,7 @@ def _prompts(path: Path, fields: Fields) -> tuple[tuple[str, str], ...]:
 
 
 def _default_prompt(path: Path, method: Method) -> str:
-    """The prompt that sentence-transformers puts before a text when its caller names none."""
+    """Prompt that sentence-transformers puts before a text by default."""
     file = path / "config_sentence_transformers.json"
     values = read_optional_json(file)
     name, prompts = values.get("default_prompt_name"), values.get("prompts") or {}

@@ -1,4 +1,4 @@
-"""How the weights of a model are quantised. Imports no torch."""
+"""The quantisation of a model's weights. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,23 +9,22 @@ ROUNDED = {4: "w4a8", 8: "w8a8"}
 FLOATS = {"fp8": 8, "mxfp4": 4, "nvfp4": 4}
 BITS = {method: bits for names in (WEIGHT_ONLY, ROUNDED) for bits, method in names.items()} | FLOATS
 STORED_TYPES = {"fp8": "float8", "mxfp4": "mxfp4", "nvfp4": "nvfp4"}
-"""What `quire.config.model_shape` calls the types of floats."""
+"""Method -> name of its type in `quire.config.model_shape`."""
 
 
 @dataclass(frozen=True)
 class QuantizationConfig:
-    """How the linear layers' weights are quantised.
+    """Quantisation of the linear layers' weights.
 
-    method: "int8" or "int4" (weights alone), "w8a8" or "w4a8" (activations are rounded to 8 bits token by token too,
-    and integers are multiplied), "fp8", "mxfp4" or "nvfp4" (weights alone, small floats).
-    group_size: input features that share a scale, None: all those of an output row (floats: what their format says).
-    checkpoint_format: when the checkpoint holds quantised weights, how: "gptq" (zero points stored less one),
-    "gptq_v2", "awq", "pack-quantized", "int-quantized"; "fp8", "mxfp4" (experts in one tensor), "nvfp4",
-    "mxfp4-pack-quantized", "nvfp4-pack-quantized". None when it holds floating point that is to be quantised while it
-    is loaded.
-    symmetric: the checkpoint has no zero points of its own (compressed-tensors alone leaves them out).
+    method: "int8" or "int4" (weights only), "w8a8" or "w4a8" (activations are also rounded to 8 bits, token by token,
+    and integers are multiplied), "fp8", "mxfp4" or "nvfp4" (weights only, small floats).
+    group_size: input features that share a scale; None: a whole output row (floats: by their format).
+    checkpoint_format: format of quantised checkpoints: "gptq" (zero points stored less one), "gptq_v2", "awq",
+    "pack-quantized", "int-quantized"; "fp8", "mxfp4" (experts in one tensor), "nvfp4", "mxfp4-pack-quantized",
+    "nvfp4-pack-quantized". None: floating point, quantised while loading.
+    symmetric: the checkpoint has no zero points (only compressed-tensors omits them).
     reordered: the checkpoint assigns input features to groups one by one (act-order).
-    block_size: of "fp8", (output rows, input features) that share a scale; None: a row or the whole matrix.
+    block_size: (output rows, input features) that share an "fp8" scale; None: a row or the whole matrix.
     """
 
     method: str
@@ -37,7 +36,7 @@ class QuantizationConfig:
 
     @property
     def bits(self) -> int:
-        """Of a weight."""
+        """Bits of a weight."""
         return BITS[self.method]
 
     @property
@@ -50,5 +49,5 @@ class QuantizationConfig:
 
     @property
     def stored_type(self) -> str:
-        """As `quire.config.model_shape` calls what matrices are stored in."""
+        """Stored type of matrices, as named in `quire.config.model_shape`."""
         return f"int{self.bits}" if self.is_integer else STORED_TYPES[self.method]

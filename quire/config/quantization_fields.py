@@ -1,4 +1,4 @@
-"""Reading a `quantization_config`: what its readers share. Imports no torch."""
+"""Shared helpers for reading a `quantization_config`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def inner_object(fields: Fields, key: str) -> Fields:
 
 
 def group_size(fields: Fields, key: str) -> int | None:
-    """-1 stands for whole rows."""
+    """Features of a group; None for -1, which means whole rows."""
     return None if fields.values.get(key) == -1 else fields.integer(key)
 
 
 def known_integer(fields: Fields, key: str, known: Sequence[int]) -> int:
-    """One of `known`; the ModelLoadError for another one says what is supported."""
+    """The integer under a key. Raises ModelLoadError with the supported kinds unless it is one of `known`."""
     value = fields.integer(key)
     if value not in known:
         raise unsupported(fields, f"{key} {value}")
@@ -36,7 +36,8 @@ def known_integer(fields: Fields, key: str, known: Sequence[int]) -> int:
 
 
 def known_text(fields: Fields, key: str, known: Sequence[str], default: str | None = None) -> str:
-    """One of `known`, in lower case; the ModelLoadError for another one says what is supported."""
+    """The text under a key, in lower case. Raises ModelLoadError with the supported kinds unless it is one of
+    `known`."""
     value = fields.text(key, default).lower()
     if value not in known:
         raise unsupported(fields, f"{key} {shown(value)}")
@@ -44,5 +45,5 @@ def known_text(fields: Fields, key: str, known: Sequence[str], default: str | No
 
 
 def unsupported(fields: Fields, what: str) -> Exception:
-    """What to raise for a setting that no reader knows."""
+    """The error for a setting that no reader supports."""
     return fields.error(f"{what} is not supported; quantised checkpoints may be {SUPPORTED}")

@@ -1,8 +1,8 @@
-"""What a checkpoint's `quantization_config` says about its weights, checked. Imports no torch.
+"""Parsing of a checkpoint's `quantization_config`. Imports no torch.
 
-Facts that only tell how a checkpoint was made (damping, calibration, order of layers) are ignored; whatever changes
-what the stored numbers mean is either supported or rejected. Which matrices are quantised is not read from the lists of
-exceptions (`ignore`, `modules_to_not_convert`): the names of the stored tensors say it.
+Facts on how a checkpoint was made (damping, calibration, order of layers) are ignored. Settings that change the meaning
+of stored numbers are supported or rejected. The stored tensors' names, not the lists of exceptions (`ignore`,
+`modules_to_not_convert`), say which matrices are quantised.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from quire.config.quantization_fields import group_size, inner_object, known_int
 
 
 def read_quantization(fields: Fields) -> QuantizationConfig | None:
-    """From a model's config.json; None without the key. Raises ModelLoadError, naming what is supported, for any
-    other kind of quantisation."""
+    """Quantisation in a model's config.json; None without the key. Raises ModelLoadError with the supported kinds for
+    any other."""
     if fields.values.get("quantization_config") is None:
         return None
     inner = inner_object(fields, "quantization_config")
@@ -48,12 +48,12 @@ INSTEAD = {
     "aqlm": FROM_PLAIN,
     "quark": "choose an fp8, compressed-tensors or GPTQ checkpoint of the model",
 }
-"""Kinds of checkpoints that are refused by name, and what to load in their place."""
+"""Refused kinds of checkpoints -> what to load instead."""
 
 
 def _gptq(fields: Fields) -> QuantizationConfig:
     bits = known_integer(fields, "bits", (4, 8))
-    # GPTQModel calls the key `format`, AutoGPTQ `checkpoint_format`; both mean zero points less one when silent.
+    # GPTQModel calls the key `format`, AutoGPTQ `checkpoint_format`; without it both mean zero points less one.
     key = "checkpoint_format" if fields.values.get("checkpoint_format") is not None else "format"
     layout = known_text(fields, key, ("gptq", "gptq_v2"), "gptq")
     if fields.boolean("is_marlin_format", False):
@@ -68,7 +68,8 @@ def _gptq(fields: Fields) -> QuantizationConfig:
 
 
 def _auto_round(fields: Fields) -> QuantizationConfig:
-    """AutoRound packs as GPTQ or AWQ do. Layers may have settings of their own where these say: not quantised."""
+    """AutoRound's settings: GPTQ's or AWQ's packing. Settings of single layers may only exempt them from
+    quantisation."""
     layouts = ("auto_round:auto_gptq", "auto_round:gptqmodel", "auto_round:auto_awq")
     layout = known_text(fields, "packing_format", layouts)
     bits = known_integer(fields, "bits", (4, 8) if layout != layouts[2] else (4,))
@@ -81,7 +82,7 @@ def _auto_round(fields: Fields) -> QuantizationConfig:
 
 
 def _is_plain(settings: object) -> bool:
-    """Whether a module with these settings is not quantised."""
+    """True if a module with these settings is not quantised."""
     bits = settings.get("bits") if isinstance(settings, dict) else None
     return isinstance(bits, int) and bits >= PLAIN_BITS
 

@@ -1,4 +1,4 @@
-"""From options to configuration: every check of an engine option is here, and every default that depends on another."""
+"""Resolution of options to a configuration: all checks, and all defaults that depend on other options."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ CACHE_DTYPES = {
     "torch": ("auto", "float32", "bfloat16", "float16", "fp8"),
     "triton": ("auto", "float32", "bfloat16", "float16", "int8", "fp8"),
 }
-"""What each attention back end stores keys and values in (a device has no int8 yet, which is said by name)."""
+"""Attention back end -> dtypes of its keys and values (devices have no int8 yet; a message of its own says so)."""
 CACHE_ALIASES = {"fp8_e4m3": "fp8"}
 GGUF_ACTIVATION_BITS = 8
 ACTIVATION_BITS = ("auto", "8", "16", "32")
@@ -79,7 +79,7 @@ QUANTIZATIONS: dict[str, int | None] = {
     "fp8": None,
     "mxfp4": 32,
 }
-"""Ways to quantise while loading, and how many input features then share a scale (None: all)."""
+"""Quantisations while loading -> input features that share a scale (None: all)."""
 STORED_NAMES = {
     "gptq": ("gptq",),
     "gptq_v2": ("gptq",),
@@ -104,7 +104,7 @@ MAX_OUTPUT_WINDOW = 1.0
 
 @dataclass(frozen=True)
 class Defaults:
-    """What options that are not given are on one kind of device."""
+    """Defaults of one kind of device."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -115,16 +115,16 @@ class Defaults:
 
 MAX_NUM_SEQS = 65536
 THREADS_ALLOWED_PER_CORE, LEAST_THREADS_ALLOWED = 4, 256
-"""Threads of a process that are refused are more than both allow."""
+"""A process's threads are refused above the larger of both limits."""
 STAGED_TOKENS, STAGED_CHUNK = 512, 256
-"""Token budget of a step where layers are dealt to stages, and most tokens of one prompt in it: a long one is cut, so
-that all of them compute."""
+"""Token budget of a step with pipeline stages, and most tokens of one prompt in it: long prompts are cut so that all
+stages compute."""
 CPU_DEFAULTS = Defaults(max_num_seqs=128, max_num_batched_tokens=2048, memory_utilization=0.5, queue_depth=1)
 DEVICE_DEFAULTS = Defaults(max_num_seqs=256, max_num_batched_tokens=8192, memory_utilization=0.9, queue_depth=2)
 
 
 def resolve(options: EngineOptions) -> EngineConfig:
-    """Check `options` and complete them. Reads config.json (fetching a hub id if need be), loads no weights."""
+    """Check and complete `options`. Reads config.json (fetching a hub id if necessary), loads no weights."""
     parallel = parallel_config(options)
     device, is_accelerated = choose_device(options)
     if parallel.num_devices > 1:
@@ -215,7 +215,7 @@ def _adapters(options: EngineOptions, model: ModelConfig, backend: str) -> Adapt
 
 
 def _completed(options: EngineOptions, is_accelerated: bool) -> tuple[str, ModelConfig]:
-    """The attention back end, and the model with all that the options say of how it is computed."""
+    """The attention back end, and the model with all options on its computation."""
     backend, model = _backend_and_model(options, is_accelerated)
     model = replace(model, quantization=_quantization(options, model, backend))
     model = replace(model, activation_bits=_activation_bits(options, model, backend))
@@ -257,8 +257,8 @@ def _speculation(
 
 
 def _backend_and_model(options: EngineOptions, is_accelerated: bool) -> tuple[str, ModelConfig]:
-    """The attention back end: the Triton one on a device, else the one that `attention_backend` names, or for "auto"
-    the native one where it was built and can compute the model; and the model, whose dtypes depend on it."""
+    """The attention back end, and the model, whose dtypes depend on it. A device has the Triton back end. On a CPU
+    `attention_backend` names one; "auto" is the native one if it was built and can compute the model."""
     asked = "triton" if is_accelerated else choice("attention_backend", options.attention_backend, BACKENDS)
     dtype = choice("dtype", options.dtype, DTYPES)
     if options.kv_cache_dtype == "fp8_e5m2":
@@ -298,15 +298,15 @@ def _backend_and_model(options: EngineOptions, is_accelerated: bool) -> tuple[st
     if asked != "torch" and not reason:
         return "native", model
     choice("kv_cache_dtype", cache, CACHE_DTYPES["torch"])
-    # Plain operators are slow and imprecise in 16 bits, where the native kernels only store in them.
+    # Plain operators are slow and imprecise in 16 bits; the native kernels only store in them.
     plain = "float32" if dtype == "auto" else model.dtype
     return "torch", replace(model, dtype=plain, kv_cache_dtype=plain if cache == "auto" else cache)
 
 
 def _matmul_precision(options: EngineOptions, model: ModelConfig, backend: str, device: str) -> str:
-    """As DeviceConfig has it. "auto" rounds activations only for weights that were trained and stored in bfloat16, as
-    every engine on a GPU does with them, not for weights that are cast to it here; and for GGUF files, which do not say
-    what they were made of: their quantised weights, rounded more than that, are then concerned."""
+    """Value of `DeviceConfig.matmul_precision`. "auto" rounds activations only for weights that were trained and stored
+    in bfloat16, as GPU engines do, and for GGUF files, whose quantised weights are rounded more than that. It does not
+    for weights cast to bfloat16 here."""
     asked = choice("matmul_precision", options.matmul_precision, MATMUL_PRECISIONS)
     if backend == "triton":
         return device_precision(asked, model, device)
@@ -335,8 +335,8 @@ def _matmul_precision(options: EngineOptions, model: ModelConfig, backend: str, 
 
 
 def _quantization(options: EngineOptions, model: ModelConfig, backend: str) -> QuantizationConfig | None:
-    """What the option asks for and what the checkpoint brings, as one. A checkpoint's own quantisation may be named,
-    by its method or by the way it is stored; all that may be changed of it is that activations are rounded too."""
+    """Quantisation from the option and the checkpoint. The option may name a checkpoint's own quantisation, by method
+    or storage format; it can only change that activations are rounded too."""
     asked, stored = options.quantization, model.quantization
     if asked is None:
         return stored
@@ -366,8 +366,8 @@ def _quantization(options: EngineOptions, model: ModelConfig, backend: str) -> Q
 
 
 def _activation_bits(options: EngineOptions, model: ModelConfig, backend: str) -> int:
-    """As ModelConfig has them. "auto" is 8 for a GGUF file on the native kernels where neither a dtype nor a precision
-    of products is asked for: perplexity does not show it."""
+    """Value of `ModelConfig.activation_bits`. "auto" is 8 for a GGUF file on the native kernels if neither a dtype nor
+    a matmul precision is given: perplexity does not show it."""
     asked = choice("activation_bits", options.activation_bits, ACTIVATION_BITS)
     if asked == "auto":
         is_free = model.is_gguf and model.quantization is None and backend == "native"
@@ -387,7 +387,7 @@ def _activation_bits(options: EngineOptions, model: ModelConfig, backend: str) -
 
 
 def _counts_experts(options: EngineOptions, model: ModelConfig) -> bool:
-    """Raises ConfigError for a model whose experts are not counted."""
+    """The option. Raises ConfigError for a model whose experts are not counted."""
     if options.expert_counts and (model.impl != "quire" or model.shape.experts is None):
         why = (
             "has no experts" if model.shape.experts is None else "runs through Transformers, where experts do not count"
@@ -413,7 +413,7 @@ def _why_not_native(model: ModelConfig) -> str | None:
 
 
 def _max_logprobs(options: EngineOptions) -> int:
-    """-1: the vocabulary."""
+    """The option. Raises ConfigError below -1, which means the vocabulary."""
     if options.max_logprobs < -1:
         raise ConfigError(
             f"max_logprobs must be positive, 0, or -1 for the vocabulary, not {options.max_logprobs}",
@@ -519,8 +519,8 @@ def _offload_size(options: EngineOptions) -> int:
 
 
 def batch_limits(options: EngineOptions, usual_seqs: int, usual_budget: int) -> tuple[int, int]:
-    """(max_num_seqs, max_num_batched_tokens): each running sequence may need one token a step, so the one that is not
-    given follows the one that is. Raises ConfigError where both are given and contradict each other."""
+    """(max_num_seqs, max_num_batched_tokens). Each running sequence may need one token a step, so a missing one follows
+    from the other. Raises ConfigError if both contradict each other."""
     seqs = positive("max_num_seqs", options.max_num_seqs)
     budget = positive("max_num_batched_tokens", options.max_num_batched_tokens)
     if seqs is None:
@@ -536,7 +536,7 @@ def batch_limits(options: EngineOptions, usual_seqs: int, usual_budget: int) -> 
 
 
 def _num_threads(options: EngineOptions) -> int | None:
-    """The compute threads that were asked for. Raises ConfigError for more than can be meant."""
+    """The requested compute threads. Raises ConfigError for an absurd number."""
     wanted = positive("num_threads", options.num_threads) or envs.num_threads()
     cores = os.cpu_count() or 1
     most = max(LEAST_THREADS_ALLOWED, THREADS_ALLOWED_PER_CORE * cores)

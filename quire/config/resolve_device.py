@@ -1,4 +1,4 @@
-"""Options of the device, resolved: which one computes, what follows from that, and what it cannot do yet."""
+"""Resolution of device options: the device, the settings that follow from it, and checks of what it cannot do yet."""
 
 from __future__ import annotations
 
@@ -18,20 +18,18 @@ DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "native", "torch", "triton")
 CPU_BACKENDS = ("native", "torch")
 UNFENCED_CAPABILITY = (10, 0)
-"""From here on products read what asynchronous copies have not brought yet, unless a fence makes them wait."""
+"""Lowest compute capability where products may read data before asynchronous copies deliver them, without a fence."""
 FLOAT8_CAPABILITY = (8, 9)
-"""From here on tensor cores multiply 8-bit floats."""
+"""Lowest compute capability whose tensor cores multiply 8-bit floats."""
 DEVICE_RANK_LIMIT = 512
 DEVICE_HEAD_LIMIT = 256
 """Largest head that the Triton kernels hold in registers."""
 
 
 def choose_device(options: EngineOptions) -> tuple[str, bool]:
-    """The device, "cpu" or "cuda", and whether the Triton back end computes: always on "cuda"; on "cpu" only in
-    Triton's interpreter, for tests. Imports no torch.
-
-    Raises ConfigError for a device that is not there or cannot be used, and for a back end that does not belong to it.
-    """
+    """(device, True if the Triton back end computes): always on "cuda", on "cpu" only in Triton's interpreter, for
+    tests. Imports no torch. Raises ConfigError for a device that is missing or unusable, and for a back end of another
+    device."""
     asked = choice("device", options.device, DEVICES)
     backend = choice("attention_backend", options.attention_backend, BACKENDS)
     if asked == "cuda" or (asked == "auto" and backend not in CPU_BACKENDS and not envs.triton_interpret()):
@@ -52,10 +50,8 @@ def choose_device(options: EngineOptions) -> tuple[str, bool]:
 
 
 def triton_model(options: EngineOptions, model: ModelConfig) -> ModelConfig:
-    """The model as the Triton back end computes it: "auto" keeps keys and values in the weights' dtype.
-
-    Raises ConfigError for what that back end cannot do yet.
-    """
+    """The model for the Triton back end, where "auto" keeps keys and values in the weights' dtype. Raises ConfigError
+    for features that this back end lacks."""
     if options.kv_cache_dtype == "int8":
         raise ConfigError(
             "kv_cache_dtype='int8' is not available on this device yet: choose fp8, or device='cpu'",
@@ -78,7 +74,7 @@ def triton_model(options: EngineOptions, model: ModelConfig) -> ModelConfig:
 
 
 def device_precision(asked: str, model: ModelConfig, device: str) -> str:
-    """DeviceConfig's `matmul_precision` for the Triton back end. Raises ConfigError for what it does not multiply."""
+    """Value of `DeviceConfig.matmul_precision` for the Triton back end. Raises ConfigError for a precision it lacks."""
     has_float8 = model.quantization is not None and model.quantization.method == "fp8"
     capability = find_cuda().devices[0].capability if device == "cuda" else FLOAT8_CAPABILITY
     if asked == "fp8":
@@ -107,8 +103,8 @@ def device_precision(asked: str, model: ModelConfig, device: str) -> str:
 def graph_options(
     options: EngineOptions, scheduler: SchedulerConfig, device: str, model: ModelConfig
 ) -> tuple[str, tuple[int, ...]]:
-    """DeviceConfig's `cuda_graphs` and `cuda_graph_sizes`. Raises ConfigError for options that contradict one another,
-    or ask for graphs on a CPU, or of layers that cannot be captured."""
+    """Values of `cuda_graphs` and `cuda_graph_sizes` in DeviceConfig. Raises ConfigError for contradictions, and for
+    graphs on a CPU or of layers that cannot be captured."""
     asked = choice("cuda_graphs", options.cuda_graphs, ("auto", *CUDA_GRAPHS))
     if options.enforce_eager and asked not in ("auto", "none"):
         raise ConfigError(f"enforce_eager and cuda_graphs={asked!r} contradict each other", param="enforce_eager")
@@ -140,8 +136,8 @@ def _why_no_graphs(model: ModelConfig) -> str | None:
 
 
 def check_batch_invariant(options: EngineOptions, device: str) -> bool:
-    """DeviceConfig's `batch_invariant`, on an accelerator. Raises ConfigError where the installed Triton does not
-    compile kernels whose bits can be relied on."""
+    """Value of `DeviceConfig.batch_invariant` on an accelerator. Raises ConfigError where the installed Triton compiles
+    kernels whose bits vary."""
     version = triton_version()
     if not options.batch_invariant or device != "cuda" or version is None or version >= FENCED_TRITON:
         return options.batch_invariant
@@ -157,7 +153,7 @@ def check_batch_invariant(options: EngineOptions, device: str) -> bool:
 
 
 def checked_sizes(sizes: list[int], max_num_batched_tokens: int) -> tuple[int, ...]:
-    """Sorted, each once. Raises ConfigError for a size that no step can have."""
+    """Sorted, distinct sizes. Raises ConfigError for a size that no step can have."""
     if not sizes or min(sizes) < 1 or max(sizes) > max_num_batched_tokens:
         raise ConfigError(
             f"cuda_graph_sizes must be numbers from 1 to max_num_batched_tokens ({max_num_batched_tokens}), not "

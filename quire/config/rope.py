@@ -1,5 +1,5 @@
-"""Rotary position embeddings as config.json describes them, in Transformers 4 style (`rope_theta`, `rope_scaling`)
-and Transformers 5 style (`rope_parameters`). `layers/rotary.py` turns this into frequencies."""
+"""Rotary position embeddings in config.json, in the style of Transformers 4 (`rope_theta`, `rope_scaling`) and 5
+(`rope_parameters`). `layers/rotary.py` computes their frequencies."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from quire.config.model import MAX_POSITIONS
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 _STRETCHING = ("linear", "dynamic", "yarn")
 _OF_TRAINED_LENGTH = ("llama3", "yarn", "longrope")
-"""Types that know the length that the model was trained on."""
+"""Types that use the model's trained length."""
 FULL, SLIDING = "full_attention", "sliding_attention"
-"""What settings that differ by layer are listed under."""
+"""Keys of settings that differ by layer."""
 
 
 @dataclass(frozen=True)
 class RopeDefaults:
-    """What a family means by a config.json that leaves RoPE settings out.
+    """A family's RoPE settings where config.json has none.
 
-    theta: the base; share: the rotated part of each head; turns_part: config.json may say another part. local_theta:
-    base of layers with a window, whose settings are their own (None: all layers rotate alike); local_key: the key
-    that has it outside of them (""): none. skips_rotation: `no_rope_layers` or `no_rope_layer_interval` say which
-    layers are not rotated. settings: all of them, where config.json has none. types: those that the family knows;
-    renamed: what else config.json may call them. is_stretched: `max_position_embeddings` counts the positions of the
-    stretched model. mrope_section: as RopeConfig has it; mrope_interleaved: always, whatever config.json says.
+    theta: base. share: rotated part of each head. turns_part: config.json may set another part. local_theta: base of
+    windowed layers, which have settings of their own (None: all layers rotate alike). local_key: key of that base
+    outside of them; "": none. skips_rotation: `no_rope_layers` or `no_rope_layer_interval` names layers without
+    rotation. settings: all settings, where config.json has none. types: supported types. renamed: other names of types
+    in config.json. is_stretched: `max_position_embeddings` counts the stretched model's positions. mrope_section: see
+    RopeConfig. mrope_interleaved: always on, whatever config.json says.
     """
 
     theta: float = 10_000.0
@@ -44,7 +44,7 @@ class RopeDefaults:
     mrope_interleaved: bool = False
 
     def rotated_layers(self, config: Fields, num_layers: int) -> tuple[bool, ...]:
-        """Which layers are rotated. Raises ModelLoadError for a list that does not say it of each."""
+        """True for each layer that is rotated. Raises ModelLoadError for an incomplete list."""
         if not self.skips_rotation:
             return (True,) * num_layers
         listed = config.values.get("no_rope_layers")
@@ -61,12 +61,11 @@ LLAMA_DEFAULTS = RopeDefaults()
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """rotary_dim: leading elements of a head that are rotated (even). max_position_embeddings: config.json's own.
-    original_max_position_embeddings: tokens that the model was trained on before its context was stretched.
-    attention_factor: multiplies cos and sin; None takes the scaling's usual value. mrope_section: elements that turn by
-    a token's time, row and column each (empty: all by its position), one section behind the other or, if
-    mrope_interleaved, taking turns. The rest belongs to one `rope_type` each, under Transformers' names.
-    """
+    """rotary_dim: rotated leading elements of a head (even). max_position_embeddings: config.json's value.
+    original_max_position_embeddings: trained length in tokens, before the context was stretched. attention_factor:
+    factor of cos and sin; None: the scaling's usual value. mrope_section: elements that turn by a token's time, row and
+    column (empty: all by its position), section after section, or in turns if mrope_interleaved. The other fields
+    belong to one `rope_type` each, under Transformers' names."""
 
     rope_type: str
     theta: float
@@ -89,7 +88,7 @@ class RopeConfig:
 
     @property
     def longest(self) -> int:
-        """Most positions that the scaling is meant for."""
+        """Largest number of positions that the scaling supports."""
         if self.rope_type in ("linear", "dynamic"):
             return int(self.max_position_embeddings * (self.factor or 1.0))
         if self.rope_type == "yarn":
@@ -99,14 +98,14 @@ class RopeConfig:
 
     @property
     def usual_length(self) -> int:
-        """The default of `max_model_len`. Dynamic scaling changes nothing up to the trained length and everything
-        beyond it, so beyond is for those who ask."""
+        """Default of `max_model_len`. Dynamic scaling changes results only beyond the trained length, so longer
+        contexts must be requested."""
         return self.max_position_embeddings if self.rope_type == "dynamic" else self.longest
 
 
 def read_rope(config: Fields, head_dim: int, defaults: RopeDefaults, kind: str = FULL) -> RopeConfig:
-    """Read config.json's RoPE settings for the layers of a kind, FULL or SLIDING, as Transformers does. Raises
-    ModelLoadError for an unknown type or a missing or absurd value."""
+    """Read the RoPE settings for layers of a kind, FULL or SLIDING, as Transformers does. Raises ModelLoadError for an
+    unknown type or a missing or absurd value."""
     raw, is_nested = _settings(config, defaults, kind)
     rope = Fields(raw, f"{config.where} (RoPE settings)")
     max_positions = config.integer("max_position_embeddings", maximum=MAX_POSITIONS)
@@ -154,7 +153,7 @@ def read_rope(config: Fields, head_dim: int, defaults: RopeDefaults, kind: str =
 def read_layer_ropes(
     config: Fields, head_dim: int, defaults: RopeDefaults, windows: Sequence[int | None]
 ) -> tuple[RopeConfig | None, ...]:
-    """The rotation of each layer, None for a layer without. windows: of the layers, None for full attention."""
+    """Rotation of each layer, or None. windows: window of each layer; None: full attention."""
     by_kind = {kind: read_rope(config, head_dim, defaults, kind) for kind in (FULL, SLIDING)}
     ropes = [by_kind[FULL if window is None else SLIDING] for window in windows]
     if not defaults.skips_rotation:
@@ -166,9 +165,9 @@ def read_layer_ropes(
 def read_lengths(
     config: Fields, head_dim: int, defaults: RopeDefaults, windows: Sequence[int | None]
 ) -> tuple[int, int]:
-    """The most positions that the rotations are meant for, and the default of `max_model_len`. windows: of the layers,
-    None for full attention: those without a window decide, if there are any; the default keeps to what no scaling of
-    either kind changes."""
+    """(most positions that the rotations support, default of `max_model_len`). Layers without a window decide, if there
+    are any. The default stays within what no scaling of either kind changes. windows: window of each layer; None: full
+    attention."""
     kinds = [kind for kind in (FULL, SLIDING) if any((window is None) == (kind == FULL) for window in windows)]
     ropes = [read_rope(config, head_dim, defaults, kind) for kind in kinds]
     usual = [ropes[0].usual_length, *(rope.usual_length for rope in ropes[1:] if rope.rope_type == "dynamic")]
@@ -194,9 +193,9 @@ def _mrope_section(rope: Fields, rotary_dim: int, defaults: RopeDefaults) -> tup
 
 
 def _settings(config: Fields, defaults: RopeDefaults, kind: str) -> tuple[Mapping[str, Any], bool]:
-    """The RoPE settings of the layers of a kind with their base, and whether they are nested: one object for all kinds
-    ("rope_scaling" before "rope_parameters"), or one for each kind in `rope_parameters`, where "rope_scaling" is
-    added to that of FULL."""
+    """(RoPE settings of a kind of layers, with their base; True if nested). Settings are one object for all kinds
+    ("rope_scaling" before "rope_parameters"), or one for each kind in `rope_parameters`, where FULL also gets
+    "rope_scaling"."""
     theta = config.number("rope_theta") if "rope_theta" in config.values else defaults.theta
     scaling = _object(config, "rope_scaling")
     if defaults.local_theta is None:
@@ -228,8 +227,8 @@ def _object(config: Fields, key: str) -> Mapping[str, Any]:
 
 
 def _rotary_dim(config: Fields, rope: Fields, head_dim: int, defaults: RopeDefaults, rope_type: str) -> int:
-    """Elements of a head that are rotated. Where the family always rotates all of them, a part is ignored, as
-    Transformers ignores it, or refused where its scalings would compute with it."""
+    """Rotated elements of a head. In families that always rotate all, a smaller part is ignored, as in Transformers, or
+    refused where scalings would use it."""
     share = config.number("partial_rotary_factor", defaults.share)
     share = rope.number("partial_rotary_factor", share)
     if not (defaults.turns_part or defaults.share != 1.0):

@@ -1,4 +1,4 @@
-"""The engine's drafts: tokens that a step computes before it is known that they are a sequence's own."""
+"""The slice of drafts: guessed tokens that a step verifies."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from quire.config.speculation_keys import OPTION, check_keys
 from quire.errors import ConfigError, nearest_name
 
 METHODS = ("ngram", "ngram_gpu", "suffix", "draft_model", "mtp", "custom_class")
-"""The first two are names of one method: the drafts are looked up where the model runs."""
+"""Values of `method`. The first two name the same one, because drafts are looked up where the model runs."""
 REFUSED = ("medusa", "mlp_speculator", "dflash", "dspark")
-"""Methods of vLLM that there are not."""
+"""vLLM's methods that Quire does not have."""
 MAX_DRAFTS, MAX_LOOKUP = 31, 64
 USUAL_LOOKUP = 5
 
 
 @dataclass(frozen=True)
 class DraftModelConfig:
-    """The model that makes drafts. name: as the option `model` has it. revision, quantization, max_model_len: the
-    options of these names. num_ranks: ranks that share its layers (None: those of the model). model: what was found
-    there."""
+    """The draft model. name: value of the option `model`. revision, quantization, max_model_len: options of these
+    names. num_ranks: ranks that share its layers (None: the target's). model: its resolved configuration."""
 
     name: str
     revision: str | None = None
@@ -38,9 +37,8 @@ class DraftModelConfig:
 
 @dataclass(frozen=True)
 class SuffixConfig:
-    """The keys of `method: suffix`. depth: matched tokens and drafts together. max_texts: ended outputs that are kept,
-    for each client and cache salt. factor: most drafts for each matched token. least: the least probability of a draft.
-    """
+    """Keys of `method: suffix`. depth: matched tokens and drafts together. max_texts: ended outputs kept for each
+    client and cache salt. factor: most drafts for each matched token. least: least probability of a draft."""
 
     depth: int = 24
     max_texts: int = 10_000
@@ -50,12 +48,11 @@ class SuffixConfig:
 
 @dataclass(frozen=True)
 class SpeculationConfig:
-    """max_drafts: most drafts of a sequence in a step; 0: none are made. lookup_min, lookup_max: how many of a
-    sequence's last tokens are looked up in what comes before them, at least and at most; what followed there are the
-    drafts. by_batch_size: (running sequences, most drafts of each up to as many), ascending; the last one holds for
-    more sequences, too. adapts: a sequence whose drafts are rejected computes fewer. draft_model: what makes the drafts
-    (None: no other model does). method: of METHODS. suffix: the keys of that method. custom_class: "module:class" that
-    makes them, of that method."""
+    """max_drafts: most drafts of a sequence in a step; 0: none. lookup_min, lookup_max: least and largest number of a
+    sequence's last tokens to find in its earlier text; the tokens that followed there are the drafts. by_batch_size:
+    (running sequences, most drafts of each up to that number), ascending; the last one also holds above it. adapts: a
+    sequence whose drafts are rejected computes fewer. draft_model: the draft model, or None. method: one of METHODS.
+    suffix: keys of that method. custom_class: "module:class" of that method."""
 
     max_drafts: int = 0
     lookup_min: int = USUAL_LOOKUP
@@ -69,17 +66,18 @@ class SpeculationConfig:
 
     @property
     def draft(self) -> ModelConfig | None:
-        """The model that makes the drafts, once its config.json was read."""
+        """The draft model, once its config.json was read."""
         return None if self.draft_model is None else self.draft_model.model
 
     @property
     def reads_texts(self) -> bool:
-        """Drafts are looked up in texts."""
+        """True if drafts are looked up in texts."""
         return self.method in ("ngram", "suffix")
 
     @classmethod
     def of(cls, given: Mapping[str, Any] | None) -> SpeculationConfig:
-        """given: by vLLM's names (None: no drafts). Raises ConfigError for names and values that there are not."""
+        """The slice from the option with vLLM's names (None: no drafts). Raises ConfigError for unknown names and wrong
+        values."""
         if given is None:
             return cls()
         fields = converted(OPTION, given, _Given, _Given.__struct_fields__)
@@ -108,7 +106,7 @@ class SpeculationConfig:
 
 
 def _by_batch_size(ranges: list[tuple[int, int, int]], most: int) -> tuple[tuple[int, int], ...]:
-    """Ranges (first, last number of running sequences, drafts), which must follow one another from 1 on."""
+    """Check ranges (first, last number of running sequences, drafts), which must follow one another from 1 on."""
     name = f"{OPTION}.num_speculative_tokens_per_batch_size"
     next_first = 1
     for first, last, number in ranges:
@@ -127,7 +125,7 @@ def _by_batch_size(ranges: list[tuple[int, int, int]], most: int) -> tuple[tuple
 
 
 def _method(fields: _Given) -> str:
-    """The method that was asked for; without one, that of a given model."""
+    """The requested method; without one, a given model implies "draft_model"."""
     method = fields.method or ("" if fields.model is None else "draft_model")
     if method == "ngram_gpu":
         return "ngram"
@@ -167,7 +165,7 @@ def _suffix(fields: _Given) -> SuffixConfig:
 
 
 def _custom_class(fields: _Given) -> str:
-    """The class of `method: custom_class`, which `model` names."""
+    """The "module:class" of `method: custom_class`, which `model` names."""
     module, _, name = (fields.model or "").replace(":", ".").rpartition(".")
     if not module or not name:
         raise ConfigError(f"{OPTION}.model must name a class, as module.Class, not {fields.model!r}", param=OPTION)
@@ -185,8 +183,8 @@ _SUFFIX_KEYS = MappingProxyType(
 
 
 class _Given(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The option as the caller writes it. What only some methods have, and what has no effect or one value alone, is in
-    quire/config/speculation_keys.py."""
+    """The option as the caller writes it. quire/config/speculation_keys.py lists keys of single methods, without
+    effect, or with one permitted value."""
 
     num_speculative_tokens: int | None = None
     method: str | None = None

@@ -1,4 +1,4 @@
-"""The keys of `speculative_config` that only some methods have, and those of vLLM's that have no effect."""
+"""Keys of `speculative_config` for single methods, and vLLM's keys without effect."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OF_METHODS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "mtp": ("index_share_for_mtp_iteration", "disable_eagle_block_drop", *_OF_WEIGHTS),
     }
 )
-"""Keys of some methods; all others are of every method."""
+"""Method -> its own keys. All others belong to every method."""
 WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
     {
         "code_revision": "no code of a checkpoint is run",
@@ -54,14 +54,13 @@ ONE_VALUE: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
         "tensor_parallel_size": ((None,), "the key is draft_tensor_parallel_size"),
     }
 )
-"""Key -> the values that it may have, and why no others."""
+"""Key -> (permitted values, reason)."""
 REJECTION_METHODS = ("standard", "block")
-"""Names of one rule here: a draft counts while it equals the token that is drawn."""
+"""Names of one rule here: a draft is accepted if it equals the drawn token."""
 
 
 def check_keys(given: Mapping[str, Any], method: str) -> None:
-    """Log the keys that have no effect. Raises ConfigError for a key of another method, and for a value that is
-    refused."""
+    """Log keys without effect. Raises ConfigError for a key of another method, and for a refused value."""
     for key, value in given.items():
         of = [name for name, keys in OF_METHODS.items() if key in keys]
         if of and method not in of:

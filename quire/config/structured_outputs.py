@@ -1,4 +1,4 @@
-"""The engine's settings of structured outputs, which hold for every request."""
+"""The slice of structured outputs, for every request."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ OPTION = "structured_outputs_config"
 class StructuredOutputsConfig:
     """Names and meanings are vLLM's.
 
-    backend: one of BACKENDS; llguidance compiles every grammar all the same. disable_any_whitespace,
-    disable_additional_properties: as of StructuredOutputsParams, for all requests but those with a whitespace_pattern
-    of their own, which keep it. enable_in_reasoning: the constraint begins with the first token and not behind the
-    model's reasoning.
+    backend: one of BACKENDS, without effect: llguidance compiles every grammar. disable_any_whitespace,
+    disable_additional_properties: see StructuredOutputsParams; they hold for all requests, but a request's
+    whitespace_pattern stays. enable_in_reasoning: the constraint begins with the first token, not after the reasoning.
     """
 
     backend: str = "auto"
@@ -34,7 +33,7 @@ class StructuredOutputsConfig:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> StructuredOutputsConfig:
-        """Raises ConfigError for names and values that there are not."""
+        """The slice from the option. Raises ConfigError for unknown names and wrong values."""
         given = {name: value for name, value in given.items() if not (name in _ELSEWHERE and not value)}
         names = [field.name for field in fields(cls)]
         wrong = next((name for name in given if name not in names), None)
@@ -61,4 +60,4 @@ _ELSEWHERE = {
     "reasoning_parser_plugin": "no plugins are loaded",
     "disable_fallback": "there is one backend",
 }
-"""Fields of vLLM's that are refused, and why. Their defaults say nothing."""
+"""vLLM's refused fields -> reason. Their defaults pass."""

@@ -1,5 +1,5 @@
-"""What Triton needs of a machine besides a device, found out without importing it: it compiles a launcher in C for
-every kernel, against Python's headers and the driver's library."""
+"""Triton's requirements besides a device, checked without importing it: it compiles a C launcher for every kernel,
+against Python's headers and the driver's library."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from quire.config.cuda import DRIVER
 COMPILERS = ("gcc", "clang")
 LDCONFIG = "/sbin/ldconfig"
 FENCED_TRITON = (3, 7, 1)
-"""Older Triton puts no proxy fence between asynchronous copies and the products that read them."""
+"""First Triton that puts a proxy fence between asynchronous copies and the products that read them."""
 UNTRUSTED_PTXAS = 13
-"""Major version of the assembler from which on kernels without that fence were seen to give other bits run by run."""
+"""First major version of the assembler with which kernels without that fence gave other bits from run to run."""
 
 
 @dataclass(frozen=True)
 class Toolchain:
-    """Each what was found, or None. compiler: path. headers: directory of Python.h. driver_library: directory of
-    libcuda.so.1. ptxas: version of an assembler that TRITON_PTXAS_PATH puts in place of Triton's own."""
+    """Findings, or None. compiler: path. headers: directory of Python.h. driver_library: directory of libcuda.so.1.
+    ptxas: version of the assembler in TRITON_PTXAS_PATH."""
 
     compiler: str | None
     headers: str | None
@@ -33,7 +33,7 @@ class Toolchain:
     ptxas: str | None
 
     def problems(self) -> list[str]:
-        """What keeps Triton from starting kernels, or makes their results doubtful."""
+        """Reasons why Triton cannot start kernels, or why their results are doubtful."""
         problems = []
         if self.compiler is None:
             problems.append("no C compiler (gcc or clang, or CC): Triton compiles a launcher for every kernel with it")
@@ -56,7 +56,7 @@ def find_toolchain() -> Toolchain:
 
 
 def triton_version() -> tuple[int, ...] | None:
-    """(major, minor, patch) of the installed Triton; None if there is none."""
+    """(major, minor, patch) of the installed Triton, or None."""
     try:
         version = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
@@ -76,7 +76,7 @@ def _headers() -> str | None:
 
 
 def _driver_library() -> str | None:
-    """As Triton looks for it."""
+    """Directory of the driver's library, found as Triton does."""
     if (named := envs.triton_libcuda()) is not None:
         return named
     try:
@@ -88,7 +88,7 @@ def _driver_library() -> str | None:
 
 
 def _ptxas() -> str | None:
-    """ "13.1", say; "0" if what is named does not tell."""
+    """Version of the assembler, such as "13.1"; "0" if it reports none."""
     path = envs.triton_ptxas()
     if path is None:
         return None

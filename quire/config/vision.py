@@ -1,4 +1,4 @@
-"""The vision tower of a model that takes images, as config.json describes it (`vision_config`). Imports no torch."""
+"""The vision tower in config.json (`vision_config`). Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from quire.config.model import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH
 ROTATED_PARTS = 4
 """Elements of a head that one frequency turns: two for a patch's row, two for its column."""
 MAX_PATCH = 256
-"""Pixels of a patch's side, and frames of a patch, at most."""
+"""Limit of a patch's side in pixels, and of its frames."""
 CACHE_BYTES = 256 * 2**20
-"""Bytes of images' features that workers keep for later steps and requests."""
+"""Bytes of image features that workers keep for later steps and requests."""
 
 
 @dataclass(frozen=True)
 class VisionConfig:
     """Sizes of a tower of Qwen3-VL, Qwen 3.5 or Qwen2.5-VL.
 
-    channels, frames, patch_size: values of a patch are [channels, frames, patch_size, patch_size]. merge_size: patches
-    on each side of the square that becomes one token. output_size: of a token's features, the language model's hidden
-    size. table_side: rows and columns of the table of learned positions (0: there is none). deepstack_layers:
-    ascending; layers whose outputs give features of their own, which the language model adds behind its first layers.
-    activation: between the products of a layer's MLP. is_gated: these are three, norms are RMS norms, and patches are
-    embedded without a bias. window: tokens on each side of the squares within which patches attend to one another (0:
-    to all of their frame), but in `whole_layers`.
+    channels, frames, patch_size: a patch is [channels, frames, patch_size, patch_size]. merge_size: patches on each
+    side of the square that becomes one token. output_size: elements of a token's features, the language model's hidden
+    size. table_side: rows and columns of the table of learned positions (0: none). deepstack_layers: ascending layers
+    whose outputs give further features, which the language model adds after its first layers. activation: function in a
+    layer's MLP. is_gated: the MLP has three matrices, norms are RMS norms, and the patch embedding has no bias. window:
+    tokens on each side of the squares in which patches attend to one another (0: their whole frame), except in
+    `whole_layers`.
     """
 
     num_layers: int
@@ -56,7 +56,6 @@ class VisionConfig:
 
     @property
     def patch_values(self) -> int:
-        """Values of a patch."""
         return self.channels * self.frames * self.patch_size**2
 
     @property
@@ -66,18 +65,17 @@ class VisionConfig:
 
     @property
     def feature_size(self) -> int:
-        """Elements of all features of a token: those that stand in for its embedding, then those of each deep-stack
-        layer."""
+        """Elements of all features of a token: its embedding's replacement, then those of each deep-stack layer."""
         return self.output_size * (1 + len(self.deepstack_layers))
 
 
 @dataclass(frozen=True)
 class EncoderCosts:
-    """What the scheduler knows of a tower. num_layers: which can be computed one at a time. cache_tokens: of images
-    whose features are kept; a larger one is kept alone. patch_factor, pair_factor: elements that a layer multiplies for
-    each patch of a token, and for each pair of patches that attend to one another, by those that a token of text is
-    multiplied by in all layers. patches: of a token. window: patches of a window. whole_share: of the layers, those
-    that attend to whole frames."""
+    """Costs of a tower for the scheduler. num_layers: layers, which can be computed one at a time. cache_tokens: tokens
+    of the images whose features are kept; a larger image is kept alone. patch_factor, pair_factor: elements that a
+    layer multiplies for each patch of a token, and for each pair of patches that attend to one another, relative to
+    those of a text token in all layers. patches: patches of a token. window: patches of a window. whole_share: share of
+    the layers that attend to whole frames."""
 
     num_layers: int
     cache_tokens: int
@@ -89,7 +87,7 @@ class EncoderCosts:
 
     @classmethod
     def of(cls, config: VisionConfig, text_elements: int) -> EncoderCosts:
-        """text_elements: that a token of text is multiplied by."""
+        """Costs of a tower. text_elements: elements that a text token is multiplied by."""
         size = config.hidden_size
         return cls(
             num_layers=config.num_layers,
@@ -102,7 +100,7 @@ class EncoderCosts:
         )
 
     def layer_tokens(self, grid: tuple[int, int, int]) -> int:
-        """Tokens of text that cost about what a layer costs for an image. grid: its frames, rows and columns of
+        """Text tokens whose cost is about that of one layer for an image. grid: the image's frames, rows and columns of
         tokens."""
         frames, rows, columns = grid
         of_frame = rows * columns * self.patches
@@ -111,8 +109,8 @@ class EncoderCosts:
 
 
 def read_vision(architecture: str, values: Mapping[str, Any], hidden_size: int, where: str) -> VisionConfig:
-    """The tower that `vision_config` describes. architecture: of VISION_TOWERS. hidden_size: of the language model.
-    Raises ModelLoadError that names the key which is missing, wrong or not supported."""
+    """The tower of `vision_config`. architecture: name in VISION_TOWERS. hidden_size: the language model's. Raises
+    ModelLoadError with the key that is missing, wrong or not supported."""
     fields = Fields(values, f"{where}: {VISION_CONFIG}")
     kind = VISION_TOWERS[architecture]
     num_layers = fields.integer("depth", kind.depth, maximum=MAX_LAYERS)
@@ -152,10 +150,10 @@ def read_vision(architecture: str, values: Mapping[str, Any], hidden_size: int, 
 
 @dataclass(frozen=True)
 class TowerKind:
-    """What a family's towers are, and are by default."""
+    """Kind and default sizes of a family's towers."""
 
     deepstack: tuple[int, ...] | None = None
-    """None: no layer gives features of its own."""
+    """Default layers with further features; None: no layer has any."""
     has_windows: bool = False
     depth: int = 27
     hidden_size: int = 1152
@@ -176,7 +174,7 @@ VISION_TOWERS: Mapping[str, TowerKind] = MappingProxyType(
         ),
     }
 )
-"""Language models whose vision towers run."""
+"""Language models with supported vision towers."""
 
 
 def _table_side(fields: Fields) -> int:
@@ -196,7 +194,7 @@ def _three_channels(fields: Fields) -> int:
 
 
 def _layers(fields: Fields, key: str, usual: tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
-    """The layers that a list names. usual: where there is none; None: it is not read."""
+    """Layers that a list names. usual: default of the list; None: the key is not read."""
     listed = () if usual is None else fields.values.get(key, usual)
     is_list = isinstance(listed, list | tuple) and all(type(layer) is int for layer in listed)
     if not is_list or sorted(set(listed)) != list(listed) or not all(0 <= layer < num_layers for layer in listed):
@@ -205,7 +203,7 @@ def _layers(fields: Fields, key: str, usual: tuple[int, ...] | None, num_layers:
 
 
 def _rope_theta(fields: Fields) -> float:
-    """The base of the rotation, which config.json rarely says."""
+    """Base of the rotation, which config.json rarely has."""
     settings = fields.values.get("rope_parameters") or {}
     if not isinstance(settings, dict):
         raise fields.error(f"rope_parameters must be an object, not {shown(settings)}")

@@ -5,11 +5,22 @@ from __future__ import annotations
 import re
 import ssl
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import msgspec
 
+from quire.config.option import (
+    ACCESS,
+    ADAPTERS,
+    ANSWERS,
+    FIRST,
+    HTTP,
+    IMAGES,
+    KV,
+    OBSERVE,
+    SCHEDULING,
+)
 from quire.envs import LOG_FORMATS
 from quire.errors import ConfigError, nearest_name
 from quire.request import MAX_PRIORITY
@@ -37,7 +48,7 @@ _HOST = re.compile(r"(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*|[0-9A-Fa-f]*:[0-9A
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of one server. Wrong values raise ConfigError with `param` set. `HELP` holds one line for each field.
+    """Settings of one server. Wrong values raise ConfigError with `param` set.
 
     served_model_name: names that requests may use; the first is the one in responses. Empty: the engine's model name.
     max_body_size: bytes of a request body, as a number or "8MiB"; None: 8 MiB, or 64 MiB of a model that takes
@@ -104,73 +115,190 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     preload_prefix: text files whose content is computed and pinned before the server is ready (docs/prefixes.md).
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    served_model_name: list[str] = []
-    api_key: list[str] = []
-    api_key_file: str | None = None
-    max_body_size: int | str | None = None
-    max_num_queued: int | None = 4096
-    max_num_queued_tokens: int | None = None
-    priority_range: str = "0,100"
-    restart_engine: bool | None = None
-    hung_engine_timeout: float = HUNG_ENGINE_TIMEOUT
-    api_server_count: int = 1
-    shutdown_timeout: float = 30.0
-    preload_prefix: list[str] = []
-    lora_modules: list[str] = []
-    lora_dir: str | None = None
-    cors_allowed_origins: list[str] = []
-    allowed_hosts: list[str] = []
-    keep_alive_timeout: float = 30.0
-    header_timeout: float = 10.0
-    body_timeout: float = 60.0
-    write_timeout: float = 60.0
-    max_connections: int = 8192
-    max_total_body_size: int | str = "256MiB"
-    ssl_keyfile: str | None = None
-    ssl_certfile: str | None = None
-    ssl_ca_certs: str | None = None
-    ssl_cert_reqs: int = int(ssl.CERT_NONE)
-    ssl_ciphers: str | None = None
-    max_head_size: int | str = "64KiB"
-    max_num_headers: int = 128
-    uds: str | None = None
-    root_path: str = ""
-    response_role: str = "assistant"
-    enable_force_include_usage: bool = False
-    return_tokens_as_token_ids: bool = False
-    stream_interval: int | None = None
-    default_chat_template_kwargs: dict[str, Any] = {}
-    enable_log_requests: bool = False
-    max_log_len: int | None = None
-    disable_fastapi_docs: bool = False
-    access_log: bool = False
-    disable_log_stats: bool = False
-    metrics_names: str = "vllm"
-    protect_metrics: bool = False
-    enable_per_request_metrics: bool = False
-    per_request_spec_decode_metrics: str = "none"
-    log_format: str | None = None
-    otlp_traces_endpoint: str | None = None
-    collect_detailed_traces: list[str] = []
-    strict_fields: bool = False
-    trust_request_chat_template: bool = False
-    trust_request_mm_kwargs: bool = False
-    enable_auto_tool_choice: bool = False
-    tool_call_parser: str | None = None
-    reasoning_parser: str | None = None
-    exclude_tools_when_tool_choice_none: bool = False
-    enable_request_id_headers: bool = False
-    chat_template_content_format: ContentFormat = "auto"
-    enable_admin_routes: bool = False
-    enable_sleep_mode: bool = False
-    admin_api_key: list[str] = []
-    max_stored_responses: int = 1000
-    response_store_size: int | str = "64MiB"
-    enable_tokenizer_info_endpoint: bool = False
-    dialect: str = "openai"
-    api: str = f"{OLLAMA},{LLAMA_CPP}"
+    host: Annotated[str, FIRST("address to listen on")] = "127.0.0.1"
+    port: Annotated[int, FIRST("port to listen on (0: any free one)")] = 8000
+    served_model_name: Annotated[
+        list[str], FIRST("name of the model in the API; may be given several times (default: the model as given)")
+    ] = []
+    api_key: Annotated[
+        list[str], FIRST("key that clients must send as 'Authorization: Bearer KEY'; may be given several times")
+    ] = []
+    api_key_file: Annotated[
+        str | None,
+        ACCESS("TOML file of further keys: a table [NAME] for each client, with key and perhaps priority_range"),
+    ] = None
+    max_body_size: Annotated[
+        int | str | None, HTTP("largest request body, such as 8MiB (default: 8MiB; 64MiB of models that take images)")
+    ] = None
+    max_num_queued: Annotated[
+        int | None, SCHEDULING("most requests that may wait before new ones are refused with 429")
+    ] = 4096
+    max_num_queued_tokens: Annotated[
+        int | None, SCHEDULING("most prompt tokens that may wait before new requests are refused with 429")
+    ] = None
+    priority_range: Annotated[
+        str,
+        SCHEDULING("priorities LOW,HIGH that clients may send, with --scheduling-policy priority; lower is earlier"),
+    ] = "0,100"
+    restart_engine: Annotated[
+        bool | None, HTTP("when an engine dies, start another one, in which its requests go on (default: with several)")
+    ] = None
+    hung_engine_timeout: Annotated[
+        float, HTTP("seconds without a sign of life after which --restart-engine ends the engine (0: never)")
+    ] = HUNG_ENGINE_TIMEOUT
+    api_server_count: Annotated[
+        int, HTTP("API processes in front of the engine: more where one is at the limit of its core")
+    ] = 1
+    shutdown_timeout: Annotated[float, HTTP("seconds that running requests get to finish after SIGTERM")] = 30.0
+    preload_prefix: Annotated[
+        list[str], KV("text file that is computed and kept as a prefix before the start; may be given several times")
+    ] = []
+    lora_modules: Annotated[
+        list[str],
+        ADAPTERS("adapters to load at the start: NAME=PATH, or a JSON object with name, path and base_model_name"),
+    ] = []
+    lora_dir: Annotated[
+        str | None,
+        ADAPTERS("directory of adapters: a request whose model is the name of one of its folders gets that adapter"),
+    ] = None
+    cors_allowed_origins: Annotated[
+        list[str],
+        ACCESS(
+            "origin that browsers may call from ('app://*': all of a scheme, '*': any); may be given several times",
+            "--allowed-origins",
+        ),
+    ] = []
+    allowed_hosts: Annotated[
+        list[str],
+        ACCESS(
+            "name that clients may call the server by, besides its own ('*.example.com': all names under it, '*': "
+            "any); may be given several times"
+        ),
+    ] = []
+    keep_alive_timeout: Annotated[
+        float, HTTP("seconds that a connection may stay open between requests, and before the first")
+    ] = 30.0
+    header_timeout: Annotated[float, HTTP("seconds that the head of a request may take to arrive")] = 10.0
+    body_timeout: Annotated[float, HTTP("seconds that the body of a request may take to arrive")] = 60.0
+    write_timeout: Annotated[float, HTTP("seconds without reading after which a client is cut off")] = 60.0
+    max_connections: Annotated[int, HTTP("most connections at a time; more are refused with 503")] = 8192
+    max_total_body_size: Annotated[
+        int | str, HTTP("most bytes of request bodies that are received at a time; more are refused with 503")
+    ] = "256MiB"
+    ssl_keyfile: Annotated[str | None, ACCESS("private key file: serve https")] = None
+    ssl_certfile: Annotated[str | None, ACCESS("certificate file: serve https")] = None
+    ssl_ca_certs: Annotated[str | None, ACCESS("file of the authorities that sign clients' certificates")] = None
+    ssl_cert_reqs: Annotated[
+        int, ACCESS("whether clients need a certificate: 0 no, 1 checked if they have one, 2 yes")
+    ] = int(ssl.CERT_NONE)
+    ssl_ciphers: Annotated[str | None, ACCESS("ciphers of TLS 1.2 and below, as OpenSSL writes them")] = None
+    max_head_size: Annotated[int | str, HTTP("most bytes of a request's line, headers and trailers")] = "64KiB"
+    max_num_headers: Annotated[int, HTTP("most headers of a request")] = 128
+    uds: Annotated[str | None, HTTP("Unix socket to listen on, in place of host and port")] = None
+    root_path: Annotated[str, HTTP("path that a proxy in front of the server takes off, such as /llm")] = ""
+    response_role: Annotated[str, ANSWERS("role of the answers in chats")] = "assistant"
+    enable_force_include_usage: Annotated[
+        bool, ANSWERS("put the usage so far in every chunk of every stream, asked for or not")
+    ] = False
+    return_tokens_as_token_ids: Annotated[
+        bool, ANSWERS("log-probabilities name tokens token_id:N, unless a request says otherwise")
+    ] = False
+    stream_interval: Annotated[
+        int | None,
+        SCHEDULING("tokens of each chunk of a stream after the first, unless a request says (default: what comes)"),
+    ] = None
+    default_chat_template_kwargs: Annotated[
+        dict[str, Any], ANSWERS("JSON object of what chat templates get, where a request does not say otherwise")
+    ] = {}
+    enable_log_requests: Annotated[
+        bool, OBSERVE("log each request's id, sizes, parameters and times (with QUIRE_LOG_LEVEL=DEBUG its prompt)")
+    ] = False
+    max_log_len: Annotated[int | None, OBSERVE("most characters and tokens of a prompt in the log (default: all)")] = (
+        None
+    )
+    disable_fastapi_docs: Annotated[bool, HTTP("serve no /docs and no /openapi.json")] = False
+    access_log: Annotated[bool, OBSERVE("log one line for each HTTP request")] = False
+    disable_log_stats: Annotated[bool, OBSERVE("log no line of statistics every 10 s while requests run")] = False
+    metrics_names: Annotated[
+        str, OBSERVE("names of the metrics that vLLM has too: vllm (vllm:...), quire (quire_...) or both")
+    ] = "vllm"
+    protect_metrics: Annotated[bool, ACCESS("ask for a key on /metrics too")] = False
+    enable_per_request_metrics: Annotated[
+        bool, OBSERVE("tell the times of each request in its answer, unless its include_metrics is false")
+    ] = False
+    per_request_spec_decode_metrics: Annotated[
+        str, OBSERVE("tell what became of a request's drafts in its answer: none, summary, detailed")
+    ] = "none"
+    log_format: Annotated[str | None, OBSERVE("text or json: one object a line, with request ids")] = None
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        OBSERVE("address that takes OpenTelemetry spans by OTLP over HTTP, such as http://localhost:4318/v1/traces"),
+    ] = None
+    collect_detailed_traces: Annotated[
+        list[str], OBSERVE("model, worker or all: a span for each phase of a request; may be given several times")
+    ] = []
+    strict_fields: Annotated[
+        bool, ANSWERS("refuse requests with unknown fields (without it they are accepted, and reported in a header)")
+    ] = False
+    trust_request_chat_template: Annotated[bool, ACCESS("take chat templates from requests (chat_template)")] = False
+    trust_request_mm_kwargs: Annotated[bool, IMAGES("take mm_processor_kwargs and media_io_kwargs from requests")] = (
+        False
+    )
+    enable_auto_tool_choice: Annotated[
+        bool, ANSWERS("do not start unless the model's way to write tool calls is known")
+    ] = False
+    tool_call_parser: Annotated[
+        str | None, ANSWERS("how the model writes tool calls, such as hermes (default: as its chat template shows)")
+    ] = None
+    reasoning_parser: Annotated[
+        str | None,
+        ANSWERS("how the model writes its thoughts, such as qwen3, or auto (default: they stay in the content)"),
+    ] = None
+    exclude_tools_when_tool_choice_none: Annotated[
+        bool, ANSWERS("keep tools from the chat template where tool_choice is none")
+    ] = False
+    enable_request_id_headers: Annotated[
+        bool, ANSWERS("return the X-Request-Id of each request, or one of the server's")
+    ] = False
+    chat_template_content_format: Annotated[
+        ContentFormat,
+        ANSWERS(
+            "how chat templates get the content of messages: string, openai (a list of parts) "
+            "or auto (as the template asks for it)"
+        ),
+    ] = "auto"
+    enable_admin_routes: Annotated[
+        bool,
+        ACCESS(
+            "serve POST /pause, /resume, /abort_requests, /reset_prefix_cache, /stop_replica and "
+            "/start_replica, and GET /server_info"
+        ),
+    ] = False
+    enable_sleep_mode: Annotated[
+        bool, ACCESS("serve POST /sleep and /wake_up, by which clients give the engine's memory back")
+    ] = False
+    admin_api_key: Annotated[
+        list[str],
+        ACCESS(
+            "key that control routes ask for; may be given several times (default: only clients on this "
+            "machine may use them)"
+        ),
+    ] = []
+    max_stored_responses: Annotated[
+        int, ANSWERS("responses of /v1/responses that are kept for requests that go on from them; 0: none")
+    ] = 1000
+    response_store_size: Annotated[int | str, ANSWERS("most memory that these responses may take, such as 64MiB")] = (
+        "64MiB"
+    )
+    enable_tokenizer_info_endpoint: Annotated[
+        bool, ACCESS("serve GET /tokenizer_info: the tokenizer's configuration and chat template")
+    ] = False
+    dialect: Annotated[
+        str, ANSWERS("openai or vllm: whose error codes and bounds the API has where the two differ")
+    ] = "openai"
+    api: Annotated[
+        str, ANSWERS("APIs of other servers that are spoken too: ollama,llama.cpp (default), one of them, or none")
+    ] = f"{OLLAMA},{LLAMA_CPP}"
 
     def __post_init__(self) -> None:
         if not self.host:
@@ -384,80 +512,3 @@ def _check_hosts(hosts: list[str]) -> None:
                 "'*': any)",
                 param="allowed_hosts",
             )
-
-
-HELP: dict[str, str] = {
-    "host": "address to listen on",
-    "port": "port to listen on (0: any free one)",
-    "served_model_name": "name of the model in the API; may be given several times (default: the model as given)",
-    "api_key": "key that clients must send as 'Authorization: Bearer KEY'; may be given several times",
-    "api_key_file": "TOML file of further keys: a table [NAME] for each client, with key and perhaps priority_range",
-    "max_body_size": "largest request body, such as 8MiB (default: 8MiB; 64MiB of models that take images)",
-    "max_num_queued_tokens": "most prompt tokens that may wait before new requests are refused with 429",
-    "max_num_queued": "most requests that may wait before new ones are refused with 429",
-    "priority_range": "priorities LOW,HIGH that clients may send, with --scheduling-policy priority; lower is earlier",
-    "restart_engine": "when an engine dies, start another one, in which its requests go on (default: with several)",
-    "hung_engine_timeout": "seconds without a sign of life after which --restart-engine ends the engine (0: never)",
-    "api_server_count": "API processes in front of the engine: more where one is at the limit of its core",
-    "shutdown_timeout": "seconds that running requests get to finish after SIGTERM",
-    "preload_prefix": "text file that is computed and kept as a prefix before the start; may be given several times",
-    "cors_allowed_origins": "origin that browsers may call from ('app://*': all of a scheme, '*': any); may be given "
-    "several times",
-    "allowed_hosts": "name that clients may call the server by, besides its own ('*.example.com': all names under it, "
-    "'*': any); may be given several times",
-    "keep_alive_timeout": "seconds that a connection may stay open between requests, and before the first",
-    "header_timeout": "seconds that the head of a request may take to arrive",
-    "body_timeout": "seconds that the body of a request may take to arrive",
-    "write_timeout": "seconds without reading after which a client is cut off",
-    "max_connections": "most connections at a time; more are refused with 503",
-    "max_total_body_size": "most bytes of request bodies that are received at a time; more are refused with 503",
-    "ssl_keyfile": "private key file: serve https",
-    "ssl_certfile": "certificate file: serve https",
-    "ssl_ca_certs": "file of the authorities that sign clients' certificates",
-    "ssl_cert_reqs": "whether clients need a certificate: 0 no, 1 checked if they have one, 2 yes",
-    "ssl_ciphers": "ciphers of TLS 1.2 and below, as OpenSSL writes them",
-    "max_head_size": "most bytes of a request's line, headers and trailers",
-    "max_num_headers": "most headers of a request",
-    "uds": "Unix socket to listen on, in place of host and port",
-    "root_path": "path that a proxy in front of the server takes off, such as /llm",
-    "lora_modules": "adapters to load at the start: NAME=PATH, or a JSON object with name, path and base_model_name",
-    "lora_dir": "directory of adapters: a request whose model is the name of one of its folders gets that adapter",
-    "response_role": "role of the answers in chats",
-    "enable_force_include_usage": "put the usage so far in every chunk of every stream, asked for or not",
-    "return_tokens_as_token_ids": "log-probabilities name tokens token_id:N, unless a request says otherwise",
-    "stream_interval": "tokens of each chunk of a stream after the first, unless a request says (default: what comes)",
-    "default_chat_template_kwargs": "JSON object of what chat templates get, where a request does not say otherwise",
-    "enable_log_requests": "log each request's id, sizes, parameters and times (with QUIRE_LOG_LEVEL=DEBUG its prompt)",
-    "max_log_len": "most characters and tokens of a prompt in the log (default: all)",
-    "disable_fastapi_docs": "serve no /docs and no /openapi.json",
-    "access_log": "log one line for each HTTP request",
-    "disable_log_stats": "log no line of statistics every 10 s while requests run",
-    "enable_request_id_headers": "return the X-Request-Id of each request, or one of the server's",
-    "protect_metrics": "ask for a key on /metrics too",
-    "enable_per_request_metrics": "tell the times of each request in its answer, unless its include_metrics is false",
-    "per_request_spec_decode_metrics": "tell what became of a request's drafts in its answer: none, summary, detailed",
-    "log_format": "text or json: one object a line, with request ids",
-    "otlp_traces_endpoint": "address that takes OpenTelemetry spans by OTLP over HTTP, such as "
-    "http://localhost:4318/v1/traces",
-    "collect_detailed_traces": "model, worker or all: a span for each phase of a request; may be given several times",
-    "metrics_names": "names of the metrics that vLLM has too: vllm (vllm:...), quire (quire_...) or both",
-    "trust_request_chat_template": "take chat templates from requests (chat_template)",
-    "trust_request_mm_kwargs": "take mm_processor_kwargs and media_io_kwargs from requests",
-    "dialect": "openai or vllm: whose error codes and bounds the API has where the two differ",
-    "api": "APIs of other servers that are spoken too: ollama,llama.cpp (default), one of them, or none",
-    "strict_fields": "refuse requests with unknown fields (without it they are accepted, and reported in a header)",
-    "chat_template_content_format": "how chat templates get the content of messages: string, openai (a list of parts) "
-    "or auto (as the template asks for it)",
-    "max_stored_responses": "responses of /v1/responses that are kept for requests that go on from them; 0: none",
-    "response_store_size": "most memory that these responses may take, such as 64MiB",
-    "enable_admin_routes": "serve POST /pause, /resume, /abort_requests, /reset_prefix_cache, /stop_replica and "
-    "/start_replica, and GET /server_info",
-    "admin_api_key": "key that control routes ask for; may be given several times (default: only clients on this "
-    "machine may use them)",
-    "enable_tokenizer_info_endpoint": "serve GET /tokenizer_info: the tokenizer's configuration and chat template",
-    "enable_auto_tool_choice": "do not start unless the model's way to write tool calls is known",
-    "tool_call_parser": "how the model writes tool calls, such as hermes (default: as its chat template shows)",
-    "reasoning_parser": "how the model writes its thoughts, such as qwen3, or auto (default: they stay in the content)",
-    "exclude_tools_when_tool_choice_none": "keep tools from the chat template where tool_choice is none",
-    "enable_sleep_mode": "serve POST /sleep and /wake_up, by which clients give the engine's memory back",
-}

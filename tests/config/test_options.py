@@ -7,13 +7,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from quire.config.options import BUNDLED_MODEL, HELP, EngineOptions
+from quire.config.option import GROUPS, options_of
+from quire.config.options import BUNDLED_MODEL, EngineOptions
 from quire.errors import ConfigError
+from quire.server.settings import ServerSettings
 
 
-def test_every_option_has_a_line_of_help_and_no_other_has() -> None:
-    assert set(HELP) == set(EngineOptions.__struct_fields__)
-    assert all(text and "\n" not in text and len(text) <= 100 for text in HELP.values())
+@pytest.mark.parametrize("struct", [EngineOptions, ServerSettings])
+def test_every_option_has_a_record(struct: type[msgspec.Struct]) -> None:
+    options = options_of(struct)
+    assert tuple(options) == struct.__struct_fields__
+    assert all(option.help and "\n" not in option.help and len(option.help) <= 140 for option in options.values())
+    assert {option.group for option in options.values()} <= set(GROUPS)
 
 
 def test_defaults_need_nothing_from_the_user() -> None:

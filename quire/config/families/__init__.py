@@ -1,6 +1,6 @@
 """Families of models: one module a family, from its config.json to a ModelShape. Imports no torch.
 
-A family that the engine cannot run has a shape all the same: `quire plan` and `quire simulate` know it.
+A family that the engine cannot run still has a shape, for `quire plan` and `quire simulate`.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _MODULES = (
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family for name in _MODULES for family in import_module(f"{__name__}.{name}").FAMILIES
 }
-"""By model_type."""
+"""Families by model_type."""
 ARCHITECTURES: Mapping[str, Family] = {name: each for each in FAMILIES.values() for name in each.architectures}
-"""By class: it decides, as it does for the engine, where config.json names one."""
+"""Families by class, which takes precedence over model_type."""
 RUNNABLE = tuple(sorted(name for name, family in ARCHITECTURES.items() if family.is_runnable))
-"""The classes that the engine runs."""
+"""Classes that the engine runs."""
 GGUF: Mapping[tuple[str, bool, int], Family] = {
     (each.gguf.architecture, each.gguf.has_experts, each.gguf.gating): each
     for each in FAMILIES.values()
     if each.gguf is not None
 }
-"""By the name that GGUF files have for it, whether they hold experts, and how these are scored (0: in any way)."""
+"""Families by (GGUF architecture, True with experts, expert gating; 0: any gating)."""
 
 _ALIASES = {alias: family for family in FAMILIES.values() for alias in (family.model_type, *family.aliases)}
 _OTHER = Family(
@@ -51,22 +51,22 @@ _OTHER = Family(
     window=("sliding_window", "attention_chunk_size"),
     layer_types=("full_attention", "sliding_attention", "chunked_attention"),
 )
-"""How a model of an unknown type is read: gated, with norms and no biases unless its config.json says so."""
+"""Reading of unknown types: gated, with norms, and without biases unless config.json has them."""
 TEXT_CONFIG = "text_config"
-"""The key of the language model's configuration in that of a model of several modalities."""
+"""Key of the language model's configuration in a multimodal config.json."""
 VISION_CONFIG = "vision_config"
-"""The key of its vision tower's."""
+"""Key of the vision tower's configuration."""
 _SHARED_KEYS = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "eos_token_id")
-"""Keys of the outer configuration that say something of the language model."""
+"""Outer keys that also hold for the language model."""
 _RECURRENT_KEYS = (
     "mamba_d_state", "mamba_d_conv", "ssm_state_size", "state_size", "linear_num_value_heads", "linear_attn_config",
     "conv_L_cache", "layers_block_type", "rwkv", "lru_width",
 )  # fmt: skip
-"""Signs of layers that keep a state instead of keys and values, in families of which nothing is known here."""
+"""Keys of layers with a state instead of keys and values, in unknown families."""
 
 
 def by_class(values: Mapping[str, Any]) -> Family | None:
-    """The family of the first known class that `architectures` lists."""
+    """Family of the first known class in `architectures`."""
     names = values.get("architectures")
     for name in names if isinstance(names, list) else ():
         if isinstance(name, str) and name in ARCHITECTURES:
@@ -75,12 +75,8 @@ def by_class(values: Mapping[str, Any]) -> Family | None:
 
 
 def language_model(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
-    """What a config.json says of the language model alone, and the key that it says it under ("": it is the whole
-    model).
-
-    The configuration of a model of several modalities has its language model's under `text_config`. Which family that
-    is, its own class or model_type says; of the outer keys, those that concern it take precedence.
-    """
+    """(the language model's part of a config.json, its key; "" for the whole). Its own class or model_type names the
+    family; the outer keys in _SHARED_KEYS take precedence."""
     inner = values.get(TEXT_CONFIG)
     key = TEXT_CONFIG if isinstance(inner, Mapping) and by_class(values) is None else ""
     found = values
@@ -105,7 +101,7 @@ def known_values(values: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 
 
 def with_usual_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The configuration of a model that Transformers' own code computes, with the keys that it leaves out."""
+    """The configuration of a model that Transformers computes, completed with usual values."""
     family = _family_of(values)
     return values if family is None else {**family.usual_values, **values}
 
@@ -115,10 +111,10 @@ def _family_of(values: Mapping[str, Any]) -> Family | None:
 
 
 def read_shape(values: Mapping[str, Any], name: str = "model", where: str | None = None) -> ModelShape:
-    """The shape that the contents of any config.json describe. where: what errors call it (None: `name`).
+    """Shape of any config.json; for a multimodal model that of its language model (`text_config`). where: name in
+    errors (None: `name`).
 
-    A model of several modalities is its language model (`text_config`). Raises ModelLoadError that names the key which
-    is missing, wrong or not supported.
+    Raises ModelLoadError with the key that is missing, wrong or not supported.
     """
     values, key = language_model(values)
     where = ": ".join(filter(None, (where or name, key)))
@@ -126,7 +122,7 @@ def read_shape(values: Mapping[str, Any], name: str = "model", where: str | None
 
 
 def shape_of(values: Mapping[str, Any], name: str, where: str) -> ModelShape:
-    """The shape that `known_values` describe; raises as `read_shape`."""
+    """Shape of `known_values`; raises as `read_shape`."""
     fields, family = Fields(values, where), _family_of(values)
     kind = str(fields.values.get("model_type") or "")
     if family is None or not (family.is_runnable or family.state_layer):

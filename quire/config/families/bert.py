@@ -1,9 +1,9 @@
-"""BERT and RoBERTa: encoders with learned positions and a LayerNorm behind each block."""
+"""BERT and RoBERTa: encoders with learned positions and a LayerNorm after each block."""
 
 from quire.config.families.family import ALWAYS, Family, GGUFNames
 
 SURPLUS = r"(^|\.)(pooler|cls|lm_head)\.|embeddings\.position_ids$"
-"""Heads that the model of a text's vector does not have, and a table of numbers that old checkpoints carry."""
+"""Tensors that embedding models do not use: other heads, and a table of numbers in old checkpoints."""
 
 
 _GGUF = GGUFNames(
@@ -27,13 +27,13 @@ _GGUF = GGUFNames(
     activation="gelu",
     layers="encoder.layer",
 )
-"""Files of RoBERTa's kind too: their tables of positions lack the rows that no token has."""
+"""Names for RoBERTa's files too, whose position tables lack the unused rows."""
 
 HEADS = ("Model", "ForMaskedLM", "ForSequenceClassification")
 
 
 def _family(model_type: str, heads: tuple[str, ...], base: str, unused_positions: int, num_types: int) -> Family:
-    """num_types: rows of the table of token types, which counts with that of positions."""
+    """num_types: rows of the table of token types, which are counted with those of positions."""
     name = {"bert": "Bert", "roberta": "Roberta", "xlm-roberta": "XLMRoberta"}[model_type]
     return Family(
         model_type,

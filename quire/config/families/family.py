@@ -1,8 +1,5 @@
-"""What a family of models says about itself, as data, and how a config.json becomes a shape with it.
-
-The sizes are in a model's config.json; a `Family` is what that file does not say, what it calls things, and what it
-means where it says nothing. Checked against Transformers' own models (tests/simulator/test_shape.py).
-"""
+"""Family: facts about a family of models that its config.json does not hold, as data, and the step from a config.json
+to a shape. Tested against Transformers' models (tests/simulator/test_shape.py)."""
 
 from __future__ import annotations
 
@@ -16,12 +13,12 @@ from quire.config.model_shape import DTYPE_BYTES, AttentionShape, Experts, Kind,
 from quire.config.rope import LLAMA_DEFAULTS, RopeDefaults
 
 Layer = tuple[AttentionShape, tuple[Matrix, ...], int]
-"""Attention, its matrices, and the elements of its vectors."""
+"""(attention, its matrices, number of elements of its vectors)."""
 
 
 @dataclass(frozen=True)
 class Bias:
-    """Whether a linear layer has a bias: what `key` of config.json says, else `default`. No key: the default."""
+    """Rule for a linear layer's bias: the value of `key` in config.json, else `default`."""
 
     key: str = ""
     default: bool = False
@@ -35,24 +32,25 @@ ALWAYS, NEVER = Bias(default=True), Bias()
 
 
 EXPERT = "{expert}"
-"""The number of an expert, in Hugging Face's name of a matrix that a GGUF file has in a stack of all experts'."""
+"""Index of an expert, in Hugging Face names of matrices that a GGUF file stacks over all experts."""
 HEAD = "{head}"
-"""Likewise of a head, where a file has a stack of all heads' matrices."""
+"""Index of a head, in names of matrices that a GGUF file stacks over all heads."""
 
 
 @dataclass(frozen=True)
 class GGUFNames:
-    """architecture: the value of "general.architecture". interleaved: queries and keys have the two elements of each
-    rotated pair side by side, where Hugging Face has them half a head apart. windowed: the class of a model with a
-    sliding window, where files have the same architecture for it; "": the window is not supported.
-    top, layer: tensors outside and inside the layers, and what Hugging Face calls them. activation: of the MLP, which
-    files do not say. norm_offset: what a file's weights of norms have more than Hugging Face's. caps: keys of soft
-    caps, in the metadata and in config.json. largest: number of layers of the size of model whose scores are divided by
-    the root of its hidden size for each head, not of a head's width (Gemma's 27B); 0: no size is. gating: the value of
-    "expert_gating_func" that tells the family from others of its architecture; 0: any. tiled: the value heads of a
-    layer with a state are in the order of their numbers within a key head, where Hugging Face has those of a key head
-    together. layers: what Hugging Face calls the list of layers. settings, rope: what config.json and its RoPE settings
-    say of every model of the family, and files do not.
+    """A family's names in GGUF files.
+
+    architecture: value of "general.architecture". interleaved: the elements of a rotated pair are neighbours; Hugging
+    Face has them half a head apart. windowed: class of a model with a sliding window and the same architecture; "":
+    windows are not supported.
+    top, layer: tensors outside and inside the layers -> Hugging Face names. activation: the MLP's, which files omit.
+    norm_offset: difference of a file's norm weights to Hugging Face's. caps: keys of soft caps, in the metadata and in
+    config.json. largest: number of layers of the model size whose scores are divided by the root of the hidden size per
+    head, not of a head's width (Gemma's 27B); 0: none. gating: value of "expert_gating_func" that identifies the
+    family; 0: any. tiled: value heads of a state are ordered by their number within a key head; Hugging Face groups
+    them by key head. layers: Hugging Face name of the list of layers. settings, rope: keys of config.json and of its
+    RoPE settings that are the same for the whole family and that files omit.
     """
 
     architecture: str
@@ -72,52 +70,46 @@ class GGUFNames:
 
     @property
     def has_experts(self) -> bool:
-        """Files of the same architecture may have experts or none."""
+        """True if the layers have experts; one architecture may exist with and without."""
         return any(EXPERT in place for place in self.layer.values())
 
 
 @dataclass(frozen=True)
 class Family:
-    """model_type, aliases: what config.json calls it; architectures: its classes, of which the first is written.
-    is_runnable: the engine has its layers (quire/models/registry.py), and what it needs must be in config.json; else it
-    can be planned and simulated.
-
-    hidden_size to intermediate, embedding_width, window: keys of sizes, the first that is there. intermediate_factor:
-    width of an MLP of which config.json says nothing, in hidden sizes (None: it must be there for a model that
-    runs, and is 4 for others). Without num_kv_heads there are as many as heads, as large as the hidden size allows.
-    gated: an MLP has three matrices, not two. tied: input and output embeddings are one table where config.json does
-    not say. norms: of a layer; affine: they have a bias besides. query_bias: also of keys and values. head_norms: norms
-    of queries and keys, "head" (a weight for each element of one head), "whole" (of all heads) or None; where
-    head_norms_key is given, only if that key says so. output_gate: the query projection makes a gate besides.
-    head_dim: where config.json does not say. windows: which layers have the sliding window of a config.json without
-    `layer_types`: "none" (and nothing else is read), "everywhere", "unless" (`use_sliding_window` is false), "if" (it
-    is true: everywhere), "qwen" (if it is true, from `max_window_layers` on), "qwen_moe" (if it is true, every other
-    one below `max_window_layers`), "unrotated" (if it is true, those without a rotation), or n: all but every n-th,
-    of which layer n - 1 is the first.
-    layer_types: what config.json may call a layer. has_chunks: a window is a chunk of positions, which the layers have
-    that `no_rope_layers` says are rotated.
-    rope: what RoPE settings mean that config.json leaves out. is_interleaved: the two elements of a rotated pair are
-    side by side in a head, not half of the rotated part apart. fused: names of tensors that a checkpoint keeps several
-    projections in.
-    position_rows: of a table of learned positions, more than there are positions; None: positions are rotated.
-    unused_positions: of those that config.json counts, the first, which no token has. is_bidirectional: an encoder,
-    whose tokens attend to later ones too; it keeps nothing in the cache.
+    """model_type, aliases: names in config.json. architectures: classes; GGUF files get the first. is_runnable: the
+    engine has its layers (quire/models/registry.py) and requires their keys; otherwise the family can only be planned
+    and simulated.
+    hidden_size to intermediate, embedding_width, window: keys of sizes; the first that exists counts.
+    intermediate_factor: default MLP width in hidden sizes (None: the key is required for a runnable family, 4 for
+    others). Empty num_kv_heads: as many as heads, of hidden size / heads elements.
+    gated: an MLP has three matrices, not two. tied: default of tied embeddings. norms: norms of a layer. affine: they
+    have a bias. query_bias: bias of queries, keys and values. head_norms: norms of queries and keys: "head" (a weight
+    for each element of one head), "whole" (of all heads) or None; with head_norms_key only if that key is true.
+    output_gate: the query projection also makes a gate. head_dim: default.
+    windows: layers with a sliding window without `layer_types`: "none" (no key is read), "everywhere", "unless"
+    (`use_sliding_window` is false), "if" (it is true: everywhere), "qwen" (if true, from `max_window_layers` on),
+    "qwen_moe" (if true, every other one below `max_window_layers`), "unrotated" (if true, those without rotation), or
+    n: all but every n-th, first layer n - 1.
+    layer_types: known names in `layer_types`. has_chunks: windows are chunks of positions, in the layers that
+    `no_rope_layers` marks as rotated.
+    rope: defaults of RoPE settings. is_interleaved: the elements of a rotated pair are neighbours, not half of the
+    rotated part apart. fused: tensors that join several projections in checkpoints.
+    position_rows: surplus rows of the table of learned positions; None: positions are rotated. unused_positions: first
+    positions that no token has. is_bidirectional: an encoder, whose tokens also attend to later ones; it caches
+    nothing.
     has_sinks: an attention sink for each head. has_latents, has_experts: the engine runs its latent attention, its
-    mixtures of experts. has_index: an indexer chooses what latent attention reads. has_shared_gate: a gate over the
-    shared expert. corrects_choice: experts are chosen by corrected scores.
-    shares_expert: one more expert, of the same width, that every token passes. sparse_from: the first layer with
-    experts. state_layer: a layer with a state instead of keys and values, of the configuration and the hidden size;
-    state_layers: where `layer_types` is absent, whether each layer is one, of the configuration and their number.
-    usual_values: the keys that are read besides the sizes and the rotation, each with the value that Transformers'
-    class gives it where config.json leaves it out. No other key is read, as Transformers reads no other. Without any
-    (families that are not run, encoders) all keys are read as they come.
-    nullable: those of them that may be null although the usual value is not; null then means that there is none.
-    renamed: other names of keys, and the keys that they stand for; where both are there, the other name counts.
-    refused: keys that change what a model computes and are not supported, with the values that change nothing.
-    checkpoint_base: the prefix that checkpoints of the bare model leave out. checkpoint_surplus: pattern of tensors
-    that old checkpoints carry and no model needs. draft_prefix: of the tensors of a head for drafts, which the engine
-    loads where a checkpoint has them; "": it knows none. draft_layer: a tensor of a head that is stored as the layer
-    behind the last one, by its name in that layer; "": there are none.
+    experts. has_index: an indexer chooses what latent attention reads. has_shared_gate: a gate over the shared expert.
+    corrects_choice: experts are chosen by corrected scores. shares_expert: every token passes one more expert of the
+    same width. sparse_from: first layer with experts.
+    state_layer: makes a layer with a state from the configuration and the hidden size. state_layers: True for each such
+    layer without `layer_types`, from the configuration and the number of layers.
+    usual_values: keys that are read besides sizes and rotation, with the defaults of Transformers' class. Other keys
+    are ignored, as in Transformers. Empty (families that are not run, encoders): all keys are read.
+    nullable: keys of usual_values for which null means "none". renamed: other names of keys -> keys; the other name
+    counts. refused: unsupported keys that change results -> values that change nothing.
+    checkpoint_base: prefix that checkpoints of the bare model omit. checkpoint_surplus: pattern of tensors to ignore.
+    draft_prefix: prefix of a draft head's tensors; "": none. draft_layer: name of a tensor of a draft head that is
+    stored as the layer after the last; "": none.
     """
 
     model_type: str
@@ -175,7 +167,7 @@ class Family:
     gguf: GGUFNames | None = None
 
     def read(self, fields: Fields, name: str) -> ModelShape:
-        """The shape of the model that `fields` describes. Raises ModelLoadError, naming file and key."""
+        """Shape of the model that `fields` describes. Raises ModelLoadError with file and key."""
         hidden = first(fields, *self.hidden_size, maximum=MAX_WIDTH)
         num_layers = first(fields, *self.num_layers, maximum=MAX_LAYERS)
         factor = self.intermediate_factor or (None if self.is_runnable else 4)
@@ -230,7 +222,7 @@ class Family:
     # -- attention --------------------------------------------------------------------------------------------------
 
     def _attention(self, fields: Fields, hidden: int) -> Callable[[int | None], Layer]:
-        """A layer of attention by its window."""
+        """Function from a window to a layer of attention."""
         num_heads = first(fields, *self.num_heads, maximum=MAX_HEADS)
         if self.has_latents or (fields.values.get("kv_lora_rank") is not None and not self.is_runnable):
             latent = self._latent(fields, hidden, num_heads)
@@ -267,7 +259,7 @@ class Family:
         return layer
 
     def _latent(self, fields: Fields, hidden: int, num_heads: int) -> Layer:
-        """Multi-head latent attention, with its own compression of queries where `q_lora_rank` says so."""
+        """Multi-head latent attention; `q_lora_rank` compresses queries too."""
         rank, rope_dim = fields.integer("kv_lora_rank"), fields.integer("qk_rope_head_dim")
         nope_dim, value_dim = fields.integer("qk_nope_head_dim"), fields.integer("v_head_dim")
         query_rank = fields.optional_integer("q_lora_rank")
@@ -310,7 +302,7 @@ class Family:
         return attention, projections, vectors
 
     def _states(self, fields: Fields, num_layers: int) -> tuple[bool, ...]:
-        """Which layers keep a state, by `layer_types` or else the family's rule."""
+        """True for each layer that keeps a state, by `layer_types` or else the family's rule."""
         if self.state_layers is None:
             return (False,) * num_layers
         kinds = names(fields, "layer_types", num_layers, ("linear_attention", "full_attention"))
@@ -319,7 +311,7 @@ class Family:
         return tuple(kind == "linear_attention" for kind in kinds)
 
     def _windows(self, fields: Fields, num_layers: int) -> tuple[int | None, ...]:
-        """The attention window of each layer, None for full attention."""
+        """Attention window of each layer; None: full attention."""
         full, rule = (None,) * num_layers, self.windows
         if rule == "none":
             return full
@@ -342,7 +334,7 @@ class Family:
         return full
 
     def _windowed(self, fields: Fields, num_layers: int) -> tuple[bool, ...]:
-        """Which layers have a window where `layer_types` does not say it."""
+        """True for each layer with a window, without `layer_types`."""
         if self.has_chunks or self.windows == "unrotated":
             turned = self.rope.rotated_layers(fields, num_layers)
             return tuple(is_turned == self.has_chunks for is_turned in turned)
@@ -360,7 +352,7 @@ class Family:
     # -- experts ----------------------------------------------------------------------------------------------------
 
     def _experts(self, fields: Fields, num_layers: int) -> tuple[Experts | None, tuple[bool, ...]]:
-        """What the family calls its experts, and which layers have them."""
+        """(experts, True for each layer that has them)."""
         num_experts = first(fields, "n_routed_experts", "num_local_experts", "num_experts", default=0)
         if not num_experts or (self.is_runnable and not self.has_experts):
             return None, (False,) * num_layers
@@ -396,7 +388,7 @@ class Family:
 
 
 def first(fields: Fields, *keys: str, default: int | None = None, maximum: int = MAX_WIDTH) -> int:
-    """The integer under the first of `keys` that is there; 0 only where that is the default."""
+    """The integer under the first of `keys` that exists; 0 only where that is the default."""
     for key in keys:
         if fields.values.get(key) is not None:
             return fields.integer(key, minimum=0 if default == 0 else 1, maximum=maximum)
@@ -408,7 +400,7 @@ def first(fields: Fields, *keys: str, default: int | None = None, maximum: int =
 
 
 def names(fields: Fields, key: str, num_layers: int, known: tuple[str, ...]) -> list[str] | None:
-    """What a list of config.json calls each layer, one of `known`; None where the key is absent."""
+    """Names of the layers in a list of config.json, each one of `known`; None without the key."""
     kinds = fields.values.get(key)
     if kinds is None:
         return None
@@ -418,7 +410,7 @@ def names(fields: Fields, key: str, num_layers: int, known: tuple[str, ...]) -> 
 
 
 def _dtypes(fields: Fields) -> tuple[str, str]:
-    """The dtypes that the matrices of the layers, and of their experts, are stored in."""
+    """Stored dtypes of the matrices of layers and of experts."""
     stored = fields.values.get("dtype") or fields.values.get("torch_dtype")
     plain = stored if isinstance(stored, str) and stored in DTYPE_BYTES else "bfloat16"
     quantization = fields.values.get("quantization_config")

@@ -1,4 +1,4 @@
-"""The keys of a config.json that mean something for a family, read as Transformers' configuration class reads them."""
+"""Reading of a family's keys in config.json, as Transformers' configuration class does."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ SHARED_KEYS = frozenset(
     {
         "architectures", "model_type", "dtype", "torch_dtype", "quantization_config", "eos_token_id", "vocab_size",
         "original_max_position_embeddings",
-        # Of classifiers and of models that make vectors.
+        # Keys of classifiers and of models that make vectors.
         "id2label", "label2id", "num_labels", "problem_type", "matryoshka_dimensions", "is_matryoshka",
         "sentence_transformers", "sbert_ce_default_activation_function",
-        # How a GGUF file keeps what a checkpoint keeps otherwise.
+        # Keys that mark how a GGUF file's tensors differ from a checkpoint's.
         "experts_apart", "projections_apart", "expansion_apart",
     }
 )  # fmt: skip
-"""Keys that are read whatever the family is."""
+"""Keys that every family reads."""
 REFUSED: Mapping[str, tuple[object, ...]] = {"is_causal": (True,), "per_layer_config": (None, {})}
-"""Keys that change what any decoder of Transformers computes, with the values that change nothing."""
+"""Unsupported keys of every decoder in Transformers -> values that change nothing."""
 
 
 def sizes(family: Family) -> tuple[str, ...]:
-    """The keys that must be there, and those that stand in for one another."""
+    """Required keys, with their alternatives."""
     return (
         *family.hidden_size,
         *family.num_layers,
@@ -37,16 +37,16 @@ def sizes(family: Family) -> tuple[str, ...]:
 
 
 def known_keys(family: Family) -> frozenset[str]:
-    """All keys that are read for a family, under the names that they are read by."""
+    """All keys that a family reads."""
     rotation = frozenset() if family.position_rows is not None else ROTATION_KEYS
     local = (family.rope.local_key,) if family.rope.local_key else ()
     return SHARED_KEYS | rotation | {*sizes(family), *family.usual_values, *local}
 
 
 def honoured(values: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
-    """What `values` says to the family. A decoder gets keys under their usual names, with the usual values of those
-    that are left out, and no key that Transformers ignores; others get what is there. Raises ModelLoadError, naming
-    the key, for one that is not supported, and for null where a value is needed."""
+    """A family's keys and values. A decoder gets its known keys under their usual names, completed with usual values;
+    others get everything. Raises ModelLoadError with the key for an unsupported one, and for null where a value is
+    needed."""
     fields, is_decoder = Fields(values, where), bool(family.usual_values)
     for key, neutral in ({**REFUSED, **family.refused} if is_decoder else family.refused).items():
         if key in values and values[key] not in neutral:

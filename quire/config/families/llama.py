@@ -32,11 +32,12 @@ LLAMA_VALUES: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
 }
-"""The part of `Family.usual_values` that families built like LLaMA share."""
+"""The part of `Family.usual_values` that is the same in families like LLaMA."""
 
 
 def gguf_experts(router: str, expert: str, gate: str, up: str, down: str) -> dict[str, str]:
-    """GGUF_LAYER with experts in the place of the MLP. expert: where the matrices of one are, by these names."""
+    """GGUF_LAYER with experts in place of the MLP. expert: name of an expert; router, gate, up, down: names of the
+    matrices."""
     return {name: place for name, place in GGUF_LAYER.items() if not place.startswith("mlp.")} | {
         "ffn_gate_inp": router,
         "ffn_gate_exps": f"{expert}.{gate}",
@@ -51,7 +52,7 @@ FAMILIES = (
         ("LlamaForCausalLM", "LlamaModel", "LlamaForSequenceClassification"),
         is_runnable=True,
         usual_values=LLAMA_VALUES | {"attention_bias": False, "mlp_bias": False},
-        # Files call Mistral's models "llama" as well.
+        # Mistral's files also have the architecture "llama".
         gguf=GGUFNames("llama", GGUF_TOP, GGUF_LAYER, interleaved=True, windowed="MistralForCausalLM"),
     ),
 )

@@ -1,4 +1,4 @@
-"""Phi 3 and 4: query, key and value in one tensor, gate and up in one."""
+"""Phi 3 and 4: queries, keys and values in one tensor, gate and up in one."""
 
 from quire.config.families.family import NEVER, Family
 from quire.config.families.llama import LLAMA_VALUES

@@ -1,4 +1,4 @@
-"""The flags of `vllm serve` and the keywords of vLLM's `LLM`: a table, and what it makes of a value."""
+"""Flags of `vllm serve` and keywords of vLLM's `LLM`: a table, and their translation to options."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.config.vllm.server_flags import HTTP, SERVER
 from quire.errors import ConfigError
 
 VERSION = "0.33"
-"""The version of vLLM whose flags these are; flags of older versions that scripts still have come last."""
+"""vLLM's version of these flags. Flags of older versions come last."""
 
 OLDER = running.OLDER
 GROUPS: Mapping[str, tuple[VllmFlag, ...]] = MappingProxyType(
@@ -36,14 +36,12 @@ GROUPS: Mapping[str, tuple[VllmFlag, ...]] = MappingProxyType(
 )
 FLAGS: Mapping[str, VllmFlag] = MappingProxyType({entry.name: entry for group in GROUPS.values() for entry in group})
 KEYWORDS: Mapping[str, VllmFlag] = MappingProxyType({**FLAGS, **{entry.name: entry for entry in engine.KEYWORDS}})
-"""What `LLM` and `AsyncEngineArgs` may be given; the flags of servers have `is_keyword` False."""
+"""Keywords of `LLM` and `AsyncEngineArgs`; `is_keyword` is False for the server's flags."""
 
 
 def translate(entry: VllmFlag, value: Any, spelled: str) -> tuple[dict[str, Any], str | None]:
-    """(our option and its value, if any; the note, if any) of a flag or keyword that was given.
-
-    spelled: how the user wrote its name. Raises ConfigError for what is refused.
-    """
+    """Translate a flag or keyword to (our option and its value, if any; a note, if any). spelled: the name as the user
+    wrote it. Raises ConfigError for refused ones."""
     is_harmless = value is None or any(type(each) is type(value) and each == value for each in _alike(entry.harmless))
     if entry.fate == REFUSED and not is_harmless:
         raise ConfigError(f"{spelled} is not supported: {entry.why}", param=entry.name)
@@ -57,10 +55,8 @@ def translate(entry: VllmFlag, value: Any, spelled: str) -> tuple[dict[str, Any]
 
 
 def translate_keywords(keywords: Mapping[str, Any], ours: tuple[str, ...]) -> tuple[dict[str, Any], list[str]]:
-    """Keywords of vLLM's `LLM` in our words, and the notes. ours: the names of our options, which keep our meanings.
-
-    Names that neither we nor vLLM have stay as they are. Raises ConfigError for what is refused.
-    """
+    """Translate keywords of vLLM's `LLM`; returns options and notes. ours: names of our options, which keep our
+    meanings. Names unknown to Quire and vLLM stay. Raises ConfigError for refused ones."""
     found: dict[str, Any] = {}
     notes = []
     if short := {key: keywords[name] for name, key in SPECULATION_KEYS.items() if keywords.get(name) is not None}:
@@ -93,18 +89,18 @@ OF_SERVERS = (
     *("max_num_queued_reqs", "max_num_queued_tokens", "enable_log_requests"),
     *("log_config_file", "shutdown_timeout", "tokens_only"),
 )
-"""Keywords of `LLM` whose flags are the server's. The first three mean nothing to a program: its engine has no name,
-`LLM.sleep` needs no permission, and it logs no statistics."""
+"""Keywords of `LLM` that are flags of our server. The first three pass silently: offline engines have no name,
+`LLM.sleep` needs no permission, and no statistics are logged."""
 SPECULATION_KEYS: Mapping[str, str] = MappingProxyType(
     {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
 )
 """Keywords and flags that are keys of `speculative_config`."""
 TRACES = ("otlp_traces_endpoint", "collect_detailed_traces")
-"""Keywords of `LLM` that only the server can give their meaning."""
+"""Keywords of `LLM` that only the server can support."""
 
 
 def finish(options: dict[str, Any]) -> dict[str, Any]:
-    """What follows from several options together: a bare number of GiB to swap to, as vLLM had it, is to be used."""
+    """Add options that follow from others: a bare number of `swap_space` (GiB, as in older vLLM) turns swapping on."""
     space = options.get("swap_space")
     is_bare = isinstance(space, int | float) and not isinstance(space, bool)
     if is_bare and not options.keys() & {"preemption_mode", "kv_offload_dir"}:
@@ -113,13 +109,13 @@ def finish(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _alike(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Numbers also in the other type: 4 and 4.0."""
+    """`values` with integers also as floats."""
     floats = tuple(float(each) for each in values if type(each) is int)
     return (*values, *floats)
 
 
 def _shown(value: Any) -> str:
-    """A value that says more than that the flag was given, with a space behind it."""
+    """A value with a space after it; "" for a flag or an object."""
     return "" if isinstance(value, bool | dict) else f"{value!r:.60} "
 
 

@@ -1,4 +1,4 @@
-"""vLLM's engine flags of the model, its files and its cache, in vLLM's order: one line each."""
+"""vLLM's engine flags for the model, its files and its cache, in vLLM's order."""
 
 from __future__ import annotations
 
@@ -171,4 +171,4 @@ KEYWORDS: tuple[VllmFlag, ...] = (
     noted("enable_mm_processor_stats", "flag", "/metrics counts hits of processed pictures", False),
     noted("mamba_config", "json", STATES, {}),
 )
-"""Keywords of vLLM's `LLM` that are no flags."""
+"""Keywords of vLLM's `LLM` that are not flags."""

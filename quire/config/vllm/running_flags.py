@@ -1,4 +1,4 @@
-"""vLLM's engine flags of ranks, adapters, scheduling, observation and kernels, in vLLM's order: one line each."""
+"""vLLM's engine flags for ranks, adapters, scheduling, observation and kernels, in vLLM's order."""
 
 from __future__ import annotations
 

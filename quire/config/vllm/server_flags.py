@@ -1,4 +1,4 @@
-"""vLLM's flags of the HTTP server, in vLLM's order: one line each. None is a keyword of `LLM`."""
+"""vLLM's flags for the HTTP server, in vLLM's order. None is a keyword of `LLM`."""
 
 from __future__ import annotations
 

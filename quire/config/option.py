@@ -1,0 +1,57 @@
+"""The record of one option: its line of help and its group stand at the field of EngineOptions or ServerSettings, and
+flags, help and documents are made from there."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+import msgspec
+
+
+class Option(NamedTuple):
+    """Metadata of a field (`Annotated[int, KV("tokens per KV block")]`).
+
+    help: one line, at most 100 characters. flags: other names of its flag. reads: makes the value of a text or number
+    that a user writes; None: the field's type does.
+    """
+
+    group: Group
+    help: str
+    flags: tuple[str, ...] = ()
+    reads: Callable[..., Any] | None = None
+
+
+class Group(NamedTuple):
+    """Options that `quire serve --help` shows together, and `--help=NAME` alone."""
+
+    name: str
+    title: str
+
+    def __call__(self, text: str, *flags: str, reads: Callable[..., Any] | None = None) -> Option:
+        return Option(self, text, flags, reads)
+
+
+FIRST = Group("first", "what most servers set")
+MODEL = Group("model", "the model and its files")
+IMAGES = Group("images", "images")
+KV = Group("kv", "the KV cache")
+SCHEDULING = Group("scheduling", "steps and waiting requests")
+ADAPTERS = Group("adapters", "adapters of low rank")
+DEVICE = Group("device", "what computes")
+ANSWERS = Group("answers", "requests and answers")
+ACCESS = Group("access", "who may do what")
+HTTP = Group("http", "connections and processes")
+OBSERVE = Group("observe", "logs, metrics and traces")
+GROUPS = FIRST, MODEL, IMAGES, KV, SCHEDULING, ADAPTERS, DEVICE, ANSWERS, ACCESS, HTTP, OBSERVE
+"""In the order of the help."""
+
+
+@cache
+def options_of(struct: type[msgspec.Struct]) -> Mapping[str, Option]:
+    """The records of a struct's fields, by name; fields without one are left out."""
+    hints = typing.get_type_hints(struct, include_extras=True)
+    records = {name: getattr(hints[name], "__metadata__", (None,))[0] for name in struct.__struct_fields__}
+    return {name: record for name, record in records.items() if isinstance(record, Option)}
