@@ -185,8 +185,9 @@ class RecordedAttention(AttentionStep):
         )
         if native is None:
             return recorder.call_torch(partial(dealt.merge, num_heads, dim), own, [parts])
-        sizes = {"count": count, "num_heads": num_heads, "head_dim": dim}
-        return recorder.call("merge_parts", own, buffers={"x": parts}, ranks=native, **sizes)
+        return recorder.call(
+            "merge_parts", own, buffers={"x": parts}, ranks=native, count=count, num_heads=num_heads, head_dim=dim
+        )
 
     def attend_latent(
         self, shape: LatentShape, inputs: Inputs, rotation: Buffer | None, selected: Buffer | None = None
