@@ -1,4 +1,4 @@
-"""What is asked: random prompts of given lengths, or prompts from a file. Everything is drawn from one seed."""
+"""Prompts of benchmarks: random ones of given lengths, or from a file, drawn from one seed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.errors import UserError, reject_unknown
 
 @dataclass(frozen=True, slots=True)
 class PromptSpec:
-    """One request to be made: exactly one of `token_ids`, `text` and `messages`, and how much to generate."""
+    """One request: exactly one of `token_ids`, `text` and `messages`, and the number of tokens to generate."""
 
     max_tokens: int
     token_ids: tuple[int, ...] | None = None
@@ -31,7 +31,7 @@ class LengthRange:
 
     @classmethod
     def parse(cls, text: str, option: str, *, minimum: int = 1) -> LengthRange:
-        """`"128"` or `"64:512"`. Raises UserError naming `option`."""
+        """`"128"` or `"64:512"`. Raises UserError that names `option`."""
         low, colon, high = text.partition(":")
         try:
             lengths = cls(int(low), int(high) if colon else int(low))
@@ -49,10 +49,8 @@ class LengthRange:
 
 @dataclass(frozen=True, slots=True)
 class RandomPrompts:
-    """Random token ids. prefix_len: tokens that all prompts share, in front of their own `input_len`.
-
-    token_ids: the range that ids are drawn from, both ends included.
-    """
+    """Random token ids. prefix_len: tokens that all prompts share, before their own `input_len`. token_ids: range of
+    the ids, both ends included."""
 
     num_prompts: int
     input_len: LengthRange
@@ -74,7 +72,7 @@ class RandomPrompts:
         return (self.token_ids.draw(rng) for _ in range(count))
 
 
-# Common short English words: with most vocabularies each is one token, so `n` words are about `n` tokens.
+# Common short English words: most vocabularies have a token for each, so `n` words are about `n` tokens.
 _WORDS = (
     "the", "of", "and", "to", "in", "is", "was", "for", "on", "that", "with", "as", "by", "at", "from", "it", "his",
     "are", "which", "were", "be", "this", "or", "has", "had", "first", "one", "their", "new", "after", "but", "who",
@@ -84,7 +82,7 @@ _WORDS = (
 
 
 def as_text(spec: PromptSpec) -> PromptSpec:
-    """The same prompt in words, one for each token id, so that a shared prefix stays shared."""
+    """The prompt in words, one for each token id, so that a shared prefix stays shared."""
     if spec.token_ids is None:
         return spec
     words = " ".join(_WORDS[token_id % len(_WORDS)] for token_id in spec.token_ids)
@@ -92,7 +90,7 @@ def as_text(spec: PromptSpec) -> PromptSpec:
 
 
 def as_messages(spec: PromptSpec) -> PromptSpec:
-    """The same prompt as one user message."""
+    """The prompt as one user message."""
     if spec.messages is not None:
         return spec
     text = as_text(spec).text
@@ -102,9 +100,9 @@ def as_messages(spec: PromptSpec) -> PromptSpec:
 def read_dataset(path: Path, *, workload: str | None, default_max_tokens: int) -> list[PromptSpec]:
     """Prompts of a file, in its order.
 
-    JSON lines: one object a line. JSON: a list of objects, or workloads by name (`workload` picks one; it may be
-    left out when there is only one). An object has `prompt`, `prompt_token_ids` or `messages`, and optionally
-    `max_tokens`. Raises UserError naming the file and the entry.
+    JSON lines: one object a line. JSON: a list of objects, or workloads by name (`workload` picks one; optional if
+    there is only one). An object has `prompt`, `prompt_token_ids` or `messages`, and optionally `max_tokens`. Raises
+    UserError with file and entry.
     """
     try:
         text = path.read_text(encoding="utf-8")

@@ -1,9 +1,8 @@
-"""From request timelines to numbers: pure functions, exact and testable without a server or a clock.
+"""Statistics of request timelines, as pure functions. Definitions (seconds here, milliseconds in reports):
 
-Definitions (seconds here, milliseconds in reports):
 TTFT: request sent to first output chunk. E2EL: request sent to last output chunk.
 TPOT: (E2EL - TTFT) / (output tokens - 1), for requests of at least two tokens.
-ITL: gaps between consecutive output chunks (a server that puts several tokens in one chunk has fewer, longer gaps).
+ITL: gaps between consecutive output chunks (several tokens in one chunk make fewer, longer gaps).
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ DEFAULT_PERCENTILES = (50.0, 90.0, 99.0)
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """One request as the client saw it; all times on one clock, in seconds.
+    """One request as the client saw it; times on one clock, in seconds.
 
-    due: when the arrival process wanted it sent; sent: when it was. chunk_times: arrivals of the chunks that carried
-    output. error: why it failed, or None. Token counts are the server's (`usage`) or the number of chunks.
+    due: planned time of sending. sent: actual time. chunk_times: arrivals of chunks with output. error: reason of a
+    failure, or None. Token counts are the server's (`usage`) or the number of chunks.
     """
 
     due: float
@@ -55,7 +54,7 @@ class RequestRecord:
 
     @property
     def tpot(self) -> float | None:
-        """None for a single token: there is no gap to speak of."""
+        """None for a single token, which has no gap."""
         if self.num_output_tokens < 2:
             return None
         return (self.e2el - self.ttft) / (self.num_output_tokens - 1)
@@ -67,7 +66,7 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Of one quantity. percentiles: percent -> value, linear between neighbours (numpy's default)."""
+    """Distribution of one quantity. percentiles: percent -> value, linear between neighbours (numpy's default)."""
 
     count: int
     mean: float
@@ -78,14 +77,14 @@ class Distribution:
     percentiles: Mapping[float, float]
 
     def scaled(self, factor: float) -> dict[str, float]:
-        """As a flat mapping (`mean`, `median`, `std`, `min`, `max`, `p50` ...), every value times `factor`."""
+        """A flat mapping (`mean`, `median`, `std`, `min`, `max`, `p50` ...) with every value times `factor`."""
         values = {name: getattr(self, name) for name in ("mean", "median", "std", "min", "max")}
         values |= {f"p{percent:g}": value for percent, value in self.percentiles.items()}
         return {name: value * factor for name, value in values.items()}
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The value below which `percent` of the ascending, non-empty `ordered` lie, interpolated linearly."""
+    """The value below which `percent` percent of the ascending, non-empty `ordered` lie, interpolated linearly."""
     position = (len(ordered) - 1) * percent / 100
     low = math.floor(position)
     high = min(low + 1, len(ordered) - 1)
@@ -95,7 +94,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 def summarize_values(
     values: Sequence[float], percentiles: Sequence[float] = DEFAULT_PERCENTILES
 ) -> Distribution | None:
-    """Mean, median, population standard deviation, extremes and percentiles; None when there are no values."""
+    """Mean, median, population standard deviation, extremes and percentiles; None without values."""
     if not values:
         return None
     ordered = sorted(values)
@@ -123,11 +122,11 @@ class ServingReport:
     num_prompt_tokens: int
     num_output_tokens: int
     num_good: int | None
-    """Requests that met every service-level objective; None when no objective was given."""
+    """Requests that met every service-level objective; None without objectives."""
     latencies: Mapping[str, Distribution | None]
     """Metric of METRICS -> distribution in seconds over the completed requests."""
     max_send_delay: float
-    """Longest wait between due time and sending: by `max_concurrency`, or because the client itself is too slow."""
+    """Longest seconds between due time and sending, because of `max_concurrency` or a slow client."""
 
     @property
     def num_failed(self) -> int:
@@ -143,7 +142,7 @@ def summarize(
     goodput: Mapping[str, float] | None = None,
     percentiles: Sequence[float] = DEFAULT_PERCENTILES,
 ) -> ServingReport:
-    """Reduce the records of a run. `goodput`: metric -> limit in seconds; a request is good if it meets them all."""
+    """Summarise the records of a run. goodput: metric -> limit in seconds; a good request meets all."""
     done = [record for record in records if record.error is None]
     duration = max((r.end for r in records), default=0.0) - min((r.sent for r in records), default=0.0)
     samples = {
@@ -166,7 +165,7 @@ def summarize(
 
 
 def meets(record: RequestRecord, objectives: Mapping[str, float]) -> bool:
-    """Whether a completed request stays within every limit (seconds). A single token has no TPOT to miss."""
+    """True if a completed request stays within every limit (seconds). A single token has no TPOT."""
     for metric, limit in objectives.items():
         value = getattr(record, metric)
         if metric == "itl":
@@ -177,7 +176,7 @@ def meets(record: RequestRecord, objectives: Mapping[str, float]) -> bool:
 
 
 def parse_goodput(terms: Sequence[str]) -> dict[str, float]:
-    """`["ttft:500", "tpot:50"]` (milliseconds) -> metric -> seconds. Raises UserError for anything else."""
+    """Metric -> seconds from `["ttft:500", "tpot:50"]` (milliseconds). Raises UserError for anything else."""
     objectives: dict[str, float] = {}
     for term in terms:
         name, _, text = term.partition(":")

@@ -16,7 +16,7 @@ from quire.sampling_params import SamplingParams
 
 
 class Generator(Protocol):
-    """What is timed: prompts in, finished outputs out, in order."""
+    """The timed function: prompts in, finished outputs out, in order."""
 
     def __call__(self, prompts: list[dict[str, Any]], params: list[SamplingParams], /) -> list[RequestOutput]: ...
 
@@ -26,7 +26,7 @@ Timer = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class BatchShape:
-    """The batch of `latency`: the same shape in every repeat, with fresh random tokens so that no prefix repeats."""
+    """The batch of `latency`: the same shape in every repeat, with fresh random tokens, so no prefix repeats."""
 
     batch_size: int
     input_len: int
@@ -42,7 +42,7 @@ class BatchShape:
 
 @dataclass(frozen=True, slots=True)
 class LatencyResult:
-    """seconds: of each timed repeat. Rates use the mean."""
+    """seconds: time of each timed repeat. Rates use the mean."""
 
     shape: BatchShape
     seconds: tuple[float, ...]
@@ -55,7 +55,7 @@ class LatencyResult:
 
     @property
     def seconds_per_step(self) -> float:
-        """Of a mean repeat, the prompt's computation spread over the steps too."""
+        """Seconds per step of a mean repeat, the prompt's computation included."""
         return self.distribution.mean / self.shape.output_len
 
 
@@ -84,7 +84,7 @@ def measure_latency(
 
 @dataclass(frozen=True, slots=True)
 class ThroughputResult:
-    """One run over all prompts. Tokens: of all requests together."""
+    """One run over all prompts. Token counts are totals of all requests."""
 
     seconds: float
     num_requests: int
@@ -122,7 +122,7 @@ def measure_throughput(
 def _timed(
     generate: Generator, prompts: Sequence[PromptSpec], *, ignore_eos: bool, timer: Timer
 ) -> tuple[float, list[RequestOutput]]:
-    """Greedy, without detokenisation: text is the front end's work, the same for every engine."""
+    """Time a greedy run without detokenisation, which is the front end's work."""
     inputs = [_input(prompt) for prompt in prompts]
     params = [
         SamplingParams(temperature=0.0, max_tokens=prompt.max_tokens, ignore_eos=ignore_eos, detokenize=False)

@@ -18,7 +18,7 @@ from quire.utils.sse import EventParser
 
 ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 MAX_REASON = 160
-"""Characters of a server's error message that are kept as the reason."""
+"""Longest kept reason of a server's error, in characters."""
 
 
 class _Delta(msgspec.Struct):
@@ -36,8 +36,8 @@ class _Choice(msgspec.Struct):
 
     @property
     def has_output(self) -> bool:
-        """Text, or an empty delta that still stands for a token (one that completes no character yet). A chunk that
-        only announces the role or the finish reason is not output."""
+        """True for text, or an empty delta that stands for a token (without a complete character yet); False for a
+        chunk with only the role or finish reason."""
         delta = self.delta or _Delta()
         if self.text or delta.content or delta.reasoning_content or delta.reasoning or delta.tool_calls:
             return True
@@ -56,12 +56,12 @@ class _Chunk(msgspec.Struct):
 
 
 class _RequestError(Exception):
-    """Carries the reason that the report counts."""
+    """An error with the reason that the report counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientSettings:
-    """Where and how to ask. `extra_body`: fields merged into every request's body."""
+    """Address and settings of requests. extra_body: fields merged into every body."""
 
     base_url: str
     endpoint: str
@@ -73,11 +73,11 @@ class ClientSettings:
 
     @property
     def headers(self) -> dict[str, str]:
-        """`identity`: a compressed stream would be timed by the compressor's buffer."""
+        """Headers without compression, whose buffer would distort times."""
         return {"Accept-Encoding": "identity"} | authorization(self.api_key)
 
     def body(self, prompt: PromptSpec) -> dict[str, Any]:
-        """The JSON body of one streaming request. A chat prompt must have `messages`."""
+        """JSON body of one streaming request. A chat prompt must have `messages`."""
         body: dict[str, Any] = {
             "model": self.model,
             "stream": True,
@@ -113,7 +113,7 @@ def open_client(settings: ClientSettings, *, timeout: float) -> httpx.AsyncClien
 async def stream_request(
     client: httpx.AsyncClient, settings: ClientSettings, prompt: PromptSpec, due: float
 ) -> RequestRecord:
-    """Send one request and follow its stream to the end. Never raises for what a server does: see `error`."""
+    """Send one request and follow its stream to the end. The server's faults are in `error`, never raised."""
     content = msgspec.json.encode(settings.body(prompt))
     timeline = _Timeline(due=due, sent=time.perf_counter())
     try:
@@ -149,7 +149,7 @@ class _Timeline:
                 self.chunk_times.append(now)
 
     def close(self) -> None:
-        """A stream whose tokens are all invisible still had a first one: the first chunk with a choice."""
+        """End the stream. If all tokens are invisible, the first chunk with a choice counts as the first token."""
         if not self.chunk_times and self.usage and self.usage.completion_tokens and self.first_choice is not None:
             self.chunk_times.append(self.first_choice)
 
@@ -166,8 +166,8 @@ class _Timeline:
 
 
 async def _follow(response: httpx.Response, timeline: _Timeline) -> None:
-    """Read events up to `[DONE]`, then the rest of the body, so that the connection can be used again. Raises
-    _RequestError for an error event, broken JSON or an early end."""
+    """Read events up to `[DONE]`, then the rest of the body, so that the connection can be reused. Raises _RequestError
+    for an error event, broken JSON or an early end."""
     parser = EventParser()
     decode: Callable[[bytes], _Chunk] = msgspec.json.Decoder(_Chunk).decode
     is_done = False
@@ -198,7 +198,7 @@ def _status_reason(status: int, body: bytes) -> str:
 
 
 def _message(content: Any) -> str:
-    """The message inside OpenAI's error body (or what other servers send in its place)."""
+    """Message in OpenAI's error body, or in other servers' bodies."""
     for key in ("error", "message", "detail"):
         if isinstance(content, dict) and key in content:
             content = content[key]
@@ -206,7 +206,7 @@ def _message(content: Any) -> str:
 
 
 async def first_model(base_url: str, api_key: str | None) -> str:
-    """The first model that the server lists. Raises UserError when it cannot be reached or lists none."""
+    """The first model that the server lists. Raises UserError if it is unreachable or lists none."""
     headers = authorization(api_key)
     try:
         async with httpx.AsyncClient(base_url=base_url, headers=headers, timeout=30, trust_env=False) as client:

@@ -1,7 +1,5 @@
-"""`quire bench serve`: requests at a given rate against any OpenAI-compatible server, from one asyncio process.
-
-Requests arrive by an open-loop process, drawn in full before the run so that the server cannot influence it.
-"""
+"""`quire bench serve`: requests at a given rate to any OpenAI-compatible server, from one asyncio process. The
+open-loop arrivals are drawn before the run, so the server cannot influence them."""
 
 from __future__ import annotations
 
@@ -31,8 +29,8 @@ async def run_load(
 ) -> list[RequestRecord]:
     """Send prompt i at `offsets[i]` seconds from the start and follow all streams; records are in prompt order.
 
-    max_concurrency: requests that may be open at once; later ones wait in the client, which their latencies do not
-    include (`RequestRecord.sent` is when they go out). timeout: seconds without a byte.
+    max_concurrency: limit of open requests; later ones wait in the client, outside their latencies
+    (`RequestRecord.sent`). timeout: seconds without a byte.
     """
     gate = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
 
@@ -55,10 +53,10 @@ async def run_load(
 
 
 def arrival_offsets(num_requests: int, rate: float, burstiness: float, rng: random.Random) -> list[float]:
-    """Seconds from the start of the run at which each request is due; ascending, the first at 0.
+    """Seconds from the start at which each request is due; ascending, the first at 0.
 
-    rate: requests per second, `math.inf` for all at once. burstiness: shape of the gamma distribution of the gaps;
-    1 is a Poisson process, below 1 burstier, above 1 more even. Raises UserError for non-positive values.
+    rate: requests per second, `math.inf` for all at once. burstiness: shape of the gamma distribution of the gaps; 1 is
+    a Poisson process, below 1 burstier, above 1 more even. Raises UserError for non-positive values.
     """
     if not rate > 0:
         raise UserError(f"--request-rate must be positive or inf, not {rate:g}", param="request_rate")
@@ -70,7 +68,7 @@ def arrival_offsets(num_requests: int, rate: float, burstiness: float, rng: rand
 
 
 def _accumulate(num_requests: int, rate: float, burstiness: float, rng: random.Random) -> Iterator[float]:
-    """Gamma gaps of mean 1/rate: shape k and scale 1/(rate k)."""
+    """Due times with gamma gaps of mean 1/rate: shape k and scale 1/(rate k)."""
     offset = 0.0
     for index in range(num_requests):
         if index:

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 SECONDS_WITHOUT_A_BYTE = 600.0
-"""A long prompt may take minutes before its first token."""
+"""Timeout without data, in seconds: a long prompt may take minutes before its first token."""
 
 
 class Piece(NamedTuple):
-    """New text of an answer: the model's thoughts, and what it says."""
+    """New reasoning and new content of an answer."""
 
     thoughts: str
     content: str
@@ -30,16 +30,15 @@ class Piece(NamedTuple):
 
 class Answers(Protocol):
     def check(self) -> None:
-        """Raise UserError before the first question where no conversation is possible."""
+        """Raise UserError, before the first question, if no conversation is possible."""
 
     def ask(self, messages: Sequence[Message], settings: Mapping[str, Any], write: Callable[[Piece], None]) -> Timing:
-        """Write the answer as it comes. settings: fields of SamplingParams. Raises UserError where the question is
-        refused, another QuireError where the answer fails; an interrupt (Ctrl-C) ends the request."""
+        """Write the answer as it comes. settings: fields of SamplingParams. Raises UserError for a refused question,
+        another QuireError for a failed answer; an interrupt (Ctrl-C) ends the request."""
 
 
 class LocalAnswers:
-    """Answers of the engine of a session. reasoning_parser: name of what splits thoughts from the answer, `auto` (by
-    the chat template) or `none`."""
+    """Answers of a session's engine. reasoning_parser: parser name, `auto` (by the chat template) or `none`."""
 
     def __init__(self, session: Session, reasoning_parser: str) -> None:
         self._session = session
@@ -105,7 +104,7 @@ class _Models(msgspec.Struct):
 
 
 class ServerAnswers:
-    """Answers of a server with OpenAI's chat completions. model: the name that it serves; None: its first."""
+    """Answers of a server with OpenAI's chat completions. model: served name; None: the first."""
 
     def __init__(self, connection: ServerConnection, model: str | None) -> None:
         self._connection = connection
@@ -126,7 +125,7 @@ class ServerAnswers:
         return timing
 
     def complete(self, prompt: str, settings: Mapping[str, Any], write: Callable[[Piece], None]) -> Timing:
-        """Write what the model makes of a text as it comes. Arguments and errors are those of `ask`."""
+        """Complete a text; see `ask`."""
         timing = Timing()
         for chunk in _chunks(self._connection, "/v1/completions", {"model": self._model, "prompt": prompt, **settings}):
             _take(chunk, timing, write)
@@ -134,7 +133,7 @@ class ServerAnswers:
 
 
 def _chunks(connection: ServerConnection, path: str, body: dict[str, Any]) -> Iterator[_Chunk]:
-    """The pieces of a streamed answer, up to its end."""
+    """Chunks of a streamed answer."""
     parser, decoder = EventParser(), msgspec.json.Decoder(_Chunk)
     body = {**body, "stream": True, "stream_options": {"include_usage": True}}
     with connection.request("POST", path, body=body) as response:

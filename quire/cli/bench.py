@@ -1,4 +1,4 @@
-"""`quire bench`: latency and throughput of the engine in this process, and of any OpenAI-compatible server."""
+"""`quire bench`: latency and throughput of the engine in this process, or of any OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from quire.engine.input_processor import Prompt
 
 DEFAULT_TOKEN_IDS = "300:3999"
-"""Ordinary tokens in most vocabularies: above the bytes and special tokens, below the smallest vocabulary's end."""
+"""Ordinary tokens in most vocabularies: after bytes and special tokens, within the smallest vocabulary."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -264,7 +264,7 @@ def _serve(namespace: argparse.Namespace) -> int:
 
 
 def _serve_prompts(namespace: argparse.Namespace) -> list[PromptSpec]:
-    """The prompts in the form that the endpoint takes."""
+    """Prompts in the endpoint's form."""
     if namespace.endpoint == "chat":
         if namespace.prompt_format == "ids":
             raise UserError("the chat endpoint takes no token ids: --prompt-format text", param="prompt_format")
@@ -317,7 +317,7 @@ def _prompts(namespace: argparse.Namespace, rng: random.Random, default_ids: str
 
 @contextmanager
 def _generator(options: EngineOptions, *, show_progress: bool) -> Iterator[Generator]:
-    """`LLM.generate` of a new engine, which is taken down at the end. Prints how many drafts were accepted, if any."""
+    """`LLM.generate` of a new engine, which ends with the context. Prints the share of accepted drafts, if any."""
     from quire.cli import report
     from quire.llm import LLM
 

@@ -1,4 +1,4 @@
-"""What benchmarks have in common: those of `quire bench` and those of the benchmarks folder."""
+"""Base of `quire bench` and of the programs in the benchmarks folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.cli.parser import Parser
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """One benchmark. arguments: what follows the program's name in the usage line."""
+    """Benchmark. arguments: rest of the usage line."""
 
     summary: str
     arguments: str
@@ -23,14 +23,14 @@ class Mode:
     run: Callable[[argparse.Namespace], int]
 
     def main(self, program: str, arguments: Sequence[str]) -> int:
-        """Parse and run; returns the exit status. program: what the user typed, such as `quire bench latency`."""
+        """Parse and run; return the exit status. program: command as typed, such as `quire bench latency`."""
         parser = Parser(prog=program, usage=f"{program} {self.arguments}", description=self.description)
         self.add_flags(parser)
         return self.run(parser.parse(arguments))
 
 
 def count_flag(group: Any, flag: str, default: int | None, text: str, *, minimum: int = 1) -> None:
-    """A flag for a whole number of at least `minimum`."""
+    """Add a flag for an integer of at least `minimum`."""
 
     def parse(value: str) -> int:
         number = int(value)
@@ -48,7 +48,7 @@ def json_flag(group: Any) -> None:
 
 
 def options_json(namespace: argparse.Namespace) -> dict[str, Any]:
-    """What was asked for, as plain data, without the secret."""
+    """Given options as plain data, without the key."""
     hidden = ("json", "api_key")
     return {
         name: str(value) if isinstance(value, Path) or value == math.inf else value

@@ -1,4 +1,4 @@
-"""`quire simulate calibrate`: factors of the cost model from the step log of a real run."""
+"""`quire simulate calibrate`: fits the cost model's factors to a real run's step log."""
 
 from __future__ import annotations
 
@@ -66,7 +66,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run(shape: ModelShape, base: Hardware, header: StepLogHeader, records: Sequence[StepRecord]) -> Fit:
-    """Fit the base profile to a log."""
     from quire.simulator.calibration import calibrate, samples_of
     from quire.simulator.cost import windows_of
 
@@ -76,7 +75,7 @@ def run(shape: ModelShape, base: Hardware, header: StepLogHeader, records: Seque
 
 
 def _read(paths: Sequence[Path]) -> tuple[StepLogHeader, list[StepRecord]]:
-    """Several logs as one. Raises UserError when they are not of one model on one device."""
+    """Join several logs. Raises UserError unless they have the same model and device."""
     found = [read_step_log(path) for path in paths]
     header = found[0][0]
     for path, (other, _) in zip(paths, found, strict=True):
@@ -122,7 +121,7 @@ def _value(hardware: Hardware, name: str) -> float:
 
 
 def as_text(fit: Fit, base: Hardware, hardware: Hardware, header: StepLogHeader) -> str:
-    """The report for people."""
+    """Report as text."""
     lines = [
         f"{header.model} ({header.backend}), {fit.num_logged:,} steps, from the profile {base.name}",
         "",
@@ -143,7 +142,7 @@ def as_text(fit: Fit, base: Hardware, hardware: Hardware, header: StepLogHeader)
 
 
 def _jitter_lines(jitter: Jitter) -> list[str]:
-    """Ratios of measured to predicted time of equal steps, and how much of their scatter lasts."""
+    """Ratios of measured to predicted time of equal steps, and persistence of their scatter."""
     if not jitter:
         return []
     lines = ["", f"{'jitter: time over the expected':<32}" + "".join(f"{f'P{100 * level:g}':>8}" for level in SHOWN)]
@@ -170,7 +169,7 @@ def _error_line(name: str, errors: Errors) -> str:
 
 
 def as_dict(fit: Fit, hardware: Hardware) -> dict[str, Any]:
-    """The report for programs: relative errors, and the profile."""
+    """Report as JSON: relative errors, and the profile."""
     errors = {"all": fit.all_steps, "one_token_each": fit.decode_steps, "with_prompts": fit.other_steps}
     return {
         "num_steps": fit.num_logged,

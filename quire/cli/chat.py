@@ -89,7 +89,7 @@ def _open_answers(namespace: argparse.Namespace) -> Iterator[Answers]:
 
 
 def _screens() -> Callable[[], AbstractContextManager[Screen]]:
-    """What makes the place of an answer: Markdown on a terminal, plain text elsewhere."""
+    """Maker of an answer's screen: Markdown on a terminal, else plain text."""
     if not sys.stdout.isatty():
         return PlainScreen
     from rich.console import Console

@@ -1,4 +1,4 @@
-"""How many parameters a model's files hold: counted from their headers."""
+"""Count of a model's parameters, from its files' headers."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ DTYPE_BITS = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What lies on disk. format: "safetensors" or "GGUF". elements, bytes: stored dtype (the format's name) -> how
-    many."""
+    """Sizes on disk. format: "safetensors" or "GGUF". elements, bytes: totals by stored dtype (the format's name)."""
 
     format: str
     num_files: int
@@ -33,8 +32,8 @@ class Checkpoint:
 
 
 def read_checkpoint(path: Path) -> Checkpoint | None:
-    """Sum up the headers of the safetensors files of a directory, else of its GGUF file (which may stand in the
-    directory's place); reads no weights. None when there are no such files."""
+    """Sum up the headers of a directory's safetensors files, or else of its GGUF file (also given directly); None
+    without such files. Reads no weights."""
     files = sorted(path.glob("*.safetensors"))
     gguf = path if path.is_file() else None if files else find_gguf(path)
     if gguf is not None:
@@ -59,7 +58,7 @@ def _gguf_checkpoint(path: Path) -> Checkpoint:
 
 
 def _header(file: Path) -> list[tuple[str, int]]:
-    """(dtype, elements) of each tensor."""
+    """Return (dtype, elements) of each tensor."""
     text = read_header(file)
     try:
         tensors = [entry for name, entry in json.loads(text).items() if name != "__metadata__"]

@@ -1,5 +1,4 @@
-"""`quire completion bash|zsh|fish`: a script by which a shell completes commands and flags. It is static: nothing of
-Quire runs when a key is pressed."""
+"""`quire completion bash|zsh|fish`: prints a static script that completes commands and flags in a shell."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ SHELLS = ("bash", "zsh", "fish")
 
 @dataclass(frozen=True)
 class Command:
-    """text: one line on what it does. flags: each spelling -> one line on it. values: a flag, or "" for the first
-    argument -> the words that it takes."""
+    """Command. text: one-line help. flags: spelling -> one-line help. values: flag, or "" for the first argument ->
+    possible words."""
 
     text: str
     flags: Mapping[str, str]
@@ -41,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def commands() -> dict[str, Command]:
-    """All commands by name; flags of those that have one parser."""
+    """Commands by name, with the flags of those that have one parser."""
     from quire.cli.main import COMMANDS
 
     found = {}
@@ -70,7 +69,7 @@ def _words(words: Sequence[str]) -> str:
 
 
 def _cases(found: Mapping[str, Command]) -> list[str]:
-    """The branches of a shell's `case` that set `words` by "command:previous word"."""
+    """Branches of a shell's `case` that set `words` by "command:previous word"."""
     lines = []
     for name, command in found.items():
         for flag, values in command.values.items():

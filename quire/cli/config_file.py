@@ -1,4 +1,4 @@
-"""A file of flags, in YAML or TOML: `quire serve --config FILE`."""
+"""File of flags, in YAML or TOML: `quire serve --config FILE`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from quire.utils.failures import one_line
 from quire.utils.text_files import read_text_file
 
 SECRETS = ("api_key", "admin_api_key", "hf_token")
-"""Options whose values `--print-config` leaves out."""
+"""Options whose values `--print-config` omits."""
 
 
 def config_words(
     path: str, write: Callable[[str, Any], list[str]], suffixes: Iterable[str] = (".yaml", ".yml", ".toml")
 ) -> list[str]:
-    """The flags that a file maps to values, as a command line. write: the words of one flag with its value. Raises
-    ConfigError for a file that is none."""
+    """Command line for the flags in a file. write: returns the words of a flag with its value. Raises ConfigError for
+    an invalid file."""
     suffix = Path(path).suffix
     if suffix not in suffixes:
         raise ConfigError(f"config: {path} must end in {' or '.join(suffixes)}", param="config")
@@ -50,7 +50,7 @@ def _yaml(text: str) -> Any:
 
 
 def parse_config(path: str, parser: Parser) -> argparse.Namespace:
-    """What the flags in a file say, as `parser` reads them. Raises ConfigError where one is unknown or wrong."""
+    """Parse the flags in a file. Raises ConfigError for an unknown flag or invalid value."""
 
     def write(name: str, value: Any) -> list[str]:
         flag = "--" + name.replace("_", "-").removeprefix("--")
@@ -82,7 +82,7 @@ def _arguments(flag: str, value: Any, action: argparse.Action) -> list[str]:
 
 
 def written(values: Mapping[str, Any]) -> str:
-    """The options as a YAML file for `--config`. Keys stay out, and a line says so."""
+    """Options as a YAML file for `--config`. Keys are omitted, with a comment."""
     import yaml
 
     shown = {name.replace("_", "-"): value for name, value in values.items() if name not in SECRETS}

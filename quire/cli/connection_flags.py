@@ -1,4 +1,4 @@
-"""Flags of the commands that talk to a server."""
+"""Flags of commands that connect to a server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def add_connection_flags(parser: argparse.ArgumentParser | argparse._ArgumentGro
 
 
 def connect(namespace: argparse.Namespace, *, timeout: float) -> ServerConnection:
-    """The connection to `namespace.url`. timeout: seconds without a byte that are waited for. Raises UserError."""
+    """Connect to `namespace.url`. timeout: limit without data, in seconds. Raises UserError."""
     from quire.utils.server_connection import ServerConnection
 
     key = namespace.api_key or envs.api_key()

@@ -1,4 +1,4 @@
-"""A conversation in the terminal: its history, its settings, and the commands that change them."""
+"""Conversation in the terminal: history, settings, and commands that change them."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Command(NamedTuple):
 
 
 class Conversation:
-    """What was said, and what each typed message does to it.
+    """History of a conversation, and handling of typed messages.
 
-    settings: fields of SamplingParams. screen: makes the place of one answer. note: shows a line that is no answer.
+    settings: fields of SamplingParams. screen: makes the screen of an answer. note: shows any other line.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Conversation:
         self._defaults = dict(settings)
         self._timing: Timing | None = None
         self._files: set[Path] = set()
-        """Files of this conversation, which may be written again."""
+        """Files of this conversation, which may be overwritten."""
         self.settings = dict(settings)
         self.system = system
         self.messages: list[Message] = []
@@ -65,7 +65,7 @@ class Conversation:
         self.is_over = False
 
     def take(self, text: str) -> None:
-        """Answer a message, or obey a command. A message that begins with a slash is sent with a blank before it."""
+        """Answer a message or run a command. A blank before a slash sends it as a message."""
         if not text.strip():
             return
         if not text.startswith("/"):
@@ -169,15 +169,15 @@ class Conversation:
         self._note("no answer yet" if self._timing is None else self._timing.line())
 
     def _before_last_question(self) -> list[Message]:
-        """The messages up to the last question, which is the last of them. Raises UserError where there is none."""
+        """Messages up to the last question. Raises UserError if there is none."""
         last = max((place for place, each in enumerate(self.messages) if each["role"] == "user"), default=None)
         if last is None:
             raise UserError("there is no question yet")
         return self.messages[: last + 1]
 
     def _ask(self, messages: list[Message]) -> None:
-        """Show the answer and keep it. A refused question is forgotten; an interrupted answer is kept as far as it
-        came, its question too, unless nothing came."""
+        """Show and keep the answer. A refused question is dropped. An interrupted answer is kept with its question,
+        unless empty."""
         written: list[str] = []
         sent = messages if self.system is None else [{"role": "system", "content": self.system}, *messages]
         self._timing = None
@@ -230,11 +230,11 @@ def _setting_parser() -> Parser:
 SETTINGS: tuple[str, ...] = tuple(
     flag.removeprefix("--").replace("-", "_") for flag in _setting_parser().known_flags if not flag.startswith("--no-")
 )
-"""Names that /set takes."""
+"""Names for /set."""
 
 
 def _read_setting(name: str, value: str) -> dict[str, Any]:
-    """The field with the value that a flag with this text has. Raises UserError."""
+    """Field with the value that the flag would set. Raises UserError."""
     flag = f"--{name.replace('_', '-')}"
     truth = {"true": flag, "false": f"--no-{flag.removeprefix('--')}"}
     parser = _setting_parser()
@@ -245,14 +245,14 @@ def _read_setting(name: str, value: str) -> dict[str, Any]:
 
 
 def _is_with_pictures(content: object) -> bool:
-    """Whether it is a question with pictures, as /image makes them."""
+    """True for a question with pictures, as /image makes them."""
     kinds = ("text", "image_url")
     return isinstance(content, list) and all(isinstance(part, dict) and part.get("type") in kinds for part in content)
 
 
 def read_conversation(text: str) -> tuple[list[Message], dict[str, Any]]:
-    """Messages and settings of the first conversation in a file of `/save` or of the server's page. Settings that are
-    no sampling parameters are left out. Raises UserError for any other text."""
+    """Messages and settings of the first conversation in a file of `/save` or of the server's page. Other settings than
+    sampling parameters are dropped. Raises UserError for other text."""
     try:
         found = json.loads(text)
     except ValueError as error:

@@ -1,5 +1,5 @@
-"""`quire doctor`: the kernels and back ends that an engine would use here, why, and the problems found. Loads no
-weights and imports no torch."""
+"""`quire doctor`: kernels and back ends that an engine would use here, with reasons and problems. Loads no weights and
+imports no torch."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from quire.worker.platform.host_memory import available_memory
 PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "transformers", "pyzmq", "fastapi", "uvicorn")
 SERVER_MODULES = ("zmq", "fastapi", "uvicorn")
 DEVICE_NODE = Path("/dev/nvidiactl")
-"""There where the kernel's part of NVIDIA's driver is."""
+"""Device file of NVIDIA's kernel driver."""
 
 
 @dataclass(frozen=True)
 class TypicalStep:
-    """A step of num_decodes sequences with one new token each, and of prompts, given by their numbers of new tokens."""
+    """Step of num_decodes sequences with one new token each, and prompts, given by their new tokens."""
 
     num_decodes: int
     prompts: tuple[int, ...] = ()
@@ -70,8 +70,8 @@ class TypicalStep:
 
 @dataclass
 class Report:
-    """The findings. choices, attention: (what, how). problems: what keeps something from working, worst first.
-    can_start: whether an engine with these options would start, as far as can be told without loading anything."""
+    """Findings. choices, attention: (step, choice). problems: faults, worst first. can_start: an engine with these
+    options would start, as far as known without loading."""
 
     versions: dict[str, str | None]
     cuda: CudaFacts
@@ -112,7 +112,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def examine(options: EngineOptions) -> Report:
-    """Look at this machine, and at what an engine with `options` would do on it."""
+    """Examine this machine, and how an engine with `options` would run on it."""
     cuda = find_cuda()
     versions: dict[str, str | None] = {"quire": __version__, "python": platform.python_version()}
     report = Report(versions, cuda, _native(), available_memory(), find_machine())
@@ -135,7 +135,7 @@ def examine(options: EngineOptions) -> Report:
 
 
 def typical_steps(max_num_seqs: int, max_num_batched_tokens: int) -> list[TypicalStep]:
-    """Decode batches of all sizes, with and without a piece of a prompt, and prompts alone."""
+    """Decode batches of all sizes, with and without part of a prompt, and prompts alone."""
     sizes = [size for size in (1, 3, 16, 100, 256, 1000) if size < max_num_seqs] + [max_num_seqs]
     steps = [TypicalStep(size) for size in sizes]
     steps += [TypicalStep(1, (31,)), TypicalStep(min(64, max_num_seqs - 1), (500,)), TypicalStep(0, (100,))]
@@ -184,7 +184,7 @@ def _why_backend(report: Report, config: EngineConfig) -> str:
 
 
 def _why_instructions(asked: str) -> str:
-    """What the kernels could use on this machine, and which of it they do: the matrix and dot products go with it."""
+    """Instruction sets of this machine, and the one used, which decides matrix and dot products."""
     from quire.kernels.cpu import _native
 
     reason = "the best" if asked == "auto" else "as QUIRE_CPU_ISA says"
@@ -192,7 +192,7 @@ def _why_instructions(asked: str) -> str:
 
 
 def _why_products(config: EngineConfig) -> str:
-    """Nothing where the weights leave no choice."""
+    """Empty if the weights leave no choice."""
     if config.device.matmul_precision != "auto":
         return ""
     from quire.kernels.cpu import _native
@@ -227,7 +227,7 @@ def _choice(step: TypicalStep, execution: Execution) -> str:
 
 
 def _tiles(step: TypicalStep, longest: int, shape: HeadShape, limits: DeviceLimits, config: EngineConfig) -> str:
-    """The kernel for most of the step, over sequences of up to `longest` tokens."""
+    """Kernel for most of the step, with sequences of up to `longest` tokens."""
     invariant = config.device.batch_invariant
     plan = None
     if step.max_query_len == 1 and invariant:
@@ -244,7 +244,7 @@ def _tiles(step: TypicalStep, longest: int, shape: HeadShape, limits: DeviceLimi
 
 
 def _limits(cuda: CudaFacts) -> DeviceLimits:
-    """Without a device (in the interpreter) those that the interpreter takes."""
+    """Limits of the device, or of Triton's interpreter."""
     if not cuda.devices:
         return DeviceLimits()
     return DeviceLimits(cuda.devices[0].capability, cuda.devices[0].num_multiprocessors)
@@ -270,7 +270,7 @@ def _problems(cuda: CudaFacts) -> list[str]:
 
 
 def _native() -> str | None:
-    """The instruction set that the native kernels would use, None where they are not built. QUIRE_CPU_ISA counts."""
+    """Instruction set of the native kernels, by QUIRE_CPU_ISA; None if not built."""
     if not has_native_kernels():
         return None
     from quire.kernels.cpu import _native
@@ -294,7 +294,7 @@ def _dotted(pair: tuple[int, int]) -> str:
 
 
 def as_text(report: Report) -> str:
-    """The report for people."""
+    """Report as text."""
     cuda = report.cuda
     versions = [f"{name} {version or 'not installed'}" for name, version in report.versions.items()]
     rows = [("versions", ", ".join(versions))]
@@ -331,5 +331,5 @@ def _device_line(device: CudaDevice) -> str:
 
 
 def as_dict(report: Report) -> dict[str, Any]:
-    """The report for programs."""
+    """Report as JSON."""
     return asdict(report)

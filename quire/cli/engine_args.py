@@ -1,4 +1,4 @@
-"""What vLLM's programs gather an engine's keywords with: from code, or from their own command lines."""
+"""vLLM's containers of engine keywords, from code or command lines."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ ParserT = TypeVar("ParserT", bound=argparse.ArgumentParser)
 
 
 class EngineArgs(SimpleNamespace):
-    """Keywords of `LLM` and `AsyncLLM`, ours or vLLM's, as attributes. They are checked where an engine is made."""
+    """Keywords of `LLM` and `AsyncLLM`, Quire's or vLLM's, as attributes. Checked when an engine is made."""
 
     def __init__(self, model: str = BUNDLED_MODEL, **keywords: Any) -> None:
         super().__init__(model=model, **keywords)
 
     def to_options(self) -> EngineOptions:
-        """What they mean. Raises ConfigError for what is unknown, wrong or refused."""
+        """Convert to options. Raises ConfigError for unknown, invalid or refused keywords."""
         return EngineOptions.from_keywords(dict(vars(self)))
 
     @staticmethod
     def add_cli_args(parser: ParserT) -> ParserT:
-        """Add vLLM's engine flags. A flag that is not given, and has no default of the program's, is not in the
-        namespace, so that `LLM(**vars(arguments))` gets what was said."""
+        """Add vLLM's engine flags. Flags without value and program default stay out of the namespace, so that
+        `LLM(**vars(arguments))` gets only given ones."""
         add_flags(parser, [entry for entry in FLAGS.values() if entry.is_keyword])
         return parser
 
     @classmethod
     def from_cli_args(cls, arguments: argparse.Namespace) -> Self:
-        """The engine's keywords among the arguments of a program."""
+        """Keep the engine's keywords of a program's arguments."""
         return cls(**{name: value for name, value in vars(arguments).items() if name in FLAGS})
 
 
 class AsyncEngineArgs(EngineArgs):
-    """EngineArgs, under the name that programs with `AsyncLLM` have for them."""
+    """EngineArgs for programs with `AsyncLLM`."""
 
 
 class FlexibleArgumentParser(Parser):
-    """argparse as vLLM spells its flags: with hyphens or underscores, keys of JSON values as flags of their own."""
+    """argparse with vLLM's spelling: hyphens or underscores, and keys of JSON values as flags."""
 
     def parse_args(  # type: ignore[override]  # argparse's takes a namespace of the caller's type
         self, args: Sequence[str] | None = None, namespace: None = None

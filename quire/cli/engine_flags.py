@@ -1,4 +1,4 @@
-"""The engine's options as flags, shared by every command that starts an engine."""
+"""The engine's options as flags, shared by commands that start an engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _POSITIONAL = "model_positional"
 
 
 def add_engine_flags(parser: Parser, *, positional: bool = True, skip: Iterable[str] = ()) -> None:
-    """Add one flag for each field of EngineOptions; with `positional`, MODEL may also be the first argument."""
+    """Add a flag for each field of EngineOptions. positional: MODEL may also be the first argument."""
     if positional:
         parser.add_argument(
             _POSITIONAL, metavar="MODEL", nargs="?", default=None, help="the same as --model (default: bundled)"
@@ -22,7 +22,7 @@ def add_engine_flags(parser: Parser, *, positional: bool = True, skip: Iterable[
 
 
 def engine_options(namespace: argparse.Namespace) -> EngineOptions:
-    """The options that were given. Raises UserError when MODEL and --model disagree."""
+    """Options from the given flags. Raises UserError if MODEL and --model disagree."""
     keywords = given(namespace, EngineOptions)
     model = getattr(namespace, _POSITIONAL, None)
     if model is not None:

@@ -1,4 +1,4 @@
-"""What a user types: messages and commands, from a terminal or a pipe."""
+"""Input of messages and commands, from a terminal or a pipe."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QUOTES = '"""'
 
 
 def messages_of_pipe() -> Iterator[str]:
-    """The lines of the standard input; lines from one with an odd number of triple quotes to the next are one."""
+    """Lines of standard input; lines between triple quotes are joined."""
     held = ""
     for line in sys.stdin:
         held += line
@@ -31,12 +31,12 @@ def messages_of_pipe() -> Iterator[str]:
 
 
 def is_open(text: str) -> bool:
-    """A triple quote in the text has no partner."""
+    """True if a triple quote is unclosed."""
     return text.count(QUOTES) % 2 == 1
 
 
 def unquoted(text: str) -> str:
-    """The message in a typed text: without the triple quotes around it."""
+    """Message without its triple quotes."""
     text = text.strip("\n")
     bare = text.strip()
     if len(bare) >= 2 * len(QUOTES) and bare.startswith(QUOTES) and bare.endswith(QUOTES):
@@ -45,7 +45,7 @@ def unquoted(text: str) -> str:
 
 
 def history_file() -> Path:
-    """File of what was typed before, readable by its owner alone. Raises OSError where it cannot be made."""
+    """File of the input history, readable only by its owner. Raises OSError."""
     path = envs.state_directory() / "chat_history"
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     os.close(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600))
@@ -54,10 +54,10 @@ def history_file() -> Path:
 
 
 class Keyboard:
-    """Typed messages. A paste is one message, a triple quote begins one of several lines, Ctrl-C drops what is typed,
-    Ctrl-D leaves.
+    """Terminal input. A paste is one message, triple quotes enclose several lines, Ctrl-C discards the input, Ctrl-D
+    leaves.
 
-    commands: name of each command -> its help. options: name of each command -> words that may follow it.
+    commands: command name -> help. options: command name -> words that may follow.
     """
 
     def __init__(

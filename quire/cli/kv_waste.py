@@ -1,4 +1,4 @@
-"""`quire plan --kv-waste`: what of the KV pool no layer can write, for models of every kind of layer."""
+"""`quire plan --kv-waste`: share of the KV pool that no layer can write, for models of each kind of layer."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from quire.simulator.memory import device_specs
 from quire.simulator.shape import built_in, find_shape
 
 LENGTHS = (1, 1024, 8192, 131_072)
-"""Tokens of the sequences that fill the pool."""
+"""Lengths of the sequences that fill the pool, in tokens."""
 
 
 class Waste(NamedTuple):
-    """Of a pool that is full of sequences of one length: the share that is pages which no layer of the block's group
-    has, and the padding of pages, for each length."""
+    """Waste in a pool full of sequences of one length, for each length: share of pages unused by the block's group, and
+    page padding."""
 
     model: str
     groups: tuple[KVGroup, ...]
@@ -26,14 +26,14 @@ class Waste(NamedTuple):
 
 
 def hybrid_models() -> list[str]:
-    """The built-in shapes that have layers of another kind than full attention."""
+    """Built-in shapes with layers other than full attention."""
     return [name for name in built_in() if {layer.attention.kind for layer in find_shape(name).layers} != {"full"}]
 
 
 def kv_waste(
     models: Sequence[str], dtype: str, layout: ParallelConfig, block_size: int, snapshot_interval: int
 ) -> list[Waste]:
-    """models: as `find_shape` takes them. dtype: of keys and values. layout: of the devices, of which this is one."""
+    """models: see `find_shape`. dtype: type of keys and values. layout: devices, of which this is one."""
     found = []
     for model in models:
         specs = device_specs(find_shape(model), dtype, layout)
@@ -44,7 +44,7 @@ def kv_waste(
 
 
 def as_table(found: Sequence[Waste]) -> str:
-    """Markdown: per cent of the pool."""
+    """Markdown table in per cent of the pool."""
     lengths = [f"{length:,}" for length in LENGTHS]
     rows = [
         ["model", "layers", "tokens of a block", f"waste (%) with sequences of {lengths[0]} token", *lengths[1:]],

@@ -1,4 +1,4 @@
-"""What a machine, container or service lets this process have, and what of it to change for an engine."""
+"""Limits of the machine, container or service for this process, and advice for an engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.utils.open_files import NUM_RESERVED
 from quire.utils.sizes import format_bytes
 
 LEAST_SHARED_MEMORY = 256 * 2**20
-"""Bytes for the ranks of one model. Docker's default is 64 MiB."""
+"""Bytes needed by the ranks of one model. Docker's default is 64 MiB."""
 SLOW_GOVERNORS = ("powersave", "conservative")
 OWN_GOVERNORS = ("intel_pstate", "amd-pstate-epp")
 """Drivers whose `powersave` follows the load."""
@@ -23,10 +23,9 @@ OWN_GOVERNORS = ("intel_pstate", "amd-pstate-epp")
 
 @dataclass(frozen=True)
 class Machine:
-    """cores: of the affinity mask, as the system counts them: the threads of one core are several. physical_cores: what
-    they are threads of. cpu_quota: cores' worth of time that control groups allow. open_files: the hard limit, None:
-    none. shared_memory: bytes of /dev/shm, None: not there. huge_pages: always, madvise or never; governor: of the
-    first core, "driver: governor". None where the system does not say."""
+    """Machine limits; None if unknown. cores: hardware threads of the affinity mask. physical_cores: their cores.
+    cpu_quota: cores allowed by control groups. open_files: hard limit, or none. shared_memory: bytes of /dev/shm, if
+    present. huge_pages: always, madvise or never. governor: "driver: governor" of the first core."""
 
     cores: int
     cpu_quota: float | None
@@ -37,7 +36,7 @@ class Machine:
     physical_cores: int | None = None
 
     def rows(self) -> list[tuple[str, str]]:
-        """(what, how much), for people."""
+        """(name, value) pairs of the report."""
         quota = "" if self.cpu_quota is None else f", a quota of {self.cpu_quota:g}"
         cores = f"{self.cores} cores"
         if self.physical_cores not in (None, self.cores):
@@ -50,7 +49,7 @@ class Machine:
         ]
 
     def problems(self, config: EngineConfig, memory: int) -> list[str]:
-        """What to change for this engine. memory: bytes that the process can still take."""
+        """Advice for this engine. memory: bytes still available."""
         problems = []
         threads, kv_memory = config.device.num_threads, config.cache.memory
         if self.cpu_quota is not None and threads > max(1.0, self.cpu_quota):
@@ -88,7 +87,7 @@ class Machine:
 
 
 def find_machine(root: Path = ROOT) -> Machine:
-    """Look at this process's limits. root: where /proc, /sys and /dev are looked for."""
+    """Read this process's limits. root: parent of /proc, /sys and /dev."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     shared, frequency = root / "dev/shm", root / "sys/devices/system/cpu/cpu0/cpufreq"
     pages = _text(root / "sys/kernel/mm/transparent_hugepage/enabled")
@@ -105,11 +104,11 @@ def find_machine(root: Path = ROOT) -> Machine:
 
 
 def _physical_cores(directory: Path) -> int | None:
-    """Cores behind what this process may run on."""
+    """Cores of the affinity mask."""
     texts = {_text(directory / f"cpu{number}/topology/thread_siblings_list") for number in envs.affinity_numbers()}
     return None if None in texts else len(texts)
 
 
 def _text(path: Path) -> str | None:
-    """None where the system has no such file."""
+    """Text of a file, if present."""
     return path.read_text().strip() if path.exists() else None

@@ -1,4 +1,4 @@
-"""`quire`: find the command, import only that one, and turn every error into one clear line."""
+"""`quire`: imports and runs one command; prints every error as one clear line."""
 
 from __future__ import annotations
 
@@ -34,13 +34,12 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0, 1 (engine error), 2 (wrong use) or 130 (interrupted)."""
+    """Run one command; return its exit status: 0, 1 (engine error), 2 (wrong use) or 130 (interrupted)."""
     return run_program("quire", _dispatch, sys.argv[1:] if arguments is None else arguments)
 
 
 def run_program(name: str, program: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
-    """Run `program` with the arguments and return its exit status as `main` does; each error is one line on stderr that
-    begins with `name`."""
+    """Run `program` like `main`. name: beginning of each error line on stderr."""
     try:
         configure_logging()
         status = program(list(arguments))

@@ -1,4 +1,4 @@
-"""The memory of a model that is not loaded: the engine's own sizing rules, fed with counted sizes."""
+"""Memory of a model that is not loaded, by the engine's sizing rules."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ UNLIMITED_SEQS = 2**40
 
 @dataclass(frozen=True)
 class Concurrency:
-    """At one length: KV blocks and bytes of a sequence on each device, and how many sequences fit (the batch: at most
-    max_num_seqs)."""
+    """Values at one length: KV blocks and bytes of a sequence per device, sequences that fit, and batch size (limited
+    by max_num_seqs)."""
 
     num_tokens: int
     blocks_per_sequence: int
@@ -37,10 +37,10 @@ class Concurrency:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """weight_bytes: of all devices; draft_weight_bytes of them are the model's that makes drafts. device_weight_bytes,
-    total_memory, activation_bytes, layout: of each one (of the largest pipeline stage). num_blocks_memory: blocks that
-    the budget could hold, before the cap of max_num_seqs sequences of full length. adapter_bytes: of
-    all slots."""
+    """Memory plan in bytes. weight_bytes: on all devices; draft_weight_bytes: part of the draft model.
+    device_weight_bytes, total_memory, activation_bytes, layout: per device (the largest pipeline stage).
+    num_blocks_memory: blocks that fit, without the limit of max_num_seqs full sequences. adapter_bytes: total of all
+    slots."""
 
     config: EngineConfig
     shape: ModelShape
@@ -58,13 +58,13 @@ class MemoryPlan:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Over all layers of a device, while every layer keeps the token."""
+        """Bytes per token over all layers of a device, while every layer keeps the token."""
         kept = (group.spec.token_bytes // group.spec.dealt_to * len(group.layers) for group in self.layout.groups)
         return sum(kept)
 
     @property
     def kv_padding(self) -> float:
-        """Share of the blocks of a sequence of full length that no layer can use."""
+        """Unusable share of the blocks of a full-length sequence."""
         return padding(self.layout.groups, self.layout.block_bytes, self.config.model.max_model_len)
 
     def weight_bytes_as(self, dtype: str) -> int:
@@ -72,10 +72,10 @@ class MemoryPlan:
 
 
 def plan_engine(config: EngineConfig, total_memory: int, lengths: Sequence[int]) -> MemoryPlan:
-    """A model as the engine runs it on this kind of machine, with `total_memory` bytes for it.
+    """Plan a model as the engine runs it on this kind of machine, with `total_memory` bytes.
 
-    lengths: tokens per sequence to report. Raises InsufficientMemoryError when weights and activations leave no room
-    for a block.
+    lengths: tokens per sequence to report. Raises InsufficientMemoryError if weights and activations leave no room for
+        a block.
     """
     shape = config.model.resolved_shape()
     is_native, draft = config.device.attention_backend == "native", config.speculation.draft
@@ -128,8 +128,8 @@ def plan_engine(config: EngineConfig, total_memory: int, lengths: Sequence[int])
 def plan_devices(
     cost: CostModel, config: EngineConfig, lengths: Sequence[int], checkpoint: Checkpoint | None
 ) -> MemoryPlan:
-    """A model of any shape on the devices of the cost model's layout: weights, activations and the KV cache together
-    take `memory_utilization` of each one's memory. Raises InsufficientMemoryError when they do not fit."""
+    """Plan a model of any shape on the cost model's devices: weights, activations and KV cache take
+    `memory_utilization` of each one's memory. Raises InsufficientMemoryError."""
     shape, scheduler = cost.shape, config.scheduler
     adapters = config.adapters.slot_bytes(shape.adapter_elements)
     specs = device_specs(shape, cost.precision.kv, cost.layout)
@@ -173,18 +173,17 @@ def plan_devices(
 
 
 def weight_format(model: ModelConfig) -> str:
-    """How most weights are stored: as a GGUF file has them, the quantisation, or the dtype."""
+    """Storage of most weights: a GGUF file's, the quantization, or the dtype."""
     if model.is_gguf:
         return "the file's blocks, packed"
     return model.dtype if model.quantization is None else model.quantization.method
 
 
 def stored_weight_bytes(model: ModelConfig, shape: ModelShape, *, is_native: bool = True) -> int:
-    """Bytes of all weights as the native CPU kernels store them: quantised linear layers with a scale for each group of
-    inputs (and an offset, with 4 bits); the vocabulary's matrices in 8 bits when weights are quantised while
-    loading, else in the model's dtype. Norms and biases are counted like the layers they belong to. Matrices that
-    expand prompts are kept besides the others. A GGUF file says of each tensor how it is stored; without native kernels
-    (is_native) all of it is made floating point."""
+    """Bytes of all weights as native CPU kernels store them. Quantized linear layers have a scale per group of inputs
+    (with 4 bits also an offset). Embeddings have 8 bits if weights are quantized while loading, else the model's dtype.
+    Norms and biases count like their layers; matrices that expand prompts are extra. A GGUF file names each tensor's
+    type; without native kernels (is_native) all become floating point."""
     if model.is_gguf and is_native:
         from quire.models.gguf.sizes import packed_weight_bytes  # imports NumPy, for which `--help` need not wait
 
@@ -201,7 +200,7 @@ def stored_weight_bytes(model: ModelConfig, shape: ModelShape, *, is_native: boo
 
 
 def _scale_bytes(quantization: QuantizationConfig) -> int:
-    """Of a group of inputs."""
+    """Bytes per group of inputs."""
     if quantization.bits != 4:
         return 4
     if not quantization.is_integer:
@@ -210,7 +209,7 @@ def _scale_bytes(quantization: QuantizationConfig) -> int:
 
 
 def estimate_activations(config: EngineConfig) -> int:
-    """Bytes that one forward pass of the engine at the full token budget keeps at once; the engine measures it."""
+    """Estimated bytes of a forward pass at the full token budget; the engine measures them."""
     scheduler, models = config.scheduler, [each for each in (config.model, config.speculation.draft) if each]
     budget, seqs = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
     return sum(step_bytes(each.shape, budget, seqs, dtype_bytes=each.dtype_bytes) for each in models)

@@ -1,4 +1,4 @@
-"""Command-line flags made from typed structs, and a parser whose errors are one clear line."""
+"""Command-line flags from typed structs, and a parser whose errors are one clear line."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ class _HelpOfGroup(argparse.Action):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse without abbreviations, that raises UserError (with the nearest option suggested) and never exits.
+    """argparse without abbreviations, which raises UserError (with the nearest option) and never exits.
 
-    groups: with them, --help shows the options in these groups, in this order, and --help=NAME one group, or the
-    options whose names have NAME in them."""
+    groups: if given, --help shows the options in these groups, in order; --help=NAME shows one group, or the options
+        with NAME in their names.
+    """
 
     def __init__(self, *, groups: Sequence[Group] = (), **keywords: Any) -> None:
         keywords.setdefault("add_help", not groups)
@@ -42,8 +43,7 @@ class Parser(argparse.ArgumentParser):
             self._groups[name] = self.add_argument_group(f"{name}: {title}")
 
     def group_of(self, option: Option | None, title: str) -> argparse._ArgumentGroup:
-        """The group of an option; the one with this title where the parser has no groups of its own. Raises LookupError
-        for an option in none of its groups."""
+        """Group of an option; without own groups, the one with this title. Raises LookupError for an option in none."""
         if self._groups:
             assert option is not None, "each option of a command with groups has a record"
             return self._groups[option.group.name]
@@ -51,12 +51,10 @@ class Parser(argparse.ArgumentParser):
         return found or self.add_argument_group(title)
 
     def action_of(self, flag: str) -> argparse.Action | None:
-        """The option with this flag."""
         return self._option_string_actions.get(flag)
 
     def format_help_of(self, word: str) -> str:
-        """The help of the group of this name, or of the options that have the word in their names. Raises UserError
-        where there are none."""
+        """Help of a group, or of the options with the word in their names. Raises UserError if there are none."""
         formatter = self._get_formatter()
         if word in self._groups:
             found = [self._groups[word]]
@@ -75,14 +73,14 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def known_flags(self) -> Collection[str]:
-        """The flags of the parser, each in all its spellings."""
+        """Flags in all spellings."""
         return self._option_string_actions.keys()
 
     def error(self, message: str) -> NoReturn:
         raise UserError(message)
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """Parse all of `arguments`; anything unknown raises UserError."""
+        """Parse all arguments. Raises UserError for unknown ones."""
         namespace, surplus = self.parse_known_args(list(arguments))
         if surplus:
             first = surplus[0].partition("=")[0]
@@ -110,13 +108,12 @@ def add_struct_flags(
     skip: Iterable[str] = (),
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """One --kebab-case flag for each field of `struct` that is not in `skip`; only flags that are given are stored.
+    """Add a --kebab-case flag for each field of `struct` except `skip`; only given flags are stored.
 
-    help_lines: those of fields without a record (Option), and those that the command words otherwise. title: heading in
-    the help, where the parser has no groups of its own. defaults: what the help shows where a command's default is not
-    the struct's. Types come from the annotations: bool becomes --x/--no-x, a list may be given several times (integers
-    also with commas), a mapping is KEY=VALUE with commas (JSON where its keys are texts), and `none` stands for None
-    where None is allowed.
+    help_lines: help of fields without a record (Option), or in the command's own words. title: heading in the help of a
+        parser without groups. defaults: command's own defaults, for the help. Annotations
+        decide the type: bool becomes --x/--no-x, a list may be repeated (integers also with commas), a mapping is
+        KEY=VALUE with commas (JSON for text keys), and `none` means None where allowed.
     """
     annotations, options = typing.get_type_hints(struct), options_of(struct)
     for field in msgspec.structs.fields(struct):
@@ -138,7 +135,7 @@ def add_struct_flags(
 
 
 def given(namespace: argparse.Namespace, struct: type[msgspec.Struct], skip: Iterable[str] = ()) -> dict[str, Any]:
-    """The fields of `struct` that were given on the command line."""
+    """Fields of `struct` given on the command line."""
     names = [name for name in struct.__struct_fields__ if name not in skip]
     return {name: getattr(namespace, name) for name in names if hasattr(namespace, name)}
 
@@ -195,7 +192,7 @@ def id_values(text: str) -> dict[int, float]:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """A JSON object. Raises ValueError for any other text."""
+    """Parse a JSON object. Raises ValueError."""
     value = json.loads(text)
     if not isinstance(value, dict):
         raise ValueError(text)
@@ -203,12 +200,12 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def number_of(text: str) -> int:
-    """4096, 4k (4000) or 4K (4096)."""
+    """Parse 4096, 4k (4000) or 4K (4096)."""
     return parse_count(text, param="the number")
 
 
 def length(text: str) -> int | None:
-    """As `number_of`; auto, -1 and none: as long as can be."""
+    """Parse a length as `number_of` does; auto, -1 and none mean the maximum."""
     return None if text.lower() == "none" else parse_length(text, param="the length")
 
 

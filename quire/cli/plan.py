@@ -1,4 +1,4 @@
-"""`quire plan`: what a model needs, what fits and how fast it would be, without loading its weights."""
+"""`quire plan`: memory, capacity and speed of a model, without loading its weights."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ KINDS = {
     "state": "of state",
 }
 STORED_AS = {"int8": "int8", "w8a8": "int8", "int4": "int4", "w4a8": "int4", "fp8": "float8", "mxfp4": "mxfp4"}
-"""quantization -> what the cost model calls it."""
+"""Quantization -> name in the cost model."""
 USUAL_ON_CPUS = {
     "max_num_seqs": CPU_DEFAULTS.max_num_seqs,
     "max_num_batched_tokens": CPU_DEFAULTS.max_num_batched_tokens,
@@ -126,7 +126,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _kv_waste(namespace: argparse.Namespace, options: EngineOptions, layout: ParallelConfig) -> str:
-    """The table of the model that was given, or of those that mix kinds of layers."""
+    """Table of the given model, or of the models that mix kinds of layers."""
     models = hybrid_models() if options.model == BUNDLED_MODEL else [options.model]
     kv_dtype = "bfloat16" if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     cache = engine_settings(given(namespace, EngineOptions, skip=NOT_SCHEDULING), USUAL_ON_CPUS)
@@ -135,8 +135,8 @@ def _kv_waste(namespace: argparse.Namespace, options: EngineOptions, layout: Par
 
 @dataclass(frozen=True)
 class Target:
-    """Where the model would run. is_profile: device is a profile, whose factors make predictions; else it has the
-    bandwidth that was given, if any, and what it says are bounds."""
+    """Target machine. is_profile: device is a profile whose factors predict speed; otherwise a given bandwidth yields
+    bounds."""
 
     title: str
     memory: int
@@ -169,12 +169,12 @@ def _target(namespace: argparse.Namespace) -> Target:
 
 
 def _is_directory(model: str) -> bool:
-    """Whether a model is more than a shape: something that can lie beside a config.json."""
+    """True if the model is not only a shape and may have files beside a config.json."""
     return model.lower() not in built_in() and not model.endswith(".json")
 
 
 def _runs_here(options: EngineOptions) -> bool:
-    """Whether the engine of this version runs the model, so that its own code can resolve the options."""
+    """True if this engine runs the model, so that its code can resolve the options."""
     if not _is_directory(options.model):
         return False
     names = read_config(options.model, options.revision).get("architectures")
@@ -184,8 +184,8 @@ def _runs_here(options: EngineOptions) -> bool:
 def _plan_for_devices(
     options: EngineOptions, chosen: Mapping[str, Any], target: Target, layout: ParallelConfig, tokens: Sequence[int]
 ) -> tuple[MemoryPlan, CostModel]:
-    """By the shape of the model alone, with a device's defaults: the engine need not know the model. chosen: options
-    that matter to scheduling, as given."""
+    """Plan from the model's shape and a device's defaults, even for a model the engine does not know. chosen: given
+    scheduling options."""
     if options.preemption_mode != "recompute" or options.kv_offload_dir is not None:
         raise ConfigError(
             "swap space is host memory, and this plan is about that of the devices: leave preemption_mode and "
@@ -226,7 +226,7 @@ def _lengths(tokens: Sequence[int], longest: int) -> list[int]:
 
 
 def as_text(report: Report) -> str:
-    """The report for people."""
+    """Report as text."""
     plan, target, devices = report.plan, report.target, report.layout
     model, cache, layout = plan.config.model, plan.config.cache, plan.layout
     weights = ", ".join(f"{name} {format_bytes(plan.weight_bytes_as(name))}" for name in DTYPE_BYTES)
@@ -271,7 +271,7 @@ def as_text(report: Report) -> str:
 
 
 def _architecture(plan: MemoryPlan) -> str:
-    """The engine's name of it or, for a plan by shape, that of the family."""
+    """The engine's architecture name or, for a plan by shape, the family's."""
     return plan.shape.family if plan.config.model.architecture == SIMULATED else plan.config.model.architecture
 
 
@@ -353,7 +353,7 @@ def _seconds(seconds: float) -> str:
 
 
 def as_dict(report: Report) -> dict[str, Any]:
-    """The report for programs. Bytes, tokens, seconds, tokens per second; what lies on a device is of one of them."""
+    """Report as JSON, in bytes, tokens and seconds; device values are for one device."""
     plan, target = report.plan, report.target
     model, layout, checkpoint = plan.config.model, plan.layout, plan.checkpoint
     return {

@@ -1,4 +1,4 @@
-"""`quire quantize`: a GGUF file of a Hugging Face directory, in the mixes of types that llama.cpp's tool makes."""
+"""`quire quantize`: writes a GGUF file from a Hugging Face directory, in llama.cpp's type mixes."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Raise UserError for what is wrong with the options alone."""
+    """Raise UserError for invalid options."""
     if options.to not in MIXES:
         raise UserError(f"--to must be one of {', '.join(MIXES)}, not {options.to!r}", param="to")
     if options.output.suffix != SUFFIX:
@@ -111,7 +111,7 @@ def _importance(
     description: Description,
     tokenizer: Tokenizer | None,
 ) -> Importance | None:
-    """From a file or a text; None: nothing is known."""
+    """Importance matrix from a file or a text, if given."""
     from quire.models.gguf.importance import read_importance
 
     if options.imatrix is not None:
@@ -153,7 +153,7 @@ def _watched(
 
 @contextmanager
 def _one_thread_each() -> Iterator[None]:
-    """Each of the threads that search scales computes alone."""
+    """Let each thread that searches scales use one torch thread."""
     import torch
 
     before = torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""How results are shown: a table for people, JSON for programs, and a progress bar while one waits."""
+"""Output of results: tables, JSON, and a progress bar."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PIPE_WIDTH = 160
 
 @contextmanager
 def progress_bar(title: str, total: int) -> Iterator[Callable[[], None]]:
-    """A bar on standard error while the block runs; the function notes one more of `total` as done."""
+    """Show a bar on standard error during the block; the returned function counts one more of `total`."""
     num_done = 0
     with ProgressBar(title, total) as bar:
 
@@ -38,13 +38,13 @@ def progress_bar(title: str, total: int) -> Iterator[Callable[[], None]]:
 
 
 def console() -> Console:
-    """On stdout. A file or a pipe gets lines of one fixed width, so that nothing is cut or wrapped."""
+    """Console on stdout. Files and pipes get lines of a fixed width, so that nothing is cut."""
     terminal = Console()
     return terminal if terminal.is_terminal else Console(width=PIPE_WIDTH)
 
 
 def print_rows(title: str, rows: Sequence[tuple[str, str]]) -> None:
-    """A table of two columns on stdout."""
+    """Print a table of two columns."""
     table = Table(show_header=False)
     table.add_column(justify="left")
     table.add_column(justify="right")
@@ -55,7 +55,7 @@ def print_rows(title: str, rows: Sequence[tuple[str, str]]) -> None:
 
 
 def print_distributions(title: str, distributions: Mapping[str, Distribution | None], *, factor: float) -> None:
-    """One row for each quantity, one column for each statistic; every value times `factor`."""
+    """Print a row per quantity and a column per statistic, all times `factor`."""
     scaled = {name: entry.scaled(factor) for name, entry in distributions.items() if entry is not None}
     if not scaled:
         return
@@ -70,7 +70,7 @@ def print_distributions(title: str, distributions: Mapping[str, Distribution | N
 
 
 def print_serving_report(report: ServingReport, metrics: Sequence[str], *, title: str) -> None:
-    """The tables of `quire bench serve`."""
+    """Print the tables of `quire bench serve`."""
     rows = [
         ("requests completed", f"{report.num_completed:,} of {report.num_requests:,}"),
         ("duration", f"{report.duration:,.2f} s"),
@@ -90,7 +90,7 @@ def print_serving_report(report: ServingReport, metrics: Sequence[str], *, title
 
 
 def serving_json(report: ServingReport, metrics: Sequence[str]) -> dict[str, Any]:
-    """The report as plain data: seconds, tokens, rates per second; latencies in milliseconds."""
+    """Report as plain data: seconds, tokens, rates per second; latencies in milliseconds."""
     total_tokens = report.num_prompt_tokens + report.num_output_tokens
     return {
         "duration": report.duration,
@@ -115,7 +115,7 @@ def distribution_json(distribution: Distribution | None, factor: float) -> dict[
 
 
 def environment() -> dict[str, Any]:
-    """What a reader must know to compare two results."""
+    """Facts needed to compare two results."""
     return {
         "quire": __version__,
         "python": platform.python_version(),
@@ -126,8 +126,8 @@ def environment() -> dict[str, Any]:
 
 
 def check_writable(path: Path | None, *, param: str = "json") -> None:
-    """Raise UserError now rather than after a long run when the result could not be written. Leaves no
-    file where there was none: what fails later has no empty result."""
+    """Raise UserError before a long run if the result could not be written. A new file is removed again, so a failure
+    leaves no empty result."""
     if path is None:
         return
     try:
@@ -141,7 +141,7 @@ def check_writable(path: Path | None, *, param: str = "json") -> None:
 
 
 def write_json(path: Path | None, result: Mapping[str, Any]) -> None:
-    """Write `result` with the environment beside it; say where on stderr. None: nothing is written."""
+    """Write `result` and the environment, if a path is given; print the path on stderr."""
     if path is None:
         return
     text = json.dumps({"environment": environment(), **result}, indent=2)

@@ -1,4 +1,4 @@
-"""`quire run`: complete one prompt."""
+"""`quire run`: completes one prompt."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _check_text_output(params: SamplingParams) -> None:
 
 
 def _picture(path: str) -> dict[str, Any]:
-    """A file as a part of a message."""
+    """Message part of a file."""
     try:
         return {"type": "image", "image": Path(path).read_bytes()}
     except OSError as error:
@@ -122,7 +122,7 @@ def _answer(run: Session, prompt: Any, params: SamplingParams, namespace: argpar
 
 
 def as_dict(output: RequestOutput, timing: Timing) -> dict[str, Any]:
-    """The result for programs. Times in seconds."""
+    """Result as JSON, with times in seconds."""
     return {
         "prompt": output.prompt,
         "prompt_token_ids": output.prompt_token_ids,
@@ -147,7 +147,7 @@ def as_dict(output: RequestOutput, timing: Timing) -> dict[str, Any]:
 
 
 def _logprobs(positions: Sequence[dict[int, Logprob] | None] | None) -> list[Any] | None:
-    """Per position a list of alternatives, the chosen token first."""
+    """List of alternatives per position, chosen token first."""
     if positions is None:
         return None
     return [

@@ -1,4 +1,4 @@
-"""`quire run-batch`: a file of requests in, a file of answers out."""
+"""`quire run-batch`: answers a file of requests."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ OF_THE_API = (
     "reasoning_parser",
     "exclude_tools_when_tool_choice_none",
 )
-"""The server's settings that say how requests are answered; the others are about clients."""
+"""Server settings that affect answers; the others concern clients."""
 OF_METRICS = ("host", "port", "allowed_hosts", "metrics_names")
-"""Settings of the server of metrics."""
+"""Settings of the metrics server."""
 MIN_CONCURRENCY = 64
 
 
@@ -77,8 +77,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def answer_file(namespace: argparse.Namespace, options: EngineOptions, keywords: dict[str, Any]) -> int:
-    """Answer the requests of a file and return the exit status. namespace: with files, input_file, output_file,
-    max_concurrency and enable_metrics. keywords: of ServerSettings. Raises UserError."""
+    """Answer a file's requests; return the exit status. namespace: needs files, input_file, output_file,
+    max_concurrency and enable_metrics. keywords: fields of ServerSettings. Raises UserError."""
     files = [*namespace.files, *(each for each in (namespace.input_file, namespace.output_file) if each is not None)]
     if len(files) != 2 or len(namespace.files) == 1:
         raise UserError(f"two files are required, IN and OUT or -i IN -o OUT, not {len(files)}")
@@ -110,8 +110,8 @@ def answer_file(namespace: argparse.Namespace, options: EngineOptions, keywords:
 
 
 class Files(NamedTuple):
-    """requests: the lines that have no answer yet. answered: the custom_id of each line before them. total: requests in
-    the file; None where that is not known."""
+    """requests: lines without answers. answered: custom_id of each earlier line. total: requests in the file, if
+    known."""
 
     requests: Iterator[bytes]
     answers: BinaryIO
@@ -120,8 +120,7 @@ class Files(NamedTuple):
 
 
 def _answered(path: Path) -> list[str | None]:
-    """The custom_id of each answer in a file, of which a cut last line is taken away. Raises UserError for a file of
-    something else."""
+    """custom_id of each answer in a file; a truncated last line is removed. Raises UserError for other files."""
     if not path.exists():
         return []
     found: list[str | None] = []
@@ -143,7 +142,7 @@ def _answered(path: Path) -> list[str | None]:
 
 
 def _behind(requests: Iterator[bytes], answered: list[str | None]) -> Iterator[bytes]:
-    """The requests behind those that are answered. Raises UserError where the answers are those of another file."""
+    """Requests after the answered ones. Raises UserError if the answers belong to another file."""
     number = 0
     for line in requests:
         if number < len(answered) and line.strip():
@@ -163,8 +162,8 @@ async def _run(
     files: Files,
     listener: Listener | None,
 ) -> int:
-    """Returns the exit status: 0 also where requests failed, 1 where a line was no request. listener: of the server of
-    metrics, if there is to be one. Raises EngineDeadError when the engine dies."""
+    """Return the exit status: 0 even if requests failed, 1 for an invalid line. listener: for the metrics server, if
+    any. Raises EngineDeadError."""
     from quire.engine.async_engine import AsyncLLM  # after the options are known to be good: it takes a while
     from quire.server.app import create_app
     from quire.server.batch import run_batch

@@ -45,11 +45,11 @@ HELP: dict[str, str] = {
 
 
 def add_sampling_flags(parser: Parser, defaults: Mapping[str, Any], *, skip: tuple[str, ...] = ()) -> None:
-    """One flag for each field of SamplingParams; `defaults` are this command's own."""
+    """Add a flag for each field of SamplingParams. defaults: the command's own."""
     skip = (*skip, *PYTHON_ONLY)
     add_struct_flags(parser, SamplingParams, HELP, title="sampling options", skip=skip, defaults=defaults)
 
 
 def sampling_params(namespace: argparse.Namespace, defaults: Mapping[str, Any]) -> SamplingParams:
-    """The parameters that were given, over the command's defaults. Raises UserError."""
+    """Given parameters over the command's defaults. Raises UserError."""
     return SamplingParams.from_options({**defaults, **given(namespace, SamplingParams)})

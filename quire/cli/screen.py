@@ -1,4 +1,4 @@
-"""An answer on the terminal: Markdown that grows, thoughts dimmed, control characters shown and not obeyed."""
+"""Answer on the terminal: growing Markdown, dimmed reasoning, control characters made visible."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SECONDS_BETWEEN_FRAMES = 0.08
 
 _KEPT = frozenset("\n\t")
 _DIRECTIONS = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
-"""Characters that reorder what stands around them."""
+"""Characters that reorder the text around them."""
 _VISIBLE = {
     **{code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in _KEPT},
     0x7F: "\u2421",
@@ -28,13 +28,13 @@ _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
 
 
 def visible(text: str) -> str:
-    """The text with a sign in place of each character that would move the cursor, colour, ring or reorder."""
+    """Replace characters that move the cursor, colour, ring or reorder by visible signs."""
     return text.translate(_VISIBLE)
 
 
 def split_blocks(text: str) -> int:
-    """Length of the leading part of a growing Markdown text that no later text changes: whole blocks, up to a blank
-    line behind which a line begins at the margin, outside of fenced code."""
+    """Length of the leading blocks of a growing Markdown text that later text cannot change: up to a blank line before
+    a line at the margin, outside fenced code."""
     done = place = 0
     fence = ""
     is_blank = False
@@ -54,7 +54,7 @@ def split_blocks(text: str) -> int:
 
 
 class Screen(Protocol):
-    """Where one answer is written. A context: it ends the answer's last line."""
+    """Output of one answer. The context ends its last line."""
 
     def __enter__(self) -> Screen: ...
 
@@ -66,7 +66,7 @@ class Screen(Protocol):
 
 
 class PlainScreen:
-    """The answer alone, as it comes, for pipes and files: no thoughts, no signs."""
+    """Plain answer for pipes and files, without reasoning."""
 
     def __enter__(self) -> PlainScreen:
         return self
@@ -81,7 +81,7 @@ class PlainScreen:
 
 
 class MarkdownScreen:
-    """The answer as Markdown: whole blocks are printed once, the last one is drawn anew as it grows."""
+    """Answer as Markdown: whole blocks are printed once, the last is redrawn as it grows."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -130,7 +130,7 @@ class MarkdownScreen:
         self._live.update(_End(self._tail), refresh=True)
 
     def _end_content(self) -> None:
-        """Print what is drawn, for good."""
+        """Print the drawn text for good."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -139,13 +139,13 @@ class MarkdownScreen:
         self._tail = ""
 
     def _print(self, text: str) -> None:
-        """While the end is drawn, this goes above it."""
+        """Prints above the drawn end."""
         self._console.print(_markdown(text))
         self._console.print()
 
 
 class _End:
-    """The last lines of a Markdown text, as many as the terminal shows."""
+    """Last lines of a Markdown text that fit the terminal."""
 
     def __init__(self, text: str) -> None:
         self._text = text

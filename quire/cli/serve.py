@@ -50,8 +50,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def start(options: EngineOptions, settings: ServerSettings) -> int:
-    """Serve, as `quire.server.run.serve`. The process of a lone engine starts before this one has read its own modules,
-    so that torch is imported beside them."""
+    """Serve, see `quire.server.run.serve`. A single engine's process starts first, so that its import of torch overlaps
+    this process's imports."""
     with contextlib.ExitStack() as stack:
         process = None
         sizes = options.tensor_parallel_size, options.data_parallel_size, settings.api_server_count

@@ -1,4 +1,4 @@
-"""An engine in this process for the commands that stream to the terminal."""
+"""Engine in this process, for commands that stream to the terminal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Prompt = str | dict[str, Any]
 
 
 class Engine(Protocol):
-    """What these commands ask of an engine: `AsyncLLM` has it."""
+    """Part of `AsyncLLM` that these commands use."""
 
     @property
     def tokenizer(self) -> Any: ...
@@ -38,8 +38,8 @@ class Engine(Protocol):
 
 
 def import_executor() -> None:
-    """Import what runs the model. Takes seconds, in which Ctrl-C waits: an interrupt inside the C++ part of torch's
-    import would abort the process with a message of its own."""
+    """Import the executor. This takes seconds, during which Ctrl-C waits: an interrupt inside torch's C++ import would
+    abort the process."""
     from quire.engine.client import DEFAULT_EXECUTOR
 
     with interrupts_deferred():
@@ -48,7 +48,7 @@ def import_executor() -> None:
 
 @contextmanager
 def interrupts_deferred() -> Iterator[None]:
-    """Raise the KeyboardInterrupt of a Ctrl-C inside the block at its end. For the main thread."""
+    """Delay a Ctrl-C inside the block to its end. Main thread only."""
     received: list[int] = []
     previous = signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
     try:
@@ -60,7 +60,7 @@ def interrupts_deferred() -> Iterator[None]:
 
 
 def open_engine(options: EngineOptions) -> Engine:
-    """Load the model into this process. Raises what a start-up can fail with."""
+    """Load the model into this process. Raises any start-up error."""
     from quire.engine.async_engine import AsyncLLM
 
     import_executor()
@@ -69,7 +69,7 @@ def open_engine(options: EngineOptions) -> Engine:
 
 @dataclass
 class Timing:
-    """When tokens came, as the user saw them. Seconds."""
+    """Arrival times of tokens, in seconds."""
 
     start: float = field(default_factory=time.perf_counter)
     first: float | None = None
@@ -85,7 +85,7 @@ class Timing:
             self.count(num_new_tokens)
 
     def count(self, num_new_tokens: int) -> None:
-        """Note that tokens have come now."""
+        """Count tokens that came now."""
         self.last = time.perf_counter()
         self.first = self.first or self.last
         self.num_output_tokens += num_new_tokens
@@ -96,7 +96,7 @@ class Timing:
 
     @property
     def tokens_per_second(self) -> float:
-        """Over the whole request; 0 when nothing was generated."""
+        """Rate over the whole request; 0 without tokens."""
         return self.num_output_tokens / (self.last - self.start) if self.last is not None else 0.0
 
     def line(self) -> str:
@@ -107,23 +107,23 @@ class Timing:
 
 
 class Session:
-    """Streams answers from one engine on one event loop. Made by `session()`."""
+    """Runner of one engine on one event loop, made by `session()`."""
 
     def __init__(self, engine: Engine, runner: asyncio.Runner) -> None:
         self.engine = engine
         self._runner = runner
 
     def preload(self, text: str) -> None:
-        """Compute a prefix and keep it. Raises UserError when it cannot be."""
+        """Compute and keep a prefix. Raises UserError."""
         self._runner.run(self.engine.register_prefix(text))
 
     def complete(self, prompt: Prompt, params: SamplingParams) -> tuple[RequestOutput, Timing]:
-        """Run to the end and return the whole output. Raises ModelOutputError, as `stream` does."""
+        """Return the whole output. Raises ModelOutputError, as `stream` does."""
         return self._runner.run(self._complete(prompt, params))
 
     def stream(self, prompt: Prompt, params: SamplingParams, take: Callable[[CompletionOutput], None]) -> Timing:
-        """Call `take` with each new piece of the completion as it comes. An interrupt (Ctrl-C) ends the request and
-        raises KeyboardInterrupt."""
+        """Call `take` with each new piece of the completion. An interrupt (Ctrl-C) ends the request and raises
+        KeyboardInterrupt."""
         return self._runner.run(self._stream(prompt, params, take))
 
     async def _complete(self, prompt: Prompt, params: SamplingParams) -> tuple[RequestOutput, Timing]:
@@ -148,7 +148,7 @@ class Session:
 
 @contextmanager
 def session(options: EngineOptions) -> Iterator[Session]:
-    """Load the model, and take it down again whatever happens."""
+    """Load the model; shut it down at the end."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
     engine = open_engine(options)

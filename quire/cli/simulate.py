@@ -1,4 +1,4 @@
-"""`quire simulate`: the product's scheduler and KV cache on a virtual clock, with steps that cost what a model says."""
+"""`quire simulate`: the engine's scheduler and KV cache on a virtual clock, with step times from a cost model."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ SCHEDULING = (
     "scheduling_policy", "priority_seconds", "kv_cache_memory", "gpu_memory_utilization", "num_blocks_override",
     "enable_prefix_caching", "state_snapshot_interval", "preemption_mode", "swap_space",
 )  # fmt: skip
-"""The engine's options that matter to scheduling ..."""
+"""Engine options that affect scheduling."""
 OTHERS = tuple(name for name in EngineOptions.__struct_fields__ if name not in SCHEDULING)
-"""... and those that do not."""
+"""All other engine options."""
 DEFAULTS = {
     "max_num_seqs": 256, "max_num_batched_tokens": 8192, "queue_depth": 2, "gpu_memory_utilization": 0.9,
 }  # fmt: skip
-"""Those of a GPU, where the engine's depend on the device."""
+"""Defaults of a GPU; the engine's depend on the device."""
 LENGTH_HELP = {
     "kv_cache_memory": "memory of the KV cache on each device, such as 12GB (default: what the weights leave)",
     "gpu_memory_utilization": "share of a device's memory for weights, activations and KV cache",
     "max_model_len": "most tokens of one sequence (default: the model's limit)",
 }
 DURATIONS = {"run": 600.0, "rates": 300.0, "find_rate": 300.0, "sweep": 60.0}
-"""Seconds of a workload, by what is asked, when neither --duration nor --num-requests is given ..."""
+"""Default duration of a workload in seconds, by question."""
 MOST_REQUESTS = {"run": None, "rates": 20_000, "find_rate": 20_000, "sweep": 2_000}
-"""... and requests at most: rates that are far too high are tried as well."""
+"""Default limit of requests, by question: rates far too high are tried too."""
 WORKLOAD_ONLY = {"duration": None, "num_requests": None, "n": 1, "beam_width": 0, "burstiness": 1.0, "seed": 0}
-"""Flags that shape a workload, and not a trace: name -> default."""
+"""Flags that shape a workload, not a trace: name -> default."""
 SLO_PERCENTILE = 99.0
 UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def simulate(namespace: argparse.Namespace, make_core: MakeCore | None = None) -> int:
-    """Answer what the flags ask. make_core: what each replica runs, where it is not the engine's own core."""
+    """Answer the question that the flags ask. make_core: core of each replica, unless the engine's own."""
     # Imported here, so that --help needs none of it.
     from quire.cli import report, simulate_report
 
@@ -126,7 +126,7 @@ def _question_flags(parser: Parser) -> None:
 
 
 def make_scenario(namespace: argparse.Namespace) -> Scenario:
-    """What the flags describe. Raises UserError for what contradicts itself."""
+    """Scenario of the flags. Raises UserError for contradictions."""
     from quire.config.parallel import ParallelConfig
     from quire.simulator.cost import CostModel, Precision
     from quire.simulator.hardware import find
@@ -155,8 +155,8 @@ def make_scenario(namespace: argparse.Namespace) -> Scenario:
 
 
 def engine_settings(chosen: Mapping[str, Any], usual: Mapping[str, Any] = DEFAULTS) -> EngineSettings:
-    """Scheduling options, checked and completed by the engine's own rules (the bundled model stands in for one).
-    usual: defaults; those of a GPU. Raises ConfigError."""
+    """Scheduling options, checked and completed by the engine's rules (with the bundled model). usual: defaults. Raises
+    ConfigError."""
     from quire.config.resolve import batch_limits, resolve
     from quire.simulator.replica import SWAP_SPACE, EngineSettings
 
@@ -191,7 +191,7 @@ def engine_settings(chosen: Mapping[str, Any], usual: Mapping[str, Any] = DEFAUL
 
 
 def _question(namespace: argparse.Namespace) -> str:
-    """run, rates, find_rate or sweep. Raises UserError for flags that do not go together."""
+    """Question: run, rates, find_rate or sweep. Raises UserError for conflicting flags."""
     asked = [name for name in ("rates", "find_rate", "sweep") if getattr(namespace, name)]
     if len(asked) > 1:
         raise UserError(f"--{asked[0].replace('_', '-')} and --{asked[1].replace('_', '-')} are two questions: ask one")
@@ -243,7 +243,7 @@ def _source(namespace: argparse.Namespace) -> Any:
 
 
 def parse_objectives(text: str | None) -> dict[str, float]:
-    """`ttft=1s,tpot=50ms` -> name of LATENCIES -> seconds."""
+    """Parse `ttft=1s,tpot=50ms` to seconds by name of LATENCIES."""
     from quire.simulator.metrics import LATENCIES
 
     found: dict[str, float] = {}

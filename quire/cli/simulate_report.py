@@ -1,4 +1,4 @@
-"""What `quire simulate` prints, writes and plots, by what is asked."""
+"""Output of `quire simulate`, by question: tables, files and plots."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NAMES = {
 
 
 def prepare_plots(directory: Path) -> None:
-    """Raise UserError now rather than after a long run."""
+    """Raise UserError before a long run if plots cannot be written."""
     plots.check_matplotlib()
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -41,7 +41,7 @@ def prepare_plots(directory: Path) -> None:
 
 
 def run(scenario: Scenario, namespace: argparse.Namespace) -> int:
-    """One run."""
+    """Answer one run."""
     metrics = scenario.simulate(namespace.rate, num_processes=namespace.processes)
     _check_objectives(scenario, metrics)
     _print_run(scenario, metrics)
@@ -52,7 +52,7 @@ def run(scenario: Scenario, namespace: argparse.Namespace) -> int:
 
 
 def rates(scenario: Scenario, namespace: argparse.Namespace) -> int:
-    """A run at each rate."""
+    """Answer a run at each rate."""
     asked = _parse_rates(namespace.rates)
     runs: dict[float, Metrics] = {}
     num_processes = namespace.processes
@@ -73,7 +73,7 @@ def rates(scenario: Scenario, namespace: argparse.Namespace) -> int:
 
 
 def find_rate(scenario: Scenario, namespace: argparse.Namespace) -> int:
-    """The highest rate that keeps the objectives."""
+    """Find the highest rate that keeps the objectives."""
     with report.progress_bar("rates tried", 0) as tick:
 
         def run_at(rate: float) -> Metrics:
@@ -94,7 +94,7 @@ def find_rate(scenario: Scenario, namespace: argparse.Namespace) -> int:
 
 
 def sweep(scenario: Scenario, namespace: argparse.Namespace) -> int:
-    """Every layout."""
+    """Compare all layouts."""
     num_devices = scenario.cost.layout.num_devices if namespace.gpus is None else namespace.gpus
     candidates = sweep_module.layouts(scenario, num_devices)
     results = sweep_module.sweep(scenario, candidates, num_processes=namespace.processes)
@@ -142,7 +142,7 @@ def _devices_title(scenario: Scenario) -> str:
 
 
 def _ignored_priorities(metrics: Metrics) -> list[tuple[str, str]]:
-    """A line where a trace brings priorities that this scheduling policy does not order by."""
+    """Row for trace priorities that the scheduling policy ignores."""
     if not metrics.num_priorities_ignored:
         return []
     return [("priorities ignored", f"{metrics.num_priorities_ignored:,} (they need --scheduling-policy priority)")]
@@ -211,7 +211,7 @@ def _milliseconds(seconds: float, digits: int) -> str:
 
 
 def _check_objectives(scenario: Scenario, metrics: Metrics) -> None:
-    """Raise UserError for an objective that no request can be held to."""
+    """Raise UserError for an objective that applies to no request."""
     for name in scenario.objectives:
         if metrics.num_finished and not metrics.latencies[name].count:
             raise UserError(f"--slo {name}: no request has one, being a single token or a beam search", param="slo")

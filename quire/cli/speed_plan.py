@@ -1,4 +1,4 @@
-"""What `quire plan` says of speed: the simulator's cost of a step, at lengths and batch sizes."""
+"""Speed in `quire plan`: the simulator's cost of a step at lengths and batch sizes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from quire.simulator.work import StepWork
 from quire.step import StepPlan
 
 BATCH_STEP = 8
-"""Batches are reported at 1, 8, 64 ... and at the largest that fits."""
+"""Factor between reported batches: 1, 8, 64 ... and the largest that fits."""
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """Sequences of `num_tokens` that each get one token a step. step_seconds: from one token of a sequence to the next,
-    the host's overhead included. tokens_per_second: of all of them. limit: "memory", "compute" or "overhead", whichever
-    takes most of a step."""
+    """Decoding of sequences of `num_tokens`, one token per step. step_seconds: time between a sequence's tokens, with
+    the host's overhead. tokens_per_second: total of the batch. limit: "memory", "compute" or "overhead", the largest
+    part of a step."""
 
     batch_size: int
     num_tokens: int
@@ -32,8 +32,7 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Speed:
-    """Speed at one length: seconds to the first token of a prompt of that length on an idle engine (None: not known),
-    and of decoding."""
+    """Speed at one length: seconds to a prompt's first token on an idle engine, if known, and decoding."""
 
     num_tokens: int
     ttft_seconds: float | None
@@ -41,7 +40,7 @@ class Speed:
 
 
 def predict(plan: MemoryPlan, cost: CostModel) -> tuple[Speed, ...]:
-    """For each length of the plan."""
+    """Predicted speed at each length of the plan."""
     return tuple(
         Speed(
             num_tokens=entry.num_tokens,
@@ -53,8 +52,8 @@ def predict(plan: MemoryPlan, cost: CostModel) -> tuple[Speed, ...]:
 
 
 def bounds(plan: MemoryPlan, cost: CostModel) -> tuple[Speed, ...]:
-    """What no engine can exceed with plain decoding: each step reads every weight that it needs and every sequence's
-    keys and values once, at the whole bandwidth of all devices, and nothing else takes time."""
+    """Upper bounds of plain decoding: each step reads the needed weights and every sequence's keys and values once, at
+    the full bandwidth of all devices, and nothing else takes time."""
     shape, bandwidth = cost.shape, cost.hardware.bandwidth * cost.layout.devices_per_replica
     per_parameter = (plan.weight_bytes - plan.draft_weight_bytes) / shape.parameters()
 
@@ -80,7 +79,7 @@ def bounds(plan: MemoryPlan, cost: CostModel) -> tuple[Speed, ...]:
 
 
 def bandwidth_alone(memory: int, bandwidth: float) -> Hardware:
-    """A device of which nothing but the bandwidth is known."""
+    """Device with only the bandwidth known."""
     anything = dict.fromkeys(("float32", "bfloat16", "float16", "float8", "int8"), math.inf)
     every = Factors(compute=1, bandwidth=1, attention_compute=1, attention_bandwidth=1, link=1, pcie=1)
     return Hardware(
@@ -122,7 +121,7 @@ def _decoding(plan: MemoryPlan, cost: CostModel, batch_size: int, num_tokens: in
 
 
 def _time_to_first_token(plan: MemoryPlan, cost: CostModel, num_tokens: int) -> float:
-    """The steps of one prompt, cut into chunks of the token budget."""
+    """Duration of one prompt's steps, in chunks of the token budget."""
     scheduler = plan.config.scheduler
     chunk = min(scheduler.max_num_batched_tokens, scheduler.max_prefill_chunk or num_tokens)
     hardware = cost.hardware
@@ -147,13 +146,13 @@ def _is_overlapped(plan: MemoryPlan) -> bool:
 
 
 def _with_host(plan: MemoryPlan, cost: CostModel, seconds: float, batch_size: int) -> float:
-    """Two steps in flight: the host plans one while the device computes the other."""
+    """Add the host's time. With two steps in flight, it overlaps the device's."""
     host = cost.hardware.host_overhead + batch_size * cost.hardware.host_overhead_per_sequence
     return max(seconds, host) if _is_overlapped(plan) else seconds + host
 
 
 def _limit(cost: CostModel, work: StepWork) -> str:
-    """What takes longest where everything else takes no time."""
+    """Largest part of a step, each measured with all others free."""
     quiet = replace(
         cost.hardware,
         launch_overhead=0.0,

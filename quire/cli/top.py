@@ -1,4 +1,4 @@
-"""`quire top`: the live view of a server in the terminal."""
+"""`quire top`: live view of a server in the terminal."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def show_once(client: FrameClient, url: str) -> None:
-    """Print one frame; its means are those since the server's start."""
+    """Print one frame, with means since the server's start."""
     from rich.console import Console
 
     from quire.dashboard.history import History
@@ -75,8 +75,8 @@ def show_once(client: FrameClient, url: str) -> None:
 
 
 def follow(client: FrameClient, url: str, rate: float) -> None:
-    """Redraw for every frame, and once a second, until the server ends the stream or the user leaves. Print a frame a
-    second behind the last one where the output is no terminal."""
+    """Redraw for every frame, at least once a second, until the stream ends or the user leaves. Without a terminal,
+    print one frame per second."""
     from rich.console import Console
     from rich.live import Live
 
@@ -108,7 +108,7 @@ def follow(client: FrameClient, url: str, rate: float) -> None:
 
 @contextlib.contextmanager
 def _keys(news: News) -> Iterator[None]:
-    """Meanwhile q puts None into `news`, where the input is a terminal: its keys come one by one and are not shown."""
+    """Put None into `news` when the user types q; keys are read singly, without echo."""
     source = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
     if source is None:
         yield
@@ -139,7 +139,7 @@ def _read(client: FrameClient, rate: float, news: News) -> None:
 
 
 def _take(item: Frame | QuireError | None) -> Frame | None:
-    """The frame; None: the user leaves. Raises the error."""
+    """Return the frame; None if the user leaves. Raises the error."""
     if isinstance(item, QuireError):
         raise item
     return item

@@ -1,4 +1,4 @@
-"""`python -m quire.cli.vllm serve MODEL ...`: the command lines of vLLM as they stand (docs/from-vllm.md)."""
+"""`python -m quire.cli.vllm serve MODEL ...`: vLLM's command lines unchanged (docs/from-vllm.md)."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from quire.errors import UserError, nearest_name
 from quire.server.settings import ServerSettings
 
 DEFAULT_HOST = "0.0.0.0"
-"""vLLM listens on every address unless told otherwise, and its lines count on it."""
+"""vLLM's default: all addresses."""
 IN_VLLMS_PLACE = {"dialect": "vllm"}
-"""Settings of a server that clients of vLLM call, unless the line has them."""
+"""Defaults for clients of vLLM."""
 POSITIONAL = "model_tag"
 _DOTTED = re.compile(r"(--?[A-Za-z][\w-]*)\.([\w.-]+\+?)(?:=(.*))?", re.DOTALL)
 _NAME = re.compile(r"--[^=.]+")
@@ -31,7 +31,7 @@ _LEVEL = re.compile(r"-O=?([0-9])")
 
 
 class Line(NamedTuple):
-    """What a command line means: keywords of EngineOptions and of ServerSettings, and what has no effect."""
+    """Meaning of a command line: keywords of EngineOptions and ServerSettings, and notes on flags without effect."""
 
     options: dict[str, Any]
     settings: dict[str, Any]
@@ -39,7 +39,7 @@ class Line(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status, as `quire` does."""
+    """Run the command; return its exit status as `quire` does."""
     return run_program("quire", _dispatch, sys.argv[1:] if arguments is None else arguments)
 
 
@@ -134,7 +134,7 @@ def _client_parser(name: str, description: str) -> Parser:
 
 
 def _base(url: str) -> str:
-    """The server of the API at `url`."""
+    """Server part of the API's `url`."""
     return url.rstrip("/").removesuffix("/v1")
 
 
@@ -165,9 +165,8 @@ DEFAULT_URL = "http://localhost:8000/v1"
 
 
 def read_line(arguments: Sequence[str], parser: Parser | None = None) -> Line:
-    """What stands behind `vllm serve`. parser: of `build_parser`, for callers with many lines.
-
-    Raises UserError for what is wrong or refused, with the reason."""
+    """Parse the arguments of `vllm serve`. parser: result of `build_parser`, for repeated use. Raises UserError with
+    the reason for invalid or refused flags."""
     parser = parser or build_parser()
     namespace = parse_flags(parser, arguments, _PREFIX)
     path = getattr(namespace, "config", None)
@@ -195,12 +194,12 @@ def read_line(arguments: Sequence[str], parser: Parser | None = None) -> Line:
 
 
 UNBOUNDED = ("max_num_queued",)
-"""Settings that None lifts; elsewhere None asks for the default."""
+"""Settings where None means no limit; elsewhere it means the default."""
 _PREFIX = "vllm:"
 
 
 def build_parser() -> Parser:
-    """vLLM's flags, and Quire's own where vLLM has none of that name."""
+    """Parser of vLLM's flags, and Quire's with other names."""
     parser = Parser(
         prog="quire.cli.vllm serve",
         usage="python -m quire.cli.vllm serve [MODEL] [flags of vllm serve]",
@@ -216,7 +215,7 @@ def build_parser() -> Parser:
 
 
 def add_flags(parser: argparse.ArgumentParser, entries: Iterable[VllmFlag], prefix: str = "") -> None:
-    """Add flags of the table, whose values come under their names behind `prefix`; only those that are given."""
+    """Add flags of the table, stored under `prefix` and name if given."""
     group = parser.add_argument_group(f"flags of vLLM {VERSION}")
     for entry in entries:
         group.add_argument(
@@ -230,7 +229,7 @@ def add_flags(parser: argparse.ArgumentParser, entries: Iterable[VllmFlag], pref
 
 
 class _Flag(argparse.BooleanOptionalAction):
-    """--x, --no-x, and for --enable-x also --disable-x, for --disable-x also --enable-x."""
+    """Flag --x with --no-x; --enable-x and --disable-x negate each other."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **more: Any) -> None:
         super().__init__(option_strings, dest, **more)
@@ -245,7 +244,7 @@ class _Flag(argparse.BooleanOptionalAction):
 
 
 def _opposite(flag: str) -> str | None:
-    """The flag that turns `flag` off, unless it is another one of the table."""
+    """Opposite of `flag`, unless the table has it."""
     for one, other in (("--enable-", "--disable-"), ("--disable-", "--enable-")):
         if flag.startswith(one):
             found = other + flag.removeprefix(one)
@@ -273,7 +272,7 @@ def _action(entry: VllmFlag) -> dict[str, Any]:
 
 
 def _or_none(kind: Any) -> Any:
-    """vLLM writes None as an empty text or as "None"."""
+    """Parse vLLM's None: empty text or "None"."""
 
     def parse(text: str) -> Any:
         return None if text in ("", "None") else kind(text)
@@ -293,8 +292,8 @@ _json_list.__name__ = "JSON list of strings"
 
 
 def parse_flags(parser: Parser, arguments: Sequence[str], prefix: str = "") -> argparse.Namespace:
-    """Parse a line with all that vLLM allows in it: underscores, `-O3`, keys of JSON values as flags of their own.
-    prefix: as for `add_flags`. Raises UserError."""
+    """Parse a line in all vLLM's spellings: underscores, `-O3`, keys of JSON values as flags. prefix: see `add_flags`.
+    Raises UserError."""
     plain: list[str] = []
     keyed: dict[str, dict[str, Any]] = {}
     rest = [_as_key(_whole(part, parser)) for argument in arguments for part in _spelled(argument)]
@@ -316,7 +315,7 @@ def parse_flags(parser: Parser, arguments: Sequence[str], prefix: str = "") -> a
 
 
 def _spelled(argument: str) -> list[str]:
-    """An argument with hyphens in the flag's name, and a level of optimisation as a flag with its value."""
+    """Replace underscores in a flag's name, and -O by its full flag."""
     if argument == "-O":
         return ["--optimization-level"]
     if (level := _LEVEL.fullmatch(argument)) is not None:
@@ -331,16 +330,15 @@ def _spelled(argument: str) -> list[str]:
 
 
 def _as_key(argument: str) -> str:
-    """A flag that stands for a key of --speculative-config as that key."""
+    """Replace a flag for a key of --speculative-config by that key."""
     name, equals, value = argument.partition("=")
     key = SPECULATION_KEYS.get(name.removeprefix("--").replace("-", "_")) if name.startswith("--") else None
     return argument if key is None else f"--speculative-config.{key}{equals}{value}"
 
 
 def _whole(argument: str, parser: Parser) -> str:
-    """An argument with the whole name of the flag that it begins. vLLM's flags count before those that only Quire has
-    or that older versions of vLLM had, so that what is clear to vLLM is clear here. Raises UserError for a beginning
-    of several flags."""
+    """Complete an abbreviated flag. vLLM's current flags win over Quire's and vLLM's older ones, so that the result is
+    vLLM's. Raises UserError for an ambiguous flag."""
     head = _NAME.match(argument)
     known = parser.known_flags
     if head is None or head[0] in known:
@@ -354,7 +352,7 @@ def _whole(argument: str, parser: Parser) -> str:
 
 @functools.cache
 def current_flags() -> frozenset[str]:
-    """The flags that vLLM itself has, with those that turn one off."""
+    """vLLM's current flags, with negations."""
     entries = [entry for entry in FLAGS.values() if entry not in OLDER]
     negative = ["--no-" + entry.flag[2:] for entry in entries if entry.kind == "flag"]
     return frozenset(["--config", "--help", *(entry.flag for entry in entries), *negative])
@@ -366,7 +364,7 @@ def _json_flag(flag: str) -> VllmFlag | None:
 
 
 def _value(text: str) -> Any:
-    """JSON where it is, else the text."""
+    """JSON value, or the text itself."""
     try:
         return json.loads(text)
     except ValueError:
@@ -374,7 +372,7 @@ def _value(text: str) -> Any:
 
 
 def _set_key(found: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    """Write found[a][b] of the path a.b; a name that ends in + adds to a list."""
+    """Set found[a][b] for the path a.b; a final + appends to a list."""
     *outer, last = path
     for name in outer:
         found = found.setdefault(name, {})
@@ -393,7 +391,7 @@ def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def config_arguments(path: str) -> list[str]:
-    """The flags that a YAML file holds, as a command line. Raises ConfigError for a file that is none."""
+    """Command line for the flags in a YAML file. Raises ConfigError for an invalid file."""
     return config_words(path, _config_entry, (".yaml", ".yml"))
 
 
@@ -415,7 +413,7 @@ def _config_entry(name: str, value: Any) -> list[str]:
 
 
 def flag_tables() -> str:
-    """What becomes of each flag, as the tables of docs/from-vllm.md."""
+    """Tables of all flags in docs/from-vllm.md."""
     parts = []
     for title, group in GROUPS.items():
         rows = [f"| {_names(entry)} | {entry.fate} | {_meaning(entry)} |" for entry in group]

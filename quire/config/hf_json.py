@@ -16,7 +16,7 @@ MAX_JSON_BYTES = 2**24
 """Largest JSON file that is parsed. The largest of models, the indexes of a trillion parameters in 100,000 tensors,
 have 10 MB."""
 MAX_JSON_VALUES = 2**17
-"""Most values in such a file: a parsed value takes some 100 bytes, however short its text."""
+"""Largest number of values in such a file: a parsed value takes some 100 bytes, however short its text."""
 MAX_INTEGER = 2**31 - 1
 """Largest number in a config.json: kernels count in 32 bits."""
 

@@ -19,7 +19,7 @@ SUBDIRECTORIES = ("*/*.bin", "*/*.safetensors", f"*/*{SUFFIX}", "*/*/*")
 """Files to skip: repositories keep other formats of the same weights in folders."""
 USUAL_TAG = "Q4_K_M"
 MAX_LISTED = 8
-"""Most files named in an error."""
+"""Largest number of files named in an error."""
 NO_LANGUAGE_MODEL = "mmproj"
 """Prefix of the names of image-tower files."""
 

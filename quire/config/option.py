@@ -46,7 +46,7 @@ ACCESS = Group("access", "who may do what")
 HTTP = Group("http", "connections and processes")
 OBSERVE = Group("observe", "logs, metrics and traces")
 GROUPS = FIRST, MODEL, IMAGES, KV, SCHEDULING, ADAPTERS, DEVICE, ANSWERS, ACCESS, HTTP, OBSERVE
-"""In the order of the help."""
+"""All groups, in the order of the help."""
 
 
 @cache

@@ -16,7 +16,7 @@ from quire.errors import ConfigError
 from quire.utils.extras import how_to_install
 
 MAX_RANKS = 64
-"""Most processes on one host."""
+"""Largest number of processes on one host."""
 
 
 EXECUTORS = ("uni", "mp", "ray", "external_launcher")

@@ -116,7 +116,7 @@ def read_pooling(
 
 
 def longest_text(path: Path, limit: int) -> int:
-    """Most tokens of a text, special ones included, by sentence-transformers' files; at most `limit`."""
+    """Longest text in tokens, special ones included, by sentence-transformers' files; at most `limit`."""
     if path.is_file():
         return limit
     file = path / "sentence_bert_config.json"

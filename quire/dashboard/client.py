@@ -1,4 +1,4 @@
-"""Frames of a server elsewhere: one, or a stream of them."""
+"""Client that reads frames from a server."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from quire.utils.server_connection import ServerConnection, ServerGoneError, err
 from quire.utils.sse import EventParser
 
 SECONDS_WITHOUT_A_BYTE = 30.0
-"""Twice what passes between two signs of life of a server where nothing happens."""
+"""Timeout without data: twice the interval of the server's signs of life."""
 HINT = ": is it a Quire server of this version?"
 
 
 class FrameClient:
-    """Asks one server. Every failure is a QuireError with one clear line."""
+    """Client of one server. Every failure is a QuireError with one clear line."""
 
     def __init__(self, connection: ServerConnection) -> None:
         self._connection = connection
         self._decoder = msgspec.json.Decoder(Frame)
 
     def frame(self) -> Frame:
-        """One look."""
+        """Return the current frame."""
         with self._connection.request("GET", "/debug/kv", hint=HINT) as response:
             return self._decoder.decode(response.read())
 
     def frames(self, rate: float) -> Iterator[Frame]:
-        """At most `rate` a second, until the server ends the stream: then ServerGoneError is raised."""
+        """Yield at most `rate` frames per second. Raises ServerGoneError when the server ends the stream."""
         parser, url = EventParser(), self._connection.url
         with self._connection.request("GET", f"/debug/kv/events?rate={rate:g}", hint=HINT) as response:
             for data in response.iter_raw():

@@ -1,4 +1,4 @@
-"""One source of frames for all viewers: it polls the engine once for all of them, and only while there are any."""
+"""Frames for all viewers, from one poll of the engine, and only while there are viewers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.errors import InternalError, QuireError
 from quire.utils.failures import explain
 
 KEEP_ALIVE_SECONDS = 15.0
-"""After so long without news a comment is sent: it keeps proxies patient and finds viewers that are gone."""
+"""Interval of comments in a stream without news: they keep proxies patient and reveal viewers that are gone."""
 KEEP_ALIVE = b": nothing new\n\n"
 
 Poll = Callable[[], Awaitable[bytes]]
@@ -18,23 +18,23 @@ Pause = Callable[[float], Awaitable[None]]
 
 
 class FeedClosedError(QuireError):
-    """The server is leaving."""
+    """The server is shutting down."""
 
 
 class Feed:
-    """Frames for any number of viewers, each at a rate of its own.
+    """Frames for any number of viewers, each at its own rate.
 
-    The feed polls the engine at the rate of the fastest viewer. A frame that equals the last one is not sent, and a
-    slow viewer gets the newest frame next: there is no queue. Used on one event loop.
+    The feed polls at the fastest viewer's rate. It does not repeat equal frames, and a slow viewer gets the newest
+    frame next: there is no queue. Used on one event loop.
     """
 
     def __init__(self, poll: Poll, pause: Pause | None = None) -> None:
-        """poll: makes the newest frame (one line of JSON). pause: waits for the given seconds, or until `close`."""
+        """poll: returns the newest frame (one line of JSON). pause: waits for some seconds, or until `close`."""
         self._poll = poll
         self._pause = pause or self._until_closed
         self._closing = asyncio.Event()
         self._intervals: dict[object, float] = {}
-        """Seconds between two frames, by viewer."""
+        """Seconds between frames, by viewer."""
         self._polling: asyncio.Task[None] | None = None
         self._frame: bytes | None = None
         self._number = 0
@@ -46,9 +46,8 @@ class Feed:
         return len(self._intervals)
 
     async def events(self, rate: float) -> AsyncGenerator[bytes, None]:
-        """Server-sent events, at most `rate` a second, the first at once. Ends when the feed is closed.
-
-        Raises FeedClosedError when it is closed already, and what `poll` raises.
+        """Yield server-sent events, at most `rate` per second, the first at once, until the feed is closed.
+        Raises FeedClosedError if it is already closed, and any error of `poll`.
         """
         if self._closing.is_set():
             raise FeedClosedError("the server is shutting down")
@@ -68,7 +67,7 @@ class Feed:
             self._leave(viewer)
 
     def close(self) -> None:
-        """End all streams, now and for ever."""
+        """End all streams for good."""
         self._closing.set()
         self._stop()
         self._wake()
@@ -115,7 +114,7 @@ class Feed:
         self._news = asyncio.Event()
 
     async def _hear(self) -> bool:
-        """Wait for a new frame, a failure or the end; False after `KEEP_ALIVE_SECONDS` without any."""
+        """Wait for a frame, a failure or the end; return False after `KEEP_ALIVE_SECONDS`."""
         try:
             async with asyncio.timeout(KEEP_ALIVE_SECONDS):
                 await self._news.wait()

@@ -1,4 +1,4 @@
-"""What one look at a server shows: the body of `GET /debug/kv`, and of every event of `/debug/kv/events`."""
+"""Snapshot of a server: body of `GET /debug/kv` and of each event of `/debug/kv/events`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from quire.scheduler.snapshot import KVSnapshot, RequestView
 
 
 class Observations(msgspec.Struct):
-    """A quantity that was observed `count` times, `sum` in total."""
+    """Sum and number of observations of a quantity."""
 
     sum: float
     count: int
 
 
 class Frame(msgspec.Struct):
-    """Carries no time of day, so that two looks at a server that rests are equal, and one of them need not be sent."""
+    """Snapshot without time of day, so that those of an idle server are equal and need not be sent again."""
 
     version: str
     model: str
@@ -27,18 +27,18 @@ class Frame(msgspec.Struct):
     max_model_len: int
     is_draining: bool
     time_to_first_token: Observations
-    """Seconds, over all requests so far: the difference of two frames gives the mean between them."""
+    """Seconds over all requests so far; two frames give the mean between them."""
     stats: EngineStats
     kv: KVSnapshot
     shares: dict[str, float] = {}
-    """What follows from `stats`: the shares of `quire.kv_cache.stats.shares`."""
+    """Shares computed from `stats` by `quire.kv_cache.stats.shares`."""
     recent: Recent = Recent()
     task: str = "completion"
-    """What the model is for: "chat", "completion" without a chat template, "embed" or "classify"."""
+    """Task of the model: "chat", "completion" without a chat template, "embed" or "classify"."""
 
 
 class Owner(msgspec.Struct, frozen=True):
-    """One table entry that names a block."""
+    """Table entry that names a block."""
 
     request_id: str
     sequence: int
@@ -47,7 +47,7 @@ class Owner(msgspec.Struct, frozen=True):
 
 
 def owners_of(kv: KVSnapshot) -> dict[int, list[Owner]]:
-    """Physical block -> the table entries that name it, in the order of the requests."""
+    """Physical block -> table entries that name it, in order of the requests."""
     owners: dict[int, list[Owner]] = {}
     for owner, block in _entries(kv):
         owners.setdefault(block, []).append(owner)
@@ -55,12 +55,12 @@ def owners_of(kv: KVSnapshot) -> dict[int, list[Owner]]:
 
 
 def blocks_of(request: RequestView) -> set[int]:
-    """The physical blocks of a request, shared ones included once."""
+    """Physical blocks of a request, each once."""
     return {block for s in request.sequences for table in s.tables for block in table if block}
 
 
 def number_of(request_id: str) -> int:
-    """The number at the end of the engine's key, one for each request: for people, and for picking a colour."""
+    """Number at the end of the engine's request key; unique, used for display and colours."""
     _, _, number = request_id.rpartition("#")
     return int(number) if number.isdecimal() else 0
 

@@ -1,4 +1,4 @@
-"""Rates between frames: counters only grow, so two looks tell what happened between them."""
+"""Rates between frames, from the differences of counters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quire.dashboard.frame import Frame
 
 NUM_SAMPLES = 120
 WINDOW = 10
-"""Samples over which means are taken: few seconds bring more than one request."""
+"""Samples in a mean: few seconds have more than one request."""
 
 
 class _Counters(NamedTuple):
@@ -24,7 +24,8 @@ class _Counters(NamedTuple):
 
 
 class History:
-    """Fed with the newest frame at a steady pace. With the first one the means are those since the server's start."""
+    """History of frames added at a steady pace. After the first frame, means cover the time since the server's
+    start."""
 
     def __init__(self) -> None:
         self._counters: deque[_Counters] = deque(maxlen=WINDOW)
@@ -33,22 +34,22 @@ class History:
         }
         self.tokens_per_second: float | None = None
         self.time_to_first_token: float | None = None
-        """Seconds; None when no request got its first token."""
+        """Seconds; None before any first token."""
         self.hit_rate: float | None = None
-        """Share of looked-up prompt tokens that were cached; None when none were looked up."""
+        """Share of cached prompt tokens among those looked up; None if there were none."""
         self.acceptance: float | None = None
-        """Share of drafts that were accepted; None when none were computed."""
+        """Share of accepted drafts; None if there were none."""
 
     @property
     def num_samples(self) -> int:
         return len(self._values["usage"])
 
     def values(self, key: str) -> list[float | None]:
-        """`tokens`, `ttft`, `hits`, `usage` or `drafts`, oldest first."""
+        """Values of `tokens`, `ttft`, `hits`, `usage` or `drafts`, oldest first."""
         return list(self._values[key])
 
     def add_frame(self, frame: Frame, now: float) -> None:
-        """now: seconds of any clock that does not go back."""
+        """now: seconds of a monotonic clock."""
         stats, first = frame.stats, frame.time_to_first_token
         newest = _Counters(
             now,

@@ -1,4 +1,4 @@
-"""Requests that have ended, for people who look at a server: the latest of them, and how long most took."""
+"""Latest ended requests, with percentiles of their times."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ KEPT, SHOWN = 200, 20
 
 
 class EndedRequest(msgspec.Struct, frozen=True):
-    """finish_reasons: those of its sequences, once each. Seconds are None for a request that never got a token."""
+    """Ended request. finish_reasons: reasons of its sequences, once each. Times are in seconds, None without a
+    token."""
 
     request_id: str
     finish_reasons: list[str]
@@ -24,18 +25,18 @@ class EndedRequest(msgspec.Struct, frozen=True):
     num_generated: int
     time_to_first_token: float | None
     seconds: float | None
-    """From its arrival to its last token."""
+    """Arrival to last token."""
 
 
 class Percentiles(msgspec.Struct, frozen=True):
-    """Seconds that half of the kept requests, and 95 % of them, took at most."""
+    """Median and 95th percentile of the kept requests, in seconds."""
 
     p50: float
     p95: float
 
 
 class Recent(msgspec.Struct, frozen=True):
-    """The latest requests that have ended, the last one first, and what the kept ones took (None: there are none)."""
+    """Latest ended requests, newest first, and percentiles of the kept ones."""
 
     ended: list[EndedRequest] = []
     time_to_first_token: Percentiles | None = None
@@ -43,13 +44,13 @@ class Recent(msgspec.Struct, frozen=True):
 
 
 class RecentRequests:
-    """Requests of this process that have ended. `EngineMetrics` tells of them: it follows each request anyway."""
+    """Ended requests of this process; `EngineMetrics` reports them."""
 
     def __init__(self) -> None:
         self._ended: deque[EndedRequest] = deque(maxlen=KEPT)
 
     def note(self, output: RequestOutput, progress: RequestProgress, now: float) -> None:
-        """Keep what is shown of a request. output: its last one."""
+        """Keep a request's facts. output: its last output."""
         self._ended.appendleft(_ended(output, progress, now))
 
     def recent(self) -> Recent:

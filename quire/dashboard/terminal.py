@@ -1,4 +1,4 @@
-"""The live view in a terminal: a frame becomes text that rich can print, two blocks to a character."""
+"""Live view in a terminal: converts a frame to rich text, two blocks per character."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from quire.scheduler.snapshot import KVSnapshot, RequestView
 GOLDEN_ANGLE = 137.508 / 360
 FREE, CACHED, UNKNOWN = Color.from_rgb(38, 41, 48), Color.from_rgb(84, 90, 102), Color.from_rgb(150, 155, 165)
 SHARED_LIFT = 0.55
-"""How far the colour of a shared block is moved towards white."""
+"""Shift of a shared block's colour towards white, 0 to 1."""
 SPARKS = "▁▂▃▄▅▆▇█"
 STATUSES = ("running", "preempted", "swapped", "waiting", "pinned")
 REQUESTS_SHOWN = 12
 ADAPTERS_SHOWN = 6
-"""Names of running and of waiting requests' adapters."""
+"""Maximum of adapter names shown for running and for waiting requests."""
 MAP_ROWS = 24
-"""Lines of the map; for a larger pool a cell shows several blocks."""
+"""Maximum of lines of the map; cells of a larger pool show several blocks."""
 
 
 def colour_of(request_id: str, *, shared: bool = False) -> Color:
-    """The colour of a request: that of the live page, as near as a terminal's palette has it."""
+    """Colour of a request, as on the live page within the terminal's palette."""
     hue = (0.5 + (number_of(request_id) - 1) * GOLDEN_ANGLE) % 1
     parts = colorsys.hls_to_rgb(hue, 0.62, 0.6)
     lift = SHARED_LIFT if shared else 0.0
@@ -42,10 +42,8 @@ def colour_of(request_id: str, *, shared: bool = False) -> Color:
 
 
 class BlockMap:
-    """All blocks from left to right and from top to bottom, each half a character: the upper half, then the lower.
-
-    Where the pool is larger than the lines allow, a cell stands for several blocks and shows its busiest.
-    """
+    """Map of all blocks, row by row; a character shows two, upper and lower half. In a larger pool a cell stands for
+    several blocks and shows its busiest."""
 
     def __init__(self, kv: KVSnapshot, rows: int = MAP_ROWS) -> None:
         self._kv = kv
@@ -78,7 +76,7 @@ class BlockMap:
 
 
 def counts_of(kv: KVSnapshot) -> dict[str, int]:
-    """used, shared, cached, free: numbers of blocks."""
+    """Numbers of used, shared, cached and free blocks."""
     states = kv.states[1:]
     free, cached = states.count(FREE_STATE), states.count(CACHED_STATE)
     used = len(states) - free - cached
@@ -86,7 +84,7 @@ def counts_of(kv: KVSnapshot) -> dict[str, int]:
 
 
 def render(frame: Frame, history: History, url: str) -> RenderableType:
-    """Everything, from the first line to the last request."""
+    """Render the whole view."""
     counts = counts_of(frame.kv)
     title = Text.assemble(("Quire ", "bold"), (frame.model, "bold cyan"), f"  {url}  ", (frame.backend, "dim"))
     if frame.is_draining:
@@ -118,7 +116,7 @@ def _rates(frame: Frame, history: History, num_used: int) -> Table:
 
 
 def sparkline(values: list[float | None], width: int) -> str:
-    """The last `width` values in characters of eight heights; a space where there is no value."""
+    """Last `width` values in characters of eight heights; spaces for missing values."""
     shown = values[-width:]
     highest = max((value for value in shown if value is not None), default=0.0)
     return "".join(
@@ -127,7 +125,7 @@ def sparkline(values: list[float | None], width: int) -> str:
 
 
 def _ended(recent: Recent) -> Text:
-    """What most of the requests that have ended took."""
+    """Percentiles of ended requests."""
     parts = [
         f"{name} {_milliseconds(times.p50)}, 95 % {_milliseconds(times.p95)}"
         for name, times in (("first token", recent.time_to_first_token), ("last token", recent.seconds))
@@ -137,7 +135,7 @@ def _ended(recent: Recent) -> Text:
 
 
 def _adapters(stats: EngineStats) -> list[Text]:
-    """The slots of adapters, and whose requests run and wait; nothing of an engine that takes none."""
+    """Adapter slots, and adapters of running and waiting requests; empty without adapters."""
     if not stats.num_adapter_slots:
         return []
     line = Text(f"adapters: {stats.num_loaded_adapters} of {stats.num_adapter_slots} slots", "dim")

@@ -1,4 +1,4 @@
-"""The adapters that a front end knows: by number, as vLLM's calls name them, and by name, as a server does."""
+"""LoRA adapters that a front end knows: by number in the offline calls (as in vLLM), by name in a server."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from quire.errors import ModelLoadError, UserError, nearest_name
 from quire.lora_request import LoRARequest
 
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
-"""The adapter of all prompts of a call, or one each."""
+"""One adapter for all prompts of a call, or one per prompt."""
 
 
 class KnownAdapters:
-    """Thread-safe. An adapter is read when it is named first, or again where that is asked for: a file that changes
-    later changes no request, which carries the digest of what it was named with."""
+    """Thread-safe registry of adapters. An adapter is read when it is first named, or again with `load_inplace`. A
+    request carries the digest of what was read, so later changes of the files do not affect it."""
 
     def __init__(self, config: AdaptersConfig) -> None:
         self._config = config
@@ -35,7 +35,7 @@ class KnownAdapters:
             raise UserError("lora_request needs an engine with enable_lora=True", param="lora_request")
 
     def resolve(self, lora_request: LoRARequest | None) -> AdapterRef | None:
-        """What a request carries. Raises UserError for what is no adapter, or not this engine's to take."""
+        """Return the reference that a request carries. Raises UserError for an invalid or incompatible adapter."""
         if lora_request is None:
             return None
         self.refuse()
@@ -60,7 +60,7 @@ class KnownAdapters:
         return ref
 
     def each(self, lora_request: LoRARequests, count: int) -> list[AdapterRef | None]:
-        """What each of `count` requests carries. Raises as `resolve`."""
+        """Resolve one adapter for each of `count` requests. Raises as `resolve`."""
         if isinstance(lora_request, str) or not isinstance(lora_request, Sequence):
             return [self.resolve(lora_request)] * count
         if len(lora_request) != count:
@@ -68,7 +68,7 @@ class KnownAdapters:
         return [self.resolve(one) for one in lora_request]
 
     def forget(self, number: int) -> bool:
-        """Let a number stand for no adapter; returns whether it did. Requests that have it go on."""
+        """Remove a number; returns whether it was known. Running requests are not affected."""
         with self._lock:
             return self._by_number.pop(number, None) is not None
 
@@ -82,8 +82,7 @@ class KnownAdapters:
         return self._by_name.get(name)
 
     def add_name(self, name: str, path: str, base_model_name: str | None = None, *, load_inplace: bool = False) -> None:
-        """Give an adapter a name. Raises UserError for a name that another adapter has, unless `load_inplace`, and as
-        `resolve`."""
+        """Name an adapter. Raises UserError if the name is taken, unless `load_inplace`, and as `resolve`."""
         self.refuse()
         with self._lock:
             known = self._by_name.get(name)
@@ -98,13 +97,13 @@ class KnownAdapters:
             self._by_name[name] = LoRARequest(name, number, path, base_model_name)
 
     def known(self, name: str) -> tuple[LoRARequest, AdapterRef]:
-        """The adapter of a name that there is."""
+        """The adapter of a known name. Raises KeyError."""
         with self._lock:
             request = self._by_name[name]
             return request, self._by_number[request.lora_int_id][1]
 
     def learn(self, name: str, path: str, ref: AdapterRef, base_model_name: str | None) -> None:
-        """Give a name what another process has read."""
+        """Register a name whose adapter another process has read."""
         with self._lock:
             known = self._by_name.get(name)
             number = max(self._by_number, default=0) + 1 if known is None else known.lora_int_id
@@ -112,7 +111,7 @@ class KnownAdapters:
             self._by_name[name], self._by_number[number] = request, (request, ref)
 
     def remove(self, name: str) -> None:
-        """Take a name away. Raises UserError for one that there is not. Requests that run go on."""
+        """Remove a name. Raises UserError if it is unknown. Running requests are not affected."""
         with self._lock:
             known = self._by_name.pop(name, None)
             if known is None:
@@ -122,7 +121,7 @@ class KnownAdapters:
 
 
 def _directory(path: str) -> str:
-    """Where an adapter lies: its directory, or what the hub has under this id."""
+    """Local directory of an adapter; a hub id is downloaded first."""
     if Path(path).expanduser().exists() or looks_like_a_path(path):
         return path
     try:

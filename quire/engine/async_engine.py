@@ -1,4 +1,4 @@
-"""AsyncLLM: many requests at once on one asyncio loop, over an engine in a process of its own (or in this one)."""
+"""AsyncLLM: concurrent requests on one asyncio loop, over an engine in its own process (or in this one)."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ from quire.tokenization.user_tokenizer import UserTokenizer
 from quire.utils.heartbeat import HUNG_ENGINE_TIMEOUT
 
 POLL_SECONDS = 0.01
-"""Seconds between two looks of a caller that waits for the end of requests."""
+"""Seconds between two checks of a caller that waits for requests to end."""
 
 T = TypeVar("T")
 
@@ -73,10 +73,8 @@ class HasOptions(Protocol):
 
 
 class AsyncLLM:
-    """Used from one event loop at a time. Keyword arguments are the engine's options (`quire.config.options`).
-
-    The constructor returns while the engine process is still starting; `ready` waits for it.
-    """
+    """Asynchronous engine; use it from one event loop at a time. Keyword arguments are the engine's options
+    (`quire.config.options`). The constructor returns while the engine process still starts; `ready` waits for it."""
 
     def __init__(
         self,
@@ -87,10 +85,9 @@ class AsyncLLM:
         hung_engine_timeout: float = HUNG_ENGINE_TIMEOUT,
         **engine_options: Unpack[EngineKeywords],
     ) -> None:
-        """in_process: run the core in a thread of this process. restart_engine: when an engine process dies, or has
-        given no sign of life for `hung_engine_timeout` seconds (0: only when it dies), start another one, in which
-        every request goes on (quire/engine/fleet.py); None: where there are several (`data_parallel_size`). Raises
-        ConfigError or ModelLoadError."""
+        """in_process: run the core in a thread of this process. restart_engine: start another engine, in which all
+        requests continue, when an engine process dies or is silent for `hung_engine_timeout` seconds (0: no limit)
+        (quire/engine/fleet.py); None: only if `data_parallel_size` > 1. Raises ConfigError or ModelLoadError."""
         start = _starter(in_process, restart_engine, hung_engine_timeout)
         options = EngineOptions.from_keywords({"model": model, **engine_options})
         self._open(options, lambda options, config: start(options, config, executor=DEFAULT_EXECUTOR))
@@ -106,8 +103,9 @@ class AsyncLLM:
         executor: str = DEFAULT_EXECUTOR,
         process: EngineProcess | None = None,
     ) -> AsyncLLM:
-        """As the constructor. executor: `"module:attribute"` of a callable from EngineConfig to Executor. process: as
-        of ProcessClient, where one engine runs that is not restarted."""
+        """Build an engine from options. executor: `"module:attribute"` of a callable from EngineConfig to Executor.
+        process: a process that already imports the engine's modules; used for a single engine without restarts. The
+        rest is as in the constructor."""
         engine = cls.__new__(cls)
         start = _starter(in_process, restart_engine, hung_engine_timeout, process)
         engine._open(options, lambda options, config: start(options, config, executor=executor))
@@ -115,13 +113,13 @@ class AsyncLLM:
 
     @classmethod
     def from_engine_args(cls, engine_args: HasOptions) -> AsyncLLM:
-        """As the constructor, of `quire.AsyncEngineArgs`."""
+        """Build an engine from `quire.AsyncEngineArgs`."""
         return cls.from_options(engine_args.to_options())
 
     @classmethod
     def of_session(cls, options: EngineOptions, client: SharedClient) -> AsyncLLM:
-        """Over an engine that several processes share. Requests without a seed get other ones than in other
-        sessions."""
+        """Connect to an engine that several processes share. Each session derives other seeds for requests without
+        one."""
         engine = cls.__new__(cls)
         engine._open(options, lambda options, config: client)
         session = engine._session
@@ -145,7 +143,7 @@ class AsyncLLM:
 
     @property
     def ready(self) -> EngineReady:
-        """Facts found at the start; waits for its end. Raises what the start-up failed with."""
+        """Facts found at the start; waits for it to end. Raises the error of a failed start."""
         return self._session.client.ready
 
     def __repr__(self) -> str:
@@ -169,7 +167,7 @@ class AsyncLLM:
         return self._front_end.tokenizer
 
     def get_tokenizer(self) -> UserTokenizer:
-        """The tokenizer, with the methods that Transformers' have. Raises UserError when the model has none."""
+        """The tokenizer, with the methods of a Transformers tokenizer. Raises UserError if the model has none."""
         return user_tokenizer(self.tokenizer, self.input_processor)
 
     @property
@@ -179,7 +177,7 @@ class AsyncLLM:
 
     @property
     def adapters(self) -> KnownAdapters:
-        """Those that calls and requests have named."""
+        """Adapters that calls and requests have named."""
         return self._front_end.adapters
 
     @property
@@ -188,88 +186,88 @@ class AsyncLLM:
 
     @property
     def takes_priorities(self) -> bool:
-        """Whether a request may bring a priority."""
+        """True if requests may set a priority."""
         return self._front_end.config.scheduler.scheduling_policy == "priority"
 
     @property
     def takes_images(self) -> bool:
-        """Whether prompts may have images."""
+        """True if prompts may contain images."""
         return not isinstance(self.input_processor.images, NoImages)
 
     @property
     def max_num_seqs(self) -> int:
-        """Sequences that run at once."""
+        """Maximum number of sequences that run at once."""
         return self._front_end.config.scheduler.max_num_seqs
 
     @property
     def errored(self) -> bool:
-        """Whether the engine is dead (or was shut down)."""
+        """True if the engine is dead or was shut down."""
         return self._session.death is not None
 
     @property
     def dead_error(self) -> EngineDeadError:
-        """A new error with the cause of death. Only when `errored`."""
+        """A new error with the cause of death. Only valid if `errored`."""
         death = self._session.death
         assert death is not None, "the engine is not dead"
         return death.again()
 
     @property
     def is_restarting(self) -> bool:
-        """Whether the engine has died and another one starts: requests wait, and go on in it."""
+        """True while no engine is up and a new one starts; requests wait and then continue."""
         return self._session.client.is_restarting
 
     @property
     def num_restarts(self) -> int:
-        """How often the engine was started again."""
+        """Number of restarts of the engine."""
         return self._session.client.num_restarts
 
     @property
     def silence(self) -> float:
-        """Seconds for which the engine process has given no sign of life (quire/engine/heartbeat.py)."""
+        """Seconds since the engine process last made progress (quire/engine/heartbeat.py)."""
         return self._session.client.silence
 
     def check_health(self) -> None:
-        """Raise EngineDeadError when the engine is dead, and EngineUnresponsiveError when its process has given no sign
-        of life for SILENCE_LIMIT seconds: it, or one of its ranks, is stopped or dead-locked, or one thread keeps the
-        interpreter. A long step is no silence."""
+        """Raise EngineDeadError if the engine is dead, and EngineUnresponsiveError if its process has been silent for
+        SILENCE_LIMIT seconds: it or a rank is stopped or deadlocked, or one thread holds the interpreter. A long step
+        does not count as silence."""
         self._session.check_health()
 
     def check_awake(self) -> None:
-        """Raise EngineAsleepError while the engine sleeps, as far as the front ends have sent it to sleep."""
+        """Raise EngineAsleepError if a front end has sent the engine to sleep."""
         self._session.check_awake()
 
     def add_listener(self, listener: StatsListener) -> None:
-        """`listener` hears of every output and snapshot from now on."""
+        """Register a listener for all further outputs and snapshots."""
         self._session.listeners.append(listener)
 
     # What there is to do.
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that were begun and not ended, those still being tokenised included, and those whose consumer has
-        yet to take what is there."""
+        """Requests begun and not ended: those still being tokenised, and those whose consumer has outputs left to read,
+        included."""
         return self._session.num_unfinished
 
     @property
     def num_pending(self) -> int:
-        """Requests that run, wait or are being prepared: begun, and not yet reported as finished by the engine. One
-        whose consumer is slow to read its end is not among them; parts of a request that wait for their turns are one
-        together. This, and the figures below, are of all processes that share the engine."""
+        """Requests that run, wait or are being prepared. A request that the engine has finished does not count, even if
+        its consumer has not read the end. Parts of a request that wait for their turn count as one. This and the
+        figures below cover all processes that share the engine."""
         return self._session.num_pending
 
     @property
     def num_running(self) -> int:
-        """Requests that the engine computes, as it said last."""
+        """Requests in the engine's running queue, as last reported."""
         return self._session.control.num_running
 
     @property
     def num_queued_tokens(self) -> int:
-        """Prompt tokens of the requests that the engine has and that have got no token yet."""
+        """Prompt tokens of the engine's requests that have no output token yet."""
         return self._session.num_queued_tokens
 
     @property
     def queue_seconds(self) -> float:
-        """How long the engine will take for them, by its rate of the last seconds; infinite when it computed none."""
+        """Estimated seconds to compute `num_queued_tokens` at the recent rate; infinite if nothing was computed."""
         return self._session.queue_seconds
 
     # Requests.
@@ -286,17 +284,15 @@ class AsyncLLM:
         part: RequestPart | None = None,
         **options: Unpack[PoolingOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield outputs as they come, the last one with `finished`, or what `sampling_params.output_kind` says; `delta`
-        as in OutputProcessor.add.
+        """Yield outputs as they come, the last one with `finished`, or as `sampling_params.output_kind` says.
 
-        priority: lower is earlier (docs/scheduling.md). part: holds a checked request back until its turn. options: see
-        PoolingOptions.
+        delta: see OutputProcessor.add. priority: lower is earlier (docs/scheduling.md). part: delays a checked
+        request until its turn. options: see PoolingOptions.
 
-        Leaving the iterator, or cancelling the task that waits in it, aborts the request and frees its blocks.
-        Raises UserError for a bad prompt or an id in use (before anything runs), EngineDeadError at once when the
-        engine dies, EngineUnresponsiveError before the start as `check_health` does (a request that has begun waits
-        until the engine goes on), InternalError when its output cannot be processed, EngineAsleepError while the engine
-        sleeps, and QuireError while draining.
+        Leaving the iterator, or cancelling the task that awaits it, aborts the request and frees its blocks. Raises
+        UserError for a bad prompt or an id in use (before anything runs), EngineDeadError when the engine dies,
+        EngineUnresponsiveError before the start as `check_health` does (a request that has begun waits), InternalError
+        if its output cannot be processed, EngineAsleepError while the engine sleeps, and QuireError while draining.
         """
         lora_request = options.pop("lora_request", None)
         if options:
@@ -310,10 +306,8 @@ class AsyncLLM:
         return last_only(outputs) if kind is RequestOutputKind.FINAL_ONLY else outputs
 
     async def register_prefix(self, prefix: Prompt, cache_salt: str = "") -> str:
-        """Compute a prefix (a text or token ids) now and keep it until `unregister_prefix`; returns its id.
-
-        As LLM.register_prefix. Cancelled, it leaves nothing registered. Raises EngineUnresponsiveError as `call` does.
-        """
+        """Compute a prefix (text or token ids) and keep it until `unregister_prefix`; returns its id. See
+        LLM.register_prefix. If cancelled, nothing stays registered. Raises EngineUnresponsiveError as `call` does."""
 
         def process(name: str) -> EngineRequest:
             return self.input_processor.process_prefix(name, prefix, cache_salt=cache_salt)
@@ -321,15 +315,15 @@ class AsyncLLM:
         return await self._session.run_prefix(process)
 
     async def unregister_prefix(self, prefix_id: str) -> int:
-        """Unregister a prefix; returns how many blocks no longer belong to a registered prefix. Raises
-        UserError for an id that is not registered."""
+        """Unregister a prefix; returns the number of blocks that no registered prefix holds any more. Raises UserError
+        for an unknown id."""
         return await self._count("unregister_prefix", prefix_id)
 
     async def beam_search(
         self, prompt: Prompt, params: BeamSearchParams, request_id: str | None = None, *, cache_salt: str = ""
     ) -> BeamSearchOutput:
-        """Search the `beam_width` best continuations of a prompt. Cancelling the task aborts the search; the errors are
-        those of `generate`, which does the same with SamplingParams(use_beam_search=True)."""
+        """Find the `beam_width` best continuations of a prompt. Cancelling the task aborts the search. Raises as
+        `generate`, which does the same with SamplingParams(use_beam_search=True)."""
         if not isinstance(params, BeamSearchParams):
             raise UserError(f"params must be BeamSearchParams, not {type(params).__name__}", param="params")
         running = self.generate(prompt, params.to_sampling_params(), request_id, cache_salt=cache_salt)
@@ -338,7 +332,7 @@ class AsyncLLM:
         return to_beam_search_output(output, self.tokenizer, params)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> RenderedChat:
-        """Write and tokenise a conversation, on the caller's thread; `options` as in `conversation_of`."""
+        """Render and tokenise a conversation on the calling thread; `options` as in `conversation_of`."""
         return self.input_processor.render_chat(conversation_of(messages, **options))
 
     # Texts to vectors, labels and scores. Cancelling a task that waits here aborts its request; the errors are those of
@@ -347,28 +341,29 @@ class AsyncLLM:
     async def embed(
         self, prompt: Prompt, params: PoolingParams, request_id: str | None = None, *, priority: int = 0
     ) -> EmbeddingRequestOutput:
-        """The vector of a text."""
+        """Embedding vector of a text."""
         self.pooling.check_task("embed")
         return self.pooling.embedding(await self.pool(prompt, params, request_id, priority=priority), params)
 
     async def classify(
         self, prompt: Prompt, params: PoolingParams, request_id: str | None = None, *, priority: int = 0
     ) -> ClassificationRequestOutput:
-        """The probabilities of a classifier's labels."""
+        """Probabilities of a classifier's labels for a text."""
         self.pooling.check_task("classify")
         return self.pooling.classification(await self.pool(prompt, params, request_id, priority=priority), params)
 
     async def pool_any(
         self, prompt: Prompt, params: PoolingParams, request_id: str | None = None, *, priority: int = 0
     ) -> PoolingRequestOutput:
-        """What the model makes of a text. (`LLM.encode`; here `encode` gives token ids.)"""
+        """Raw pooled output for a text, as `LLM.encode`. (Here `encode` would give token ids.)"""
         self.pooling.check_task("encode")
         return self.pooling.pooled(await self.pool(prompt, params, request_id, priority=priority), params)
 
     async def score(
         self, data_1: list[str], data_2: list[str], params: PoolingParams, *, priority: int = 0
     ) -> list[ScoringRequestOutput]:
-        """How well each text of `data_2` answers that of `data_1`, which has one text for all, or as many."""
+        """Similarity or relevance score of each text of `data_2` to its partner in `data_1`, which holds one text for
+        all or as many as `data_2`."""
         self.pooling.check_task("score")
         places = [min(i, len(data_1) - 1) for i in range(len(data_2))]
         if self.pooling.is_cross_encoder:
@@ -393,7 +388,7 @@ class AsyncLLM:
         cache_salt: str = "",
         lora_request: LoRARequest | None = None,
     ) -> RequestOutput:
-        """The last output of a pooled request, with what the model made of the prompt."""
+        """Run a pooling request and return its last output."""
         processor = await asyncio.to_thread(lambda: self.pooling)
         adapter = self.adapters.resolve(lora_request)
 
@@ -416,57 +411,58 @@ class AsyncLLM:
         raise AssertionError("a request ends with an output")
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End requests; their iterators get a last output whose finish reason is "abort". Unknown ids are ignored."""
+        """Abort requests; their iterators yield a last output with finish reason "abort". Unknown ids are ignored."""
         self._session.abort(request_id)
 
     # Control.
 
     async def call(self, method: str, argument: str = "") -> EngineStats | int | None:
-        """Ask the core (see the message Call). Raises UserError for what it does not know, InternalError for what
-        fails, and EngineUnresponsiveError when the engine is silent or does not answer in time
-        (quire/engine/heartbeat.py)."""
+        """Send a control call to the core (see the message Call) and return its value. Raises UserError for an unknown
+        method, InternalError if the call fails, and EngineUnresponsiveError if the engine is silent or the call times
+        out (quire/engine/heartbeat.py)."""
         return (await self._session.ask(method, argument)).value
 
     @property
     def sleep_level(self) -> int:
-        """The level at which a front end has sent the engine to sleep; 0 while it is awake."""
+        """Level at which a front end has sent the engine to sleep; 0 while it is awake."""
         return self._session.control.sleep_level
 
     @property
     def pauses(self) -> bool:
-        """Whether a front end has paused the engine."""
+        """True while a front end has paused the engine."""
         return self._session.control.pauses
 
     @property
     def refuses_new(self) -> bool:
-        """Whether the pause keeps no requests ("abort", "wait"): a server refuses new ones instead of holding them."""
+        """True if the pause keeps no requests ("abort", "wait"): a server then rejects new ones."""
         return self._session.control.refuses_new
 
     async def stats(self) -> EngineStats:
-        """A fresh snapshot."""
+        """Fetch current statistics."""
         value = (await self._session.ask("stats")).value
         assert isinstance(value, EngineStats)
         return value
 
     async def kv_snapshot(self) -> KVSnapshot:
-        """Every block and every live request, as of the next turn of the core. `request_id` is the engine's own key:
-        the caller's id, "#" and a number that no other request has."""
+        """Every block and every live request at the core's next turn. `request_id` is the engine's own key: the
+        caller's id, "#" and a unique number."""
         snapshot = (await self._session.ask("kv_snapshot")).kv
         assert snapshot is not None
         return snapshot
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> int:
-        """Forget every cached prefix; returns how many blocks held one. The arguments: as of LLM.reset_prefix_cache."""
+        """Drop all cached prefixes; returns the number of blocks that held one. Arguments: see
+        LLM.reset_prefix_cache."""
         check_reset(reset_connector)
         return await self._count("reset_prefix_cache")
 
     async def pause(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
-        """Start no request until `resume`; new ones wait (a server refuses them unless mode is "keep"). mode: "abort"
-        ends all requests with the finish reason "abort", "wait" returns when those that run have ended, "keep" stops
-        them where they are, so that they go on at `resume` with the tokens that they would have had. clear_cache:
-        forget cached prefixes as well, but with "keep".
-
-        Raises UserError for another mode. Cancelled, it leaves the engine paused."""
+        """Start no request until `resume`; new ones wait (a server rejects them unless mode is "keep").
+        mode: "abort" ends all requests with finish reason "abort"; "wait" returns when the running ones have ended;
+        "keep" suspends them until `resume`, with the same tokens. clear_cache: drop cached prefixes too, except with
+        "keep".
+        Raises UserError for another mode. If cancelled, the engine stays paused.
+        """
         check_mode(mode)
         self._session.control.pauses, self._session.control.refuses_new = True, mode != "keep"
         await self._session.ask("pause", "all" if mode == "keep" else "new")
@@ -479,23 +475,23 @@ class AsyncLLM:
             await self.reset_prefix_cache()
 
     async def resume(self) -> None:
-        """End a pause. Nothing happens when there is none."""
+        """End a pause, if there is one."""
         await self._session.ask("resume")
         self._session.control.pauses = self._session.control.refuses_new = False
 
     pause_generation, resume_generation = pause, resume
-    """vLLM's names of them."""
+    """vLLM's names for `pause` and `resume`."""
 
     async def is_paused(self) -> bool:
-        """Whether the engine starts no requests because of `pause`."""
+        """True while the engine is paused."""
         return bool(await self._count("is_paused"))
 
     async def sleep(self, level: int | str = 1, mode: str | None = None) -> None:
-        """Give memory back until `wake_up`: the KV cache, and the weights to host memory where there is a device (level
-        1) or altogether (level 2). What was cached is forgotten; requests are rejected meanwhile.
-
-        mode: what happens to requests that live: None refuses to sleep, "abort" ends them, "wait" waits for their end.
-        Raises UserError while requests live or prefixes are registered."""
+        """Free memory until `wake_up`: the KV cache, and the weights, which move to host memory on a device (level 1)
+        or are dropped (level 2). Cached prefixes are lost; requests are rejected meanwhile.
+        mode: None refuses to sleep while requests live, "abort" ends them, "wait" waits for their end.
+        Raises UserError while requests live or prefixes are registered.
+        """
         if mode is not None:
             check_mode(mode)
         control = self._session.control
@@ -512,24 +508,22 @@ class AsyncLLM:
         control.is_asleep, control.sleep_level = True, int(level)
 
     async def wake_up(self, tags: Collection[str] | None = None) -> None:
-        """Take requests again; nothing is cached. tags: ["weights"] brings back these alone, and ["kv_cache"] the rest
-        behind them. Raises InternalError when the memory, or the checkpoint, is gone, UserError for other tags."""
+        """Accept requests again, with an empty cache. tags: ["weights"] restores only the weights, ["kv_cache"] the
+        rest after them. Raises InternalError if memory or the checkpoint is gone, UserError for other tags."""
         if not await self._count("wake_up", part_of(tags)):
             self._session.control.is_asleep, self._session.control.sleep_level = False, 0
 
     async def is_sleeping(self) -> bool:
-        """Whether requests are rejected because the engine sleeps."""
+        """True while the engine sleeps."""
         return bool(await self._count("is_sleeping"))
 
     async def stop_replica(self, number: int) -> None:
-        """End one of several engines (`data_parallel_size`), and free its memory, until `start_replica`. Its requests
-        go on at the others with the tokens that they would have had. Raises UserError where none of the others is
-        up."""
+        """Stop one of several engines (`data_parallel_size`) and free its memory, until `start_replica`. Its requests
+        continue on the others with the same tokens. Raises UserError if no other replica is up."""
         await self._count("stop_replica", self._replica(number))
 
     async def start_replica(self, number: int) -> bool:
-        """Start a replica that was stopped. Returns whether it is up; one that could not be started, as the log says,
-        is started again once a minute."""
+        """Start a stopped replica; returns whether it is up. A failed start is logged and retried every minute."""
         return bool(await self._count("start_replica", self._replica(number)))
 
     def _replica(self, number: int) -> str:
@@ -545,14 +539,12 @@ class AsyncLLM:
         return value
 
     async def drain(self, timeout: float | None = None) -> bool:
-        """Reject new requests and wait for the running ones; after `timeout` seconds abort what is left.
-
-        Returns whether all ended by themselves. Raises EngineDeadError when the engine dies meanwhile.
-        """
+        """Reject new requests and wait for the running ones; after `timeout` seconds abort the rest. Returns whether
+        all ended by themselves. Raises EngineDeadError if the engine dies meanwhile."""
         return await self._session.drain(timeout)
 
     def shutdown(self, timeout: float = 5.0) -> None:
-        """Stop the engine; waiting requests fail with EngineDeadError. Idempotent."""
+        """Stop the engine; open requests fail with EngineDeadError. Idempotent."""
         if self._finalizer.detach() is not None:
             self._front_end.shutdown(timeout)
             self.texts.close()

@@ -1,4 +1,4 @@
-"""From banned words to banned token sequences: within limits, and once for all prompts of a request."""
+"""Conversion of banned words into banned token sequences, with limits."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from quire.tokenization.tokenizer import Tokenizer, check_unicode
 
 MAX_BAD_WORDS = 1_024
 MAX_BAD_WORD_CHARACTERS = 16_384
-"""Of all words of a request together: what the tokenizer has to read."""
+"""Maximum characters of all words of a request together."""
 MAX_BAD_WORD_TOKENS = 8_192
-"""Of all sequences of a request together: what every step compares for each of its completions."""
+"""Maximum tokens of all sequences of a request together; every step compares them with each completion."""
 
 
 class BadWordTokenizer:
-    """Thread-safe. tokenizer: None when the model has none. vocab_size: of the model.
-
-    Remembers the last words and their tokens: the prompts of one request bring the same words, and share the result.
-    """
+    """Thread-safe. tokenizer: None if the model has none. vocab_size: number of token ids the model produces. The last
+    result is cached, because all prompts of a request share their words."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
         self._tokenizer = tokenizer
@@ -28,11 +26,8 @@ class BadWordTokenizer:
         self._last: tuple[tuple[str, ...], list[list[int]]] = (), []
 
     def sequences(self, bad_words: Sequence[str]) -> list[list[int]]:
-        """Each word as it is tokenised at the start of a text, and after a space where that is other tokens; shared,
-        not to be changed. Without those that the model cannot produce, because it has no such token.
-
-        Raises UserError, before anything is tokenised where the words alone are too much.
-        """
+        """Token ids of each word at the start of a text, and after a space if they differ. Words with tokens beyond
+        `vocab_size` are left out. The result is shared: do not modify it. Raises UserError if a limit is exceeded."""
         if not bad_words:
             return []
         if self._tokenizer is None:

@@ -1,7 +1,5 @@
-"""The first lines of the engine process: its failures become one line in the runtime directory, which its parent reads.
-
-Imports next to nothing by itself: what fails first, where files or memory are short, is an import.
-"""
+"""Entry point of the engine process. It writes a failed start as one line to the runtime directory, which the parent
+reads. It imports almost nothing itself, because imports are what fails first when files or memory run short."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from quire.utils.runtime_directory import LAST_WORDS_FILE
 
 
 def main() -> None:
-    """Run the engine process. Its first line of input lists what it imports while it waits for the second, which names
+    """Run the engine process. The first line of stdin lists the modules to import; the second is the LaunchSpec, with
     the directory."""
     first = sys.stdin.buffer.readline()
     failed = _prepare(json.loads(first)) if first.endswith(b"\n") else None
@@ -40,8 +38,8 @@ def main() -> None:
 
 
 def _prepare(modules: Sequence[str]) -> BaseException | None:
-    """Import what the engine needs; returns why that failed. No collection looks at what lives as long as the
-    process."""
+    """Import the engine's modules; returns the error if that fails. What they allocate is exempt from garbage
+    collection."""
     gc.disable()
     try:
         for module in ("quire.engine.process", *modules):

@@ -1,4 +1,4 @@
-"""Keywords that vLLM's calls share: how texts become tokens, and what is not there."""
+"""Keyword arguments that vLLM's calls share, and their checks."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ TRUNCATION = ("truncate_prompt_tokens", "truncation_side")
 
 
 class CallOptions(TypedDict, total=False):
-    """tokenization_kwargs: `truncate_prompt_tokens` and `truncation_side`, over those of the parameters.
-    mm_processor_kwargs: None, or empty."""
+    """tokenization_kwargs: `truncate_prompt_tokens` and `truncation_side`, which override the parameters.
+    mm_processor_kwargs: None or empty."""
 
     tokenization_kwargs: Mapping[str, Any] | None
     mm_processor_kwargs: Mapping[str, Any] | None
 
 
 class PoolingOptions(CallOptions, total=False):
-    """lora_request: the adapter of all prompts, or one each."""
+    """lora_request: one adapter for all prompts, or one per prompt."""
 
     lora_request: LoRARequests
 
 
 def truncation_of(options: CallOptions | PoolingOptions) -> dict[str, Any]:
-    """What `tokenization_kwargs` say, as fields of SamplingParams. Raises UserError for what is unknown or refused."""
+    """Turn `tokenization_kwargs` into fields of SamplingParams. Raises UserError for unknown or unsupported ones."""
     reject_unknown(options, PoolingOptions.__annotations__, "argument")
     if options.get("mm_processor_kwargs"):
         raise UserError(

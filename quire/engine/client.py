@@ -1,4 +1,4 @@
-"""EngineClient: how a front end talks to an engine core, wherever it runs."""
+"""EngineClient: the interface of a front end to an engine core."""
 
 from __future__ import annotations
 
@@ -12,57 +12,52 @@ from quire.utils.failures import explain
 logger = get_logger(__name__)
 
 DEFAULT_EXECUTOR = "quire.executors.choice:make_executor"
-"""`"module:attribute"` of a callable that makes an executor from an EngineConfig. A name, so that only the process
-where the core runs imports torch."""
+"""`"module:attribute"` of a callable that makes an executor from an EngineConfig. It is a name so that only the core's
+process imports torch."""
 
 
 class EngineClient(Protocol):
-    """One engine core. Any thread may `send`; one thread at a time may `receive`. A client that inherits from this is
-    never started again."""
+    """Connection to one engine core. Any thread may `send`; one thread at a time may `receive`. The defaults here are
+    those of a client without restarts."""
 
     @property
     def ready(self) -> EngineReady:
-        """Facts found at the start. Waits for the end of the start-up, if the core runs elsewhere.
-
-        Raises what the start-up failed with: ConfigError, ModelLoadError, InsufficientMemoryError, or
-        EngineDeadError with the cause.
-        """
+        """Facts found at the start; waits for it to end. Raises the error of a failed start: ConfigError,
+        ModelLoadError, InsufficientMemoryError, or EngineDeadError with the cause."""
         ...
 
     @property
     def silence(self) -> float:
-        """Seconds for which the core's process has given no sign of life (quire/engine/heartbeat.py); 0 for a core in
-        this process. Counted while a thread waits in `receive`."""
+        """Seconds since the core's process last made progress (quire/engine/heartbeat.py); 0 for a core in this
+        process. Only updated while a thread waits in `receive`."""
         ...
 
     @property
     def is_restarting(self) -> bool:
-        """Whether the core has died and another one is not ready yet (quire/engine/fleet.py)."""
+        """True while the core is dead and its successor is not ready (quire/engine/fleet.py)."""
         return False
 
     @property
     def num_restarts(self) -> int:
-        """How often the core was started again."""
+        """Number of restarts of the core."""
         return 0
 
     def send(self, *messages: ClientMessage) -> None:
-        """Queue messages, in their order, and return at once. Raises EngineDeadError when the core is gone."""
+        """Queue messages in order and return at once. Raises EngineDeadError if the core is gone."""
         ...
 
     def receive(self, timeout: float | None = None) -> EngineOutputs | None:
-        """Wait for what the core has to tell; None after `timeout` seconds without anything.
-
-        Raises EngineDeadError, with the root cause, as soon as the core is gone, and ever after.
-        """
+        """Wait for the core's next outputs; None after `timeout` seconds without any. Raises EngineDeadError, with the
+        root cause, as soon as the core is gone and on every later call."""
         ...
 
     def shutdown(self, timeout: float = 5.0) -> None:
-        """Stop the core, by force after `timeout` seconds. A waiting `receive` fails. Idempotent."""
+        """Stop the core, by force after `timeout` seconds; a waiting `receive` fails. Idempotent."""
         ...
 
 
 def cause_of_death(error: BaseException) -> EngineDeadError:
-    """What the end of the receiver's thread means to all requests."""
+    """The error that all requests get when the receiver's thread ends with `error`."""
     if isinstance(error, EngineDeadError):
         return error
     if isinstance(error, QuireError):  # what a start failed with

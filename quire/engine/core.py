@@ -1,4 +1,4 @@
-"""The engine core: schedule, execute, update. No HTTP, no text, no torch, no reading of the clock."""
+"""The engine core: schedule, execute, update. It knows no HTTP, text or torch, and reads time only from its Clock."""
 
 from __future__ import annotations
 
@@ -46,27 +46,28 @@ from quire.step import StepPlan
 logger = get_logger(__name__)
 
 IDLE_CHECK_SECONDS = 10.0
-"""Invariants are checked when the engine falls idle, at most this often: the check is linear in blocks."""
+"""Minimum seconds between two checks of the invariants, which run when the engine falls idle and are linear in blocks.
+"""
 FIRST_REPORTS = 50
-"""Results that the start waits for until the KV connector is ready, each for at most PATIENCE
-(quire/worker/kv_connector/interface.py)."""
+"""Maximum number of transfer plans that the start waits for until the KV connector has listed its blocks; each takes at
+most PATIENCE (quire/worker/kv_connector/interface.py)."""
 BLOCKED_SECONDS = 0.005
-"""How long the driver of a core sleeps while it `is_blocked`, unless a message comes."""
+"""Seconds for which a driver sleeps while the core `is_blocked`, unless a message arrives."""
 PATIENCE = 0.001
-"""Seconds for which a step is not planned, so that quick matchers may answer."""
+"""Seconds that planning of a step waits for matchers."""
 LATE_SECONDS = 0.005
-"""Seconds that a step which is computed waits for masks."""
+"""Seconds that a step in flight waits for masks."""
 BRIEF_SECONDS = 0.005
-"""Behind a step that took no longer, the next one is computed while quick matchers answer, which takes 0.1 ms. The
-tokens that they answer for are reported with that step."""
+"""Longest duration in seconds of a step after which quick matchers (0.1 ms) answer while the next step computes. Their
+tokens are reported with that next step."""
 ANSWER_SECONDS = 0.002
 """Seconds that a step without anything to compute waits for a matcher."""
 LAST_TRANSFERS = 100
-"""Plans that move, at the end, what the KV connector has not stored or sent yet."""
+"""Maximum number of transfer plans at shutdown for blocks that the KV connector has not stored or sent."""
 
 
 class EngineCore:
-    """One model, one scheduler, one executor. Driven by one thread: `handle` messages, then `step` while `has_work`."""
+    """One model, one scheduler, one executor, driven by one thread: `handle` messages, then `step` while `has_work`."""
 
     def __init__(
         self,
@@ -77,11 +78,9 @@ class EngineCore:
         masks: MaskSource = NO_MASKS,
         observers: Sequence[Observer] = (),
     ) -> None:
-        """Load the model and size the KV cache. Raises ModelLoadError or InsufficientMemoryError.
-
-        make_scheduler: another policy over the same pool, for comparisons (benchmarks/baselines/). masks: for requests
-        with a constraint.
-        """
+        """Load the model and size the KV cache. Raises ModelLoadError or InsufficientMemoryError. make_scheduler:
+        another policy over the same pool, for comparisons (benchmarks/baselines/). masks: source of the masks of
+        constrained requests."""
         self._clock = clock
         self._executor = executor
         self._observers = observers
@@ -92,18 +91,18 @@ class EngineCore:
         self._in_flight: deque[StepFuture] = deque()
         self._masks = masks
         self._unsent: StepPlan | None = None
-        """The last plan in flight, while it lacks its sampling inputs."""
+        """Last plan in flight, while it lacks its sampling inputs."""
         self._rejections: list[RequestRejected] = []
         self._ended: list[SequenceUpdate] = []
-        """Of requests that a call has ended; the next step reports them."""
+        """Final updates of requests that a call has ended; the next step reports them."""
         self._next_check = 0.0
         self._is_stepping = False
         self.is_blocked = False
-        """Whether the last step had nothing to compute and did not wait, although requests live: all of them wait for
-        something outside the engine."""
+        """True if the last step had nothing to compute although requests live: all of them wait for something outside
+        the engine."""
         layers = config.model.shape.layers if config.load.counts_experts else ()
         self._expert_layers = [number for number, layer in enumerate(layers) if layer.experts is not None]
-        """Those whose routing is counted."""
+        """Numbers of the layers whose expert routing is counted."""
         started = clock.now()
         specs = executor.load_model()
         loaded = clock.now()
@@ -117,17 +116,17 @@ class EngineCore:
         self.ready = self._readiness(config.model.max_model_len, layout, seconds)
 
     def computing(self) -> AbstractContextManager[object]:
-        """As the Executor's, for a driver that calls `step` many times."""
+        """Context for a driver that calls `step` many times; see `Executor.computing`."""
         return self._executor.computing()
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` would do anything."""
+        """True if `step` would do anything."""
         reports = self._rejections or self._ended
         return bool(self._in_flight or reports or self.scheduler.has_requests or self.scheduler.kv.has_transfers)
 
     def handle(self, message: ClientMessage) -> CallResult | None:
-        """Take one message. A Call is answered by the return value; a rejected request by the next `step`."""
+        """Handle one message. Returns the result of a Call; a rejected request is reported by the next `step`."""
         match message:
             case AddRequest(request):
                 try:
@@ -153,10 +152,8 @@ class EngineCore:
         return None
 
     def step(self) -> EngineOutputs:
-        """End what is over its time, plan and start steps until the queue is full, then take the oldest one's result.
-
-        A time limit needs no wake-up of its own: while a request lives, waiting or running, there is work.
-        """
+        """End expired requests, plan and start steps until the queue is full, then process the oldest result. Time
+        limits need no timer: while a request lives there is work."""
         self._is_stepping = True
         began = self._clock.now()
         updates, self._ended = self._ended + self.scheduler.expire(began), []
@@ -190,7 +187,7 @@ class EngineCore:
         return self.scheduler.stats()
 
     def idle(self) -> bool:
-        """For while nothing else is to do: a piece of the work that can wait. Returns whether there was any."""
+        """Do one piece of deferred work; returns whether there was any. Called while there is nothing else to do."""
         if self.has_work or self._sleep.level:
             return False
         if self._executor.idle():
@@ -199,11 +196,11 @@ class EngineCore:
         return False
 
     def vital_signs(self) -> VitalSigns:
-        """Of the workers. Any thread may ask."""
+        """Vital signs of the workers. Any thread may call this."""
         return self._executor.vital_signs()
 
     def shutdown(self) -> None:
-        """Drop everything and release the executor. Idempotent."""
+        """Drop all requests and release the executor. Idempotent."""
         self._in_flight.clear()
         if not self._is_stepping:  # after a step that failed the workers take no more plans
             self._is_stepping = True
@@ -215,7 +212,7 @@ class EngineCore:
             observer.ends()
 
     def _allocate(self, config: EngineConfig, specs: list[LayerSpec]) -> KVCacheLayout:
-        """Size the KV cache of the model's layers, measuring memory where no size is given, and allocate it."""
+        """Size the KV cache, measuring memory if no size is given, and allocate it."""
         executor, cache, limits = self._executor, config.cache, config.scheduler
         groups, layers_per_group = group_layers(specs, cache.block_size, cache.state_snapshot_interval)
         if self._has_stages:
@@ -231,8 +228,8 @@ class EngineCore:
         return layout
 
     def _readiness(self, wanted: int, layout: KVCacheLayout, seconds: dict[str, float]) -> EngineReady:
-        """The report of a started core. wanted: the longest sequence of the model; one that the KV cache has no blocks
-        for is shortened."""
+        """Build the report of a started core. wanted: configured maximum sequence length in tokens; lowered if the KV
+        cache has too few blocks."""
         max_model_len = self.scheduler.longest_sequence(wanted)
         if max_model_len < 2:
             raise InsufficientMemoryError(
@@ -257,7 +254,7 @@ class EngineCore:
         )
 
     def _execute(self, plan: StepPlan) -> StepFuture:
-        """Start a plan, observed."""
+        """Start a plan and notify the observers."""
         ends = [observer.executes(plan) for observer in self._observers]
         future = self._executor.execute(plan)
         for end in ends:
@@ -277,10 +274,9 @@ class EngineCore:
                 self._send_sampling_inputs(outputs)
 
     def _send_sampling_inputs(self, outputs: EngineOutputs) -> None:
-        """Send what the last plan lacks, unless it depends on the result of an earlier one, as no plan of a pipeline's
-        stages does. Masks are waited for here,
-        at most for LATE_SECONDS: samples without one are discarded. Sequences whose masks take long are not planned
-        ahead."""
+        """Send the last plan its sampling inputs, unless they depend on the result of an earlier plan (plans of
+        pipeline stages never do). Waits for masks for at most LATE_SECONDS; samples without a mask are discarded.
+        Sequences with slow masks are not planned ahead."""
         if self._unsent is not None and (self._has_stages or len(self._in_flight) == 1):
             plan, self._unsent = self._unsent, None
             deadline = self._clock.now() + LATE_SECONDS if self.scheduler.can_discard else math.inf
@@ -293,8 +289,8 @@ class EngineCore:
             self._executor.send_sampling_inputs(inputs)
 
     def _settle(self, outputs: EngineOutputs) -> None:
-        """Ask matchers about new tokens, and go on with what they have answered. A matcher that takes longer than
-        `PATIENCE` leaves its sequence out of the next step."""
+        """Ask matchers about new tokens and process their answers. A matcher slower than `PATIENCE` leaves its sequence
+        out of the next step."""
         asked = self.scheduler.awaited()
         while True:
             self._masks.flush()
@@ -305,14 +301,14 @@ class EngineCore:
                 return  # else the answers for a beam search have led to further questions
 
     def _take_answers(self, outputs: EngineOutputs) -> None:
-        """Go on with what matchers have answered."""
+        """Process the answers of matchers."""
         updates, refused = self.scheduler.settle(self._clock.now())
         outputs.updates += updates
         for request_id, error in refused:
             self._rejections.append(RequestRejected(request_id, error.message, error.param))
 
     def _finish_transfers(self) -> bool:
-        """Store and send what the KV connector still has to; returns whether nothing is left."""
+        """Store and send what is left in the KV connector; returns whether nothing is left."""
         for _ in range(LAST_TRANSFERS):
             if not self.scheduler.kv.has_transfers:
                 return True
@@ -320,14 +316,14 @@ class EngineCore:
         return not self.scheduler.kv.has_transfers
 
     def _transfer(self, *, awaits_report: bool = False) -> None:
-        """Run a plan that only moves cached blocks; nothing else is in flight."""
+        """Run a plan that only moves cached blocks. Nothing else may be in flight."""
         plan = self.scheduler.schedule_transfers(awaits_report=awaits_report)
         if plan is not None:
             self.scheduler.update(self._execute(plan).result(), self._clock.now())
 
     def _await_connector(self) -> None:
-        """Let the KV connector learn what it holds, so that the first request can hit it. The start waits for a while:
-        the rest is reported with the results of later steps."""
+        """Wait, within limits, until the KV connector has listed its blocks, so that the first request can hit them.
+        Later steps report the rest."""
         for _ in range(FIRST_REPORTS):
             if self.scheduler.kv.knows_stored:
                 break
@@ -377,15 +373,15 @@ class EngineCore:
         return CallResult(call_id, error=f"unknown method {method!r}")
 
     def _full_stats(self) -> EngineStats:
-        """With what only the workers know, which a caller that asks for it waits for."""
+        """Statistics with the workers' expert counts, for which the caller waits."""
         stats = self.scheduler.stats()
         if self._expert_layers:
             stats.expert_counts = dict(zip(self._expert_layers, self._executor.expert_counts(), strict=True))
         return stats
 
     def check_when_idle(self) -> None:
-        """Assert the scheduler's invariants where no work is left, every IDLE_CHECK_SECONDS at most. Called when the
-        outputs of the last step are sent: it takes 0.2 microseconds a block of the KV cache."""
+        """Check the scheduler's invariants if no work is left, at most every IDLE_CHECK_SECONDS. Called after the last
+        outputs are sent: it takes 0.2 microseconds per block."""
         now = self._clock.now()
         if not self.has_work and now >= self._next_check:
             self._next_check = now + IDLE_CHECK_SECONDS

@@ -1,7 +1,5 @@
-"""The interpreter of an engine, from its start to the moment when it is told which engine it is.
-
-Imports next to nothing: a command starts one before its own imports, so that both import side by side.
-"""
+"""The interpreter of an engine process, before it gets its LaunchSpec. A command starts one before its own imports, so
+that both import in parallel; this module itself imports almost nothing."""
 
 from __future__ import annotations
 
@@ -13,16 +11,16 @@ from collections.abc import Sequence
 from quire.utils.child_process import kill, start_interpreter, write_line
 
 LOCAL_EXECUTOR = "quire.executors.local"
-"""What an engine of one device imports for seconds: torch."""
+"""Module of the single-device executor; importing it takes seconds because of torch."""
 
 
 class EngineProcess:
-    """A process that runs `quire.engine.boot`; a context ends one that was told nothing."""
+    """A process that runs `quire.engine.boot`; leaving its context kills it unless it got a LaunchSpec."""
 
     def __init__(self, name: str = "engine", imports: Sequence[str] = ()) -> None:
-        """name: of the process, behind "quire: ". imports: modules that it imports while it waits."""
+        """name: process title after "quire: ". imports: modules that the process imports while it waits."""
         self.alive_fd, self.child_fd = os.pipe()
-        """Read end of a pipe that closes when the process ends, however it ends; its write end, by its number there."""
+        """Read end of a pipe that closes when the process ends."""
         self._is_told = False
         try:
             line = json.dumps(list(imports)).encode()
@@ -34,7 +32,7 @@ class EngineProcess:
             os.close(self.child_fd)
 
     def tell(self, spec: bytes) -> None:
-        """Hand over a LaunchSpec. The process and `alive_fd` are the caller's from here on."""
+        """Send a LaunchSpec. From then on the caller owns the process and `alive_fd`."""
         self._is_told = True
         write_line(self.popen, spec)
 

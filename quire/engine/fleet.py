@@ -1,10 +1,10 @@
-"""One ledger before one or more engines: who asked, what was produced, where each request is and since when.
+"""A ledger of requests before one or more engines.
 
-A `Fleet` is an `EngineClient`. Its members are engines of one configuration, in processes of their own or in this one.
-The ledger keeps of each request what another engine needs to go on with the same tokens (`ResumePoint`); text, stop
-strings and logprobs are the front end's and outlive the engines anyway. All else is a policy on top: an engine that
-dies or hangs is followed by another one; a router chooses the member of a new request; the requests of a member that is
-stopped or lost go on at the others; several front ends (sessions) ask, and each hears of its own.
+A `Fleet` is an `EngineClient`. Its members are engines of one configuration. For each request the ledger keeps what
+another engine needs to continue with the same tokens (`ResumePoint`); text, stop strings and logprobs belong to the
+front end and outlive the engines. On top of the ledger: dead or hung engines are replaced; a router chooses the member
+of a new request; requests of a stopped or lost member move to the others; several front ends (sessions) each hear of
+their own requests.
 """
 
 from __future__ import annotations
@@ -46,33 +46,33 @@ from quire.request import EngineRequest, FinishReason
 logger = get_logger(__name__)
 
 MAX_STARTS = 3
-"""Starts in a row that may fail."""
+"""Failed starts in a row after which a member is lost."""
 PAUSE_SECONDS = 1.0
-"""Seconds before the second start in a row; doubled before each further one."""
+"""Seconds before the second start in a row; doubled for each further one."""
 RETRY_SECONDS = 60.0
-"""Seconds between two starts of a member that is lost, while others serve its requests."""
+"""Seconds between two starts of a lost member while others serve its requests."""
 MAX_FRUITLESS_DEATHS = 20
-"""Deaths in a row, with no token between them, after which a member is lost. A search among 256 requests for the one
-that ends the engine takes up to 18."""
+"""Deaths in a row without a token after which a member is lost. A search for the culprit among 256 requests takes up to
+18."""
 STATES = {"sleep": "sleep", "wake_up": "sleep", "pause": "pause", "resume": "pause"}
-"""Method of a call -> the call that brings about the state that it begins or ends."""
+"""Method of a call -> the call that begins the state which it begins or ends."""
 FOR_REQUESTS = ("abort_all", "sleep")
-"""Calls that concern requests, wherever they are: a member whose next engine is still starting answers them too."""
+"""Calls about requests: a member whose next engine still starts answers them too."""
 REPLICA_CALLS = ("stop_replica", "start_replica")
-"""Calls that members answer, and not their engines: 1 where an engine is up."""
+"""Calls that members answer themselves, with 1 if an engine is up."""
 KEPT = (FinishReason.STOP, FinishReason.LENGTH)
-"""Ends of a prefix that is then registered."""
+"""Finish reasons of a prefix that counts as registered."""
 SUMS = ("reset_prefix_cache", "abort_all")
-"""Calls whose answers add up, as those to `stats` do; of others the greatest counts."""
+"""Calls whose answers are summed, as those of `stats` are; otherwise the maximum counts."""
 
 Parts = defaultdict[int, EngineOutputs]
-"""Outputs by session. Statistics come with those of session 0."""
+"""Outputs by session. Session 0 gets the statistics."""
 
 
 @dataclass(slots=True)
 class OpenCall:
-    """A call that not all have answered. asked: as the members get it. session, call_id: the caller's. waiting: members
-    that are to answer; results: of those that have."""
+    """A call that some members have not answered. asked: the call as sent to the members. session, call_id: identify
+    the caller's call. waiting: numbers of the members that still owe an answer."""
 
     asked: Call
     session: int
@@ -82,8 +82,8 @@ class OpenCall:
 
 
 class Fleet:
-    """Implements `EngineClient`. One member is received from in the caller's thread; of several each has a thread. The
-    thread that receives notices a death and starts the next engine; `send` never waits for that."""
+    """An `EngineClient` over members. With one member, `receive` runs in the caller's thread; with several, each has
+    its own. The receiving thread notices a death and starts the next engine; `send` never waits for that."""
 
     def __init__(
         self,
@@ -93,29 +93,28 @@ class Fleet:
         hung_engine_timeout: float = 0.0,
         router: str = "prefix-aware",
     ) -> None:
-        """Starts the first engine, whose failure is an error; the others start when it is ready.
-
-        starts: one for each member. restarts: whether an engine that has died is followed by another one; where not,
-        its end is the fleet's. hung_engine_timeout: as of Member. Raises UserError for an unknown router.
-        """
+        """Start the first engine (failure raises); the others start when it is ready. starts: one start function per
+        member. restarts: True replaces a dead engine; else its death ends the fleet. hung_engine_timeout: see Member.
+        Raises UserError for an unknown router."""
         self.members = [Member(number, start, hung_engine_timeout) for number, start in enumerate(starts)]
         if len(starts) == 1:
             self.members[0].name = "the engine"
         self._router = make_router(router, len(starts))
         self._restarts, self._ends_hung = restarts, hung_engine_timeout > 0
         self._lock = threading.Condition()
-        """Of the members and of all that follows. Notified when an engine is ready or to be started, and at the end."""
+        """Guards the members and everything below. Notified when an engine is ready or must be started, and at the end.
+        """
         self._entries: dict[str, Entry] = {}
         self._names: dict[str, Entry] = {}
-        """The requests by their callers' names."""
+        """Requests by their callers' names."""
         self._open: dict[int, OpenCall] = {}
-        """The calls by the numbers that the members know."""
+        """Open calls by the numbers sent to the members."""
         self._numbers = itertools.count(1)
         self._states: list[Call] = []
-        """The calls that bring about the state that the engines were told to be in, in their order."""
+        """Calls, in order, that bring a new engine into the fleet's current state."""
         self._death: QuireError | None = None
         self._arrived: queue.SimpleQueue[Parts] = queue.SimpleQueue()
-        """Outputs of several members; empty ones wake the thread that waits for them."""
+        """Outputs of several members; an empty one wakes the receiving thread."""
         self.members[0].client = starts[0](None, None)
         for member in self.members if len(starts) > 1 else ():
             threading.Thread(target=self._run, args=(member,), name=member.name, daemon=True).start()
@@ -131,20 +130,20 @@ class Fleet:
 
     @property
     def _first_ready(self) -> EngineReady:
-        """Facts of the first engine of the first member. Waits for them."""
+        """Facts of the first engine of the first member; waits for them."""
         first = self.members[0]
         assert first.client is not None
         return first.ready or first.client.ready
 
     @property
     def silence(self) -> float:
-        """Seconds: the least of the engines that are up, where one that hangs is ended, else the most."""
+        """Seconds: the minimum over the engines that are up if hung ones are ended, else the maximum."""
         silences = [member.silence for member in self.members if member.is_up] or [0.0]
         return min(silences) if self._ends_hung else max(silences)
 
     @property
     def is_restarting(self) -> bool:
-        """Whether every engine has died, and no next one is ready yet."""
+        """True if every engine is dead and no successor is ready."""
         return all(member.death is not None for member in self.members)
 
     @property
@@ -155,7 +154,7 @@ class Fleet:
         self.submit(0, *messages)
 
     def submit(self, session: int, *messages: ClientMessage) -> list[RequestRejected]:
-        """As `send`, from one of several sessions. Returns the requests whose names another session uses."""
+        """Send messages of one session. Returns the requests whose names another session uses."""
         rejected = []
         batches: defaultdict[int, list[ClientMessage]] = defaultdict(list)
         with self._lock:
@@ -193,7 +192,7 @@ class Fleet:
         return rejected
 
     def close_session(self, session: int) -> None:
-        """A front end has ended: abort its requests, and drop the answers to its calls."""
+        """End a session: abort its requests and drop the answers to its calls."""
         with self._lock:
             self.submit(session, *[Abort(key) for key, entry in self._entries.items() if entry.session == session])
 
@@ -202,7 +201,7 @@ class Fleet:
         return None if parts is None else parts[0]
 
     def receive_parts(self, timeout: float | None = None) -> Parts | None:
-        """As `receive`, for each session what is its own."""
+        """Receive outputs, split by session; otherwise as `receive`."""
         self._raise_if_over()
         if len(self.members) == 1:
             return self._pump(self.members[0], None if timeout is None else time.monotonic() + timeout)
@@ -232,7 +231,7 @@ class Fleet:
         return self.members[self._router.choose(beginnings_of(request))]
 
     def _place(self, entry: Entry, member: Member | None) -> None:
-        """A request is at another member from now on, or at none; others may have waited for it to leave."""
+        """Move a request to another member, or to none, and send requests that waited for it to leave."""
         before, entry.member, entry.is_sent = entry.member, member, False
         if member is not None:
             member.entries[entry.request_id] = entry
@@ -242,14 +241,14 @@ class Fleet:
                 self._send_waiting(before)
 
     def _forget(self, entry: Entry) -> None:
-        """A request is over."""
+        """Delete an ended request."""
         del self._entries[entry.request_id]
         if self._names.get(entry.name) is entry:
             del self._names[entry.name]
         self._place(entry, None)
 
     def _abort(self, request_id: str, index: int | None) -> Sequence[Member]:
-        """Note an abort; who else must hear of it."""
+        """Record an abort; returns the members that must hear of it."""
         entry = self._entries.get(request_id)
         if entry is None or entry.member is None or entry.is_over:
             return ()
@@ -261,7 +260,7 @@ class Fleet:
         return receivers
 
     def _send_waiting(self, member: Member) -> None:
-        """Send what a member's engine has not got and may have."""
+        """Send a member's requests that its engine lacks and may have."""
         for entry in member.entries.values() if member.is_up else ():
             if not entry.is_sent and member.search.allows(entry.request_id):
                 entry.is_sent = True
@@ -287,7 +286,7 @@ class Fleet:
         return up
 
     def _stop_or_start(self, method: str, member: Member) -> None:
-        """Let a member's thread stop or start its engine, and answer the call."""
+        """Have a member's thread stop or start its engine and answer the call."""
         is_wanted = method == "start_replica"
         if not is_wanted and not any(each.is_up for each in self.members if each is not member):
             text = f"{member.name} cannot be stopped: none of the others is up to go on with its requests"
@@ -299,7 +298,7 @@ class Fleet:
             self._settle(member, CallResult(0, 1), REPLICA_CALLS)
 
     def _settle(self, member: Member, result: CallResult | None = None, methods: Container[str] | None = None) -> None:
-        """Answer for a member the open calls of some methods (None: of all); result None: it has no answer."""
+        """Answer a member's open calls of some methods (None: all); result None: the member has no answer."""
         parts = Parts(EngineOutputs)
         for opened in list(self._open.values()):
             if methods is None or opened.asked.method in methods:
@@ -308,7 +307,7 @@ class Fleet:
             self._arrived.put(parts)
 
     def _answer(self, opened: OpenCall, member: Member, result: CallResult | None, parts: Parts) -> None:
-        """Note the answer of a member. The last one goes to the session."""
+        """Record a member's answer; the last one completes the call for its session."""
         if member.number not in opened.waiting:
             return
         opened.waiting.discard(member.number)
@@ -323,7 +322,7 @@ class Fleet:
             parts[opened.session].results.append(msgspec.structs.replace(result, call_id=opened.call_id))
 
     def _combined(self, opened: OpenCall) -> CallResult:
-        """One answer for all; the first error counts."""
+        """Combine the members' answers; the first error wins."""
         results = list(opened.results.values())
         wrong = next((result for result in results if result.error is not None), None)
         if wrong is not None or len(self.members) == 1 or (results and results[0].kv is not None):
@@ -337,7 +336,7 @@ class Fleet:
         return CallResult(0, sum(numbers) if opened.asked.method in SUMS else max(numbers, default=0))
 
     def _note_state(self, opened: OpenCall, result: CallResult) -> None:
-        """Note what an answered call has brought about."""
+        """Record the state that an answered call has begun or ended."""
         call, begun_by = opened.asked, STATES.get(opened.asked.method)
         if begun_by is None:
             return
@@ -364,7 +363,7 @@ class Fleet:
             self._end(error)
 
     def _pump(self, member: Member, deadline: float | None) -> Parts | None:
-        """What a member tells next, its starts included; None at the deadline."""
+        """A member's next outputs, starting its engine if needed; None at the deadline."""
         while True:
             self._raise_if_over()
             try:
@@ -383,7 +382,7 @@ class Fleet:
             return None if outputs is None else self._take(member, outputs)
 
     def _take(self, member: Member, outputs: EngineOutputs) -> Parts:
-        """Note what a member tells; returns what each session is told."""
+        """Record a member's outputs and split them by session."""
         parts = Parts(EngineOutputs)
         with self._lock:
             if outputs.updates:
@@ -418,7 +417,7 @@ class Fleet:
         return parts
 
     def _note_death(self, member: Member, death: EngineDeadError) -> Parts:
-        """Note what a death says of the requests. Returns what their sessions are told of it."""
+        """Record a death and decide about its requests. Returns the outputs for their sessions."""
         parts = Parts(EngineOutputs)
         with self._lock:
             self._raise_if_over()
@@ -445,7 +444,7 @@ class Fleet:
         return parts
 
     def _restart(self, member: Member) -> None:
-        """Start another engine behind a death, where the member is to have one, until one is ready."""
+        """Start engines of a member after a death until one is ready, while the member is wanted."""
         for attempt in itertools.count():
             assert member.client is not None
             member.client.shutdown()
@@ -474,8 +473,7 @@ class Fleet:
                         self._lose(member, f"{member.name} could not be started again: {error}")
 
     def _bring_up(self, member: Member) -> None:
-        """Wait until a member's engine is ready, and give it what lives: the state that it was told to be in, requests,
-        and calls that the engine before it has not answered."""
+        """Wait for a member's engine and restore state, requests and unanswered calls of its predecessor."""
         started, death = time.monotonic(), member.death
         if death is not None:
             self._restart(member)
@@ -503,8 +501,8 @@ class Fleet:
             logger.warning(text, member.name, time.monotonic() - started, len(member.entries))
 
     def _lose(self, member: Member, reason: str) -> None:
-        """Go on without a member until an engine of it starts: the others serve its requests. Raises EngineDeadError,
-        as from then on, when there are no others."""
+        """Mark a member as lost until an engine of it starts; the others take its requests. If there are none, the
+        fleet ends and this raises EngineDeadError."""
         with self._lock:
             death = member.death or EngineDeadError(reason)
             member.is_lost, member.num_fruitless, member.search = True, 0, CulpritSearch()
@@ -520,7 +518,7 @@ class Fleet:
             self._settle(member)
 
     def _end(self, error: BaseException) -> None:
-        """The end of the fleet; the first cause counts."""
+        """End the fleet; the first cause counts."""
         with self._lock:
             if self._death is None:
                 self._death = error if isinstance(error, QuireError) else cause_of_death(error)
@@ -536,9 +534,9 @@ class Fleet:
 def open_fleet(
     options: EngineOptions, executor: str, *, restarts: bool | None = None, hung_engine_timeout: float = 0.0
 ) -> Fleet:
-    """`data_parallel_size` engines in processes of their own, and those that follow them, all with as many blocks as
-    the first. Where steps are logged, each writes a file of its own. restarts, hung_engine_timeout: as of Fleet; None:
-    where there are several."""
+    """Open `data_parallel_size` engines in their own processes. Later engines get as many blocks as the first. Each
+    writes its own step log, if any. restarts: None means True if there are several engines. hung_engine_timeout: see
+    Fleet."""
     counts = [itertools.count() for _ in range(options.data_parallel_size)]
 
     def start(replica: int, ready: EngineReady | None, stats: EngineStats | None) -> EngineClient:

@@ -1,4 +1,4 @@
-"""What every front end of an engine shares: configuration, tokenizer, and the two processors around the core."""
+"""Parts that every front end of an engine shares: configuration, tokenizer, input and output processors."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from quire.tokenization.tokenizer import SAMPLE, Tokenizer, open_tokenizer
 logger = get_logger(__name__)
 
 MODES = ("abort", "wait", "keep")
-"""What a pause does to requests that run."""
+"""Treatments of running requests by a pause."""
 
 
 class FrontEnd:
-    """One engine as seen from the outside. tokenizer: None when the model has none or was asked to do without. options:
-    those that it was opened with."""
+    """One engine as seen by its callers. tokenizer: None if the model has none or it is switched off. options: the
+    options that the engine was opened with."""
 
     def __init__(
         self, config: EngineConfig, client: EngineClient, tokenizer: Tokenizer | None, options: EngineOptions
@@ -57,23 +57,24 @@ class FrontEnd:
 
     @property
     def helpers(self) -> Helpers | None:
-        """The processes that render conversations and tokenise; None without a tokenizer."""
+        """Processes that render conversations and tokenise; None without a tokenizer."""
         return None if self._chat_template is None else self._chat_template.helpers
 
     def encode_long_texts_elsewhere(self) -> None:
-        """For a front end with an event loop: long texts must not keep it."""
+        """Tokenise long texts in a helper process, so that they do not block an event loop."""
         if self.tokenizer is not None and self.tokenizer.encode_elsewhere is None and self.helpers is not None:
             self.tokenizer.encode_elsewhere = self.helpers.encode
             self.tokenizer.inline_characters = LONG_TEXT_CHARACTERS
 
     @property
     def is_ready(self) -> bool:
-        """Whether `input_processor` answers at once."""
+        """True if `input_processor` returns without waiting."""
         return self._input_processor is not None
 
     @property
     def input_processor(self) -> InputProcessor:
-        """Waits for the core: how long a prompt may be is found when the KV cache is sized."""
+        """Checks and tokenises prompts. Waits for the core: the maximum prompt length depends on the KV cache's
+        size."""
         with self._making:
             if self._input_processor is None:
                 self._input_processor = InputProcessor(
@@ -95,21 +96,21 @@ class FrontEnd:
 
     @property
     def pooling_processor(self) -> PoolingProcessor:
-        """Of requests for vectors. Waits as `input_processor` does."""
+        """Processor of pooling requests. Waits as `input_processor` does."""
         inputs, model = self.input_processor, self.config.model
         if self._pooling_processor is None:
             self._pooling_processor = PoolingProcessor(inputs, model.pooling, model.name, model.vector_size)
         return self._pooling_processor
 
     def shutdown(self, timeout: float = 5.0) -> None:
-        """Stop the core, as EngineClient.shutdown, and the helpers. Idempotent."""
+        """Stop the core and the helpers. Idempotent."""
         if self.helpers is not None:
             self.helpers.close()
         self.client.shutdown(timeout)
 
 
 def _sample_of(tokenizer: Tokenizer) -> bytes | None:
-    """The ids of SAMPLE; None where the vocabulary has no token for what it does not know."""
+    """Token ids of SAMPLE; None if the vocabulary lacks a token for it."""
     try:
         return packed(tokenizer.encode(SAMPLE))
     except UserError:
@@ -117,10 +118,8 @@ def _sample_of(tokenizer: Tokenizer) -> bytes | None:
 
 
 def open_front_end(options: EngineOptions, start: Callable[[EngineOptions, EngineConfig], EngineClient]) -> FrontEnd:
-    """Check the options, `start` the core, and load the tokenizer (while it starts, if it runs elsewhere).
-
-    start: is given what the options resolve to as well. Raises ConfigError or ModelLoadError, and what `start` raises;
-    nothing is left running then.
+    """Check the options, `start` the core, and load the tokenizer meanwhile. start: called with the options and the
+    resolved configuration. Raises ConfigError or ModelLoadError, and what `start` raises; nothing is left running then.
     """
     config = resolve(options)
     backend = config.structured_outputs.backend
@@ -135,13 +134,13 @@ def open_front_end(options: EngineOptions, start: Callable[[EngineOptions, Engin
 
 
 def check_reset(reset_connector: bool) -> None:
-    """Raise UserError where files are to be forgotten too."""
+    """Raise UserError if `reset_connector` asks to drop files."""
     if reset_connector:
         message = "reset_connector must be False: files in kv_offload_dir stay, and count again at the next start"
         raise UserError(message, param="reset_connector")
 
 
 def check_mode(mode: str) -> None:
-    """Raise UserError for a mode that is none of MODES."""
+    """Raise UserError for a mode not in MODES."""
     if mode not in MODES:
         raise UserError(f"mode must be one of {', '.join(MODES)}, not {mode!r}", param="mode")

@@ -1,7 +1,7 @@
-"""Whether an engine responds: how long it may be silent, and the time limits of calls to it.
+"""Responsiveness of an engine: its silence, and the time limits of calls.
 
-The engine process says at every beat (quire/utils/heartbeat.py) for how long it has not got on. Of a model that several
-ranks share it speaks for all of them: it is silent when one of them is stopped, and when none of them gets on.
+At every beat (quire/utils/heartbeat.py) the engine process sends the time since it last made progress. It covers all
+ranks of a model: the engine counts as silent when one rank is stopped, or none makes progress.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from quire.utils.heartbeat import BEAT_SECONDS, SILENCE_LIMIT, Progress, encode_
 
 
 def check_responsive(silence: float) -> None:
-    """Raise EngineUnresponsiveError when `silence` (seconds) is over the limit."""
+    """Raise EngineUnresponsiveError if `silence` (seconds) exceeds SILENCE_LIMIT."""
     if silence >= SILENCE_LIMIT:
         raise EngineUnresponsiveError(f"the engine process has not answered for {silence:.0f} s")
 
 
 class EngineBeats:
-    """What the engine process says of itself and its ranks. vital_signs: of the workers; None while the engine starts,
-    when all that counts is that the process has not ended."""
+    """Source of the engine process's beats. vital_signs: reads the workers' signs; None while the engine starts, when
+    only the end of the process counts."""
 
     def __init__(self) -> None:
         self.progress = Progress()
@@ -38,34 +38,31 @@ class EngineBeats:
 
 
 CALL_SECONDS = 20.0
-"""A call is handled between two steps, so this is the longest step that a call waits for. Less than the time limit of
-`quire top` (30 s), so that its user reads why."""
+"""Time limit in seconds of a call, which waits for the current step. Below the limit of `quire top` (30 s), so that its
+user sees the error."""
 LONG_CALL_SECONDS = 1800.0
-"""For calls that work: to sleep and to wake move the weights or load them, as the start of a replica does, a registered
-prefix is computed."""
+"""Time limit in seconds of LONG_CALLS, which move weights, load them or compute a prefix."""
 LONG_CALLS = frozenset({"sleep", "wake_up", "register_prefix", "stop_replica", "start_replica"})
 
 T = TypeVar("T")
 
 
 def takes_long(message: ClientMessage) -> bool:
-    """Whether a message is a call that works."""
+    """True if a message is one of LONG_CALLS."""
     return isinstance(message, Call) and message.method in LONG_CALLS
 
 
 def patience(method: str) -> float:
-    """Seconds that a call may take."""
+    """Time limit of a call in seconds."""
     return LONG_CALL_SECONDS if method in LONG_CALLS else CALL_SECONDS
 
 
 async def wait_for_answer(
     answer: asyncio.Future[T], method: str, silence: Callable[[], float], *, limit: float | None = None
 ) -> T:
-    """The result of `answer`, which the receiver's thread sets.
-
-    silence: `EngineClient.silence`. limit: seconds; None: as `patience` says. Raises EngineUnresponsiveError when the
-    engine process falls silent or the time is over; `answer` is then still pending.
-    """
+    """Await `answer`, which the receiver's thread sets. silence: `EngineClient.silence`. limit: seconds; None:
+    `patience(method)`. Raises EngineUnresponsiveError if the engine falls silent or the time is over; `answer` stays
+    pending."""
     limit = patience(method) if limit is None else limit
     loop = asyncio.get_running_loop()
     deadline = loop.time() + limit

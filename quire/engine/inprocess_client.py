@@ -1,4 +1,4 @@
-"""An EngineClient whose core runs in the caller's own thread: offline use, notebooks, tests."""
+"""An EngineClient whose core runs in the caller's thread: for offline use, notebooks and tests."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from quire.utils.failures import explain
 
 
 class InProcessClient(EngineClient):
-    """`receive` handles the messages sent so far and does one step of the core; idle, it waits for a message, and for
-    a moment while all requests wait for something outside the engine."""
+    """`receive` handles the messages sent so far and runs one step of the core. Without work it waits for a message,
+    with blocked requests for BLOCKED_SECONDS."""
 
     def __init__(
         self, options: EngineOptions, *, executor: str = DEFAULT_EXECUTOR, config: EngineConfig | None = None
     ) -> None:
-        """Load the model here and now. config: what `options` resolve to, where that is known. Raises ConfigError,
-        ModelLoadError or InsufficientMemoryError."""
+        """Load the model in this call. config: resolved form of `options`, if known. Raises ConfigError, ModelLoadError
+        or InsufficientMemoryError."""
         if options.data_parallel_size > 1:
             raise ConfigError(
                 f"data_parallel_size={options.data_parallel_size} is for engines in processes of their own, and this "
@@ -68,7 +68,7 @@ class InProcessClient(EngineClient):
                 return outputs
 
     def _await_message(self, deadline: float | None) -> bool:
-        """Wait for a message, for a moment only while requests live. Returns False when the time is over."""
+        """Wait for a message (briefly if requests live). Returns False at the deadline."""
         with self._arrival:
             self._raise_if_dead()
             if self._core.has_work:
@@ -84,14 +84,14 @@ class InProcessClient(EngineClient):
             return True
 
     def computing(self) -> AbstractContextManager[object]:
-        """For a caller of many times `receive` (quire/executors/interface.py). When it is left, torch's state in
-        this thread is as before."""
+        """Context for a caller of many `receive` (quire/executors/interface.py); on exit torch's state in this thread
+        is restored."""
         self._raise_if_dead()
         return self._core.computing()
 
     def idle(self) -> bool:
-        """While no work is left: do a piece of what can wait (capture a CUDA graph); returns whether there was any. Not
-        done by itself, for a caller whose thread this is may have better to do."""
+        """Do one piece of deferred work (such as capturing a CUDA graph) if no other is left; returns whether there was
+        any. The caller decides when, because it runs in its thread."""
         with self._stepping:
             self._raise_if_dead()
             return self._core.idle()

@@ -1,8 +1,5 @@
-"""From what a caller writes to an EngineRequest: the only place where requests are checked.
-
-Everything downstream trusts the result, so nothing gets past here that the scheduler, the sampler or the wire between
-processes could trip over.
-"""
+"""Conversion of a caller's prompt and parameters into an EngineRequest, with all checks; everything downstream trusts
+the result."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ from quire.tokenization.tokenizer import Tokenizer, check_unicode
 
 MAX_STOP_CHARACTERS = 16_384
 PROMPT_TAIL = 64
-"""Tokens at the end of a prompt in which an open mark of thoughts is looked for."""
+"""Tokens at the end of a prompt that are searched for an open reasoning mark."""
 PIECE_TOKENS = 2**16
 GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
 MASK_64 = 2**64 - 1
@@ -48,46 +45,45 @@ MASK_63 = 2**63 - 1
 
 
 class PlacedImages(list[PromptImage]):
-    """`multi_modal_data` of a prompt whose images `ImageInputs.place` has put into their places."""
+    """`multi_modal_data` whose images `ImageInputs.place` has placed."""
 
 
 class TextPrompt(TypedDict, total=False):
     prompt: str
     cache_salt: str
     multi_modal_data: Mapping[str, Any]
-    """`image`: one or a list, each a Pillow image, an array of uint8, or the bytes of a file."""
+    """`image`: one image or a list, each a Pillow image, a uint8 array, or the bytes of a file."""
 
 
 class TokensPrompt(TypedDict, total=False):
     prompt_token_ids: list[int]
     prompt: str
-    """The text the tokens came from; only reported back."""
+    """Text of the tokens; only reported back."""
     cache_salt: str
     prediction: list[int]
-    """Tokens that are expected to be generated: drafts may come from them."""
+    """Expected output tokens; drafts may come from them."""
     multi_modal_data: Mapping[str, Any] | PlacedImages
-    """As those of TextPrompt, or images that have their places."""
+    """Images as in TextPrompt, or placed ones."""
 
 
 Prompt = str | list[int] | TextPrompt | TokensPrompt
 IMAGE_KEY = "multi_modal_data"
 MEDIA_KEYS = (IMAGE_KEY, "mm_processor_kwargs", "multi_modal_uuids")
-"""Keys of vLLM's prompts for images, sound and video: taken where they are empty, and the first where the model takes
-images."""
+"""Keys of vLLM's multimodal prompts. They must be empty, except the first for a model that takes images."""
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "prediction")
 PREDICTION_TAIL = 16
-"""Tokens of the prompt's end before a prediction, by which its beginning is found."""
+"""Prompt tokens kept before a prediction, so that its beginning is found."""
 
 
 class RenderedChat(NamedTuple):
-    """A conversation as the model's template writes it, and its tokens, those of images among them."""
+    """A rendered conversation: text and token ids, image placeholders included."""
 
     text: str
     token_ids: list[int]
     images: Sequence[PromptImage] = ()
 
     def prompt(self) -> TokensPrompt:
-        """What `InputProcessor.process` takes."""
+        """The prompt for `InputProcessor.process`."""
         found: TokensPrompt = {"prompt_token_ids": self.token_ids, "prompt": self.text}
         if self.images:
             found["multi_modal_data"] = PlacedImages(self.images)
@@ -97,19 +93,17 @@ class RenderedChat(NamedTuple):
 class InputProcessor:
     """Checks, tokenises and resolves requests. Thread-safe.
 
-    tokenizer: None when the model has none (then prompts are token ids). vocab_size: of the model, which may exceed
-    the tokenizer's. max_model_len: tokens of prompt and output together. eos_token_ids: the model's; they and the
-    tokenizer's own end a sequence unless `ignore_eos`. seed: the engine's; requests without a seed get theirs from it
-    and their number, so that a run whose requests come in the same order is reproducible. max_logprobs: alternatives
-    that a request may ask for; -1: the vocabulary. takes_priorities: whether a request may bring one. pools: the model
-    gives vectors of texts, and generates none.
+    tokenizer: None if the model has none (prompts are then token ids). vocab_size: the model's, which may exceed the
+    tokenizer's. max_model_len: tokens of prompt and output together. eos_token_ids: the model's; they and the
+    tokenizer's own end a sequence unless `ignore_eos`. seed: requests without a seed derive theirs from it and their
+    number, so a run with the same order is reproducible. max_logprobs: limit of alternatives per token; -1: the
+    vocabulary. takes_priorities: True if requests may set a priority. pools: True for a pooling model, which generates
+    nothing.
 
-    `clips_max_tokens`: a max_tokens that does not fit behind the prompt means what fits, as in `LLM.generate`; servers
-    turn it off, and it is an error. `max_new_tokens`: what bounds every request, None: nothing; servers set it to the
-    model's own (generation_config.json). `reasoning`: how the model writes its thoughts, as its chat template shows;
-    servers set it to the parser that they were told of. `chat_template`: front ends set one whose helpers tokenise.
-    `images`: how the model takes images; front ends set what its checkpoint says. `processors`: the engine's classes
-    that change logits; front ends set them.
+    Front ends set these attributes: `clips_max_tokens`: clip a max_tokens that does not fit, as `LLM.generate` does;
+    False makes it an error (servers). `max_new_tokens`: limit of every request or None; servers take it from
+    generation_config.json. `reasoning`: format of the model's reasoning, detected from its chat template.
+    `chat_template`, `images` and `processors`: the template, image inputs and logits processors of the engine.
     """
 
     def __init__(
@@ -156,12 +150,9 @@ class InputProcessor:
         add_special_tokens: bool = True,
         adapter: AdapterRef | None = None,
     ) -> EngineRequest:
-        """Make the request that the engine core runs.
-
-        priority: from -MAX_PRIORITY to MAX_PRIORITY, lower is earlier.
-        `add_special_tokens` concerns text prompts: whether the tokenizer adds what it puts around a text (a
-        beginning-of-sequence token). Raises UserError with `param` set, or PromptTooLongError.
-        """
+        """Make the request that the engine core runs. priority: -MAX_PRIORITY to MAX_PRIORITY, lower is earlier.
+        add_special_tokens: let the tokenizer add its special tokens to a text. Raises UserError with `param` set, or
+        PromptTooLongError."""
         if self._pools:
             raise UserError("this model gives vectors or scores of texts, and generates none (runner='pooling')")
         if not isinstance(params, SamplingParams):
@@ -220,7 +211,7 @@ class InputProcessor:
         )
 
     def _prediction(self, prompt: Prompt, token_ids: list[int]) -> list[int]:
-        """The tokens that a prompt predicts, behind its own last ones; none beyond the model's context."""
+        """Predicted tokens, at most `max_model_len`, after the prompt's last ones; empty without a prediction."""
         predicted = prompt.get("prediction") if isinstance(prompt, Mapping) else None
         if not predicted:
             return []
@@ -230,7 +221,7 @@ class InputProcessor:
         return token_ids[-PREDICTION_TAIL:] + predicted[: self.max_model_len]
 
     def _thinking_budget(self, params: SamplingParams, token_ids: list[int]) -> ThinkingBudget:
-        """The budget with the marks of the model's thoughts. Raises UserError where the model shows none."""
+        """The budget with the model's reasoning marks. Raises UserError if they are unknown."""
         form, tokenizer = self.reasoning, self.tokenizer
         if form is None or tokenizer is None:
             raise UserError(
@@ -249,10 +240,8 @@ class InputProcessor:
         return ThinkingBudget(params.thinking_token_budget or 0, start, end, is_open)
 
     def process_prefix(self, request_id: str, prefix: Prompt, *, cache_salt: str = "") -> EngineRequest:
-        """Make the request that computes a prefix and registers it as `request_id`. Raises as `process`.
-
-        It takes no number of its own, so that the seeds of other requests are what they were without it.
-        """
+        """Make the request that computes a prefix and registers it as `request_id`. Raises as `process`. It takes no
+        request number, so other requests keep their seeds."""
         content, cache_salt = split_prompt(prefix, cache_salt)
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, seed=0, detokenize=False)
         return EngineRequest(
@@ -266,8 +255,8 @@ class InputProcessor:
         )
 
     def render_chat(self, conversation: Conversation) -> RenderedChat:
-        """Write a conversation with the model's chat template, tokenise it, and take its images. Raises as
-        `prepare_chat`, `write_chat` and `place_pictures`."""
+        """Render a conversation with the chat template, tokenise it and prepare its images. Raises as `prepare_chat`,
+        `write_chat` and `with_images`."""
         pictures = conversation.messages.pictures
         inputs = self.image_inputs_of(pictures)
         rendered = self.write_chat(self.prepare_chat(conversation), conversation.add_special_tokens)
@@ -276,8 +265,7 @@ class InputProcessor:
         return self.with_images(rendered, [inputs.prepare(each, conversation.media) for each in pictures])
 
     def image_inputs_of(self, pictures: Sequence[Picture]) -> ImageInputs | None:
-        """How the model takes these pictures; None where there are none. Raises UserError for a model that takes none,
-        and for more than it takes."""
+        """The model's image inputs; None without pictures. Raises UserError if the model takes no images, or fewer."""
         if not pictures:
             return None
         if isinstance(self.images, NoImages):
@@ -287,15 +275,15 @@ class InputProcessor:
         return self.images
 
     def with_images(self, rendered: RenderedChat, images: Sequence[ReadyImage]) -> RenderedChat:
-        """A conversation with the images of its parts. Raises UserError for a template that has written another number
-        of placeholders, and PromptTooLongError."""
+        """Add the images of a conversation. Raises UserError if the template has written another number of
+        placeholders, and PromptTooLongError."""
         assert isinstance(self.images, ImageInputs)
         token_ids, placed = self.images.place(rendered.token_ids, images, "messages")
         self.check_room(token_ids)
         return RenderedChat(rendered.text, token_ids, placed)
 
     def prepare_chat(self, conversation: Conversation) -> Conversion:
-        """The job of the helper that writes a conversation. Raises UserError when the model has no template; else as
+        """Prepare the helper's job that renders a conversation. Raises UserError if the model has no template, and as
         ChatTemplate.prepare."""
         template, tokenizer = self.chat_template, self.tokenizer
         if template is None or tokenizer is None:
@@ -306,28 +294,28 @@ class InputProcessor:
         return template.prepare(conversation, self.max_model_len * MAX_CHARACTERS_PER_TOKEN, tokenising)
 
     def write_chat(self, work: Conversion, add_special_tokens: bool) -> RenderedChat:
-        """Waits for the helper. Raises as ChatTemplate.write, and PromptTooLongError for far too many tokens."""
+        """Render and tokenise; waits for the helper. Raises as ChatTemplate.write, and PromptTooLongError."""
         text, token_ids = self.write_text(work)
         return RenderedChat(text, self.tokenise_chat(text, add_special_tokens) if token_ids is None else token_ids)
 
     def write_text(self, work: Conversion) -> Rendering:
-        """The text, and the token ids of a long one; waits for the helper. Raises as ChatTemplate.write."""
+        """Render; waits for the helper, which also tokenises long texts. Raises as ChatTemplate.write."""
         assert self.chat_template is not None, "there is a job only where there is a template"
         return self.chat_template.write(work)
 
     def tokenise_chat(self, text: str, add_special_tokens: bool) -> list[int]:
-        """The token ids of a text that the helper leaves to this process."""
+        """Tokenise a text that the helper has not tokenised."""
         assert self.tokenizer is not None, "there is a text only where there is a template"
         self.check_num_tokens(text, "messages")
         return self.tokenizer.encode(text, add_special_tokens)
 
     def close(self) -> None:
-        """Leave nothing of the helper processes. Idempotent."""
+        """Stop the helper processes. Idempotent."""
         if self.chat_template is not None:
             self.chat_template.helpers.close()
 
     def _tokens(self, content: str | Sequence[int], params: SamplingParams, add_special_tokens: bool) -> list[int]:
-        """The prompt's tokens: checked, cut to `truncate_prompt_tokens`, and short enough for one new token."""
+        """The prompt's tokens: checked, truncated to `truncate_prompt_tokens`, with room for one new token."""
         keep = params.truncate_prompt_tokens
         if isinstance(content, str):
             if self.tokenizer is None:
@@ -359,7 +347,7 @@ class InputProcessor:
     def _place_images(
         self, token_ids: list[int], given: object, params: SamplingParams
     ) -> tuple[list[int], list[PromptImage]]:
-        """As ImageInputs.place. given: a prompt's `multi_modal_data`. Raises PromptTooLongError, too."""
+        """Place the images of a prompt's `multi_modal_data`. Raises as ImageInputs.place, and PromptTooLongError."""
         if params.truncate_prompt_tokens is not None:
             raise UserError("truncate_prompt_tokens is not supported beside images", param="truncate_prompt_tokens")
         if isinstance(self.images, NoImages):
@@ -382,7 +370,7 @@ class InputProcessor:
             )
 
     def check_embedding(self, tokenizer: Tokenizer, token_ids: list[int]) -> None:
-        """A tokenizer may know more tokens than the model has vectors for: added tokens, mostly."""
+        """Raise UserError for tokens without an embedding: a tokenizer may know more tokens than the model."""
         largest = max(map(max, _in_pieces(token_ids)), default=0)
         if largest >= self.vocab_size:
             raise UserError(
@@ -392,12 +380,11 @@ class InputProcessor:
             )
 
     def check_text_length(self, text: str, param: str, *, is_cut: bool = False) -> None:
-        """Raise PromptTooLongError for a text that is not worth the time and memory of its tokens. is_cut: only its
-        last ones are wanted."""
+        """Raise PromptTooLongError for a text that is too long to tokenise. is_cut: only its last tokens are wanted."""
         check_num_characters(text, self.max_model_len, param, is_cut=is_cut)
 
     def check_num_tokens(self, text: str, param: str) -> None:
-        """Raise PromptTooLongError for a text that has far more tokens than fit, before it is tokenised."""
+        """Raise PromptTooLongError for a text with far too many tokens, before it is tokenised."""
         if self.tokenizer is not None:
             check_num_tokens(self.tokenizer, text, self.max_model_len, param)
 
@@ -415,7 +402,7 @@ class InputProcessor:
             )
 
     def _check_params(self, params: SamplingParams) -> None:
-        """What only the vocabulary and the wire format decide; the rest was checked when `params` was made."""
+        """Check what depends on the vocabulary or the wire format; `params` has checked the rest."""
         self.check_token_ids(params.stop_token_ids or (), "stop_token_ids")
         self.check_token_ids(params.allowed_token_ids or (), "allowed_token_ids")
         self.check_token_ids(params.logprob_token_ids or (), "logprob_token_ids")
@@ -431,7 +418,7 @@ class InputProcessor:
             check_unicode(stop, param="stop")
 
     def _with_alternatives(self, params: SamplingParams) -> SamplingParams:
-        """`params` with numbers of alternatives that the engine gives. Raises UserError for more than it does."""
+        """Resolve -1 and clip numbers of alternatives. Raises UserError above `max_logprobs`."""
         most = self.vocab_size if self._max_logprobs == -1 else self._max_logprobs
         changes = {}
         for name in ("logprobs", "prompt_logprobs"):
@@ -454,7 +441,7 @@ class InputProcessor:
         return msgspec.structs.replace(params, **changes) if changes else params
 
     def check_token_ids(self, token_ids: Any, param: str) -> None:
-        """Types and range. Written for long lists of valid ids: the offender is looked for only when there is one."""
+        """Check types and range; fast for long valid lists."""
         if all(
             set(map(type, some)) == {int} and min(some) >= 0 and max(some) < self.vocab_size
             for some in _in_pieces(token_ids if isinstance(token_ids, list) else list(token_ids))
@@ -470,7 +457,7 @@ class InputProcessor:
                 )
 
     def _resolve_seed(self, seed: int | None) -> int:
-        """In [0, 2**63). Every request takes a number, so that one request's seed does not change another's."""
+        """Seed in [0, 2**63). Every request takes a number, so one request's seed does not change another's."""
         number = next(self._request_numbers)
         return seed & MASK_63 if seed is not None else mix_seed(self.seed, number)
 
@@ -481,13 +468,13 @@ def detected_reasoning(tokenizer: Tokenizer) -> ThinkFormat | None:
 
 
 def _in_pieces(token_ids: Sequence[int]) -> Iterator[Sequence[int]]:
-    """Other threads run between two pieces, and none within one."""
+    """Slices of token ids; other threads may run between two of them."""
     for start in range(0, len(token_ids), PIECE_TOKENS):
         yield token_ids[start : start + PIECE_TOKENS]
 
 
 def num_units(prompt: Prompt, params: SamplingParams) -> int:
-    """Work of `InputProcessor.process`: characters and token ids of the prompt, of lists and of the constraint."""
+    """Size of the work of `InputProcessor.process`: characters and token ids of prompt, lists and constraint."""
     content: Any = prompt
     if isinstance(prompt, Mapping):
         content = prompt.get("prompt_token_ids", prompt.get("prompt"))
@@ -497,13 +484,13 @@ def num_units(prompt: Prompt, params: SamplingParams) -> int:
 
 
 def num_prompt_tokens(prompt: Prompt) -> int:
-    """Token ids of a prompt that is not a text; 0 for one that is."""
+    """Number of token ids of a prompt; 0 for a text."""
     content: Any = prompt.get("prompt_token_ids", "") if isinstance(prompt, Mapping) else prompt
     return 0 if isinstance(content, str) else len(content)
 
 
 def prompt_text(prompt: Prompt) -> str | None:
-    """The text of a prompt as it will be reported back, or None when only its tokens are known."""
+    """Text of a prompt for the output; None if only its tokens are known."""
     if isinstance(prompt, str):
         return prompt
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else None
@@ -511,7 +498,7 @@ def prompt_text(prompt: Prompt) -> str | None:
 
 
 def mix_seed(seed: int, number: int) -> int:
-    """A number in [0, 2**63) that depends on both, uniformly (the finaliser of splitmix64)."""
+    """Uniform number in [0, 2**63) from both (the finaliser of splitmix64)."""
     value = (seed + (number + 1) * GOLDEN_RATIO_64) & MASK_64
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK_64
@@ -519,7 +506,7 @@ def mix_seed(seed: int, number: int) -> int:
 
 
 def split_prompt(prompt: Prompt, cache_salt: str, *, takes_images: bool = False) -> tuple[str | Sequence[int], str]:
-    """(text or token ids, cache salt) of a prompt in any of its forms. takes_images: it may have some."""
+    """Split a prompt of any form into (text or token ids, cache salt). takes_images: images are allowed."""
     content: Any = prompt
     if isinstance(prompt, Mapping):
         for name in MEDIA_KEYS:

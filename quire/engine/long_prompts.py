@@ -1,5 +1,5 @@
-"""Long prompts between processes: their token ids are sent in pieces, which the engine decodes one in a turn, so that
-running requests do not wait for a prompt that arrives."""
+"""Transfer of long prompts between processes. Their token ids travel in pieces; the engine decodes one per turn, so
+that running requests do not wait."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import zmq
 from quire.engine.messages import Abort, AddRequest, ClientMessage, SessionMessage
 
 PIECE_TOKENS = 2**15
-"""Decoded in a millisecond."""
+"""Tokens per piece; decoding one takes a millisecond."""
 UNCOPIED_BYTES = 2**16
-"""From here on a part is sent from where it lies."""
+"""Size from which a message part is sent without a copy."""
 
 _DECODER = msgspec.msgpack.Decoder(list[int])
 
 
 def encode_pieces(token_ids: list[int]) -> list[bytes]:
-    """`AddRequest.pieces` of a prompt; none of a short one. Other threads run between two pieces, none within one."""
+    """`AddRequest.pieces` of a prompt; empty for a short one. Other threads may run between two pieces."""
     if len(token_ids) <= PIECE_TOKENS:
         return []
     starts = range(0, len(token_ids), PIECE_TOKENS)
@@ -28,7 +28,7 @@ def encode_pieces(token_ids: list[int]) -> list[bytes]:
 
 
 def encode_message(encoder: msgspec.msgpack.Encoder, message: SessionMessage) -> bytes:
-    """As it is sent: a long prompt is in pieces alone."""
+    """Encode a message; a long prompt is replaced by its pieces."""
     if isinstance(message, AddRequest):
         request = message.request
         pieces = message.pieces or encode_pieces(request.prompt_token_ids)
@@ -38,13 +38,13 @@ def encode_message(encoder: msgspec.msgpack.Encoder, message: SessionMessage) ->
 
 
 def send_parts(socket: zmq.Socket[bytes], parts: Sequence[bytes]) -> None:
-    """One message, without waiting for room. Long parts are sent from where they lie: to copy the 9 MB of two million
-    token ids held the event loop for 14 ms. Short ones are copied, which takes less than to be told of their end."""
+    """Send one message without waiting. Long parts are not copied: a copy of 9 MB blocked the event loop for 14 ms. For
+    short parts a copy is cheaper."""
     socket.send_multipart(parts, zmq.NOBLOCK, copy=max(map(len, parts)) < UNCOPIED_BYTES)
 
 
 def take_piece(message: AddRequest) -> None:
-    """Decode a piece of a message as it was sent."""
+    """Decode the next piece of a received message."""
     message.request.prompt_token_ids.extend(_DECODER.decode(message.pieces.pop(0)))
 
 
@@ -52,11 +52,11 @@ def take_piece(message: AddRequest) -> None:
 class _Arrival:
     message: AddRequest
     aborts: list[Abort] = field(default_factory=list)
-    """Of single sequences, to follow the request."""
+    """Aborts of single sequences, to be handled after the request."""
 
 
 class Arrivals:
-    """The requests that an engine is still decoding, in order. Other messages pass them."""
+    """Requests that an engine still decodes, in order. Other messages overtake them."""
 
     def __init__(self) -> None:
         self._arrivals: list[_Arrival] = []
@@ -65,7 +65,7 @@ class Arrivals:
         return bool(self._arrivals)
 
     def turn(self, messages: Iterable[ClientMessage]) -> list[ClientMessage]:
-        """Take what was sent, and decode a piece of the first long prompt. Returns the messages for the engine core."""
+        """Accept messages and decode a piece of the first long prompt. Returns the messages for the engine core."""
         complete: list[ClientMessage] = []
         for message in messages:
             if isinstance(message, AddRequest) and message.pieces:
@@ -81,7 +81,7 @@ class Arrivals:
         return complete
 
     def _abort(self, abort: Abort) -> bool:
-        """End a request here, or note the end of one of its sequences. Returns whether the request is here."""
+        """Drop a request that is here, or keep the abort of one of its sequences. Returns whether it was here."""
         for number, arrival in enumerate(self._arrivals):
             if arrival.message.request.request_id == abort.request_id:
                 if abort.index is None:

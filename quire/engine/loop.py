@@ -1,4 +1,4 @@
-"""One turn of an engine core: the same whether it runs inline or in a process of its own."""
+"""One turn of an engine core, shared by the in-process client and the engine process."""
 
 from __future__ import annotations
 
@@ -25,11 +25,9 @@ def build_core(
     make_scheduler: SchedulerFactory = paged_scheduler,
     config: EngineConfig | None = None,
 ) -> EngineCore:
-    """Resolve the options (unless `config` is what they resolve to), load the model and size the cache.
-
-    Raises ConfigError, ModelLoadError or InsufficientMemoryError. executor: `"module:attribute"`, imported here, so
-    that a front end in another process never imports torch. make_scheduler: as for EngineCore.
-    """
+    """Build a core: resolve the options, load the model, size the cache. Raises ConfigError, ModelLoadError or
+    InsufficientMemoryError. executor: `"module:attribute"`, imported here, so that a front end in another process never
+    imports torch. make_scheduler: see EngineCore. config: resolved `options`, if known."""
     config = resolve(options) if config is None else config
     observers = [] if config.step_log is None else [StepLog(config, config.step_log, SystemClock())]
     workers = load_target(executor)(config)
@@ -44,12 +42,11 @@ def _masks(options: EngineOptions, config: EngineConfig) -> MaskSource:
 
 
 def advance(core: EngineCore, messages: Iterable[ClientMessage], window: OutputWindow) -> EngineOutputs | None:
-    """Handle `messages`, then do one step if there is work. Returns None when there is nothing to tell, or `window`
-    holds it.
+    """Handle `messages`, then run one step if there is work. Returns None if there is nothing to send yet.
 
-    It carries a fresh snapshot of the statistics where messages were handled, also without a step (an abort of the last
-    request, a control call), and where a request starts or ends, so that the front end never shows blocks of a request
-    that is gone. To make one takes about as long as to plan a step, so that tokens alone carry one now and then.
+    Outputs carry statistics if messages were handled or a request starts or ends, so that the front end never shows
+    blocks of a request that is gone. Outputs with only tokens carry them rarely, because a snapshot costs about as much
+    as planning a step.
     """
     handled = False
     results = []

@@ -1,5 +1,5 @@
-"""A member of a fleet (quire/engine/fleet.py): a place for one engine, and for those that follow it when it dies, with
-the ledger's entries of the requests that are there."""
+"""A member of a fleet (quire/engine/fleet.py): one engine and its successors, with the ledger's entries of their
+requests."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ from quire.request import EngineRequest, ResumePoint
 from quire.utils.heartbeat import SILENCE_LIMIT
 
 StartEngine = Callable[[EngineReady | None, EngineStats | None], EngineClient]
-"""Starts an engine. Its arguments: what the first engine of the fleet found at its start (None: this is the first), and
-what the engines of this place had counted."""
+"""Function that starts an engine. Arguments: facts of the fleet's first engine (None: this is the first), and
+statistics of the member's earlier engines."""
 
 WATCH_SECONDS = 1.0
-"""Seconds between two looks whether an engine hangs."""
+"""Seconds between two checks for a hung engine."""
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A request that has not ended, or a registered prefix. name: the caller's, without the mark of its session.
-    arrival: of time.monotonic. generated, ended: tokens, and the sequences that are over; a beam search reports at its
-    end alone."""
+    """A live request or registered prefix. name: the caller's id. arrival: time.monotonic(). generated: token ids by
+    sequence; a beam search reports only at its end. ended: indices of finished sequences."""
 
     request: EngineRequest
     session: int
@@ -42,7 +41,7 @@ class Entry:
     num_prompt_logprobs: int = 0
     member: Member | None = None
     is_sent: bool = False
-    """Whether the engine that `member` has now has got it."""
+    """True if `member`'s current engine has the request."""
 
     @classmethod
     def of(cls, request: EngineRequest, session: int) -> Entry:
@@ -64,7 +63,7 @@ class Entry:
         return len(self.ended) == len(self.generated)
 
     def note(self, update: SequenceUpdate) -> None:
-        """Take what an engine reports."""
+        """Record an engine's update."""
         self.generated[update.index] += update.new_token_ids
         if update.prompt_logprobs is not None:
             self.num_prompt_logprobs = update.prompt_logprobs.start + len(update.prompt_logprobs.entries)
@@ -72,7 +71,7 @@ class Entry:
             self.ended.add(update.index)
 
     def resumed(self) -> AddRequest:
-        """The request as another engine gets it."""
+        """The request with its resume point, for another engine."""
         generated = self.generated
         if self.request.params.use_beam_search:  # hypotheses come at the end, all at once: it begins anew
             generated = [[] for _ in range(self.request.params.num_sequences)]
@@ -82,62 +81,61 @@ class Entry:
 
 
 class Member:
-    """The fields are the fleet's, and guarded by its lock."""
+    """State of a member; the fleet's lock guards it."""
 
     def __init__(self, number: int, start: StartEngine, hung_engine_timeout: float) -> None:
-        """hung_engine_timeout: seconds of silence (quire/engine/heartbeat.py) after which the engine is ended as one
-        that hangs; 0: never. A long step is no silence, so no prompt is too long for it."""
+        """hung_engine_timeout: seconds of silence (quire/engine/heartbeat.py) after which the engine is killed as hung;
+        0: never. A long step does not count as silence."""
         self.number, self.name = number, f"replica {number}"
         self.start = start
         self.client: EngineClient | None = None
         self.ready: EngineReady | None = None
-        """Facts of its first engine: those after it have the same number of blocks. None before."""
+        """Facts of its first engine; later ones have the same number of blocks."""
         self.is_up = False
-        """Whether `client` takes messages."""
+        """True if `client` accepts messages."""
         self.is_lost = False
-        """Whether its engines failed so often that its requests went to the other members."""
+        """True if its engines failed too often and its requests moved to the other members."""
         self.is_wanted = True
-        """Whether it is to have an engine. Set to False, its thread ends the one that it has."""
+        """True if the member should have an engine. When it becomes False, the member's thread ends the engine."""
         self.death: EngineDeadError | None = None
-        """The last one; None while no engine has died, and once the next one is ready."""
+        """Last death; None again once the next engine is ready."""
         self.search = CulpritSearch()
         self.entries: dict[str, Entry] = {}
-        """The requests of the ledger that are here."""
+        """The ledger's requests on this member."""
         self.num_fruitless = 0
         """Deaths since the last token."""
         self.num_restarts = 0
         self.stats: EngineStats | None = None
-        """The last snapshot of the engine that lives now."""
+        """Last snapshot of the current engine."""
         self.stats_before: EngineStats | None = None
-        """What the engines that have ended had counted."""
+        """Statistics of the earlier engines."""
         self._hung_engine_timeout = hung_engine_timeout
 
     @property
     def silence(self) -> float:
-        """Seconds without a sign of life of its engine; 0 while there is none."""
+        """Seconds without a sign of life; 0 without an engine."""
         return self.client.silence if self.is_up and self.client is not None else 0.0
 
     @property
     def takes_new(self) -> bool:
-        """Whether a new request would begin here at once."""
+        """True if a new request would start here at once."""
         return self.is_up and self.is_wanted and not self.search.is_searching and self.silence < SILENCE_LIMIT
 
     @property
     def counted(self) -> EngineStats:
-        """What all engines of this place have counted, and the state of the one that is up. Without one, the requests
-        that are here wait to be resumed."""
+        """Statistics of all engines so far. Without a current one, the member's requests count as waiting."""
         now = self.stats or EngineStats(num_waiting=len(self.entries), num_preempted=len(self.entries))
         return carry_over(self.stats_before, now)
 
     def deliver(self, *messages: ClientMessage) -> None:
-        """Send to its engine. A death is noticed by the thread in `receive`, and the next engine gets what lives."""
+        """Send messages to the engine. The thread in `receive` handles its death."""
         assert self.client is not None
         with contextlib.suppress(EngineDeadError):
             self.client.send(*messages)
 
     def receive(self, deadline: float | None) -> EngineOutputs | None:
-        """What the engine sends next; None at the deadline (of time.monotonic). Without the lock. Ends an engine that
-        hangs or is not wanted, and raises EngineDeadError for it as for one that has died."""
+        """Next outputs of the engine; None at the deadline (time.monotonic). Called without the lock. Ends a hung or
+        unwanted engine, and raises EngineDeadError for it as for a dead one."""
         client = self.client
         assert client is not None
         while True:

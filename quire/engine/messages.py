@@ -1,4 +1,4 @@
-"""What crosses the boundary between front end and engine core: typed structs, msgpack on the wire, never pickle."""
+"""Messages between front end and engine core: typed structs, encoded as msgpack, never pickle."""
 
 from __future__ import annotations
 
@@ -16,25 +16,23 @@ from quire.scheduler.snapshot import KVSnapshot
 class AddRequest(msgspec.Struct, tag="add", array_like=True):
     request: EngineRequest
     pieces: list[bytes] = []
-    """The tokens of a long prompt, encoded (quire/engine/long_prompts.py). As it is sent, the request is without them;
-    for the engine core they mean nothing."""
+    """Encoded tokens of a long prompt (quire/engine/long_prompts.py), which the request then lacks. The core ignores
+    them."""
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True):
-    """End a request, or one of its sequences (`index`). Unknown ids are ignored: the request may just have ended.
-
-    An aborted request is not reported back: the front end has dropped it already.
-    """
+    """End a request, or its sequence `index`. Unknown ids are ignored: the request may just have ended. No update
+    reports the end."""
 
     request_id: str
     index: int | None = None
 
 
 class Call(msgspec.Struct, tag="call", array_like=True):
-    """A control call answered by a CallResult. Methods: `stats`, `check`, `kv_snapshot`, `reset_prefix_cache`,
-    `unregister_prefix` (of which `argument` is the id), `sleep` (`argument`: the level), `wake_up` (`argument`: a part,
-    or all), `is_sleeping`, `pause` (`argument`: "new" or "all"), `resume`, `is_paused` (0; 1: "new", 2: "all"),
-    `abort_all`; of a fleet `stop_replica`, `start_replica` (`argument`: its number; 1: its engine is up)."""
+    """Control call, answered by a CallResult. Methods (with `argument`): `stats`, `check`, `kv_snapshot`,
+    `reset_prefix_cache`, `unregister_prefix` (id), `sleep` (level), `wake_up` (part; empty: all), `is_sleeping`,
+    `pause` ("new" or "all"), `resume`, `is_paused` (0; 1: "new"; 2: "all"), `abort_all`; of a fleet also `stop_replica`
+    and `start_replica` (number; 1: its engine is up)."""
 
     call_id: int
     method: str
@@ -42,7 +40,7 @@ class Call(msgspec.Struct, tag="call", array_like=True):
 
 
 class Shutdown(msgspec.Struct, tag="shutdown", array_like=True):
-    """Leave the loop. Live requests are dropped: to drain, a front end stops adding requests and waits first."""
+    """Leave the loop and drop live requests. A front end that drains waits before it sends this."""
 
 
 ClientMessage = AddRequest | Abort | Call | Shutdown
@@ -53,12 +51,12 @@ class CallResult(msgspec.Struct, array_like=True):
     value: EngineStats | int | None = None
     error: str | None = None
     kv: KVSnapshot | None = None
-    """Answers `kv_snapshot`; a field of its own, because msgspec tells no two plain structs of a union apart."""
+    """Result of `kv_snapshot`; a separate field, because msgspec cannot distinguish two plain structs in a union."""
     is_internal: bool = False
-    """Whether `error` is no mistake of the caller: it may then carry paths."""
+    """True if `error` is not the caller's mistake; it may then contain paths."""
 
     def raise_error(self, param: str | None = None) -> None:
-        """Raise what the call failed with, if it did: UserError about `param`, or InternalError."""
+        """Raise the call's error, if any: UserError about `param`, or InternalError."""
         if self.error is None:
             return
         if self.is_internal:
@@ -67,9 +65,8 @@ class CallResult(msgspec.Struct, array_like=True):
 
 
 class RequestRejected(msgspec.Struct, array_like=True):
-    """A request that the core did not take: only it knows that the KV cache can never hold it, or that it sleeps.
-    Nothing was queued.
-    is_culprit: it has ended one core after the other (quire/engine/culprit_search.py)."""
+    """A request that the core rejects: it can never fit in the KV cache, or the core sleeps. is_culprit: it has killed
+    one core after the other (quire/engine/culprit_search.py)."""
 
     request_id: str
     message: str
@@ -78,7 +75,7 @@ class RequestRejected(msgspec.Struct, array_like=True):
     is_culprit: bool = False
 
     def error(self) -> QuireError:
-        """What the caller gets."""
+        """The exception for the caller."""
         if self.is_culprit:
             summary = "the engine died whenever it ran this request, which is not tried again"
             return InternalError(self.message, summary=summary)
@@ -86,33 +83,32 @@ class RequestRejected(msgspec.Struct, array_like=True):
 
 
 class EngineOutputs(msgspec.Struct, tag="outputs", array_like=True):
-    """What one step (or one idle wake-up) of the core produced."""
+    """Outputs of one step, or of one turn without a step."""
 
     updates: list[SequenceUpdate] = []
     stats: EngineStats | None = None
-    """Attached to every message but some that tell nothing but tokens (quire/engine/loop.py)."""
+    """Statistics; some messages that hold only tokens lack them (quire/engine/loop.py)."""
     results: list[CallResult] = []
     rejections: list[RequestRejected] = []
-    """Answer the caller with `RequestRejected.error`; the front end drops its state of the request."""
+    """Rejected requests; the front end drops its state of them."""
 
 
 class EngineReady(msgspec.Struct, tag="ready", array_like=True):
-    """First message of an engine process: facts found at start that the front end needs."""
+    """First message of an engine process: facts found at the start."""
 
     max_model_len: int
     num_blocks: int
     block_size: int
     seconds: dict[str, float]
-    """Phase of the start-up -> seconds."""
+    """Seconds by phase of the start."""
     backend: str
-    """What computes, for people to read (`Executor.describe_backend`)."""
+    """Description of the backend, for people (`Executor.describe_backend`)."""
     max_concurrency: float = 0.0
-    """Sequences of `max_model_len` tokens that the KV cache holds; 0 without one."""
+    """Sequences of `max_model_len` tokens that fit in the KV cache; 0 without one."""
 
     @staticmethod
     def of_all(each: Sequence[EngineReady]) -> EngineReady:
-        """Facts of several engines of one configuration together: their blocks, and the longest phases of their
-        starts."""
+        """Combined facts of several engines of one configuration: summed blocks, longest phases."""
         return EngineReady(
             max_model_len=min(ready.max_model_len for ready in each),
             num_blocks=sum(ready.num_blocks for ready in each),
@@ -124,8 +120,8 @@ class EngineReady(msgspec.Struct, tag="ready", array_like=True):
 
 
 class Ask(msgspec.Struct, tag="ask", array_like=True):
-    """A question among the processes of a server (quire/engine/shared_client.py). number: the asker's. peer: as it is
-    sent, who is asked: a service of the parent, by name, or a session; as it arrives, the session that asks."""
+    """Question between processes of a server (quire/engine/shared_client.py). number: chosen by the asker. peer: when
+    sent, the recipient (a service of the parent by name, or a session); as delivered, the asking session."""
 
     number: int
     peer: str | int
@@ -133,7 +129,7 @@ class Ask(msgspec.Struct, tag="ask", array_like=True):
 
 
 class Answer(msgspec.Struct, tag="answer", array_like=True):
-    """An answer to the asker's question of that number. payload: None when the one that was asked has failed."""
+    """Answer to the asker's question `number`. payload: None if the answering side failed."""
 
     number: int
     asker: int
@@ -141,33 +137,32 @@ class Answer(msgspec.Struct, tag="answer", array_like=True):
 
 
 class Ended(msgspec.Struct, tag="ended", array_like=True):
-    """A session has ended, and answers nothing more."""
+    """Notice that a session has ended and answers no more questions."""
 
     session: int
 
 
 SessionMessage = ClientMessage | Ask | Answer
-"""What one of several front ends sends."""
+"""Messages of one of several front ends."""
 
 
 class EngineFailed(msgspec.Struct, tag="failed", array_like=True):
-    """Last message of an engine process that cannot go on, and to the front ends that share an engine. `is_user_error`:
-    the message alone is enough to print."""
+    """Last message of a failing engine process; also sent to the front ends that share an engine. is_user_error: the
+    message alone is enough to print."""
 
     message: str
-    """Everything that is known, for the log and for callers in the front end's process."""
+    """Full text, for the log and for callers in the front end's process."""
     is_user_error: bool = False
     error_type: str = "EngineDeadError"
-    """The class in quire.errors that the front end raises."""
+    """Class in quire.errors that the front end raises."""
     param: str | None = None
     summary: str | None = None
-    """What clients of a server may read, without paths and stack frames. None: the message itself."""
+    """Text for clients of a server, without paths and stack frames; None: the message."""
     error_id: str = ""
-    """Finds the failure in the log; empty: none has been written yet."""
+    """Identifies the failure in the log; empty if it was not logged."""
 
     def error(self, error_id: str = "") -> QuireError:
-        """The exception that the process failed with, as far as its class is one of ours. error_id: the death's, where
-        it has none yet."""
+        """The exception, of its own class if quire.errors has it. error_id: used if the message has none."""
         if not self.is_user_error or self.error_type == EngineDeadError.__name__:
             return EngineDeadError(self.message, summary=self.summary, error_id=self.error_id or error_id)
         return named_error(self.error_type, self.message, self.param)

@@ -1,4 +1,4 @@
-"""Observers of an engine core: a step log, a recorder, meters. The core without any does nothing for them."""
+"""Observers of an engine core: step logs, recorders, meters."""
 
 from __future__ import annotations
 
@@ -10,25 +10,24 @@ from quire.kv_cache.layout import KVCacheLayout
 from quire.step import SamplingInputs, StepPlan
 
 StepEnd = Callable[[StepFuture], object]
-"""Called with the future of a plan that has ended, on the thread that ended it."""
+"""Callback for the future of an ended plan, on the thread that ended it."""
 
 
 class Observer:
-    """The events of a core that an observer may override; here each does nothing. The core calls them on its own thread
-    in the order in which things happen, so an observer that takes long slows the steps. An exception ends the engine.
-    """
+    """Event handlers of a core; override those you need. The core calls them in order on its own thread, so slow
+    handlers slow the steps. An exception ends the engine."""
 
     def allocated(self, layout: KVCacheLayout, backend: str) -> None:
-        """The KV cache has its memory. backend: what the executor says of itself. Comes before all other events."""
+        """The KV cache is allocated; first event. backend: the executor's description of itself."""
 
     def executes(self, plan: StepPlan) -> StepEnd | None:
-        """The executor is about to get a plan. Returns what to call at the plan's end, if anything."""
+        """The executor is about to get a plan. Returns a callback for the plan's end, or None."""
 
     def sends(self, inputs: SamplingInputs) -> None:
         """The executor is about to get the sampling inputs of the last plan."""
 
     def calls(self, call: Call) -> None:
-        """The core is about to answer a control call (sleep, wake up, reset of the prefix cache, and so on)."""
+        """The core is about to answer a control call."""
 
     def ends(self) -> None:
-        """The core has shut down: no other event follows."""
+        """The core has shut down; last event."""

@@ -1,8 +1,6 @@
-"""From the engine core's tokens to what callers receive: text, logprobs, stop strings, metrics.
-
-One processor per engine client, driven by one thread. The core finds stop tokens and lengths; stop strings are found
-here, because the core knows no text. A sequence that ends so is over for its caller at once, and the core is told.
-"""
+"""Conversion of the core's tokens into outputs for callers: text, logprobs, stop strings, metrics. One processor per
+engine client, driven by one thread. The core finds stop tokens and lengths; stop strings are found here, because the
+core knows no text, and then aborted in the core."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ from quire.utils.failures import explain
 
 @dataclass(slots=True)
 class FailedRequest:
-    """A request whose output could not be processed. last: what metrics hear of its end, without what failed."""
+    """A request whose output could not be processed. last: its last output for metrics, without content."""
 
     request_id: str
     error: InternalError
@@ -40,8 +38,8 @@ class FailedRequest:
 
 
 class ProcessedOutputs(msgspec.Struct):
-    """outputs: one per request with news, in the order in which the requests were first mentioned. aborts: for the
-    core, sequences that ended with a stop string, and requests that failed."""
+    """outputs: one per request with news, ordered by first mention. aborts: for the core, sequences ended by a stop
+    string, and failed requests."""
 
     outputs: list[RequestOutput] = []
     aborts: list[Abort] = []
@@ -49,10 +47,7 @@ class ProcessedOutputs(msgspec.Struct):
 
 
 class OutputProcessor:
-    """Keeps the output side of every unfinished request, and drops it with the request's last output.
-
-    tokenizer: None when the model has none; texts are then empty.
-    """
+    """Output state of every unfinished request. tokenizer: None if the model has none; texts are then empty."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -66,14 +61,13 @@ class OutputProcessor:
         delta: bool = False,
         final_only: bool = False,
     ) -> None:
-        """Expect updates of `request`. Call before the core knows it. Raises UserError for an id already in use.
+        """Expect updates of `request`; call before the core knows it. Raises UserError for an id in use.
 
-        An output holds the whole request so far (all `n` completions). With `delta`, it holds only the completions
-        with news, and of them what is new: token ids and logprobs come with the step that made them, always
-        together; text comes when it is certain, so a token's text may come with a later output than the token
-        (an unfinished character, the possible beginning of a stop string) and no text that was delivered is ever
-        taken back. Prompt logprobs come once, with the first tokens. With `final_only` there is one output, the last;
-        so it is for a request whose completions are ranked at the end (beam search, best_of).
+        By default an output holds the whole request so far (all `n` completions). delta: it holds only completions with
+        news, and of them what is new. Token ids and logprobs come together with their step. Text comes when it is
+        certain, so it may follow its token later (an unfinished character, a possible stop string), and is never taken
+        back. Prompt logprobs come once, with the first tokens. final_only: a single, last output; always so for
+        requests ranked at the end (beam search, best_of).
         """
         if request.request_id in self._requests:
             raise UserError(f"request id {request.request_id!r} is already in use", param="request_id")
@@ -82,10 +76,8 @@ class OutputProcessor:
         )
 
     def process(self, updates: list[SequenceUpdate]) -> ProcessedOutputs:
-        """Take one step's updates. Those of unknown requests and of ended sequences are dropped: the core may have
-        computed further tokens before it was told.
-
-        A request whose tokens, logprobs or text cannot be processed ends as a failure; the others go on."""
+        """Process one step's updates. Updates of unknown requests and ended sequences are dropped, because the core may
+        have run ahead. A request whose output cannot be processed ends as a failure; the others continue."""
         processed = ProcessedOutputs()
         touched: dict[str, _RequestState] = {}
         for update in updates:
@@ -116,9 +108,8 @@ class OutputProcessor:
         return processed
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """Drop a request and return its last output, whose unfinished completions end with "abort". None if unknown.
-
-        Raises InternalError when that output cannot be made; the request is gone all the same."""
+        """Drop a request and return its last output, whose open completions end with "abort"; None if unknown. Raises
+        InternalError if that output cannot be made; the request is dropped anyway."""
         state = self._requests.pop(request_id, None)
         if state is None:
             return None
@@ -134,7 +125,7 @@ class OutputProcessor:
             raise _internal_error(request_id, error) from error
 
     def _fail(self, state: _RequestState, error: BaseException, processed: ProcessedOutputs) -> None:
-        """Drop a request whose output could not be processed. Raises `error` itself when it only asks to stop."""
+        """Drop a request whose output failed. Raises `error` itself if it is an interrupt."""
         if is_interrupt(error):
             raise error
         request_id = state.request_id
@@ -145,7 +136,7 @@ class OutputProcessor:
         processed.aborts.append(Abort(request_id))
 
     def fail_all(self) -> list[str]:
-        """Drop every request (the engine is dead). Returns their ids, in order of arrival."""
+        """Drop every request (the engine is dead). Returns their ids in order of arrival."""
         request_ids = list(self._requests)
         self._requests.clear()
         return request_ids
@@ -156,7 +147,7 @@ class OutputProcessor:
 
 
 class _RequestState:
-    """One request: its sequences, and what they share."""
+    """State of one request and its sequences."""
 
     __slots__ = (
         "_delta",
@@ -211,8 +202,7 @@ class _RequestState:
         return self._request.request_id
 
     def failed_output(self) -> RequestOutput:
-        """The last output of a request whose output could not be processed: it ends every completion that has not
-        ended, and says nothing else."""
+        """Last output of a failed request: it ends every open completion, without content."""
         outputs = [
             CompletionOutput(sequence.index, "", [], finish_reason=FinishReason.ERROR.value)
             for sequence in self.sequences
@@ -246,7 +236,7 @@ class _RequestState:
         return True
 
     def output(self) -> RequestOutput:
-        """The state of the request, or what is new in it."""
+        """The request's state, or its news with `delta`."""
         sequences = self._reported_sequences()
         if self._draft_steps and not self.num_live:
             self._metrics = msgspec.structs.replace(self._metrics, draft_steps=bytes(self._draft_steps))
@@ -270,7 +260,7 @@ class _RequestState:
         return output
 
     def _reported_sequences(self) -> list[_SequenceState]:
-        """All, but of samples that are ranked the best `n`, and of hypotheses those that exist."""
+        """All sequences, except: the best `n` of ranked samples, and existing hypotheses of a beam search."""
         if self._ranks_samples:
             ranked = sorted(self.sequences, key=_SequenceState.rank)[: self._request.params.n]
             for index, sequence in enumerate(ranked):
@@ -281,7 +271,7 @@ class _RequestState:
         return self.sequences
 
     def _measure(self, timing: RequestTiming, *, has_token: bool) -> None:
-        """Differences on the core's clock; `latency` is as of the last report, which usually is that of the end."""
+        """Update metrics, on the core's clock; `latency` covers the time to the last report."""
         elapsed = timing.now - timing.arrival
         if self._first_token is None:
             self._queue_time = timing.first_scheduled - timing.arrival
@@ -296,7 +286,7 @@ class _RequestState:
 
 
 class _SequenceState:
-    """One completion: everything said so far, or, when deltas are wanted, what was not delivered yet."""
+    """State of one completion: everything so far, or with `delta` what is not delivered."""
 
     __slots__ = (
         "_cumulative_logprob",
@@ -337,22 +327,22 @@ class _SequenceState:
             self._repetition = RepetitionDetector(params.repetition_detection)
         self._num_tokens = 0
         self._num_unchecked = params.min_tokens
-        """Tokens still to come whose text is not searched for stop strings."""
+        """Tokens still to come that are not searched for stop strings."""
         self._token_ids: list[int] = []
         self._text: list[str] = []
         self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self._cumulative_logprob = 0.0
         self._is_scored = self._logprobs is not None or params.ranks_samples
-        """Whether the sum of the log-probabilities is told, even of a completion without a score."""
+        """True if the cumulative log-probability is reported even without a score."""
         self._score: float | None = None
         self.is_missing = False
-        """The search found fewer hypotheses."""
+        """True if the beam search found fewer hypotheses."""
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.has_news = False
 
     def take_update(self, update: SequenceUpdate) -> None:
-        """Append the update's tokens, up to the one that completes a stop string or a repetition."""
+        """Append the update's tokens, up to the one that completes a stop string or repetition."""
         self.has_news = True
         token_ids = update.new_token_ids
         detokenizer, repetition = self._detokenizer, self._repetition
@@ -380,7 +370,7 @@ class _SequenceState:
             self.mark_finished(update.finish_reason, update.stop_reason)
 
     def _repeats(self, repetition: RepetitionDetector, token_id: int) -> bool:
-        """Count one token. Returns whether it ended the sequence."""
+        """Count a token; returns whether a repetition ended the sequence."""
         self._num_tokens += 1
         if not repetition.push(token_id) or self._num_tokens < self._params.min_tokens:
             return False
@@ -388,7 +378,7 @@ class _SequenceState:
         return True
 
     def mark_finished(self, reason: FinishReason, stop_reason: int | str | None) -> None:
-        """End the sequence: release what was held back, in which a stop string may still come to light."""
+        """End the sequence and release held-back text, which may still contain a stop string."""
         self.finish_reason, self.stop_reason, self.has_news = reason, stop_reason, True
         if self._detokenizer is None or self._show(self._detokenizer.flush()):
             return
@@ -396,13 +386,13 @@ class _SequenceState:
             self._text.append(self._stops.flush())
 
     def rank(self) -> tuple[bool, bool, float]:
-        """Smaller is better: what failed comes first, for all to see, and what was broken off last; then the cumulative
-        log-probability decides."""
+        """Sort key, smaller is better: failed ones first, so that callers see them, aborted ones last, others by
+        cumulative log-probability."""
         reason = self.finish_reason
         return reason is FinishReason.ABORT, reason is not FinishReason.ERROR, -self._cumulative_logprob
 
     def _show(self, text: str) -> bool:
-        """Append one token's text as far as it is certain. Returns whether a stop string ended the sequence."""
+        """Append the certain part of a token's text; returns whether a stop string ended the sequence."""
         if self._stops is None:
             if text:
                 self._text.append(text)
@@ -419,14 +409,13 @@ class _SequenceState:
         return True
 
     def snapshot(self) -> CompletionOutput:
-        """Everything so far."""
         self.has_news = False
         text = "".join(self._text)
         self._text = [text]
         return self._output(text, list(self._token_ids), None if self._logprobs is None else list(self._logprobs))
 
     def delta(self) -> CompletionOutput:
-        """What came since the last call."""
+        """Output since the last call."""
         self.has_news = False
         text, token_ids, logprobs = "".join(self._text), self._token_ids, self._logprobs
         self._text, self._token_ids, self._logprobs = [], [], None if logprobs is None else []
@@ -453,8 +442,8 @@ def _internal_error(request_id: str, error: BaseException) -> InternalError:
 
 
 def to_logprobs(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
-    """One position's alternatives by token id, the chosen token first, then the others, best first, then those that the
-    request names, without a rank."""
+    """Alternatives of one position by token id: the chosen token, the others by rank, then the tokens that the request
+    names, without a rank."""
     text_of = None if tokenizer is None else tokenizer.token_text
     chosen = entry.token_ids[0]
     found = {chosen: Logprob(entry.logprobs[0], entry.rank, None if text_of is None else text_of(chosen))}
@@ -467,8 +456,8 @@ def to_logprobs(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, 
 
 
 class RepetitionDetector:
-    """Fed the tokens of one completion. For each length of a pattern it counts how many tokens in a row equal the one
-    that stands so far before them: a token costs as many comparisons as there are lengths, however long the text is."""
+    """Finds repeated patterns in one completion. For each pattern length it counts how many consecutive tokens equal
+    the token that many places earlier, so the cost per token is independent of the text's length."""
 
     def __init__(self, params: RepetitionDetectionParams) -> None:
         self._lengths = range(max(1, params.min_pattern_size), params.max_pattern_size + 1)
@@ -477,7 +466,7 @@ class RepetitionDetector:
         self._last: deque[int] = deque(maxlen=params.max_pattern_size)
 
     def push(self, token_id: int) -> bool:
-        """Whether the completion now ends with `min_count` copies of a pattern."""
+        """Add a token; returns whether the completion ends with `min_count` copies of a pattern."""
         last, found = self._last, False
         for place, length in enumerate(self._lengths):
             if length > len(last):

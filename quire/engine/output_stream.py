@@ -1,6 +1,4 @@
-"""The asyncio side of requests: the stream that holds a request's outputs until its consumer takes them, the delivery
-of what one message of the core contains, and the turns of a request that runs in several parts.
-"""
+"""Streams of outputs to asyncio consumers, and delivery of one core message to them."""
 
 from __future__ import annotations
 
@@ -24,18 +22,15 @@ from quire.request import EngineRequest
 T = TypeVar("T")
 
 MAX_SEPARATE = 32
-"""Outputs of one request that wait one by one: the steps that a consumer, or a busy event loop, may be behind before it
-notices."""
+"""Outputs of one request that queue separately before they are merged."""
 
 
 class OutputStream:
-    """Used on one event loop only.
+    """Outputs of one request until its consumer takes them. Use it on one event loop.
 
-    request_id: as the caller knows it. key: what front end and core call the request; never used twice, so that what
-    the core still sends of an aborted request cannot reach a later one of the same id.
-    delta: a consumer that is a little behind gets each output as it was; behind the first MAX_SEPARATE, outputs that
-    were not taken yet are merged into one, so that a consumer that does not come costs no more than its request's whole
-    answer, and has few outputs to handle when it does. Without `delta` a newer output replaces the older.
+    request_id: the caller's. key: the engine's id of the request, never reused, so that late outputs of an aborted
+    request cannot reach another one of the same id. delta: outputs queue separately up to MAX_SEPARATE and are merged
+    beyond, so that a slow consumer costs no more memory than the whole answer. Else a newer output replaces the older.
     """
 
     def __init__(self, request_id: str, key: str, *, delta: bool) -> None:
@@ -45,10 +40,10 @@ class OutputStream:
         self._waiting: deque[RequestOutput | MergedOutput] = deque()
         self._error: QuireError | None = None
         self._consumer: asyncio.Future[None] | None = None
-        """What `get` waits for."""
+        """Future that `get` awaits."""
 
     def put(self, output: RequestOutput) -> None:
-        """Take note of an output. It is not changed: others may hold it as well."""
+        """Queue an output. It may be shared and is not modified."""
         if not self._delta:
             self._waiting.clear()
         # The output in which the model failed becomes an error for the consumer: what came before it must not.
@@ -62,7 +57,7 @@ class OutputStream:
         self._wake()
 
     def fail(self, error: QuireError) -> None:
-        """`get` raises `error` once the output before it is taken."""
+        """Make `get` raise `error` after the queued outputs."""
         self._error = error
         self._wake()
 
@@ -80,14 +75,14 @@ class OutputStream:
             self._consumer.set_result(None)
 
     async def last(self) -> RequestOutput:
-        """Wait for the last output."""
+        """Await the last output."""
         while not (output := await self.get()).finished:
             pass
         return output
 
 
 class MergedOutput:
-    """Consecutive deltas of one request, joined at a cost that follows their own length alone."""
+    """Consecutive deltas of one request, joined in linear time."""
 
     def __init__(self, first: RequestOutput) -> None:
         self._last = first
@@ -96,14 +91,13 @@ class MergedOutput:
         self._add_completions(first)
 
     def merge(self, output: RequestOutput) -> None:
-        """Append the next delta."""
         self._last = output
         if self._prompt_logprobs is None:
             self._prompt_logprobs = output.prompt_logprobs
         self._add_completions(output)
 
     def output(self) -> RequestOutput:
-        """All of them as one delta; completions in the order in which they were first heard of."""
+        """All deltas as one; completions in order of first mention."""
         return msgspec.structs.replace(
             self._last,
             outputs=[completion.output() for completion in self._completions.values()],
@@ -145,8 +139,7 @@ class _MergedCompletion:
 
 
 class _PackedLogprobs:
-    """Logprobs of many tokens without an object for each alternative: a fifth of the memory, and nothing for the
-    garbage collector to traverse, which would take time from all other requests."""
+    """Logprobs of many tokens in arrays: a fifth of the memory, and no objects for the garbage collector."""
 
     __slots__ = ("_num_alternatives", "_ranks", "_texts", "_token_ids", "_values")
 
@@ -155,11 +148,10 @@ class _PackedLogprobs:
         self._token_ids = array("i")
         self._values = array("d")
         self._ranks = array("i")
-        """0: none."""
+        """Ranks; 0 stands for None."""
         self._texts: list[str | None] = []
 
     def append(self, entry: dict[int, Logprob]) -> None:
-        """Append one token's alternatives."""
         self._num_alternatives.append(len(entry))
         self._token_ids.extend(entry)
         for alternative in entry.values():
@@ -168,7 +160,7 @@ class _PackedLogprobs:
             self._texts.append(alternative.decoded_token)
 
     def entries(self) -> list[dict[int, Logprob]]:
-        """What was added, in the same order."""
+        """The entries in order."""
         alternatives = zip(self._token_ids, self._values, self._ranks, self._texts, strict=True)
         return [
             {
@@ -180,27 +172,26 @@ class _PackedLogprobs:
 
 
 class StatsListener:
-    """Hears of everything that goes into the engine and comes out of it, on the event loop. A listener overrides the
-    methods that it needs."""
+    """Observer, on the event loop, of everything that enters and leaves the engine. Override the methods you need."""
 
     def record_request(self, request_id: str, request: EngineRequest, text: str | None) -> None:
-        """A request that is about to be sent to the core, on the task that sends it. request_id: the caller's, as in
-        outputs. text: of its prompt, where it was given as text."""
+        """A request is about to be sent to the core, on its own task. request_id: the caller's. text: the prompt's
+        text, if given."""
 
     def record_rejected(self, request_id: str) -> None:
-        """A request that the core rejected: no output of it comes."""
+        """The core rejected a request; no output follows."""
 
     def record_outputs(self, outputs: list[RequestOutput]) -> None:
-        """Outputs as the engine makes them (cumulative or delta), the last one of each request included."""
+        """Outputs as the engine makes them (cumulative or delta), last ones included."""
 
     def record_stats(self, stats: EngineStats) -> None:
-        """The snapshot after a step."""
+        """Latest snapshot of the engine's statistics."""
 
 
 @dataclass(slots=True)
 class Delivery:
-    """outputs, failures: to requests. results: to calls. last_outputs: of requests that failed, and rejected: ids of
-    requests that the core rejected, for listeners alone. stats: the snapshot that came along, if any."""
+    """Deliveries from one core message. outputs, failures: by request stream. results: by call. last_outputs (of failed
+    requests), rejected (ids) and stats: for listeners."""
 
     outputs: list[tuple[OutputStream, RequestOutput]] = field(default_factory=list)
     failures: list[tuple[OutputStream, QuireError]] = field(default_factory=list)
@@ -210,7 +201,7 @@ class Delivery:
     stats: EngineStats | None = None
 
     def hand_over(self, listeners: Iterable[StatsListener]) -> None:
-        """On the event loop: requests and calls first, so that no failing listener keeps theirs from them."""
+        """Deliver on the event loop: streams and calls first, so that a failing listener cannot block them."""
         for stream, output in self.outputs:
             stream.put(output)
         for stream, error in self.failures:
@@ -229,7 +220,7 @@ class Delivery:
 
 
 async def last_only(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:
-    """The last output alone."""
+    """Yield only the last output."""
     async with contextlib.aclosing(outputs):
         async for output in outputs:
             if output.finished:
@@ -237,7 +228,7 @@ async def last_only(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenera
 
 
 async def all_of(running: Sequence[Awaitable[T]]) -> list[T]:
-    """All results, in order. When one fails, the others are cancelled."""
+    """All results in order. If one fails, the others are cancelled."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(_awaited(each)) for each in running]
     return [task.result() for task in tasks]

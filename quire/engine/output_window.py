@@ -1,5 +1,5 @@
-"""The outputs of short steps are sent together: a message, and what it wakes, costs the front end about as much for one
-token of a sequence as for several."""
+"""Joint sending of the outputs of short steps: a message costs the front end about as much for one token as for
+several."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from quire.engine.messages import EngineOutputs
 from quire.outputs import SequenceUpdate
 
 MANY_SEQUENCES = 8
-"""Steps of as many wait for the whole window."""
+"""Number of sequences from which a step's outputs may wait for the whole window."""
 FEW_SEQUENCES_SHARE = 0.25
-"""Of the window, for which steps of fewer sequences wait: there is less to save, and a reader sees single tokens."""
+"""Share of the window for steps with fewer sequences: they save less, and a reader sees single tokens."""
 STATS_SECONDS = 0.05
-"""How old the front end's statistics may be while nothing but tokens is to be told."""
+"""Maximum age in seconds of the front end's statistics while only tokens are sent."""
 
 
 class OutputWindow:
-    """Holds tokens back for `seconds` at most (of few sequences for a share of it), as far as the step before tells how
-    long the next one takes; 0: not at all. First tokens, ends, what callers asked for in single steps
-    (EngineRequest.each_step) and everything with them is sent at once."""
+    """Holds tokens back for at most `seconds` (for few sequences a share of it; 0: never), judged by the duration of
+    the last step. First tokens, ends and requests with EngineRequest.each_step are sent at once, with all that is held.
+    """
 
     def __init__(self, seconds: float, clock: Clock) -> None:
         self._seconds = seconds
         self._clock = clock
         self._held: list[SequenceUpdate] = []
         self._since = 0.0
-        """When the step with the first held tokens ended."""
+        """End time of the step with the first held tokens."""
         self._last_end = -math.inf
-        """Of a step."""
+        """End time of the last step."""
         self._next_stats = -math.inf
-        """When tokens alone are told with statistics."""
+        """Earliest time at which outputs with only tokens carry statistics."""
 
     def joined(self, outputs: EngineOutputs, *, goes_on: bool) -> EngineOutputs | None:
-        """Take the outputs of a step that has just ended. Returns what is to be sent: these, with what was held; None:
-        they are held too. goes_on: whether the next step begins at once."""
+        """Join a step's outputs with held ones. Returns the outputs to send; None if they are held too. goes_on: the
+        next step starts at once."""
         if not self._seconds:
             return outputs
         now = self._clock.now()
@@ -52,7 +52,7 @@ class OutputWindow:
         return outputs
 
     def wants_stats(self, outputs: EngineOutputs) -> bool:
-        """Whether these outputs, which are sent, are to carry statistics."""
+        """True if these outputs should carry statistics."""
         now = self._clock.now()
         if now < self._next_stats and outputs.updates and _can_wait(outputs):
             return False
@@ -60,7 +60,7 @@ class OutputWindow:
         return True
 
     def release(self) -> list[SequenceUpdate]:
-        """What is held, which the caller sends."""
+        """Return the held updates, for the caller to send."""
         held, self._held = self._held, []
         return held
 
@@ -77,8 +77,7 @@ def _can_wait(outputs: EngineOutputs) -> bool:
 
 
 def _joined(held: list[SequenceUpdate], updates: list[SequenceUpdate]) -> list[SequenceUpdate]:
-    """One list of both. Where they are of the same sequences, as in one step after the other, each later update has the
-    tokens of the earlier one in front of its own."""
+    """Join two lists of updates. If both cover the same sequences, each later update also gets the earlier tokens."""
     if len(held) != len(updates) or any(
         before.request_id != after.request_id or before.index != after.index
         for before, after in zip(held, updates, strict=True)

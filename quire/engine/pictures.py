@@ -1,4 +1,4 @@
-"""The pictures of a front end with an event loop: fetched, decoded and resized beside it."""
+"""Fetching, decoding and resizing of pictures outside a front end's event loop."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from quire.prompt_image import ReadyImage
 from quire.utils.fair_threads import FairThreads
 
 MAX_FETCHES = 8
-"""Pictures that are fetched at a time."""
+"""Maximum number of concurrent fetches."""
 OBJECT_BYTES = 2**20
-"""Size, for the turns of callers, of a picture that is no file."""
+"""Size in bytes that a picture object counts for in the queue."""
 _HELPER = "quire.multimodal.preparing:prepare_file"
 _IMAGES = msgspec.msgpack.Decoder(ReadyImage)
 
 
 class Pictures:
-    """Makes pictures ready. Files are decoded by helpers; what was made of a file before is kept."""
+    """Makes pictures ready. Helper processes decode files; results are cached by content."""
 
     def __init__(self, front_end: FrontEnd, threads: FairThreads) -> None:
-        """threads: which wait for helpers."""
+        """threads: pool that waits for the helpers."""
         self._front_end = front_end
         self._helpers = front_end.helpers
         self._threads = threads
@@ -41,7 +41,7 @@ class Pictures:
         self._fetching.shutdown(wait=False, cancel_futures=True)
 
     async def of_prompt(self, prompt: Prompt) -> Prompt:
-        """The prompt with its images made ready. Raises UserError, naming the image."""
+        """The prompt with its images ready. Raises UserError naming the image."""
         if not isinstance(prompt, Mapping) or isinstance(prompt["multi_modal_data"], PlacedImages):
             return prompt
         inputs = (await asyncio.to_thread(lambda: self._front_end.input_processor)).images
@@ -60,9 +60,8 @@ class Pictures:
     async def ready(
         self, inputs: ImageInputs, pictures: Sequence[Picture], options: MediaOptions = NO_OPTIONS
     ) -> list[ReadyImage]:
-        """The pictures of one prompt, in order. One after the other is decoded, so that one prompt holds the memory of
-        one picture that is not resized yet, and none behind the model's context. Raises UserError, naming the picture,
-        and PromptTooLongError."""
+        """Prepare the pictures of one prompt, in order. They are decoded one by one, so only one unresized picture is
+        in memory. Raises UserError naming the picture, and PromptTooLongError as soon as the context is full."""
         longest = self._front_end.input_processor.max_model_len
         found: list[ReadyImage] = []
         for picture in await self._fetched(inputs, pictures):
@@ -76,7 +75,7 @@ class Pictures:
         return found
 
     async def _fetched(self, inputs: ImageInputs, pictures: Sequence[Picture]) -> list[Picture]:
-        """The pictures with files in place of URLs."""
+        """Replace URLs by the files' bytes."""
 
         async def one(picture: Picture) -> Picture:
             if not isinstance(picture.image, str):
@@ -108,7 +107,7 @@ class Pictures:
         return found
 
     def _of_file(self, inputs: ImageInputs, picture: Picture, data: bytes, options: MediaOptions) -> ReadyImage:
-        """On a thread, which waits for a helper."""
+        """Prepare a file; runs on a thread, which waits for a helper."""
         how = inputs.preparation(picture.detail, options)
         key = self.kept.key(data, repr(how))
         found = self.kept.get(key)

@@ -1,8 +1,5 @@
-"""Requests for vectors: from texts to EngineRequests, and from what the model made of them to what callers asked for.
-
-What a request asks of its vector (fewer dimensions, length 1, probabilities) is arithmetic over some hundred numbers:
-it is done here, so that the engine below knows one kind of pooled request.
-"""
+"""Pooling requests: conversion of texts into EngineRequests, and of the model's vectors into what callers asked for.
+Truncation, normalisation and activation of vectors are done here."""
 
 from __future__ import annotations
 
@@ -31,11 +28,12 @@ from quire.tokenization.tokenizer import Tokenizer, check_unicode
 
 _SAMPLING = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, seed=0, detokenize=False)
 _SHORTEST = 1e-12
-"""Length below which a vector is not scaled up."""
+"""Lower bound of a vector's length for normalisation."""
 
 
 class PoolingProcessor:
-    """Of one model. pooling: how it pools; None: it generates, and every task is refused."""
+    """Processor for one model. pooling: its pooling configuration; None for a generating model, which refuses every
+    task."""
 
     def __init__(self, inputs: InputProcessor, pooling: PoolingConfig | None, name: str, vector_size: int) -> None:
         self._inputs = inputs
@@ -45,7 +43,7 @@ class PoolingProcessor:
 
     @property
     def is_cross_encoder(self) -> bool:
-        """Whether the model reads both texts of a pair at once and gives one score."""
+        """True if the model reads both texts of a pair and returns one score."""
         return self._pooling is not None and self._pooling.task == "classify" and len(self._pooling.labels) == 1
 
     @property
@@ -53,12 +51,12 @@ class PoolingProcessor:
         return () if self._pooling is None else self._pooling.labels
 
     def with_prompt(self, text: str) -> str:
-        """A text as the model embeds it: behind the default prompt, where its files name one."""
+        """The text after the model's default prompt, if it has one."""
         return text if not text or self._pooling is None else self._pooling.prompt + text
 
     def tokens_behind(self, name: str, text: str, truncate: int | None) -> list[int]:
-        """The tokens of a text behind the prompt of this name, in place of the default one. truncate: as PoolingParams
-        have truncate_prompt_tokens. Raises UserError for a name that the model's files do not have."""
+        """Tokens of a text after the prompt `name`. truncate: see PoolingParams.truncate_prompt_tokens. Raises
+        UserError for an unknown name."""
         prompts = {} if self._pooling is None else dict(self._pooling.prompts)
         if name not in prompts:
             known = f"Supported values: {', '.join(sorted(prompts))}" if prompts else "This model defines no prompts"
@@ -89,8 +87,8 @@ class PoolingProcessor:
         priority: int = 0,
         cache_salt: str = "",
     ) -> EngineRequest:
-        """The request that the engine core runs. second: the second text of a pair. Raises UserError with `param` set,
-        or PromptTooLongError."""
+        """Make the request that the core runs. second: second text of a pair. Raises UserError with `param` set, or
+        PromptTooLongError."""
         inputs, pooling = self._inputs, self._pooling
         assert pooling is not None, "check_task comes first"
         if not isinstance(params, PoolingParams):
@@ -156,7 +154,7 @@ class PoolingProcessor:
         return token_ids, boundary
 
     def _padded(self, token_ids: list[int], *, is_pair: bool) -> list[int]:
-        """The tokens with padding up to the model's context."""
+        """Pad the tokens to the model's context."""
         tokenizer = self._inputs.tokenizer
         padding_id = None if tokenizer is None else tokenizer.padding_token_id
         if padding_id is None:
@@ -188,8 +186,7 @@ class PoolingProcessor:
     # -- results ----------------------------------------------------------------------------------------------------
 
     def vector(self, output: RequestOutput, params: PoolingParams) -> list[float]:
-        """What the request asked for, of its last output. Raises ModelOutputError where the model computed NaN or
-        infinite numbers."""
+        """The requested vector from the last output. Raises ModelOutputError if the model computed NaN or infinity."""
         pooling = self._pooling
         assert pooling is not None, "the request was checked"
         raise_if_nonfinite(output)
@@ -218,12 +215,12 @@ class PoolingProcessor:
         return ClassificationRequestOutput(output.request_id, found, output.prompt_token_ids, output.num_cached_tokens)
 
     def pair_score(self, output: RequestOutput, params: PoolingParams) -> ScoringRequestOutput:
-        """Of a cross-encoder, which has read both texts."""
+        """Score of a pair from a cross-encoder's output."""
         found = ScoringOutput(self.vector(output, params)[0])
         return ScoringRequestOutput(output.request_id, found, output.prompt_token_ids, output.num_cached_tokens)
 
     def similarity(self, first: RequestOutput, second: RequestOutput, params: PoolingParams) -> ScoringRequestOutput:
-        """The cosine of two texts' vectors."""
+        """Cosine similarity of two texts' vectors."""
         left, right = (normalized(self.vector(output, params)) for output in (first, second))
         found = ScoringOutput(math.fsum(x * y for x, y in zip(left, right, strict=True)))
         token_ids = first.prompt_token_ids + second.prompt_token_ids
@@ -232,13 +229,13 @@ class PoolingProcessor:
 
 
 def normalized(vector: list[float]) -> list[float]:
-    """The same direction with length 1."""
+    """Scale a vector to length 1."""
     length = max(math.sqrt(math.fsum(value * value for value in vector)), _SHORTEST)
     return [value / length for value in vector]
 
 
 def activated(logits: list[float], activation: Activation) -> list[float]:
-    """What the activation makes of a classifier's logits."""
+    """Apply the activation to a classifier's logits."""
     if activation == "identity":
         return logits
     if activation == "sigmoid":
@@ -251,18 +248,16 @@ def activated(logits: list[float], activation: Activation) -> list[float]:
 
 
 class PooledTokens(NamedTuple):
-    """second_segment: where the tokens of the second type begin; 0: all are of the first."""
+    """second_segment: position of the first token of type 1; 0: all are of type 0."""
 
     token_ids: list[int]
     second_segment: int
 
 
 def encode_pooled(tokenizer: Tokenizer, text: str, second: str | None, limit: int | None) -> PooledTokens:
-    """The tokens of a text, or of a pair, with the special tokens that the tokenizer puts around them.
-
-    limit: most tokens in all; longer texts lose their ends, of a pair the longer one first (Transformers'
-    "longest_first"). None: nothing is cut. Raises UserError for a limit that the special tokens alone exceed.
-    """
+    """Tokens of a text or pair with special tokens. limit: maximum tokens; longer texts lose their ends, of a pair the
+    longer one first (Transformers' "longest_first"); None: no truncation. Raises UserError if the special tokens alone
+    exceed it."""
     if second is None and limit is None:
         return PooledTokens(tokenizer.encode(text), 0)
     encodings = tokenizer.encodings([text] if second is None else [text, second], add_special_tokens=False)
@@ -286,7 +281,7 @@ def encode_pooled(tokenizer: Tokenizer, text: str, second: str | None, limit: in
 
 
 def _cut(lengths: list[int], room: int) -> list[int]:
-    """How many tokens of each text are kept: the longer of a pair is cut first, then both alike."""
+    """Tokens to keep of each text: the longer one is cut first, then both alike."""
     if sum(lengths) <= room:
         return lengths
     if len(lengths) == 1:

@@ -1,8 +1,5 @@
-"""The engine process: reads messages, drives the core, sends one message of outputs a step, sleeps when idle.
-
-Started by ProcessClient, which writes a LaunchSpec to standard input and keeps that pipe open: its end-of-file means
-that the parent is gone.
-"""
+"""The engine process: it reads messages, drives the core, sends outputs and sleeps when idle. ProcessClient starts it,
+writes a LaunchSpec to its stdin and keeps that pipe open; end-of-file means that the parent is gone."""
 
 from __future__ import annotations
 
@@ -38,11 +35,11 @@ logger = get_logger(__name__)
 
 _LINGER_MILLISECONDS = 2000
 _IDLE_SECONDS = 1.0
-"""An idle process looks this often whether its workers live."""
+"""Seconds between two checks of the workers while idle."""
 
 
 class Channel:
-    """The two sockets of the process, and the wake-up for signals. Used by the main thread only."""
+    """The process's two sockets and its wake-up for signals. Used by the main thread only."""
 
     def __init__(self, directory: RuntimeDirectory) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -61,17 +58,17 @@ class Channel:
         self._poller.register(self._wakeup, zmq.POLLIN)
 
     def wait(self, seconds: float) -> None:
-        """Sleep until a message or a signal arrives, for `seconds` at most; not while there are messages to decode."""
+        """Sleep until a message or signal arrives, at most `seconds`; returns at once while messages await decoding."""
         ready = dict(self._poller.poll(0 if self._arrivals else int(1000 * seconds)))
         if self._wakeup.fileno() in ready:
             self._wakeup.recv(64)
 
     def has_arrival(self) -> bool:
-        """Whether `wait` would return at once."""
+        """True if `wait` would return at once."""
         return bool(self._arrivals or self._poller.poll(0))
 
     def read(self) -> list[ClientMessage]:
-        """Every message that is there, without waiting; of a long prompt it may take many calls."""
+        """All available messages, without waiting. A long prompt takes several calls."""
         messages = []
         if self._poller.poll(0):  # beside a model it takes a third of what it takes to receive nothing
             with contextlib.suppress(zmq.Again):
@@ -83,14 +80,14 @@ class Channel:
         self._outbox.send(self._encoder.encode(message))
 
     def close(self) -> None:
-        """Leave once the parent has been sent everything."""
+        """Close after the parent has been sent everything."""
         self._inbox.close(linger=0)
         self._outbox.close(linger=_LINGER_MILLISECONDS)
         self._context.term()
 
 
 class StopFlag:
-    """SIGTERM asks the process to finish what it has and leave."""
+    """Set by SIGTERM: the process finishes its work and exits."""
 
     def __init__(self) -> None:
         self.is_set = False
@@ -106,7 +103,7 @@ class StopFlag:
 
 
 def main(line: bytes) -> None:
-    """line: a LaunchSpec."""
+    """Run the process. line: a LaunchSpec as JSON."""
     stop = StopFlag()
     stop.install()
     spec = msgspec.json.decode(line, type=LaunchSpec)
@@ -129,7 +126,7 @@ def main(line: bytes) -> None:
 
 
 def run_engine(spec: LaunchSpec, channel: Channel, stop: StopFlag, beats: EngineBeats) -> EngineFailed | None:
-    """Build the core and serve until told to stop. Returns why the process cannot go on, if so."""
+    """Build the core and serve. Returns the failure that ends the process, if any."""
     try:
         configure_logging()
         if spec.options.distributed_executor_backend == "external_launcher":
@@ -161,7 +158,7 @@ def run_engine(spec: LaunchSpec, channel: Channel, stop: StopFlag, beats: Engine
 
 
 def serve(core: EngineCore, channel: Channel, stop: StopFlag, progress: Progress) -> None:
-    """Until Shutdown, or until SIGTERM and no work is left: one turn of the core for every wake-up or step."""
+    """Run until Shutdown, or until SIGTERM with no work left: one turn of the core per wake-up or step."""
     window = OutputWindow(core.output_window, SystemClock())
     while True:
         progress.turn()

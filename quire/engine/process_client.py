@@ -1,4 +1,4 @@
-"""An EngineClient whose core runs in a process of its own: msgpack over two one-way sockets in a private directory."""
+"""An EngineClient whose core runs in its own process: msgpack over two one-way sockets in a private directory."""
 
 from __future__ import annotations
 
@@ -28,28 +28,27 @@ from quire.utils.runtime_directory import LAST_WORDS_FILE, RuntimeDirectory
 logger = get_logger(__name__)
 
 DEFAULT_STARTUP_TIMEOUT = 1800.0
-"""Seconds. Generous, since a death is noticed at once: it is for a start that hangs."""
+"""Time limit in seconds for a start that hangs; a death is noticed at once."""
 CRASH_FILE = "crash"
-"""File of the runtime directory where a fatal signal leaves the Python stack of the process."""
+"""File of the runtime directory with the process's Python stack after a fatal signal."""
 
 _LAST_WORDS_MILLISECONDS = 50
-"""What a process sent just before its end can arrive a moment after the end is noticed."""
+"""Wait for messages that the process sent just before its end."""
 _EXIT_SECONDS = 5.0
 
 
 class LaunchSpec(msgspec.Struct):
-    """What the process is told: the second line of its standard input, which then stays open while we live."""
+    """Second line of the process's stdin, which stays open while the parent lives."""
 
     options: EngineOptions
     executor: str
     directory: str
     alive_fd: int
-    """Write end of a pipe: beats come through it (quire/utils/heartbeat.py), and it closes when the process ends,
-    however it ends."""
+    """Write end of the pipe for heartbeats (quire/utils/heartbeat.py); it closes when the process ends."""
 
 
 class ProcessClient(RemoteClient[EngineFailed], EngineClient):
-    """Starts the process at once and returns; `ready` waits for it."""
+    """Client of an engine process. The constructor does not wait; `ready` does."""
 
     def __init__(
         self,
@@ -60,8 +59,8 @@ class ProcessClient(RemoteClient[EngineFailed], EngineClient):
         name: str = "engine",
         process: EngineProcess | None = None,
     ) -> None:
-        """executor: `"module:attribute"` of a callable from EngineConfig to Executor, imported by the process. name: of
-        the process, behind "quire: ". process: one that waits for its options; None: it is started here."""
+        """executor: `"module:attribute"` of a callable from EngineConfig to Executor, imported by the process. name:
+        process title after "quire: ". process: a waiting process; None: start one."""
         self._directory = RuntimeDirectory.create(envs.runtime_directory())
         process = EngineProcess(name) if process is None else process
         process.tell(msgspec.json.encode(LaunchSpec(options, executor, str(self._directory.path), process.child_fd)))
@@ -70,7 +69,7 @@ class ProcessClient(RemoteClient[EngineFailed], EngineClient):
         self._startup_deadline = time.monotonic() + startup_timeout
         self._startup_timeout = startup_timeout
         self._error_id = errors.new_error_id()
-        """The death's, however often it is raised."""
+        """Id of the death, the same at every raise."""
         self._died = threading.Event()
         self._is_silent = False
         received = EngineReady | EngineFailed | EngineOutputs
@@ -147,7 +146,7 @@ class ProcessClient(RemoteClient[EngineFailed], EngineClient):
         self._die(message)
 
     def _die(self, failed: EngineFailed) -> NoReturn:
-        """Remember the first cause, take the process and its directory away, and raise."""
+        """Record the first cause, remove process and directory, and raise."""
         if self._death is None:
             self._death = failed.error(self._error_id)
         self._died.set()
@@ -156,7 +155,7 @@ class ProcessClient(RemoteClient[EngineFailed], EngineClient):
         raise self._death.again()
 
     def _raise_cause(self) -> NoReturn:
-        """The process does not listen any more: find out why, here or in the thread that waits in `receive`."""
+        """Raise the cause of death: read it here, or wait for the thread in `receive`."""
         if self._receiving.acquire(blocking=False):
             try:
                 while self._poll(_EXIT_SECONDS) is not None:
@@ -185,21 +184,21 @@ class ProcessClient(RemoteClient[EngineFailed], EngineClient):
         return EngineFailed(text + self._crash_report(), summary=text)
 
     def _read(self, name: str) -> str:
-        """A file that the process may have left in the runtime directory; empty if it has not."""
+        """Text of a file in the runtime directory; empty if missing."""
         try:
             return (self._directory.path / name).read_text(errors="replace")
         except OSError:
             return ""
 
     def _crash_report(self) -> str:
-        """The first lines that the fault handler left, as one line."""
+        """First frames of the fault handler's report, as one line."""
         lines = self._read(CRASH_FILE).splitlines()
         frames = [line.strip() for line in lines if line.strip().startswith("File ")]
         return f": in {'; '.join(frames[:3])}" if frames else ""
 
 
 def _abandon(process: subprocess.Popen[bytes], directory: RuntimeDirectory, owner: int) -> None:
-    """Make sure that nothing is left of the process. Also runs at the end of the interpreter."""
+    """Kill the process and remove its directory. Also runs at interpreter exit."""
     if os.getpid() != owner:
         return  # a fork of the owner ends; the engine is not its own
     kill(process)

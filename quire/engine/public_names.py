@@ -1,4 +1,4 @@
-"""What the engines of programs have in common: how they show themselves, their tokenizer, names that they have not."""
+"""Shared parts of the engines' public classes: `repr`, tokenizer, and errors for missing names."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ REASONS: Mapping[str, str] = {
     "set_tokenizer": "the option tokenizer names another one",
     "encode_with_tokenizer": "get_tokenizer() has Transformers' methods",
 }
-"""Names of vLLM's engines that have no meaning here."""
+"""Names of vLLM's engines that do not exist here, with the alternative."""
 
 
 def described(options: EngineOptions) -> str:
-    """The options that are not the defaults, as they are written in Python; the model always."""
+    """Options that differ from the defaults, as Python source; the model always."""
     usual = EngineOptions()
     values = {name: getattr(options, name) for name in options.__struct_fields__}
     parts = [f"{name}={value!r}" for name, value in values.items() if name != "model" and value != getattr(usual, name)]
@@ -37,7 +37,7 @@ def described(options: EngineOptions) -> str:
 
 
 def user_tokenizer(tokenizer: Tokenizer | None, inputs: InputProcessor) -> UserTokenizer:
-    """A tokenizer with the methods that Transformers' have. Raises UserError where there is none."""
+    """A tokenizer with the methods of Transformers' ones. Raises UserError if there is none."""
     if tokenizer is None:
         raise UserError("this model has no tokenizer")
 
@@ -48,7 +48,7 @@ def user_tokenizer(tokenizer: Tokenizer | None, inputs: InputProcessor) -> UserT
 
 
 def missing(engine: object, name: str) -> AttributeError:
-    """The error of a name that an engine has not."""
+    """The error for a name that an engine lacks."""
     kind = type(engine)
     known = [each for each in dir(kind) if not each.startswith("_")]
     why = f": {REASONS[name]}" if name in REASONS else nearest_name(name, known)

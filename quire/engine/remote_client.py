@@ -1,4 +1,4 @@
-"""The half of an EngineClient that every client of another process has: its sockets, its threads, and signs of life."""
+"""Common half of the clients of another process: sockets, threads and signs of life."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from quire.errors import QuireError
 from quire.utils.heartbeat import BEAT_SECONDS, Heartbeat
 
 Other = TypeVar("Other")
-"""Messages of the other process beside EngineReady and EngineOutputs."""
+"""Message types beside EngineReady and EngineOutputs."""
 
 
 def pull_socket(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
-    """A socket that messages come to, however many wait."""
+    """An inbound socket without a queue limit."""
     socket = context.socket(zmq.PULL)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.bind(address)
@@ -31,7 +31,7 @@ def pull_socket(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.So
 
 
 def push_socket(context: zmq.Context[zmq.Socket[bytes]], address: str | None = None) -> zmq.Socket[bytes]:
-    """A socket that sends messages without waiting for its peer. Without an address it is to be connected."""
+    """An outbound socket that never blocks; unconnected without an address."""
     socket = context.socket(zmq.PUSH)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.LINGER, 0)
@@ -41,16 +41,16 @@ def push_socket(context: zmq.Context[zmq.Socket[bytes]], address: str | None = N
 
 
 class RemoteClient(ABC, Generic[Other]):
-    """Any thread may send; one receives at a time, and hears the signs of life meanwhile."""
+    """Any thread may send; one receives at a time and observes the signs of life."""
 
     def __init__(self, inbox: str, received: Any, watched: int) -> None:
-        """inbox: address of the socket that messages come to. received: their type. watched: file descriptor, closed
-        with the sockets, that wakes the thread which receives."""
+        """inbox: address of the inbound socket. received: type of its messages. watched: file descriptor that wakes the
+        receiving thread; closed with the sockets."""
         self._prefix: list[bytes] = []
-        """First parts of what is sent."""
+        """First parts of every message sent."""
         self._ready: EngineReady | None = None
         self._death: QuireError | None = None
-        """What all further calls raise."""
+        """Error that all further calls raise."""
         self._closed = False
         self._heartbeat = Heartbeat()
         self._sending, self._receiving, self._starting = threading.Lock(), threading.Lock(), threading.Lock()
@@ -67,7 +67,6 @@ class RemoteClient(ABC, Generic[Other]):
 
     @property
     def ready(self) -> EngineReady:
-        """As EngineClient.ready."""
         # A lock of its own: a caller of `ready` must not queue behind a `receive` that waits for outputs.
         with self._starting:
             if self._ready is None:
@@ -76,7 +75,6 @@ class RemoteClient(ABC, Generic[Other]):
             return self._ready
 
     def receive(self, timeout: float | None = None) -> EngineOutputs | None:
-        """As EngineClient.receive."""
         _ = self.ready
         with self._receiving:
             message = self._poll(timeout)
@@ -84,18 +82,17 @@ class RemoteClient(ABC, Generic[Other]):
         return message
 
     def _send(self, *messages: SessionMessage) -> None:
-        """Send, under the lock of sending. The parts of one message: the other process is woken once, and reads them
-        one by one."""
+        """Send several messages as parts of one, under `_sending`; the other process is woken once."""
         send_parts(self._outbox, self._prefix + [encode_message(self._encoder, message) for message in messages])
 
     def _wait_until_ready(self) -> EngineReady:
-        """The first message."""
+        """Wait for the first message."""
         message = self._poll(None)
         assert isinstance(message, EngineReady)
         return message
 
     def _poll(self, timeout: float | None) -> EngineReady | EngineOutputs | None:
-        """The next message; None when time is up. Raises what the other process ended with."""
+        """Next message; None at the timeout. Raises the error that ended the other process."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             self._raise_if_dead()
@@ -111,12 +108,12 @@ class RemoteClient(ABC, Generic[Other]):
 
     @abstractmethod
     def _listen(self, has_message: bool, is_woken: bool) -> bool:
-        """Take note of a sign of life, or of its absence. is_woken: `watched` can be read. Returns whether a message is
-        there; raises what the other process has ended with."""
+        """Record a sign of life or its absence. is_woken: `watched` is readable. Returns whether a message is there;
+        raises the error that ended the other process."""
 
     @abstractmethod
     def _note(self, message: Other) -> None:
-        """Take a message that is not for the front end."""
+        """Handle a message that is not for the front end."""
 
     def _raise_if_dead(self) -> None:
         if self._death is not None:

@@ -1,8 +1,5 @@
-"""Routers: they choose a request's replica from what a router knows, the replicas' reports and its own choices.
-
-A report says how many requests each replica has. From one report to the next a router counts what it sends; what
-finishes meanwhile it learns with the report. The engine reports before each request (quire/engine/fleet.py), the
-simulator at a fixed interval.
+"""Routers choose a replica per request from the replicas' reports and their own choices. Between two reports a router
+counts what it sends. The fleet reports before each request (quire/engine/fleet.py), the simulator at a fixed interval.
 """
 
 from __future__ import annotations
@@ -21,29 +18,29 @@ SLACK = 1.25
 SLACK_REQUESTS = 4
 """... plus this number."""
 PREFIX_TOKENS = 256
-"""First tokens by which requests that begin alike are told. To compute fewer again costs less than to wait."""
+"""Number of first tokens that identify a shared prefix; recomputing fewer costs less than waiting."""
 MAX_BEGINNINGS = 16384
-"""Longer beginnings whose last replica a router remembers."""
+"""Maximum number of longer beginnings that a router remembers."""
 
 
 class Router(Protocol):
-    """Chooses among replicas that are numbered from 0. Deterministic."""
+    """Deterministic choice among replicas numbered from 0."""
 
     needs_reports: bool
-    """Whether the choice depends on the reports at all."""
+    """True if the choice depends on the reports."""
 
     def choose(self, beginnings: Sequence[str]) -> int:
-        """The replica for a request; it counts as sent there. beginnings: names that are the same for requests that
-        begin alike, the shortest beginning first; empty for one that shares none."""
+        """Choose and count the replica for a request. beginnings: names of its prefixes, shortest first, equal for
+        equal prefixes; empty if it shares none."""
         ...
 
     def learn(self, num_live: Sequence[int | None]) -> None:
-        """Every replica reports how many requests it has that have not ended; None: it takes none now."""
+        """Report the live requests of each replica; None: it takes none now."""
         ...
 
 
 class RoundRobin:
-    """One after the other."""
+    """Replicas in turn."""
 
     needs_reports = False
 
@@ -60,14 +57,14 @@ class RoundRobin:
 
 
 class LeastLoaded:
-    """The replica with the fewest requests; of equal ones the one after the last choice."""
+    """Replica with the fewest requests; ties go to the next after the last choice."""
 
     needs_reports = True
 
     def __init__(self, num_replicas: int) -> None:
         self._num_replicas = num_replicas
         self.loads = dict.fromkeys(range(num_replicas), 0)
-        """Requests of the replicas that take more."""
+        """Live requests of the replicas that take more."""
         self._next = 0
 
     def choose(self, beginnings: Sequence[str]) -> int:
@@ -77,7 +74,7 @@ class LeastLoaded:
         return self.send(chosen)
 
     def send(self, replica: int) -> int:
-        """Count a request that is sent to `replica`; returns `replica`."""
+        """Count a request for `replica` and return it."""
         self.loads[replica] += 1
         return replica
 
@@ -86,17 +83,16 @@ class LeastLoaded:
 
 
 class PrefixAware:
-    """Requests that begin alike go to the same replica, whose cache then holds that prefix, unless it has far more than
-    its share of the requests. The longest beginning that a replica was sent before counts most: that replica has the
-    conversation. For the shortest one each has its own order of all replicas (rendezvous hashing), so that a popular
-    prefix spreads over as few of them as it needs. Requests that share nothing go to the least loaded."""
+    """Sends requests with a common prefix to the replica that has it cached, unless it exceeds its share. The longest
+    known beginning counts most, as that replica has the conversation. For the shortest one, rendezvous hashing orders
+    the replicas, so a popular prefix spreads over as few as it needs. Other requests go to the least loaded replica."""
 
     needs_reports = True
 
     def __init__(self, num_replicas: int) -> None:
         self._least_loaded = LeastLoaded(num_replicas)
         self._sent: dict[str, int] = {}
-        """The longer beginnings, the latest last, and their replicas."""
+        """Replica by longer beginning, oldest first."""
 
     def choose(self, beginnings: Sequence[str]) -> int:
         if not beginnings:
@@ -140,7 +136,7 @@ def make_router(name: str, num_replicas: int) -> Router:
 
 
 def beginnings_of(request: EngineRequest) -> list[str]:
-    """Names of a request's first PREFIX_TOKENS tokens, twice as many, four times as many, up to its length."""
+    """Names of a request's first PREFIX_TOKENS tokens, twice, four times as many, and so on."""
     names = []
     token_ids, start, end = request.prompt_token_ids, 0, PREFIX_TOKENS
     digest = hashlib.blake2b(request.cache_salt.encode(), digest_size=16)

@@ -1,8 +1,5 @@
-"""The asyncio side of one engine: streams of requests and answers to calls, between an event loop and an EngineClient.
-
-A receiver thread waits for the core and turns its tokens into text; the loop gets one call for everything that a step
-produced. Requests end when they finish, when their consumer leaves, or all at once when the engine dies.
-"""
+"""The asyncio side of one engine: request streams and calls between an event loop and an EngineClient. A receiver
+thread turns the core's tokens into text and calls the loop once per message."""
 
 from __future__ import annotations
 
@@ -38,15 +35,15 @@ _PARAMETERS = {
     "pause": "mode",
     "stop_replica": "replica",
 }
-"""What a method's argument is called."""
+"""Parameter name of a method's argument, for errors."""
 
 
 Unsent = tuple[AddRequest, Callable[[QuireError], None]]
-"""A request, and what hears why it could not be sent."""
+"""A request, and the callback for an error in sending it."""
 
 
 class Outbox:
-    """Sends the requests of one turn of the event loop to the engine at once: its process is woken once for them."""
+    """Sends all requests of one event-loop turn together, so that the engine process is woken once."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
@@ -56,13 +53,13 @@ class Outbox:
         return bool(self._unsent)
 
     def put(self, message: AddRequest, fail: Callable[[QuireError], None]) -> None:
-        """Send a request at the end of this turn, or tell `fail` why not: it must not wait for its outputs."""
+        """Send a request at the end of this turn; `fail` is called if that fails."""
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self.flush)
         self._unsent.append((message, fail))
 
     def flush(self) -> None:
-        """Send now what waits, for a message that must come behind it."""
+        """Send the waiting requests now."""
         unsent, self._unsent = self._unsent, []
         if unsent:
             self._send(unsent)
@@ -84,30 +81,29 @@ class Outbox:
 
 
 class Session:
-    """The requests and calls of one front end. Used from one event loop at a time; the loop and the receiver thread
-    share what `_lock` guards."""
+    """Requests and calls of one front end, on one event loop at a time. `_lock` guards what loop and receiver thread
+    share."""
 
     def __init__(self, client: EngineClient, outputs: OutputProcessor, texts: Texts) -> None:
-        """outputs: makes text of tokens; used under the lock."""
+        """outputs: output processor, used under the lock."""
         self.client = client
         self.control: ControlState | EngineState = ControlState()
         self.namespace = ""
-        """What tells the keys of our requests from those of other processes."""
+        """Part of the request keys that distinguishes them from other processes'."""
         self.loads: Loads | None = None
-        """What the processes that share the engine have to do; None where it is ours alone."""
+        """Loads of all processes that share the engine; None if it is not shared."""
         self.listeners: list[StatsListener] = []
         self.is_draining = False
         self.num_unfinished = 0
-        """Requests that were begun and not ended, those still being tokenised included, and those whose consumer has
-        yet to take what is there."""
+        """See AsyncLLM.num_unfinished."""
         self.death: EngineDeadError | None = None
         self._processor = outputs
         self._texts = texts
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()
-        """Of the output processor and the streams, calls and figures below."""
+        """Guards the output processor and everything below."""
         self._streams: dict[str, OutputStream] = {}
-        """By key; `_keys` finds the key of a request's id."""
+        """Streams by key; `_keys` maps a request's id to its key."""
         self._keys: dict[str, str] = {}
         self._calls: dict[int, asyncio.Future[CallResult]] = {}
         self._numbers = itertools.count(1)
@@ -117,23 +113,21 @@ class Session:
         self._all_finished = asyncio.Event()
 
     def start(self) -> None:
-        """Begin to receive."""
+        """Start the receiver thread."""
         threading.Thread(
             target=_receive, args=(self.client, weakref.ref(self)), name="quire-receiver", daemon=True
         ).start()
 
     def check_health(self) -> None:
-        """As AsyncLLM.check_health."""
         self.check_alive()
         check_responsive(self.client.silence)
 
     def check_alive(self) -> None:
-        """Raise EngineDeadError, a new one, when the engine is dead."""
+        """Raise a new EngineDeadError if the engine is dead."""
         if self.death is not None:
             raise self.death.again()
 
     def check_awake(self) -> None:
-        """As AsyncLLM.check_awake."""
         if self.control.is_asleep:
             raise EngineAsleepError("the engine is asleep: wake it up first")
 
@@ -141,17 +135,14 @@ class Session:
 
     @property
     def num_pending(self) -> int:
-        """As AsyncLLM.num_pending."""
         return self._own_num_pending if self.loads is None else self.loads.num_pending
 
     @property
     def num_queued_tokens(self) -> int:
-        """As AsyncLLM.num_queued_tokens."""
         return self._backlog.num_tokens if self.loads is None else self.loads.num_tokens
 
     @property
     def queue_seconds(self) -> float:
-        """As AsyncLLM.queue_seconds."""
         return self._backlog.seconds if self.loads is None else self.loads.queue_seconds
 
     @property
@@ -159,7 +150,7 @@ class Session:
         return len(self._preparations) + len(self._streams)
 
     def _publish(self) -> None:
-        """Let other processes know what this one has to do. Under the lock: of two threads, the last must be right."""
+        """Publish this process's load. Call under the lock, so that the last thread's value stays."""
         if self.loads is not None:
             backlog = self._backlog
             self.loads.publish(self.num_unfinished, self._own_num_pending, backlog.num_tokens, backlog.progress)
@@ -175,8 +166,8 @@ class Session:
         delta: bool = False,
         part: RequestPart | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """AsyncLLM.generate for a request of any kind. process: makes it from the name that the engine gets. text: of
-        its prompt, to be reported."""
+        """Run a request of any kind; see AsyncLLM.generate. process: makes it from the engine's name for it. text: the
+        prompt's, for outputs."""
         self._check_open()
         self.check_awake()
         self._bind_loop()
@@ -204,8 +195,8 @@ class Session:
                     self._leave(stream)
 
     async def run_prefix(self, process: Callable[[str], EngineRequest]) -> str:
-        """Compute a prefix, and keep it; returns its name. process: makes the request from it, on another thread.
-        Cancelled, it leaves nothing registered."""
+        """Compute and keep a prefix; returns its name. process: makes the request from the name, on another thread. If
+        cancelled, nothing stays registered."""
         self._check_open()
         self._bind_loop()
         name = f"prefix-{uuid.uuid4().hex}"
@@ -226,7 +217,6 @@ class Session:
         return name
 
     def abort(self, request_id: str | Iterable[str]) -> None:
-        """As AsyncLLM.abort."""
         for name in [request_id] if isinstance(request_id, str) else list(request_id):
             stream = self._streams.get(self._keys.get(name, ""))
             if stream is not None:
@@ -235,7 +225,7 @@ class Session:
                     stream.put(output)
 
     async def ask(self, method: str, argument: str = "") -> CallResult:
-        """As AsyncLLM.call, for answers of any kind."""
+        """Send a control call; see AsyncLLM.call."""
         self.check_health()
         loop = self._bind_loop()
         call_id = next(self._numbers)
@@ -254,7 +244,6 @@ class Session:
         return result
 
     async def drain(self, timeout: float | None = None) -> bool:
-        """As AsyncLLM.drain."""
         self.is_draining = True
         try:
             async with asyncio.timeout(timeout):
@@ -270,7 +259,7 @@ class Session:
     # On the event loop.
 
     def _bind_loop(self) -> asyncio.AbstractEventLoop:
-        """Remember the running loop. A loop that was closed under its requests has left them to be aborted."""
+        """Bind to the running loop. Requests of a loop that was closed are aborted."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             if self._loop is not None and self.num_unfinished:
@@ -285,7 +274,7 @@ class Session:
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
-        """One request more that `drain` waits for."""
+        """Count a request that `drain` waits for."""
         self.num_unfinished += 1
         try:
             yield
@@ -297,7 +286,7 @@ class Session:
                 self._all_finished.set()
 
     def _check_open(self) -> None:
-        """Raise what a new request is refused with."""
+        """Raise if new requests are rejected."""
         self.check_health()
         if self.is_draining:
             raise QuireError("the engine is draining and takes no new requests")
@@ -322,8 +311,8 @@ class Session:
         stream.fail(error)
 
     def _leave(self, stream: OutputStream) -> RequestOutput | None:
-        """Drop a request that is not finished: here, in the core and in the metrics. Returns its last output, or
-        None when it is gone already or its output cannot be made, which its stream then says."""
+        """Drop an unfinished request here, in the core and in the metrics. Returns its last output; None if it is
+        already gone or its output fails, which goes to its stream."""
         with self._lock:
             if not self._forget(stream.key):
                 return None
@@ -357,7 +346,7 @@ class Session:
     # On the receiver thread.
 
     def _take(self, outputs: EngineOutputs) -> None:
-        """Turn what the core sent into what the loop delivers."""
+        """Process the core's message and post it to the loop."""
         delivery = Delivery(stats=outputs.stats)
         with self._lock:
             if outputs.stats is not None and self.loads is None:
@@ -391,7 +380,7 @@ class Session:
         self._post(delivery)
 
     def die(self, cause: EngineDeadError) -> None:
-        """Everything that waits fails now, and everything that comes later fails too. The first cause counts."""
+        """Fail everything that waits, and all later calls. The first cause counts."""
         delivery = Delivery()
         with self._lock:
             if self.death is None:
@@ -415,8 +404,8 @@ class Session:
 
 
 def _receive(client: EngineClient, reference: weakref.ref[Session]) -> None:
-    """Body of the receiver thread. It holds the engine only while it has something for it, so that an engine that
-    is referred to no more is collected, which shuts the client down and ends this thread."""
+    """Body of the receiver thread. It holds only a weak reference between messages, so that an unused engine is
+    collected, which ends this thread."""
     while True:
         try:
             outputs = client.receive()

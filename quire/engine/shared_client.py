@@ -1,4 +1,4 @@
-"""An EngineClient whose engine is another process's, which several front ends share (quire/engine/shared_engine.py)."""
+"""An EngineClient for an engine of another process that several front ends share (quire/engine/shared_engine.py)."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ logger = get_logger(__name__)
 
 
 class SharedClient(RemoteClient[EngineFailed | Ask | Answer | Ended]):
-    """One session."""
+    """One front end's session."""
 
     def __init__(self, directory: Path, session: int, state: SharedState) -> None:
-        """directory: of the sockets."""
+        """directory: location of the sockets."""
         wake_reader, self._wake_writer = os.pipe()
         received = EngineReady | EngineOutputs | EngineFailed | Ask | Answer | Ended
         super().__init__(f"ipc://{directory / session_address(session)}", received, wake_reader)
@@ -33,7 +33,7 @@ class SharedClient(RemoteClient[EngineFailed | Ask | Answer | Ended]):
         self._prefix = [str(session).encode()]
         self.session, self.state = session, state
         self.questions = Questions(self.send)
-        """To the parent and to other sessions."""
+        """Questions to the parent and to other sessions."""
         self._num_ticks = -1
 
     @property
@@ -55,7 +55,7 @@ class SharedClient(RemoteClient[EngineFailed | Ask | Answer | Ended]):
             self._send(*messages)
 
     def shutdown(self, timeout: float = 5.0) -> None:
-        """Leave the session. The engine goes on."""
+        """End the session; the engine keeps running."""
         with self._sending:
             if self._closed:
                 return
@@ -82,7 +82,7 @@ class SharedClient(RemoteClient[EngineFailed | Ask | Answer | Ended]):
         self.questions.hear(death)
 
     def _hear_ticks(self) -> None:
-        """Take note of what the parent says of the engine's silence, or that it says nothing."""
+        """Read from shared memory whether the parent is alive, and the engine's silence."""
         num_ticks = self.state.engine.num_ticks
         if num_ticks == self._num_ticks:
             self._heartbeat.look()
@@ -92,8 +92,8 @@ class SharedClient(RemoteClient[EngineFailed | Ask | Answer | Ended]):
 
 
 class Questions:
-    """Questions of one session to services of the parent and to other sessions, and its answers to theirs. They share
-    the sockets with requests, and have nothing else in common. The parent passes them on and remembers none of them."""
+    """Questions to services of the parent and to other sessions, and answers to theirs. They share the sockets with
+    requests. The parent forwards them without keeping state."""
 
     def __init__(self, send: Callable[[Ask | Answer], None]) -> None:
         """send: to the parent; raises EngineDeadError."""
@@ -101,13 +101,13 @@ class Questions:
         self._asked: dict[int, tuple[str | int, asyncio.Future[bytes | None]]] = {}
         self._numbers = itertools.count(1)
         self._loop: asyncio.AbstractEventLoop | None = None
-        """In which this session asks and answers."""
+        """Event loop in which this session asks and answers."""
         self._answer: Callable[[bytes], Awaitable[bytes]] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def ask(self, peer: str | int, payload: bytes) -> bytes | None:
-        """What a service of the parent answers, or the front end of another session; None when it has ended or failed.
-        Raises EngineDeadError when the engine or the parent is gone."""
+        """Ask a service of the parent or another session; None if it ended or failed. Raises EngineDeadError if the
+        engine or the parent is gone."""
         number, self._loop = next(self._numbers), asyncio.get_running_loop()
         future: asyncio.Future[bytes | None] = self._loop.create_future()
         self._asked[number] = peer, future
@@ -118,12 +118,12 @@ class Questions:
             del self._asked[number]
 
     def answer_with(self, answer: Callable[[bytes], Awaitable[bytes]]) -> None:
-        """Answer what other sessions ask, in the event loop that calls this. The first call counts."""
+        """Answer other sessions' questions in the calling event loop. Only the first call counts."""
         if self._answer is None:
             self._loop, self._answer = asyncio.get_running_loop(), answer
 
     def hear(self, message: Ask | Answer | Ended | EngineDeadError) -> None:
-        """Take a message of the parent, or the end of all answers, in any thread."""
+        """Handle a message of the parent, or the engine's death, in any thread."""
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the process is about to end
                 self._loop.call_soon_threadsafe(self._take, message)

@@ -1,8 +1,5 @@
-"""One fleet for several front ends, each in a process of its own: the sockets between them and the ledger.
-
-A front end's process is a *session* (quire/engine/shared_client.py). The ledger (quire/engine/fleet.py) knows who asked
-for what; engines do not know of sessions.
-"""
+"""One fleet for several front-end processes (sessions, quire/engine/shared_client.py): the sockets between them. The
+ledger (quire/engine/fleet.py) knows the session of each request; engines do not."""
 
 from __future__ import annotations
 
@@ -39,23 +36,23 @@ from quire.utils.runtime_directory import RuntimeDirectory
 logger = get_logger(__name__)
 
 INBOX = "front-ends"
-"""The socket of the parent."""
+"""Name of the parent's socket."""
 PARENT = 0
-"""The session of the parent's own calls."""
+"""Session number of the parent's own calls."""
 OWN_CALLS = ("is_sleeping", "is_paused")
-"""Methods of those, by their ids."""
+"""Methods of the parent's calls; the index is the call's id."""
 STATS_SECONDS = 0.5
-"""Seconds between two snapshots for a session without outputs of its own."""
+"""Seconds between two snapshots to a session without outputs."""
 _STOP = b""
 
 
 def session_address(number: int) -> str:
-    """Name of the socket that carries messages to a session."""
+    """Name of a session's socket."""
     return f"session-{number}"
 
 
 class SharedEngine:
-    """Two threads serve the sessions once `start` is called: one carries messages to the fleet, one its outputs."""
+    """After `start`, two threads serve the sessions: one carries messages to the fleet, one its outputs."""
 
     def __init__(
         self,
@@ -67,20 +64,21 @@ class SharedEngine:
         on_stats: Callable[[EngineStats], None],
         on_change: Callable[[], None],
     ) -> None:
-        """directory: of the sockets. services: of the parent (SharedClient.questions). on_stats: hears of snapshots.
-        on_change: is called when the engine is ready and when it has ended. All are called by threads."""
+        """directory: location of the sockets. services: the parent's, by name (SharedClient.questions). on_stats:
+        called with each snapshot. on_change: called when the engine is ready and when it has ended. All are called on
+        threads."""
         self._fleet = fleet
         self._directory = directory
         self._state = state
         self._on_stats, self._on_change = on_stats, on_change
         self.ready: EngineReady | None = None
         self.failure: QuireError | None = None
-        """Why there is no engine: what its start failed with, or how it died."""
+        """Error of a failed start, or the engine's death."""
         self._lock = threading.RLock()
-        """Of everything below, and of sending."""
+        """Guards everything below, and sending."""
         self._sessions: dict[int, zmq.Socket[bytes]] = {}
         self._heard: dict[int, float] = {}
-        """When a session got its last snapshot."""
+        """Time of each session's last snapshot."""
         self._numbers = itertools.count(1)
         self._services = services
         self._context = zmq.Context()
@@ -97,7 +95,7 @@ class SharedEngine:
             thread.start()
 
     def open_session(self) -> int:
-        """Number of a new session, which no other one has had."""
+        """Open a session; returns its unique number."""
         with self._lock:
             number = next(self._numbers)
             self._sessions[number] = push_socket(self._context, self._directory.address(session_address(number)))
@@ -106,7 +104,7 @@ class SharedEngine:
         return number
 
     def close_session(self, number: int) -> None:
-        """The process of a session has ended: abort its requests."""
+        """Abort the requests of an ended session."""
         with self._lock:
             socket = self._sessions.pop(number, None)
             if socket is None:
@@ -121,14 +119,14 @@ class SharedEngine:
                 self._send(session, Ended(number))
 
     def tell(self) -> None:
-        """Tell all sessions how the engine does, and that this process gets on. To be called several times a second."""
+        """Publish the engine's state and this process's progress. Call several times a second."""
         self._state.silence = self._fleet.silence
         self._state.is_restarting = self._fleet.is_restarting
         self._state.num_restarts = self._fleet.num_restarts
         self._state.num_ticks += 1
 
     def shutdown(self, timeout: float = 5.0) -> None:
-        """Stop the engine, as EngineClient.shutdown, and the threads. Idempotent."""
+        """Stop the engine and the threads. Idempotent."""
         if self._context.closed:
             return
         self._fleet.shutdown(timeout)
@@ -212,7 +210,7 @@ class SharedEngine:
             return None
 
     def _route(self, parts: Parts) -> None:
-        """Send the sessions what is theirs, and take what is the parent's."""
+        """Send each session its part, and handle the parent's."""
         own = parts.pop(PARENT, None) or EngineOutputs()
         with self._lock:
             for result in own.results:
@@ -233,7 +231,7 @@ class SharedEngine:
                 self._send(session, part)
 
     def _send(self, session: int, message: EngineReady | EngineOutputs | EngineFailed | Ask | Answer | Ended) -> bool:
-        """Send, unless the session has ended; returns whether it is there."""
+        """Send unless the session has ended; returns whether it is there."""
         with self._lock:
             socket = self._sessions.get(session)
             if socket is not None:

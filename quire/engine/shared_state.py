@@ -1,4 +1,4 @@
-"""What the processes in front of one engine know of it and of each other, as shared numbers."""
+"""Shared numbers through which the processes of one engine know its state and each other's load."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T", bound=float)
 
 
 class _Number(Generic[T]):
-    """An attribute that is one of the common numbers."""
+    """Descriptor of one of the common numbers."""
 
     def __init__(self, place: int, kind: Callable[[float], T]) -> None:
         self._place, self._kind = place, kind
@@ -30,7 +30,7 @@ class _Number(Generic[T]):
 
 @dataclass(slots=True)
 class ControlState:
-    """What a front end knows of the engine without asking. num_running: requests that it computed last."""
+    """A front end's knowledge of the engine. num_running: requests in the last snapshot."""
 
     is_asleep: bool = False
     sleep_level: int = 0
@@ -40,15 +40,16 @@ class ControlState:
 
 
 class EngineState:
-    """Of the engine, for all processes. The parent writes the first five; the others stand for `ControlState`."""
+    """State of the engine, for all processes. The parent writes the first five numbers; the others match
+    `ControlState`."""
 
     num_ticks = _Number(0, int)
-    """Grows while the parent lives and gets on."""
+    """Grows while the parent makes progress."""
     silence = _Number(1, float)
     is_restarting = _Number(2, bool)
     num_restarts = _Number(3, int)
     num_running = _Number(4, int)
-    """Requests that the engine computes."""
+    """Requests in the last snapshot."""
     is_asleep = _Number(5, bool)
     sleep_level = _Number(6, int)
     pauses = _Number(7, bool)
@@ -59,7 +60,7 @@ class EngineState:
 
 
 class Loads:
-    """What each process has to do."""
+    """Load of each process."""
 
     _NUM_CELLS = 8
     _UNFINISHED, _PENDING, _TOKENS, _PROGRESS, _PROGRESS_AT, _CLOSED, _PID, _BEAT = range(_NUM_CELLS)
@@ -69,26 +70,27 @@ class Loads:
         self._now = clock.now
 
     def publish(self, num_unfinished: int, num_pending: int, num_tokens: int, progress: tuple[float, float]) -> None:
-        """Of this process. num_unfinished, num_pending, num_tokens: as in AsyncLLM. progress: `Backlog.progress`."""
+        """Publish this process's load. num_unfinished, num_pending, num_tokens: see AsyncLLM. progress:
+        `Backlog.progress`."""
         own = self._cells.own
         own[self._UNFINISHED], own[self._PENDING], own[self._TOKENS] = num_unfinished, num_pending, num_tokens
         own[self._PROGRESS], own[self._PROGRESS_AT] = progress
 
     def publish_connections(self, num_closed: int) -> None:
-        """Of this process: how many of the connections that it was given are closed. Also says that it gets on."""
+        """Publish this process's number of closed connections, and that it makes progress."""
         own = self._cells.own
         own[self._CLOSED], own[self._BEAT] = num_closed, self._now()
 
     def take_slot(self, slot: int, pid: int) -> None:
-        """A new process has the slot: it has nothing to do."""
+        """Reset a slot for a new process."""
         cells = self._cells.slots[slot]
         for place in range(self._NUM_CELLS):
             cells[place] = 0.0
         cells[self._PID], cells[self._BEAT] = pid, self._now()
 
     def by_load(self, num_given: Mapping[int, int]) -> list[int]:
-        """Slots of processes, the one with the fewest open connections first; those that have not got on for
-        SILENCE_LIMIT seconds come last. num_given: connections that the process of a slot was given."""
+        """Slots ordered by open connections, fewest first; processes silent for SILENCE_LIMIT seconds come last.
+        num_given: connections given to each slot's process."""
 
         def load(slot: int) -> tuple[bool, float]:
             cells = self._cells.slots[slot]
@@ -98,7 +100,7 @@ class Loads:
 
     @property
     def pids(self) -> list[int]:
-        """Of all processes that have begun, the parent included."""
+        """Ids of all started processes, the parent included."""
         return [int(slot[self._PID]) for slot in self._cells.slots if slot[self._PID]]
 
     @property
@@ -115,16 +117,16 @@ class Loads:
 
     @property
     def queue_seconds(self) -> float:
-        """As Backlog.seconds, of all processes."""
+        """`Backlog.seconds` over all processes."""
         now = self._now()
         rate = sum(decayed((slot[self._PROGRESS], slot[self._PROGRESS_AT]), now) for slot in self._cells.slots)
         return self.num_tokens / rate if rate else math.inf
 
 
 class SharedState:
-    """Every process of a server makes one before it asks `numbers` for anything else."""
+    """Shared state of a server. Every process must make it before it asks `numbers` for anything else."""
 
     def __init__(self, numbers: Numbers, clock: Clock | None = None) -> None:
-        """clock: the same scale in all processes."""
+        """clock: one scale for all processes."""
         self.engine = EngineState(numbers)
         self.loads = Loads(numbers, clock or SystemClock())

@@ -1,14 +1,10 @@
-"""Sleep and pause: ways in which an engine computes nothing for a while.
+"""Sleep and pause of an engine.
 
-Sleep: an idle engine releases its memory, and allocates it again without a restart.
+Sleep: an idle engine frees its memory and can restore it without a restart. Level 1 keeps the weights (in host memory,
+for a device); level 2 drops them, to load them again. Both drop the KV cache. The weights can wake up first.
 
-Level 1 keeps the weights (in host memory, where they were on a device), level 2 drops them: they are loaded again. The
-KV cache is given back by both, and what was cached is forgotten. The weights may wake up alone, to be there before the
-KV cache takes its memory.
-
-Pause: the engine computes nothing new until it is resumed, and what it has computed stays. `new` holds requests that
-have not started, while running ones go on to their end; `all` also stops the running ones, which keep their blocks. The
-tokens are the same as without a pause: each depends on its own request alone.
+Pause: the engine starts nothing new and keeps its state. Scope `new` holds requests that have not started; `all` also
+suspends running ones, which keep their blocks. Tokens are the same as without a pause.
 """
 
 from __future__ import annotations
@@ -22,13 +18,13 @@ from quire.kv_cache.stats import EngineStats
 
 LEVELS = {"1": 1, "2": 2}
 PARTS = ("weights", "kv_cache")
-"""What sleeps, in the order in which it wakes up."""
+"""Parts that sleep, in their order of waking."""
 SCOPES = ("new", "all")
-"""What a pause stops."""
+"""Scopes of a pause."""
 
 
 def part_of(tags: Collection[str] | None) -> str:
-    """The part of the engine that the tags of a wake-up mean, "" for all. Raises UserError for other tags."""
+    """Part that the tags of a wake-up name, "" for all. Raises UserError for other tags."""
     for tag in tags or ():
         if tag not in PARTS:
             raise UserError(f"tags must be among {', '.join(PARTS)}, not {tag!r}", param="tags")
@@ -40,7 +36,7 @@ class Cache(Protocol):
 
 
 class Requests(Protocol):
-    """What must be over before the engine sleeps."""
+    """The scheduler's part that sleep needs."""
 
     @property
     def kv(self) -> Cache: ...
@@ -57,7 +53,7 @@ class Sleep:
     """level: 0 awake, 1 or 2 asleep."""
 
     def __init__(self, executor: Executor, scheduler: Requests, finish_transfers: Callable[[], bool]) -> None:
-        """finish_transfers: ends the transfers of the KV connector; returns whether nothing is left."""
+        """finish_transfers: completes the KV connector's transfers; returns whether nothing is left."""
         self.level = 0
         self._has_weights = True
         self._executor = executor
@@ -65,14 +61,14 @@ class Sleep:
         self._finish_transfers = finish_transfers
 
     def check_awake(self) -> None:
-        """Raise EngineAsleepError, when it sleeps."""
+        """Raise EngineAsleepError if the engine sleeps."""
         if self.level:
             raise EngineAsleepError("the engine is asleep: wake it up first (wake_up)")
 
     def fall_asleep(self, level: str) -> None:
-        """Sleep at `level`, "1" or "2". An engine asleep at level 1 may go to level 2. Raises UserError, having changed
-        nothing, while requests live or prefixes are registered, and InsufficientMemoryError, awake but for the prefix
-        cache, when the host has no room for the weights."""
+        """Sleep at `level`, "1" or "2"; level 1 may become level 2. Raises UserError, with nothing changed, while
+        requests live or prefixes are registered, and InsufficientMemoryError, still awake but with an empty prefix
+        cache, if the host lacks memory for the weights."""
         if level not in LEVELS:
             raise UserError(f"the level of sleep must be 1 or 2, not {level!r}", param="level")
         wanted = LEVELS[level]
@@ -85,9 +81,9 @@ class Sleep:
         self.level, self._has_weights = max(wanted, self.level), False
 
     def wake_up(self, part: str = "") -> None:
-        """Be as before, with an empty cache. part: "weights" brings back these alone, and "kv_cache" the rest behind
-        them. Raises what loading and allocating raise; then it is still asleep. Raises UserError for another part, and
-        for "kv_cache" while the weights sleep."""
+        """Restore the engine with an empty cache. part: "weights" restores only these, "kv_cache" the rest after them.
+        Raises the errors of loading and allocating, still asleep, and UserError for another part or for "kv_cache"
+        before the weights."""
         if part not in ("", *PARTS):
             raise UserError(f"the part to wake up must be one of {', '.join(PARTS)}, not {part!r}", param="tags")
         if not self.level:
@@ -119,7 +115,7 @@ class Held(Protocol):
 
 
 class Pause:
-    """scope: "new", "all", or "" while the engine is not paused. stops_all: whether no step may be planned."""
+    """scope: "new", "all", or "" while not paused. stops_all: True if no step may be planned."""
 
     def __init__(self, scheduler: Held) -> None:
         self.scope = ""
@@ -128,17 +124,17 @@ class Pause:
 
     @property
     def level(self) -> int:
-        """0 while the engine is not paused, 1 for the scope "new", 2 for "all"."""
+        """0 if not paused, 1 for the scope "new", 2 for "all"."""
         return SCOPES.index(self.scope) + 1 if self.scope else 0
 
     def hold(self, scope: str) -> None:
-        """Pause, or change the scope of a pause. Raises UserError for another scope than SCOPES."""
+        """Pause, or change the scope. Raises UserError for an unknown scope."""
         if scope not in SCOPES:
             raise UserError(f"the scope of a pause must be one of {', '.join(SCOPES)}, not {scope!r}", param="scope")
         self.scope, self.stops_all = scope, scope == "all"
         self._scheduler.hold_new(True)
 
     def end(self) -> None:
-        """Go on. Idempotent."""
+        """End the pause. Idempotent."""
         self.scope, self.stops_all = "", False
         self._scheduler.hold_new(False)

@@ -1,8 +1,5 @@
-"""A log of the steps of a run: what each computed, how long it took, and how long the executor waited for it.
-
-The file is JSON lines. The first says what ran (`header`); each other line is one plan, with its columns as they are,
-so that any model of the cost of a step can be fitted to it later.
-"""
+"""Log of a run's steps as JSON lines: their plans and durations. The first line describes the run (`StepLogHeader`);
+every other line is one plan (`StepRecord`), to which cost models can be fitted."""
 
 from __future__ import annotations
 
@@ -26,14 +23,15 @@ logger = get_logger(__name__)
 
 VERSION = 1
 FLUSH_SECONDS = 1.0
-"""What was logged longer ago than this is in the file when the next step ends."""
+"""Minimum seconds between two writes to the file."""
 
 
 Entry = TypeVar("Entry")
 
 
 class StepLogHeader(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The first line. weights: what the layers' matrices are stored in. backend: what the executor says of itself."""
+    """First line of the log. weights: storage type of the layers' matrices. backend: the executor's description of
+    itself."""
 
     version: int
     model: str
@@ -53,13 +51,13 @@ class StepLogHeader(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class StepRecord(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One step. Times in seconds.
+    """One step. Times are in seconds.
 
-    at: when the plan was handed over, since the first one. seconds: from then, or from the end of the step before if
-    that came later, to this step's end. gap: from the end of the step before to the handing over, 0 when the plan was
-    there earlier (queue_depth 2): what the engine does between steps, and, when nothing was running, the wait for a
-    request. num_carried: sequences of the batch that had a row before; with none of them `gap` may be idle time.
-    starts, tokens: the plan's `start_positions` and `num_tokens`. Copies and swaps are counted in blocks.
+    at: hand-over of the plan, since the first one. seconds: from the hand-over, or the previous step's end if later, to
+    this step's end. gap: from the previous step's end to the hand-over, 0 if the plan came earlier (queue_depth 2): the
+    engine's work between steps, or idle time if nothing was running. num_carried: sequences that had a row before; if
+    0, `gap` may be idle time. starts, tokens: the plan's `start_positions` and `num_tokens`. Copies and swaps are
+    counted in blocks.
     """
 
     step: int
@@ -76,7 +74,7 @@ class StepRecord(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def read_step_log(path: Path) -> tuple[StepLogHeader, list[StepRecord]]:
-    """A whole log; a last line that was cut short is left out. Raises UserError naming the file and the line."""
+    """Read a log; an incomplete last line is dropped. Raises UserError naming the file and line."""
     try:
         lines = path.read_bytes().splitlines(keepends=True)
     except OSError as error:
@@ -97,14 +95,11 @@ def _decoded(path: Path, number: int, line: bytes, kind: type[Entry]) -> Entry:
 
 
 class StepLog(Observer):
-    """Writes a line for each plan that a core runs. A plan that fails is not logged.
-
-    A step is noted at its end, in which the next plan waits for some microseconds, and written with those of about a
-    second.
-    """
+    """Writes a line for each successful plan. Records are buffered, because the next plan waits while a step is
+    recorded."""
 
     def __init__(self, config: EngineConfig, path: Path, clock: Clock) -> None:
-        """Open the file, emptying it. Raises ConfigError when it cannot be written."""
+        """Open and truncate the file. Raises ConfigError if it cannot be written."""
         self._config = config
         self._clock = clock
         self._lines = _Lines(path)
@@ -114,11 +109,10 @@ class StepLog(Observer):
         self._next_flush = 0.0
 
     def allocated(self, layout: KVCacheLayout, backend: str) -> None:
-        """Write the header."""
         self._lines.write([_header(self._config, layout, backend)])
 
     def executes(self, plan: StepPlan) -> StepEnd:
-        """Note when the plan is handed over; at its end, note that too."""
+        """Record the plan's hand-over and end."""
         handed_over = self._clock.now()
 
         def note(future: StepFuture) -> None:
@@ -133,7 +127,6 @@ class StepLog(Observer):
         return note
 
     def ends(self) -> None:
-        """Write what is left, and close the file."""
         self._write()
         self._lines.close()
 
@@ -149,7 +142,7 @@ class StepLog(Observer):
 
 
 class _EndedStep(NamedTuple):
-    """A plan, when it was handed over, and when it ended."""
+    """A plan with its times of hand-over and end."""
 
     plan: StepPlan
     handed_over: float
@@ -189,7 +182,7 @@ class _Lines:
 
 
 def _record(step: _EndedStep, began: float, ended_before: float) -> StepRecord:
-    """began: when the first plan of the log was handed over; ended_before: when the step before ended."""
+    """began: hand-over of the log's first plan. ended_before: end of the previous step."""
     plan, handed_over, ended = step
     transfers = plan.transfers
     return StepRecord(

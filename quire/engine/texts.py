@@ -1,4 +1,4 @@
-"""The texts of a front end with an event loop: tokenising and chat templates, which keep the loop free."""
+"""Tokenising and chat templates outside a front end's event loop."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from quire.tokenization.helpers import ABANDONMENT, Abandonment, Rendering
 from quire.utils.fair_threads import FairThreads
 
 INLINE_CHARACTERS = 20_000
-"""Longer texts are tokenised on another thread: the loop goes on serving others meanwhile."""
+"""Length from which a text is tokenised on another thread."""
 MAX_LONG_TEXTS = 2
-"""Long texts and conversations worked on at a time: tokenising takes 70 to 300 times a text's size in memory."""
+"""Threads for long texts and conversations; tokenising takes 70 to 300 times a text's size in memory."""
 LONG_WORK = 2 * 2**20
-"""Characters or bytes. A longer text never takes the last of these threads, so that shorter ones do not wait for it."""
+"""Size in characters or bytes above which a text never takes the last thread, which stays for shorter ones."""
 SHORT_CONVERSATION_BYTES = 64 * 2**10
-"""Conversations of at most as many bytes have a thread of their own, so that they wait for no long work."""
+"""Size up to which conversations use a thread of their own and wait for no long work."""
 
 T = TypeVar("T")
 
 
 class Texts:
-    """Work on the texts of one front end, beside its event loop."""
+    """Work on the texts of one front end."""
 
     def __init__(self, front_end: FrontEnd, clock: Clock | None = None) -> None:
-        """clock: for the time that conversations wait."""
+        """clock: measures the waiting time of conversations."""
         self.helpers = front_end.helpers
-        """None where the model has no tokenizer."""
+        """None if the model has no tokenizer."""
         self._front_end = front_end
         self._clock = clock or SystemClock()
         self._text_threads = FairThreads(MAX_LONG_TEXTS, "quire-text", long_size=LONG_WORK)
@@ -41,7 +41,7 @@ class Texts:
         self.pictures = Pictures(front_end, self._text_threads)
 
     def close(self) -> None:
-        """Let the threads end when their texts are done."""
+        """Let the threads end after their current work."""
         self._text_threads.shutdown(wait=False)
         self.pictures.close()
         self._chat_thread.shutdown(wait=False)
@@ -49,9 +49,9 @@ class Texts:
     async def read_elsewhere(
         self, reader: str, argument: str, content: Sequence[bytes], decode: Callable[[bytes | bytearray], T]
     ) -> T:
-        """What the function `reader` ("module:name") of a helper makes of `argument` and the bytes of `content`,
-        decoded on another thread. Cancelled, it drops what is waiting, and what is being read when it is done. Raises
-        InternalError when the helper ends."""
+        """Call the helper's function `reader` ("module:name") with `argument` and `content`, and decode its result on
+        another thread. Cancelling drops waiting work; work in progress is dropped at its end. Raises InternalError if
+        the helper dies."""
         helpers = self.helpers
         assert helpers is not None, "servers are of models that have a tokenizer"
         size = sum(map(len, content))
@@ -59,8 +59,8 @@ class Texts:
         return await asyncio.wrap_future(work)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True, is_cut: bool = False) -> list[int]:
-        """Token ids of `text`. Raises UserError when the model has no tokenizer, PromptTooLongError for a text far
-        longer than the model's context. is_cut: only the end of the tokens will be kept."""
+        """Token ids of `text`. is_cut: only the last tokens will be kept. Raises UserError if the model has no
+        tokenizer, PromptTooLongError for a text far longer than the context."""
         tokenizer = self._front_end.tokenizer
         if tokenizer is None:
             raise UserError("this model has no tokenizer", param="prompt")
@@ -75,10 +75,8 @@ class Texts:
         return await self.off_loop(len(text), work)
 
     async def render(self, conversation: Conversation) -> RenderedChat:
-        """Write and tokenise a conversation. One job of a helper writes the conversation, and tokenises the text
-        where that is long. Cancelled, it drops what is waiting, and ends the helper that tokenises.
-
-        Raises as InputProcessor.render_chat, and QuireError for a conversation that has waited too long."""
+        """Render and tokenise a conversation in a helper. Cancelling drops waiting work and ends a tokenising helper.
+        Raises as InputProcessor.render_chat, and QuireError after too long a wait."""
         inputs = self._front_end.input_processor
         pictures = conversation.messages.pictures
         takes = inputs.image_inputs_of(pictures)
@@ -103,14 +101,13 @@ class Texts:
         return inputs.with_images(rendered, await self.pictures.ready(takes, pictures, conversation.media))
 
     async def off_loop(self, size: int, work: Callable[[], T]) -> T:
-        """Run `work` on a text here when it is short, on one of few other threads when it is long. size: characters, or
-        as much. Cancelled, it ends what another process does for `work`."""
+        """Run `work` inline if `size` (in characters) is small, else on a thread. Cancelling also ends work in other
+        processes."""
         return work() if size <= INLINE_CHARACTERS else await _in_turn(self._text_threads, size, work)
 
 
 async def _in_turn(threads: FairThreads, size: int, work: Callable[[], T]) -> T:
-    """Run `work` on one of the threads, in the callers' turns. Cancelled, it ends what another process tokenises for
-    `work`."""
+    """Run `work` on one of the threads, in turn. Cancelling also ends its tokenising in another process."""
     abandonment = Abandonment()
 
     def abandonable() -> T:

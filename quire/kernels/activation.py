@@ -1,9 +1,6 @@
-"""Activation functions under the names that config.json uses.
-
-They are composed of operations whose vectorised and scalar forms give the same bits (exp, tanh, erf, products and
-sums). torch's own silu, sigmoid and gelu differ between the two, so that an element's result would depend on where
-in the tensor it lies: on the size of the batch (docs/decisions/0002-batch-invariance.md).
-"""
+"""Activation functions by config.json's names. They use only operations whose vectorised and scalar forms give the same
+bits (exp, tanh, erf, products, sums). torch's own silu, sigmoid and gelu do not, so a result would depend on its place
+in the tensor, and with it on the batch size (docs/decisions/0002-batch-invariance.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arguments of kernels beside tensors: weights and shapes of one layer."""
+"""Kernel arguments beside tensors: weights and shapes of one layer."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ IntegersT = TypeVar("IntegersT", int, np.ndarray, torch.Tensor)
 
 @dataclass(frozen=True, slots=True)
 class NormWeights:
-    """weight, bias: [size] in the activations' dtype (or float32: the product is rounded once), or None for ones and
-    zeros. centred: LayerNorm, which subtracts the mean; else RMSNorm."""
+    """weight, bias: [size] in the activations' dtype (or float32: the product is rounded once); None: ones and zeros.
+    centred: True for LayerNorm, which subtracts the mean, else RMSNorm."""
 
     size: int
     weight: torch.Tensor | None
@@ -31,8 +31,7 @@ class NormWeights:
 
 @dataclass(frozen=True, slots=True)
 class LengthScale:
-    """Queries multiplied by 1 + strength * log(1 + (position + 1) // floor), against scores that flatten in a long
-    context."""
+    """Factor 1 + strength * log(1 + (position + 1) // floor) of queries, against flattening scores in long contexts."""
 
     floor: int
     strength: float
@@ -44,15 +43,15 @@ class LengthScale:
 
 
 def first_seen(positions: IntegersT, window: int, *, is_chunked: bool) -> IntegersT:
-    """The first position, possibly below 0, that a token at a position sees: of the last `window` ones, its own
-    included, or of its chunk of `window`."""
+    """First position (possibly < 0) that a token sees: in its last `window` positions, its own included, or in its
+    chunk of `window`."""
     return positions // window * window if is_chunked else positions - (window - 1)
 
 
 @dataclass(slots=True)
 class CacheScale:
-    """Factors of a layer's keys and of its values in a cache of e4m3 numbers: elements are stored divided by them, in
-    float32, and rounded once. Set while a checkpoint is loaded, before anything attends."""
+    """Scales of a layer's keys and values in an e4m3 cache: stored = value / scale, computed in float32. Set while the
+    checkpoint is loaded, before any attention."""
 
     key: float = 1.0
     value: float = 1.0
@@ -60,12 +59,11 @@ class CacheScale:
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
-    """The constants of one layer's attention. scale: multiplies q·k; window: tokens seen, the own one included
-    (None: all), or, if is_chunked, the chunks that positions are cut into, of which a token sees its own; in encoders,
-    most positions between a token and one that it sees, on either side. length_scale: factors of queries (None: none).
-    soft_cap: scores become cap * tanh(score / cap) (None: off). value_dim: elements of a value head (None: head_dim).
-    sinks: [num_heads] float32, a score for each head that no value belongs to (None: none). cache_scale: 1 in caches of
-    other numbers than e4m3."""
+    """Parameters of one layer's attention. scale: factor of q·k. window: tokens seen, the own one included (None: all);
+    with is_chunked, size of the chunks within which tokens see each other; in encoders, maximum distance on either
+    side. length_scale: factors of queries (None: none). soft_cap: scores become cap * tanh(score / cap) (None: off).
+    value_dim: size of a value head (None: head_dim). sinks: [num_heads] float32, extra score per head without a value
+    (None: none). cache_scale: 1 unless the cache is e4m3."""
 
     layer: int
     num_heads: int
@@ -82,18 +80,18 @@ class LayerAttention:
 
     @property
     def stored_scale(self) -> float:
-        """Multiplies q·k of keys as they are stored."""
+        """Factor of q·k for keys as stored."""
         return self.scale * self.cache_scale.key
 
     @property
     def value_width(self) -> int:
-        """Elements of a value head, and of a head of the result."""
+        """Size of a head of values and of the result."""
         return self.head_dim if self.value_dim is None else self.value_dim
 
 
 @dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """One layer's attention between its two projections. query_norm, key_norm: RMSNorms over each head, or None."""
+    """One layer's attention between its two projections. query_norm, key_norm: RMSNorm of each head, or None."""
 
     shape: LayerAttention
     query_norm: NormWeights | None
@@ -103,7 +101,7 @@ class HeadWeights:
 @dataclass(frozen=True, slots=True)
 class RotaryFrequencies:
     """inverse_frequencies: [rotary_dim / 2] float32. magnitude: factor of cos and sin. axes: [rotary_dim / 2] int32,
-    which of a token's three positions turns an element (None: tokens have one)."""
+    which of a token's three positions rotates an element (None: one position)."""
 
     inverse_frequencies: torch.Tensor
     magnitude: float
@@ -113,12 +111,9 @@ class RotaryFrequencies:
 
 @dataclass(frozen=True, slots=True)
 class LatentShape:
-    """The constants of one layer's latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) in its absorbed form.
-
-    All heads read one vector of `rank` + `rope_dim` elements for each token: whole as the key, its first `rank`
-    elements as the value. scale: multiplies query times key.
-    top: keys that a token reads, chosen by an indexer (0: all).
-    """
+    """Parameters of one layer's latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) in its absorbed form. All
+    heads read one vector of `rank` + `rope_dim` elements per token: all of it as key, the first `rank` as value. scale:
+    factor of query times key. top: keys that a token reads, chosen by an indexer (0: all)."""
 
     layer: int
     num_heads: int
@@ -129,45 +124,42 @@ class LatentShape:
 
     @property
     def width(self) -> int:
-        """Elements of the vector."""
         return self.rank + self.rope_dim
 
     @property
     def as_attention(self) -> LayerAttention:
-        """The same as attention of all heads over one head of keys, whose values are narrower."""
+        """Equivalent attention of all heads over one key head with narrower values."""
         return LayerAttention(self.layer, self.num_heads, 1, self.width, self.scale, value_dim=self.rank)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpansionRule:
-    """The rule by which a sequence's tokens are expanded: they are where that is cheaper. key_cost: multiplications
-    that make a key and a value of a head. saved: multiplications that expanding saves for each query and key."""
+    """Rule for expanding a sequence's tokens where that is cheaper. key_cost: multiplications to make a head's key and
+    value. saved: multiplications that expanding saves per query and key."""
 
     key_cost: int
     saved: int
 
     @classmethod
     def of(cls, rank: int, nope_dim: int, value_dim: int) -> ExpansionRule:
-        """The rule for heads of these sizes."""
         expanded = nope_dim + value_dim
         return cls(rank * expanded, 2 * rank - expanded)
 
     def pays(self, num_tokens: np.ndarray, start: np.ndarray) -> np.ndarray:
-        """True for each sequence whose tokens in a step, from position `start` on, are cheaper expanded: [S] bool.
-        Absorbing the queries costs as much as making their keys, so that only earlier keys weigh against the saving."""
+        """True per sequence, [S] bool, if its tokens in a step, from position `start` on, are cheaper expanded.
+        Absorbing the queries costs as much as making their keys, so only earlier keys count against the saving."""
         num_pairs = num_tokens * start + num_tokens * num_tokens // 2
         return num_pairs * self.saved >= start * self.key_cost
 
 
 @dataclass(frozen=True, slots=True)
 class LatentExpansion:
-    """A layer's matrices between latents and heads, for a model that expands prompts.
+    """A layer's matrices between latents and heads, for models that expand prompts.
 
-    nope_dim: elements of a head's key that are not rotated; value_dim: elements of its value. absorb: queries [T,
-    num_heads * nope_dim] -> [T, num_heads * rank], against compressed vectors. values: attended vectors [T, num_heads *
-    rank] -> [T, num_heads * value_dim]. parts: one for each `heads` heads, in order (the last has the rest): compressed
-    vectors [N, rank] -> [N, heads * (nope_dim + value_dim)], each head's key and value. All take values of the layer's
-    kind, and compute at once or record it.
+    nope_dim: unrotated elements of a head's key; value_dim: elements of its value. absorb: queries [T, num_heads *
+    nope_dim] -> [T, num_heads * rank]. values: attended vectors [T, num_heads * rank] -> [T, num_heads * value_dim].
+    parts: one per `heads` heads, in order (the last has the rest): latents [N, rank] -> [N, heads * (nope_dim +
+    value_dim)], keys and values. They compute at once or record, as the layer's values ask.
     """
 
     nope_dim: int
@@ -178,18 +170,15 @@ class LatentExpansion:
     parts: tuple[Callable[[Any], Any], ...]
 
     def rule(self, shape: LatentShape) -> ExpansionRule:
-        """The rule by which the layer expands."""
         return ExpansionRule.of(shape.rank, self.nope_dim, self.value_dim)
 
 
 @dataclass(frozen=True, slots=True)
 class IndexShape:
-    """The constants of one layer's indexer (DeepSeek-V3.2), which chooses the keys that a token's attention reads.
-
-    A key's score is scale * sum over heads of weight * relu(query · key). num_heads, dim: the queries'; keys are one
-    head of `dim` elements, kept beside the latents of `latent_width`. rope_dim: number of the first elements, which are
-    rotated. top: keys that are chosen, of equal scores the earlier ones.
-    """
+    """Parameters of one layer's indexer (DeepSeek-V3.2), which chooses the keys that a token reads. A key's score is
+    scale * sum over heads of weight * relu(query · key). num_heads, dim: the queries'; keys have one head of `dim`
+    elements, stored after the latents of `latent_width`. rope_dim: number of leading rotated elements. top: number of
+    keys to choose; ties go to earlier ones."""
 
     layer: int
     num_heads: int
@@ -201,16 +190,16 @@ class IndexShape:
 
 
 TILE = 16
-"""Rows of a product: torch's products add in an order that depends on their number (`kernels/matmul.py`)."""
+"""Rows of a product: the order of additions in torch's products depends on it (`kernels/matmul.py`)."""
 
 
 NORM_EPSILON = 1e-6
-"""Added to the squared length of queries and keys of the delta rule."""
+"""Term added to the squared length of queries and keys in the delta rule."""
 
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """A float32 tensor of `shape` in the pages of `layer`, `offset` bytes from a page's beginning."""
+    """A float32 tensor of `shape` at `offset` bytes in the pages of `layer`."""
 
     layer: int
     offset: int
@@ -222,16 +211,15 @@ class StatePart:
         return self.offset + 4 * torch.Size(self.shape).numel()
 
     def blocks(self, states: StateStep) -> torch.Tensor:
-        """[num_blocks, *shape], the pool's memory."""
+        """[num_blocks, *shape] view of the pool."""
         return states.pages[self.layer][:, self.offset : self.end_offset].view(torch.float32).unflatten(1, self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class ConvolutionWeights:
-    """A causal convolution of each channel by itself. kernel: [width, channels] float32, the last row for the token
-    itself; bias: [channels] float32 or None. activation: a name of `kernels/activation.py`, or None. layer, offset: the
-    place of the last inputs in a page. num_spare: inputs kept besides the width - 1 which a token needs, for as many
-    tokens to be taken back."""
+    """Causal convolution per channel. kernel: [width, channels] float32, last row for the token itself; bias:
+    [channels] float32 or None. activation: name in `kernels/activation.py`, or None. layer, offset: place of the last
+    inputs in a page. num_spare: inputs kept beyond the needed width - 1, so that as many tokens can be taken back."""
 
     kernel: torch.Tensor
     bias: torch.Tensor | None
@@ -242,23 +230,19 @@ class ConvolutionWeights:
 
     @property
     def num_kept(self) -> int:
-        """Inputs of a page."""
         return len(self.kernel) - 1 + self.num_spare
 
     @property
     def inputs(self) -> StatePart:
-        """[num_kept, channels]: the input of position p in row p % num_kept; rows are filled up to whole cache
-        lines."""
+        """[num_kept, channels]: input of position p in row p % num_kept; rows are padded to cache lines."""
         return StatePart(self.layer, self.offset, (self.num_kept, line_elements(self.kernel.shape[1])))
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaRule:
-    """Heads of a gated delta rule. A key head serves num_value_heads / num_key_heads successive value heads.
-
-    rate, time_bias: [num_value_heads] float32: exp(-rate * softplus(gate + time_bias)) of the state is left by a token.
-    layer, offset: the place of what is kept in a page. Rows there are filled up to whole cache lines.
-    """
+    """Heads of a gated delta rule. Each key head serves num_value_heads / num_key_heads successive value heads. rate,
+    time_bias: [num_value_heads] float32; each token scales the state by exp(-rate * softplus(gate + time_bias)). layer,
+    offset: place of the kept data in a page; rows are padded to cache lines."""
 
     num_key_heads: int
     num_value_heads: int
@@ -271,36 +255,36 @@ class DeltaRule:
 
     @property
     def state(self) -> StatePart:
-        """After the last border."""
+        """State after the last border."""
         shape = (self.num_value_heads, self.key_dim, line_elements(self.value_dim))
         return StatePart(self.layer, self.offset, shape)
 
     @property
     def updates(self) -> StatePart:
-        """u of `gated_delta_rule`, for each token behind the border."""
+        """u of `gated_delta_rule` for each token after the border."""
         shape = (self.num_value_heads, KEPT_ROWS, line_elements(self.value_dim))
         return StatePart(self.layer, self.state.end_offset, shape)
 
     @property
     def keys(self) -> StatePart:
-        """The keys of the tokens behind the border."""
+        """Keys of the tokens after the border."""
         shape = (self.num_key_heads, KEPT_ROWS, line_elements(self.key_dim))
         return StatePart(self.layer, self.updates.end_offset, shape)
 
     @property
     def decays(self) -> StatePart:
-        """Logarithms, of the tokens behind the border."""
+        """Log decays of the tokens after the border."""
         return StatePart(self.layer, self.keys.end_offset, (self.num_value_heads, line_elements(KEPT_ROWS)))
 
     @property
     def end_offset(self) -> int:
-        """Bytes of a page up to the last that the rule keeps."""
+        """Bytes of a page that the rule uses."""
         return self.decays.end_offset
 
 
 @dataclass(frozen=True, slots=True)
 class GatedNormWeights:
-    """RMSNorm of each head, then a product with the SiLU of a gate. weight: [size] in the activations' dtype."""
+    """RMSNorm of each head, times SiLU of a gate. weight: [size] in the activations' dtype."""
 
     size: int
     weight: torch.Tensor
@@ -309,14 +293,10 @@ class GatedNormWeights:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """The choice of a token's experts.
-
-    scoring: softmax over all experts, or the sigmoid of each score. renormalise: the weights of the chosen add up to 1
-    (after a softmax: the softmax over the chosen). factor: multiplies the weights. bias: [num_experts] float32, added
-    to the scores for the choice alone, or None. num_groups: experts lie in that many groups of neighbours, of which the
-    `top_groups` best are open to a token; a group is as good as the sum of its `group_best` best scores (DeepSeek V2:
-    1, V3: 2).
-    """
+    """Choice of a token's experts. scoring: softmax over all experts, or sigmoid of each score. renormalise: chosen
+    weights sum to 1 (after a softmax: softmax over the chosen). factor: multiplies the weights. bias: [num_experts]
+    float32, added to the scores for the choice only, or None. num_groups: groups of neighbouring experts, of which the
+    best `top_groups` are available; a group's score is the sum of its `group_best` best (DeepSeek V2: 1, V3: 2)."""
 
     num_experts: int
     top_k: int
@@ -331,8 +311,8 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class Gating:
-    """activation(gate) * up. activation: a name of `kernels/activation.py`. limit: the gate is cut off at it and up at
-    both its signs, and 1 is added to up (GPT-OSS); None: none of these."""
+    """activation(gate) * up. activation: name in `kernels/activation.py`. limit: the gate is clamped from above, up on
+    both sides, and 1 is added to up (GPT-OSS); None: none of this."""
 
     activation: str
     limit: float | None = None
@@ -340,8 +320,8 @@ class Gating:
 
 @dataclass(frozen=True, slots=True)
 class RowCounts:
-    """by_expert: [num_experts] int64, to which the rows that each expert computes are added. num_rows: [1] of integers,
-    how many rows of a batch, its first ones, are no padding; None: all."""
+    """by_expert: [num_experts] int64, incremented by the rows that each expert computes. num_rows: [1] integer, number
+    of leading rows that are no padding; None: all."""
 
     by_expert: torch.Tensor
     num_rows: torch.Tensor | None = None
@@ -352,13 +332,10 @@ ELSEWHERE = -1
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """Gated feed-forward blocks, one for each expert: their matrices as `LinearMethod.create_stack` made them.
-
-    gate_up: [2 * intermediate, size] each, gate above up; down: [size, intermediate] each. weighs_input: a token's
-    weight for an expert multiplies the expert's input, else its result. counts: None: nothing is counted. places: by an
-    expert's number, its place among the matrices, or ELSEWHERE: another rank holds it, and adds what it gives. Empty:
-    all experts are here.
-    """
+    """Matrices of the experts' gated MLPs, from `LinearMethod.create_stack`. gate_up: [2 * intermediate, size] each,
+    gate above up; down: [size, intermediate] each. weighs_input: a token's weight multiplies the expert's input, else
+    its result. counts: None if nothing is counted. places: index among the matrices by expert number, or ELSEWHERE for
+    another rank's expert; empty: all experts are here."""
 
     gate_up: Sequence[Any]
     down: Sequence[Any]

@@ -1,5 +1,5 @@
-"""Mixtures of experts in torch: what routing and experts mean, and what computes them where there is no kernel. A
-row's bits do not depend on what else is in a step."""
+"""Mixtures of experts in torch: the reference for routing and experts, and the fallback without a kernel. A row's bits
+do not depend on the rest of the step."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from quire.kernels.activation import ACTIVATIONS
 from quire.kernels.arguments import ELSEWHERE, ExpertWeights, Gating, Routing, RowCounts
 
 Product = Callable[[Any, torch.Tensor], torch.Tensor]
-"""One expert's matrix (as the linear method keeps it) and x: [T, K] -> [T, N], with its bias; a row depends on its own
-x alone."""
+"""Function of one expert's matrix (in the linear method's form) and x: [T, K] -> [T, N], bias included; each row
+depends only on its own x."""
 
 
 def route(routing: Routing, logits: torch.Tensor) -> torch.Tensor:
-    """[T, num_experts] -> [T, 2 * top_k] float32, as `Operations.route`. Of equal scores, the expert with the
-    lower number is chosen."""
+    """[T, num_experts] -> [T, 2 * top_k] float32; see `Operations.route`. Ties go to the lower expert number."""
     wide = logits.float()
     scores = torch.softmax(wide, dim=-1) if routing.scoring == "softmax" else _sigmoid(wide)
     # Scores round to equal numbers where logits still differ: only what scores decide is left to them.
@@ -38,16 +37,16 @@ def route(routing: Routing, logits: torch.Tensor) -> torch.Tensor:
 
 
 def gate_rows(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """x * sigmoid(gate), a factor for each row, in x's dtype, computed in float32. x: [T, width]; gate: [T, 1]."""
+    """x * sigmoid(gate) per row, in x's dtype, computed in float32. x: [T, width]; gate: [T, 1]."""
     return (x.float() * _sigmoid(gate.float())).to(x.dtype)
 
 
 def experts(
     weights: ExpertWeights, x: torch.Tensor, routing: torch.Tensor, residual: torch.Tensor | None, product: Product
 ) -> torch.Tensor:
-    """x: [T, size]. routing: [T, 2 * top_k], as `route` gives it. residual: [T, size] or None. Returns [T, size]:
-    residual + the weighted sum of the chosen experts' results, of those that are here, added in float32 in the order
-    of their numbers. An expert computes the tokens that chose it."""
+    """residual + the weighted sum of the results of the chosen experts that are here, added in float32 in order of
+    their numbers. x: [T, size]. routing: [T, 2 * top_k], from `route`. residual: [T, size] or None. Returns [T,
+    size]."""
     count_rows(weights.counts, routing)
     top_k = routing.shape[1] // 2
     chosen, shares = routing[:, :top_k].long(), routing[:, top_k:]
@@ -65,7 +64,7 @@ def experts(
 
 
 def count_rows(counts: RowCounts | None, routing: torch.Tensor) -> None:
-    """Add the rows that chose each expert; nothing waits for the device. routing: [T, 2 * top_k]."""
+    """Count the rows of each expert, without waiting for the device. routing: [T, 2 * top_k]."""
     if counts is None:
         return
     chosen = routing[:, : routing.shape[1] // 2].long()
@@ -97,7 +96,7 @@ def _expert(
 
 
 def _open_groups(routing: Routing, preference: torch.Tensor) -> torch.Tensor:
-    """Minus infinity for the experts of all groups but the best."""
+    """Minus infinity for experts outside the best groups."""
     members = preference.unflatten(1, (routing.num_groups, -1))
     best = members.sort(dim=-1, descending=True).values[..., : routing.group_best]
     worth = best[..., 0]
@@ -109,5 +108,5 @@ def _open_groups(routing: Routing, preference: torch.Tensor) -> torch.Tensor:
 
 
 def _sigmoid(x: torch.Tensor) -> torch.Tensor:
-    """The same bits wherever in a tensor an element lies (see `kernels/activation.py`)."""
+    """Sigmoid with bits that do not depend on the element's place (see `kernels/activation.py`)."""
     return 1.0 / (torch.exp(-x) + 1.0)

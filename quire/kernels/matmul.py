@@ -1,4 +1,4 @@
-"""Matrix products whose rows do not depend on how many rows there are (docs/decisions/0002-batch-invariance.md)."""
+"""Matrix products whose rows do not depend on the number of rows (docs/decisions/0002-batch-invariance.md)."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import torch
 import torch.nn.functional as F
 
 ROWS = 16
-"""torch's CPU matrix products choose the order of additions by the number of rows, in a way that differs between
-processors. Computed ROWS at a time, every row has the same bits whatever the count; a smaller number would make
-prompts slower, a larger one single tokens."""
+"""Rows computed at a time. torch's CPU products order additions by the number of rows, differently between processors;
+with a fixed number, each row has the same bits. Fewer rows slow prompts, more slow single tokens."""
 
 
 def padded_rows(num_rows: int) -> int:
-    """The row count that a product of `num_rows` rows is computed with."""
+    """Row count with which a product of `num_rows` rows is computed."""
     return -(-num_rows // ROWS) * ROWS
 
 
 def row_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x: [T, K], weight: [N, K], bias: [N] or None -> [T, N]. Row t depends on x[t] alone, bit by bit."""
+    """x: [T, K], weight: [N, K], bias: [N] or None -> [T, N]. The bits of row t depend only on x[t]."""
     num_rows = x.shape[0]
     missing = padded_rows(num_rows) - num_rows
     if missing:
@@ -31,8 +30,8 @@ def row_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
 
 
 def row_head_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x: [T, H * K], weight: [H, N, K] -> [T, H * N]: each head's columns times its own matrix. Row t depends on x[t]
-    alone, bit by bit."""
+    """x: [T, H * K], weight: [H, N, K] -> [T, H * N]: each head's columns times its matrix. The bits of row t depend
+    only on x[t]."""
     heads, width = weight.shape[:2]
     out = x.new_empty(x.shape[0], heads, width)
     for piece, rows in zip(out.split(ROWS), x.split(ROWS), strict=True):

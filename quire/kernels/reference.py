@@ -1,8 +1,6 @@
-"""Plain functions that define what the kernels mean: norms, writing to pages, copying blocks, paged attention.
-
-`norm`, `write_kv` and `copy_blocks` are also what the plain torch back end runs. `paged_attention_dense` is for tests:
-it goes token by token and follows dtype float64 through.
-"""
+"""Reference functions that define the kernels: norms, writes to pages, block copies, paged attention. The torch back
+end also runs `norm`, `write_kv` and `copy_blocks`. `paged_attention_dense` is for tests: it goes token by token and
+supports float64."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from quire.kernels.arguments import LayerAttention, NormWeights, first_seen
 
 
 def norm(weights: NormWeights, x: torch.Tensor) -> torch.Tensor:
-    """x, [..., size], normalised over its last dimension, in x's dtype."""
+    """Normalise x, [..., size], over its last dimension, in x's dtype."""
     if weights.centred:
         return F.layer_norm(x, (weights.size,), weights.weight, weights.bias, weights.epsilon)
     wide = x.float()
@@ -25,11 +23,8 @@ def norm(weights: NormWeights, x: torch.Tensor) -> torch.Tensor:
 
 
 def write_kv(pages: torch.Tensor, key_rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Store one layer's keys and values in its pages.
-
-    pages: [num_blocks, 2, block_size, num_kv_heads, head_dim], contiguous. key_rows: [T] int64, from `key_rows`.
-    key, value: [T, num_kv_heads, head_dim], any float dtype.
-    """
+    """Store a layer's keys and values in its pages. pages: [num_blocks, 2, block_size, num_kv_heads, head_dim],
+    contiguous. key_rows: [T] int64, from `key_rows`. key, value: [T, num_kv_heads, head_dim], any float dtype."""
     block_size = pages.shape[2]
     rows = pages.view(-1, *pages.shape[3:])
     write_rows(rows, key_rows, key)
@@ -37,8 +32,7 @@ def write_kv(pages: torch.Tensor, key_rows: torch.Tensor, key: torch.Tensor, val
 
 
 def write_rows(rows: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:
-    """rows[index] = values, in the dtype of the rows. Of float8_e4m3fn what is larger than its largest number becomes
-    that, and what is not finite NaN."""
+    """rows[index] = values, in the rows' dtype. float8_e4m3fn saturates, and non-finite values become NaN."""
     if rows.dtype != torch.float8_e4m3fn:
         rows.index_copy_(0, index, values.to(rows.dtype))
         return
@@ -49,14 +43,13 @@ def write_rows(rows: torch.Tensor, index: torch.Tensor, values: torch.Tensor) ->
 
 
 def key_rows(slots: torch.Tensor, block_size: int) -> torch.Tensor:
-    """The row of each slot's key when pages are seen as [rows, heads, head_dim]. slots: [T] int64, block * block_size +
-    offset. A value lies `block_size` rows behind its key."""
+    """Row of each slot's key in pages viewed as [rows, heads, head_dim]; its value is `block_size` rows later. slots:
+    [T] int64, block * block_size + offset."""
     return slots + slots.div(block_size, rounding_mode="floor") * block_size
 
 
 def copy_blocks(pages: Iterable[torch.Tensor], pairs: Sequence[tuple[int, int]]) -> None:
-    """Copy whole blocks, (source, destination) each, in every tensor of the pool. All sources are read before any
-    destination is written, so chains and swaps mean what they say."""
+    """Copy blocks by (source, destination) in every tensor of the pool; all sources are read first."""
     if not pairs:
         return
     sources, destinations = torch.tensor(pairs, dtype=torch.int64).unbind(1)
@@ -71,11 +64,9 @@ def paged_attention_dense(
     start_position: int,
     layer: LayerAttention,
 ) -> torch.Tensor:
-    """One sequence's attention over what its pages hold, in query's dtype (float64 for a reference).
-
-    block_table: [num_blocks_of_sequence] int. query: [n, num_heads, head_dim] of the tokens at start_position ...
-    start_position + n - 1, whose keys and values are written already. Returns [n, num_heads, value_width].
-    """
+    """One sequence's attention over its pages, in query's dtype. block_table: [blocks of the sequence] int. query: [n,
+    num_heads, head_dim] of the tokens from start_position on, whose keys and values are written. Returns [n, num_heads,
+    value_width]."""
     length = start_position + query.shape[0]
     positions = torch.arange(length)
     if pages.dim() == 4:

@@ -1,4 +1,4 @@
-"""Rotations of one step's positions, as each back end takes them."""
+"""Rotations of one step's positions, in each back end's form."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """cos and sin of one step's positions, [T, 1, rotary_dim], the sine's first half negated."""
+    """cos and sin of a step's positions, [T, 1, rotary_dim], with the sine's first half negated."""
 
     cos: torch.Tensor
     sin: torch.Tensor
 
     def apply(self, heads: torch.Tensor) -> torch.Tensor:
-        """Rotate the leading elements of each head. heads: [T, num_heads, head_dim] -> the same shape and dtype."""
+        """Rotate the leading elements of each head. heads: [T, num_heads, head_dim] -> same shape and dtype."""
         rotary_dim = self.cos.shape[-1]
         turned = heads[..., :rotary_dim]
         first, second = turned.chunk(2, dim=-1)
@@ -31,12 +31,12 @@ class Rotation:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRotation:
-    """cos and sin of one step's positions, times the magnitude: [T, rotary_dim / 2] float32 each, contiguous. Element i
-    of a head's first half turns with element i of the second by angle i."""
+    """cos and sin of a step's positions times the magnitude: [T, rotary_dim / 2] float32 each, contiguous. Elements i
+    of a head's two halves rotate by angle i."""
 
     cos: torch.Tensor
     sin: torch.Tensor
 
 
 RotationTable: TypeAlias = Union[Rotation, DeviceRotation, "Buffer"]
-"""The result of `Operations.rotation`, for the operations of an AttentionStep."""
+"""Result of `Operations.rotation`, for AttentionStep."""

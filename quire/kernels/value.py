@@ -1,7 +1,5 @@
-"""Values that flow between layers: tensors when a model computes, placeholders while its kernels are recorded.
-
-Layers pass these values on and never look inside them: what they want computed, the operations of their context offer.
-"""
+"""Values that flow between layers: tensors in computation, placeholders while kernels are recorded. Layers only pass
+them to their context's operations."""
 
 from __future__ import annotations
 
@@ -13,14 +11,14 @@ if TYPE_CHECKING:
     from quire.kernels.cpu.recorder import Buffer, RecordedIndices, RecordedRows
 
 Value: TypeAlias = Union["torch.Tensor", "Buffer"]
-"""[T, width], or the placeholder of a matrix of that width."""
+"""[T, width], or the placeholder of such a matrix."""
 
 AnyValue: TypeAlias = Any
-"""A Value, Indices or ReadRows that an operation takes: each back end declares its own kind. All values of a model are
-of one kind, which its back end chose, so layers need not know it."""
+"""A Value, Indices or ReadRows argument of an operation; each back end declares its own kind, and all values of a model
+are of that kind."""
 
 Indices: TypeAlias = Union["torch.Tensor", "RecordedIndices"]
 """[T] int64, token ids or positions."""
 
 ReadRows: TypeAlias = Union["torch.Tensor", "RecordedRows"]
-"""[R] int64, ascending: the rows among the T whose hidden states are read."""
+"""[R] int64, ascending: the rows of T whose hidden states are read."""

@@ -1,13 +1,12 @@
-"""Content hashes of full blocks, chained: equal hashes mean equal tokens from position 0 on, in the same tenant.
+"""Chained content hashes of full blocks: equal hashes mean equal tokens from position 0 on, in the same tenant.
 
 h(-1) = SHA-256(root label, salt);  h(i) = SHA-256(h(i-1), token ids of block i as little-endian uint32, extra keys of
-block i, each behind its length as little-endian uint32). A block is a hash block (quire/kv_cache/coordinator.py). Extra
-keys tell apart content that the same tokens do not: the adapter, or the image that stands at a placeholder. A key of
-one block holds for all blocks behind it, as each hash covers those before; keys of block -1 are the root's, hashed with
-it, and so tell a partly filled first block apart too.
-SHA-256 makes a collision (and so a wrong hit, or a probe into another tenant's prompts) infeasible; a predictable
-hash in this place has been an advisory elsewhere. Values are the same in every process, so that the KV connector can
-store them.
+block i, each after its length as little-endian uint32). A block is a hash block (quire/kv_cache/coordinator.py). Extra
+keys are other dependencies of the content: the adapter, or the image at a placeholder. A block's key also holds for all
+later blocks. Keys of block -1 are hashed with the root, and so cover a partly filled first block too.
+
+SHA-256 makes collisions (wrong hits, or probes into other tenants' prompts) infeasible; a predictable hash here has
+been an advisory elsewhere. Values are equal in every process, so the KV connector can store them.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ NO_KEYS: Mapping[int, tuple[bytes, ...]] = MappingProxyType({})
 
 
 ROOT = -1
-"""The block whose keys are the root's."""
+"""Block whose keys are the root's."""
 
 
 def _written(keys: Sequence[bytes]) -> bytes:
@@ -33,18 +32,18 @@ def _written(keys: Sequence[bytes]) -> bytes:
 
 
 class HashChain:
-    """The hashes of one sequence's full blocks, extended as tokens become known."""
+    """Hashes of one sequence's full blocks, extended as tokens become known."""
 
     __slots__ = ("_block_size", "_extra_keys", "hashes")
 
     def __init__(self, block_size: int, salt: str, extra_keys: Mapping[int, tuple[bytes, ...]] = NO_KEYS) -> None:
-        """extra_keys: block index -> what else its content depends on."""
+        """extra_keys: block index -> further dependencies of its content."""
         self._block_size = block_size
         self._extra_keys = extra_keys
         root = hashlib.sha256(_ROOT_LABEL + salt.encode()).digest()
         of_root = extra_keys.get(ROOT)
         self.hashes: list[bytes] = [root if of_root is None else hashlib.sha256(root + _written(of_root)).digest()]
-        """hashes[0] is the root; hashes[i + 1] belongs to block i."""
+        """hashes[0] is the root's, hashes[i + 1] block i's."""
 
     def extend(self, token_ids: Sequence[int], num_blocks: int) -> None:
         """Hash blocks up to `num_blocks`; their tokens must be in `token_ids`. Blocks hashed before cost nothing."""
@@ -66,20 +65,20 @@ class HashChain:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks hashed so far."""
         return len(self.hashes) - 1
 
     def block_hash(self, block: int) -> bytes:
         return self.hashes[block + 1]
 
     def num_shared(self, other: HashChain) -> int:
-        """Leading blocks that both chains have. Logarithmic: a hash stands for all blocks before it, too."""
+        """Number of leading blocks that both chains have, in logarithmic time, because a hash covers all blocks before
+        it."""
         mine, others = self.hashes, other.hashes
         known = range(1, min(len(mine), len(others)))
         return bisect.bisect_left(known, True, key=lambda block: mine[block] != others[block])
 
     def fork(self, num_blocks: int) -> HashChain:
-        """A chain that shares the first `num_blocks` blocks and differs after them."""
+        """A chain with the first `num_blocks` blocks of this one."""
         child = HashChain.__new__(HashChain)
         child._block_size = self._block_size
         child._extra_keys = self._extra_keys

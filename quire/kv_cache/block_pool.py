@@ -1,4 +1,4 @@
-"""The pool of physical blocks: ids, reference counts, and the order of allocation and eviction (paper §4.2, §4.4)."""
+"""The pool of physical blocks: ids, reference counts, allocation and eviction (paper §4.2, §4.4)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ FREE_STATE, MOST_OWNERS, CACHED_STATE = 0, 254, 255
 
 
 class BlockPool:
-    """All blocks of one device, `NULL_BLOCK` excepted.
+    """All blocks of one device except `NULL_BLOCK`.
 
-    A block is in exactly one of three states: used (reference count > 0), evictable (count 0, its content still in a
-    prefix index) or free (count 0, no content). Free ones are handed out first, then the least recently used
-    evictable one.
+    A block is used (reference count > 0), evictable (count 0, its content in a prefix index) or free (count 0, no
+    content). Free blocks are handed out first, then the least recently used evictable one.
     """
 
     def __init__(self, num_blocks: int, indexes: Iterable[PrefixIndex]) -> None:
@@ -28,16 +27,16 @@ class BlockPool:
         self._indexes = tuple(indexes)
         self.num_shared = 0
         self._group_of = [0] * num_blocks
-        """The KV group that a block serves, or served last."""
+        """KV group that a block serves, or served last."""
         self.num_used_of = [0] * max(1, len(self._indexes))
-        """Per KV group: used blocks."""
+        """Number of used blocks of each KV group."""
         self.num_references = 0
-        """Sum of all reference counts: the blocks that the owners would need if they shared none."""
+        """Sum of all reference counts: the blocks that owners would need without sharing."""
         self.num_evictions = 0
 
     @property
     def num_allocatable(self) -> int:
-        """Blocks that `allocate` can hand out now: free and evictable."""
+        """Free and evictable blocks."""
         return len(self._free) + len(self._evictable)
 
     @property
@@ -52,12 +51,11 @@ class BlockPool:
         return block in self._evictable
 
     def count_evictable(self, blocks: Iterable[int]) -> int:
-        """How many of the blocks are evictable."""
         return sum(map(self._evictable.__contains__, blocks))
 
     def allocate(self, group: int = 0) -> int:
-        """Hand out one block with reference count 1. The caller has checked `num_allocatable`. group: the KV group that
-        it serves."""
+        """Hand out one block with reference count 1; the caller has checked `num_allocatable`. group: KV group that it
+        serves."""
         if self._free:
             block = self._free.pop()
         else:
@@ -71,7 +69,7 @@ class BlockPool:
         return block
 
     def share(self, block: int) -> None:
-        """One more owner. An evictable block becomes used again."""
+        """Add an owner. An evictable block becomes used again."""
         count = self.ref_counts[block]
         if count == 0:
             del self._evictable[block]
@@ -82,7 +80,7 @@ class BlockPool:
         self.num_references += 1
 
     def release(self, block: int) -> None:
-        """One owner fewer. The last one leaves the block evictable if its content is indexed, else free."""
+        """Remove an owner. After the last one the block is evictable if its content is indexed, else free."""
         count = self.ref_counts[block] - 1
         assert count >= 0, f"block {block} released more often than it was taken"
         self.ref_counts[block] = count
@@ -98,7 +96,7 @@ class BlockPool:
             self._free.append(block)
 
     def forget(self, block: int) -> None:
-        """Remove the content of a block from the prefix index. A block without owners becomes free."""
+        """Remove a block's content from the prefix index. A block without owners becomes free."""
         for index in self._indexes:
             if block in index:
                 index.remove(block)
@@ -106,7 +104,7 @@ class BlockPool:
             self._free.append(block)
 
     def drop_cached(self) -> int:
-        """Empty the prefix indexes; evictable blocks become free. Returns how many there were."""
+        """Empty the prefix indexes and free all evictable blocks; returns their number."""
         dropped = len(self._evictable)
         self._free.extend(self._evictable)
         self._evictable.clear()
@@ -115,7 +113,7 @@ class BlockPool:
         return dropped
 
     def states(self) -> bytes:
-        """A byte for each block: FREE_STATE, CACHED_STATE (evictable), or the number of owners, at most MOST_OWNERS."""
+        """One byte per block: FREE_STATE, CACHED_STATE (evictable), or the number of owners, at most MOST_OWNERS."""
         try:
             states = bytearray(self.ref_counts).replace(b"\xff", b"\xfe")
         except ValueError:  # a count that no byte holds

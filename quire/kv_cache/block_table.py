@@ -1,4 +1,4 @@
-"""The block tables of one sequence, and what an allocation changed in them."""
+"""Block tables of one sequence, and their changes by an allocation."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from quire.kv_cache.block_hash import HashChain
 
 
 class BlockTable:
-    """The block tables of one sequence: per group, logical index -> physical block. Owned by the manager."""
+    """The block tables of one sequence, one per group: logical index -> physical block. Owned by the manager."""
 
     __slots__ = ("capacity", "chain", "first_held", "num_committed", "pending_hash", "tables", "tail_shared")
 
     def __init__(self, tables: list[list[int]], capacity: int, chain: HashChain | None) -> None:
         self.tables = tables
         self.capacity = capacity
-        """Tokens that every group has slots for."""
+        """Number of tokens that every group has slots for."""
         self.chain = chain
         self.first_held = [0] * len(tables)
-        """Per group: all earlier table entries are `NULL_BLOCK`."""
+        """First entry of each group's table that may differ from `NULL_BLOCK`."""
         self.num_committed = 0
-        """Leading hash blocks whose content was offered to the prefix index."""
+        """Leading hash blocks that were offered to the prefix index."""
         self.pending_hash: bytes | None = None
-        """Hash of the block that this sequence offers next, if its tokens are known already."""
+        """Hash of the next block to offer, if its tokens are known."""
         self.tail_shared = False
-        """The last, partly filled block may have other owners: copy before writing (paper §4.4)."""
+        """True if the last, partly filled block may have other owners: copy it before writing (paper §4.4)."""
 
 
 class BlockAllocation:
-    """What `allocate_slots` did, for the plan: blocks appended per group, table entries replaced, blocks to copy."""
+    """Changes by `allocate_slots`, for the plan: appended blocks per group, replaced table entries, copies."""
 
     __slots__ = ("copies", "new_blocks", "replaced", "tail_was_shared")
 
@@ -34,6 +34,6 @@ class BlockAllocation:
         self.new_blocks = new_blocks
         self.tail_was_shared = tail_was_shared
         self.replaced: list[tuple[int, int, int]] = []
-        """(group, logical index, new block)"""
+        """(group, logical index, new block)."""
         self.copies: list[tuple[int, int]] = []
-        """(source, destination), one for each entry of `replaced`."""
+        """(source, destination) for each entry of `replaced`."""

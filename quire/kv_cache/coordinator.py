@@ -1,9 +1,8 @@
-"""What the KV groups of one model agree on: how long a prefix hit is, which blocks it needs, and how many blocks a
-sequence takes.
+"""Agreement of a model's KV groups on prefix hits and block counts.
 
-Each group has a block size of its own. Content is hashed at their greatest common divisor, the *hash block*: a group
-whose blocks are s hash blocks long names its block i by the hash of hash block (i + 1) * s - 1, which covers all tokens
-up to there. A hit ends where every group has a full block, at a multiple of the least common multiple of the sizes.
+Each group has its own block size. Content is hashed at their greatest common divisor, the *hash block*. A group whose
+blocks are s hash blocks long names its block i by the hash of hash block (i + 1) * s - 1, which covers all tokens up to
+there. A hit ends where every group has a full block, at a multiple of the sizes' least common multiple.
 """
 
 from __future__ import annotations
@@ -18,27 +17,27 @@ from quire.kv_cache.managers import STATE_WINDOW, ChunkedManager, FullManager, S
 from quire.kv_cache.prefix_index import Findable, PrefixIndex
 
 UNLIMITED = 2**62
-"""Tokens that a sequence may have where nothing is kept of them."""
+"""Tokens of a sequence without any KV groups."""
 
 
 class GroupManager(Protocol):
-    """How a sequence uses the blocks of one KV group."""
+    """A sequence's use of one KV group's blocks."""
 
     block_size: int
-    """Tokens."""
+    """Tokens of a block."""
     keeps_all: bool
-    """Whether a sequence keeps every block until it ends."""
+    """True if a sequence keeps every block until it ends."""
 
     def first_needed_block(self, position: int) -> int:
-        """The first logical block that a query at `position` (or later) reads; earlier ones can be given back."""
+        """First logical block that a query at `position` (or later) reads; earlier ones can be released."""
         ...
 
     def longest_hit(self, index: Findable, hashes: Sequence[bytes], num_blocks: int) -> int:
-        """The largest hit of at most `num_blocks` blocks (hashes[i] is block i's)."""
+        """Largest hit of at most `num_blocks` blocks (hashes[i] is block i's)."""
         ...
 
     def most_blocks(self, num_tokens: int, max_chunk: int) -> int:
-        """Blocks that a sequence of `num_tokens` holds at most, computing at most `max_chunk` tokens a step."""
+        """Largest number of blocks of a sequence of `num_tokens` that computes at most `max_chunk` tokens a step."""
         ...
 
 
@@ -49,25 +48,25 @@ MANAGERS: Mapping[str, Callable[[KVGroup], GroupManager]] = {
     "chunked": lambda group: ChunkedManager(group.block_size, group.spec.window or 1),
     "state": lambda group: SlidingManager(group.block_size, STATE_WINDOW),
 }
-"""By `LayerSpec.kind`."""
+"""`LayerSpec.kind` -> constructor."""
 
 
 class Coordinator:
-    """The managers of a layout's groups, in the groups' order."""
+    """The managers of a layout's groups, in order."""
 
     def __init__(self, groups: Sequence[KVGroup]) -> None:
         self.managers = tuple(MANAGERS[group.spec.kind](group) for group in groups)
         self.sizes = sizes = tuple(manager.block_size for manager in self.managers)
-        """Per group: tokens of a block."""
+        """Tokens of each group's block."""
         self.block_size = gcd(*sizes) or 1
-        """Tokens of a hash block (of no use without groups)."""
+        """Tokens of a hash block."""
         self.hit_size = lcm(*sizes)
-        """Tokens: a hit is a multiple of it."""
+        """Tokens; every hit is a multiple of it."""
         self.strides = tuple(size // self.block_size for size in sizes)
-        """Per group: hash blocks of one of its blocks."""
+        """Hash blocks in each group's block."""
 
     def most_blocks(self, num_tokens: int, max_chunk: int) -> int:
-        """Blocks that one sequence of `num_tokens` holds at most, over all groups."""
+        """`GroupManager.most_blocks`, summed over all groups."""
         return sum(manager.most_blocks(num_tokens, max_chunk) for manager in self.managers)
 
     def num_kept_blocks(self, num_tokens: int) -> int:
@@ -75,8 +74,8 @@ class Coordinator:
         return sum(num_tokens // manager.block_size for manager in self.managers if manager.keeps_all)
 
     def blocks_of_siblings(self, num_shared: int, lengths: Sequence[int], max_chunk: int) -> int:
-        """Most blocks of forked sequences of these lengths (tokens), the first `num_shared` of them shared: full shared
-        blocks once, all other blocks per sequence; or what each may hold by itself."""
+        """Bound on the blocks of forked sequences of these lengths (tokens) with `num_shared` common tokens: full
+        shared blocks once and all others per sequence, or each sequence's own maximum."""
         total = 0
         for manager in self.managers:
             size = manager.block_size
@@ -86,17 +85,17 @@ class Coordinator:
         return total
 
     def num_slots(self, tables: Sequence[Sequence[int]]) -> int:
-        """Tokens that block tables have room for in every group; without groups any number."""
+        """Number of tokens that block tables have room for in every group."""
         sizes = [len(table) * manager.block_size for table, manager in zip(tables, self.managers, strict=True)]
         return min(sizes, default=UNLIMITED)
 
     def fits(self, tables: Sequence[Sequence[int]], num_tokens: int) -> bool:
-        """Whether block tables are as long as `num_tokens` tokens need, and no longer."""
+        """True if block tables have exactly the length that `num_tokens` tokens need."""
         pairs = zip(tables, self.managers, strict=True)
         return all(len(table) == -(-num_tokens // manager.block_size) for table, manager in pairs)
 
     def agreed_hit(self, indexes: Sequence[Findable], hashes: Sequence[bytes], num_tokens: int) -> int:
-        """The longest hit, of at most `num_tokens` tokens, that all groups have. hashes[i + 1]: of hash block i."""
+        """Longest hit, of at most `num_tokens` tokens, that all groups have. hashes[i + 1] is hash block i's."""
         if len(self.managers) == 1:
             (manager,), (index,) = self.managers, indexes
             return manager.longest_hit(index, hashes[1:], num_tokens // self.block_size) * self.block_size
@@ -111,7 +110,7 @@ class Coordinator:
         return num_tokens
 
     def hit_tables(self, indexes: Sequence[PrefixIndex], hashes: Sequence[bytes], num_tokens: int) -> list[list[int]]:
-        """The tables of a hit: physical blocks, `NULL_BLOCK` where no query will look. hashes as for `agreed_hit`."""
+        """Tables of a hit: physical blocks, `NULL_BLOCK` where no query looks. hashes: see `agreed_hit`."""
         tables = []
         for manager, index, stride in zip(self.managers, indexes, self.strides, strict=True):
             num_blocks = num_tokens // manager.block_size
@@ -122,8 +121,8 @@ class Coordinator:
 
 
 def padding(groups: Sequence[KVGroup], block_bytes: int, num_tokens: int) -> float:
-    """The share of the blocks of one sequence of `num_tokens` tokens that no layer can use, between 0 and 1: pages
-    that are larger than what a layer keeps, and pages of a group with fewer layers."""
+    """Unused share, between 0 and 1, of one sequence's blocks for `num_tokens` tokens: padding of pages, and pages that
+    a group with fewer layers leaves unused."""
     held = unused = 0
     for group in groups:
         blocks = MANAGERS[group.spec.kind](group).most_blocks(num_tokens, 1)

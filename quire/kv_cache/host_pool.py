@@ -1,8 +1,7 @@
-"""A second, bounded pool of blocks in host memory, for the KV of preempted requests (paper §4.5).
+"""A second, bounded pool of blocks in host memory, for preempted requests' KV (paper §4.5).
 
-A request moves as a whole: all its sequences, each block once. The mapping from device to host blocks keeps the tables'
-structure, so blocks that sequences share on the device they share here, and again after they came back. Nothing is
-copied in this module: it decides which block goes where, and the pairs travel in the plan.
+A request moves whole: all its sequences, each block once. Tables keep their structure, so shared blocks stay shared
+here and after the return. This module only decides; the plan carries the copies.
 """
 
 from __future__ import annotations
@@ -17,21 +16,20 @@ from quire.kv_cache.prefix_index import PrefixIndex
 
 
 class Footprint(NamedTuple):
-    """What a request would move if it were swapped, and what it would compute again if it were not."""
+    """Costs of swapping a request."""
 
     num_blocks_out: int
-    """Blocks, each counted once, that would be copied to the host."""
+    """Distinct blocks to copy to the host."""
     num_blocks_in: int
-    """Blocks that would be copied back: those that live sequences of others hold in the prefix index are not."""
+    """Blocks to copy back, without those that other live sequences hold in the prefix index."""
     num_retained_blocks: int
-    """Leading hash blocks of the first sequence that others hold in the prefix index: recomputation would hit them."""
+    """Leading hash blocks of the first sequence that others hold in the prefix index, which recomputation would hit."""
 
 
 class HostPool:
-    """Block ids from 1 to `num_blocks`; `NULL_BLOCK` means the same in host tables as in device tables.
+    """Blocks 1 to `num_blocks`; `NULL_BLOCK` means the same as in device tables.
 
-    While a sequence is here, its `BlockTable.tables` name host blocks. All else that it keeps (capacity, hash
-    chain, whether its tail is shared) stays as it was.
+    While a sequence is here, its `BlockTable.tables` name host blocks; its other attributes stay.
     """
 
     def __init__(
@@ -42,8 +40,8 @@ class HostPool:
         strides: Sequence[int],
         host_indexes: Sequence[PrefixIndex] = (),
     ) -> None:
-        """indexes: what is cached on the device, and strides: hash blocks of a block, both per KV group. host_indexes:
-        what is here, in blocks that no swapped sequence needs (quire/kv_cache/connectors/offload.py)."""
+        """indexes, strides: prefix indexes of the device, and hash blocks per block, for each KV group. host_indexes:
+        indexes of host blocks that no swapped sequence needs (quire/kv_cache/connectors/offload.py)."""
         self.blocks = BlockPool(num_blocks + 1, host_indexes)
         self._device = device
         self._indexes = tuple(indexes)
@@ -52,19 +50,19 @@ class HostPool:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences whose blocks are here."""
+        """Number of swapped sequences."""
         return len(self._swapped)
 
     def swap_out(self, sequences: Sequence[BlockTable]) -> list[tuple[int, int]] | None:
-        """Move all blocks of a request here. Returns (device block, host block) of each, or None, having changed
-        nothing, when there is no room for all of them."""
+        """Move all blocks of a request here. Returns (device block, host block) pairs, or None, with nothing changed,
+        without room for all."""
         sources = _distinct_blocks(sequences)
         if len(sources) > self.blocks.num_allocatable:
             return None
         host_of: dict[int, int] = {}
         for blocks in sequences:
             for table in blocks.tables:
-                # Last first, as when a sequence is freed: of a cached chain the tail is then evicted before its prefix.
+                # Last first, as when a sequence is freed: a cached chain's tail is then evicted before its prefix.
                 for index in range(len(table) - 1, -1, -1):
                     block = table[index]
                     if block == NULL_BLOCK:
@@ -79,25 +77,25 @@ class HostPool:
         return [(block, host_of[block]) for block in sources]
 
     def reused_blocks(self, sequences: Sequence[BlockTable]) -> set[int]:
-        """The device blocks that `swap_in` would take instead of copying."""
+        """Device blocks that `swap_in` would reuse instead of copying."""
         return set(self._cached(sequences).values())
 
     def blocks_to_return(self, sequences: Sequence[BlockTable]) -> tuple[int, int, int]:
-        """What `swap_in` would do: (device blocks allocated, evictable ones taken besides, blocks held afterwards)."""
+        """Effect of `swap_in`: (device blocks allocated, evictable ones reused, blocks held afterwards)."""
         found = self._cached(sequences)
         reused = set(found.values())
         num_fresh = len(_distinct_blocks(sequences)) - len(found)
         return num_fresh, self._device.count_evictable(reused), num_fresh + len(reused)
 
     def swap_in(self, sequences: Sequence[BlockTable]) -> list[tuple[int, int]]:
-        """Give a request device blocks again, shared as they were. Returns (host block, device block) of those whose
-        content has to be copied; a block that the prefix index still holds on the device is owned again instead.
+        """Give a request device blocks again, shared as before. Returns (host block, device block) pairs to copy;
+        blocks that the prefix index still has on the device are reused.
 
-        The caller has checked that there is room. `num_committed` falls to the leading blocks that were found: the
-        others are new to the index, and may be offered again when their content has arrived.
+        The caller has checked the room. `num_committed` falls to the leading reused blocks: the others are new to the
+        index, and can be offered when their content has arrived.
         """
         found = self._cached(sequences)
-        # All that is still there first, so that allocating the rest does not evict it.
+        # Share the reused blocks first, so that allocating the rest does not evict them.
         for block in set(found.values()):
             self._device.share(block)
         fresh: dict[int, int] = {}
@@ -116,13 +114,13 @@ class HostPool:
                         table[index] = device_of[host]
                         self._device.share(device_of[host])
                         self.blocks.release(host)
-        # What held the blocks until they had owners.
+        # Release the temporary shares, now that tables own the blocks.
         for block in set(device_of.values()):
             self._device.release(block)
         return list(fresh.items())
 
     def free(self, blocks: BlockTable) -> None:
-        """A sequence that is here has ended."""
+        """Release the blocks of a swapped sequence that has ended."""
         del self._swapped[id(blocks)]
         for table in blocks.tables:
             for block in table:
@@ -134,12 +132,12 @@ class HostPool:
         return id(blocks) in self._swapped
 
     def footprint(self, sequences: Sequence[BlockTable]) -> Footprint:
-        """What swapping a request that is on the device would move (see Footprint). Changes nothing."""
+        """Costs of swapping a request that is on the device. Changes nothing."""
         distinct = _distinct_blocks(sequences)
         owned = dict.fromkeys(distinct, 0)
         for block in _blocks(sequences):
             owned[block] += 1
-        # Blocks that only this request holds become evictable, and the request that replaces it will evict them.
+        # Blocks that only this request holds become evictable, and the request that replaces it evicts them.
         retained = {
             block
             for block, count in owned.items()
@@ -159,7 +157,7 @@ class HostPool:
             assert blocks.pending_hash is None, "a swapped sequence has a pending block"
 
     def _cached(self, sequences: Sequence[BlockTable]) -> dict[int, int]:
-        """Host block -> device block of equal content, where the prefix index has one."""
+        """Host block -> device block with equal content in the prefix index."""
         found: dict[int, int] = {}
         for blocks in sequences:
             if blocks.chain is None:
@@ -173,7 +171,7 @@ class HostPool:
         return found
 
     def _num_leading(self, blocks: BlockTable, known: Collection[int]) -> int:
-        """Leading committed hash blocks that are `known` in every group, where they were not given up."""
+        """Leading committed hash blocks that are `known` or given up in every group."""
         for number in range(1, blocks.num_committed + 1):
             for table, stride in zip(blocks.tables, self._strides, strict=True):
                 block = NULL_BLOCK if number % stride else table[number // stride - 1]
@@ -183,10 +181,10 @@ class HostPool:
 
 
 def _blocks(sequences: Iterable[BlockTable]) -> Iterator[int]:
-    """The blocks of every table, as often as they occur."""
+    """The blocks of every table, with repetitions."""
     return (block for blocks in sequences for table in blocks.tables for block in table if block != NULL_BLOCK)
 
 
 def _distinct_blocks(sequences: Iterable[BlockTable]) -> list[int]:
-    """The blocks of every table, each once, in order of first occurrence."""
+    """The distinct blocks of every table, in order of first occurrence."""
     return list(dict.fromkeys(_blocks(sequences)))

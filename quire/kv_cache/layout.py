@@ -1,15 +1,13 @@
-"""How layers share one pool of blocks: layers of a kind form groups of equal size, a block serves one group.
+"""Layout of one pool for all layers: layers of a kind form groups of equal size, and a block serves one group.
 
-A physical block is `layers_per_group` pages. Page j of a block lies in tensor j, so layer number j of every group
-uses tensor j: a model with full and sliding layers has one pool, and a block freed by one kind serves the other.
-All pages have the same number of bytes. Kinds that keep more or fewer bytes of a token get blocks of fewer or more
-tokens, so that they fill their pages; a state fills a page as far as it goes, and the rest is padding. When the kinds'
-layer counts do not divide, the last group of a kind leaves some pages of its blocks unused.
+A physical block is `layers_per_group` pages. Page j lies in tensor j, so layer number j of every group uses tensor j,
+and a block freed by one kind of layer serves another. All pages have equal bytes. Kinds with more or fewer bytes per
+token get blocks of fewer or more tokens, to fill their pages; a state's page is padded. If layer counts do not divide,
+the last group of a kind leaves pages unused.
 
-Kernels know blocks of one number of tokens, the option `block_size`. A page of n times as many tokens is n of the
-kernels' blocks, one behind the other: block b of the pool is their blocks n b to n b + n - 1
-(quire/worker/block_tables.py). Where n ranks keep a part of a sequence's tokens each, a block has n times as many
-tokens, of which a rank's page has its own.
+Kernels use blocks of `block_size` tokens (the option). A page of n times as many tokens is n consecutive kernel blocks:
+the pool's block b is their blocks n b to n b + n - 1 (quire/worker/block_tables.py). Where n ranks keep a part of a
+sequence's tokens each, a block has n times as many tokens, of which a rank's page has its own.
 """
 
 from __future__ import annotations
@@ -23,24 +21,24 @@ from quire.config.model_shape import STATE_BORDER
 from quire.kv_cache.spec import LayerSpec
 
 FOREIGN_LAYER = -1
-"""In a group of a pool that several models share: a layer of another one."""
+"""Layer of another model, in a group of a pool that several models share."""
 NULL_BLOCK = 0
-"""Block 0 is never handed out: table entries outside a sliding window point to it."""
+"""Block that is never handed out: table entries outside a sliding window point to it."""
 
 PADDING_GOAL = 0.05
-"""Of the pages' bytes. Larger pages would have less padding, but leave more slots of a sequence's last block empty."""
+"""Largest share of padding in the pages' bytes that ends the search for a size. Larger pages have less padding, but
+leave more slots of last blocks empty."""
 MOST_GROWTH = 8
-"""Most times that a page is larger than it must be."""
+"""Largest factor by which a page exceeds its least size."""
 ALIGNMENT = 64
-"""Bytes. Pages of different kinds are padded to a multiple of it, as they hold arrays of different dtypes."""
+"""Alignment in bytes of pages of different kinds, which hold arrays of different dtypes."""
 
 
 @dataclass(frozen=True)
 class KVGroup:
     """Layers that share a block table. `layers[j]` uses page j of the group's blocks.
 
-    block_size: tokens of a block; of a group of states, tokens from one snapshot to the next. page_bytes: bytes of a
-    page that a layer of this group uses.
+    block_size: tokens of a block; for states, tokens between snapshots. page_bytes: bytes of a page that a layer uses.
     """
 
     spec: LayerSpec
@@ -53,10 +51,9 @@ class KVGroup:
 class KVCacheLayout:
     """The pool: `num_blocks` blocks (block 0 reserved) of `layers_per_group` pages, and the groups that use them.
 
-    block_size: tokens, the option: those that a kernels' block has room for, and every group's block size is a multiple
-    of it.
-    layers_per_group: pages of a block, of the largest stage where layers are dealt to the stages of a pipeline.
-    num_host_blocks: blocks of the same shape in host memory, numbered from 1, for swapped requests. 0: none.
+    block_size: tokens that a kernels' block has room for (the option); every group's block size is a multiple.
+    layers_per_group: pages of a block, in the largest pipeline stage. num_host_blocks: blocks of the same shape in host
+    memory, numbered from 1, for swapped requests; 0: none.
     """
 
     block_size: int
@@ -80,12 +77,11 @@ class KVCacheLayout:
 
     @property
     def token_groups(self) -> tuple[KVGroup, ...]:
-        """The groups that keep something of each token, in their order; the others keep states."""
+        """Groups that keep something of each token; the others keep states."""
         return tuple(group for group in self.groups if group.spec.token_bytes)
 
     @property
     def state_groups(self) -> tuple[KVGroup, ...]:
-        """The groups that keep states, in their order."""
         return tuple(group for group in self.groups if not group.spec.token_bytes)
 
     @property
@@ -98,12 +94,12 @@ class KVCacheLayout:
         return self.block_size * group.spec.dealt_to
 
     def kernel_blocks(self, group: KVGroup) -> int:
-        """The kernels' blocks in a page of the group; 1 for states, which are read and written whole."""
+        """Kernel blocks in a page of the group; 1 for states, which are read and written whole."""
         return group.block_size // self.entry_tokens(group) if group.spec.token_bytes else 1
 
 
 def page_bytes(groups: Sequence[KVGroup]) -> int:
-    """Bytes of every page: the largest that a group uses, aligned where groups use different numbers."""
+    """Bytes of every page: the largest that a group uses, aligned if groups differ."""
     sizes = {group.page_bytes for group in groups} or {0}
     return max(sizes) if len(sizes) == 1 else _aligned(max(sizes))
 
@@ -116,14 +112,13 @@ def block_bytes(groups: Sequence[KVGroup], layers_per_group: int) -> int:
 def group_layers(
     specs: Sequence[LayerSpec], block_size: int, snapshot_interval: int = SNAPSHOT_INTERVAL
 ) -> tuple[tuple[KVGroup, ...], int]:
-    """Partition layers (by index) into groups of one kind and equal size; return them and the size.
+    """Partition layers (by index) into groups of one kind and equal size; returns (groups, size).
 
-    block_size: tokens that a kernels' block has room for. Groups get multiples of it: itself where all kinds keep as
-    many bytes of a token, and as many times that as ranks share the tokens. Without specs there are no groups.
-    snapshot_interval: tokens of a block of states, at least: the block size is the next multiple of STATE_BORDER and of
-    the other groups' block sizes, because a snapshot is of use only where all other groups have full blocks. The size
-    is the greatest common divisor of the kinds' layer counts if that is at least half of the smallest count, else the
-    smallest count.
+    block_size: groups get multiples of it; itself if all kinds have equal bytes per token, and as many times that as
+    ranks share the tokens. snapshot_interval: least number of tokens in a block of states. Their block size is the next
+    multiple of STATE_BORDER and of the other groups' block sizes, because a snapshot is useful only where all other
+    groups have full blocks. size: the greatest common divisor of the kinds' layer counts if at least half of the
+    smallest count, else the smallest count.
     """
     if not specs:
         return (), 0
@@ -147,10 +142,10 @@ def group_layers(
 
 
 def _block_sizes(counts: Mapping[LayerSpec, int], block_size: int) -> dict[LayerSpec, int]:
-    """Tokens of a block for each kind that keeps something of each token. counts: layers of the kind.
+    """Tokens of a block for each kind with something per token. counts: layers of each kind.
 
-    Such kinds fill their pages exactly. With states, takes the smallest pages with at most PADDING_GOAL of padding;
-    where no size reaches it, those with the least.
+    Such kinds fill their pages exactly. With states, the smallest pages with at most PADDING_GOAL of padding are taken,
+    or those with the least.
     """
     quanta = {spec: spec.page_bytes(block_size * spec.dealt_to) for spec in counts if spec.token_bytes}
     if not quanta:
@@ -159,13 +154,13 @@ def _block_sizes(counts: Mapping[LayerSpec, int], block_size: int) -> dict[Layer
     states = [(spec.page_bytes(block_size), count) for spec, count in counts.items() if not spec.token_bytes]
     width, padding = _page_width(step * (lcm(block_size, STATE_BORDER) // block_size if states else 1), states, counts)
     if padding > PADDING_GOAL:
-        # Blocks that end between borders make snapshots rarer, which lie on the ends of all.
+        # Blocks that end between borders make snapshots rarer, because snapshots lie where all groups' blocks end.
         width = min((padding, width), _page_width(step, states, counts)[::-1])[1]
     return {spec: width // quantum * block_size * spec.dealt_to for spec, quantum in quanta.items()}
 
 
 def _page_width(step: int, states: Sequence[tuple[int, int]], counts: Mapping[LayerSpec, int]) -> tuple[int, float]:
-    """(bytes of a page, a multiple of step; its padding). states: bytes and number of layers of each kind."""
+    """(bytes of a page, a multiple of step; its padding). states: (bytes, number of layers) of each kind."""
     least = -(-max([step, *(size for size, _ in states)]) // step) * step
     best, best_padding = least, 1.0
     for width in range(least, MOST_GROWTH * least + 1, step):

@@ -1,7 +1,5 @@
-"""The KV cache manager, the scheduler's interface to the KV cache: match, allocate, fork, cache, swap, free, check.
-
-Block ids are opaque to the scheduler; it passes them into the plan. All calls either succeed or change nothing.
-"""
+"""The KV cache manager, the scheduler's interface to the KV cache. Block ids are opaque to the scheduler, which passes
+them into the plan. Every call either succeeds or changes nothing."""
 
 from __future__ import annotations
 
@@ -31,22 +29,22 @@ class KVCacheManager:
         enable_prefix_caching: bool,
         make_connector: ConnectorFactory = no_connector,
     ) -> None:
-        """make_connector: makes what stores the contents of the prefix index outside the device as well."""
+        """make_connector: constructor of the KV connector, which stores cached blocks outside the device."""
         self.groups = Coordinator(layout.groups)
         self.block_size = self.groups.block_size
-        """Tokens of a hash block; of every block, where all groups have one size."""
+        """Tokens of a hash block."""
         self.block_bytes = layout.block_bytes
         self.enable_prefix_caching = enable_prefix_caching
         self.num_groups = len(layout.groups)
         self.windows = [group.spec.window for group in layout.groups]
-        """Per group the sliding window in tokens, None for full attention."""
+        """Sliding window of each group in tokens; None: full attention."""
         managers = self.groups.managers
         self._sizes = self.groups.sizes
         self.uniform_size = self.block_size if len(set(self._sizes)) == 1 else 0
-        """Tokens of every block, where all groups have blocks of one size: tables then grow alike."""
+        """Tokens of every block if all groups have one size, whose tables then grow alike; else 0."""
         has_slots = [group.spec.token_bytes > 0 for group in layout.groups]
         self.token_groups = tuple((g, size) for g, size in enumerate(self._sizes) if has_slots[g])
-        """(group, slots of its blocks) of the groups whose blocks have a slot for each token."""
+        """(group, slots of its blocks) of the groups with a slot for each token."""
         self._slots_of_block = tuple(size if has else 1 for size, has in zip(self._sizes, has_slots, strict=True))
         self._releasing = tuple(group for group, manager in enumerate(managers) if not manager.keeps_all)
         self._indexes = [PrefixIndex(layout.num_blocks) for _ in layout.groups]
@@ -62,12 +60,12 @@ class KVCacheManager:
     # -- looking up -------------------------------------------------------------------------------------------------
 
     def new_chain(self, salt: str, extra_keys: Mapping[int, tuple[bytes, ...]] = NO_KEYS) -> HashChain | None:
-        """The hash chain of a new sequence; None when caching is off. extra_keys: as for `HashChain`."""
+        """The hash chain of a new sequence; None without caching. extra_keys: see `HashChain`."""
         return HashChain(self.block_size, salt, extra_keys) if self.enable_prefix_caching else None
 
     def match_prefix(self, chain: HashChain | None, token_ids: Sequence[int], max_tokens: int) -> int:
-        """Tokens (at most `max_tokens`) whose KV is cached in every group: whole blocks, or a longer registered prefix
-        with its partial last one. Changes nothing."""
+        """Number of tokens (at most `max_tokens`) with KV cached in every group: whole blocks, or a longer registered
+        prefix with its partial last block. Changes nothing."""
         if chain is None:
             return 0
         chain.extend(token_ids, max_tokens // self.block_size)
@@ -78,10 +76,10 @@ class KVCacheManager:
     def find_pending(
         self, chain: HashChain | None, num_cached_tokens: int, max_tokens: int
     ) -> tuple[BlockTable, int] | None:
-        """The sequence that computes the block right behind a hit, and how many leading hash blocks it shares with the
-        chain.
+        """(the sequence that computes the block right after a hit, leading hash blocks that it shares with the chain),
+        or None.
 
-        `num_cached_tokens` as `match_prefix` returned it for the same `max_tokens`. None when no sequence does.
+        num_cached_tokens: result of `match_prefix` for the same `max_tokens`.
         """
         step = self.groups.hit_size // self.block_size
         block, limit = num_cached_tokens // self.groups.hit_size, max_tokens // self.groups.hit_size
@@ -93,14 +91,13 @@ class KVCacheManager:
         return leader, min(limit, leader.chain.num_shared(chain) // step) * step
 
     def is_pending_in(self, blocks: BlockTable, num_blocks: int) -> bool:
-        """Whether a sequence lives and has yet to commit some of its first `num_blocks` hash blocks."""
+        """True while a live sequence has not committed all of its first `num_blocks` hash blocks."""
         return blocks.pending_hash is not None and blocks.num_committed < num_blocks
 
     def room_after_match(
         self, chain: HashChain | None, num_tokens: int, token_ids: Sequence[int] = ()
     ) -> tuple[int, int]:
-        """(allocatable blocks left after `allocate_prefix` with this hit, blocks that the hit itself holds for
-        good)."""
+        """(allocatable blocks left after `allocate_prefix` with this hit, blocks that the hit holds for good)."""
         free, held = self.pool.num_allocatable, 0
         if chain is not None and num_tokens:
             for size, table in zip(self._sizes, self._hit_tables(chain, num_tokens, token_ids), strict=True):
@@ -111,14 +108,14 @@ class KVCacheManager:
         return free, held
 
     def hit_blocks(self, chain: HashChain | None, num_tokens: int, token_ids: Sequence[int]) -> set[int]:
-        """The device blocks that a hit of `num_tokens` (as for `allocate_prefix`) would own."""
+        """Device blocks that a hit of `num_tokens` (see `allocate_prefix`) would own."""
         if chain is None or not num_tokens:
             return set()
         tables = self._hit_tables(chain, num_tokens, token_ids)
         return {block for table in tables for block in table if block != NULL_BLOCK}
 
     def num_freed_by(self, sequences: Iterable[BlockTable], kept: set[int]) -> int:
-        """Blocks that would have no owner if these sequences were freed, without those in `kept`."""
+        """Number of blocks, without those in `kept`, that freeing these sequences leaves without owners."""
         owners: Counter[int] = Counter()
         for blocks in sequences:
             for table in blocks.tables:
@@ -133,11 +130,9 @@ class KVCacheManager:
     def allocate_prefix(
         self, chain: HashChain | None, num_cached_tokens: int, token_ids: Sequence[int] = ()
     ) -> BlockTable:
-        """Start a sequence that owns the blocks of a hit (`num_cached_tokens` as `match_prefix` returned it).
-
-        token_ids: as for `match_prefix`; needed where prefixes are registered. The partial last block of one is shared
-        until the first `allocate_slots`, which copies it.
-        """
+        """Start a sequence that owns the blocks of a hit. num_cached_tokens, token_ids: result and argument of
+        `match_prefix`; tokens are needed only with registered prefixes, whose partial last block is shared until the
+        first `allocate_slots` copies it."""
         if chain is not None and num_cached_tokens:
             tables = self._hit_tables(chain, num_cached_tokens, token_ids)
             for group, (table, stride) in enumerate(zip(tables, self.groups.strides, strict=True)):
@@ -158,10 +153,9 @@ class KVCacheManager:
         return blocks
 
     def allocate_slots(self, blocks: BlockTable, start: int, end: int) -> BlockAllocation | None:
-        """Make slots for positions start .. end - 1 writable by this sequence alone.
-
-        Gives back blocks that no query from `start` on reads, appends blocks for the rest, copies a shared tail.
-        Returns None, having allocated nothing, when the pool has too few blocks.
+        """Make slots for positions start .. end - 1 writable by this sequence alone: release blocks that no query from
+        `start` on reads, append blocks, copy a shared tail.
+        Returns None, with nothing allocated, when the pool has too few blocks.
         """
         pool, tables, uniform_size = self.pool, blocks.tables, self.uniform_size
         if self._releasing:
@@ -196,7 +190,7 @@ class KVCacheManager:
         return allocation
 
     def _shared_at(self, tables: Sequence[list[int]], position: int) -> list[int]:
-        """The groups whose block at a position has several owners."""
+        """Groups whose block at a position has several owners."""
         places = [position // size for size in self._sizes]
         ref_counts = self.pool.ref_counts
         return [
@@ -206,8 +200,8 @@ class KVCacheManager:
         ]
 
     def rollback(self, blocks: BlockTable, allocation: BlockAllocation) -> None:
-        """Undo the last `allocate_slots` of a sequence, because its plan is dropped; undo the latest one first where
-        there are several. Blocks that left a sliding window stay released."""
+        """Undo the last `allocate_slots` of a sequence, because its plan is dropped; of several, the latest first.
+        Blocks that left a sliding window stay released."""
         for (group, index, copy), (source, _) in zip(allocation.replaced, allocation.copies, strict=True):
             # A sibling still owns the source: it was copied because it was shared, and the last owner writes in place.
             self.pool.share(source)
@@ -221,8 +215,8 @@ class KVCacheManager:
         blocks.tail_shared = allocation.tail_was_shared
 
     def trim(self, blocks: BlockTable, num_tokens: int) -> list[int]:
-        """Give back the blocks behind those of the first `num_tokens` tokens. Returns the entries kept per group, none
-        when all are. The worker keeps drafts from changing the state that a block of states holds behind fewer."""
+        """Release the blocks after those of the first `num_tokens` tokens. Returns the entries kept per group, or [] if
+        all are. (The worker keeps drafts from changing a state that is kept.)"""
         kept = [-(-num_tokens // size) for size in self._sizes]
         if all(len(table) <= num for table, num in zip(blocks.tables, kept, strict=True)):
             return []
@@ -234,7 +228,7 @@ class KVCacheManager:
         return kept
 
     def fork(self, parent: BlockTable, num_tokens: int) -> BlockTable:
-        """A sequence that shares the parent's blocks of its first `num_tokens` tokens (the parent's whole tables)."""
+        """A sequence that shares the parent's blocks of its first `num_tokens` tokens (its whole tables)."""
         assert self.groups.fits(parent.tables, num_tokens), "fork in the middle of a table"
         for table in parent.tables:
             for block in table:
@@ -275,10 +269,10 @@ class KVCacheManager:
             self._pending_blocks.renew(blocks)
 
     def swap_out(self, sequences: Sequence[BlockTable], num_computed: Sequence[int]) -> list[tuple[int, int]] | None:
-        """Move a request's sequences to the host pool; num_computed: tokens of each whose KV is there to be moved.
+        """Move a request's sequences to the host pool. num_computed: tokens of each with KV to move.
 
-        Returns (device block, host block) for each block to copy. The device blocks can be handed out at once; until
-        `swap_in` the sequences may only be freed. Returns None when the host pool has too few blocks.
+        Returns (device block, host block) pairs to copy, or None when the host pool has too few blocks. The device
+        blocks are free at once. Until `swap_in` the sequences may only be freed.
         """
         for blocks, position in zip(sequences, num_computed, strict=True):
             self._release_unneeded(blocks, position)
@@ -292,10 +286,10 @@ class KVCacheManager:
         return copies
 
     def swap_in(self, sequences: Sequence[BlockTable]) -> list[tuple[int, int]]:
-        """Bring a request back; the caller has looked at `room_after_swap_in`.
+        """Bring a request back; the caller has checked `room_after_swap_in`.
 
-        Returns (host block, device block) for each block to copy. Blocks whose content was still on the device are
-        not among them. The others are offered to the prefix index by a `cache_blocks` after the copies.
+        Returns (host block, device block) pairs to copy, without blocks whose content was still on the device. The
+        first `cache_blocks` after the copies offers them to the prefix index.
         """
         copies = self.host.swap_in(sequences)
         for blocks in sequences:
@@ -309,12 +303,11 @@ class KVCacheManager:
         return self.pool.num_allocatable - fresh - evictable, held
 
     def footprint(self, sequences: Sequence[BlockTable]) -> Footprint:
-        """What swapping these sequences would move, and what of them recomputation would find. Changes nothing."""
         return self.host.footprint(sequences)
 
     def free(self, blocks: BlockTable) -> None:
-        """Give up all blocks, last first: of a cached chain the tail is then evicted before its prefix. Also of a
-        sequence that is swapped out."""
+        """Release all blocks, last first, so that a cached chain's tail is evicted before its prefix. Also for swapped
+        sequences."""
         if blocks in self.host:
             self.host.free(blocks)
             return
@@ -324,34 +317,34 @@ class KVCacheManager:
 
     @property
     def has_transfers(self) -> bool:
-        """Whether the KV connector has blocks to move or to release, even without live requests."""
+        """True if the KV connector has blocks to move or release, even without live requests."""
         return self.connector.has_work or self.transfer_blocks.is_holding
 
     @property
     def can_transfer(self) -> bool:
-        """Whether `has_transfers`, and the next transfer need not wait for an earlier one."""
+        """True if `has_transfers` and the next transfer need not wait for an earlier one."""
         return self.has_transfers and not self.awaits_transfers
 
     @property
     def knows_stored(self) -> bool:
-        """Whether the KV connector has learned what was stored before the engine started."""
+        """True after the KV connector's scan of what was stored before the start."""
         return self.connector.is_ready
 
     @property
     def awaits_transfers(self) -> bool:
-        """Whether a request, or the KV connector's next order, waits for the end of a transfer."""
+        """True if a request, or the KV connector's next order, waits for the end of a transfer."""
         return self.connector.must_wait or self.transfer_blocks.is_transferring
 
     def finish(self, request_id: str, seq_id: int, blocks: BlockTable, num_tokens: int) -> None:
-        """Free a sequence that has ended by itself, with the keys and values of `num_tokens` tokens. The blocks are
-        held where the KV connector sends them."""
+        """Free a sequence that has ended by itself, with KV of `num_tokens` tokens. Blocks that the KV connector sends
+        are held."""
         if self.connector.request_finished(request_id, seq_id, blocks, num_tokens):
             self.transfer_blocks.hold(seq_id, blocks.tables)
         self.free(blocks)
 
     def evict(self, chain: HashChain | None) -> None:
         """Remove a sequence's blocks from the prefix cache, because their content may be invalid. Owners keep the
-        blocks, and registered prefixes stay."""
+        blocks; registered prefixes stay."""
         for block_hash in () if chain is None else chain.hashes[1:]:
             for group, index in enumerate(self._indexes):
                 block = index.find(block_hash)
@@ -361,8 +354,8 @@ class KVCacheManager:
                 self.connector.forget((group, block_hash))
 
     def reset_prefix_cache(self) -> int:
-        """Forget all cached content (blocks in use stay in use). Returns the number of blocks set free."""
-        # What is computed now will still be committed, but never be hit without the blocks before it.
+        """Clear all cached content; blocks in use stay in use. Returns the number of blocks set free."""
+        # Blocks that are being computed will still be committed, but never hit without the blocks before them.
         for blocks in self._live.values():
             self._pending_blocks.drop(blocks)
         self.transfer_blocks.reset()
@@ -384,7 +377,7 @@ class KVCacheManager:
         del self._live[id(blocks)]
         self._pending_blocks.drop(blocks)
         num_full = num_tokens // self.block_size
-        # A sequence that shares the full blocks alone must find all that its queries read.
+        # A sequence that shares only the full blocks must find all that its queries read.
         self._release_unneeded(blocks, num_tokens - num_tokens % self.groups.hit_size)
         self._enter(blocks)
         self._registered.insert(
@@ -392,11 +385,8 @@ class KVCacheManager:
         )
 
     def unregister_prefix(self, name: str) -> int:
-        """Unregister a prefix; its full blocks stay cached. Returns how many blocks no longer belong to a
-        registered prefix.
-
-        Raises KeyError for an unknown name.
-        """
+        """Unregister a prefix; its full blocks stay cached. Returns the number of blocks that no longer belong to a
+        registered prefix. Raises KeyError for an unknown name."""
         before = self.num_registered_blocks
         self._release_all(self._registered.remove(name).blocks)
         return before - self.num_registered_blocks
@@ -418,7 +408,7 @@ class KVCacheManager:
 
     @property
     def num_registered_empty_slots(self) -> int:
-        """Slots of registered blocks that hold no token, over all groups."""
+        """Empty slots of registered blocks, over all groups."""
         return sum(
             [
                 len(prefix.blocks.tables[group]) * size - prefix.num_tokens
@@ -429,15 +419,13 @@ class KVCacheManager:
 
     @property
     def num_used_slots(self) -> int:
-        """Slots of used blocks: one for each token that a block has room for. A block of states has one, and it is
-        never empty."""
+        """Slots of used blocks: one for each token that a block has room for; a block of states has one, always
+        full."""
         return sum(map(mul, self.pool.num_used_of, self._slots_of_block))
 
     def num_always_shared(self, chain: HashChain, token_ids: Sequence[int]) -> int:
-        """Blocks that a prompt need never allocate, because it starts with all of a registered prefix. chain: new.
-
-        Only layers that keep every block count: a window leaves the shared ones behind.
-        """
+        """Blocks that a prompt never allocates, because it starts with a whole registered prefix. chain: a new one.
+        Only layers that keep every block count: windows release shared ones."""
         if not self.enable_prefix_caching or not self._registered.num_blocks:
             return 0
         max_tokens = min(len(token_ids) - 1, self._registered.most_tokens)
@@ -448,7 +436,7 @@ class KVCacheManager:
     # -- bounds and invariants --------------------------------------------------------------------------------------
 
     def most_blocks(self, num_tokens: int, max_chunk: int) -> int:
-        """Blocks that one sequence of `num_tokens` holds at most, over all groups."""
+        """See `Coordinator.most_blocks`."""
         return self.groups.most_blocks(num_tokens, max_chunk)
 
     def check(self) -> None:
@@ -500,7 +488,8 @@ class KVCacheManager:
         return self.groups.hit_tables(self._indexes, chain.hashes, num_tokens)
 
     def _enter(self, blocks: BlockTable) -> None:
-        """Make the full blocks of a prefix the ones that the indexes find, or where there are others, use those."""
+        """Enter the full blocks of a prefix into the indexes, or replace them by blocks that the indexes already
+        have."""
         assert blocks.chain is not None
         for index, table, stride in zip(self._indexes, blocks.tables, self.groups.strides, strict=True):
             for number, block in enumerate(table[: blocks.num_committed // stride]):
@@ -522,8 +511,8 @@ class KVCacheManager:
         blocks.tables = []
 
     def _release_unneeded(self, blocks: BlockTable, start: int, *, is_late: bool = False) -> None:
-        """Give back the blocks that no query from `start` on reads. is_late: keep those that plans in flight fill, so
-        that they are cached when these have reported."""
+        """Release the blocks that no query from `start` on reads. is_late: keep those that plans in flight fill, so
+        that they are cached after their results."""
         for group in self._releasing:
             table, first_held = blocks.tables[group], blocks.first_held[group]
             first_needed = min(self.groups.managers[group].first_needed_block(start), len(table))

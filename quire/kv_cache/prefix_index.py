@@ -1,9 +1,8 @@
-"""The prefix index: which block holds which content, and which sequence is about to compute one.
+"""The prefix index: blocks by content, and the sequences about to compute one.
 
-Each live sequence has at most one pending block: the first full block whose tokens are known and that it has not
-offered to the index yet. A prompt that shares more with the sequence hits exactly the blocks before the pending block
-and finds that block right behind its hit, so one entry per sequence is enough. A sequence that only generates has no
-pending block, because the tokens of its next block are not known.
+Each live sequence has at most one pending block: its first full block with known tokens that it has not offered yet. A
+prompt that shares more with the sequence hits exactly the blocks before it and finds it right after the hit, so one
+entry per sequence is enough. A sequence that only generates has none.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ class Findable(Protocol):
     """An index of block contents by hash."""
 
     def find(self, block_hash: bytes) -> int | None:
-        """A block with this content, None when there is none."""
+        """A block with this content, or None."""
         ...
 
 
 class PrefixIndex:
-    """hash -> block id. A block has at most one hash, a hash at most one block (the first that was computed)."""
+    """hash -> block id. A block has at most one hash, a hash at most one block (the first computed)."""
 
     def __init__(self, num_blocks: int) -> None:
-        """num_blocks: ids are below it."""
+        """num_blocks: bound of the ids."""
         self._block_of: dict[bytes, int] = {}
         self._hash_of: list[bytes | None] = [None] * num_blocks
 
@@ -40,19 +39,19 @@ class PrefixIndex:
         return self._block_of.get(block_hash)
 
     def find_all(self, hashes: Sequence[bytes]) -> list[int]:
-        """The blocks of contents that are all there."""
+        """Blocks of contents that are all present."""
         return list(map(self._block_of.__getitem__, hashes))
 
     def insert(self, block_hash: bytes, block: int) -> None:
-        """Enter a block whose content is complete. A second block with the same content stays out: it is freed with
-        its sequence."""
+        """Enter a block whose content is complete. A second block with equal content stays out, and is freed with its
+        sequence."""
         if block_hash in self._block_of or self._hash_of[block] is not None:
             return
         self._block_of[block_hash] = block
         self._hash_of[block] = block_hash
 
     def remove(self, block: int) -> None:
-        """Forget the content of a block."""
+        """Remove a block's content."""
         block_hash = self._hash_of[block]
         assert block_hash is not None, f"block {block} has no content"
         del self._block_of[block_hash]
@@ -63,14 +62,14 @@ class PrefixIndex:
         self._hash_of = [None] * len(self._hash_of)
 
     def check(self) -> set[int]:
-        """Assert that both directions agree; returns the blocks that have content. O(blocks)."""
+        """Assert that both directions agree; returns the blocks with content. O(blocks)."""
         indexed = {block: block_hash for block, block_hash in enumerate(self._hash_of) if block_hash is not None}
         assert {block: block_hash for block_hash, block in self._block_of.items()} == indexed, "index mismatch"
         return set(indexed)
 
 
 class PendingBlocks:
-    """hash -> the sequence that computes the block (the first one, where several do)."""
+    """hash -> sequence that computes the block (the first of several)."""
 
     def __init__(self, stride: int) -> None:
         """stride: hash blocks of a pending block, at whose end every KV group has a full block."""
@@ -81,19 +80,19 @@ class PendingBlocks:
         return self._owners.get(block_hash)
 
     def next_hash(self, blocks: BlockTable) -> bytes | None:
-        """Hash of a sequence's next full block; None if its tokens are not known."""
+        """Hash of a sequence's next full block; None if its tokens are unknown."""
         chain, number = blocks.chain, (blocks.num_committed // self._stride + 1) * self._stride
         return None if chain is None or number > chain.num_blocks else chain.hashes[number]
 
     def renew(self, blocks: BlockTable) -> None:
-        """Make a sequence's next full block pending, after a start or a commit; none if its tokens are not known."""
+        """Make a sequence's next full block pending, after a start or a commit, if its tokens are known."""
         self.drop(blocks)
         blocks.pending_hash = self.next_hash(blocks)
         if blocks.pending_hash is not None:
             self._owners.setdefault(blocks.pending_hash, blocks)
 
     def drop(self, blocks: BlockTable) -> None:
-        """Remove a sequence's pending block, if it has one."""
+        """Remove a sequence's pending block, if any."""
         if blocks.pending_hash is not None:
             if self._owners.get(blocks.pending_hash) is blocks:
                 del self._owners[blocks.pending_hash]

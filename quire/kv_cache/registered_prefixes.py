@@ -1,8 +1,8 @@
-"""Registered prefixes: the shared prefix of the paper's §4.4, computed once and kept whatever else needs memory.
+"""Registered prefixes: the paper's shared prefixes (§4.4), computed once and kept whatever else needs memory.
 
-A registered prefix owns its blocks as a sequence does, so they are never evicted. The prefix index finds its full
-blocks like any others. The last, partly filled block has no hash: `RegisteredPrefixes` finds it for a prompt that
-starts with all tokens of the prefix and is longer, and the sequence copies it before its first write, as after a fork.
+A registered prefix owns its blocks like a sequence, so they are never evicted. The prefix index finds its full blocks.
+The last, partly filled block has no hash: `RegisteredPrefixes` finds it for longer prompts that start with the whole
+prefix, and the sequence copies it before its first write, as after a fork.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quire.kv_cache.layout import NULL_BLOCK
 
 
 class RegisteredPrefix:
-    """One prefix and the blocks that hold it."""
+    """One prefix and its blocks."""
 
     __slots__ = ("blocks", "num_tokens", "tail")
 
@@ -24,7 +24,7 @@ class RegisteredPrefix:
         self.blocks = blocks
         self.num_tokens = num_tokens
         self.tail = tail
-        """The tokens behind the last full block."""
+        """Tokens after the last full block."""
 
 
 class RegisteredPrefixes:
@@ -35,7 +35,7 @@ class RegisteredPrefixes:
         self._block_size = block_size
         self._registered: dict[str, RegisteredPrefix] = {}
         self._by_parent: dict[bytes, list[RegisteredPrefix]] = {}
-        """Hash of the last full block (the chain's root where there is none) -> prefixes, the longest tail first."""
+        """Hash of the last full block (or the chain's root) -> prefixes, the longest tail first."""
         self._counts: Counter[int] = Counter()
 
     def __contains__(self, name: str) -> bool:
@@ -52,12 +52,12 @@ class RegisteredPrefixes:
 
     @property
     def num_blocks(self) -> int:
-        """Distinct blocks: prefixes may share some."""
+        """Number of distinct blocks."""
         return len(self._counts)
 
     @property
     def most_tokens(self) -> int:
-        """Of the longest prefix."""
+        """Length of the longest prefix in tokens."""
         return max([prefix.num_tokens for prefix in self], default=0)
 
     def insert(self, name: str, prefix: RegisteredPrefix) -> None:
@@ -68,7 +68,7 @@ class RegisteredPrefixes:
         self._counts.update(_blocks_of(prefix))
 
     def remove(self, name: str) -> RegisteredPrefix:
-        """Raises KeyError."""
+        """Remove and return a prefix. Raises KeyError."""
         prefix = self._registered.pop(name)
         siblings = self._by_parent[self._parent(prefix)]
         siblings.remove(prefix)
@@ -81,10 +81,8 @@ class RegisteredPrefixes:
     def longest(
         self, chain: HashChain, token_ids: Sequence[int], max_tokens: int, min_tokens: int = 0
     ) -> RegisteredPrefix | None:
-        """The longest prefix of `min_tokens` to `max_tokens` tokens that `token_ids` starts with.
-
-        The chain must be extended over the full blocks of `max_tokens`.
-        """
+        """Longest prefix of `min_tokens` to `max_tokens` tokens that `token_ids` starts with. The chain must cover the
+        full blocks of `max_tokens`."""
         if not self._registered:
             return None
         size = self._block_size

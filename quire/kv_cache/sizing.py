@@ -1,4 +1,4 @@
-"""How many blocks the pools get. Arithmetic: the worker measures, this decides, the layout carries the result."""
+"""Sizes of the pools, computed from the worker's measurements; the layout carries the result."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from quire.utils.sizes import format_bytes
 
 DEFAULT_SWAP_SPACE = 4 * 2**30
 DEFAULT_SWAP_SHARE = 0.5
-"""Of what is free, at most, unless `swap_space` says how much."""
+"""Largest share of free memory for the host pool when `swap_space` is unset."""
 
 
 @dataclass(frozen=True)
 class DeviceShare:
-    """Of a device with memory of its own. Bytes.
+    """Memory of a device of its own, in bytes.
 
-    total: the device's memory. used: what this engine has taken of it so far (weights, libraries). graphs: kept for
-    CUDA graphs. tables: rows, block tables and inputs. host_available: of the host, where swapped blocks go.
+    total: the device's memory. used: taken by this engine so far (weights, libraries). graphs: kept for CUDA graphs.
+    tables: rows, block tables and inputs. host_available: host memory for swapped blocks.
     """
 
     total: int
@@ -31,12 +31,11 @@ class DeviceShare:
 
 @dataclass(frozen=True)
 class MemoryProfile:
-    """What the worker measured after loading the weights. Bytes.
+    """The worker's measurements after loading the weights, in bytes.
 
-    available: memory that this process could still take, before the profiling pass (on a CPU the smaller of the
-    system's available memory and the cgroup's limit minus its use; on a device, its free memory). activations: peak
-    growth during one forward pass with dummy data at the full token budget. weights: bytes of the model's parameters.
-    device: where both pools are not in the same memory.
+    available: free memory before the profiling pass (on a CPU the smaller of the system's available memory and the
+    cgroup's limit minus its use). activations: peak growth in one forward pass of dummy data at the full token budget.
+    weights: bytes of the parameters. device: set if the pools are in different memories.
     """
 
     available: int
@@ -45,23 +44,22 @@ class MemoryProfile:
     device: DeviceShare | None = None
 
     def share(self, num_replicas: int) -> MemoryProfile:
-        """What one of several engines may take, the first of which measured this before the others loaded their
-        weights."""
+        """Share of one of several engines, where the first has measured before the others loaded their weights."""
         others = (num_replicas - 1) * self.weights
         return replace(self, available=max(0, self.available - others) // num_replicas)
 
     @property
     def free(self) -> int:
-        """For both pools of blocks; for the one on the device, where there is a device."""
+        """Bytes for both pools; with a device, for the one there."""
         kept = 0 if self.device is None else self.device.graphs + self.device.tables
         return self.available - self.activations - kept
 
     def host_free(self, device_pool: int) -> int:
-        """For the host's pool, beside `device_pool` bytes of blocks."""
+        """Bytes for the host pool, beside `device_pool` bytes of blocks."""
         return self.free - device_pool if self.device is None else self.device.host_available
 
     def budget(self, utilization: float, swap_space: int) -> tuple[int, str]:
-        """Bytes for the pool, and how they follow from what was measured."""
+        """(bytes for the pool, their arithmetic)."""
         rest = f"{format_bytes(self.activations)} activations"
         if self.device is None:
             swap = f" - {format_bytes(swap_space)} swap space" if swap_space else ""
@@ -95,17 +93,14 @@ def size_pool(
 ) -> KVCacheLayout:
     """Choose the numbers of blocks and return the layout.
 
-    `num_blocks_override`, `kv_cache_memory` and `swap_space` are obeyed, and need no `profile`. Otherwise the pool
-    takes `memory_utilization` of what is available less the activations and the swap space (on a device: what weights,
-    activations, graphs and tables leave of that share of its memory), and the swap space is DEFAULT_SWAP_SPACE, but at
-    most DEFAULT_SWAP_SHARE of what is free (on a device: of the host's memory). Neither is more than `max_num_seqs`
-    sequences of full length can use (no new request starts while preempted ones wait, so no more are swapped out at
-    once).
-
-    A model whose layers keep nothing gets a layout without blocks, but for block 0.
-
-    Raises InsufficientMemoryError, with the arithmetic, when not even one block of a pool fits. A pool that is smaller
-    than one sequence of `max_model_len` is allowed: the engine then lowers `max_model_len`.
+    `num_blocks_override`, `kv_cache_memory` and `swap_space` need no `profile`. Otherwise the pool takes
+    `memory_utilization` of the available memory less activations and swap space (on a device: that share of its memory
+    less weights, activations, graphs and tables). The swap space is DEFAULT_SWAP_SPACE, at most DEFAULT_SWAP_SHARE of
+    free (on a device: host) memory. Neither exceeds what `max_num_seqs` sequences of full length use (new requests do
+    not start while preempted ones wait, so no more are swapped out).
+    A model without KV gets a layout with block 0 only.
+    Raises InsufficientMemoryError, with the arithmetic, when a pool has no room for one block. A pool smaller than one
+    sequence of `max_model_len` is allowed: the engine then lowers `max_model_len`.
     """
     if not groups:
         return KVCacheLayout(cache.block_size, 1, groups, layers_per_group)
@@ -153,7 +148,7 @@ def _tokens(groups: tuple[KVGroup, ...]) -> int:
 def _num_host_blocks(
     groups: tuple[KVGroup, ...], cache: CacheConfig, free: int, bytes_per_block: int, most_useful: int
 ) -> int:
-    """Blocks of the host pool. free: bytes, of which the default takes its share."""
+    """Blocks of the host pool. free: bytes of which the default takes its share."""
     if cache.swap_space == 0:
         return 0
     if cache.swap_space is not None:

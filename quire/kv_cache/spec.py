@@ -1,9 +1,8 @@
-"""What one layer keeps in the KV cache: a frozen value per kind of layer (hybrid models mix kinds).
+"""KV specs: frozen values that say what one layer keeps in the KV cache.
 
-A kind is plain data. `kind` names the manager of its blocks (quire/kv_cache/coordinator.py); all other attributes are
-the same for every kind, so that no code asks which one it has: `token_bytes` (0 where a layer keeps a state in the
-place of tokens), `dealt_to` (ranks that keep a part of a sequence's tokens each), `page_bytes` and `page_shape` of a
-page, and the `window` if there is one.
+`kind` names the manager of its blocks (quire/kv_cache/coordinator.py). All kinds have the other attributes, so no code
+asks for the kind: `token_bytes` (0 for a state), `dealt_to` (ranks that keep a part of a sequence's tokens each),
+`page_bytes`, `page_shape`, and `window` or None.
 """
 
 from __future__ import annotations
@@ -18,11 +17,8 @@ from quire.config.model_shape import AttentionShape, LayerShape
 
 @dataclass(frozen=True)
 class _KeyValueSpec:
-    """A key and a value of each token.
-
-    num_kv_heads, key_dim, value_dim: of this layer; dtype_bytes: bytes of one stored element; scale_bytes: of what is
-    stored besides for each token's key and for its value in each head.
-    """
+    """A key and a value of each token. dtype_bytes: bytes of a stored element. scale_bytes: bytes of the scale of each
+    token's key, and of its value, in each head."""
 
     dealt_to: ClassVar[int] = 1
 
@@ -41,7 +37,7 @@ class _KeyValueSpec:
         return block_size // self.dealt_to * self.token_bytes
 
     def page_shape(self, block_size: int) -> tuple[int, ...]:
-        """Of a page's elements: [2, block_size, heads, dim], or where widths differ [block_size, heads, both]."""
+        """Shape of a page: [2, block_size, heads, dim], or [block_size, heads, key_dim + value_dim] if these differ."""
         if self.key_dim == self.value_dim:
             return 2, block_size, self.num_kv_heads, self.key_dim
         return block_size, self.num_kv_heads, self.key_dim + self.value_dim
@@ -60,7 +56,7 @@ class AttentionSpec(_KeyValueSpec):
 
 @dataclass(frozen=True)
 class SlidingWindowSpec(_KeyValueSpec):
-    """Only the last `window` tokens (the current one included) are read; older blocks are given back."""
+    """Sliding window: the last `window` tokens (the current one included) are read; older blocks are released."""
 
     kind: ClassVar[str] = "sliding"
 
@@ -69,8 +65,7 @@ class SlidingWindowSpec(_KeyValueSpec):
 
 @dataclass(frozen=True)
 class ChunkedSpec(_KeyValueSpec):
-    """A token reads those of its own chunk: positions from the last multiple of `window` on. Blocks of earlier chunks
-    are given back."""
+    """Chunks: a token reads its own chunk, from the last multiple of `window` on; earlier blocks are released."""
 
     kind: ClassVar[str] = "chunked"
 
@@ -80,8 +75,8 @@ class ChunkedSpec(_KeyValueSpec):
 @dataclass(frozen=True)
 class LatentSpec:
     """Latent attention: one vector per token, which all heads read as key and value. width: elements of the vector.
-    index_width: elements of the key that an indexer keeps beside it (0: there is none), top: tokens that it chooses, of
-    which a token reads the vectors."""
+    index_width: elements of an indexer's key (0: no indexer). top: tokens that the indexer chooses, whose vectors are
+    read."""
 
     kind: ClassVar[str] = "latent"
     window: ClassVar[int | None] = None
@@ -107,8 +102,8 @@ class LatentSpec:
 
 @dataclass(frozen=True)
 class StateSpec:
-    """A recurrent layer: a state of fixed size in the place of tokens. num_bytes: of a page, which holds the state of
-    one sequence in one layer (what else, only the layer knows: quire/layers/functional.py)."""
+    """A recurrent layer: a state of fixed size. num_bytes: bytes of a page, with one sequence's state in one layer;
+    only the layer knows its content (quire/layers/functional.py)."""
 
     kind: ClassVar[str] = "state"
     window: ClassVar[int | None] = None
@@ -121,7 +116,7 @@ class StateSpec:
         return self.num_bytes
 
     def page_shape(self, block_size: int) -> tuple[int, ...]:
-        """Bytes: a state can hold arrays of several dtypes."""
+        """Bytes, because a state can hold arrays of several dtypes."""
         return (self.num_bytes,)
 
 
@@ -131,8 +126,8 @@ LayerSpec: TypeAlias = AttentionSpec | SlidingWindowSpec | ChunkedSpec | LatentS
 def layer_spec(
     attention: AttentionShape, dtype_bytes: int, scale_bytes: int = 0, num_ranks: int = 1, dealt_to: int = 1
 ) -> LayerSpec:
-    """What a layer of this shape keeps on one of `num_ranks` ranks; heads are shared out while there are enough.
-    dealt_to: ranks with the same key heads that keep a part of the tokens each."""
+    """Spec of a layer on one of `num_ranks` ranks, which share heads while there are enough. dealt_to: ranks with the
+    same key heads that keep a part of the tokens each."""
     if attention.kind == "state":
         return StateSpec(attention.state_bytes(num_ranks))
     if attention.kind == "latent":
@@ -146,13 +141,13 @@ def layer_spec(
 
 
 def layer_specs(config: ModelConfig, num_ranks: int = 1, dealt_to: int = 1) -> list[LayerSpec]:
-    """What each layer keeps on one of `num_ranks` ranks, by layer index. Models and `quire plan` share it. dealt_to: as
-    that of `layer_spec`."""
+    """Specs of all layers on one of `num_ranks` ranks, by layer index, for models and `quire plan`. dealt_to: as that
+    of `layer_spec`."""
     return _specs(config, config.shape.layers, num_ranks, dealt_to)
 
 
 def head_specs(config: ModelConfig) -> list[LayerSpec]:
-    """What the head for drafts of a model keeps: its first layer makes them."""
+    """Specs of a model's draft head: its first layer makes drafts."""
     return _specs(config, config.shape.draft_layers[:1], 1)
 
 

@@ -1,5 +1,4 @@
-"""Layouts where the layers of a model are dealt to the stages of a pipeline: all have the same groups and block ids,
-and a block has the pages of the stage's layers alone."""
+"""Layouts of pipeline stages: all have the same groups and block ids; a block has pages for the stage's layers only."""
 
 from __future__ import annotations
 
@@ -10,17 +9,17 @@ from quire.kv_cache.layout import KVCacheLayout, KVGroup
 
 
 def pages_of(groups: Sequence[KVGroup], layers: range) -> list[int]:
-    """The pages of a block that some of these layers use."""
+    """Pages of a block that some of these layers use."""
     return sorted({page for group in groups for page, layer in enumerate(group.layers) if layer in layers})
 
 
 def most_pages(groups: Sequence[KVGroup], stages: Sequence[range]) -> int:
-    """Pages of a block of the stage with the most. stages: the layers of each."""
+    """Pages of a block in the stage with the most. stages: layers of each stage."""
     return max(len(pages_of(groups, layers)) for layers in stages)
 
 
 def layout_of_stage(layout: KVCacheLayout, layers: range) -> KVCacheLayout:
-    """The layout of a rank that has these layers alone."""
+    """The layout of a rank with these layers."""
     pages = pages_of(layout.groups, layers)
     groups = tuple(
         replace(group, layers=tuple(group.layers[page] for page in pages if page < len(group.layers)))

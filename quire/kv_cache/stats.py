@@ -1,7 +1,7 @@
-"""Counters and gauges of the engine core, sent to the front end as one snapshot, and the shares that follow from them.
+"""Counters and gauges of the engine core, sent to the front end as one snapshot, and shares computed from them.
 
-The paper's accounts (Fig. 2, Fig. 15) are `num_stored_tokens`, `num_reserved_slots`, `num_wasted_slots`,
-`num_logical_blocks` and `shares`. What counts as what is said in quire/scheduler/kv_usage.py.
+quire/scheduler/kv_usage.py defines the paper's numbers (Fig. 2, Fig. 15): `num_stored_tokens`, `num_reserved_slots`,
+`num_wasted_slots`, `num_logical_blocks` and `shares`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NAMES = ("running_adapters", "waiting_adapters")
 
 
 class Load(NamedTuple):
-    """The statistics that take constant time, for callers that read them after every step. Fields as in EngineStats."""
+    """The statistics that take constant time, with EngineStats' fields, for callers that read them after every step."""
 
     num_running: int
     num_waiting: int
@@ -27,31 +27,30 @@ class Load(NamedTuple):
 
 
 class EngineStats(msgspec.Struct, kw_only=True):
-    """A snapshot. Fields that end in `_total` only grow; the others are the state now."""
+    """A snapshot. Fields that end in `_total` only grow; the others are the present state."""
 
     block_size: int = 0
     """Tokens for which a block has slots."""
     block_bytes: int = 0
-    """Bytes of a block, over all layers that it serves, on one rank."""
+    """Bytes of a block over all its layers, on one rank."""
     num_blocks: int = 0
     """Usable blocks of the pool."""
     num_used_blocks: int = 0
-    """Blocks that a live sequence or a registered prefix refers to."""
+    """Blocks that a live sequence or registered prefix refers to."""
     num_cached_blocks: int = 0
-    """Free blocks whose content can still be hit by a prefix (evictable). Not among the used ones."""
+    """Free blocks whose content can still be hit (evictable)."""
     num_shared_blocks: int = 0
     """Blocks with more than one owner."""
     num_registered_blocks: int = 0
     """Blocks of registered prefixes; they count as used."""
     num_logical_blocks: int = 0
-    """Blocks that the live sequences and the registered prefixes would use if they shared none: the entries of all
-    block tables."""
+    """Entries of all block tables: blocks that live sequences and registered prefixes would use without sharing."""
     num_stored_tokens: int = 0
-    """Slots of used blocks that hold a token's keys and values; shared ones count once, every KV group counts."""
+    """Slots of used blocks with a token's keys and values; shared ones count once, every KV group counts."""
     num_reserved_slots: int = 0
-    """Slots of used blocks whose tokens are computed by steps in flight."""
+    """Slots of used blocks whose tokens steps in flight compute."""
     num_wasted_slots: int = 0
-    """Slots of used blocks that hold no token: the ends of last blocks (internal fragmentation)."""
+    """Slots of used blocks without a token, at the ends of last blocks (internal fragmentation)."""
     num_host_blocks: int = 0
     """Blocks of the host pool, for swapped requests."""
     num_used_host_blocks: int = 0
@@ -59,81 +58,81 @@ class EngineStats(msgspec.Struct, kw_only=True):
     num_waiting: int = 0
     """Requests in the queue, preempted ones included."""
     num_deferred: int = 0
-    """Of those, the requests that a gate held back when the scheduler last looked (quire/scheduler/gates.py); the
-    others wait for request slots, blocks or tokens of a step."""
+    """Waiting requests that a gate held back in the last pass (quire/scheduler/gates.py). The others wait for request
+    slots, blocks or tokens of a step."""
     num_preempted: int = 0
     num_swapped: int = 0
-    """Those of the preempted requests whose blocks are in the host pool."""
+    """Preempted requests with blocks in the host pool."""
     steps_total: int = 0
     scheduled_tokens_total: int = 0
     prompt_tokens_total: int = 0
-    """Of requests that have started, those that the prefix cache had included."""
+    """Prompt tokens of started requests, prefix hits included."""
     generation_tokens_total: int = 0
     drafts_total: int = 0
-    """How often a sequence had drafts in a step."""
+    """Number of times that a sequence had drafts in a step."""
     draft_tokens_total: int = 0
     """Drafts that steps computed (`speculative_config`)."""
     accepted_draft_tokens_total: int = 0
-    """Those of them that were the sequences' own tokens."""
+    """Drafts that were accepted."""
     accepted_drafts_by_position: list[int] = []
-    """The same by place behind the known token, from the first one on; as long as the most drafts of a step so far."""
+    """Accepted drafts by place after the known token; as long as the most drafts of a step so far."""
     preemptions_total: int = 0
     swap_preemptions_total: int = 0
-    """Those of the preemptions that swapped."""
+    """Preemptions that swapped."""
     swapped_out_blocks_total: int = 0
     """Blocks copied to the host."""
     swapped_in_blocks_total: int = 0
-    """Blocks copied back: fewer, where the prefix cache still had them or requests ended meanwhile."""
+    """Blocks copied back; fewer, because the prefix cache still had some, or requests ended."""
     swapped_bytes_total: int = 0
-    """Bytes of both."""
+    """Bytes of both copies."""
     recomputed_tokens_total: int = 0
     num_offloaded_blocks: int = 0
     """Blocks on disk that this engine can use."""
     offload_bytes: int = 0
-    """In `kv_offload_dir`, files of other models and engines included, as far as known."""
+    """Known bytes in `kv_offload_dir`, files of other models and engines included."""
     host_cache_hit_blocks_total: int = 0
     """Blocks of prefix hits that came from host memory."""
     disk_cache_hit_blocks_total: int = 0
     """Blocks of prefix hits that came from disk."""
     offload_stored_blocks_total: int = 0
-    """Blocks written to disk; not those that were there already."""
+    """Blocks written to disk, without those already there."""
     offload_stored_bytes_total: int = 0
     offload_store_failures_total: int = 0
     offload_loaded_blocks_total: int = 0
     """Blocks read from disk and found whole."""
     offload_loaded_bytes_total: int = 0
     offload_load_failures_total: int = 0
-    """Blocks that were gone from disk, corrupt or unreadable, and were computed instead."""
+    """Blocks missing on disk, corrupt or unreadable, and computed instead."""
     prefix_cache_queries_total: int = 0
     """Prompt tokens looked up."""
     prefix_cache_hits_total: int = 0
     """Prompt tokens found."""
     prefix_cache_waits_total: int = 0
-    """Times that a request waited for a running one to compute the prefix they share."""
+    """Number of times that a request waited for a running one to compute a shared prefix."""
     evictions_total: int = 0
     """Cached blocks whose content was given up for a new owner."""
     copied_blocks_total: int = 0
     finished_requests_total: int = 0
     timed_out_requests_total: int = 0
-    """Of those, how many ended by their time limit."""
+    """Finished requests that ended by their time limit."""
     max_running_adapters: int = 0
-    """Adapters whose requests run at a time."""
+    """Largest number of adapters whose requests run at a time."""
     num_adapter_slots: int = 0
-    """Adapters that the workers may hold."""
+    """Number of adapters that the workers may hold."""
     num_loaded_adapters: int = 0
     adapter_loads_total: int = 0
     running_adapters: list[str] = []
     """Names of the adapters of running requests."""
     waiting_adapters: list[str] = []
     expert_counts: dict[int, list[int]] | None = None
-    """With the option `expert_counts`, in answers to the call `stats`: by number of a layer with experts, how many rows
-    each expert has computed since the start. Ranks compute the same rows, which count once. Of the model's last
-    layer those that are computed behind its attention: the last row of each sequence in a step, and rows whose
-    logprobs are asked for; a step that is replayed from CUDA graphs computes, and counts, all rows but padding."""
+    """Layer with experts -> rows that each expert has computed since the start; set with the option `expert_counts`, in
+    answers to the call `stats`. Ranks compute the same rows, which count once. In the last layer only rows after its
+    attention count: each sequence's last row in a step, and rows with requested logprobs; steps replayed from CUDA
+    graphs count all rows but padding."""
 
 
 def add_up(snapshots: Sequence[EngineStats]) -> EngineStats:
-    """The snapshots of several engines of one configuration as one; each has blocks of the same size."""
+    """Sum of the snapshots of several engines of one configuration."""
     if len(snapshots) == 1:
         return snapshots[0]
     total = EngineStats()
@@ -165,7 +164,7 @@ def _add_up_counts(counts: Sequence[dict[int, list[int]]]) -> dict[int, list[int
 
 
 def carry_over(before: EngineStats | None, stats: EngineStats) -> EngineStats:
-    """A snapshot whose counters (`_total`) go on from those of `before`, of an engine that has ended."""
+    """A snapshot whose counters (`_total`) continue those of `before`, from an engine that has ended."""
     if before is None:
         return stats
     counters = (name for name in EngineStats.__struct_fields__ if name.endswith("_total"))
@@ -175,12 +174,12 @@ def carry_over(before: EngineStats | None, stats: EngineStats) -> EngineStats:
 
 
 def shares(stats: EngineStats) -> dict[str, float]:
-    """What follows from a snapshot, each from 0 to 1 (0 where there is nothing to divide by).
+    """Shares computed from a snapshot, each from 0 to 1 (0 for an empty whole).
 
     - kv_cache_usage: blocks in use, of all blocks.
-    - kv_cache_stored, kv_cache_reserved, kv_cache_waste: slots of used blocks that hold a token's keys and values, that
-      steps in flight fill, and that hold no token (paper Fig. 2). They add up to 1 when any block is in use.
-    - kv_cache_sharing: blocks saved by sharing, of those that would be used without (paper Fig. 15).
+    - kv_cache_stored, kv_cache_reserved, kv_cache_waste: slots of used blocks with a token's keys and values, to be
+    filled by steps in flight, and without a token (paper Fig. 2). Their sum is 1 when any block is in use.
+    - kv_cache_sharing: blocks saved by sharing, of those used without it (paper Fig. 15).
     - prefix_cache_hit_rate: prompt tokens found in the prefix cache, of those looked up since the start.
     """
     used_slots = stats.num_stored_tokens + stats.num_reserved_slots + stats.num_wasted_slots

@@ -1,7 +1,7 @@
-"""Logits processors: classes of the operator's that change logits before a token is chosen, with vLLM's interface.
+"""Logits processors: the operator's classes that change logits before a token is chosen, with vLLM's interface.
 
-An engine loads them at its start (`logits_processors`), and no request can: a request gives arguments
-(`SamplingParams.extra_args`). Each engine makes one instance of a class, in each process that samples.
+An engine loads them at its start (`logits_processors`); requests only give arguments (`SamplingParams.extra_args`).
+Each sampling process has one instance of a class.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from quire.sampling_params import SamplingParams
 
 State = TypeVar("State")
 Tensor: TypeAlias = Any
-"""A torch.Tensor. Front ends import processors too, and no torch."""
+"""A torch.Tensor. Not imported, because front ends import processors without torch."""
 
 
 class MoveDirectionality(Enum):
-    """The kind of a move: one request from a row to another one, or two that change places."""
+    """Kind of a move: a request from one row to another, or a swap of two rows."""
 
     UNIDIRECTIONAL = auto()
     SWAP = auto()
 
 
 RemovedRequest: TypeAlias = int
-"""A row."""
+"""Row of the request."""
 AddedRequest: TypeAlias = tuple[int, SamplingParams, list[int] | None, list[int]]
-"""(row, parameters, tokens of the prompt, generated tokens): the last list grows as the sequence does."""
+"""(row, parameters, prompt tokens, generated tokens); the last list grows with the sequence."""
 MovedRequest: TypeAlias = tuple[int, int, MoveDirectionality]
-"""(row before, row behind, kind)."""
+"""(row before, row after, kind)."""
 
 
 @dataclass(frozen=True)
 class BatchUpdate:
-    """Changes of a processor's batch, in order: rows are removed, then added, then moved.
+    """Changes of a processor's batch, in order: rows are removed, added, then moved.
 
-    batch_size: rows behind the changes. A sequence that another step left out is removed, and added again with all its
-    tokens, as behind a preemption and a restart: a processor makes its state of those.
+    batch_size: rows after the changes. A sequence that a step left out is removed, and added again with all its tokens,
+    as after a preemption or restart; a processor rebuilds its state from them.
     """
 
     batch_size: int
@@ -55,48 +55,48 @@ class BatchUpdate:
 
 
 class LogitsProcessor(ABC):
-    """A processor of all rows of a step that it concerns."""
+    """A processor of all rows that it concerns in a step."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Raise ValueError for parameters that no request may have. Called for every request."""
+        """Raise ValueError for wrong parameters. Called for every request."""
         return
 
     @classmethod
     def concerns(cls, sampling_params: SamplingParams) -> bool:
-        """Whether the processor sees such requests. Others have drafts, and beams. Quire's own: vLLM has no such
-        method, and shows every request."""
+        """True if the processor sees such requests; others may have drafts and beams. Not in vLLM, where it sees
+        all."""
         return True
 
     @abstractmethod
     def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:
-        """vllm_config: the engine's configuration (quire/config/engine.py). device: of the logits."""
+        """vllm_config: the engine's configuration (quire/config/engine.py). device: the logits' device."""
 
     @abstractmethod
     def apply(self, logits: Tensor) -> Tensor:
-        """Change logits, in place or not; returns them. logits: [R, vocab_size] float32, row i that of the sequence at
-        row i of the batch."""
+        """Change logits, in place or not; returns them. logits: [R, vocab_size] float32, row i for row i of the
+        batch."""
 
     @abstractmethod
     def is_argmax_invariant(self) -> bool:
-        """Whether the best token of a row stays the best. Such a processor is applied to logits that are divided by the
-        temperature, behind all rules, and only where a row draws."""
+        """True if the best token of a row stays the best. Such a processor gets logits divided by the temperature,
+        after all rules, only for rows that draw."""
 
     @abstractmethod
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Take note of new tokens and rows, before each `apply`. None: the batch has the same rows as before."""
+        """Note new tokens and rows, before each `apply`. None: the batch has the same rows as before."""
 
 
 class AdapterLogitsProcessor(LogitsProcessor):
-    """A processor made of functions of one row each: subclasses say which function a request has."""
+    """A processor of functions for one row each; subclasses choose the function of a request."""
 
     def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:
         self.req_info: dict[int, Callable[[Tensor], Tensor]] = {}
 
     @abstractmethod
     def new_req_logits_processor(self, params: SamplingParams) -> Callable[..., Tensor] | None:
-        """The function of a new request: (generated tokens, logits of its row) -> logits, or with the prompt's tokens
-        before these. None: its logits stay as they are."""
+        """Function of a new request: ([prompt tokens,] generated tokens, logits of its row) -> logits. None:
+        unchanged."""
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         process_dict_updates(self.req_info, batch_update, self._new_state)
@@ -124,8 +124,8 @@ def process_dict_updates(
     batch_update: BatchUpdate | None,
     new_state: Callable[[SamplingParams, list[int] | None, list[int]], State | None],
 ) -> bool:
-    """Keep a state for each row that has one. new_state: of (parameters, prompt, generated tokens); None: that row has
-    none. Returns whether `req_entries` changed."""
+    """Keep a state for each row. new_state: function of (parameters, prompt, generated tokens); None: no state. Returns
+    True if `req_entries` changed."""
     if batch_update is None:
         return False
     before = dict(req_entries)
@@ -145,7 +145,7 @@ def process_dict_updates(
 
 
 def name_of(processor: str | type) -> str:
-    """The name under which every process of an engine can import a class: "module:Class". Raises ConfigError."""
+    """The "module:Class" by which every process of an engine imports the class. Raises ConfigError."""
     if isinstance(processor, str):
         return processor
     if not isinstance(processor, type) or "<locals>" in processor.__qualname__:
@@ -157,12 +157,12 @@ def name_of(processor: str | type) -> str:
 
 
 def load_processors(names: Sequence[str]) -> list[type[LogitsProcessor]]:
-    """Import the classes. Raises ConfigError with the name of one that cannot be imported or is none."""
+    """Import the classes. Raises ConfigError with the name of one that cannot be imported or used."""
     return [_load(name) for name in names]
 
 
 def check_params(classes: Sequence[type[LogitsProcessor]], params: SamplingParams) -> bool:
-    """Let the classes check a request's parameters; returns whether one of them concerns it. Raises UserError."""
+    """Check a request's parameters by the classes; returns True if one concerns it. Raises UserError."""
     if not classes:
         if params.extra_args:
             raise UserError(

@@ -1,11 +1,11 @@
-"""A watermark by green lists, and its detector: a logits processor without a state of its own.
+"""A watermark by green lists, and its detector: a stateless logits processor.
 
-Each token names a part of the vocabulary, its green list, by a secret key. A watermarked request gets a bonus for the
-tokens of the list that the token before names. A text without a mark has green tokens by chance; `z_score` tells how
-far a text is from that. (Kirchenbauer et al., A Watermark for Large Language Models, 2023.)
+A secret key gives each token a part of the vocabulary, its green list. A watermarked request gets a bonus for the
+tokens of the preceding token's list. An unmarked text has green tokens by chance; `z_score` measures the distance from
+that. (Kirchenbauer et al., A Watermark for Large Language Models, 2023.)
 
-Load it with `--logits-processors quire.logits_processors.green_list:GreenList`, or a subclass with a key of its own. A
-request that names `watermark` (true, or the bonus) is marked.
+Load it with `--logits-processors quire.logits_processors.green_list:GreenList`, or a subclass with its own key. A
+request with `watermark` (true, or the bonus) is marked.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 class GreenList(LogitsProcessor):
-    """Adds a bonus to the logits of green tokens. A subclass has another key."""
+    """Adds a bonus to the logits of green tokens."""
 
     KEY: ClassVar[int] = 15485863
-    """64 bits. Who knows it can find the mark, and remove it."""
+    """Secret key of 64 bits. It allows finding and removing the mark."""
     SHARE: ClassVar[float] = 0.5
-    """Share of the vocabulary that a list holds."""
+    """Share of the vocabulary in a list."""
     BONUS: ClassVar[float] = 4.0
 
     @classmethod
@@ -61,15 +61,15 @@ class GreenList(LogitsProcessor):
 
     @classmethod
     def green(cls, previous: int, token_ids: np.ndarray) -> np.ndarray:
-        """Whether tokens, [N] integers, are on the list that the token before them names: [N] bool."""
+        """[N] bool: True for tokens, [N] integers, on the list of the token before them."""
         numbers = np.bitwise_xor(_mixed(np.uint64(previous) ^ np.uint64(cls.KEY)), token_ids.astype(np.uint64))
         found: np.ndarray = _mixed(numbers) < np.uint64(cls.SHARE * 2**64)
         return found
 
     @classmethod
     def z_score(cls, token_ids: Sequence[int]) -> float:
-        """By how many standard deviations a text has more green tokens than chance gives; above 4 it is marked. Each
-        pair of tokens counts once, because a text without a mark repeats its pairs too. 0 for fewer than two tokens."""
+        """Standard deviations by which a text's green tokens exceed chance; above 4 it is marked. Each pair of tokens
+        counts once, because unmarked texts repeat pairs too. 0 for fewer than two tokens."""
         pairs = sorted(set(itertools.pairwise(token_ids)))
         if not pairs:
             return 0.0
@@ -84,11 +84,11 @@ class GreenList(LogitsProcessor):
 
 
 _Row = tuple[float, list[int], list[int]]
-"""(bonus, prompt, generated tokens)"""
+"""(bonus, prompt, generated tokens)."""
 
 
 def _mixed(numbers: Any) -> Any:
-    """Numbers of 64 bits, each of which depends on all bits of its argument (splitmix64)."""
+    """64-bit hashes of the numbers (splitmix64)."""
     first, second, third = map(np.uint64, _MIX)
     with np.errstate(over="ignore"):
         numbers = numbers + first

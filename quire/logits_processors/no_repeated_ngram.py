@@ -1,8 +1,8 @@
 """No n-gram twice: a logits processor, and an example of one with a state for each row.
 
-Load it with `--logits-processors quire.logits_processors.no_repeated_ngram:NoRepeatedNgram`. A request that names
-`no_repeat_ngram_size` gets no token that would complete an n-gram of that size which its tokens, the prompt's included,
-have already.
+Load it with `--logits-processors quire.logits_processors.no_repeated_ngram:NoRepeatedNgram`. A request with
+`no_repeat_ngram_size` gets no token that would complete an n-gram of that size which its tokens, prompt included,
+already have.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ARGUMENT = "no_repeat_ngram_size"
 
 
 class NoRepeatedNgram(LogitsProcessor):
-    """Makes the tokens impossible that would repeat an n-gram."""
+    """Bans tokens that would repeat an n-gram."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
@@ -49,7 +49,7 @@ def _size(params: SamplingParams) -> Any:
 
 
 class _Row:
-    """The n-grams of one sequence: what followed each n - 1 tokens."""
+    """The n-grams of one sequence: tokens that followed each n - 1 tokens."""
 
     def __init__(self, params: SamplingParams, prompt: list[int] | None, output: list[int]) -> None:
         self._size = int(_size(params))
@@ -61,7 +61,7 @@ class _Row:
             self._read(token_id)
 
     def banned(self) -> list[int]:
-        """The tokens that followed the last n - 1 tokens before."""
+        """Tokens that have followed the last n - 1 tokens before."""
         while self._num_read < len(self._output):
             self._read(self._output[self._num_read])
             self._num_read += 1

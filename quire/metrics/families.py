@@ -1,7 +1,7 @@
-"""The metric families of an engine: their names, kinds, labels and where each value comes from.
+"""Metric families of an engine: names, kinds, labels and sources of values.
 
-A family that vLLM has keeps vLLM's name, labels and buckets (vllm/v1/metrics/loggers.py, 0.33); the others are ours.
-Every name is legal in every exposition format without escaping, so that no name depends on who scrapes.
+Families that vLLM has keep its names, labels and buckets (vllm/v1/metrics/loggers.py, 0.33). All names are legal
+unescaped in every exposition format, so no name depends on the scraper.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from quire.kv_cache.stats import EngineStats, shares
 THEIR_PREFIX = "vllm:"
 OUR_PREFIX = "quire_"
 LEGAL_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
-"""What Prometheus has always taken; other names would be escaped for some scrapers."""
+"""Names that every Prometheus accepts; others would be escaped for some scrapers."""
 
 
 class MetricNames(enum.StrEnum):
-    """Under which names the families that vLLM has are exposed. Ours have the prefix `quire_` in any case."""
+    """Names for the families that vLLM has. The other families always have the prefix `quire_`."""
 
     VLLM = "vllm"
     QUIRE = "quire"
     BOTH = "both"
 
     def prefixes(self, *, is_vllm: bool) -> tuple[str, ...]:
-        """The prefixes of a family's names. is_vllm: whether vLLM has the family."""
+        """Prefixes of a family's names. is_vllm: vLLM has the family."""
         if not is_vllm or self is MetricNames.QUIRE:
             return (OUR_PREFIX,)
         return (THEIR_PREFIX,) if self is MetricNames.VLLM else (THEIR_PREFIX, OUR_PREFIX)
 
 
 class ToolReading(NamedTuple):
-    """One look of a tool parser at an answer: a whole one of a choice, or one piece of a stream."""
+    """Labels of a tool parser's run over an answer: a whole choice, or a piece of a stream."""
 
     mode: str
     outcome: str
@@ -44,7 +44,7 @@ class ToolReading(NamedTuple):
 
     @classmethod
     def all(cls) -> Iterator[ToolReading]:
-        """Every combination of labels."""
+        """All combinations of labels."""
         outcomes, types = ("tool_call", "no_tool_call"), ("chat_completions", "responses", "other")
         return (cls(*labels) for labels in product(("streaming", "non_streaming"), outcomes, types))
 
@@ -53,7 +53,7 @@ Read = Callable[[EngineStats], float]
 
 
 class Row(NamedTuple):
-    """One sample of a family. labels: the values of the family's own labels."""
+    """Sample of a family. labels: values of the family's own labels."""
 
     labels: tuple[str, ...]
     read: Read
@@ -61,8 +61,8 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A counter or gauge that is read from the engine's last snapshot. name: without prefix, and of a counter without
-    `_total`. labels: besides `model_name` and `engine`."""
+    """Counter or gauge read from the engine's last snapshot. name: name with neither prefix nor `_total`. labels:
+    besides `model_name` and `engine`."""
 
     name: str
     help: str
@@ -80,12 +80,12 @@ def _share(key: str) -> Read:
 
 
 def _plain(families: Mapping[str, tuple[str, str]], *, is_vllm: bool) -> tuple[Family, ...]:
-    """Families of one sample each: name -> (field of EngineStats, help)."""
+    """Families of one sample each, from name -> (field of EngineStats, help)."""
     return tuple(Family(name, help, (Row((), _field(field)),), is_vllm) for name, (field, help) in families.items())
 
 
 def local_compute(stats: EngineStats) -> float:
-    """Prompt tokens of started requests that no cache had."""
+    """Prompt tokens of started requests that were not cached."""
     return stats.prompt_tokens_total - stats.prefix_cache_hits_total
 
 
@@ -238,7 +238,7 @@ PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
 
 
 def one_two_five(max_value: int) -> tuple[int, ...]:
-    """1, 2, 5, 10, ... up to `max_value`, vLLM's buckets for numbers of tokens."""
+    """1, 2, 5, 10, ... up to `max_value`: vLLM's buckets for token counts."""
     bounds: list[int] = []
     power = 1
     while True:
@@ -250,7 +250,7 @@ def one_two_five(max_value: int) -> tuple[int, ...]:
 
 
 def histograms(max_model_len: int) -> dict[str, tuple[str, tuple[float, ...]]]:
-    """Name -> (help, buckets) of the histograms; vLLM has all of them. They are fed from requests and outputs."""
+    """Name -> (help, buckets) of the histograms, all vLLM's, which requests and outputs feed."""
     lengths = one_two_five(max_model_len)
     return {
         "request_prompt_tokens": ("Prompt tokens of a request.", lengths),

@@ -1,4 +1,4 @@
-"""How far a request is and what its phases took, for everything that listens to the engine."""
+"""Progress of a request and durations of its phases, for listeners of the engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from quire.outputs import CompletionOutput, RequestOutput
 
 
 class PhaseTimes(NamedTuple):
-    """Seconds. The phases of a request that got a token follow each other: queue, prefill, decode."""
+    """Seconds of the consecutive phases (queue, prefill, decode) of a request that got a token."""
 
     queue: float
     """Arrival to first step."""
@@ -32,18 +32,18 @@ class PhaseTimes(NamedTuple):
 
 
 class RequestProgress:
-    """One request between its first output and its last, by its deltas. Times are of the front end's clock."""
+    """Progress of one request from its first output, by deltas. Times are of the front end's clock."""
 
     __slots__ = ("_last_times", "first_output_time", "num_tokens")
 
     def __init__(self, now: float) -> None:
         self.first_output_time = now
         self.num_tokens: dict[int, int] = {}
-        """Sequence -> tokens so far."""
+        """Tokens so far, by sequence."""
         self._last_times: dict[int, float] = {}
 
     def observe_tokens(self, completion: CompletionOutput, now: float) -> float | None:
-        """Count a delta; the mean time between its tokens, or None where there is no token before them."""
+        """Count a delta; return the mean time between its tokens, or None for the first."""
         count, index = len(completion.token_ids), completion.index
         if not count:
             return None
@@ -62,9 +62,10 @@ class RequestProgress:
         return max(self.num_tokens.values(), default=0)
 
     def phases(self, last: RequestOutput, now: float) -> PhaseTimes | None:
-        """What the phases took, given the last output; None for a request that never got a token.
+        """Durations of the phases, from the last output; None without a token.
 
-        Up to the first token the engine's own times count, then ours: the engine does not see a stop string's end.
+        Up to the first token they are the engine's times, then the front end's: the engine does not see where a stop
+        string ends.
         """
         queued, first = last.metrics.queue_time, last.metrics.time_to_first_token
         return PhaseTimes(queued, first - queued, now - self.first_output_time) if first else None

@@ -1,7 +1,7 @@
-"""The engine's metrics for Prometheus, one registry per server; quire/metrics/families.py has the names.
+"""The engine's metrics for Prometheus, one registry per server (names: quire/metrics/families.py).
 
-Counters and gauges are read from the engine's last snapshot at each scrape, so they cost a step nothing;
-histograms are fed from requests and outputs.
+A scrape reads counters and gauges from the engine's last snapshot, so steps cost nothing; requests and outputs feed the
+histograms.
 """
 
 from __future__ import annotations
@@ -40,19 +40,17 @@ from quire.utils.shared_numbers import Numbers
 Name = TypeVar("Name", bound=Hashable)
 FINISH_REASONS = tuple(reason.value for reason in FinishReason)
 REJECTIONS = ("max_num_queued_reqs", "max_num_queued_tokens", "rate_limit")
-"""Why the server refuses a request before the engine sees it: two bounds of the queue, and the limits of an API key."""
+"""Reasons for refusing a request before the engine: two queue limits, and rate limits of a key."""
 SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
-"""By sleep level."""
+"""States by sleep level."""
 STEP_TOKENS = "iteration_tokens_total"
 ENGINE = "0"
-"""The label `engine`: which of several engines behind one server."""
+"""Label `engine`: index among several engines of a server."""
 
 
 class EngineMetrics(Collector, StatsListener):
-    """Metrics of what one engine did: a listener of AsyncLLM whose requests all ask for deltas.
-
-    Fed and scraped by one thread.
-    """
+    """Metrics of one engine: a listener of AsyncLLM, whose requests must all ask for deltas. One thread feeds and
+    scrapes."""
 
     def __init__(
         self,
@@ -65,17 +63,17 @@ class EngineMetrics(Collector, StatsListener):
         numbers: Numbers | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """cache_config: labels of cache_config_info besides the sizes. sleep_level: of the engine now, 0 when awake.
-        numbers: where the processes of a server count together, and their parent the steps; None: this process counts
-        alone."""
+        """cache_config: labels of cache_config_info besides the sizes. sleep_level: returns the engine's level, 0 when
+        awake. numbers: counters that a server's processes share, while their parent counts steps; None for a single
+        process."""
         self._counts_steps = numbers is None
         numbers = numbers or Numbers.alone()
         self._clock = clock or SystemClock()
         self._requests: dict[str, RequestProgress] = {}
         self.on_finished: list[Callable[[RequestOutput, RequestProgress, float], None]] = []
-        """Calls at the end of each request, with its last output, its progress and the time."""
+        """Calls at each request's end, with its last output, progress and the time."""
         self.stats = EngineStats(block_size=ready.block_size, num_blocks=ready.num_blocks)
-        """The last snapshot."""
+        """Last snapshot."""
         self.names = names
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "engine": ENGINE}
@@ -108,27 +106,27 @@ class EngineMetrics(Collector, StatsListener):
         self.registry.register(self)
 
     def record_request(self, request_id: str, request: EngineRequest, text: str | None) -> None:
-        """Count the parameters of a generating request; one that runs in several parts counts as these."""
+        """Count the parameters of a generating request; each part of a split one counts."""
         if not request.pooling and not request.register_prefix:
             self.params_n.observe(request.params.n)
             self.params_max_tokens.observe(request.max_tokens)
 
     def record_rejection(self, reason: str) -> None:
-        """Count a request that the server refused. reason: one of REJECTIONS."""
+        """Count a refused request. reason: one of REJECTIONS."""
         self._rejections.count(reason)
 
     def record_tool_reading(self, reading: ToolReading) -> None:
-        """Count a look of a tool parser at an answer."""
+        """Count a tool parser's run over an answer."""
         self._tool_readings.count(reading)
 
     def record_stats(self, stats: EngineStats) -> None:
-        """Take a new snapshot; it replaces the one before."""
+        """Replace the snapshot."""
         if self._counts_steps:
             self._steps.record(stats)
         self.stats = stats
 
     def record_outputs(self, outputs: list[RequestOutput]) -> None:
-        """Take what a step brought: one delta for each request."""
+        """Take a step's outputs: one delta per request."""
         now = self._clock.now()
         for output in outputs:
             progress = self._requests.get(output.request_id)
@@ -196,7 +194,7 @@ class EngineMetrics(Collector, StatsListener):
     def _families(
         self, kind: type[CounterMetricFamily] | type[GaugeMetricFamily], family: Family
     ) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        """A family under each of its names."""
+        """Yield a family under each of its names."""
         labels, values = [*self._labels, *family.labels], list(self._labels.values())
         rows = [([*values, *row.labels], row.read(self.stats)) for row in family.rows]
         for prefix in self.names.prefixes(is_vllm=family.is_vllm):
@@ -206,14 +204,14 @@ class EngineMetrics(Collector, StatsListener):
             yield metric
 
     def _counted(self, name: str, help: str, label: str, counts: Mapping[str, float]) -> Iterator[Metric]:
-        """A counter of vLLM with one label of its own."""
+        """Yield a counter of vLLM with one label of its own."""
         yield from self._families(CounterMetricFamily, _family(name, help, label, counts))
 
     def _gauges(self, name: str, help: str, label: str, values: Mapping[str, float]) -> Iterator[Metric]:
         yield from self._families(GaugeMetricFamily, _family(name, help, label, values))
 
     def _adapters(self) -> Iterator[Metric]:
-        """The names of adapters, as vLLM has them: in labels, beside the time."""
+        """Yield adapter names as vLLM does: in labels, with the time as value."""
         stats = self.stats
         labels = {
             "max_lora": str(stats.max_running_adapters),
@@ -240,7 +238,7 @@ class EngineMetrics(Collector, StatsListener):
 
 
 def _family(name: str, help: str, label: str, values: Mapping[str, float]) -> Family:
-    """A family of vLLM with one sample for each value of `label`."""
+    """Family of vLLM with one sample per value of `label`."""
     rows = tuple(Row((key,), _constant(value)) for key, value in values.items())
     return Family(name, help, rows, is_vllm=True, labels=(label,))
 
@@ -256,17 +254,17 @@ def _constant(value: float) -> Read:
 
 
 class Histogram:
-    """A binary search per observation, however many tokens a step brings. help: as exposed. buckets: upper bounds,
-    ascending, the last one (infinity) left out. numbers: as for EngineMetrics.
+    """Histogram with one binary search per observation, for any number of equal values. help: description. buckets:
+    ascending upper bounds, without infinity. numbers: see EngineMetrics.
 
-    Not synchronised: one thread of a process observes.
+    Not synchronized: one thread of a process observes.
     """
 
     def __init__(self, help: str, buckets: Sequence[float], numbers: Numbers | None = None) -> None:
         self.help = help
         self.buckets = tuple(buckets)
         self._cells = (numbers or Numbers.alone()).allocate(len(self.buckets) + 2)
-        """For each bucket and for infinity how often, and the sum at last."""
+        """Counts of all buckets and infinity, then the sum."""
         self._own = self._cells.own
 
     @property
@@ -276,20 +274,20 @@ class Histogram:
 
     @property
     def sum(self) -> float:
-        """Of all observations."""
+        """Sum of all observations."""
         return self._cells.total(-1)
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count `value` into its bucket, `times` times."""
+        """Count `value` `times` times."""
         self._own[bisect_left(self.buckets, value)] += times
         self._own[-1] += value * times
 
     def add_to_sum(self, value: float) -> None:
-        """Add to the sum what belongs to an observation before."""
+        """Add a late part of an earlier observation to the sum."""
         self._own[-1] += value
 
     def family(self, name: str, labels: dict[str, str]) -> HistogramMetricFamily:
-        """The exposition as `name`, with cumulative counts."""
+        """Exposition as `name`, with cumulative counts."""
         family = HistogramMetricFamily(name, self.help, labels=list(labels))
         *counts, sum_value = self._cells.totals()
         cumulative, rows = 0.0, []
@@ -301,16 +299,16 @@ class Histogram:
 
 
 class StepTokens:
-    """How many tokens come of steps, from the snapshots that follow them: as vLLM counts them, those of prompts that
-    were computed, when their requests start, and those generated."""
+    """Histogram of tokens per step, from snapshots. As in vLLM, it counts computed prompt tokens when their requests
+    start, and generated tokens."""
 
     def __init__(self, numbers: Numbers) -> None:
         self.histogram = Histogram(*histograms(1)[STEP_TOKENS], numbers)
         self._before = EngineStats()
 
     def record(self, stats: EngineStats) -> None:
-        """Take a new snapshot: several steps since the last one count as their mean. What comes of a step that an
-        earlier snapshot has planned adds to the sum alone."""
+        """Take a snapshot. Several steps since the last one count as their mean. Tokens of a step counted earlier add
+        only to the sum."""
         num_steps = stats.steps_total - self._before.steps_total
         num_tokens = _num_iteration_tokens(stats) - _num_iteration_tokens(self._before)
         if num_steps > 0:
@@ -325,7 +323,7 @@ def _num_iteration_tokens(stats: EngineStats) -> float:
 
 
 class Counts(Generic[Name]):
-    """A counter for each of some names."""
+    """Counter for each name."""
 
     def __init__(self, names: Sequence[Name], numbers: Numbers) -> None:
         self._places = {name: place for place, name in enumerate(names)}
@@ -339,8 +337,8 @@ class Counts(Generic[Name]):
 
 
 class ProcessMetrics(Collector):
-    """What the system knows of some processes (processor time, memory, open files), as one. They started when the
-    first of them did."""
+    """System metrics of several processes (processor time, memory, open files), summed; the start time is the
+    earliest."""
 
     def __init__(self, pids: Callable[[], Sequence[int]]) -> None:
         self._pids = pids

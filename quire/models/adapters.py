@@ -1,4 +1,4 @@
-"""Loading adapters: from a directory in PEFT's layout to the slots of a model's layers."""
+"""Loading of LoRA adapters: from a directory in PEFT's layout into the slots of a model's layers."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ KNOWN_PARTS = {
     "base_layer": "it holds a tensor of the base",
     "token_adapter": "rows of the embedding are not supported",
 }
-"""What tensors are called that no adapter here has, and why."""
+"""Parts of tensor names that adapters may not have here, and why."""
 
 Matrices = dict[str, dict[str, torch.Tensor]]
-"""By the module's name in the file, its "A" and "B"."""
+"""Module name in the file -> its matrices "A" and "B"."""
 Placed = tuple[AdapterPlace, dict[str, torch.Tensor]]
-"""Where a module's matrices go, and its "A" and "B"."""
+"""Target of a module's matrices, and its "A" and "B"."""
 
 
 class ModelAdapters:
-    """What one model needs to take adapters. layers: what its layers are built with. Not for two loads at a time; a
-    load may run beside steps that have no rows of its slot."""
+    """Loads adapters into one model's layers. `layers`: passed to the layers when they are built. One load at a time;
+    it may run beside steps without rows of its slot."""
 
     def __init__(self, config: AdaptersConfig, storage: AdapterStorage) -> None:
         self.layers = Adapters(storage)
@@ -51,20 +51,19 @@ class ModelAdapters:
         self._names: CheckpointNames | None = None
 
     def model_is_loaded(self, slots: WeightSlots, names: CheckpointNames) -> None:
-        """Have room for adapters of the model whose weight slots these are. Raises ModelLoadError for a model none of
-        whose layers takes any."""
+        """Allocate room for adapters once the weights are loaded. Raises ModelLoadError if no layer takes any."""
         self._slots, self._names = slots, names
         if not any(slot.adapter is not None for slot in slots.values()):
             raise ModelLoadError("enable_lora: no layer of this model takes adapters")
         self.layers.weights_are_loaded()
 
     def reserved_bytes(self) -> int:
-        """Memory that the adapters take at most, all slots filled with adapters of the largest rank."""
+        """Maximum memory of the adapters in bytes: all slots filled at the maximum rank."""
         places = [slot.adapter for slot in self._slots.values() if slot.adapter is not None]
         return self._config.slot_bytes(sum(place.local_elements for place in places))
 
     def load(self, slot: int, adapter: AdapterRef) -> None:
-        """Replace what a slot holds. Raises ModelLoadError, naming file and tensor, and leaves the slot empty."""
+        """Replace a slot's adapter. Raises ModelLoadError naming file and tensor, and leaves the slot empty."""
         for stack, _ in self.layers.stacks:
             self._storage.clear(stack, slot)
         directory = Path(adapter.path)
@@ -81,8 +80,7 @@ class ModelAdapters:
             raise ModelLoadError(message) from None
 
     def _placed(self, matrices: Matrices, config: PeftConfig) -> dict[str, Placed]:
-        """The places of all matrices, by module. Raises ModelLoadError for a module that the model does not have, or
-        whose matrices do not fit."""
+        """Targets of all matrices by module. Raises ModelLoadError for an unknown module or a wrong shape."""
         found: dict[str, Placed] = {}
         taken: dict[str, str] = {}
         for module, pair in matrices.items():
@@ -104,7 +102,7 @@ class ModelAdapters:
         return found
 
     def _place(self, module: str) -> tuple[str, AdapterPlace]:
-        """The weight slot that a module's matrices change, and its place. Raises ModelLoadError."""
+        """Weight slot that a module changes, and its target. Raises ModelLoadError."""
         assert self._names is not None, "the model is loaded before adapters"
         bare = _bare(module)
         inner = _INNER.sub("model.", bare, count=1) if _INNER.match(bare) else bare
@@ -119,12 +117,11 @@ class ModelAdapters:
 
 
 def _bare(module: str) -> str:
-    """A module's name as the base model has it."""
     return _PREFIX.sub("", module, count=1) if _PREFIX.match(module) else module
 
 
 def read_matrices(path: Path) -> Matrices:
-    """All A and B of a file. Raises ModelLoadError for other tensors, and for one of a pair without the other."""
+    """Read all pairs of A and B. Raises ModelLoadError for other tensors and incomplete pairs."""
     matrices: Matrices = {}
     for name, tensor in _tensors(path):
         match = _TENSOR.fullmatch(name)

@@ -1,4 +1,4 @@
-"""BERT and RoBERTa: learned positions and token types, a LayerNorm behind each block, heads over the first token."""
+"""BERT and RoBERTa: learned positions and token types, LayerNorm after each block, heads over the first token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.layers.norm import LayerNorm
 from quire.models.encoder import Encoder, UncachedLayer, encoder_attention
 
 PADDING_INDEX = 1
-"""Of RoBERTa: its positions begin behind it."""
+"""RoBERTa's padding index; positions begin after it."""
 
 
 class BertLayer(UncachedLayer):
@@ -48,7 +48,7 @@ class BertLayer(UncachedLayer):
 
 
 class TanhClassifier:
-    """out(tanh(dense(x))) of the first token's hidden state. dense, out: names of the two layers in a checkpoint."""
+    """out(tanh(dense(x))) of the first token's hidden state. dense, out: checkpoint names of the two layers."""
 
     def __init__(self, config: ModelConfig, context: LayerContext, dense: str, out: str) -> None:
         assert config.pooling is not None, "a classifier pools"
@@ -68,7 +68,7 @@ class TanhClassifier:
 
 
 class BertModel(Encoder):
-    """first_position: row of the table of positions that the first token has."""
+    """first_position: row of the position table for the first token."""
 
     columns = ("segments",)
 

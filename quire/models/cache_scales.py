@@ -1,8 +1,6 @@
-"""Scales that a checkpoint brings for an 8-bit KV cache: one for a layer's keys, one for its values.
-
-compressed-tensors (`kv_cache_scheme`), ModelOpt (`kv_cache_quant_algo`) and vLLM give them different names, and mean
-the same: what is stored is divided by the scale. A cache of e4m3 numbers is written so; others need no scales.
-"""
+"""Checkpoint scales for an 8-bit KV cache: one for a layer's keys, one for its values. compressed-tensors
+(`kv_cache_scheme`), ModelOpt (`kv_cache_quant_algo`) and vLLM name them differently; all mean stored = value / scale.
+Only e4m3 caches use them."""
 
 from __future__ import annotations
 
@@ -33,9 +31,9 @@ EIGHT_BITS = 8
 def load_cache_scales(
     tensors: Tensors, scales: Mapping[int, CacheScale], config: ModelConfig, where: object
 ) -> Tensors:
-    """The tensors but scales of an 8-bit KV cache, which go to `scales`, by layer, if the cache is one of e4m3 numbers.
-    Scales of queries are passed over, since queries are not rounded; one line in the log counts the others that are
-    left out. where: the checkpoint, for that line. Raises ModelLoadError, naming the tensor, for what is no scale."""
+    """Copy the cache's scales to `scales` (by layer, for an e4m3 cache only) and yield the other tensors. Scales of
+    queries are ignored, since queries are not rounded; other unused ones are counted in the log. where: the checkpoint,
+    for the log. Raises ModelLoadError naming an invalid scale."""
     why_not = _why_left_out(config)
     family = ARCHITECTURES.get(config.architecture)
     drafts = "" if family is None else family.draft_prefix
@@ -63,7 +61,7 @@ def load_cache_scales(
 
 
 def stored_cache_scales(files: WeightFiles) -> dict[str, list[float]]:
-    """All scales of an 8-bit KV cache in a checkpoint, by name. Raises ModelLoadError for files that cannot be read."""
+    """All KV-cache scales in a checkpoint, by name. Raises ModelLoadError for unreadable files."""
     found = ((name, tensor) for name, tensor in files.stream(lambda done, total: None) if _SCALE.search(name))
     return {name: _read(tensor).flatten().tolist() for name, tensor in found}
 

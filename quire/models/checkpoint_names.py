@@ -1,4 +1,4 @@
-"""Filling a model's weight slots from named tensors, with the known deviations of checkpoints in names."""
+"""Mapping of checkpoint tensors to a model's weight slots, with known deviations in names."""
 
 from __future__ import annotations
 
@@ -25,26 +25,25 @@ SourceT = TypeVar("SourceT", bound=WeightSource)
 
 @dataclass(frozen=True)
 class CheckpointNames:
-    """base: the prefix (with its dot) that checkpoints of the bare model, without its head, leave out.
-    surplus: pattern of tensors that old checkpoints carry and no model needs.
-    """
+    """base: prefix (with its dot) that checkpoints of the headless model leave out. surplus: pattern of tensors in old
+    checkpoints that no model needs."""
 
     base: str
     surplus: re.Pattern[str]
 
     @classmethod
     def of(cls, config: ModelConfig) -> CheckpointNames:
-        """As the model's family says; a head that is the embedding is surplus."""
+        """Names of the model's family; a tied head is surplus."""
         family = ARCHITECTURES[config.architecture]
         head = r"|^lm_head\.weight$" if config.shape.is_tied else ""
         return cls(family.checkpoint_base, re.compile(family.checkpoint_surplus + head))
 
     def find(self, name: str, slots: Collection[str], elsewhere: Collection[str], tensor: WeightSource) -> str | None:
-        """The slot of a checkpoint's tensor; None for a tensor that is not needed, or is for other ranks only
-        (`elsewhere`). Raises ModelLoadError for one that the model does not know.
+        """The slot of a checkpoint's tensor; None if it is not needed or belongs to other ranks (`elsewhere`). Raises
+        ModelLoadError for an unknown tensor.
 
-        AutoGPTQ gave every matrix a bias, of zeros where the model has none: biases of zeros without a slot are not
-        needed. BERT's first checkpoints call the weight and the bias of a LayerNorm gamma and beta.
+        AutoGPTQ gave every matrix a bias: biases of zeros without a slot are ignored. BERT's first checkpoints call a
+        LayerNorm's weight and bias gamma and beta.
         """
         own = _LAYER_NORM.sub(lambda found: found[1] + _LAYER_NORM_NAMES[found[2]], name)
         for candidate in (own, self.base + own):
@@ -67,10 +66,9 @@ _PLAIN = re.compile(r"lm_head\.|model\.(?:layers|embed_tokens|norm)\.")
 def language_tensors(
     tensors: Iterable[tuple[str, SourceT]], where: object, draft_prefix: str = ""
 ) -> Iterator[tuple[str, SourceT]]:
-    """Of a model of several modalities the language model's tensors, under the names that they have in a checkpoint of
-    it alone: `language_model.model.X`, `model.language_model.X` and `model.X` are its X. The others are left out, with
-    one line in the log. where: the checkpoint, for that line. draft_prefix: of the language model's head for
-    drafts ("": it has none)."""
+    """The language model's tensors in a multimodal checkpoint, under the names that they have in a text-only one:
+    `language_model.model.X`, `model.language_model.X` and `model.X`. The others are skipped, with a line in the log.
+    where: the checkpoint, for the log. draft_prefix: prefix of the draft head's tensors; "" without one."""
     skipped: Counter[str] = Counter()
     for name, tensor in tensors:
         inner = _LANGUAGE_MODEL.fullmatch(name)
@@ -86,7 +84,7 @@ def language_tensors(
 
 
 def vision_tensors(tensors: Iterable[tuple[str, SourceT]]) -> Iterator[tuple[str, SourceT]]:
-    """Of the same model the vision tower's tensors, under the names that they have in the tower."""
+    """The vision tower's tensors in a multimodal checkpoint, under the tower's own names."""
     for name, tensor in tensors:
         own = _VISUAL.fullmatch(name)
         if own is not None:
@@ -99,9 +97,8 @@ def fill_slots(
     weights: Iterable[tuple[str, WeightSource]],
     elsewhere: Collection[str] = (),
 ) -> None:
-    """Load every slot. elsewhere: names of the slots that only other ranks of this model have; tensors of these names
-    are not read. Raises ModelLoadError, naming the tensor, when one is surplus, misshapen, of whole numbers
-    without scales, given twice or missing."""
+    """Load every slot. elsewhere: slots of other ranks, whose tensors are not read. Raises ModelLoadError naming a
+    tensor that is surplus, misshapen, integer without scales, duplicate or missing."""
     loaded: set[str] = set()
     for name, tensor in weights:
         slot_name = names.find(name, slots, elsewhere, tensor)

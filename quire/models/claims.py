@@ -1,4 +1,5 @@
-"""Checks of the model size that config.json claims, against files and memory, before anything of that size is made."""
+"""Checks of the model size claimed by config.json against files and memory, before anything of that size is
+allocated."""
 
 from __future__ import annotations
 
@@ -18,14 +19,14 @@ from quire.quantization.unquantized import UnquantizedLinear
 from quire.utils.sizes import format_bytes
 
 PLAIN_BITS = 16
-"""The fewest bytes of a weight in a file that is not quantised."""
+"""Minimum bits per weight in an unquantised file."""
 SHARING = 2
-"""Tensors of a `torch.save` file may share their memory, as an embedding and the head that was tied to it do."""
+"""Maximum number of tensors that share memory in a `torch.save` file, such as an embedding and its tied head."""
 
 
 def excess(config: ModelConfig, model: LoadableModel, files: WeightFiles) -> str | None:
-    """Why the files cannot hold the weights that config.json describes; None when they have room for them. model: of
-    `outline`. Raises ModelLoadError for a file that is missing."""
+    """Message if the files are too small for the weights that config.json describes, else None. model: from `outline`.
+    Raises ModelLoadError for a missing file."""
     quantization = config.quantization
     is_quantized = quantization is not None and quantization.checkpoint_format is not None
     bits = quantization.bits if quantization is not None and is_quantized else PLAIN_BITS
@@ -41,7 +42,7 @@ def excess(config: ModelConfig, model: LoadableModel, files: WeightFiles) -> str
 
 
 def check_dummy(config: ModelConfig, available: int) -> None:
-    """Raise InsufficientMemoryError when random weights for `config` take more than `available` bytes."""
+    """Raise InsufficientMemoryError if random weights for `config` take more than `available` bytes."""
     bits = 8 * config.dtype_bytes if config.quantization is None else config.quantization.bits
     shapes = [slot.shape for slot in outline(config).slots.values()]
     num_weights, largest = sum(map(math.prod, shapes)), max(map(math.prod, shapes))
@@ -54,7 +55,7 @@ def check_dummy(config: ModelConfig, available: int) -> None:
 
 
 def outline(config: ModelConfig) -> LoadableModel:
-    """The model, without memory for its weights: its slots say what a checkpoint of it holds."""
+    """The model on the meta device; its slots describe a checkpoint."""
     dtype = torch.float32
     plain = UnquantizedLinear(dtype)
     context = LayerContext(

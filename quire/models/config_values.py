@@ -1,4 +1,4 @@
-"""Values of layers that decoders of many families read from the configuration alike."""
+"""Layer parameters that many families of decoders read from the configuration in the same way."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.kernels.arguments import LayerAttention
 
 
 def layer_attention(config: ModelConfig, layer: int, scale: float | None = None) -> LayerAttention:
-    """The constants of one layer's attention; scale defaults to 1 / sqrt(head_dim)."""
+    """Attention parameters of one layer; `scale` defaults to 1 / sqrt(head_dim)."""
     return LayerAttention(
         layer=layer,
         num_heads=config.num_heads,
@@ -24,10 +24,10 @@ def layer_attention(config: ModelConfig, layer: int, scale: float | None = None)
 
 
 def read_activation(config: ModelConfig) -> str:
-    """The name of the activation between an MLP's products."""
+    """Name of the MLP's activation."""
     return model_fields(config).choice("hidden_act", list(ACTIVATIONS), "silu")
 
 
 def usual_rope(config: ModelConfig) -> RopeConfig:
-    """The rotation of all layers of a family that rotates whole heads alike."""
+    """The rotation of all layers, for families that rotate every layer alike."""
     return read_rope(model_fields(config), config.head_dim, ARCHITECTURES[config.architecture].rope)

@@ -1,4 +1,4 @@
-"""What all decoder-only models share, and the shared body of those built like LLaMA."""
+"""Base of all decoder-only models, and the LLaMA-like ones."""
 
 from __future__ import annotations
 
@@ -31,33 +31,33 @@ from quire.quantization.integer_weight import WeightSource
 
 
 class DecoderLayer(Protocol):
-    """One layer of a decoder: what it computes, what it keeps, and where its weights go."""
+    """One layer of a decoder."""
 
     def __call__(
         self, x: Value, rotation: RotationTable | None, batch: ForwardBatch, rows: ReadRows | None = None
     ) -> Value:
-        """[T, hidden] -> [T, hidden]. rotation: of the positions; None in a model without. batch: the step. rows: [R],
-        the tokens whose results are read (None: all); then [R, hidden]."""
+        """[T, hidden] -> [T, hidden]. rotation: None in a model without rotary positions. rows: [R], the tokens whose
+        results are needed (None: all); the result is then [R, hidden]."""
         ...
 
     def cache_spec(self) -> LayerSpec:
-        """What the layer keeps in the KV cache."""
+        """The layer's KV-cache spec."""
         ...
 
     def slots(self) -> WeightSlots:
-        """Where the tensors of a checkpoint go, by their names inside the layer."""
+        """Weight slots by their names inside the layer."""
         ...
 
 
 class Decoder:
-    """A model as a list of layers: rows enter (embeddings, or the hidden states of the stage before), pass through the
-    layers, and leave (a final norm)."""
+    """A model as a list of layers. Rows enter as embeddings, or as the previous stage's hidden states, and leave
+    through a final norm."""
 
     columns: tuple[str, ...] = ()
-    """As those of CausalLM."""
+    """See CausalLM.columns."""
     _tokens: Embedding
     _norm: RMSNorm | LayerNorm | None = None
-    """Of the last layer's results."""
+    """Norm of the last layer's results."""
 
     def __init__(
         self,
@@ -68,15 +68,15 @@ class Decoder:
         context: LayerContext,
         rotaries: Sequence[RotaryEmbedding | None] = (),
     ) -> None:
-        """prefix: of the layers' tensors in a checkpoint, before the number of the layer. rotaries: of each layer,
-        which share one where they rotate alike (empty: no layer is rotated)."""
+        """prefix: checkpoint prefix of the layers, before the layer's number. rotaries: one per layer, shared by layers
+        that rotate alike; empty: no layer rotates."""
         self._layers = list(layers)
         self._rotaries = rotaries or [None] * len(layers)
         self._stage = stage = context.stage
         self._numbers = range(len(layers)) if stage.count == 1 else stage.layers
-        """Of the layers that `forward` runs."""
+        """Numbers of the layers that `forward` runs."""
         self._is_end = stage.is_last
-        """Whether its last layer is the model's."""
+        """True if this stage ends with the model's last layer."""
         self._operations = context.operations
         self._adapters = context.adapters
         if context.adapters is not None:
@@ -84,12 +84,12 @@ class Decoder:
         self._head: OutputHead = head
         self._names = names
         self.slots: WeightSlots = self._stage.at_exit(prefixed("lm_head", head.slots()))
-        """Where each tensor of a checkpoint goes; complete once the subclass has added what is not in a layer."""
+        """Slot of each checkpoint tensor; subclasses add those outside the layers."""
         for index, layer in enumerate(layers):
             self.slots |= prefixed(f"{prefix}.{index}", layer.slots())
 
     def project_vectors(self, head: OutputHead) -> None:
-        """Have `compute_logits` project what was pooled, by tensors that are called as `head` says."""
+        """Make `compute_logits` apply `head` to pooled vectors."""
         self._head = head
         self.slots |= self._stage.at_exit(head.slots())
 
@@ -97,26 +97,26 @@ class Decoder:
         return [layer.cache_spec() for layer in self._layers]
 
     def stage(self, numbers: range) -> Self:
-        """These layers alone, over this model's weights and its layers' places in the KV cache. The first stage takes
-        tokens and the others `ForwardBatch.hidden`, which all but the last return."""
+        """A view that runs only these layers, with this model's weights and KV-cache layers. Stages after the first
+        take `ForwardBatch.hidden`, which all but the last return."""
         view = copy(self)
         view._numbers, view._is_end = numbers, self._is_end and numbers.stop == len(self._layers)
         return view
 
     def embed(self, token_ids: Indices) -> Value:
-        """[T] -> [T, size]: the rows that an overlay is put over."""
+        """[T] -> [T, size]: embeddings, before any overlay."""
         return self._tokens(token_ids)
 
     def enter(self, x: Value, batch: ForwardBatch) -> Value:
-        """What the first layer takes. x: [T, size], the tokens' embeddings."""
+        """Input of the first layer. x: [T, size], embeddings."""
         return x
 
     def leave(self, x: Value) -> Value:
-        """[R, size] -> [R, output_size], of the last layer's results."""
+        """[R, size] -> [R, output_size]: final norm."""
         return x if self._norm is None else self._norm(x)
 
     def forward(self, batch: ForwardBatch) -> ForwardResult[Value]:
-        """As CausalLM.forward; or, given a recorder's placeholders, records it."""
+        """See CausalLM.forward. Given a recorder's placeholders, this records it."""
         if self._adapters is not None:
             self._adapters.begin(batch.columns.get(ADAPTER_SLOTS), batch.logits_rows)
         x, numbers, overlay = self.first_rows(batch), self._numbers, batch.overlay
@@ -137,14 +137,14 @@ class Decoder:
         return ForwardResult(x if last is None else self.leave(x), tapped)
 
     def first_rows(self, batch: ForwardBatch) -> Value:
-        """[T, size]: what the first layer takes."""
+        """Input of this stage's first layer, [T, size]."""
         if batch.hidden is not None:
             return self._copied(batch.hidden)
         x = self.embed(batch.token_ids)
         return self.enter(x if batch.overlay is None else batch.overlay.put(x), batch)
 
     def _copied(self, x: Value) -> Value:
-        """The same rows in other memory: layers use up what they are given."""
+        """A copy, since layers overwrite their input."""
         return self._operations.scale(x, 1.0)
 
     @property
@@ -155,7 +155,7 @@ class Decoder:
         return self._head(hidden)
 
     def load_weights(self, weights: Iterable[tuple[str, WeightSource]], elsewhere: Collection[str] = ()) -> None:
-        """As CausalLM.load_weights. elsewhere: names of the slots that only other ranks of the model have."""
+        """See CausalLM.load_weights. elsewhere: slot names of other ranks."""
         fill_slots(self.slots, self._names, weights, elsewhere)
 
     def release_workspaces(self) -> None:
@@ -166,8 +166,7 @@ class Decoder:
 
 
 class TextDecoder(Decoder):
-    """An embedding, layers with or without rotations, a final norm and a projection to the vocabulary; tensors as
-    LLaMA's checkpoints name them."""
+    """A decoder with embedding, final norm and vocabulary projection; tensors named as in LLaMA's checkpoints."""
 
     def __init__(
         self,
@@ -177,7 +176,7 @@ class TextDecoder(Decoder):
         ropes: Sequence[RopeConfig | None],
         norm: type[RMSNorm] = RMSNorm,
     ) -> None:
-        """make_layer: from a layer's number. ropes: the rotation of each layer, None for a layer without. norm: of the
+        """make_layer: called with a layer's number. ropes: one per layer, None without rotation. norm: class of the
         final norm."""
         self._tokens = Embedding(config.vocab_size, config.hidden_size, context.vocabulary, context)
         made = {rope: None if rope is None else RotaryEmbedding(rope, config.max_model_len, context) for rope in ropes}
@@ -196,11 +195,11 @@ class TextDecoder(Decoder):
 
 
 FeedForward = Callable[[Value, Value], Value]
-"""[T, size] and a residual [T, size], which is used up -> [T, size]."""
+"""[T, size] and a residual [T, size], which is overwritten -> [T, size]."""
 
 
 class PreNormLayer:
-    """x + attention(norm(x)), then x + mlp(norm(x)), of parts that a family's layer makes."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); subclasses make the parts."""
 
     _attention_norm: RMSNorm | LayerNorm
     _attention: Attention | LatentAttention
@@ -218,7 +217,7 @@ class PreNormLayer:
 
 
 class LlamaLayer(PreNormLayer):
-    """The layer with the biases and the head norms of the model's family."""
+    """LLaMA's layer, with the family's biases and head norms."""
 
     _attention: Attention
 
@@ -239,7 +238,7 @@ class LlamaLayer(PreNormLayer):
         self._mlp, self._mlp_slots = self.make_mlp(config, context, layer)
 
     def make_mlp(self, config: ModelConfig, context: LayerContext, layer: int) -> tuple[FeedForward, WeightSlots]:
-        """What follows the attention, and its tensors by their names inside the layer."""
+        """The MLP or its replacement, and its slots by their names inside the layer."""
         fields, family = model_fields(config), ARCHITECTURES[config.architecture]
         width, activation = fields.integer("intermediate_size"), read_activation(config)
         mlp = GatedMLP(config.hidden_size, width, activation, bias=family.mlp_bias.read(fields), context=context)
@@ -255,10 +254,10 @@ class LlamaLayer(PreNormLayer):
 
 
 class LlamaLike(TextDecoder):
-    """Rotary positions, RMSNorm before each block, gated MLP, grouped heads: LLaMA, Mistral, Qwen 2 and 3."""
+    """Rotary positions, RMSNorm before each block, gated MLP, grouped-query attention: LLaMA, Mistral, Qwen 2 and 3."""
 
     layer_class: type[LlamaLayer] = LlamaLayer
-    """What its layers are."""
+    """Class of the layers."""
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         ropes = [usual_rope(config)] * config.num_layers

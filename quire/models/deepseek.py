@@ -1,4 +1,4 @@
-"""DeepSeek V2 to V3.2, DeepSeek R1, Kimi K2: latent attention, dense layers first, then mixtures of experts."""
+"""DeepSeek V2 to V3.2, DeepSeek R1, Kimi K2: latent attention; dense layers first, then mixtures of experts."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class DeepseekLayer(PreNormLayer):
 
 
 class DeepseekHead(DraftHead):
-    """The head of a layer behind the model's: a further guess takes its results before their norm."""
+    """Draft head stored as a layer after the model's. A further guess takes its results before the norm."""
 
     names = HeadNames("eh_proj", "enorm", "hnorm", "shared_head.norm")
     norm_class = RMSNorm
@@ -81,7 +81,7 @@ class DeepseekHead(DraftHead):
 
 
 class DeepseekForCausalLM(TextDecoder):
-    """All of the family: what its members differ in is in config.json."""
+    """All DeepSeek models; config.json holds their differences."""
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         # Modules that predict further tokens are stored as layers behind the last.
@@ -117,9 +117,9 @@ class DeepseekForCausalLM(TextDecoder):
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """How a generation of the family chooses experts. methods: what `topk_method` may be, the default first; only
-    `grouped` looks at groups of experts, each as good as its `group_best` best. corrects: scores are corrected for the
-    choice, and the weights of the chosen are divided by their sum."""
+    """Expert selection of one generation. methods: allowed `topk_method`, default first; only `grouped` uses groups of
+    experts, each scored by its `group_best` best. corrects: scores get a correction bias for the selection, and the
+    weights are normalised."""
 
     scoring: Literal["softmax", "sigmoid"]
     methods: tuple[str, ...]
@@ -163,7 +163,7 @@ def _mixture(config: ModelConfig, experts: Experts, activation: str, context: La
 
 
 def latent_heads(config: ModelConfig) -> LatentHeads:
-    """The heads of every layer. Scores are scaled once more where YaRN stretches the context (`mscale_all_dim`)."""
+    """Latent heads of every layer. `mscale_all_dim` adds a factor to the scale where YaRN stretches the context."""
     fields, attention = model_fields(config), config.shape.attention
     rope, rope_dim = _rope(config, fields), attention.rotated_dim
     scale = attention.key_dim**-0.5
@@ -184,13 +184,13 @@ def latent_heads(config: ModelConfig) -> LatentHeads:
 
 
 def expansion_rule(config: ModelConfig) -> ExpansionRule:
-    """When the layers of a model that expands prompts do so."""
+    """Rule by which layers expand prompts."""
     heads = latent_heads(config)
     return ExpansionRule.of(heads.rank, heads.nope_dim, heads.value_dim)
 
 
 def _index_heads(config: ModelConfig) -> IndexHeads | None:
-    """The indexer of every layer; None for a model without."""
+    """Indexer of every layer; None for models without."""
     attention = config.shape.attention
     if not attention.index_top:
         return None

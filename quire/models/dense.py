@@ -1,7 +1,5 @@
-"""Dense decoders whose layers compute more than LLaMA's: norms behind blocks, factors, soft caps, rotations by layer.
-
-A family is a `DenseStyle` (`quire/models/gemma.py` and its neighbours), beside the data in `quire/config/families/`.
-"""
+"""Dense decoders with more options than LLaMA: norms after blocks, factors, soft caps, rotations per layer. A family is
+a `DenseStyle` (`quire/models/gemma.py` and others) plus the data in `quire/config/families/`."""
 
 from __future__ import annotations
 
@@ -29,15 +27,15 @@ from quire.models.config_values import layer_attention
 from quire.models.decoder import FeedForward, TextDecoder
 
 QKV, GATE_UP = ("qkv_proj",), "gate_up_proj"
-"""Tensors that some families keep in one."""
+"""Names of fused tensors in some families."""
 MakeMLP = Callable[[ModelConfig, LayerContext, int], tuple[FeedForward, WeightSlots]]
-"""What follows the attention of a layer, and its tensors."""
+"""Factory of a layer's MLP replacement and its slots."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockNorms:
-    """What a checkpoint calls the norms of a layer: of the input of each block, and of its result before it is added
-    to the residual. "": there is none."""
+    """Checkpoint names of a layer's norms, before each block and after it (before the residual is added); "" for
+    none."""
 
     before_attention: str = "input_layernorm"
     after_attention: str = ""
@@ -47,14 +45,13 @@ class BlockNorms:
 
 @dataclass(frozen=True, slots=True)
 class DenseStyle:
-    """What the decoder of a family computes; the defaults are LLaMA's.
+    """Computation of a family's decoder; the defaults are LLaMA's.
 
-    norms: of a layer; norm: what each of them computes. attention_scale: multiplies q·k (None: 1 / sqrt(head_dim)).
-    attention_cap, logits_cap: soft caps of scores and of logits (None: off). embedding_factor, residual_factor,
-    logits_factor: of looked up embeddings, of what a block adds to the residual, and of logits. activation: of the MLP
-    (None: `hidden_act` of config.json names it). head_norm: of query and key heads in layers that are rotated (None: as
-    the family says); length_scale: of queries in layers that are not. make_mlp: what is in the MLP's place, and its
-    tensors by their names inside the layer.
+    norms, norm: names and class of a layer's norms. attention_scale: factor of q·k (None: 1 / sqrt(head_dim)).
+    attention_cap, logits_cap: soft caps of scores and logits (None: off). embedding_factor, residual_factor,
+    logits_factor: factors of embeddings, of a block's result before the residual is added, and of logits. activation:
+    the MLP's (None: `hidden_act`). head_norm: norm of query and key heads in rotated layers (None: see the family).
+    length_scale: scale of queries in layers without rotation. make_mlp: factory of an MLP replacement.
     """
 
     norms: BlockNorms = BlockNorms()
@@ -75,7 +72,7 @@ LLAMA_STYLE = DenseStyle()
 
 
 class DenseLayer:
-    """Attention and a gated MLP, each with a norm before it, behind it, or both."""
+    """Attention and a gated MLP, each with a norm before, after, or both."""
 
     def __init__(
         self,
@@ -85,7 +82,7 @@ class DenseLayer:
         ropes: Sequence[RopeConfig | None],
         layer: int,
     ) -> None:
-        """ropes: of all layers."""
+        """ropes: one per layer."""
         rope = ropes[layer]
         fields, family = model_fields(config), ARCHITECTURES[config.architecture]
         epsilon, size, names = fields.number("rms_norm_eps", 1e-6), config.hidden_size, style.norms
@@ -160,7 +157,7 @@ class DenseLayer:
         return self._norms[name](x) if name else x
 
     def _adds_itself(self, norm_behind: str) -> bool:
-        """Whether a block's last product adds the residual, because nothing lies between."""
+        """True if a block's last product can add the residual itself."""
         return not norm_behind and self._residual_factor == 1.0
 
     def _add(self, residual: Value, computed: Value) -> Value:
@@ -170,7 +167,7 @@ class DenseLayer:
 
 
 class DenseDecoder(TextDecoder):
-    """A decoder of DenseLayers: one style, one rotation (or none) for each layer."""
+    """A decoder of DenseLayers with one style and a rotation (or none) per layer."""
 
     def __init__(self, config: ModelConfig, context: LayerContext, style: DenseStyle = LLAMA_STYLE) -> None:
         fields, family = model_fields(config), ARCHITECTURES[config.architecture]

@@ -1,8 +1,6 @@
-"""The head for drafts (multi-token prediction): layers behind a model's last one that guess the token after the next.
-
-It takes a token's hidden state, as the model's final norm gives it, and the embedding of the token that follows. Its
-layers keep keys and values in layers of the KV cache behind the model's own.
-"""
+"""Draft head for multi-token prediction: layers after the model's last one that guess the token after the next. It
+takes a token's hidden state after the final norm and the embedding of the following token. Its layers use KV-cache
+layers after the model's."""
 
 from __future__ import annotations
 
@@ -28,8 +26,8 @@ from quire.quantization.integer_weight import WeightSource
 
 
 class HeadNames(NamedTuple):
-    """Names of a head's tensors. joined: the matrix from [embedding, hidden state]. token_norm, hidden_norm: norms of
-    the two. norm: of the results."""
+    """Checkpoint names of a head's tensors. joined: matrix for [embedding, hidden state]. token_norm, hidden_norm:
+    norms of these two. norm: final norm."""
 
     joined: str
     token_norm: str
@@ -38,10 +36,9 @@ class HeadNames(NamedTuple):
 
 
 class DraftHead(Decoder):
-    """A batch of it brings `hidden`, [T, size], of the model or of the guess before; its token_ids are those that
-    follow the tokens of `hidden`, its positions those that the layers rotate by and write at. It returns the hidden
-    states of the guesses, which are inputs of a further guess too. Tensors as the checkpoints of Qwen3-Next and
-    Qwen 3.5 have them."""
+    """A batch brings `hidden`, [T, size], from the model or the previous guess; its token_ids follow the tokens of
+    `hidden`. The result is the guesses' hidden states, also the input of a further guess. Tensor names are those of
+    Qwen3-Next and Qwen 3.5."""
 
     names = HeadNames("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
     norm_class: type[RMSNorm] = UnitOffsetRMSNorm
@@ -55,7 +52,7 @@ class DraftHead(Decoder):
         head: OutputHead,
         context: LayerContext,
     ) -> None:
-        """layers: their numbers in the KV cache follow those of the model. embedding, rotary, head: the model's."""
+        """layers: numbered in the KV cache after the model's. embedding, rotary, head: the model's."""
         super().__init__(layers, "layers", head, CheckpointNames.of(config), context, [rotary] * len(layers))
         epsilon = model_fields(config).number("rms_norm_eps", 1e-6)
         self._size = size = config.hidden_size
@@ -72,8 +69,7 @@ class DraftHead(Decoder):
         }
 
     def guess(self, index: int) -> DraftHead:
-        """The head whose one layer is this one's layer `index`: each guess has a layer of its own (a checkpoint with
-        one layer uses it for every guess)."""
+        """Head of guess `index`, with that one layer. A checkpoint with a single layer uses it for every guess."""
         view = self.stage(range(index, index + 1))
         view._is_end = True
         return view
@@ -95,12 +91,12 @@ class DraftHead(Decoder):
 
 
 def with_draft_layers(config: ModelConfig) -> ModelConfig:
-    """The configuration with the layers of the head behind the model's."""
+    """The configuration with the draft head's layers after the model's."""
     shape = config.shape
     return replace(config, shape=replace(shape, layers=shape.layers + shape.draft_layers))
 
 
 def first_guess(model: CausalLM) -> CausalLM:
-    """The head of a model that has one, with the layer of its first guess."""
+    """The draft head with the layer of its first guess."""
     found: CausalLM = model.draft_head.guess(0)  # type: ignore[attr-defined]
     return found

@@ -1,4 +1,4 @@
-"""Operations called with tensors, for modelling code that only knows tensors (`transformers_model.py`)."""
+"""Operations on tensors, for modelling code that knows only tensors (`transformers_model.py`)."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from quire.kernels.value import Value
 from quire.quantization.interface import LinearMethod
 
 Layer = Callable[[Value], Value]
-"""A layer of ours, over any kind of values: [T, width] -> [T, another width]."""
+"""A layer over any kind of values: [T, width] -> [T, another width]."""
 Compute = Callable[[torch.Tensor], Sequence[torch.Tensor]]
-"""[T, width] -> the results of several layers; rows may be apart."""
+"""[T, width] -> results of several layers; rows need not be contiguous."""
 Lookup = Callable[[torch.Tensor], torch.Tensor]
 """[T] int64 -> [T, size]."""
 
 
 class Attend(Protocol):
     def __call__(self, qkv: torch.Tensor, rotation: torch.Tensor | None, step: AttentionStep) -> Sequence[torch.Tensor]:
-        """qkv: as `AttentionStep.attend` takes it, used up. rotation: [T, head_dim], cosines beside sines of half a
-        head's angles, where `EagerCalls.rotates` (None: heads are rotated already). Returns [T, num_heads *
-        value_width], and the results of the layers behind it."""
+        """qkv: see `AttentionStep.attend`; overwritten. rotation: [T, head_dim], cosines beside sines of half a head's
+        angles if `EagerCalls.rotates`, else None (already rotated). Returns [T, num_heads * value_width] and the
+        results of the following layers."""
         ...
 
 
 class EagerCalls(Protocol):
-    """Makes functions of tensors out of the weights and operations of a layer context."""
+    """Factory of tensor functions from a layer context's weights and operations."""
 
     rotates: bool
-    """Whether attention rotates queries and keys."""
+    """True if attention rotates queries and keys."""
 
     def layers(self, layers: Sequence[Layer], first: Layer | None = None) -> Compute:
-        """The results of `layers` of one input. first: a layer between: its result, and theirs of that."""
+        """Function for the results of `layers`. first: a layer before them, whose result comes first."""
         ...
 
     def lookup(self, method: LinearMethod, parameters: Any) -> Lookup: ...
 
     def attention(self, heads: HeadWeights, behind: Sequence[Layer]) -> Attend:
-        """behind: layers of what attention computes."""
+        """behind: layers applied to the attention's result."""
         ...
 
     def release(self) -> None:
@@ -50,7 +50,7 @@ class EagerCalls(Protocol):
 
 
 class TensorCalls:
-    """Instance of EagerCalls for contexts whose values are tensors."""
+    """EagerCalls for contexts whose values are tensors."""
 
     rotates = False
 
@@ -75,4 +75,4 @@ class TensorCalls:
         return compute
 
     def release(self) -> None:
-        """Nothing is kept."""
+        """Does nothing."""

@@ -1,4 +1,4 @@
-"""What all encoders share: nothing in the cache, and a head that makes logits of what was pooled."""
+"""Base of all encoders: no KV cache, and an optional head over the pooled vector."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quire.models.head import OutputHead
 
 
 class EmbedderHead:
-    """The head of a model whose pooled hidden states are the result."""
+    """Head of a model that returns its pooled hidden states."""
 
     def __init__(self, size: int) -> None:
         self.input_size = size
@@ -31,14 +31,14 @@ class EmbedderHead:
 
 
 class UncachedLayer:
-    """Part of every layer of an encoder."""
+    """Base of an encoder's layers."""
 
     def cache_spec(self) -> LayerSpec:
         raise AssertionError("a layer of an encoder keeps nothing")
 
 
 class Encoder(Decoder):
-    """Layers over whole sequences, in both directions."""
+    """Bidirectional layers over whole sequences."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Encoder(Decoder):
         head: OutputHead | None,
         rotaries: Sequence[RotaryEmbedding] = (),
     ) -> None:
-        """prefix, rotaries: as for Decoder. head: of a classifier; its slots are named as in a checkpoint."""
+        """prefix, rotaries: see Decoder. head: a classifier's; its slots have checkpoint names."""
         head_of_vectors = EmbedderHead(config.hidden_size)
         super().__init__(layers, prefix, head_of_vectors, CheckpointNames.of(config), context, rotaries)
         self._tokens = Embedding(config.vocab_size, config.hidden_size, context.vocabulary, context)
@@ -63,8 +63,8 @@ class Encoder(Decoder):
 def encoder_attention(
     config: ModelConfig, context: LayerContext, layer: int, *, bias: bool, window: int | None = None
 ) -> Attention:
-    """Attention of a layer whose heads all have keys and values of their own. bias: whether both projections have one.
-    window: as LayerAttention has it for encoders."""
+    """Attention in which every head has its own keys and values. bias: True if both projections have one. window: see
+    LayerAttention, for encoders."""
     heads, dim = config.num_heads, config.head_dim
     shape = LayerAttention(layer, heads, heads, dim, dim**-0.5, window)
     return Attention(config.hidden_size, shape, qkv_bias=bias, output_bias=bias, context=context)

@@ -1,5 +1,5 @@
-"""Gemma 1, 2 and 3: scaled embeddings, norms that multiply by 1 + weight; from the second on norms behind the blocks as
-well, soft caps (2) or norms of heads (3), and windows in most layers."""
+"""Gemma 1, 2 and 3: scaled embeddings, norms that multiply by 1 + weight; from 2 on norms after the blocks too, soft
+caps (2) or head norms (3), and windows in most layers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def gemma2(config: ModelConfig, context: LayerContext) -> DenseDecoder:
 
 
 def gemma3(config: ModelConfig, context: LayerContext) -> DenseDecoder:
-    """Raises ModelLoadError for a soft cap of logits that the model of texts alone has, and that of images has not."""
+    """Raises ModelLoadError for a final_logit_softcapping in a multimodal configuration, which the reference
+    ignores."""
     fields = model_fields(config)
     if config.is_multimodal and fields.values.get("final_logit_softcapping") is not None:
         raise fields.error("final_logit_softcapping is not supported beside images: the reference leaves it out there")
@@ -56,5 +57,5 @@ def _style(config: ModelConfig, context: LayerContext, attention_cap: float | No
 
 
 def _embedding_factor(config: ModelConfig, context: LayerContext) -> float:
-    """The root of the hidden size, rounded as embeddings are: so the models were trained."""
+    """Square root of the hidden size, rounded to the embeddings' dtype as in training."""
     return float(torch.tensor(config.hidden_size**0.5).to(context.dtype))

@@ -1,4 +1,4 @@
-"""GLM 4 (0414): norms before and behind the blocks. Its rotation is said in `quire/config/families/glm.py`."""
+"""GLM 4 (0414): norms before and after the blocks; rotation in `quire/config/families/glm.py`."""
 
 from __future__ import annotations
 

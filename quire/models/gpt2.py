@@ -1,4 +1,4 @@
-"""GPT-2: learned positions, LayerNorm before each block, matrices kept as [in, out] in checkpoints."""
+"""GPT-2: learned positions, LayerNorm before each block, checkpoint matrices stored as [in, out]."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from quire.models.staged import make_layers
 
 
 class GPT2Layer(PreNormLayer):
-    """Attention over all heads and an MLP without a gate; LayerNorm."""
-
     _attention: Attention
     _mlp: MLP
 

@@ -1,4 +1,5 @@
-"""GPT-OSS: attention with sinks and biases, a window in every other layer, experts with biases and limits."""
+"""GPT-OSS: attention with sinks and biases, a window in every other layer, experts with biases and clamped
+activations."""
 
 from __future__ import annotations
 
@@ -10,12 +11,12 @@ from quire.layers.moe import ExpertNames, MixtureOfExperts, MixtureShape
 from quire.models.decoder import FeedForward, LlamaLayer, LlamaLike
 
 ALPHA = 1.702
-"""The gate's activation is x * sigmoid(ALPHA x), which `kernels/activation.py` calls quick_gelu."""
+"""Factor of the gate's activation x * sigmoid(ALPHA x), called quick_gelu in `kernels/activation.py`."""
 NAMES = ExpertNames(
     router="router", fused_gate_up="gate_up_proj", fused_down="down_proj", transposed=True, interleaved=True
 )
 NAMES_APART = ExpertNames(router="router")
-"""Where each expert's matrices come alone (GGUF)."""
+"""Names for separate matrices per expert (GGUF)."""
 
 
 class GptOssLayer(LlamaLayer):

@@ -1,4 +1,4 @@
-"""Granite 3: LLaMA with factors of embeddings, of what blocks add, of scores and of logits."""
+"""Granite 3: LLaMA with factors of embeddings, block results, scores and logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model ends with: the projection of hidden states to logits, of tokens or of labels."""
+"""Interface of a model's last projection, to logits of tokens or labels."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from quire.layers.context import WeightSlots
 
 
 class OutputHead(Protocol):
-    """The projection behind the layers."""
-
     @property
     def input_size(self) -> int:
-        """Elements of a hidden state that it takes."""
+        """Size of the hidden states that it takes."""
         ...
 
     def __call__(self, hidden: Value) -> Value:
@@ -21,5 +19,5 @@ class OutputHead(Protocol):
         ...
 
     def slots(self) -> WeightSlots:
-        """Where the tensors of a checkpoint go."""
+        """Weight slots by checkpoint names."""
         ...

@@ -1,4 +1,4 @@
-"""The interface of a model, as the model runner calls it."""
+"""Interface of a model to the model runner."""
 
 from __future__ import annotations
 
@@ -14,47 +14,46 @@ from quire.quantization.integer_weight import WeightSource
 
 
 class LoadableModel(Protocol):
-    """A model that a checkpoint can be loaded into."""
-
     slots: WeightSlots
-    """Where each tensor of a checkpoint goes."""
+    """Slot of each checkpoint tensor."""
 
     def load_weights(self, weights: Iterable[tuple[str, WeightSource]], elsewhere: Collection[str] = ()) -> None:
-        """As CausalLM.load_weights. elsewhere: names of the slots that only other ranks of the model have."""
+        """See CausalLM.load_weights. elsewhere: slot names of other ranks."""
         ...
 
 
 class CausalLM(Protocol):
-    """A decoder-only language model over a flat batch of tokens (no batch dimension, no padding)."""
+    """A decoder-only language model over a flat batch of tokens, without batch dimension or padding."""
 
     @property
     def columns(self) -> Sequence[str]:
-        """Names of the step's columns that `forward` reads (quire/worker/columns.py)."""
+        """Names of the step columns that `forward` reads (quire/worker/columns.py)."""
         ...
 
     def cache_specs(self) -> list[LayerSpec]:
-        """What each layer says it keeps in the KV cache, by layer index."""
+        """KV-cache spec of each layer, by layer index."""
         ...
 
     @property
     def output_size(self) -> int:
-        """Elements of a token's last hidden state. Not the layers' size where a projection follows them (OPT-350m)."""
+        """Size of a token's last hidden state; differs from the layers' size if a projection follows them
+        (OPT-350m)."""
         ...
 
     def forward(self, batch: ForwardBatch) -> ForwardResult[torch.Tensor]:
-        """batch: of tensors. Returns the last hidden states (after the final norm) of the tokens that
-        `batch.logits_rows` names, [R, output_size], or of all, [T, output_size], and what `batch.taps` asks for; the
+        """Run the layers. batch: holds tensors. Returns the hidden states after the final norm of the tokens in
+        `batch.logits_rows`, [R, output_size], or of all, [T, output_size], and those that `batch.taps` asks for. The
         next call may overwrite them."""
         ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [R, output_size], the rows that are sampled. Returns [R, vocab_size] float32 (on a device its dtype),
-        the elements of a row side by side; they may be overwritten by the caller and by the next call."""
+        """hidden: [R, output_size]. Returns [R, vocab_size] float32 (on a device its dtype), with contiguous rows; the
+        caller and the next call may overwrite them."""
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, WeightSource]]) -> None:
-        """Consume (checkpoint name, tensor) pairs as they stream in. Raises ModelLoadError for a missing, surplus
-        or misshapen tensor, naming it."""
+        """Load a stream of (checkpoint name, tensor). Raises ModelLoadError naming a missing, surplus or misshapen
+        tensor."""
         ...
 
     def release_workspaces(self) -> None:
@@ -62,5 +61,5 @@ class CausalLM(Protocol):
         ...
 
     def weight_bytes(self) -> int:
-        """Bytes of the model's parameters as they are stored."""
+        """Bytes of the parameters as stored."""
         ...

@@ -1,4 +1,5 @@
-"""LLaMA 4: chunks of attention in rotated layers, whose heads are normed; the others see all, by a scale that grows."""
+"""LLaMA 4: chunked attention with head norms in rotated layers; the others see all positions, with queries scaled by
+position."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from quire.models.mixture import mixture_block
 
 
 def llama4(config: ModelConfig, context: LayerContext) -> DenseDecoder:
-    """Raises ModelLoadError for a rotation that also scales: norms of rotated heads are computed before it."""
+    """Raises ModelLoadError for head norms with a rotation that scales, because the norms come before it."""
     fields = model_fields(config)
     has_norms = fields.boolean("use_qk_norm", True)
     rope = usual_rope(config)

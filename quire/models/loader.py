@@ -1,4 +1,4 @@
-"""Loading: from a model directory to a model with its weights."""
+"""Loading of a model directory into a model."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 
 
 class Extras(NamedTuple):
-    """expert_counts: where layers with experts count the rows that they compute (None: they do not). adapters: of the
-    model's layers (None: it takes none)."""
+    """expert_counts: counters of the rows that experts compute (None: off). adapters: the model's adapters (None:
+    off)."""
 
     expert_counts: ExpertCounters | None = None
     adapters: ModelAdapters | None = None
@@ -71,17 +71,13 @@ def load_model(
     extras: Extras = NO_EXTRAS,
     stage: Stage = WHOLE_MODEL,
 ) -> CausalLM:
-    """Build the model of `config` and fill it. Checkpoints of any floating dtype end up in `config.dtype`, or
-    quantised as `config.quantization` says; tensors are streamed one matrix at a time, to where they stay, so that
-    nothing is held twice. group: the ranks that share each layer, of which this process loads one's share. runtime: the
-    native CPU kernels to compute with. device_layers: Triton kernels on a device, in `config.dtype` throughout. With
-    neither: plain torch operators. extras: what layers have besides. stage: the layers that this process loads.
+    """Build the model of `config` and load it. Floating-point checkpoints are converted to `config.dtype`, or quantised
+    as `config.quantization` says. Tensors stream one matrix at a time into their place.
 
-    A checkpoint whose files have no room for the weights that config.json describes is refused before anything of
-    that size is made.
-
-    progress: called as (bytes done, bytes in all) as the weights stream in, the last time with both equal. Raises
-    ModelLoadError, naming file and tensor, for a checkpoint that is missing, corrupt, incomplete or of another model.
+    group: ranks that share each layer; this process loads its part. runtime: native CPU kernels. device_layers: Triton
+    kernels, in `config.dtype`. With neither: plain torch operators. stage: layers to load. progress: called as (bytes
+    done, bytes in all), last with both equal. Raises ModelLoadError naming file and tensor for a checkpoint that is
+    missing, corrupt, incomplete or of another model; one too small for config.json fails before any allocation.
     """
     assert runtime is None or device_layers is None, "a model computes in one way"
     files = None if load.load_format == "dummy" else find_weights(config.path, load.load_format)
@@ -135,7 +131,7 @@ def load_model(
 
 
 def _packed_share(files: GGUFWeights, config: ModelConfig, model: LoadableModel, context: LayerContext) -> int:
-    """Bytes of this rank's weights: of the file's as much as the rank has of all elements, where it has not all."""
+    """Bytes of this rank's weights: the file's total, scaled by the rank's share of the elements."""
     total = packed_weight_bytes(files.directory, config)
     if context.group.size == context.stage.count == 1:
         return total
@@ -144,7 +140,7 @@ def _packed_share(files: GGUFWeights, config: ModelConfig, model: LoadableModel,
 
 
 def _staged(model: CausalLM, config: ModelConfig, context: LayerContext) -> CausalLM:
-    """The model with the links of its stage; itself, where it is whole."""
+    """The model wrapped for its stage, or itself if it is whole."""
     stage = context.stage
     return model if stage.count == 1 else StagedModel(model, stage, config.hidden_size, context.dtype)
 
@@ -152,10 +148,9 @@ def _staged(model: CausalLM, config: ModelConfig, context: LayerContext) -> Caus
 def load_vision(
     config: ModelConfig, load: LoadConfig, group: ProcessGroup, runtime: NativeRuntime | None = None
 ) -> VisionEncoder:
-    """The vision tower of a model that takes images, in `config.dtype`, from the tensors `visual.*` of its checkpoint.
-    group: the ranks, each of which has the whole tower. runtime: the native CPU kernels to compute with; None: plain
-    torch operators. Raises ModelLoadError, naming file and key or tensor, for a model without a tower that is known
-    here, and for a checkpoint that is not its."""
+    """Load the vision tower in `config.dtype` from a checkpoint's `visual.*` tensors. group: each rank has the whole
+    tower. runtime: native CPU kernels; None: torch operators. Raises ModelLoadError naming file and key or tensor for
+    an unknown tower or a wrong checkpoint."""
     if config.vision is None or config.architecture not in VISION_TOWERS:
         raise ModelLoadError(f"{config.path}: no vision tower of {config.architecture} is known")
     vision = read_vision(config.architecture, config.vision, config.hidden_size, str(config.path / CONFIG_FILE))
@@ -184,7 +179,7 @@ def load_vision(
 
 
 def _native_calls(config: ModelConfig, runtime: NativeRuntime | None) -> EagerCalls | None:
-    """Native kernels one by one, for a model that runs through Transformers; None for others."""
+    """Native kernels as separate calls for Transformers models; else None."""
     if runtime is None or config.impl == "quire":
         return None
     from quire.models.native_calls import NativeCalls
@@ -243,7 +238,7 @@ def _device_context(config: ModelConfig, layers: DeviceLayers, group: ProcessGro
 
 
 def _packed_device_linear(config: ModelConfig, plain: DeviceLinear, layers: DeviceLayers) -> PackedDeviceLinear | None:
-    """None for a model that is not quantised."""
+    """None for an unquantised model."""
     if config.quantization is None:
         return None
     from quire.quantization.packed_device import PackedDeviceLinear
@@ -258,8 +253,8 @@ def _packed_device_linear(config: ModelConfig, plain: DeviceLinear, layers: Devi
 
 
 def _check_room(config: ModelConfig, files: WeightFiles) -> LoadableModel:
-    """Raise ModelLoadError when config.json describes more weights than the files can hold. Returns the outline of the
-    whole model, which names the tensors of all its ranks."""
+    """Raise ModelLoadError if config.json describes more weights than the files can hold. Returns the outline of the
+    whole model, which names all ranks' tensors."""
     model = outline(config)
     reason = excess(config, model, files)
     if reason is not None:
@@ -290,7 +285,7 @@ def _load_from(
 
 @contextmanager
 def _named_errors(files: WeightFiles | GGUFWeights) -> Iterator[None]:
-    """Errors of loading name the file."""
+    """Add the file to errors of loading."""
     try:
         yield
     except ModelLoadError as error:
@@ -300,7 +295,7 @@ def _named_errors(files: WeightFiles | GGUFWeights) -> Iterator[None]:
 
 
 def checkpoint_tensors(files: WeightFiles, config: ModelConfig, report: Progress) -> Tensors:
-    """The tensors of a directory's files that make up the language model, under the names that it has for them."""
+    """The language model's tensors in a directory, under the model's names."""
     tensors = files.stream(report)
     if config.is_multimodal:
         tensors = language_tensors(tensors, files.directory, ARCHITECTURES[config.architecture].draft_prefix)
@@ -310,8 +305,8 @@ def checkpoint_tensors(files: WeightFiles, config: ModelConfig, report: Progress
 def dummy_weights(
     slots: WeightSlots, seed: int, report: Progress, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Random weights that depend on the seed, the tensor's name and the kind of device that draws them, not on the
-    order of loading. A GPU draws eight billion of them in moments, a CPU in minutes."""
+    """Random weights that depend only on the seed, the tensor's name and the device type. They are drawn on the device,
+    because a CPU takes minutes for billions."""
     sizes = {name: 4 * torch.Size(slot.shape).numel() for name, slot in slots.items()}
     done, total = 0, sum(sizes.values())
     for name, slot in slots.items():
@@ -324,4 +319,4 @@ def dummy_weights(
 
 
 def _silent(done: int, total: int) -> None:
-    """The progress callback that reports nothing."""
+    """Progress callback that reports nothing."""

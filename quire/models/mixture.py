@@ -1,5 +1,4 @@
-"""Mixtures of experts of the families, in the place of MLPs, in all layers or in some; and the LLaMA-like models that
-have them: Mixtral, Qwen 2, 3 and 3-VL MoE."""
+"""Mixtures of experts in place of MLPs, and the LLaMA-like models with them: Mixtral, Qwen 2, 3 and 3-VL MoE."""
 
 from __future__ import annotations
 
@@ -19,8 +18,9 @@ from quire.models.decoder import FeedForward, LlamaLayer, LlamaLike
 
 @dataclass(frozen=True, slots=True)
 class _Mixture:
-    """prefix: of the mixture's tensors inside a layer. renormalises: whether the weights of the chosen add up to 1.
-    gates_shared: the shared expert has a gate. scoring: as Routing has it; weighs_input: as MixtureShape."""
+    """A family's mixture. prefix: name prefix of its tensors in a layer. renormalises: True if the chosen experts'
+    weights sum to 1. gates_shared: the shared expert has a gate. scoring: see Routing. weighs_input: see
+    MixtureShape."""
 
     prefix: str
     names: ExpertNames
@@ -56,7 +56,7 @@ _MIXTURES: Mapping[str, _Mixture] = {
 
 
 def mixture_block(config: ModelConfig, context: LayerContext, layer: int) -> tuple[FeedForward, WeightSlots] | None:
-    """The experts of a layer, and their tensors by their names inside it; None for a layer without any."""
+    """The experts of a layer and their slots by names inside it; None for a layer without any."""
     experts = config.shape.layers[layer].experts
     if experts is None:
         return None
@@ -72,7 +72,7 @@ def mixture_block(config: ModelConfig, context: LayerContext, layer: int) -> tup
 
 
 class MixtureLayer(LlamaLayer):
-    """A layer of LLaMA's with experts where the model's shape has some."""
+    """LLaMA's layer, with experts where the model's shape has them."""
 
     def make_mlp(self, config: ModelConfig, context: LayerContext, layer: int) -> tuple[FeedForward, WeightSlots]:
         return mixture_block(config, context, layer) or super().make_mlp(config, context, layer)

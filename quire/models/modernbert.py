@@ -1,4 +1,4 @@
-"""ModernBERT: rotated positions, a window in most layers, gated MLPs, a norm before each block but the first."""
+"""ModernBERT: rotary positions, a window in most layers, gated MLPs, a norm before each block but the first."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 class ModernBertLayer(UncachedLayer):
-    """x + attention(norm(x)), then x + mlp(norm(x)); the first layer's attention takes x itself. is_sliding: its tokens
-    attend to those at most half of `local_attention` away."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); layer 0 has no attention norm. is_sliding: tokens attend within
+    half of `local_attention`."""
 
     def __init__(self, config: ModelConfig, context: LayerContext, layer: int, *, is_sliding: bool) -> None:
         fields, size = model_fields(config), config.hidden_size
@@ -58,7 +58,7 @@ class ModernBertLayer(UncachedLayer):
 
 
 class PredictionHead:
-    """classifier(norm(activation(dense(x)))) of what was pooled."""
+    """classifier(norm(activation(dense(x)))) of the pooled vector."""
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         assert config.pooling is not None, "a classifier pools"
@@ -110,12 +110,12 @@ class ModernBertForSequenceClassification(ModernBertModel):
 
 
 def make_norm(fields: Fields, size: int, context: LayerContext) -> LayerNorm:
-    """A LayerNorm, with a bias if the model's norms have one."""
+    """LayerNorm, with a bias if the model's norms have one."""
     return LayerNorm(size, fields.number("norm_eps", 1e-5), context, bias=fields.boolean("norm_bias", False))
 
 
 def _sliding_layers(fields: Fields, num_layers: int) -> list[bool]:
-    """Which layers have a window: all but every `global_attn_every_n_layers`-th, of which layer 0 is the first."""
+    """True for each layer with a window: all but every `global_attn_every_n_layers`-th, counted from layer 0."""
     kinds = fields.values.get("layer_types")
     if kinds is None:
         every = fields.integer("global_attn_every_n_layers", 3)
@@ -126,7 +126,7 @@ def _sliding_layers(fields: Fields, num_layers: int) -> list[bool]:
 
 
 def _rope(config: ModelConfig, *, is_sliding: bool) -> RopeConfig:
-    """The rotation of one kind of layers: Transformers 5 has settings for each, older files a base for each."""
+    """Rotation of one kind of layer; Transformers 5 has settings per kind, older files a base per kind."""
     fields, usual = model_fields(config), ARCHITECTURES[config.architecture].rope
     if is_sliding:
         kind, theta = SLIDING, fields.optional_number(usual.local_key) or usual.local_theta

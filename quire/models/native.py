@@ -34,22 +34,22 @@ from quire.models.draft_head import DraftHead
 from quire.quantization.integer_weight import WeightSource
 
 LINE_ELEMENTS = 16
-"""float32 of a cache line."""
+"""float32 numbers per cache line."""
 
 
 class BoundRun(NamedTuple):
-    """What runs a program over the memory of a ForwardBatch's version, and its result. Decodes of one size follow one
-    another in the same memory: each but the first asks torch nothing, of which nothing is in the caches then."""
+    """A program bound to the memory of one ForwardBatch version, and its result. Later decodes in the same memory reuse
+    it without calling torch."""
 
     version: int
     run: Callable[[], None]
     result: ForwardResult[torch.Tensor]
     kept: object = None
-    """Memory of the run alone."""
+    """Memory that only this run keeps alive."""
 
 
 class BoundHead(NamedTuple):
-    """As BoundRun, of one tensor of hidden states, whose memory is its own."""
+    """The head's program bound to one tensor of hidden states."""
 
     hidden: torch.Tensor
     run: Callable[[], None]
@@ -57,9 +57,9 @@ class BoundHead(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """What bodies of one model differ in: the optional records of a ForwardBatch. expands: prompts are expanded.
-    adapts: some tokens have adapters. width: of the hidden states that come in (0: tokens do). overlaid: layers behind
-    which an overlay adds rows (None: there is none). taps: as those of ForwardBatch."""
+    """Properties that distinguish the recorded bodies of a model. expands: prompts are expanded. adapts: some tokens
+    have adapters. width: size of incoming hidden states (0: tokens come in). overlaid: layers after which an overlay
+    adds rows (None: no overlay). taps: see ForwardBatch."""
 
     expands: bool = False
     adapts: bool = False
@@ -72,8 +72,8 @@ PLAIN, EXPANDED = Variant(), Variant(expands=True)
 
 
 class Body(NamedTuple):
-    """A variant as a program. states: plans of the layers that keep states (None: there are none). overlay: has the
-    overlay of a run called."""
+    """A recorded variant. states: plans of the layers with recurrent states (None: no such layers). overlay: forwards
+    to a run's overlay."""
 
     program: RecordedProgram
     states: StatePlans | None
@@ -81,7 +81,7 @@ class Body(NamedTuple):
 
 
 class RecordedOverlay:
-    """An Overlay of placeholders: calls of the overlay that a run brings (`current`)."""
+    """Recorded overlay; it calls the overlay of the current run."""
 
     def __init__(self, layers: tuple[int, ...]) -> None:
         self.layers = layers
@@ -100,7 +100,7 @@ class RecordedOverlay:
 
 
 class NativeModel:
-    """CausalLM over native kernels. `model` was built with native layers (`models/loader.py`)."""
+    """CausalLM over native kernels. `model` must have native layers (`models/loader.py`)."""
 
     def __init__(
         self,
@@ -109,8 +109,8 @@ class NativeModel:
         expansion_rule: ExpansionRule | None = None,
         weight_bytes: int | None = None,
     ) -> None:
-        """expansion_rule: of a model that expands prompts; None for others. weight_bytes: of a file that says of each
-        matrix how it is stored; None: what the model's own formats take."""
+        """expansion_rule: rule for a model that expands prompts, else None. weight_bytes: size of a file with mixed
+        formats; None: computed from the model's formats."""
         self._model = model
         self._weight_bytes = weight_bytes
         self._rule = expansion_rule
@@ -120,7 +120,8 @@ class NativeModel:
         self._bodies: dict[Variant, Body] = {}
         self._head: RecordedProgram | None = None
         self._logits = FirstRows(torch.empty(0, 0))
-        """Of the last call, kept: memory that is new in every step costs as much as reading the vocabulary's matrix."""
+        """Logits of the last call. The memory is reused: fresh memory in each step costs as much as reading the
+        vocabulary matrix."""
         self._body_run: BoundRun | None = None
         self._head_run: BoundHead | None = None
 
@@ -148,20 +149,20 @@ class NativeModel:
 
     @property
     def draft_head(self) -> NativeModel | None:
-        """The model's head for drafts, which computes natively; None for a model without."""
+        """Native draft head of the model; None without one."""
         head = getattr(self._model, "draft_head", None)
         return None if head is None else NativeModel(head, self._runtime)
 
     def guess(self, index: int) -> NativeModel:
-        """As DraftHead.guess, of such a head."""
+        """See DraftHead.guess."""
         return NativeModel(cast("DraftHead", self._model).guess(index), self._runtime)
 
     def stage(self, numbers: range) -> NativeModel:
-        """As Decoder.stage: with programs of its own."""
+        """See Decoder.stage; the result records its own programs."""
         return NativeModel(self._model.stage(numbers), self._runtime, self._rule, self._weight_bytes)
 
     def forward(self, batch: ForwardBatch) -> ForwardResult[torch.Tensor]:
-        """As CausalLM.forward. The result lies in the program's own memory: the next call overwrites it."""
+        """See CausalLM.forward. The next call overwrites the result."""
         bound = self._body_run
         if bound is None or bound.version != batch.version:
             del bound  # it keeps an arena, of which there are never two
@@ -285,6 +286,7 @@ def _recorded(value: Value) -> Buffer:
 
 
 def _separate_rows(num_rows: int, width: int) -> torch.Tensor:
-    """[num_rows, width] float32. A power of two of bytes between rows would put a column of them on one cache set."""
+    """[num_rows, width] float32, with a row stride that is no power of two, which would map a column to one cache
+    set."""
     stride = -(-width // LINE_ELEMENTS) * LINE_ELEMENTS + LINE_ELEMENTS
     return allocate(4 * num_rows * stride).view(torch.float32).view(num_rows, stride)[:, :width]

@@ -1,5 +1,4 @@
-"""Native kernels in small programs, for modelling code that only knows tensors. A model of Quire's own is recorded
-whole."""
+"""Native kernels as small programs, for modelling code that knows only tensors."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ from quire.quantization.interface import LinearMethod
 
 
 class NativeCalls:
-    """Instance of EagerCalls for a context that records: what is asked for at once is one program, and all programs
-    share their working memory."""
+    """EagerCalls over recorded programs, which share their working memory."""
 
     rotates = True
 
@@ -86,7 +84,7 @@ class NativeCalls:
 
 
 class _RecordedCall:
-    """A few operations as a program, recorded anew for more rows. record: gives the placeholders of the results."""
+    """A few operations as a program, recorded again for more rows. record: returns the placeholders of the results."""
 
     def __init__(self, record: Callable[..., list[Buffer]], runtime: NativeRuntime, scratch: Scratch) -> None:
         self._record = record
@@ -96,7 +94,7 @@ class _RecordedCall:
         self._widths: list[int] = []
 
     def compute(self, inputs: Sequence[torch.Tensor], plans: Any = ()) -> list[torch.Tensor]:
-        """inputs: [T, width] float32 each. The results' rows begin at cache lines."""
+        """inputs: [T, width] float32 each. Rows of the results are aligned to cache lines."""
         num_rows = len(inputs[0])
         program = self._program
         if program is None or program.max_rows < num_rows:
@@ -108,7 +106,6 @@ class _RecordedCall:
         return outs
 
     def compute_rows(self, indices: torch.Tensor) -> torch.Tensor:
-        """indices: [T] int64."""
         num_rows = len(indices)
         program = self._program
         if program is None or program.max_rows < num_rows:
@@ -141,7 +138,7 @@ def _empty_rows(num_rows: int, width: int) -> torch.Tensor:
 
 
 def _aligned_rows(x: torch.Tensor) -> torch.Tensor:
-    """The same rows, each at a multiple of a cache line."""
+    """The same rows, each aligned to a cache line."""
     num_rows, width = x.shape
     if x.stride() == (_stride(width), 1):
         return x

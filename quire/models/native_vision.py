@@ -17,14 +17,13 @@ from quire.models.vision import EncoderRun, Merger, VisionEncoder, VisionTower
 from quire.models.vision_grid import Grid, GridInputs
 
 Record = Callable[..., Value]
-"""Takes the placeholders of a program's inputs and gives its result's."""
+"""Function from placeholders of a program's inputs to its result's."""
 
 
 class NativeVision(VisionEncoder):
-    """Over native kernels. `tower` was built with native layers.
-
-    Its programs share working memory, and pass hidden states on in memory of a run: one is as long as a layer, so that
-    other work can run between two of them. Programs are made for powers of two of rows."""
+    """Vision encoder over native kernels; `tower` must have native layers. One program per layer, so that other work
+    can run between two; they share working memory, and hidden states stay in a run's memory. Programs are made for
+    powers of two of rows."""
 
     def __init__(self, tower: VisionTower, runtime: NativeRuntime) -> None:
         super().__init__(tower)
@@ -48,7 +47,7 @@ class NativeVision(VisionEncoder):
         out: torch.Tensor,
         plan: _native.EncoderPlan | None = None,
     ) -> torch.Tensor:
-        """Run what `record` records over the inputs' rows, into `out`. key: of the program."""
+        """Run the program `key` over the inputs' rows into `out`, recording it with `record` if needed."""
         num_rows = len(out)
         program = self._programs.get(key)
         if program is None or program.max_rows < num_rows:
@@ -59,7 +58,7 @@ class NativeVision(VisionEncoder):
         return out
 
     def _record(self, record: Record, widths: Sequence[int], num_rows: int) -> RecordedProgram:
-        """widths: of the inputs and the result, whose rows lie one behind the other."""
+        """widths: row sizes of inputs and result, whose rows are contiguous."""
         recorder = Recorder()
         *inputs, out = (recorder.external(width, width) for width in widths)
         result = cast("Buffer", record(*inputs))
@@ -71,7 +70,7 @@ class NativeRun(EncoderRun):
     def __init__(
         self, tower: VisionTower, run: Callable[..., torch.Tensor], patches: torch.Tensor, grids: Sequence[Grid]
     ) -> None:
-        """run: NativeVision's."""
+        """run: NativeVision.run."""
         self._run = run
         super().__init__(tower, patches, grids)
 

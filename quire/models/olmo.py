@@ -1,4 +1,4 @@
-"""OLMo 2 and 3: norms behind the blocks only, and over whole queries and keys."""
+"""OLMo 2 and 3: norms only after the blocks, and over whole queries and keys."""
 
 from __future__ import annotations
 

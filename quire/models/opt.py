@@ -1,4 +1,4 @@
-"""OPT: learned positions (stored two rows after their number), LayerNorm before each block, or after it (350m)."""
+"""OPT: learned positions (with a row offset of 2), LayerNorm before each block, or after it (350m)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NORM_EPSILON = 1e-5
 
 
 class OPTLayer(PreNormLayer):
-    """Two blocks, attention and mlp, each x + block(norm(x)) or, in the 350m style, norm(x + block(x))."""
+    """Blocks x + block(norm(x)) or, in the 350m style, norm(x + block(x))."""
 
     _attention: Attention
     _mlp: MLP
@@ -62,7 +62,7 @@ class OPTLayer(PreNormLayer):
 
 
 class OPTForCausalLM(Decoder):
-    """word_embed_proj_dim: embeddings may be narrower than the layers; hidden states leave in the embeddings' size."""
+    """OPT. Embeddings may be narrower than the layers (`word_embed_proj_dim`); the output has the embeddings' size."""
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         fields = model_fields(config)

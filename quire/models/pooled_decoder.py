@@ -1,6 +1,5 @@
-"""Decoders that classify: logits of labels instead of tokens, from a text's last hidden state.
-
-A decoder that gives vectors is the model itself, without its output projection."""
+"""Decoders that classify: logits of labels from a text's last hidden state. (A decoder that embeds needs no class of
+its own: it lacks only the output projection.)"""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from quire.models.decoder import LlamaLike
 
 
 class ScoreHead:
-    """The linear layer `score`, without a bias."""
+    """The linear layer `score`, without bias."""
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         assert config.pooling is not None, "a classifier pools"

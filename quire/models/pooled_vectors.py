@@ -1,4 +1,4 @@
-"""Projections of pooled vectors, as sentence-transformers' `Dense` modules are: behind any model that gives vectors."""
+"""Projections of pooled vectors, as sentence-transformers' `Dense` modules."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from quire.layers.linear import ColumnParallelLinear
 
 
 class DenseHead:
-    """activation(W x + b), one module after the other. Tensors are called `<folder>.linear.weight` and `.bias`, which
-    their files call without the folder. Raises ModelLoadError for modules that do not fit together."""
+    """activation(W x + b) of each module in turn. Tensors are named `<folder>.linear.weight` and `.bias`; the module's
+    own file omits the folder. Raises ModelLoadError for modules whose sizes do not match."""
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         assert config.pooling is not None, "what has these modules pools"

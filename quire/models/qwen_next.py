@@ -37,13 +37,13 @@ from quire.utils.sizes import format_bytes
 logger = get_logger(__name__)
 
 BY_HEAD = ("Qwen3NextForCausalLM",)
-"""Classes whose checkpoints keep the rows of each key head of a delta net together."""
+"""Classes whose checkpoints group a delta net's rows by key head."""
 _FUSED = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
 
 
 class GatedAttention(Attention):
-    """As Attention, with the result times sigmoid(gate(x)), and head norms that multiply by 1 + weight. In a checkpoint
-    the query matrix holds the gate as well: of each head its query rows, then its gate rows."""
+    """Attention times sigmoid(gate(x)), with head norms that multiply by 1 + weight. A checkpoint's query matrix holds
+    the gate too: each head's query rows, then its gate rows."""
 
     def __init__(
         self, hidden_size: int, shape: LayerAttention, *, bias: bool, norm_epsilon: float, context: LayerContext
@@ -147,7 +147,7 @@ def _dense_block(config: ModelConfig, context: LayerContext) -> tuple[FeedForwar
 
 
 class HybridDecoder(TextDecoder):
-    """Rotary positions in the layers with attention alone; the states of the others know the order of tokens."""
+    """A decoder of HybridLayers; only attention layers use rotary positions."""
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         ropes = [usual_rope(config)] * config.num_layers
@@ -168,13 +168,13 @@ class HybridDecoder(TextDecoder):
 
 
 def _draft_layers(config: ModelConfig, context: LayerContext) -> list[HybridLayer]:
-    """The layers of the head for drafts, numbered behind the model's."""
+    """Layers of the draft head, numbered after the model's."""
     first, behind = config.num_layers, with_draft_layers(config)
     return [HybridLayer(behind, context, first + index) for index in range(len(config.shape.draft_layers))]
 
 
 def _without_drafts(weights: Iterable[tuple[str, WeightSource]]) -> Iterator[tuple[str, WeightSource]]:
-    """All but the tensors of the head for drafts."""
+    """All tensors but the draft head's."""
     num_skipped = 0
     for name, tensor in weights:
         if name.startswith("mtp."):
@@ -186,7 +186,7 @@ def _without_drafts(weights: Iterable[tuple[str, WeightSource]]) -> Iterator[tup
 
 
 def _one_by_one(weights: Iterable[tuple[str, WeightSource]]) -> Iterator[tuple[str, WeightSource]]:
-    """Experts by themselves, where a checkpoint of Qwen 3.5 keeps those of a layer in one tensor."""
+    """Split the fused experts of Qwen 3.5 checkpoints into one matrix each."""
     for name, tensor in weights:
         fused = _FUSED.fullmatch(name)
         if fused is None or isinstance(tensor, QuantizedWeight):

@@ -1,4 +1,4 @@
-"""Language models that rotate by three positions of each token: those of Qwen2.5-VL, Qwen3-VL and Qwen 3.5."""
+"""Language models with three rotary positions per token: Qwen2.5-VL, Qwen3-VL and Qwen 3.5."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class QwenVLMixtureText(MixtureLlama):
 
 
 class QwenVLHybridText(HybridDecoder):
-    """The columns are those of a checkpoint that has a vision tower: all three positions are one without."""
+    """HybridDecoder with the position columns if the checkpoint has a vision tower; otherwise a token's three positions
+    are equal."""
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         if config.vision is not None:

@@ -1,8 +1,6 @@
-"""Modules of Transformers whose code is known word for word, so that a kernel can take their place.
-
-Classes are compared by a digest of their `forward`, not by their names: most families hold copies of the same few
-functions. What differs by a single operation is not recognised and runs as it is.
-"""
+"""Recognition of Transformers modules whose code is known exactly, so that a kernel can replace them. Classes are
+compared by a digest of `forward`, since most families copy the same few functions. Code that differs in one operation
+runs unchanged."""
 
 from __future__ import annotations
 
@@ -24,25 +22,26 @@ from quire.layers.norm import LayerNorm, RMSNorm
 
 # Digests of functions (`_digest_of`). The functions themselves are Transformers'.
 _RMS_NORM = "11d60e04b79887e153d964d27dcb63969cb23ae8644f8f5090cb8eb290d4284c"
-"""LLaMA's norm: x over the root of its mean square plus `variance_epsilon`, in the dtype of x, times the weight."""
+"""Digest of LLaMA's norm: x over the root of its mean square plus `variance_epsilon`, in x's dtype, times the
+weight."""
 _GATED_MLP = "c9a05f6e5bf9014cd921b7554c6d138b4fcb8aeb52f33a17a4eac499766578d0"
-"""LLaMA's block: down_proj of act_fn of gate_proj, times up_proj."""
+"""Digest of LLaMA's MLP: down_proj(act_fn(gate_proj(x)) * up_proj(x))."""
 _APPLY_ROTARY = "963609e0b3edae40efb7addd97dff4be4d86273f1832a7994b5ed266e337af1a"
-"""LLaMA's rotation: x cos + rotate_half(x) sin, of queries and keys."""
+"""Digest of LLaMA's rotation: x cos + rotate_half(x) sin."""
 _ROTATE_HALF = "b9656802d8276a4b8a25430ff138a4a16c7171e2c37cf0ce35af4bcdc2cf78d2"
-"""The second half with the other sign, then the first one."""
+"""Digest of rotate_half: the negated second half, then the first."""
 _ROTARY = "apply_rotary_pos_emb"
 _PARTS_OF_MLP = ("gate_proj", "up_proj", "down_proj")
 
 Rotate = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-"""As apply_rotary_pos_emb."""
+"""Function with apply_rotary_pos_emb's signature."""
 
 
 Norm = RMSNorm | LayerNorm
 
 
 def own_norm(module: nn.Module) -> Callable[[LayerContext], Norm] | None:
-    """Makes the layer that computes what a norm of Transformers' computes; None for other modules."""
+    """Factory of the layer that replaces a norm of Transformers; None for other modules."""
     if type(module) is nn.LayerNorm:
         if len(module.normalized_shape) != 1:
             return None
@@ -55,7 +54,7 @@ def own_norm(module: nn.Module) -> Callable[[LayerContext], Norm] | None:
 
 
 def own_mlp(module: nn.Module) -> Callable[[LayerContext], GatedMLP] | None:
-    """Makes the layer that computes what a gated feed-forward block does; None for other modules."""
+    """Factory of the layer that replaces a gated MLP; None for other modules."""
     if not _is_code(type(module).forward, _GATED_MLP):
         return None
     parts = [getattr(module, name) for name in _PARTS_OF_MLP]
@@ -69,8 +68,8 @@ def own_mlp(module: nn.Module) -> Callable[[LayerContext], GatedMLP] | None:
 
 
 def replace_rotation(module: nn.Module, rotate: Callable[[Rotate], Rotate]) -> bool:
-    """Let a module's `forward` call rotate(the function that it called) where it rotates queries and keys by the usual
-    function; other modules, and other users of that function, keep it. Returns whether it was replaced."""
+    """Make a module's `forward` call rotate(apply_rotary_pos_emb) where it rotates queries and keys with the known
+    function. Other users of that function are unaffected. Returns whether it was replaced."""
     forward = type(module).forward
     names = getattr(forward, "__globals__", {})
     known, half = names.get(_ROTARY), names.get("rotate_half")
@@ -90,7 +89,7 @@ def replace_rotation(module: nn.Module, rotate: Callable[[Rotate], Rotate]) -> b
 
 @cache
 def _is_code(function: Callable[..., Any], digest: str) -> bool:
-    """Whether a function has the arguments and statements of that digest; annotations and docstrings may differ."""
+    """True if a function's arguments and statements match the digest; annotations and docstrings are ignored."""
     try:
         source = textwrap.dedent(inspect.getsource(inspect.unwrap(function)))
     except (OSError, TypeError):  # no source to read: compiled, or a callable object
@@ -99,7 +98,7 @@ def _is_code(function: Callable[..., Any], digest: str) -> bool:
 
 
 def _digest_of(source: str) -> str | None:
-    """None for what is no function."""
+    """Digest of a function's source; None if it is not a function."""
     function = ast.parse(source).body[0]
     if not isinstance(function, ast.FunctionDef):
         return None
@@ -113,7 +112,7 @@ def _digest_of(source: str) -> str | None:
 
 @cache
 def _activations() -> dict[type[nn.Module], str]:
-    """Our names of Transformers' activation modules."""
+    """Names here of Transformers' activation modules."""
     from transformers.activations import ACT2FN
 
     return {type(ACT2FN[name]): name for name in ("gelu", "gelu_new", "gelu_pytorch_tanh", "silu", "swish")}

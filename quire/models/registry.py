@@ -1,4 +1,4 @@
-"""Model classes by the architecture that config.json names. `config/families/` says which of them run."""
+"""Model classes by config.json's architecture. `config/families/` describes which are supported."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
 
 def model_architectures() -> Registry:
-    """A registry of its own for each caller; entries are called as `cls(config: ModelConfig, context: LayerContext)`
-    and give a CausalLM."""
+    """New registry of classes `cls(config: ModelConfig, context: LayerContext)` that make a CausalLM."""
     return Registry(
         "model architecture",
         {
@@ -74,8 +73,8 @@ def model_architectures() -> Registry:
 
 
 def build_model(config: ModelConfig, context: LayerContext, calls: EagerCalls | None = None) -> LoadableModel:
-    """The model, with room for its weights where `context` says. calls: single operations for modelling code that only
-    knows tensors (None: the context's own, whose values are tensors). Raises ModelLoadError."""
+    """Build the model with memory for its weights in `context`. calls: operations for modelling code that knows only
+    tensors; None: the context's own. Raises ModelLoadError."""
     if config.impl == "quire":
         model: LoadableModel = model_architectures().load(config.architecture)(config, context)
         if config.pooling is not None and config.pooling.dense:

@@ -1,4 +1,4 @@
-"""Safetensors files, read tensor by tensor, and of each tensor the part that is asked for."""
+"""Reading of safetensors files, tensor by tensor and in parts."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from quire.quantization.file_tensor import FileTensor
 from quire.utils.safetensors_header import read_header
 
 MAPPED_BYTES = 2**24
-"""Bytes read before a file is mapped anew. The pages read stay resident as long as their mapping, so with one mapping a
-model would be in memory twice when its last tensor is packed."""
+"""Bytes read before a file is mapped again. Pages stay resident as long as their mapping, so a single mapping would
+hold the model in memory twice."""
 
 
 class BytesRead:
-    """Counts the bytes of the tensors, and parts of tensors, that were read from files."""
+    """Counter of the bytes read from files."""
 
     def __init__(self) -> None:
         self.total = 0
 
 
 def read_safetensors(path: Path, count: BytesRead) -> Iterator[tuple[str, FileTensor]]:
-    """The tensors of a file; each may be read until the next one is asked for. Raises ModelLoadError, naming the file,
-    for one that cannot be read."""
+    """Tensors of a file; each is readable until the next is requested. Raises ModelLoadError naming an unreadable
+    file."""
     read_header(path)  # its limits: the library reads it again
     names: list[str] = []
     position = 0
@@ -46,7 +46,7 @@ def read_safetensors(path: Path, count: BytesRead) -> Iterator[tuple[str, FileTe
 
 
 def _file_tensor(path: Path, file: Any, name: str, count: BytesRead) -> FileTensor:
-    """One tensor of an open file; nothing of it is read yet."""
+    """Lazy tensor of an open file."""
     stored = _guarded(path, file.get_slice, name)
     shape = tuple(_guarded(path, stored.get_shape))
 

@@ -1,4 +1,4 @@
-"""Modules of Transformers that compute from one tensor, computed together when the first of them is called."""
+"""Transformers modules with a common input, computed together at the first call."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from quire.models.eager_calls import Compute
 
 @dataclass(slots=True)
 class Columns:
-    """Of one of the results: columns start .. start + width (None: all of them). is_whole: they are to lie in one
-    piece."""
+    """Columns start .. start + width of one result (width None: all). is_whole: they must be contiguous."""
 
     result: int
     start: int = 0
@@ -23,30 +22,30 @@ class Columns:
 
 
 class SharedInput:
-    """The results of several modules of one tensor, until each has been taken. compute: all of them."""
+    """Results of several modules for one input, until each is taken. compute: computes all."""
 
     def __init__(self, compute: Compute) -> None:
         self._compute = compute
         self._x: torch.Tensor | None = None
         self._results: Sequence[torch.Tensor] = ()
         self._parts: list[torch.Tensor] = []
-        """What is taken at each place, for tensors of the shape `_shape`."""
+        """Part for each place, for inputs of shape `_shape`."""
         self._shape: Sequence[int] = ()
         self._columns: list[Columns] = []
         self._left: set[int] = set()
 
     def add_columns(self, columns: Columns) -> int:
-        """Returns the place to take them from."""
+        """Returns the place to take these columns from."""
         self._columns.append(columns)
         return len(self._columns) - 1
 
     def put(self, x: torch.Tensor, results: Sequence[torch.Tensor]) -> None:
-        """x is kept, so that no other tensor comes to lie at its address before all results are taken."""
+        """Store the results. x is kept alive, so that no other tensor gets its address before all results are taken."""
         self._x, self._results, self._parts = x, results, []
         self._left = set(range(len(self._columns)))
 
     def take_result(self, place: int, x: torch.Tensor) -> torch.Tensor:
-        """[..., width], as x is [..., features]."""
+        """Result of one module for x, [..., features] -> [..., width]."""
         kept = self._x
         if kept is None or place not in self._left or not (x is kept or _are_same(x, kept)):
             self.put(x, self._compute(x.reshape(-1, x.shape[-1])))
@@ -75,13 +74,13 @@ class SharedInput:
 
 
 def _are_same(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether both are the same memory in one piece."""
+    """True if both are the same contiguous memory."""
     return x.data_ptr() == y.data_ptr() and x.numel() == y.numel() and x.is_contiguous() and y.is_contiguous()
 
 
 class Taker(nn.Module):
-    """In the place of a module whose result is computed with others'. Called without torch's search for hooks, of which
-    it has none: that takes as long as what it does."""
+    """Stand-in for a module whose result is computed with others'. It has no hooks and skips torch's search for them,
+    which would double its time."""
 
     def __init__(self, shared: SharedInput, columns: Columns) -> None:
         super().__init__()
@@ -93,8 +92,8 @@ class Taker(nn.Module):
 
 
 class Producer(nn.Module):
-    """In the place of a module whose result others compute from: they are computed with it. compute: its result, then
-    theirs. Called as `Taker` is."""
+    """Stand-in for a module whose result is others' input; all are computed together. compute: its result, then theirs.
+    Skips hooks as `Taker` does."""
 
     def __init__(self, compute: Compute, shared: SharedInput | None) -> None:
         super().__init__()

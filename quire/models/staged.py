@@ -1,4 +1,4 @@
-"""A stage of a pipeline as a model of its own: some layers, with hidden states that come in and go out by links."""
+"""A pipeline stage as a model: some of the layers, with links for incoming and outgoing hidden states."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class ElsewhereLayer:
-    """A layer that another stage computes. Implements DecoderLayer but for its call."""
+    """Stand-in for a layer of another stage; only its cache spec is known."""
 
     def __init__(self, spec: LayerSpec) -> None:
         self._spec = spec
@@ -42,8 +42,7 @@ class ElsewhereLayer:
 def make_layers(
     config: ModelConfig, context: LayerContext, make_layer: Callable[[int], DecoderLayer]
 ) -> list[DecoderLayer]:
-    """All layers of a model, of which those of other stages are no more than what they keep. make_layer: from a layer's
-    number."""
+    """All layers of a model, with stand-ins for those of other stages. make_layer: called with a layer's number."""
     stage = context.stage
     if stage.count == 1:
         return [make_layer(number) for number in range(config.num_layers)]
@@ -52,10 +51,10 @@ def make_layers(
 
 
 class StagedModel:
-    """Implements CausalLM. Every pass of a stage, dummy ones as well, is one of all stages, in the same order."""
+    """CausalLM over one stage. Every pass, dummy ones too, runs on all stages in the same order."""
 
     def __init__(self, model: CausalLM, stage: Stage, hidden_size: int, dtype: torch.dtype) -> None:
-        """model: the stage's layers. hidden_size, dtype: of what passes from stage to stage."""
+        """model: the stage's layers. hidden_size, dtype: properties of the hidden states between stages."""
         self._model = model
         self._stage = stage
         self._hidden_size = hidden_size
@@ -66,7 +65,7 @@ class StagedModel:
         return self._model.columns
 
     def cache_specs(self) -> list[LayerSpec]:
-        """Of all layers of the model, so that all stages agree."""
+        """Specs of all layers of the model, so that all stages agree."""
         return self._model.cache_specs()
 
     @property
@@ -74,7 +73,8 @@ class StagedModel:
         return self._model.output_size
 
     def forward(self, batch: ForwardBatch) -> ForwardResult[torch.Tensor]:
-        """The hidden states of a stage that is not the last go to the next one, and mean nothing here."""
+        """See CausalLM.forward. On all but the last stage the hidden states go to the next stage, and the returned ones
+        are meaningless."""
         incoming, outgoing = self._stage.incoming, self._stage.outgoing
         if outgoing is not None:
             batch = batch._replace(logits_rows=None)  # the next stage reads all

@@ -1,4 +1,4 @@
-"""Checks of a checkpoint's tensors before anything is computed with them."""
+"""Checks of checkpoint tensors before use."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ MAX_NAME_LENGTH = 1024
 
 PLAIN = frozenset({torch.float32, torch.float16, torch.bfloat16})
 WIDE = torch.float64
-"""Loaded as float32."""
+"""Dtype that is converted to float32."""
 INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool})
 EIGHT_BIT_FLOATS = frozenset({torch.float8_e4m3fn, torch.float8_e8m0fnu})
-"""Parts of quantised matrices, as integers are."""
+"""Further dtypes in parts of quantised matrices."""
 
 SAFETENSORS_DTYPES = {
     "F32": torch.float32,
@@ -33,16 +33,16 @@ SAFETENSORS_DTYPES = {
 
 
 def check_name(name: object) -> str:
-    """Raises ModelLoadError for what is no tensor's name."""
+    """Raise ModelLoadError for an invalid tensor name."""
     if not isinstance(name, str) or len(name) > MAX_NAME_LENGTH:
         raise ModelLoadError(f"it holds a tensor under the name {shown(name)}, which is no name of a tensor")
     return name
 
 
 def checked(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, float64 as float32. Raises ModelLoadError for one that is not dense numbers in memory, each with a
-    place of its own: sparse, nested, quantised by torch, without data (meta), of other eight-bit floats than e4m3 and
-    e8m0, of complex numbers, or so strided that it has more elements than its memory."""
+    """Return the tensor, float64 as float32. Raises ModelLoadError unless it is dense numbers in memory of their own:
+    not sparse, nested, quantised by torch, on meta, complex, overlapping, or of an eight-bit float other than e4m3 and
+    e8m0."""
     if tensor.is_nested or tensor.is_quantized or tensor.layout != torch.strided:
         kind = "nested" if tensor.is_nested else "quantised by torch" if tensor.is_quantized else str(tensor.layout)
         raise ModelLoadError(f"tensor {shown(name)} is {kind.removeprefix('torch.')}: only dense tensors are loaded")
@@ -56,7 +56,7 @@ def checked(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def named_dtype(name: str, code: str) -> torch.dtype:
-    """What a safetensors file calls `code`. Raises ModelLoadError for a dtype that `checked` refuses."""
+    """Dtype of safetensors' name `code`. Raises ModelLoadError for one that `checked` refuses."""
     dtype = SAFETENSORS_DTYPES.get(code)
     if dtype is None:
         raise _unknown_dtype(name, code)

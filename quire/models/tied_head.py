@@ -1,8 +1,5 @@
-"""A head that config.json ties to the embedding, where the checkpoint says otherwise, as Transformers takes it.
-
-A checkpoint with another head beside the embedding has a head of its own; one with the head alone has the embedding
-under its name.
-"""
+"""Heads that config.json ties to the embedding although the checkpoint differs, treated as in Transformers: a different
+head is used on its own; a head without an embedding serves as both."""
 
 from __future__ import annotations
 
@@ -32,8 +29,8 @@ SourceT = TypeVar("SourceT", bound=WeightSource)
 
 
 def with_head_of(config: ModelConfig, files: WeightFiles) -> tuple[ModelConfig, str]:
-    """The configuration, tied or not as the files are, and the name of the embedding that a tensor called HEAD holds
-    ("": none does). Raises ModelLoadError for files that cannot be read."""
+    """Configuration with the tying that the files have, and the embedding's name if only HEAD is stored ("" otherwise).
+    Raises ModelLoadError for unreadable files."""
     if not config.shape.is_tied or config.pooling is not None:
         return config, ""
     found = {name: tensor.dtype for name, tensor in _tables(files)}
@@ -55,13 +52,13 @@ def with_head_of(config: ModelConfig, files: WeightFiles) -> tuple[ModelConfig, 
 
 
 def as_embedding(tensors: Iterable[tuple[str, SourceT]], embedding: str) -> Iterator[tuple[str, SourceT]]:
-    """The tensors, with the one called HEAD under the embedding's name."""
+    """Rename the tensor HEAD to the embedding's name."""
     for name, tensor in tensors:
         yield embedding if name == HEAD else name, tensor
 
 
 def _tables(files: WeightFiles) -> Iterator[tuple[str, torch.Tensor | FileTensor]]:
-    """The head, as HEAD, and the embedding of the language model, where the files have them."""
+    """The head (as HEAD) and the language model's embedding, if present."""
     for name, tensor in files.stream(lambda done, total: None):
         if _HEAD.fullmatch(name):
             yield HEAD, tensor
@@ -70,8 +67,8 @@ def _tables(files: WeightFiles) -> Iterator[tuple[str, torch.Tensor | FileTensor
 
 
 def _digest(name: str, tensor: torch.Tensor | FileTensor, dtype: torch.dtype | None) -> bytes:
-    """A digest of shape and values, read a part at a time. dtype: what values are widened to (None: they are taken as
-    they are). Raises ModelLoadError for a tensor that is no matrix."""
+    """Digest of shape and values, read in parts. dtype: values are converted to it first (None: unchanged). Raises
+    ModelLoadError for a tensor that is no matrix."""
     shape = tuple(tensor.shape)
     if len(shape) != 2:
         raise ModelLoadError(f"tensor {name!r} has shape {list(shape)}, which no table of the vocabulary has")

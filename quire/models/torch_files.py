@@ -1,8 +1,6 @@
-"""Files of `torch.save`: looked through before they are loaded.
-
-`weights_only` keeps code out; what it still builds is more than a checkpoint needs (sparse and meta tensors, byte
-arrays of any length), so the names that a file asks for are compared with a shorter list first.
-"""
+"""Loading of `torch.save` files after an inspection. `weights_only` blocks code but still builds more than
+checkpoints need (sparse and meta tensors, byte arrays of any length), so a file's names are checked against a
+shorter list first."""
 
 from __future__ import annotations
 
@@ -20,9 +18,9 @@ from quire.models.tensor_checks import check_name, checked
 from quire.utils.model_files import file_bytes
 
 MAX_OPERATIONS = 2**20
-"""Of a file's pickle; a tensor takes some 30. Each makes an object of some 50 bytes at most."""
+"""Maximum pickle operations of a file; a tensor takes about 30, and each makes an object of at most about 50 bytes."""
 NUM_LEGACY_PICKLES = 5
-"""Pickles at the start of a file from before the zip format: magic number, version, machine, tensors, order of data."""
+"""Pickles at the start of a pre-zip file: magic number, version, machine, tensors, order of data."""
 
 _STORAGES = ("Float", "Double", "Half", "BFloat16", "Char", "Byte", "Short", "Int", "Long", "Bool")
 ALLOWED = frozenset(
@@ -34,13 +32,13 @@ ALLOWED = frozenset(
         *(f"torch {kind}Storage" for kind in _STORAGES),
     }
 )
-"""What a table of dense tensors is made of, as the GLOBAL operation writes it: the only one by which torch's
-weights_only loader finds anything."""
+"""Names that a table of dense tensors needs, as arguments of pickle's GLOBAL, the only operation with which torch's
+weights_only loader looks up names."""
 
 
 def read_torch(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a `torch.save` file of a table of dense tensors. Raises ModelLoadError, before anything is
-    loaded, for a file that holds anything else. Old files (no zip archive) cannot be mapped and are read whole."""
+    """Tensors of a file. Raises ModelLoadError before loading if it holds anything but a table of dense tensors. Old
+    files (no zip archive) cannot be mapped and are read whole."""
     file_bytes(path)
     is_zip = zipfile.is_zipfile(path)
     try:
@@ -71,7 +69,7 @@ def _refused(path: Path, what: str = "") -> ModelLoadError:
 
 
 def _look_through_zip(path: Path) -> None:
-    """Raises ModelLoadError for an archive with compressed members (torch would write their full size to memory)."""
+    """Raise ModelLoadError for compressed members, which torch would expand in memory."""
     with zipfile.ZipFile(path) as archive:
         members = archive.infolist()
         size = path.stat().st_size
@@ -90,7 +88,7 @@ def _look_through_legacy(path: Path) -> None:
 
 
 def _look_through(path: Path, stream: IO[bytes]) -> None:
-    """Raises ModelLoadError for a pickle that asks for other names than a table of tensors needs, or that is huge."""
+    """Raise ModelLoadError for a pickle with other names or too many operations."""
     operations = pickletools.genops(stream)
     for count, (operation, argument, _) in enumerate(operations):
         if operation.name == "GLOBAL" and argument not in ALLOWED:

@@ -1,9 +1,7 @@
-"""A model without a file of its own here: Transformers' modelling code, with Quire's attention and linear layers.
-
-The code is built without weights, and run once on shapes alone to see what each layer's attention is and which modules
-compute from one tensor. Then linear layers, embeddings, the attention function and blocks whose code is known are
-replaced (`transformers_modules.py`); the rest, and the order of it all, stay theirs.
-"""
+"""Models without a file here: Transformers' modelling code with this package's attention and linear layers. The model
+is built without weights and run once on shapes alone, to find each attention's parameters and modules with a common
+input. Then linear layers, embeddings, the attention function and recognised blocks are replaced
+(`transformers_modules.py`); the rest stays."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ class TransformersModel:
     """CausalLM over a Transformers class. Activations are in `context.dtype`."""
 
     def __init__(self, config: ModelConfig, context: LayerContext, calls: EagerCalls) -> None:
-        """Raises ModelLoadError for a class that is not there, or computes in a way that cannot be replaced."""
+        """Raises ModelLoadError for a missing class, or one whose computation cannot be replaced."""
         self._context = context
         self._calls = calls
         self._cache_dtype = config.kv_cache_dtype
@@ -48,7 +46,7 @@ class TransformersModel:
         self._steps = replacement.steps
         self._shapes = replacement.shapes
         self.slots: WeightSlots = replacement.slots
-        """Where each tensor of a checkpoint goes."""
+        """Slot of each checkpoint tensor."""
         self._fill_parameters()
         self._fill_buffers()
         conversions = _conversions(model)
@@ -109,7 +107,7 @@ class TransformersModel:
     # -- what is replaced -------------------------------------------------------------------------------------------
 
     def _fill_parameters(self) -> None:
-        """Memory for the parameters that no linear layer holds: norms, experts in one tensor."""
+        """Allocate parameters outside linear layers: norms, fused experts."""
         context = self._context
         for name, parameter in list(self._model.named_parameters()):
             filled = torch.empty(parameter.shape, dtype=context.dtype, device=context.device)
@@ -121,7 +119,8 @@ class TransformersModel:
             )
 
     def _fill_buffers(self) -> None:
-        """Constants, such as the frequencies of rotations, which the class computes; or which a checkpoint brings."""
+        """Allocate buffers, and let the class compute constants such as rotation frequencies; checkpoints bring the
+        others."""
         device = self._context.device
         for prefix, module in self._model.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -136,8 +135,7 @@ class TransformersModel:
                     self._model._init_weights(module)
 
     def _merge_experts(self, conversions: Iterable[Any]) -> None:
-        """Replace the slots of tensors that hold the matrices of all experts by slots for the experts' own, which is
-        how checkpoints have them."""
+        """Replace slots of fused experts by slots per expert, as in checkpoints."""
         from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
         for each in conversions:
@@ -163,7 +161,7 @@ class TransformersModel:
 
 
 class _Computed(nn.Module):
-    """In the place of a model's body when its head alone runs: hands out what the body computed."""
+    """Stand-in for the model's body when only its head runs: returns the body's earlier output."""
 
     hidden: torch.Tensor | None = None
 
@@ -174,7 +172,7 @@ class _Computed(nn.Module):
 
 
 def _without_weights(config: ModelConfig) -> PreTrainedModel:
-    """The class of the model, built of shapes alone. Raises ModelLoadError."""
+    """The model built from shapes alone. Raises ModelLoadError."""
     transformers = import_transformers()
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -200,7 +198,7 @@ def _refused(config: ModelConfig) -> str:
 def _checkpoint_names(
     model: PreTrainedModel, config: ModelConfig, conversions: Iterable[Any]
 ) -> tuple[CheckpointNames, list[Any]]:
-    """What names mean in a checkpoint of this class, and how Transformers renames them."""
+    """Checkpoint names of this class, and Transformers' renamings."""
     from transformers.core_model_loading import WeightRenaming
 
     patterns = [r"rotary_emb\.inv_freq$", *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
@@ -211,15 +209,15 @@ def _checkpoint_names(
 
 
 def _conversions(model: PreTrainedModel) -> list[Any]:
-    """How Transformers brings the tensors of this class's checkpoints to its parameters."""
+    """Transformers' conversions of this class's checkpoint tensors."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     return list(get_model_conversion_mapping(model, add_legacy=False))
 
 
 def _expert_slots(prefix: str, sources: Iterable[str], merged: torch.Tensor) -> WeightSlots:
-    """merged: [experts, rows of all sources, columns]. sources: names of one expert's tensors, with * for its
-    number."""
+    """Slots of single experts. merged: [experts, rows of all sources, columns]. sources: names of an expert's tensors,
+    with * for its number."""
     names = list(sources)
     rows = merged.shape[1] // len(names)
     slots: WeightSlots = {}

@@ -1,4 +1,4 @@
-"""Replacing modules of Transformers by layers of ours: those that compute from one tensor together, in few calls."""
+"""Replacement of Transformers' modules by this package's layers; modules with a common input run together."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 UNQUANTIZED = re.compile(r"(^|[._])(gate|router)$")
-"""Names of the small linear layers that choose experts: their weights stay as they are."""
+"""Names of router layers, which are not quantised."""
 
 
 _Group = Sequence[nn.Module]
-"""Modules that compute from one tensor, in the order of their calls."""
+"""Modules with a common input, in call order."""
 _Own = list[tuple[Layer, list[tuple[nn.Module, Columns]]]]
-"""Layers of ours, and which modules' results they compute."""
+"""Layers, and the modules whose results each computes."""
 
 
 class ModuleReplacement:
-    """Replaces what can be replaced of a model that was built of shapes alone."""
+    """Replaces modules of a model that was built from shapes alone."""
 
     def __init__(
         self, model: PreTrainedModel, config: ModelConfig, context: LayerContext, calls: EagerCalls, refused: str
     ) -> None:
-        """refused: the beginning of a refusal. Raises ModelLoadError for a model that attends otherwise than we can."""
+        """refused: start of error messages. Raises ModelLoadError for an unsupported attention."""
         self.slots: WeightSlots = {}
-        """Where each tensor of a checkpoint goes, of the modules that were replaced."""
+        """Slots of the replaced modules' checkpoint tensors."""
         self.steps = Steps()
         self._model = model
         self._context = context
@@ -67,7 +67,7 @@ class ModuleReplacement:
     # -- tables, and the matrices that share them ---------------------------------------------------------------------
 
     def _replace_tables(self, config: ModelConfig) -> None:
-        """Embeddings, and linear layers outside of the body: the head."""
+        """Replace embeddings, and linear layers outside the body (the head)."""
         context, model = self._context, self._model
         tables: dict[str, tuple[LinearMethod, Any]] = {}
         for module, name in self._names.items():
@@ -89,7 +89,7 @@ class ModuleReplacement:
             self._replace(module, Taker(SharedInput(self._calls.layers([layer])), Columns(0)))
 
     def _linear(self, module: nn.Linear) -> Layer:
-        """A linear layer by itself."""
+        """A separate linear layer."""
         name, context = self._names[module], self._context
         shape = LinearShape(
             module.in_features, module.out_features, module.bias is not None, context.dtype, context.device
@@ -143,8 +143,7 @@ class ModuleReplacement:
             replace_rotation(call.module, attention.rotate)
 
     def _own_layers(self, group: _Group, projections: set[_Group]) -> _Own:
-        """Layers that compute what a group's modules compute: its linear layers in one matrix, where they are stored
-        alike."""
+        """Layers for a group's modules; linear layers of equal storage share one matrix."""
         own: _Own = []
         merged = {True: [], False: []}  # type: dict[bool, list[nn.Linear]]
         for module in group:
@@ -169,7 +168,7 @@ class ModuleReplacement:
         return own
 
     def _install(self, own: _Own) -> SharedInput | None:
-        """Put modules that take what the layers compute in the places of those that they replace."""
+        """Replace the modules by ones that take the layers' results."""
         if not own:
             return None
         shared = SharedInput(self._calls.layers([layer for layer, _ in own]))
@@ -179,15 +178,15 @@ class ModuleReplacement:
         return shared
 
     def _projections(self) -> set[_Group]:
-        """The linear layers whose results are query, key and value of an attention, as they are: side by side in one
-        row they are what attention takes."""
+        """Triples of linear layers whose results are an attention's query, key and value; side by side they are
+        attention's input."""
         by_output = {call.output.elements: call.module for call in self._found.once()}
         found = (tuple(by_output.get(each.elements) for each in call.inputs) for call in self._found.attention)
         return {tuple(module for module in modules if module is not None) for modules in found if None not in modules}
 
 
 class Steps:
-    """The step that runs, and the rotations of its positions."""
+    """The current step, and the rotations of its positions."""
 
     def __init__(self) -> None:
         self._running: AttentionStep | None = None
@@ -208,8 +207,8 @@ class Steps:
             self._rotations.clear()
 
     def rotation(self, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor | None:
-        """cos, sin: [1, T, head_dim]. Returns what `Attend` takes, made once; None if the two halves of a head are not
-        turned by the same angles."""
+        """Rotation for `Attend`, computed once. cos, sin: [1, T, head_dim]. None if a head's halves rotate by different
+        angles."""
         for known_cos, known_sin, rows in self._rotations:
             if known_cos is cos and known_sin is sin:
                 return rows
@@ -222,14 +221,14 @@ class Steps:
 
 
 class _PagedAttention:
-    """Attention of one layer. shared: takes the results of the layers behind it (None: there are none)."""
+    """Attention of one layer. shared: results of the layers after it (None: no such layers)."""
 
     def __init__(self, steps: Steps, attend: Attend, shared: SharedInput | None) -> None:
         self._steps = steps
         self._attend = attend
         self._shared = shared
         self._left: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-        """Query and key whose rotation was left to attention, and their rotation."""
+        """Query and key whose rotation attention must do, and their rotation."""
 
     def rotate(self, known: Rotate) -> Rotate:
         def rotate(
@@ -244,7 +243,7 @@ class _PagedAttention:
         return rotate
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """[1, heads, T, width] each. Returns [1, T, heads, width of a value]."""
+        """[1, heads, T, width] each -> [1, T, heads, width of a value]."""
         rotation = None
         if self._left is not None:
             left_query, left_key, rotation = self._left
@@ -262,7 +261,7 @@ class _PagedAttention:
 
 
 class _Lookup(nn.Module):
-    """In the place of an nn.Embedding."""
+    """Stand-in for an nn.Embedding."""
 
     def __init__(self, compute: Lookup) -> None:
         super().__init__()
@@ -273,7 +272,8 @@ class _Lookup(nn.Module):
 
 
 def _side_by_side(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
-    """[T, width] over the memory of the three, [1, heads, T, head_dim] each; None unless a token's lie in one row."""
+    """[T, width] view over the three tensors, [1, heads, T, head_dim] each; None unless each token's parts lie in one
+    row."""
     _, num_heads, num_tokens, head_dim = query.shape
     num_kv_heads = key.shape[1]
     width = (num_heads + 2 * num_kv_heads) * head_dim

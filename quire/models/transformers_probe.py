@@ -1,5 +1,5 @@
-"""One run of a model of Transformers on shapes alone, which shows what its layers ask of their attention, and which
-modules compute from the same tensor."""
+"""A run of a Transformers model on shapes alone, which finds the parameters of its attention and the modules with a
+common input."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ATTENTION = "quire_paged"
-"""The name of our attention in Transformers' table of attention functions."""
+"""Name of this package's attention in Transformers' table."""
 ATTEND = "quire_attend"
-"""The attribute of a module of Transformers that computes its attention."""
+"""Attribute of a Transformers module with the function that computes its attention."""
 BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
-"""Rotations whose frequencies Transformers' code chooses by the longest sequence of a batch."""
+"""Rotations whose frequencies depend on the longest sequence of the batch."""
 NO_INTERFACE = "its code there does not use the attention interface"
 _PROBE_TOKENS = 3
 
 
 @dataclass(eq=False, slots=True)
 class Seen:
-    """A tensor as it was at one moment: what was written to it later makes another value."""
+    """A tensor at one moment; later writes make another value."""
 
     tensor: torch.Tensor
     version: int
@@ -41,7 +41,7 @@ class Seen:
 
     @property
     def value(self) -> Hashable:
-        """Equal for tensors that hold the same elements in the same order, whatever their shapes."""
+        """Key that is equal for the same elements in the same order, in any shape."""
         tensor = self.tensor
         if not tensor.is_contiguous():
             return id(tensor)
@@ -49,14 +49,14 @@ class Seen:
 
     @property
     def elements(self) -> Hashable:
-        """Equal for tensors that hold the same elements, perhaps in another order."""
+        """Key that is equal for the same elements in any order."""
         return (self.tensor.untyped_storage()._cdata, self.tensor.numel(), self.version)
 
 
 @dataclass(slots=True)
 class AttentionCall:
-    """module: which attended. rotates: it may leave the rotation of queries and keys to its attention. inputs: query,
-    key and value, unrotated if so."""
+    """module: caller of attention. rotates: attention may rotate queries and keys itself. inputs: query, key and value,
+    unrotated if so."""
 
     module: nn.Module
     shape: LayerAttention
@@ -74,22 +74,22 @@ class ModuleCall:
 
 @dataclass(slots=True)
 class Probe:
-    """What was seen, in the order of the calls."""
+    """Observed calls, in order."""
 
     attention: list[AttentionCall] = field(default_factory=list)
     modules: list[ModuleCall] = field(default_factory=list)
     _rotated: tuple[torch.Tensor, torch.Tensor, Seen, Seen] | None = None
-    """Results of the last rotation, and what was rotated."""
+    """Results of the last rotation, and its inputs."""
 
     def once(self) -> list[ModuleCall]:
-        """The calls of modules that were called once."""
+        """Calls of modules that were called once."""
         counts: dict[nn.Module, int] = {}
         for call in self.modules:
             counts[call.module] = counts.get(call.module, 0) + 1
         return [call for call in self.modules if counts[call.module] == 1]
 
     def note(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        """A forward hook."""
+        """Forward hook."""
         if len(inputs) == 1 and isinstance(inputs[0], torch.Tensor) and isinstance(output, torch.Tensor):
             self.modules.append(ModuleCall(module, Seen.of(inputs[0]), Seen.of(output)))
 
@@ -115,7 +115,7 @@ class Probe:
         softcap: float | None = None,
         **keywords: object,
     ) -> torch.Tensor:
-        """Raises ModelLoadError."""
+        """Stand-in for attention: records the call. Raises ModelLoadError."""
         if keywords.get("is_causal") is False or getattr(module, "is_causal", True) is False:
             raise ModelLoadError("its attention is not causal")
         if keywords.get("s_aux") is not None:
@@ -145,8 +145,8 @@ class Probe:
 
 
 def probe(model: PreTrainedModel, refused: str, watched: list[nn.Module]) -> Probe:
-    """watched: modules whose calls are noted. refused: the beginning of a refusal. Raises ModelLoadError for a model
-    that computes otherwise than our attention can."""
+    """Run the model on shapes and observe it. watched: modules whose calls are recorded. refused: start of error
+    messages. Raises ModelLoadError for an unsupported computation."""
     described = model.config
     for module in model.modules():
         rope = getattr(module, "rope_type", None)
@@ -174,7 +174,7 @@ def probe(model: PreTrainedModel, refused: str, watched: list[nn.Module]) -> Pro
 
 @contextmanager
 def _observed(model: PreTrainedModel, found: Probe, watched: list[nn.Module]) -> Iterator[None]:
-    """Let the probe see a run of the model."""
+    """Let the probe observe a run."""
     described = model.config
     experts = getattr(described, "_experts_implementation", None)
     described._experts_implementation = "batched_mm"  # of shapes alone: the others read which experts were chosen
@@ -203,7 +203,7 @@ def attention_function(
     attention_mask: torch.Tensor | None,
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
-    """An attention function as Transformers' layers call it."""
+    """Attention function as called by Transformers' layers."""
     attend: Probe | Callable[..., torch.Tensor] = getattr(module, ATTEND)
     if isinstance(attend, Probe):
         return attend.note_attention(module, query, key, value, **keywords), None

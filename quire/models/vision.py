@@ -1,9 +1,6 @@
-"""Vision towers of Qwen2.5-VL, Qwen3-VL and Qwen 3.5, on the project's own layers: from patches to features of tokens.
-
-A tower runs layer by layer, and features may be taken behind each (deep-stack). Between two layers nothing is kept but
-the hidden states, so that other work can run there. The layers are the same for torch, which computes at once, and for
-native kernels, whose programs `models/native_vision.py` records.
-"""
+"""Vision towers of Qwen2.5-VL, Qwen3-VL and Qwen 3.5: from patches to token features. A tower runs layer by layer, and
+deep-stack features are taken after some layers. Between layers only hidden states are kept, so other work can run. The
+layers run in torch, or are recorded for native kernels by `models/native_vision.py`."""
 
 from __future__ import annotations
 
@@ -34,14 +31,14 @@ from quire.quantization.integer_weight import WeightSource, copy_into
 
 EPSILON = 1e-6
 MERGED_ACTIVATION = "gelu"
-"""Between the products behind the layers, whatever the layers have."""
+"""Activation of the mergers."""
 
 
 class EncoderRun(ABC):
-    """Images on their way through a tower, by whose grids their patches are told apart."""
+    """Images on their way through a tower; their grids separate the patches."""
 
     def __init__(self, tower: VisionTower, patches: torch.Tensor, grids: Sequence[Grid]) -> None:
-        """patches: as VisionEncoder.encode takes them."""
+        """patches: see VisionEncoder.encode."""
         self._tower = tower
         self._grids = grids
         self._layer = 0
@@ -54,7 +51,7 @@ class EncoderRun(ABC):
             self._begin(self._inputs, patches, positions)
 
     def advance(self, num_layers: int) -> list[torch.Tensor] | None:
-        """Compute the next layers, and behind the last one what VisionEncoder.encode returns; None before."""
+        """Compute the next layers. Returns the result of VisionEncoder.encode after the last one, else None."""
         config, order = self._tower.config, self._inputs.token_order
         assert 0 < num_layers <= config.num_layers - self._layer, "as many layers as are left at most"
         with torch.inference_mode():
@@ -75,17 +72,16 @@ class EncoderRun(ABC):
 
     @abstractmethod
     def _begin(self, inputs: GridInputs, patches: torch.Tensor, positions: list[torch.Tensor]) -> None:
-        """Embed the patches, with the learned positions where there are some."""
+        """Embed the patches and add learned positions, if any."""
 
     @abstractmethod
     def _compute(self, layer: int, *, in_windows: bool) -> None:
-        """Compute one layer of the hidden states. in_windows: patches attend to those of their window, else to those of
-        their frame."""
+        """Compute one layer. in_windows: patches attend within their window, else within their frame."""
 
     @abstractmethod
     def _merge(self, merger: Merger) -> torch.Tensor:
-        """Features of the hidden states, [tokens of all images, output_size]. Those of a merger that norms each patch
-        are used up."""
+        """Features of the hidden states, [tokens of all images, output_size]. A merger that norms each patch overwrites
+        the hidden states."""
 
 
 class VisionEncoder(ABC):
@@ -96,22 +92,20 @@ class VisionEncoder(ABC):
         self.config = tower.config
 
     def weight_bytes(self) -> int:
-        """Bytes of the parameters as they are stored."""
         return self._tower.weight_bytes()
 
     @abstractmethod
     def release_workspaces(self) -> None:
-        """Free working memory, which the next call allocates again. No run goes on behind it."""
+        """Free working memory, which the next call allocates again. Runs in progress become invalid."""
 
     @abstractmethod
     def begin_run(self, patches: torch.Tensor, grids: Sequence[Grid]) -> EncoderRun:
-        """As `encode`, up to the first layer."""
+        """Start an `encode`, up to the first layer."""
 
     def encode(self, patches: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
-        """patches: [T, patch_values] float32, of the images of these grids one behind the other, in the order of their
-        tokens. Returns of each image [tokens, feature_size] float32: what stands in for the embeddings of its
-        placeholders, and beside it what the language model adds behind its first layers. An image's bits do not
-        depend on the others. The next call overwrites nothing of it."""
+        """Encode images. patches: [T, patch_values] float32, concatenated by `grids`, in token order. Returns per image
+        [tokens, feature_size] float32: the placeholders' embeddings, then the deep-stack features for the language
+        model's first layers. An image's bits do not depend on the others. Later calls do not overwrite the result."""
         found = self.begin_run(patches, grids).advance(self.config.num_layers)
         assert found is not None, "all layers are computed"
         return found
@@ -151,8 +145,8 @@ def _mlp_slots(mlp: GatedMLP | MLP) -> WeightSlots:
 
 
 class Merger:
-    """From the patches of a token to its features: two products, with a norm before them. norms_merged: the norm is of
-    a token's patches together, and not of each patch."""
+    """Two linear layers from a token's patches to its features, after a norm. norms_merged: the norm covers a token's
+    merged patches, not each patch."""
 
     def __init__(self, config: VisionConfig, context: LayerContext, *, norms_merged: bool) -> None:
         size = config.merged_size
@@ -163,13 +157,13 @@ class Merger:
         self._down = RowParallelLinear(size, config.output_size, bias=True, context=context)
 
     def norm_patches(self, x: Value) -> Value:
-        """[T, hidden_size] -> the same shape; for a merger that norms each patch."""
+        """[T, hidden_size] -> the same shape; only if the merger norms each patch."""
         assert not self.norms_merged, "this merger norms merged patches"
         return self._norm(x)
 
     def __call__(self, x: Value) -> Value:
-        """[T / merge_size ** 2, merged_size] -> [T / merge_size ** 2, output_size]. x: hidden states; of a merger that
-        norms each patch what `norm_patches` gave."""
+        """[T / merge_size ** 2, merged_size] -> [T / merge_size ** 2, output_size]. x: merged hidden states, after
+        `norm_patches` if that applies."""
         return self._down(self._up(self._norm(x) if self.norms_merged else x), None)
 
     def slots(self) -> WeightSlots:
@@ -178,10 +172,8 @@ class Merger:
 
 
 class VisionTower:
-    """The layers of a tower, for any kind of values. Every rank computes it whole, and its matrices are never quantised
-    when they are loaded.
-
-    slots: by the names in a checkpoint, without the tower's own."""
+    """Layers of a tower, for any kind of values. Every rank computes the whole tower; load-time quantisation skips it.
+    slots: by checkpoint names without the tower's prefix."""
 
     def __init__(self, config: VisionConfig, context: LayerContext) -> None:
         if config.activation not in ACTIVATIONS:
@@ -200,8 +192,7 @@ class VisionTower:
         self.slots = self._make_slots()
 
     def embed(self, patches: Value, positions: Value | None = None) -> Value:
-        """[T, patch_values], [T, hidden_size] -> [T, hidden_size]; the positions are used up (None: there are
-        none)."""
+        """[T, patch_values] -> [T, hidden_size]. positions: [T, hidden_size], added and overwritten."""
         return self._embedding(patches, positions)
 
     def run_layer(self, layer: int, x: Value, rotation: RotationTable, step: AttentionStep) -> Value:
@@ -209,19 +200,18 @@ class VisionTower:
         return self._layers[layer](x, rotation, step)
 
     def inputs(self, grids: Sequence[Grid]) -> tuple[GridInputs, list[torch.Tensor]]:
-        """What the tower computes of grids alone: see GridInputs; and the learned positions, [T, hidden_size], in the
-        context's dtype, where there are some."""
+        """Inputs that depend only on the grids: GridInputs, and any learned positions, [T, hidden_size] in the
+        context's dtype."""
         found = grid_inputs(grids, self.config)
         if not self.config.table_side:
             return found, []
         return found, [blended(self._positions, found).to(self.context.dtype)]
 
     def load_weights(self, weights: Iterable[tuple[str, WeightSource]]) -> None:
-        """Consume (name, tensor) pairs. Raises ModelLoadError for a missing, surplus or misshapen tensor, naming it."""
+        """Load a stream of (name, tensor). Raises ModelLoadError naming a missing, surplus or misshapen tensor."""
         fill_slots(self.slots, CheckpointNames("", re.compile(r"rotary_pos_emb\.inv_freq$")), weights)
 
     def weight_bytes(self) -> int:
-        """Bytes of the parameters as they are stored."""
         return sum(slot.nbytes for slot in self.slots.values())
 
     def _make_slots(self) -> WeightSlots:
@@ -244,10 +234,10 @@ class VisionTower:
 
 
 class TorchVision(VisionEncoder):
-    """In plain torch."""
+    """Encoder in plain torch."""
 
     def release_workspaces(self) -> None:
-        """None is kept."""
+        """Does nothing."""
 
     def begin_run(self, patches: torch.Tensor, grids: Sequence[Grid]) -> EncoderRun:
         return TorchRun(self._tower, patches, grids)

@@ -1,8 +1,5 @@
-"""What a vision tower computes of the grids of images alone: which patches attend to one another, learned positions
-stretched to a grid, and rotations of rows and columns.
-
-Patches are in the order of their tokens: the `merge_size` x `merge_size` patches of one token are neighbours.
-"""
+"""Inputs of a vision tower that depend only on the images' grids: attention ranges, interpolated positions, and
+rotations. Patches are in token order: the `merge_size` x `merge_size` patches of a token are neighbours."""
 
 from __future__ import annotations
 
@@ -20,11 +17,10 @@ Grid = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class GridInputs:
-    """T patches of some images. query_start: [frames + 1] int64, the first patch of each frame: a patch attends to
-    those of its frame. places: [T, 4] int64, rows of the table of positions that are blended; shares: [T, 4] float32.
-    angles: [T, head_dim / 2] float32, of the rotation. token_order: [tokens] int64: of the tokens in their order, the
-    ones whose patches come one after the other here, window by window; window_start: [windows + 1] int64, the first
-    patch of each. None: patches are in the order of tokens."""
+    """Inputs for T patches. query_start: [frames + 1] int64, first patch of each frame; patches attend within their
+    frame. places: [T, 4] int64, rows of the position table to blend; shares: [T, 4] float32, their weights. angles: [T,
+    head_dim / 2] float32, of the rotation. token_order: [tokens] int64, tokens sorted by window, None for token order;
+    window_start: [windows + 1] int64, first patch of each window."""
 
     query_start: torch.Tensor
     places: torch.Tensor
@@ -35,13 +31,13 @@ class GridInputs:
 
     @property
     def attention_batches(self) -> list[AttentionBatch]:
-        """The frames, and the windows where there are some."""
+        """Batches for frames and, if any, windows."""
         starts = (self.query_start, self.window_start)
         return [attention_batch(each) for each in starts if each is not None]
 
 
 def attention_batch(query_start: torch.Tensor) -> AttentionBatch:
-    """Frames or windows as sequences of their own, without a KV pool. query_start: as those of GridInputs."""
+    """Frames or windows as sequences without a KV pool. query_start: see GridInputs."""
     lengths = query_start.diff()
     sequences = torch.arange(len(lengths)).repeat_interleave(lengths)
     positions = torch.arange(int(query_start[-1])) - query_start[sequences]
@@ -49,7 +45,7 @@ def attention_batch(query_start: torch.Tensor) -> AttentionBatch:
 
 
 def grid_inputs(grids: Sequence[Grid], config: VisionConfig) -> GridInputs:
-    """The inputs of images of these grids, one behind the other."""
+    """Inputs for concatenated images."""
     merge_size, half = config.merge_size, config.head_dim // 2
     parts = [_frame(rows, columns, merge_size, config.table_side) for _, rows, columns in grids]
     coordinates, places, shares = (
@@ -67,12 +63,12 @@ def grid_inputs(grids: Sequence[Grid], config: VisionConfig) -> GridInputs:
 
 
 def reordered(rows: torch.Tensor, token_order: torch.Tensor, merge_size: int) -> torch.Tensor:
-    """[T, size], rows of patches in the order of their tokens -> the same shape, in GridInputs' order."""
+    """Permute patch rows [T, size] from token order to GridInputs' order."""
     return rows.view(-1, merge_size**2, rows.shape[1])[token_order].view(rows.shape)
 
 
 def _windows(grids: Sequence[Grid], merge: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`token_order` and `window_start` of squares of `side` tokens, those at the lower and the right edge smaller."""
+    """`token_order` and `window_start` for squares of `side` tokens, smaller at the lower and right edges."""
     orders, lengths, first = [], [], 0
     for frames, rows, columns in grids:
         row, column = torch.meshgrid(torch.arange(rows // merge), torch.arange(columns // merge), indexing="ij")
@@ -87,8 +83,8 @@ def _windows(grids: Sequence[Grid], merge: int, side: int) -> tuple[torch.Tensor
 
 
 def blended(table: torch.Tensor, inputs: GridInputs) -> torch.Tensor:
-    """The learned positions of the patches, [T, size] float32. table: [table_side ** 2, size]. Four products are added
-    one after the other, so that no bit depends on the number of patches."""
+    """Learned positions of the patches, [T, size] float32. table: [table_side ** 2, size]. The four products are added
+    in order, so that no bit depends on the number of patches."""
     total = table.new_zeros(0)
     for which in range(inputs.places.shape[1]):
         part = table[inputs.places[:, which]].float() * inputs.shares[:, which, None]
@@ -97,7 +93,7 @@ def blended(table: torch.Tensor, inputs: GridInputs) -> torch.Tensor:
 
 
 def _frame(rows: int, columns: int, merge: int, side: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of one frame's patches in the order of their tokens: row and column, [T, 2] int64, and `places` and `shares`."""
+    """Row and column ([T, 2] int64), `places` and `shares` of one frame's patches in token order."""
     row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
     blocks = (rows // merge, merge, columns // merge, merge)
     row, column = (each.reshape(blocks).transpose(1, 2).flatten() for each in (row, column))
@@ -110,8 +106,8 @@ def _frame(rows: int, columns: int, merge: int, side: int) -> tuple[torch.Tensor
 
 
 def _stretched(index: torch.Tensor, count: int, side: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Where places of a line of `count` lie on one of `side`, whose ends are the same: the entries of the table before
-    and behind, and the share of the latter."""
+    """Interpolate positions of a line of `count` on a line of `side` with the same ends: the entries before and after,
+    and the latter's share."""
     exact = index.float() * (side - 1) / max(count - 1, 1)
     before = exact.floor()
     low = before.long()

@@ -1,4 +1,4 @@
-"""The weight files of a model directory, streamed tensor by tensor."""
+"""Streaming of a model directory's weight files."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from quire.utils.gguf import find_gguf
 from quire.utils.model_files import file_bytes
 
 Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all)."""
+"""Callback for (bytes done, bytes in all)."""
 
 LONGEST_NAME = 255
-"""Of a file."""
+"""Maximum length of a file name."""
 
 Tensors = Iterator[tuple[str, torch.Tensor | FileTensor]]
 
 
 class WeightFiles:
-    """Files of one format each. `expected` names the tensors that an index promises for each file; `prefixes` has what
-    the names of a file's tensors are put behind."""
+    """Files of one format each. expected: tensor names that an index promises per file. prefixes: prefix of a file's
+    tensor names."""
 
     def __init__(
         self, directory: Path, expected: dict[Path, set[str]], prefixes: Mapping[Path, str] | None = None
     ) -> None:
         self.directory = directory
         self.current: Path | None = None
-        """The file that the last streamed tensor came from; None once all are through."""
+        """File of the last streamed tensor; None at the end."""
         self.bytes_read = BytesRead()
-        """Of safetensors files: those of other formats are mapped into memory or read whole."""
+        """Bytes read from safetensors files; others are mapped or read whole."""
         self.head_holds = ""
-        """The name of the embedding that these files have under that of a tied head; "": it has its own."""
+        """Embedding's name if these files store it as the tied head; "" otherwise."""
         self._expected = expected
         self._prefixes = prefixes or {}
 
     def with_folders(self, folders: Sequence[str], load_format: str) -> WeightFiles:
-        """These files and those of folders of the directory, whose tensors are called `<folder>.<name>`. Raises
-        ModelLoadError for a folder without weights."""
+        """These files plus those of subfolders, whose tensors are named `<folder>.<name>`. Raises ModelLoadError for a
+        folder without weights."""
         expected, prefixes = dict(self._expected), dict(self._prefixes)
         for folder in folders:
             found = find_weights(self.directory / folder, load_format)
@@ -57,11 +57,11 @@ class WeightFiles:
 
     @property
     def paths(self) -> list[Path]:
-        """The files, in the order of reading."""
+        """Files in reading order."""
         return list(self._expected)
 
     def sizes(self) -> dict[Path, int]:
-        """Bytes of each file. Raises ModelLoadError for one that is missing or is no regular file."""
+        """Bytes of each file. Raises ModelLoadError for a missing or irregular file."""
         sizes = {}
         for path in self._expected:
             size = file_bytes(path)
@@ -71,8 +71,8 @@ class WeightFiles:
         return sizes
 
     def stream(self, report: Progress) -> Tensors:
-        """All tensors of all files, those of safetensors files to be read by the caller. Raises ModelLoadError naming
-        the file (and tensor) that cannot be read."""
+        """All tensors; those of safetensors files are lazy. Raises ModelLoadError naming an unreadable file and
+        tensor."""
         sizes = self.sizes()
         done, total = 0, sum(sizes.values())
         for path, expected in self._expected.items():
@@ -94,14 +94,14 @@ class WeightFiles:
 
 
 def whole_tensors(tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same tensors, each read whole."""
+    """The same tensors, read into memory."""
     for name, tensor in tensors:
         yield name, tensor.read() if isinstance(tensor, FileTensor) else tensor
 
 
 def find_weights(directory: Path, load_format: str) -> WeightFiles | GGUFWeights:
-    """The weight files of a directory: safetensors before .bin before GGUF, sharded before single ("auto"), or one
-    kind alone. A GGUF file may stand in the directory's place. Raises ModelLoadError when there are none."""
+    """Weight files of a directory, or a GGUF file: "auto" prefers safetensors to .bin to GGUF, and sharded to single
+    files. Raises ModelLoadError if there are none."""
     if directory.is_file():
         if load_format not in ("auto", "gguf"):
             raise ModelLoadError(f"{directory} is a GGUF file, which load_format={load_format!r} does not read")

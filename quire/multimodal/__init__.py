@@ -1,1 +1,1 @@
-"""Pictures as models take them: decoding, processing, hashing. Imports no torch, and Pillow only where it decodes."""
+"""Images for models: decoding, processing, hashing. Imports no torch, and Pillow only to decode."""

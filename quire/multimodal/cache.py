@@ -1,4 +1,4 @@
-"""Pictures that were made ready before, by their files: a file that comes again is not decoded again."""
+"""Cache of prepared images, so that a repeated file is not decoded again."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections import OrderedDict
 from quire.prompt_image import ReadyImage
 
 ENTRY_BYTES = 512
-"""Bytes of an entry beside its pixels, about."""
+"""Approximate bytes of an entry besides its pixels."""
 
 
 class ReadyImages:
-    """Up to `max_bytes` of images, those that were used last. Thread-safe. An entry is known by the file's SHA-256 and
-    by all that the image depends on besides, so that nothing that one client sends changes what another one gets."""
+    """LRU cache of up to `max_bytes` of images. Thread-safe. The key covers the file's SHA-256 and all settings of the
+    image, so that one client cannot change another's image."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -26,7 +26,7 @@ class ReadyImages:
 
     @staticmethod
     def key(data: bytes, how: str) -> bytes:
-        """how: text that names everything but the file."""
+        """how: text of all settings besides the file."""
         digest = hashlib.sha256(len(how).to_bytes(8, "little") + how.encode())
         digest.update(data)  # other threads run meanwhile
         return digest.digest()

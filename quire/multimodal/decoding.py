@@ -1,7 +1,7 @@
-"""From an encoded picture, or a picture of the caller's, to pixels: [height, width, 3] uint8, red, green and blue.
+"""Decoding of an image file, or conversion of a program's image, to pixels: [height, width, 3] uint8, RGB.
 
-The pixels are those that the image processors of Transformers make with Pillow, where this module does not refuse the
-picture. Limits hold before anything is decoded: a few bytes may describe a picture of gigabytes.
+The pixels equal those of Transformers' processors with Pillow. Limits apply before decoding: a few bytes may describe
+gigabytes of pixels.
 """
 
 from __future__ import annotations
@@ -22,26 +22,24 @@ if TYPE_CHECKING:
     from PIL import Image
 
 Pixels: TypeAlias = npt.NDArray[np.uint8]
-"""[height, width, 3], in one piece."""
+"""[height, width, 3], contiguous."""
 FORMATS: Mapping[str, str] = {"PNG": "PNG", "JPEG": "JPEG", "WEBP": "WebP", "GIF": "GIF", "BMP": "BMP"}
-"""Pillow's names of the formats that are decoded, and their usual names. Others would add decoders that few pictures
-need and any client could reach."""
+"""Pillow's names of supported formats -> usual names. Others would expose rarely used decoders to clients."""
 MODES = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr"})
-"""Pillow's modes with 8 bits or fewer for each value. Conversions from wider ones cut values off at 255, which leaves
-white."""
+"""Pillow's modes with up to 8 bits per value. Conversions of wider values clip at 255, which gives white."""
 MOST_SCANS = 100
-"""Scans of a JPEG. Each makes the decoder pass over the whole picture, and is a few bytes long; encoders write ten."""
+"""Maximum of scans in a JPEG. Each takes a few bytes and a pass over the whole image; encoders write ten."""
 _START_OF_SCAN = b"\xff\xda"
 _JPEGS = ("JPEG", "MPO")
-"""MPO: files of several JPEGs, as telephones write them; Pillow's opener of JPEG finds these."""
+"""Formats of JPEG files. MPO: several JPEGs, from telephones, found by Pillow's JPEG opener."""
 
 
 def decode_image(data: bytes, where: str, limits: ImageLimits = DEFAULT_LIMITS, *, background: Color = WHITE) -> Pixels:
-    """The pixels of an encoded picture, turned as its EXIF orientation says; of an animation the first frame.
+    """Pixels of an image file, turned by its EXIF orientation; the first frame of an animation.
 
-    where: the field's path, for errors. background: what a transparent picture is laid over. Raises UserError for a
-    picture that is larger than the limits, damaged, cut off, or of a format or a mode that is not supported. Errors
-    have no text of the decoder's, which may hold addresses.
+    where: path of the field, for errors. background: colour under transparent pixels. Raises UserError for an image
+        that exceeds the limits, is damaged or truncated, or has an unsupported format or mode. The decoder's messages
+        are left out, because they may hold addresses.
     """
     if len(data) > limits.max_bytes:
         raise too_many_bytes(where, len(data), limits)
@@ -70,9 +68,9 @@ def decode_image(data: bytes, where: str, limits: ImageLimits = DEFAULT_LIMITS, 
 
 
 def read_pixels(image: Any, where: str, limits: ImageLimits = DEFAULT_LIMITS, *, background: Color = WHITE) -> Pixels:
-    """The pixels of a picture that a program holds: Pillow's, or an array (or what makes one, such as a tensor) of
-    uint8, [height, width, channels] or [channels, height, width] with 1, 3 or 4 channels. A Pillow image is not turned
-    by its EXIF orientation, as Transformers' processors do not turn it. Raises UserError."""
+    """Pixels of a program's image: a Pillow image, or an array (or tensor) of uint8, [height, width, channels] or
+    [channels, height, width] with 1, 3 or 4 channels. EXIF orientation is ignored, as by Transformers. Raises
+    UserError."""
     if _is_pillow(image):
         _check_size(image.width, image.height, where, limits)
         _check_mode(image.mode, where)
@@ -107,7 +105,7 @@ def _array_pixels(values: npt.NDArray[Any], where: str, limits: ImageLimits, bac
 
 
 def _rgb(image: Image.Image, background: Color) -> Pixels:
-    """Red, green and blue, over the background where the picture is transparent."""
+    """RGB pixels, over the background where transparent."""
     from PIL import Image
 
     if "A" in image.getbands() or image.info.get("transparency") is not None:
@@ -133,12 +131,12 @@ def _check_mode(mode: str, where: str) -> None:
 
 
 def _is_pillow(image: Any) -> bool:
-    """Whether a program's value is an image of Pillow's; without Pillow there is none."""
+    """True for a Pillow image; works without Pillow."""
     return any(base.__module__ == "PIL.Image" and base.__name__ == "Image" for base in type(image).__mro__)
 
 
 def _pillow() -> tuple[Any, Any, type[Exception]]:
-    """What opens a picture, what turns one by its EXIF orientation, and the error of a picture that is too large."""
+    """Return Pillow's opener, its EXIF transpose, and the error of an image that is too large."""
     try:
         from PIL import Image, ImageOps
     except ImportError:

@@ -1,8 +1,7 @@
-"""Pictures that URLs name: files of one directory, and answers of hosts that the engine's options name.
+"""Images by URL: files of one directory, and hosts named in the engine's options.
 
-A URL is parsed once, and what was parsed is what is connected to. A host's addresses are resolved once: each is checked
-before the connection is made to it, so a name cannot mean one address for the check and another for the connection.
-Redirects are errors.
+A URL is parsed once and its host resolved once; each address is checked before the connection is made to it, so a name
+cannot change between check and connection (DNS rebinding). Redirects are errors.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from quire.errors import UserError
 from quire.multimodal.sources import DEFAULT_LIMITS, ImageLimits, too_many_bytes
 
 FETCH_SECONDS = 10.0
-"""From the first look at a host's name to the last byte of its answer."""
+"""Timeout from name resolution to the last byte, in seconds."""
 _PORTS = {"http": 80, "https": 443}
 _PIECE = 2**16
 _USER_AGENT = "quire"
 
 
 def fetch_image(url: str, where: str, media: MediaConfig, limits: ImageLimits = DEFAULT_LIMITS) -> bytes:
-    """The bytes of the picture that a URL names. Waits for the network. where: the field's path, for errors. Raises
-    UserError for what the options do not allow, and for what does not come; it has no text of the other side."""
+    """Bytes of the image at a URL. Waits for the network. where: path of the field, for errors. Raises UserError for a
+    URL that the options forbid and for a failed fetch, without the other side's text."""
     if any(each.isspace() or each == "\\" or not each.isprintable() for each in url):
         raise UserError(f"{where}: a URL of an image has no spaces, control characters and backslashes", param=where)
     try:
@@ -86,7 +85,7 @@ def _read_file(parsed: SplitResult, where: str, media: MediaConfig, limits: Imag
 
 
 class _Fetch:
-    """One request of one picture."""
+    """Request of one image."""
 
     def __init__(self, parsed: SplitResult, host: str, port: int, where: str, limits: ImageLimits) -> None:
         self._parsed, self._host, self._port = parsed, host, port
@@ -116,7 +115,7 @@ class _Fetch:
         return left
 
     def _addresses(self, media: MediaConfig) -> list[str]:
-        """The host's addresses, all of which may be connected to."""
+        """Addresses of the host, all of them allowed."""
         try:
             found = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError):
@@ -134,7 +133,7 @@ class _Fetch:
         return addresses
 
     def _connect(self, addresses: list[str]) -> http.client.HTTPConnection:
-        """A connection to one of the addresses themselves, not to the name."""
+        """Connect to one of the addresses, not to the name."""
         last: OSError = OSError(errno.EHOSTUNREACH, "no address")
         for address in addresses:
             try:
@@ -180,7 +179,7 @@ class _Fetch:
         return b"".join(parts)
 
     def _limit_wait(self, connection: http.client.HTTPConnection) -> None:
-        """Let the next operation take what is left of the time."""
+        """Limit the next operation to the remaining time."""
         seconds = self._seconds()
         if connection.sock is not None:
             connection.sock.settimeout(seconds)

@@ -1,6 +1,6 @@
-"""Images of prompts: what a model's checkpoint says of them, and how they take the places of placeholders.
+"""Images of prompts: a model's image settings, and replacement of placeholders.
 
-What decodes and resizes them is imported where a model takes images: a server's processes load no NumPy else.
+Decoding is imported only for models with images, so that other server processes load no NumPy.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ IMAGES = "multi_modal_data.image"
 
 @dataclass(frozen=True)
 class MediaOptions:
-    """What one request says of its images. background: None: as the engine lays transparent ones over."""
+    """Image options of one request. background: None for the engine's."""
 
     processor: ProcessorOptions = OF_FILES
     background: Color | None = None
@@ -39,14 +39,14 @@ NO_OPTIONS = MediaOptions()
 
 @dataclass(frozen=True)
 class NoImages:
-    """In the place of ImageInputs, for a model that is given no images. reason: why."""
+    """Substitute for ImageInputs if the model gets no images. reason: the cause."""
 
     reason: str = TEXT_ALONE
 
 
 @dataclass(frozen=True)
 class ImageInputs:
-    """How one model takes images. token_id: of placeholders."""
+    """Image inputs of one model. token_id: id of the placeholder."""
 
     processor: QwenProcessor
     vision: VisionConfig
@@ -54,7 +54,7 @@ class ImageInputs:
     media: MediaConfig = TEXT_DEFAULTS
 
     def check_number(self, number: int, where: str) -> None:
-        """Raise UserError for more images than one prompt may have."""
+        """Raise UserError for too many images in a prompt."""
         limit = self.media.max_images
         if number > limit:
             raise UserError(
@@ -63,7 +63,7 @@ class ImageInputs:
             )
 
     def preparation(self, detail: str = "auto", options: MediaOptions = NO_OPTIONS) -> Preparation:
-        """How images become what the model takes. detail: one of DETAILS. options: of one request."""
+        """Steps from image to model input. detail: one of DETAILS. options: options of one request."""
         from quire.multimodal.preparing import Preparation
 
         processor, most = self.processor, self.processor.max_pixels
@@ -78,7 +78,7 @@ class ImageInputs:
         return Preparation(processor, options.background or self.media.background)
 
     def prepare(self, picture: Picture, options: MediaOptions = NO_OPTIONS) -> ReadyImage:
-        """An image as the model takes it, fetched and decoded in this process. Raises UserError."""
+        """Fetch and decode an image in this process. Raises UserError."""
         image = picture.image
         if isinstance(image, ReadyImage):
             return image
@@ -91,8 +91,8 @@ class ImageInputs:
     def place(
         self, token_ids: list[int], images: Sequence[ReadyImage], where: str
     ) -> tuple[list[int], list[PromptImage]]:
-        """The prompt with a placeholder for each token of each image, and the images in their places. token_ids: with
-        one placeholder for each image, or with all of them. Raises UserError for placeholders that do not match."""
+        """Return the prompt with a placeholder for each token of each image, and the placed images. token_ids: prompt
+        with one placeholder per image, or with all. Raises UserError for placeholders that do not match."""
         runs = self._runs(token_ids)
         counts = [each.num_tokens for each in images]
         if [end - start for start, end in runs] == counts:
@@ -119,7 +119,7 @@ class ImageInputs:
         return placed, found
 
     def _runs(self, token_ids: list[int]) -> list[tuple[int, int]]:
-        """Where placeholders follow one another, [start, end) each."""
+        """[start, end) of consecutive placeholders."""
         runs: list[tuple[int, int]] = []
         start = -1
         for place, token_id in enumerate(token_ids):
@@ -134,8 +134,8 @@ class ImageInputs:
 
 
 def image_inputs(config: EngineConfig) -> ImageInputs | NoImages:
-    """How the engine's model takes images; NoImages where it does not. Raises ModelLoadError for a checkpoint whose
-    files about images are wrong."""
+    """Image inputs of the engine's model, or NoImages. Raises ModelLoadError for invalid image files of the
+    checkpoint."""
     model, media = config.model, config.media
     if model.vision is None or model.image_token_id is None or model.architecture not in VISION_TOWERS:
         return NoImages()
@@ -161,7 +161,7 @@ def image_inputs(config: EngineConfig) -> ImageInputs | NoImages:
 
 
 def encoder_costs(config: EngineConfig) -> EncoderCosts | None:
-    """What the scheduler knows of the model's tower; None where prompts have no images."""
+    """Costs of the model's vision tower for the scheduler; None without images."""
     found = image_inputs(config)
     if isinstance(found, NoImages):
         return None
@@ -169,7 +169,7 @@ def encoder_costs(config: EngineConfig) -> EncoderCosts | None:
 
 
 def images_of(data: object) -> list[Any]:
-    """The images of a prompt's `multi_modal_data`: one, or a list of them. Raises UserError for anything else there."""
+    """Images of a prompt's `multi_modal_data`: one, or a list. Raises UserError for other data."""
     if not isinstance(data, Mapping):
         raise UserError(f"multi_modal_data must be an object, not {type(data).__name__}", param="multi_modal_data")
     for name in data:

@@ -1,8 +1,8 @@
-"""Positions that rotations take in prompts with images (M-RoPE): three of each token, of its frame, row and column.
+"""Rotary positions in prompts with images (M-RoPE): frame, row and column of each token.
 
-Those of a token of text are equal. The tokens of an image have its first position plus their place in its grid, and
-what follows an image goes on behind the longer of its sides. So the positions behind all images are those of the KV
-cache's slots, moved by one number, the sequence's shift.
+A text token has three equal positions. An image's tokens have its first position plus their place in its grid; text
+after it continues behind the longer side. So after all images, positions are those of the KV cache's slots plus one
+number, the sequence's shift.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 ROTARY_COLUMNS = ROTARY_POSITIONS, *GRID_POSITIONS = "rotary_positions", "rotary_heights", "rotary_widths"
-"""Columns of positions for rotations alone. The last two: rows and columns in the grid of an image's patches, which
-models rotate some elements by (`mrope_section`); of text all three are the same."""
+"""Step columns of rotary positions. The last two are rows and columns in the grid of patches, which rotate some
+elements (`mrope_section`); for text all three are equal."""
 
 
 def image_keys(images: Sequence[PromptImage], block_size: int) -> Iterator[tuple[int, bytes]]:
-    """(block, key) of each block of the prefix cache that has placeholders of an image: its content, and its place in
-    the block. What is before an image depends on none, and the positions of tokens follow from the images before them:
-    prompts of equal beginnings share these, whatever images follow."""
+    """Yield (block, key) for each prefix-cache block with image placeholders: the image's content and its place in the
+    block. Blocks before an image do not depend on it, and positions follow from earlier images, so prompts with equal
+    beginnings share blocks."""
     for image in images:
         for block in range(image.start // block_size, (image.end - 1) // block_size + 1):
             yield block, b"image" + struct.pack("<q", image.start - block * block_size) + image.key
@@ -37,20 +37,20 @@ def image_keys(images: Sequence[PromptImage], block_size: int) -> Iterator[tuple
 def add_image_keys(
     keys: MutableMapping[int, tuple[bytes, ...]], images: Sequence[PromptImage], block_size: int
 ) -> None:
-    """Add `image_keys` to the other keys of the blocks."""
+    """Add `image_keys` to the blocks' other keys."""
     for block, key in image_keys(images, block_size):
         keys[block] = (*keys.get(block, ()), key)
 
 
 def rotary_shift(images: Sequence[PromptImage]) -> int:
-    """How far positions are moved behind all images; at most 0 for images of one frame."""
+    """Shift of positions after all images; at most 0 for images of one frame."""
     return sum(max(image.grid[1:]) - image.num_tokens for image in images)
 
 
 def with_positions(
     images: Sequence[PromptImage], columns: Mapping[str, int], token_columns: Mapping[str, TokenValues]
 ) -> tuple[dict[str, int], dict[str, TokenValues]]:
-    """The values of step columns that a sequence's row has, those of its request included."""
+    """Step columns of a sequence's row, with those of its request."""
     if not images:
         return dict(columns), dict(token_columns)
     shift = dict.fromkeys(ROTARY_COLUMNS, rotary_shift(images))
@@ -58,7 +58,7 @@ def with_positions(
 
 
 class Placed(Protocol):
-    """A request, as far as its row's values follow from it."""
+    """Facts of a request that determine its row."""
 
     images: list[PromptImage]
     columns: dict[str, int]
@@ -67,7 +67,7 @@ class Placed(Protocol):
 
 
 def row_fields(request: Placed) -> dict[str, Any]:
-    """The fields of NewSequence with the images and the values of step columns that a sequence's row has."""
+    """NewSequence fields with images and step columns of a row."""
     columns, token_columns = with_positions(request.images, request.columns, request.token_columns)
     if request.adapter_slot:
         columns[ADAPTER_SLOTS] = request.adapter_slot
@@ -76,8 +76,8 @@ def row_fields(request: Placed) -> dict[str, Any]:
 
 
 def rotary_values(images: Sequence[PromptImage]) -> Mapping[str, TokenValues]:
-    """The positions of the tokens from the first image to the end of the last, by column. images: in the order of the
-    prompt, at least one."""
+    """Positions of the tokens from the first image to the end of the last, by column. images: at least one, in prompt
+    order."""
     start = images[0].start
     return {
         name: TokenValues(start, values[start:].tolist())
@@ -86,7 +86,7 @@ def rotary_values(images: Sequence[PromptImage]) -> Mapping[str, TokenValues]:
 
 
 def rotary_positions(images: Sequence[PromptImage]) -> npt.NDArray[np.int64]:
-    """[3, tokens up to the end of the last image]."""
+    """Positions [3, tokens up to the last image's end]."""
     import numpy as np  # the control plane, which hashes images, loads none
 
     end = images[-1].end

@@ -1,4 +1,4 @@
-"""From a picture to what a model takes of it, in any process: here, or in a helper that is given its file."""
+"""Preparation of an image for a model, in this process or in a helper that gets its file."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Color = tuple[int, int, int]
 
 
 class Preparation(msgspec.Struct, frozen=True):
-    """How pictures become ReadyImages. background: what transparent ones are laid over."""
+    """Settings that turn images into ReadyImages. background: colour under transparent pixels."""
 
     processor: QwenProcessor
     background: Color
 
     def prepare(self, image: Any, where: str) -> ReadyImage:
-        """image: the bytes of a file, a data URL, a Pillow image or an array. where: the field's path, for errors.
-        Raises UserError."""
+        """image: bytes of a file, data URL, Pillow image or array. where: path of the field, for errors. Raises
+        UserError."""
         if isinstance(image, str):
             image = read_data_url(image, where)
         if isinstance(image, bytes):
@@ -37,14 +37,14 @@ class Preparation(msgspec.Struct, frozen=True):
 
 
 class FileJob(msgspec.Struct, frozen=True):
-    """What a helper is told beside a picture's file."""
+    """Argument of a helper's job besides the file."""
 
     how: Preparation
     where: str
 
 
 def prepare_file(argument: str, data: bytes) -> bytes:
-    """What a front end asks of a helper (quire/tokenization/helpers.py): msgpack of the ReadyImage. argument: JSON of a
+    """Prepare a file in a helper (quire/tokenization/helpers.py); return msgpack of the ReadyImage. argument: JSON of a
     FileJob. Raises UserError."""
     job = msgspec.json.decode(argument, type=FileJob)
     return msgspec.msgpack.encode(job.how.prepare(data, job.where))

@@ -1,8 +1,8 @@
-"""From pixels to what a vision encoder is given: resized, cut into patches, normalised.
+"""Processing of pixels for a vision encoder: resizing, patches, normalization.
 
-A processor is read from a checkpoint's preprocessor_config.json. Its results have the bits of Transformers' processors
-with Pillow. A processed picture stays uint8, 3 bytes a pixel, until the encoder takes its patches: in float32, with
-each frame doubled, these are eight times as many bytes.
+A processor comes from a checkpoint's preprocessor_config.json. Results equal Transformers' with Pillow bit for bit. An
+image stays uint8, 3 bytes per pixel, until the encoder takes its patches: as float32 with doubled frames they have
+eight times as many bytes.
 """
 
 from __future__ import annotations
@@ -24,22 +24,21 @@ from quire.multimodal.decoding import Pixels
 from quire.utils.model_files import file_bytes
 
 Patches = npt.NDArray[np.float32]
-"""[patches, values of a patch], in one piece."""
+"""[patches, values of a patch], contiguous."""
 BILINEAR, BICUBIC = 2, 3
-"""Numbers of filters, as Pillow and the configuration files have them."""
+"""Numbers of filters in Pillow and configuration files."""
 LARGEST_RATIO = 200
-"""Longer side of a picture over its shorter one, at most."""
+"""Maximum ratio of an image's sides."""
 MAX_SIDE = 2**16
-"""Pixels of a processed picture's side, at most."""
+"""Maximum side of a processed image in pixels."""
 _FILE, _JOINT_FILE, _IMAGES = "preprocessor_config.json", "processor_config.json", "image_processor"
 _KEY_LABEL = b"quire.image.v1\0"
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessedImage:
-    """pixels: resized. grid: frames, rows and columns of patches. num_tokens: placeholders that stand for the picture
-    in a prompt. key: SHA-256 of the pixels, their size, the grid and the processor's options: equal keys mean equal
-    patches."""
+    """Processed image. pixels: resized. grid: frames, rows and columns of patches. num_tokens: placeholders in a
+    prompt. key: SHA-256 of pixels, size, grid and processor options; equal keys mean equal patches."""
 
     pixels: Pixels
     grid: tuple[int, int, int]
@@ -49,8 +48,8 @@ class ProcessedImage:
 
 @dataclass(frozen=True)
 class Normalisation:
-    """(value * factor - mean) / deviation of each channel, in the precisions of Transformers: the product in float64,
-    the rest in float32. factor, mean, deviation: None leaves the step out."""
+    """(value * factor - mean) / deviation per channel, with Transformers' precisions: product in float64, rest in
+    float32. factor, mean, deviation: None skips the step."""
 
     factor: float | None
     mean: tuple[float, float, float] | None
@@ -58,7 +57,7 @@ class Normalisation:
 
     @cached_property
     def table(self) -> npt.NDArray[np.float32]:
-        """[3, 256]: the result for each channel and each value that a byte has."""
+        """Results [3, 256] for each channel and byte value."""
         values = np.arange(256, dtype=np.uint8)
         scaled = values.astype(np.float64) * (1.0 if self.factor is None else self.factor)
         rows = np.repeat(scaled.astype(np.float32)[None], 3, axis=0)
@@ -69,31 +68,31 @@ class Normalisation:
 
 
 class ImageProcessor(Protocol):
-    """The processor of one checkpoint: a value, which any process may hold."""
+    """Processor of one checkpoint; a value for any process."""
 
     @property
     def max_tokens(self) -> int:
-        """Placeholders of the largest picture, about: for estimates."""
+        """Approximate placeholders of the largest image, for estimates."""
         ...
 
     def target_size(self, height: int, width: int, where: str) -> tuple[int, int]:
-        """Height and width that a picture is resized to. where: the field's path, for errors. Raises UserError for a
-        picture that the processor does not take."""
+        """Resized height and width. where: path of the field, for errors. Raises UserError for an image that the
+        processor refuses."""
         ...
 
     def process(self, pixels: Pixels, where: str) -> ProcessedImage:
-        """Resize a picture. Raises UserError as `target_size`."""
+        """Resize an image. Raises UserError as `target_size` does."""
         ...
 
     def patches(self, image: ProcessedImage) -> Patches:
-        """What the encoder is given: [patches, channels * frames of a patch * patch_size ** 2]."""
+        """Encoder input [patches, channels * frames of a patch * patch_size ** 2]."""
         ...
 
 
 @dataclass(frozen=True)
 class QwenProcessor:
-    """Processor of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: sides are multiples of the pixels of a token, and the number of
-    pixels lies between two limits. Patches of one token are neighbours, and each holds the picture `frames` times."""
+    """Processor of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: sides are multiples of a token's side, and the number of pixels
+    is limited on both ends. Patches of a token are adjacent; each repeats the image `frames` times."""
 
     patch_size: int
     merge_size: int
@@ -154,7 +153,7 @@ class QwenProcessor:
 
 @dataclass(frozen=True)
 class SquareProcessor:
-    """Processor of Gemma 3: every picture is resized to one size, whatever its shape, and pooled to as many tokens."""
+    """Processor of Gemma 3: all images are resized to one size and pooled to the same number of tokens."""
 
     height: int
     width: int
@@ -188,7 +187,7 @@ class SquareProcessor:
 
 
 def resize(pixels: Pixels, height: int, width: int, resample: int) -> Pixels:
-    """The picture in another size, by one of Pillow's filters. Pillow copies a picture that has the size already."""
+    """Resize an image with one of Pillow's filters. Equal sizes return it unchanged."""
     from PIL import Image
 
     if pixels.shape[:2] == (height, width):
@@ -198,8 +197,8 @@ def resize(pixels: Pixels, height: int, width: int, resample: int) -> Pixels:
 
 
 def content_key(pixels: Pixels, grid: Sequence[int], options: object) -> bytes:
-    """The key of a ProcessedImage. The pixels' shape is in it: pictures of equal bytes may have different ones.
-    options: a value whose representation names all that patches depend on."""
+    """Key of a ProcessedImage. It includes the pixels' shape, because equal bytes may have different ones. options:
+    value whose repr names everything that patches depend on."""
     described = repr((pixels.shape, tuple(grid), options)).encode()
     digest = hashlib.sha256(_KEY_LABEL + len(described).to_bytes(4, "little") + described)
     digest.update(np.ascontiguousarray(pixels).data)
@@ -207,12 +206,12 @@ def content_key(pixels: Pixels, grid: Sequence[int], options: object) -> bytes:
 
 
 def has_settings(directory: Path) -> bool:
-    """Whether a checkpoint says how it takes images."""
+    """True if the checkpoint has image settings."""
     return file_bytes(directory / _FILE) is not None or _IMAGES in read_optional_json(directory / _JOINT_FILE)
 
 
 def read_qwen_processor(directory: Path) -> QwenProcessor:
-    """The processor of a checkpoint of Qwen2-VL, Qwen2.5-VL or Qwen3-VL. Raises ModelLoadError, naming file and key."""
+    """Read the processor of Qwen2-VL, Qwen2.5-VL or Qwen3-VL. Raises ModelLoadError with file and key."""
     fields = _read_settings(directory)
     size = _object(fields, "size")
     usual = (None, None) if size.values else (56 * 56, 28 * 28 * 1280)
@@ -237,8 +236,8 @@ def read_qwen_processor(directory: Path) -> QwenProcessor:
 
 
 def read_square_processor(directory: Path, patch_size: int, num_tokens: int) -> SquareProcessor:
-    """The processor of a checkpoint of Gemma 3. patch_size, num_tokens: of a picture, which config.json says. Raises
-    ModelLoadError, naming file and key."""
+    """Read the processor of Gemma 3. patch_size, num_tokens: values of config.json. Raises ModelLoadError with file and
+    key."""
     fields = _read_settings(directory)
     size = _object(fields, "size")
     if fields.values.get("do_pan_and_scan"):
@@ -263,7 +262,7 @@ _CLIP_DEVIATION = (0.26862954, 0.26130258, 0.27577711)
 
 
 def _read_settings(directory: Path) -> Fields:
-    """The settings of images: Transformers 5 writes them into one file with those of other inputs."""
+    """Image settings; Transformers 5 stores them in one file with other inputs' settings."""
     path = directory / _JOINT_FILE
     values = read_optional_json(path).get(_IMAGES)
     where = f"{path}: {_IMAGES}"
@@ -288,7 +287,7 @@ def _object(fields: Fields, key: str) -> Fields:
 
 
 def _resample(fields: Fields, usual: int) -> int:
-    """The number of a filter. Raises ModelLoadError for one that is not known."""
+    """Number of a filter. Raises ModelLoadError if unknown."""
     number = fields.integer("resample", usual, minimum=0)
     if number > 5:
         raise fields.error(f"resample {number} is no filter of Pillow's")
@@ -303,7 +302,7 @@ def _normalisation(fields: Fields, mean: Sequence[float], deviation: Sequence[fl
 
 
 def _channels(fields: Fields, key: str, usual: Sequence[float], above: float = -math.inf) -> tuple[float, float, float]:
-    """Three numbers over `above`, or one for all channels."""
+    """Three numbers above `above`, or one for all channels."""
     value = fields.values.get(key)
     numbers = usual if value is None else [value] * 3 if isinstance(value, int | float) else value
     is_list = isinstance(numbers, list | tuple) and len(numbers) == 3

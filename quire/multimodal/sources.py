@@ -1,7 +1,5 @@
-"""Where pictures come from: the parts of messages and prompts that hold them, or say where they are.
-
-A process of a server imports this for every conversation, so it imports no NumPy and no Pillow.
-"""
+"""Images in messages and prompts, given directly or by URL. Each server process imports this, so it needs neither NumPy
+nor Pillow."""
 
 from __future__ import annotations
 
@@ -16,18 +14,18 @@ import msgspec
 from quire.errors import UserError
 
 DETAILS = ("auto", "low", "high", "original")
-"""Values of an image's `detail`. Those but "low" ask for what the model's files say."""
+"""Values of an image's `detail`. Only "low" differs from the model's settings."""
 LOW_DETAIL_PIXELS = 512 * 512
-"""Pixels of a picture of low detail, at most."""
+"""Maximum of pixels in an image of low detail."""
 IMAGE_OF_PART = {"image_url": "image_url", "input_image": "image_url"}
-"""Type of a content part -> the field with its image's URL."""
+"""Type of a content part -> field with its image's URL."""
 OBJECT_OF_PART = {"image": "image", "image_pil": "image_pil"}
-"""As IMAGE_OF_PART, of parts that a program gives, whose images may be objects."""
+"""Type of a program's content part -> field with its image, perhaps an object."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageLimits:
-    """max_bytes: of one encoded picture. max_pixels: of one picture, before it is resized."""
+    """max_bytes: limit of an encoded image. max_pixels: limit of an image before resizing."""
 
     max_bytes: int = 32 * 2**20
     max_pixels: int = 2**26
@@ -37,8 +35,8 @@ DEFAULT_LIMITS = ImageLimits()
 
 
 class Picture(msgspec.Struct, frozen=True):
-    """A picture of a message. where: the path of its field in the request, for errors. image: the bytes of its file, a
-    URL that is no data URL, or what `ImageInputs.prepare` takes of a program. detail: one of DETAILS."""
+    """Image of a message. where: path of its field, for errors. image: bytes of its file, URL other than a data URL, or
+    a program's image (see `ImageInputs.prepare`). detail: one of DETAILS."""
 
     where: str
     image: Any
@@ -46,7 +44,7 @@ class Picture(msgspec.Struct, frozen=True):
 
     @classmethod
     def of_url(cls, url: object, where: str, detail: object = None) -> Picture:
-        """Raises UserError for a data URL that holds no image, and for another detail."""
+        """Raises UserError for a data URL without an image, and for an unknown detail."""
         if not isinstance(url, str) or not url:
             raise UserError(f"{where}: an image needs a URL", param=where)
         if detail is not None and detail not in DETAILS:
@@ -57,8 +55,8 @@ class Picture(msgspec.Struct, frozen=True):
 
 
 def picture_of(part: Any, where: str, *, takes_objects: bool = False) -> Picture | None:
-    """The picture of a content part; None for one that is of no image's type. takes_objects: a program gives it, which
-    may give a Pillow image or an array. Raises UserError with the path of the field that is wrong."""
+    """Image of a content part, or None. takes_objects: the part comes from a program and may hold a Pillow image or an
+    array. Raises UserError with the path of the invalid field."""
     if isinstance(part, Picture):
         return part
     if not isinstance(part, Mapping) or not isinstance(kind := part.get("type"), str):
@@ -81,12 +79,12 @@ def picture_of(part: Any, where: str, *, takes_objects: bool = False) -> Picture
 
 
 def is_data_url(url: str) -> bool:
-    """Whether the URL holds what it names."""
+    """True for a data URL."""
     return url[:5].lower() == "data:"
 
 
 def read_data_url(url: str, where: str, limits: ImageLimits = DEFAULT_LIMITS) -> bytes:
-    """The bytes that a data: URL holds in base64. where: the field's path, for errors. Raises UserError."""
+    """Decode a base64 data URL. where: path of the field, for errors. Raises UserError."""
     head, comma, body = url.partition(",")
     kind, *options = head[5:].split(";")
     if not is_data_url(head) or not comma or "base64" not in options:
@@ -97,7 +95,7 @@ def read_data_url(url: str, where: str, limits: ImageLimits = DEFAULT_LIMITS) ->
 
 
 def read_base64(text: str, where: str, limits: ImageLimits = DEFAULT_LIMITS) -> bytes:
-    """The bytes of an encoded picture. Raises UserError."""
+    """Decode a base64 image file. Raises UserError."""
     if len(text) // 4 * 3 > limits.max_bytes + 3:
         raise too_many_bytes(where, len(text) // 4 * 3, limits)
     try:

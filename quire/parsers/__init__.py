@@ -1,1 +1,1 @@
-"""Incremental parsers of what models write: reasoning, tool calls and content, as the text comes."""
+"""Incremental parsers of model output: reasoning, tool calls and content."""

@@ -1,4 +1,4 @@
-"""Arguments that models write as plain text or as Python literals, made JSON by the tool's schema."""
+"""Conversion of tool arguments from plain text or Python literals to JSON, by the tool's schema."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_LITERAL = 65_536
-"""Characters of an argument that is read as a Python literal; a longer one is a string."""
+"""Maximum of characters in a Python literal; longer arguments are strings."""
 MAX_DEPTH = 32
-"""Brackets inside brackets of such an argument."""
+"""Maximum depth of brackets in a Python literal."""
 MAX_SCHEMA_DEPTH = 16
 _STRING = re.compile(r"""(\\.|'{3}.*?'{3}|"{3}.*?"{3})|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
-"""A string of Python; group 1: an escape outside strings, or a string in triple quotes."""
+"""Python string. Group 1: an escape outside strings, or a string in triple quotes."""
 _CONTROL = re.compile(r"[\x00-\x1f]")
 _IN_STRING = re.compile(r"\\.|[\x00-\x1f]", re.DOTALL)
 _NAMES = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
@@ -30,11 +30,11 @@ _ALIASES = {
     "tuple": "array",
     "dict": "object",
 }
-"""Types of Python and C that schemas name in place of JSON's."""
+"""Python and C types that schemas use -> JSON's types."""
 
 
 def json_string(text: str) -> str:
-    """`text` as JSON, as vLLM writes it: not escaped beyond need, except for what UTF-8 cannot carry."""
+    """Encode `text` as vLLM does: escapes only where needed or where UTF-8 fails."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -43,24 +43,24 @@ def json_string(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """A piece of a string, without its quotes."""
+    """Escape a piece of a string, without quotes."""
     return json_string(text)[1:-1]
 
 
 def parameter_schema(schema: Any, name: str) -> Any:
-    """What a tool's parameters say of the one called `name`; None: nothing."""
+    """Schema of one parameter, or None."""
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     return properties.get(name) if isinstance(properties, Mapping) else None
 
 
 def parameter_names(schema: Any) -> list[str]:
-    """The parameters of a tool, in their order."""
+    """Names of a tool's parameters, in order."""
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     return [str(name) for name in properties] if isinstance(properties, Mapping) else []
 
 
 def types_of(schema: Any, depth: int = 0) -> set[str]:
-    """JSON types that a schema allows; the empty set where it does not say."""
+    """JSON types that a schema allows; empty if unspecified."""
     if not isinstance(schema, Mapping) or depth > MAX_SCHEMA_DEPTH:
         return set()
     found: set[str] = set()
@@ -80,14 +80,13 @@ def types_of(schema: Any, depth: int = 0) -> set[str]:
 
 
 def is_text(schema: Any, *, default: bool) -> bool:
-    """Whether a value is certain to be a string, so that it can be passed on as it comes. default: where the schema
-    does not say."""
+    """True if a value must be a string, so can be streamed. default: result for an unspecified type."""
     types = types_of(schema)
     return types == {"string"} if types else default
 
 
 def coerced(text: str, schema: Any) -> str:
-    """The JSON of an argument written as plain text: of a type that the schema allows, else a string."""
+    """Convert an argument's text to JSON of a type that the schema allows, or else a string."""
     types = types_of(schema)
     trimmed = text.strip()
     value: Any
@@ -113,7 +112,7 @@ def coerced(text: str, schema: Any) -> str:
 
 
 def object_members(text: str) -> dict[str, str] | None:
-    """The members of the object that a JSON text holds, each as JSON; None for any other text."""
+    """Members of a JSON object, each as JSON; None for other text."""
     try:
         value = json.loads(text, parse_constant=_no_constant)
         return {name: dumped(member) for name, member in value.items()} if isinstance(value, dict) else None
@@ -122,8 +121,8 @@ def object_members(text: str) -> dict[str, str] | None:
 
 
 def python_literal(text: str) -> Any:
-    """The value of a Python literal: numbers, strings, lists, tuples, sets and dicts of them, and JSON's names. Nothing
-    is evaluated. Raises ValueError for anything else, and for what is too long or too deep."""
+    """Value of a Python literal: numbers, strings, lists, tuples, sets, dicts and JSON's names. Nothing is evaluated.
+    Raises ValueError for other text, or if too long or deep."""
     if len(text) > MAX_LITERAL or too_deep(text):
         raise ValueError("the literal is too large")
     try:
@@ -136,7 +135,7 @@ def python_literal(text: str) -> Any:
 
 
 def _one_line_strings(text: str) -> str:
-    """`text` with control characters inside its strings escaped, which Python does not take there as they are."""
+    """Escape control characters inside strings, where Python forbids them."""
     if not _CONTROL.search(text):
         return text
     return _STRING.sub(
@@ -149,7 +148,7 @@ def _escaped_control(found: re.Match[str]) -> str:
 
 
 def too_deep(text: str) -> bool:
-    """Whether brackets, or signs before a number, could nest too deeply; what stands in strings counts too."""
+    """True if brackets or signs may nest too deeply. Strings count too."""
     depth = deepest = signs = 0
     for char in text:
         if char in "([{":
@@ -164,7 +163,7 @@ def too_deep(text: str) -> bool:
 
 
 def dumped(value: Any) -> str:
-    """JSON of a value that `python_literal` gave. Raises ValueError for what JSON does not have (infinity)."""
+    """JSON of a Python literal's value. Raises ValueError for infinity."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     try:
         text.encode()

@@ -1,6 +1,5 @@
-"""Tool calls of Gemma 4 and FunctionGemma: `call:NAME{key:value,...}` between marks, with strings between quotes of
-their own, which may be tokens; numbers, `true`, `null`, lists and objects as in JSON, but for the keys.
-"""
+"""Tool calls of Gemma 4 and FunctionGemma: `call:NAME{key:value,...}` between markers. Strings have quotes of their
+own, which may be tokens; keys are bare; the rest is JSON."""
 
 from __future__ import annotations
 
@@ -14,13 +13,13 @@ from quire.parsers.reader import Markers, Steps, TextReader
 from quire.parsers.reasoning import Break
 
 MAX_DEPTH = 32
-"""Brackets inside brackets that are read as such; deeper ones are text."""
+"""Maximum depth of brackets; deeper ones are text."""
 _BETWEEN = re.compile(r"[\s,]*")
 
 
 @dataclass(frozen=True)
 class BraceFormat:
-    """start, end: around a call. quote: before and behind a string."""
+    """start, end: markers around a call. quote: mark around a string."""
 
     start: str
     end: str
@@ -53,7 +52,7 @@ class BraceFormat:
             yield from reader.take_if(self.end)
 
     def _object(self, reader: TextReader, output: Output, schema: Any, depth: int) -> Steps[bool]:
-        """An object behind its opening brace. Returns whether the call goes on behind it."""
+        """Read an object after its opening brace. Returns True if the call continues."""
         keys = Markers(":", "}", self.end, *output.ends)
         separator = "{"
         while True:
@@ -73,7 +72,7 @@ class BraceFormat:
                 return False
 
     def _list(self, reader: TextReader, output: Output, schema: Any, depth: int) -> Steps[bool]:
-        """Read a list; returns as `_object`."""
+        """Read a list; see `_object`."""
         items = schema.get("items") if isinstance(schema, dict) else None
         output.arguments("[")
         separator = ""
@@ -95,7 +94,7 @@ class BraceFormat:
                 return False
 
     def _value(self, reader: TextReader, output: Output, schema: Any, depth: int) -> Steps[bool]:
-        """As `_object`. The schema decides on a string's type where it allows none."""
+        """Read a value; see `_object`. The schema decides the type of a string where it allows none."""
         yield from reader.space()
         if (yield from reader.take_if(self.quote)):
             yield from self._string(reader, output, schema)
@@ -116,7 +115,7 @@ class BraceFormat:
         return mark in (",", "}", "]")
 
     def _string(self, reader: TextReader, output: Output, schema: Any) -> Steps[None]:
-        """A string behind its opening quote."""
+        """Read a string after its opening quote."""
         ends = Markers(self.quote)
         types = types_of(schema)
         if is_text(schema, default=True) or "string" in types:

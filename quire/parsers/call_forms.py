@@ -1,8 +1,8 @@
-"""Tool calls as constraints: for each format with JSON arguments, the structural tag (docs/structured-output.md) of an
-answer whose calls follow schemas.
+"""Tool calls as constraints: structural tags (docs/structured-output.md) of answers whose JSON arguments follow
+schemas.
 
-`schemas` are those of the arguments, by the name of the tool. Only these tools can be called. `parallel`: whether the
-answer may have several calls; without, it ends with the first.
+`schemas`: argument schemas by tool name; only these tools can be called. `parallel`: allow several calls; otherwise the
+answer ends with the first.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def tag(begin: str, content: Form, end: str | Sequence[str] = "") -> Form:
 
 
 def repeated(tags: Sequence[Form], *, at_least_one: bool, at_most_one: bool = False) -> Form:
-    """The tags, one behind the other."""
+    """Tags in sequence."""
     return {
         "type": "tags_with_separator",
         "tags": list(tags),
@@ -53,13 +53,13 @@ def repeated(tags: Sequence[Form], *, at_least_one: bool, at_most_one: bool = Fa
 
 
 def in_text(tags: Sequence[Form], parallel: bool) -> Form:
-    """Free text, in which the beginning of a tag is always that tag's."""
+    """Free text; the beginning of a tag in it always begins that tag."""
     triggers = list(dict.fromkeys(each["begin"] for each in tags))
     return {"type": "triggered_tags", "triggers": triggers, "tags": list(tags), "stop_after_first": not parallel}
 
 
 def calls_or(calls: Form, answer: Form) -> Form:
-    """Calls and nothing else, or the answer. calls: as `in_text` makes them."""
+    """Either calls alone, or the answer. calls: result of `in_text`."""
     tags = [{**each, "end": [end + space for end in _ends(each) for space in ("", "\n")]} for each in calls["tags"]]
     alone = repeated(tags, at_least_one=True, at_most_one=calls["stop_after_first"])
     return one_of([in_order(SPACE, alone), answer])
@@ -71,7 +71,7 @@ def _ends(form: Form) -> list[str]:
 
 
 class CallKeys(NamedTuple):
-    """Keys of an object that is a call. identifier: "": it has none."""
+    """Keys of a call object. identifier: empty if calls have no id."""
 
     name: str = "name"
     arguments: str = "arguments"
@@ -79,7 +79,7 @@ class CallKeys(NamedTuple):
 
 
 def calls_schema(schemas: Schemas, keys: CallKeys, *, parallel: bool) -> dict[str, Any]:
-    """A schema of a list of objects that are calls."""
+    """Schema of a list of call objects."""
     identifier = {keys.identifier: {"type": "string", "pattern": "^[0-9]{1,3}$"}} if keys.identifier else {}
     calls, definitions = [], dict[str, Any]()
     for number, (name, schema) in enumerate(schemas.items()):
@@ -99,7 +99,7 @@ def calls_schema(schemas: Schemas, keys: CallKeys, *, parallel: bool) -> dict[st
 
 
 def _resource(schema: Any, number: int) -> Any:
-    """The schema as a resource with a base URI of its own: references into itself hold wherever it stands."""
+    """Schema with a base URI of its own, so that references into itself stay valid when nested."""
     if not isinstance(schema, dict):
         return schema
     identifier = schema.get("$id")
@@ -108,14 +108,14 @@ def _resource(schema: Any, number: int) -> Any:
 
 
 def call_objects(schemas: Schemas, keys: CallKeys, parallel: bool) -> Form:
-    """An object, or a list of them."""
+    """Call object, or a list of them."""
     several = calls_schema(schemas, keys, parallel=parallel)
     definitions = several.pop("$defs")
     return in_order(SPACE, schema_form({"anyOf": [{"$ref": "#/$defs/call"}, several], "$defs": definitions}), SPACE)
 
 
 def section_calls(markers: tuple[str, str, str, str, str], schemas: Schemas, parallel: bool) -> Form:
-    """DeepSeek-V3 (the kind and a code block), V3.1 (the name alone) and Kimi-K2 (the name with a number). markers: as
+    """Calls of DeepSeek-V3 (kind and code block), V3.1 (name alone) and Kimi-K2 (name with number). markers: see
     `SectionFormat.markers`."""
     section, section_end, call, separator, call_end = markers
     forms = []
@@ -132,7 +132,7 @@ def section_calls(markers: tuple[str, str, str, str, str], schemas: Schemas, par
 
 
 def mistral_calls(schemas: Schemas, parallel: bool) -> Form:
-    """`[TOOL_CALLS]` before a list of objects, or before a name, perhaps with an id, and arguments."""
+    """`[TOOL_CALLS]` before a list of objects, or before a name, an optional id, and arguments."""
     identifier = one_of([literal(""), in_order(literal("[CALL_ID]"), matching("[A-Za-z0-9]{9}"))])
     mark = one_of([literal(""), literal("[ARGS]")])
     forms = [in_order(literal(name), identifier, mark, schema_form(schema)) for name, schema in schemas.items()]
@@ -141,7 +141,8 @@ def mistral_calls(schemas: Schemas, parallel: bool) -> Form:
 
 
 def harmony_calls(schemas: Schemas, answer: Form | None) -> Form:
-    """GPT-OSS: thoughts and preambles, then one call, which ends the turn; or the final message, if it may have one."""
+    """GPT-OSS: reasoning and preambles, then one call, which ends the turn, or the final message, if `answer` is
+    given."""
     ends = []
     for name, schema in schemas.items():
         kind = " <|constrain|>json<|message|>"
@@ -165,12 +166,12 @@ _HARMONY_FINAL = one_of(
     [literal(f"<|channel|>final{kind}<|message|>") for kind in ("", " <|constrain|>json", "<|constrain|>json")]
 )
 HARMONY_PREAMBLE = in_order(_HARMONY_THOUGHTS, _HARMONY_FINAL)
-"""GPT-OSS: what stands before the text of an answer."""
+"""Start of a GPT-OSS answer, before its text."""
 
 
 def thoughts(starts: Sequence[str], ends: Sequence[str], before: Sequence[str] = (), *, is_open: bool) -> Form:
-    """Thoughts up to their end mark, or nothing. before: marks of which one may follow. is_open: the prompt has opened
-    the thoughts, so they must end."""
+    """Optional reasoning up to its end marker. before: markers of which one may follow. is_open: the prompt has opened
+    the reasoning, so it must end."""
     shortest = [each for each in starts if not any(each != other and each.startswith(other) for other in starts)]
     opened = [tag(start, ANY_TEXT, ends) for start in shortest]
     form = one_of([tag("", ANY_TEXT, ends), *opened] if is_open else [literal(""), *opened])

@@ -1,4 +1,4 @@
-"""GPT-OSS: messages with a channel and a recipient. `analysis` is reasoning, a message to a recipient is a tool call,
+"""GPT-OSS's messages with a channel and a recipient: `analysis` is reasoning, a message to a recipient is a tool call,
 `final` and the rest of `commentary` are content.
 
 `<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json
@@ -20,7 +20,7 @@ _ENDS = Markers("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 
 
 def parse_harmony(reader: TextReader, output: Output) -> Steps[None]:
-    """From behind `<|start|>assistant`, with which the prompt ends."""
+    """Parse after `<|start|>assistant`, which ends the prompt."""
     has_reasoned = False
     has_header = yield from _begins_header(reader)
     while True:
@@ -49,7 +49,7 @@ def parse_harmony(reader: TextReader, output: Output) -> Steps[None]:
 
 
 def _begins_header(reader: TextReader) -> Steps[bool]:
-    """Whether a header comes next. A text without any is content: what a constraint on the answer makes."""
+    """True if a header comes next. Text without one (from a constraint on the answer) is content."""
     for beginning in ("<|channel|>", "<|start|>", " to="):
         if (yield from reader.sees(beginning)):
             return True

@@ -1,4 +1,4 @@
-"""Tool calls that models write as JSON: an object with a name and arguments, between markers or bare."""
+"""Tool calls as JSON: an object with a name and arguments, between markers or bare."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAME_KEYS = frozenset({"name", "tool_name"})
 ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
 ID_KEYS = frozenset({"id", "tool_call_id"})
 CALL_KEYS = NAME_KEYS | ARGUMENT_KEYS | ID_KEYS | {"type"}
-"""Keys of a call object. An object with others before its name is no call."""
+"""Keys of a call object. Another key before the name means that the object is not a call."""
 # "<" ends a broken value: outside strings it is no JSON, and markers begin with it.
 _STRUCTURE = re.compile(r'["{}\[\]<]')
 _IN_STRING = re.compile(r'["\\\x00-\x1f]')
@@ -23,7 +23,7 @@ _SCALAR_END = re.compile(r"[\s,}\]<;]")
 
 
 def copy_value(reader: TextReader, sink: Sink) -> Steps[None]:
-    """Give `sink` one JSON value as it stands; control characters inside strings become escapes."""
+    """Copy one JSON value; control characters in strings become escapes."""
     first = yield from reader.peek()
     if first == '"':
         sink((yield from reader.take()))
@@ -35,7 +35,7 @@ def copy_value(reader: TextReader, sink: Sink) -> Steps[None]:
 
 
 def _copy_nested(reader: TextReader, sink: Sink, depth: int = 0) -> Steps[None]:
-    """depth: brackets that are open already."""
+    """depth: brackets already open."""
     while True:
         mark = yield from reader.scan(_STRUCTURE, sink)
         if mark in ("", "<"):
@@ -50,7 +50,7 @@ def _copy_nested(reader: TextReader, sink: Sink, depth: int = 0) -> Steps[None]:
 
 
 def _copy_string(reader: TextReader, sink: Sink) -> Steps[None]:
-    """The rest of a string whose opening quote is read."""
+    """Copy a string after its opening quote."""
     while True:
         mark = yield from reader.scan(_IN_STRING, sink)
         if not mark:
@@ -65,14 +65,14 @@ def _copy_string(reader: TextReader, sink: Sink) -> Steps[None]:
 
 
 def read_value(reader: TextReader) -> Steps[str]:
-    """One JSON value as text."""
+    """Read one JSON value as text."""
     parts: list[str] = []
     yield from copy_value(reader, parts.append)
     return "".join(parts)
 
 
 def string_of(text: str) -> str | None:
-    """The string that a JSON text holds; None for any other text."""
+    """String in a JSON text; None for other values."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -81,7 +81,7 @@ def string_of(text: str) -> str | None:
 
 
 def copy_arguments(reader: TextReader, output: Output) -> Steps[None]:
-    """A value as the arguments of the call that was begun. Arguments that stand in a string are taken out of it."""
+    """Copy a value as the last call's arguments. A string is unwrapped."""
     first = yield from reader.peek()
     if first in ("{", "["):
         yield from copy_value(reader, output.arguments)
@@ -105,8 +105,8 @@ def _is_unicode(text: str) -> bool:
 
 
 def copy_call(reader: TextReader, output: Output, is_bare: bool = False) -> Steps[str | None]:
-    """The call object whose opening brace comes next. Returns None, or the text that was read and is no call. is_bare:
-    without markers around it an object is a call only if a known tool is named."""
+    """Copy a call object at its opening brace. Returns None, or the text read if it is not a call. is_bare: no markers
+    surround it, so it is a call only if it names a known tool."""
     yield from reader.take()
     call = _CallObject(reader, output, is_bare)
     yield from call.read()
@@ -114,7 +114,7 @@ def copy_call(reader: TextReader, output: Output, is_bare: bool = False) -> Step
 
 
 class _CallObject:
-    """A call object behind its opening brace."""
+    """Reader of a call object after its opening brace."""
 
     def __init__(self, reader: TextReader, output: Output, is_bare: bool) -> None:
         self._reader = reader
@@ -123,7 +123,7 @@ class _CallObject:
         self._raw = ["{"]
         self._identifier: str | None = None
         self._early: str | None = None
-        """Arguments that stand before the name."""
+        """Arguments before the name."""
         self._is_begun = self._has_arguments = False
 
     def read(self) -> Steps[None]:
@@ -179,8 +179,7 @@ class _CallObject:
 
 
 def copy_calls(reader: TextReader, output: Output, is_bare: bool = False) -> Steps[str]:
-    """A call object, several of them with ";" or "," between, or a list of them. Returns what was read and is no
-    call."""
+    """Copy call objects: one, several separated by ";" or ",", or a list. Returns text that is not a call."""
     raw = yield from reader.space()
     is_list = yield from reader.take_if("[")
     raw += "[" * is_list
@@ -205,10 +204,10 @@ def copy_calls(reader: TextReader, output: Output, is_bare: bool = False) -> Ste
 
 @dataclass(frozen=True)
 class JsonFormat:
-    """Calls between markers. starts, ends: either of them; an end may be missing. is_bare: an output that begins with a
-    call needs no marker. is_anywhere: nor does an object in the midst of text that names a known tool. knows: between
-    the markers, which stand around other text too, only objects that name a known tool are calls. name, arguments,
-    identifier: the keys that models write ("": no id); the other ones are read as well. around: marks of content."""
+    """Calls between markers. starts, ends: alternatives; an end may be missing. is_bare: a call at the beginning of the
+    output needs no marker. is_anywhere: an object inside text that names a known tool needs none either. knows: the
+    markers also enclose other text, so only known tools are called. name, arguments, identifier: keys that models write
+    ("" for no id); other known keys are read too. around: markers of content."""
 
     starts: tuple[str, ...]
     ends: tuple[str, ...] = ()
@@ -251,7 +250,7 @@ class JsonFormat:
                 yield from self._block(reader, output, start)
 
     def _begins_bare(self, reader: TextReader, output: Output, is_anywhere: bool) -> Steps[bool]:
-        """Whether what comes first may be calls without a marker."""
+        """True if the output may begin with calls without a marker."""
         output.content((yield from reader.space()))
         for start in self.starts:
             if (yield from reader.sees(start)):
@@ -260,7 +259,7 @@ class JsonFormat:
         return first == "[" if output.ends or is_anywhere else True
 
     def _object(self, reader: TextReader, output: Output) -> Steps[None]:
-        """An object in the midst of text: calls, or all of it as content."""
+        """Read an object inside text: calls, or else content."""
         before = output.num_calls
         left = yield from copy_calls(reader, output, is_bare=True)
         output.content(left)
@@ -283,8 +282,8 @@ class JsonFormat:
 
 
 def parse_mistral(reader: TextReader, output: Output) -> Steps[None]:
-    """`[TOOL_CALLS]` before a list of call objects, or before each `name[CALL_ID]id[ARGS]{...}`; id and `[ARGS]` may be
-    missing."""
+    """Parse `[TOOL_CALLS]` before a list of call objects or before each `name[CALL_ID]id[ARGS]{...}`, with id and
+    `[ARGS]` optional."""
     start = "[TOOL_CALLS]"
     arguments = Markers("[ARGS]", "[CALL_ID]", start, "{", *output.ends)
     while (yield from output.until(reader, Markers(start))) is not None:
@@ -315,7 +314,7 @@ def parse_mistral(reader: TextReader, output: Output) -> Steps[None]:
 
 @dataclass(frozen=True)
 class SectionFormat:
-    """A section of calls, each with a header, a separator and JSON: DeepSeek-V3 and V3.1, Kimi-K2."""
+    """Section of calls, each with header, separator and JSON: DeepSeek-V3 and V3.1, Kimi-K2."""
 
     section: str
     section_end: str
@@ -374,7 +373,7 @@ class SectionFormat:
 
 
 def _header_name(header: str) -> tuple[str, str | None]:
-    """(name, id) of `name`, or of Kimi's `functions.name:0`, which is the call's id too."""
+    """Return (name, id) of `name`, or of Kimi's `functions.name:0`, which is also the id."""
     header = header.strip()
     name, colon, number = header.rpartition(":")
     if colon and number.isdigit():

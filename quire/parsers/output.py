@@ -1,4 +1,4 @@
-"""What a parser says: pieces of reasoning, of content and of tool calls."""
+"""Output of a parser: pieces of reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHORT_ID = string.ascii_letters + string.digits
 
 
 class ToolCallDelta(msgspec.Struct):
-    """A piece of call number `index`. The first one of a call has its id and name. arguments: more of the JSON text."""
+    """Piece of call number `index`. A call's first piece has id and name. arguments: more of the JSON text."""
 
     index: int
     id: str | None = None
@@ -25,7 +25,7 @@ class ToolCallDelta(msgspec.Struct):
 
 
 class OutputDelta(msgspec.Struct):
-    """What is new. Joined over a whole output: its reasoning, its content, its calls."""
+    """New output. Joined deltas give the whole reasoning, content and calls."""
 
     reasoning: str = ""
     content: str = ""
@@ -36,7 +36,7 @@ class OutputDelta(msgspec.Struct):
 
 
 def called_arguments(text: str) -> dict[str, Any]:
-    """The arguments of a call whose text is complete; {} for one that is cut off or no object."""
+    """Arguments of a complete call; {} if cut off or not an object."""
     try:
         value = msgspec.json.decode(text or "{}")
     except msgspec.DecodeError:
@@ -45,21 +45,21 @@ def called_arguments(text: str) -> dict[str, Any]:
 
 
 def call_id() -> str:
-    """A random id in vLLM's form."""
+    """Random id in vLLM's form."""
     return f"chatcmpl-tool-{uuid.uuid4().hex}"
 
 
 def short_call_id() -> str:
-    """A random id as Mistral's templates want it: nine letters and digits."""
+    """Random id of nine letters and digits, which Mistral's templates require."""
     return "".join(secrets.choice(SHORT_ID) for _ in range(9))
 
 
 class Output:
-    """Collects what a parser says between two takes.
+    """Collector of a parser's output between two calls of `take`.
 
-    White space at the beginning of content, or between calls, is held back until something else comes: it is part of
-    the content before a word, and dropped before and behind a call. schemas: name -> JSON schema of the parameters of
-    each tool. max_calls: calls after that many are dropped. drops: marks around content that are no part of it.
+    White space before content or between calls is held back: it is kept before a word, dropped around a call. schemas:
+    tool name -> JSON schema of the parameters. max_calls: later calls are dropped. drops: markers around content, which
+    are omitted.
     """
 
     __slots__ = (
@@ -90,21 +90,21 @@ class Output:
         self._content: list[str] = []
         self._pieces: list[ToolCallDelta] = []
         self._held: list[str] | None = []
-        """White space that begins a stretch of content; None inside one."""
+        """White space before content; None inside content."""
         self.num_calls = 0
         self.ends: tuple[str, ...] = ()
-        """Marks that end the thoughts which the text is inside of; empty: it is inside none."""
+        """Markers that end the current reasoning; empty outside."""
 
     def begin_thoughts(self, ends: tuple[str, ...]) -> None:
-        """What comes as content is reasoning, up to one of these marks."""
+        """Treat content as reasoning up to one of these markers."""
         self.ends, self._held = ends, None
 
     def end_thoughts(self) -> None:
         self.ends, self._held = (), []
 
     def until(self, reader: TextReader, markers: Markers) -> Steps[str | None]:
-        """Read up to the first marker, as content, and the marker. Inside thoughts no further than a marker that comes
-        next: what else is in them is not for the reader of calls. Returns the marker, None where there is none."""
+        """Read content up to the first marker, and the marker; return it, or None. Inside reasoning only an immediate
+        marker counts: other text there is not for the reader of calls."""
         if not self.ends:
             return (yield from self._content_until(reader, markers))
         for text in markers.texts:
@@ -113,7 +113,7 @@ class Output:
         return None
 
     def rest(self, reader: TextReader) -> Steps[None]:
-        """Read all that comes as content."""
+        """Read the rest as content."""
         if self._drops:
             yield from self._content_until(reader, Markers(*self._drops))
         else:
@@ -131,7 +131,7 @@ class Output:
         self._reasoning.append(text)
 
     def content(self, text: str) -> None:
-        """Inside thoughts it is reasoning."""
+        """Add content; inside reasoning, reasoning."""
         sink = self._reasoning if self.ends else self._content
         if self._held is not None:
             self._held.append(text)
@@ -143,14 +143,14 @@ class Output:
             sink.append(text)
 
     def begin_call(self, name: str, identifier: str | None = None) -> None:
-        """identifier: the one that the model wrote; None: a random one."""
+        """identifier: the model's id; None for a random one."""
         self._held = []
         self.num_calls += 1
         if not self._is_full:
             self._pieces.append(ToolCallDelta(self.num_calls - 1, identifier or self._new_id(), name))
 
     def arguments(self, text: str) -> None:
-        """More of the last call's arguments."""
+        """Add arguments to the last call."""
         if self._is_full or not text:
             return
         index = self.num_calls - 1
@@ -160,21 +160,21 @@ class Output:
             self._pieces.append(ToolCallDelta(index, arguments=text))
 
     def knows(self, name: str) -> bool:
-        """Whether there is such a tool. Where no tools were named, any may exist."""
+        """True if the tool exists, or no tools are known."""
         return not self.schemas or name in self.schemas
 
     def may_call(self, name: str) -> bool:
-        """Whether a text behind a mark alone can be a tool's name. A model may speak of the mark in its thoughts."""
+        """True if text after a marker can be a tool's name. Reasoning may mention the marker."""
         return len(name.split()) == 1 and (not self.ends or self.knows(name))
 
     def finish(self) -> None:
-        """Nothing follows: white space alone is the whole content, if no call was made."""
+        """End the output: white space alone is content unless a call was made."""
         if self._held and not self.num_calls and not self.ends:
             self._content += self._held
         self._held = []
 
     def take(self) -> OutputDelta:
-        """What came since the last call of `take`."""
+        """Return the output since the last `take`."""
         delta = OutputDelta("".join(self._reasoning), "".join(self._content), self._pieces)
         self._reasoning, self._content, self._pieces = [], [], []
         return delta

@@ -1,4 +1,4 @@
-"""OutputParser: one completion, split into reasoning, content and tool calls while it comes."""
+"""OutputParser: splits one completion into reasoning, content and tool calls as it comes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from quire.parsers.reasoning import Break, Program, ThinkFormat, Thought
 
 
 class OutputParser:
-    """Not thread-safe, one for each completion. No input makes it raise. What it says in all does not depend on how the
-    text was cut into pieces, so the parse of a whole output is one piece and `finish`.
+    """Parser of one completion. Not thread-safe. Raises for no input. The total output does not depend on how the text
+    was cut, so one `feed` and `finish` parse a whole output.
 
-    answer: reads what follows the reasoning. reasoning: None where the model has none, or where `answer` reads it.
-    breaks: what begins calls inside reasoning. thought: where the prompt left the model. schemas: tool name ->
-    JSON schema of its parameters. max_calls: None: any number of them. drops: marks around content.
+    answer: reader of the text after the reasoning. reasoning: None if the model has none or `answer` reads it. breaks:
+        beginnings of calls inside reasoning. thought: state at the end of the prompt. schemas: tool name -> JSON schema
+        of its parameters. max_calls: None for no limit. drops: markers around content.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class OutputParser:
 
     @property
     def num_calls(self) -> int:
-        """Calls so far, dropped ones included."""
+        """Number of calls so far, with dropped ones."""
         return self._output.num_calls
 
     def feed(self, text: str, *, is_last: bool = False) -> OutputDelta:
-        """What is certain with this text; is_last: and what was held back, because nothing follows."""
+        """Return the output that this text makes certain. is_last: also the text held back."""
         if text:
             self._reader.push(text)
             self._advance()
@@ -56,7 +56,7 @@ class OutputParser:
         return self._output.take()
 
     def finish(self) -> OutputDelta:
-        """What was held back. Nothing is fed afterwards."""
+        """End the text; return the output held back."""
         return self.feed("", is_last=True)
 
     def _read(self, answer: Program, thoughts: Steps[None] | None) -> Steps[None]:
@@ -71,17 +71,17 @@ class OutputParser:
 
 
 def plain(reader: TextReader, output: Output) -> Steps[None]:
-    """An answer without tool calls."""
+    """Read an answer without tool calls."""
     yield from output.rest(reader)
 
 
 def call_list(reader: TextReader, output: Output) -> Steps[None]:
-    """What a constraint to tools makes: a JSON list of objects with a name and parameters."""
+    """Read a JSON list of calls (name, parameters), which a constraint to tools forces."""
     output.content((yield from copy_calls(reader, output)))
 
 
 def named_call(name: str) -> Program:
-    """What a constraint to one tool makes: its arguments. Any other text is content."""
+    """Reader of one tool's arguments, which a constraint forces. Other text is content."""
 
     def parse(reader: TextReader, output: Output) -> Steps[None]:
         output.content((yield from reader.space()))

@@ -1,6 +1,6 @@
-"""Tool calls that models write as Python: `[f(a=1), g(b="x")]` (Llama 3.2, Llama 4, LFM2), or one a line (OLMo 3).
+"""Tool calls as Python: `[f(a=1), g(b="x")]` (Llama 3.2, Llama 4, LFM2), or one per line (OLMo 3).
 
-Arguments are read as literals, one by one, and never evaluated; what is no literal is passed on as a string.
+Arguments are read as literals, never evaluated; anything else becomes a string.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _SPECIAL = re.compile(r"""["'\[\](){},]""")
 _IN_SINGLE, _IN_DOUBLE = re.compile(r"['\\]"), re.compile(r'["\\]')
 _KEYWORD = re.compile(r"\s*([^\W\d]\w*)\s*=(?!=)")
 _PADDED = re.compile(r"\s*-?0[0-9]{1,15}\s*")
-"""A number with zeros before it, which is no literal of Python."""
+"""Number with leading zeros, which Python forbids."""
 _CLOSING = frozenset(")]}")
 
 
 @dataclass(frozen=True)
 class PythonicFormat:
-    """start, end: around a list of calls; "": none. is_bare: a list at the beginning of an output needs no marker.
-    has_brackets: whether square brackets are around the calls."""
+    """start, end: markers around a list of calls, or empty. is_bare: a list at the beginning of the output needs no
+    marker. has_brackets: square brackets enclose the calls."""
 
     start: str = ""
     end: str = ""
@@ -85,7 +85,7 @@ class PythonicFormat:
             yield from reader.take_if(self.end)
 
     def _call(self, reader: TextReader, output: Output) -> Steps[str | None]:
-        """One call. Returns None, or the text that was read and is no call."""
+        """Read one call. Returns None, or the text read if it is not a call."""
         space = yield from reader.space()
         name = yield from reader.take_while(_NAME)
         if not name or (yield from reader.peek()) != "(" or not output.knows(name):
@@ -109,8 +109,8 @@ class PythonicFormat:
 
 
 def _expression(reader: TextReader) -> Steps[tuple[str, str]]:
-    """The text up to the "," or ")" that ends an argument, and that; "" at the end of the text. A bracket that closes
-    what was not opened ends the argument too, as ")"."""
+    """Return an argument's text and the "," or ")" after it, "" at the end of the text. An unmatched closing bracket
+    counts as ")"."""
     parts: list[str] = []
     depth = 0
     while True:
@@ -128,7 +128,7 @@ def _expression(reader: TextReader) -> Steps[tuple[str, str]]:
 
 
 def _string(reader: TextReader, quote: str, parts: list[str]) -> Steps[None]:
-    """The rest of a string whose opening quote is read."""
+    """Read a string after its opening quote."""
     closing = quote
     if (yield from reader.peek(2)) == 2 * quote:
         parts.append((yield from reader.take(2)))

@@ -1,8 +1,7 @@
-"""A text that arrives in pieces, read by straight-line code.
+"""Reader of text that arrives in pieces, for parsers in straight-line code.
 
-A parser is a generator that reads with `yield from reader....`; where the text does not reach yet, the generator pauses
-until more is pushed. Every primitive gives the same result whatever the pieces were, so what a parser says in all does
-not depend on them. Each character is looked at a bounded number of times.
+A parser is a generator that calls `yield from reader....`; it pauses until enough text is pushed. No result depends on
+how the text was cut. Each character is examined a bounded number of times.
 """
 
 from __future__ import annotations
@@ -13,16 +12,16 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
-"""Pauses at each yield until the reader has more text, or its end; returns T."""
+"""Generator that pauses at each yield until the reader has more text or its end; returns T."""
 Sink = Callable[[str], None]
 
 MAX_PEEK = 256
-"""Characters that `sees_in_turn` looks at."""
+"""Maximum of characters that `sees_in_turn` examines."""
 _SPACE = re.compile(r"\s*")
 
 
 class Markers:
-    """Texts to look for. Where one begins another, the longest that comes is found."""
+    """Texts to search for. The longest match wins."""
 
     __slots__ = ("_firsts", "_longer", "_longest", "search", "texts")
 
@@ -35,12 +34,12 @@ class Markers:
         self._longer = [b for b in texts if any(a != b and b.startswith(a) for a in texts)]
 
     def may_grow(self, text: str, start: int) -> bool:
-        """Whether text[start:] may become a longer marker than the one that it begins with."""
+        """True if text[start:] may continue to a longer marker."""
         rest = len(text) - start
         return any(len(each) > rest and text.startswith(each[:rest], start) for each in self._longer)
 
     def safe_end(self, text: str, start: int) -> int:
-        """Where text[start:], which holds no marker, may begin one with its last characters; else its end."""
+        """Index where the end of text[start:] may begin a marker, else len(text). The text must hold no marker."""
         for index in range(max(start, len(text) - self._longest + 1), len(text)):
             if text[index] in self._firsts and any(marker.startswith(text[index:]) for marker in self.texts):
                 return index
@@ -48,7 +47,7 @@ class Markers:
 
 
 class TextReader:
-    """The text so far, and how much of it is read."""
+    """Text so far, and the position in it."""
 
     __slots__ = ("_position", "_text", "is_ended")
 
@@ -65,8 +64,8 @@ class TextReader:
         self.is_ended = True
 
     def until(self, markers: Markers, sink: Sink, *, drops_part: bool = False) -> Steps[str | None]:
-        """Give `sink` the text up to the first marker, and read both. Returns the marker, None at the end of the text.
-        drops_part: a part of a marker at the end of the text is no text."""
+        """Pass the text up to the first marker to `sink`; read and return the marker, or None at the end. drops_part:
+        drop part of a marker at the end."""
         while True:
             found = markers.search(self._text, self._position)
             if found is not None:
@@ -84,7 +83,7 @@ class TextReader:
             yield
 
     def rest(self, sink: Sink) -> Steps[None]:
-        """Give `sink` all that comes."""
+        """Pass all remaining text to `sink`."""
         while True:
             self._give(len(self._text), sink)
             if self.is_ended:
@@ -92,13 +91,13 @@ class TextReader:
             yield
 
     def peek(self, count: int = 1) -> Steps[str]:
-        """The next `count` characters, fewer at the end of the text, unread."""
+        """Next `count` characters, unread; fewer at the end."""
         while len(self._text) - self._position < count and not self.is_ended:
             yield
         return self._text[self._position : self._position + count]
 
     def take(self, count: int = 1) -> Steps[str]:
-        """The next `count` characters, fewer at the end of the text."""
+        """Read the next `count` characters; fewer at the end."""
         found = yield from self.peek(count)
         self._position += len(found)
         return found
@@ -115,7 +114,7 @@ class TextReader:
             yield
 
     def sees(self, literal: str) -> Steps[bool]:
-        """Whether `literal` comes next, unread."""
+        """True if `literal` comes next; it stays unread."""
         while True:
             there = self._text[self._position : self._position + len(literal)]
             if there == literal or self.is_ended or not literal.startswith(there):
@@ -123,8 +122,7 @@ class TextReader:
             yield
 
     def sees_in_turn(self, *parts: Sequence[str]) -> Steps[bool]:
-        """Whether one text of each part comes next, in turn, with or without white space between them; all stay
-        unread."""
+        """True if one text of each part comes next, in order, with optional white space between; all stay unread."""
         count = 0
         while True:
             count += 1
@@ -134,11 +132,10 @@ class TextReader:
                 return found is True
 
     def space(self) -> Steps[str]:
-        """Read white space; return it."""
         return (yield from self.take_while(_SPACE))
 
     def take_while(self, pattern: re.Pattern[str]) -> Steps[str]:
-        """Read what `pattern`, a repeated class of characters, matches; return it."""
+        """Read and return the match of `pattern`, a repeated character class."""
         parts = []
         while True:
             found = pattern.match(self._text, self._position)
@@ -150,8 +147,7 @@ class TextReader:
             yield
 
     def scan(self, special: re.Pattern[str], sink: Sink) -> Steps[str]:
-        """Give `sink` the text up to the next character that `special` matches; return that one, unread, "" at the
-        end."""
+        """Pass the text up to a match of `special` to `sink`; return that character unread, "" at the end."""
         while True:
             found = special.search(self._text, self._position)
             if found is not None:
@@ -163,7 +159,7 @@ class TextReader:
             yield
 
     def unread(self, text: str) -> None:
-        """Take back what the last call read, before anything else is read."""
+        """Undo the last read of `text`."""
         assert self._text.endswith(text, 0, self._position)
         self._position -= len(text)
 
@@ -174,7 +170,7 @@ class TextReader:
 
 
 def _in_turn(text: str, parts: Sequence[Sequence[str]]) -> bool | None:
-    """Whether a text begins with these parts; None: it may when more of it comes."""
+    """True if the text begins with these parts; None if more text must decide."""
     for part in parts:
         text = text.lstrip()
         found = next((each for each in part if text.startswith(each)), None)
@@ -185,4 +181,4 @@ def _in_turn(text: str, parts: Sequence[Sequence[str]]) -> bool | None:
 
 
 def discard(text: str) -> None:
-    """A sink for what is between the markers of a format."""
+    """Sink that drops text between a format's markers."""

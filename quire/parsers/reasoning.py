@@ -1,4 +1,4 @@
-"""Reasoning that stands between two marks before the answer."""
+"""Reasoning between two markers before the answer."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from quire.parsers.output import Output
 from quire.parsers.reader import Markers, Steps, TextReader
 
 Program = Callable[[TextReader, Output], Steps[None]]
-"""Reads an output from behind its reasoning to its end; inside reasoning, one call and those right behind it."""
+"""Reader of the answer after the reasoning; inside reasoning, of one call and those right after it."""
 
 
 class Thought(Enum):
-    """Where the prompt leaves the model: inside reasoning, behind it, or free to begin with it."""
+    """State at the end of the prompt: inside reasoning, after it, or free to begin it."""
 
     OPEN = "open"
     CLOSED = "closed"
@@ -24,25 +24,24 @@ class Thought(Enum):
 
 @dataclass(frozen=True)
 class Break:
-    """A mark that begins a call inside thoughts, if one text of each of `follows` stands behind it, in turn, and then
-    the name of a known tool as `named` (a format) writes it; "": whatever comes. A model may speak of the mark in its
-    thoughts."""
+    """Marker that begins a call inside reasoning if one text of each of `follows` comes after it, in order, then a
+    known tool's name in the format `named` (empty: no name). Reasoning may mention the marker."""
 
     mark: str
     follows: tuple[tuple[str, ...], ...] = ()
     named: str = ""
 
     def parts(self, tools: Iterable[str]) -> list[tuple[str, ...]]:
-        """As `TextReader.sees_in_turn` takes them."""
+        """Arguments of `TextReader.sees_in_turn`."""
         names = [tuple(self.named.format(tool) for tool in tools)] if self.named else []
         return [(self.mark,), *self.follows, *names]
 
 
 @dataclass(frozen=True)
 class ThinkFormat:
-    """starts, ends: any of them. is_open: an output reasons from its first word even if the prompt does not say so.
-    around: marks before and behind the answer, which are no part of it. stays: the thoughts stay in the content, behind
-    the mark of their start."""
+    """starts, ends: alternative markers. is_open: the output begins inside reasoning even if the prompt does not say
+    so. around: markers around the answer, which are omitted. stays: reasoning stays in the content, after its start
+    marker."""
 
     starts: tuple[str, ...] = ("<think>",)
     ends: tuple[str, ...] = ("</think>",)
@@ -55,9 +54,9 @@ class ThinkFormat:
         return self.starts + self.ends + self.around
 
     def thought_after(self, prompt: str, *, continues: bool = False, is_held: bool = False) -> Thought:
-        """Where the end of a prompt leaves the model. continues: the prompt ends in the midst of an answer, which may
-        stand anywhere behind its mark; else the mark is the last thing of the prompt. is_held: a constraint allows no
-        thoughts but behind a mark, in the prompt or the output."""
+        """Find the state at the end of a prompt. continues: the prompt ends inside an answer, anywhere after the
+        marker; otherwise only a marker at its end counts. is_held: a constraint allows reasoning only after a
+        marker."""
         if continues:
             start, end = (max(map(prompt.rfind, marks)) for marks in (self.starts, self.ends))
             if start != end:
@@ -72,7 +71,7 @@ class ThinkFormat:
     def parse(
         self, reader: TextReader, output: Output, thought: Thought, breaks: Sequence[Break], calls: Program
     ) -> Steps[None]:
-        """Reads up to the end of the reasoning. calls: reads a call inside it, where one of `breaks` comes."""
+        """Read up to the end of the reasoning. calls: reads a call inside it at one of `breaks`."""
         if self.stays and thought is Thought.OPEN:
             output.content(self.starts[0])
         if self.stays or thought is Thought.CLOSED:
@@ -103,9 +102,9 @@ class ThinkFormat:
 
 
 class ReasoningCounter:
-    """Counts the tokens between the marks of reasoning, which are given as token ids.
+    """Counter of the tokens between reasoning markers, given as token ids.
 
-    is_open: the sequence begins inside reasoning. A mark of the start right there is no part of it.
+    is_open: the sequence begins inside reasoning; a start marker right there does not count.
     """
 
     def __init__(self, starts: Sequence[Sequence[int]], ends: Sequence[Sequence[int]], *, is_open: bool) -> None:
@@ -121,7 +120,7 @@ class ReasoningCounter:
         return self._num_closed + self._num_inside
 
     def count(self, token_ids: Iterable[int]) -> None:
-        """Take the tokens that follow."""
+        """Count further tokens."""
         for token_id in token_ids:
             self._tail.append(token_id)
             if (length := self._ending(self._starts)) and (not self._is_open or self._num_inside + 1 == length):
@@ -133,7 +132,7 @@ class ReasoningCounter:
                     self._is_open, self._num_inside = False, 0
 
     def _ending(self, marks: list[list[int]]) -> int:
-        """Length of the mark that ends with the last token, 0: none does."""
+        """Length of the marker that ends at the last token, or 0."""
         last = self._tail[-1]
         for mark in marks:
             if mark[-1] == last and list(self._tail)[-len(mark) :] == mark:

@@ -1,4 +1,4 @@
-"""The parsers by vLLM's names, and which of them a chat template speaks of."""
+"""Parsers by vLLM's names, and their detection from chat templates."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ from quire.parsers.reasoning import Break, ThinkFormat
 from quire.parsers.xml_calls import PairFormat, TagFormat
 
 NONE = "none"
-"""Name of no parser: the text stays as it is."""
+"""Name of no parser: text stays unchanged."""
 AUTO = "auto"
-"""Name of the parser that the model's chat templates show."""
+"""Name that asks for detection from the chat templates."""
 
 HARMONY, HARMONY_CALLS = "openai_gptoss", "openai"
-"""Names of the two parsers of GPT-OSS."""
+"""Names of GPT-OSS's reasoning and tool parser."""
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a family of models writes calls.
+    """Format of a model family's calls.
 
-    markers: texts of the format, which may be special tokens.
-    breaks: what ends reasoning that the model left open.
-    held: the constraint of an answer that may call tools with these schemas, several or one at most
-    (quire/parsers/call_forms.py); None: calls need no mark, or their arguments are not JSON. channels: the same in a
-    format with channels, where all but calls is the given answer; None: there is none. preamble: what stands before an
-    answer in such a format. around: marks around content, which are no part of it.
+    markers: texts that may be special tokens.
+    breaks: beginnings of calls inside open reasoning.
+    held: returns the constraint of an answer with optional calls (quire/parsers/call_forms.py); None: calls need no
+        marker, or their arguments are not JSON.
+    channels: the same for a format with channels, with the given answer.
+    preamble: start of an answer in such a format.
+    around: markers around content, which are omitted.
     """
 
     parse: Callable[[TextReader, Output], Steps[None]]
@@ -48,7 +49,7 @@ class ToolFormat:
     around: tuple[str, ...] = ()
 
     def calls_or(self, schemas: Schemas, parallel: bool, answer: Form) -> Form:
-        """The constraint of an answer that is calls, or of the form `answer`. Only for formats with `held`."""
+        """Constraint to calls or to `answer`. Requires `held`."""
         assert self.held is not None
         if self.channels is not None:
             return self.channels(schemas, answer)
@@ -74,7 +75,7 @@ def _dsml(section: str) -> ToolFormat:
 
 
 def _cohere(begin: str, end: str) -> ToolFormat:
-    """begin, end: marks around an answer."""
+    """begin, end: markers around an answer."""
     form = JsonFormat(
         ("<|START_ACTION|>",),
         ("<|END_ACTION|>",),
@@ -200,7 +201,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
 _THINK = ThinkFormat()
 _THINK_OPEN = ThinkFormat(is_open=True)
 HARMONY_REASONING = ThinkFormat(("<|channel|>analysis<|message|>",), ("<|end|>",))
-"""Marks of GPT-OSS's reasoning, for what counts tokens; its text is split by `parse_harmony`."""
+"""Reasoning markers of GPT-OSS, for counting tokens; `parse_harmony` splits the text."""
 
 
 def _cohere_thoughts(begin: str, end: str) -> ThinkFormat:
@@ -273,7 +274,7 @@ _TOOL_SIGNS: tuple[tuple[str, str | None], ...] = (
     ("<|tool_call|>", "granite"),
     ("<tool_call>", "hermes"),
 )
-"""(text in a chat template, the parser of the models that have it or None), the most certain first."""
+"""(text in a chat template, parser or None), most certain first."""
 _REASONING_SIGNS: tuple[tuple[str, str], ...] = (
     ("[THINK]", "mistral"),
     ("<|channel>", "gemma4"),
@@ -289,11 +290,11 @@ _REASONING_SIGNS: tuple[tuple[str, str], ...] = (
 )
 
 _THINKING = ("think>", "[THINK]", "thought process:", "<|channel>", "<|START_THINKING|>")
-"""Texts of which templates have one where the model reasons."""
+"""Texts of which one is in each template of a reasoning model."""
 
 
 def detect_tool_parser(templates: Iterable[str]) -> str | None:
-    """Name of the parser for models with these chat templates; None: they show no way to write calls."""
+    """Tool parser for these chat templates; None if they show no known format."""
     source = "\n".join(templates)
     if _is_harmony(source):
         return HARMONY_CALLS
@@ -301,7 +302,7 @@ def detect_tool_parser(templates: Iterable[str]) -> str | None:
 
 
 def detect_reasoning_parser(templates: Iterable[str]) -> str | None:
-    """Name of the reasoning parser for models with these chat templates; None: they show no reasoning."""
+    """Reasoning parser for these chat templates; None if they show none."""
     source = "\n".join(templates)
     if _is_harmony(source):
         return HARMONY

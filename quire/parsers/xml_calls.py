@@ -1,7 +1,6 @@
-"""Tool calls that models write as tags: Qwen3-Coder, MiniMax-M2, Seed-OSS, DeepSeek-V3.2 (DSML), GLM-4.5 to 4.7.
+"""Tool calls as tags: Qwen3-Coder, MiniMax-M2, Seed-OSS, DeepSeek-V3.2 (DSML), GLM-4.5 to 4.7.
 
-A parameter that the tool's schema calls a string is passed on as it comes. Any other waits for its end and becomes
-JSON of a type that the schema allows.
+String parameters stream. Others wait for their end and become JSON of a type that the schema allows.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _HEADER = re.compile(r"""\s*(?:"([^"]*)"|'([^']*)'|([^\s"']*))(?:\s+string\s*=\s
 
 
 class _Arguments:
-    """The object that a call's parameters make, piece by piece."""
+    """Argument object of a call, written piece by piece."""
 
     def __init__(self, output: Output, name: str) -> None:
         self._output = output
@@ -44,11 +43,11 @@ class _Arguments:
         self._separator = ", "
 
     def lacks(self, name: str) -> bool:
-        """Whether the tool says which parameters it has, and has none of this name."""
+        """True if the tool declares parameters, but not this one."""
         return bool(parameter_names(self._schema)) and self.schema(name) is None
 
     def unwrap(self, name: str, text: str) -> None:
-        """The members of the object `text` as arguments; one argument `name` where it is no object."""
+        """Write the members of the object `text` as arguments; otherwise one argument `name`."""
         members = object_members(text)
         for key, member in ({name: coerced(text, None)} if members is None else members).items():
             self.key(key)
@@ -59,7 +58,7 @@ class _Arguments:
 
 
 class _StringValue:
-    """A string's text as JSON, while it comes. trims: one line feed at either end belongs to the tags."""
+    """String streamed as JSON. trims: a line feed at either end belongs to the tags."""
 
     def __init__(self, output: Output, *, trims: bool) -> None:
         self._output = output
@@ -88,8 +87,8 @@ class _StringValue:
 
 @dataclass(frozen=True)
 class TagFormat:
-    """`<call=NAME>` or `<call name="NAME">` around `<parameter=KEY>VALUE</parameter>`, in a section or bare. section,
-    section_end: "": the format has none."""
+    """`<call=NAME>` or `<call name="NAME">` around `<parameter=KEY>VALUE</parameter>`, bare or in a section (empty: the
+    format has none)."""
 
     section: str
     section_end: str
@@ -98,13 +97,13 @@ class TagFormat:
     parameter: str
     parameter_end: str
     is_bare: bool = False
-    """A call may stand outside a section."""
+    """Calls may stand outside a section."""
     trims: bool = False
     """Values stand on lines of their own."""
     wrappers: frozenset[str] = frozenset()
-    """Names of a parameter that models put all arguments into, as an object, where the tool has no such parameter."""
+    """Undeclared parameter names into which models put all arguments as one object."""
     quotes: tuple[str, str] | None = None
-    """Marks that may stand around a value."""
+    """Optional marks around a value."""
 
     @property
     def breaks(self) -> tuple[Break, ...]:
@@ -136,7 +135,7 @@ class TagFormat:
                 reader.unread(mark)
 
     def _enter(self, reader: TextReader, output: Output) -> Steps[str | None]:
-        """Behind the section's beginning: its first call's, or what stands there instead, as content."""
+        """Enter a section: returns its first call's mark; if missing, the section's start becomes content."""
         space = yield from reader.space()
         if (yield from reader.take_if(self.call)):
             return self.call
@@ -173,8 +172,8 @@ class TagFormat:
                 return
 
     def _header(self, reader: TextReader, output: Output, parts: list[str]) -> Steps[tuple[str, str | None] | None]:
-        """(name, whether it is a string, if that is said) of a tag up to its ">", which is added to `parts`; None where
-        the text, or the thoughts that it stands in, end before."""
+        """Return (name, the tag's `string` attribute, if any) of a tag up to ">", which is added to `parts`; None if
+        the text or its reasoning ends first."""
         num_before = len(parts)
         mark = yield from reader.until(Markers(">", *output.ends), parts.append)
         if mark != ">":
@@ -185,8 +184,8 @@ class TagFormat:
         return (found[1] or found[2] or found[3] or "").strip(), found[4]
 
     def _parameter(self, reader: TextReader, output: Output, arguments: _Arguments) -> Steps[str | None]:
-        """Returns the tag that ended the value (the next parameter's, where its own is missing), None at the end of the
-        text."""
+        """Read a parameter. Returns the tag that ended the value (the next parameter's if its own is missing), or None
+        at the end."""
         header = yield from self._header(reader, output, [])
         if header is None:
             return None
@@ -217,15 +216,14 @@ class TagFormat:
         return (yield from self._end(reader, mark))
 
     def _end(self, reader: TextReader, mark: str | None) -> Steps[str | None]:
-        """The tag that ends a value, behind the mark that does."""
+        """Return the tag that ends a value, after its quote."""
         if self.quotes is None or mark != self.quotes[1]:
             return mark
         return (yield from reader.until(Markers(self.parameter_end, self.parameter, self.call_end), discard))
 
 
 def _comes_as_text(is_string: str | None, schema: Any) -> bool:
-    """Whether a value is a string from its first character. is_string: what its tag says, if it does; the schema counts
-    more."""
+    """True if a value is a string from its first character. is_string: the tag's attribute; the schema wins."""
     if is_string == "true":
         types = types_of(schema)
         return not types or "string" in types
@@ -234,7 +232,7 @@ def _comes_as_text(is_string: str | None, schema: Any) -> bool:
 
 @dataclass(frozen=True)
 class PairFormat:
-    """GLM: the name, then `<arg_key>KEY</arg_key>` and `<arg_value>VALUE</arg_value>` in turn."""
+    """GLM: the name, then pairs of `<arg_key>KEY</arg_key>` and `<arg_value>VALUE</arg_value>`."""
 
     start: str = "<tool_call>"
     end: str = "</tool_call>"

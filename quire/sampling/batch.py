@@ -8,17 +8,16 @@ import numpy as np
 import torch
 
 Array = TypeVar("Array", np.ndarray, torch.Tensor)
-"""What kernels work on: NumPy arrays on the host, tensors on a device."""
+"""Type of the kernels' arrays: NumPy on the host, tensors on a device."""
 
 
 class SampleBatch(NamedTuple, Generic[Array]):
     """R sampled rows, in result order.
 
-    rows_host: [R] int64, the row (request slot) of each result, on the host. Where the kernels compute, integers: rows:
-    [R], the same; lengths: [R], tokens of the sequence so far, the prompt included (= position of the token being
-    chosen); num_prompt_tokens: [R]; token_table: [num_rows, capacity] int32, of which the first `lengths` of a row are
-    valid.
-    The sampler writes the chosen token behind them.
+    rows_host: [R] int64, row (request slot) of each result, on the host. The rest is integers where the kernels
+    compute. rows: [R], equal to rows_host. lengths: [R], tokens of the sequence, prompt included (= position of the
+    token being chosen). num_prompt_tokens: [R]. token_table: [num_rows, capacity] int32, with `lengths` valid tokens in
+    each row; the sampler writes the chosen token after them.
     """
 
     rows_host: np.ndarray
@@ -29,13 +28,13 @@ class SampleBatch(NamedTuple, Generic[Array]):
 
     @property
     def num_generated(self) -> Array:
-        """[R]: tokens generated so far = index of the generated token that is being chosen."""
+        """[R]: tokens generated so far = index of the generated token being chosen."""
         return self.lengths - self.num_prompt_tokens
 
 
 class TokenMasks(NamedTuple):
-    """The allowed tokens of M rows of a batch, on the host. indices: [M] int64, in the batch. words: [M,
-    ceil(vocab_size / 32)] uint32, token t at bit t % 32 of word t // 32."""
+    """Allowed tokens of M rows of a batch, on the host. indices: [M] int64, in the batch. words: [M, ceil(vocab_size /
+    32)] uint32, token t at bit t % 32 of word t // 32."""
 
     indices: np.ndarray
     words: np.ndarray

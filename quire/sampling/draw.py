@@ -1,9 +1,8 @@
-"""One token per row from one uniform number per row, by the inverse of the cumulative distribution.
+"""One token per row from one uniform number per row, by the inverse cumulative distribution.
 
-The numbers come without a generator's state: one per (seed, index), whatever else runs.
-
-Bitwise the same whatever the batch: NumPy's element-wise functions give an element the same result wherever it
-stands, and every sum runs inside one row, over blocks of a fixed size in a fixed order.
+Numbers depend only on (seed, index); there is no generator state. Rows are bitwise independent of the batch: NumPy's
+element-wise functions do not depend on an element's place, and sums run inside one row, over blocks of a fixed size in
+a fixed order.
 """
 
 from __future__ import annotations
@@ -11,19 +10,19 @@ from __future__ import annotations
 import numpy as np
 
 BLOCK = 64
-"""Weights are summed by blocks of this size (pairwise, float32), blocks one after the other (float64)."""
+"""Block of weights: summed pairwise in float32, blocks one after the other in float64."""
 MIN_TEMPERATURE = np.float32(1e-30)
-"""Lower temperatures act as this one: the largest score alone is possible, ties are equally likely."""
+"""Lowest temperature that differs: below it only the largest score is possible, and ties are equally likely."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 def compute_weights(scores: np.ndarray, temperature: np.ndarray) -> np.ndarray:
-    """exp((score - largest) / temperature), so that the largest is 1.
+    """exp((score - largest) / temperature), so the largest weight is 1.
 
-    scores: [R, vocab_size] float32; temperature: [R] float32 > 0. Returns [R, n] float32, n the next multiple of
-    BLOCK, the surplus being 0. A row with NaN or infinite scores gives NaN.
+    scores: [R, vocab_size] float32; temperature: [R] float32 > 0. Returns [R, n] float32, n the next multiple of BLOCK,
+    the surplus 0. A row with NaN or infinite scores gives NaN.
     """
     num_rows, vocab_size = scores.shape
     weights = np.empty((num_rows, -(-vocab_size // BLOCK) * BLOCK), np.float32)
@@ -36,14 +35,14 @@ def compute_weights(scores: np.ndarray, temperature: np.ndarray) -> np.ndarray:
 
 
 def cumulative_blocks(weights: np.ndarray) -> np.ndarray:
-    """[R, num_blocks] float64: the weight of all blocks up to and including each. weights: as compute_weights'."""
+    """[R, num_blocks] float64: weight of all blocks up to and including each. weights: see compute_weights."""
     return np.cumsum(_in_blocks(weights).sum(axis=2), axis=1, dtype=np.float64)
 
 
 def draw(weights: np.ndarray, cumulative: np.ndarray, uniforms: np.ndarray) -> np.ndarray:
     """Choose token i with probability weights[:, i] / sum; never one of weight 0.
 
-    cumulative: of `cumulative_blocks`; uniforms: [R] float64 in (0, 1). Returns [R] int64.
+    cumulative: result of `cumulative_blocks`; uniforms: [R] float64 in (0, 1). Returns [R] int64.
     """
     rows = np.arange(len(weights))
     targets = uniforms * cumulative[:, -1]
@@ -60,10 +59,8 @@ def _in_blocks(weights: np.ndarray) -> np.ndarray:
 
 
 def _first_above(cumulative: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Index of the first entry of each row that exceeds its target, but at most the one that reaches the total.
-
-    The limit catches targets that rounding has pushed to the total: the entry that reaches it has weight.
-    """
+    """Index of each row's first entry above its target, at most the one that reaches the total: rounding may push a
+    target to the total, and that entry has weight."""
     above = (cumulative <= targets[:, None]).sum(axis=1)
     last = (cumulative < cumulative[:, -1:]).sum(axis=1)
     return np.minimum(above, last)
@@ -72,8 +69,8 @@ def _first_above(cumulative: np.ndarray, targets: np.ndarray) -> np.ndarray:
 def uniform(seeds: np.ndarray, indices: np.ndarray) -> np.ndarray:
     """Number `indices[i]` of the stream `seeds[i]`, strictly between 0 and 1.
 
-    seeds: [R] uint64; indices: [R] int64. Returns [R] float64, multiples of 2**-53 with 52 random bits.
-    The stream of a seed is SplitMix64 started at a scrambled seed, so that neighbouring seeds are unrelated.
+    seeds: [R] uint64; indices: [R] int64. Returns [R] float64, multiples of 2**-53 with 52 random bits. A stream is
+    SplitMix64 from a scrambled seed, so neighbouring seeds are unrelated.
     """
     state = _mix(seeds + _GOLDEN) + (indices.astype(np.uint64) + np.uint64(1)) * _GOLDEN
     bits = _mix(state) >> np.uint64(12)

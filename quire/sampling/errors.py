@@ -8,7 +8,7 @@ from quire.errors import QuireError
 
 
 class NonFiniteLogitsError(QuireError):
-    """The model computed NaN or infinite logits. `indices`: of the rows of the logits."""
+    """The model computed NaN or infinite logits. indices: rows of the logits."""
 
     def __init__(self, indices: Sequence[int]) -> None:
         super().__init__(f"the model computed NaN or infinite logits (rows {', '.join(map(str, indices))})")

@@ -1,7 +1,7 @@
 """top-k, top-p and min-p as one lowest kept weight per row.
 
-A filter keeps the tokens whose weight is at least some value, so equal weights are kept or removed together (at the
-edge more than k tokens may stay), and the result depends on the row's values alone, never on how they were sorted.
+Equal weights are kept or removed together (so more than k tokens may stay), and the result does not depend on their
+order.
 """
 
 from __future__ import annotations
@@ -9,25 +9,24 @@ from __future__ import annotations
 import numpy as np
 
 FIRST_LOOK = 1024
-"""Rows with top-p but no top-k are first tried on this many of their largest weights."""
+"""Number of largest weights that rows with top-p but no top-k try first."""
 
 
 def apply_filters(
     weights: np.ndarray, totals: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray
 ) -> None:
-    """Set the weights of the tokens that are filtered out to zero, in place. The arguments are those of
-    `lowest_kept`."""
+    """Set the weights of filtered tokens to zero, in place. Arguments: see `lowest_kept`."""
     weights[weights < lowest_kept(weights, totals, top_k, top_p, min_p)[:, None]] = 0
 
 
 def lowest_kept(
     weights: np.ndarray, totals: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray
 ) -> np.ndarray:
-    """[R], the lowest weight that each row keeps.
+    """[R], lowest weight that each row keeps.
 
-    weights: [R, vocab_size] float32, not negative, the largest of a row is 1; totals: [R] float64, their sums.
-    top_k: [R] int64, 0 or less is off. top_p: [R] float64, 1 is off; a share of what top-k leaves.
-    min_p: [R] float32, 0 is off; relative to the largest weight. No filter removes the largest weight.
+    weights: [R, vocab_size] float32, not negative, each row's largest is 1; totals: [R] float64, their sums. top_k: [R]
+    int64, 0 or less is off. top_p: [R] float64, 1 is off; a share of what top-k leaves. min_p: [R] float32, 0 is off;
+    relative to the largest weight. No filter removes the largest weight.
     """
     lowest = min_p.astype(weights.dtype)
     ranked = np.flatnonzero((top_k > 0) | (top_p < 1))
@@ -38,7 +37,7 @@ def lowest_kept(
 
 
 def _lowest_ranked(weights: np.ndarray, totals: np.ndarray, top_k: np.ndarray, top_p: np.ndarray) -> np.ndarray:
-    """The smallest weight of each row that top-k and then top-p keep. Returns [R]."""
+    """[R], smallest weight of each row that top-k and then top-p keep."""
     vocab_size = weights.shape[1]
     has_top_k = top_k > 0
     width = int(np.where(has_top_k, top_k, FIRST_LOOK).max())
@@ -53,7 +52,7 @@ def _lowest_ranked(weights: np.ndarray, totals: np.ndarray, top_k: np.ndarray, t
 def _lowest_of_largest(
     weights: np.ndarray, width: int, totals: np.ndarray, limits: np.ndarray, top_p: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """As `_lowest_ranked`, from the `width` largest weights; also whether they sufficed ([R] bool)."""
+    """(`_lowest_ranked` from the `width` largest weights, [R] bool: True if they suffice)."""
     vocab_size = weights.shape[1]
     largest = np.partition(weights, vocab_size - width, axis=1)[:, vocab_size - width :]
     largest.sort(axis=1)
@@ -62,7 +61,7 @@ def _lowest_of_largest(
     rows = np.arange(len(weights))
     last = np.minimum(limits, width) - 1
     mass = np.where(limits < vocab_size, cumulative[rows, last], totals)
-    # The token that reaches the share is kept: as many as stay below it, and one more.
+    # The token that reaches the share is kept: those that stay below it, and one more.
     num_below = (cumulative < (top_p * mass)[:, None]).sum(axis=1)
     last_kept = np.where(top_p < 1, np.minimum(num_below, last), last)
     enough = (limits <= width) | (num_below < width)

@@ -1,4 +1,4 @@
-"""What a platform does for the sampler: one method for each of its passes."""
+"""A platform's part of the sampler: one method for each pass."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ from quire.sampling.results import Best, Deferred, Ranking
 
 
 class SamplingKernels(Protocol[Array]):
-    """Bound to the `SamplingRows` of one worker. Row i of every result depends on row i of the arguments alone, bit by
-    bit. Nothing waits for a device. scores: [R, vocab_size], edited in place.
-    """
+    """Kernels bound to the `SamplingRows` of one worker. Row i of every result depends bitwise on row i of the
+    arguments only. No method waits for a device. scores: [R, vocab_size], edited in place."""
 
     def set_aside(self, logits: torch.Tensor, used: int, asked: Asked | None) -> tuple[Array, Array]:
-        """The scores that later passes may overwrite, and the logits that `rank` reads.
+        """(scores that later passes may overwrite, logits that `rank` reads).
 
-        logits: [R, vocab_size], which may be overwritten; on the host in float32. used: the union of `Feature` over the
-        batch. asked: the rows that ask for log-probabilities.
+        logits: [R, vocab_size], may be overwritten; float32 on the host. used: union of `Feature` over the batch.
+        asked: rows that ask for log-probabilities.
         """
         ...
 
     def normalize(self, scores: Array, batch: SampleBatch[Array], beams: Asked) -> None:
-        """Turn the scores of beams into log-probabilities. The rules act on these, as in Transformers, so that they do
-        not raise what they leave alone."""
+        """Turn beams' scores into log-probabilities. Rules act on these, as in Transformers, so that they do not raise
+        other tokens."""
         ...
 
     def add_logit_bias(self, scores: Array, batch: SampleBatch[Array]) -> None:
@@ -47,60 +46,57 @@ class SamplingKernels(Protocol[Array]):
         ...
 
     def keep_allowed(self, scores: Array, batch: SampleBatch[Array]) -> None:
-        """In rows that have a list of allowed tokens, make every other token impossible."""
+        """Make all other tokens impossible in rows with a list of allowed tokens."""
         ...
 
     def keep_masked(self, scores: Array, masks: TokenMasks) -> None:
-        """In rows that have a mask, make every token impossible that it does not allow."""
+        """Make all other tokens impossible in rows with a mask."""
         ...
 
     def choose(self, scores: Array, batch: SampleBatch[Array], used: int) -> Deferred[list[int]]:
-        """[R], a token for each row: the best one of greedy rows (of several equal ones the lowest), a drawn one of
-        others; -1 for rows with NaN or plus infinity, or without any finite score.
-
-        Writes it (0 for -1) to the token table. May overwrite the scores of rows that draw.
-        """
+        """[R], each row's token: the best in greedy rows (the lowest of equal ones), a drawn one in others; -1 for rows
+        with NaN or plus infinity, or without any finite score. Writes it (0 for -1) to the token table. May overwrite
+        the scores of rows that draw."""
         ...
 
     def chosen(self, token_ids: Deferred[list[int]]) -> Array:
-        """[R]: what `choose` returned, where the kernels compute, with 0 for -1."""
+        """[R]: result of `choose` where the kernels compute, with 0 for -1."""
         ...
 
     def keep_edited(self, scores: Array, asked: Asked) -> Array:
-        """The scores that `process` reads, as they are before `choose`."""
+        """The scores before `choose`, for `process`."""
         ...
 
     def process(self, scores: Array, token_ids: Array, batch: SampleBatch[Array], asked: Asked) -> Array:
-        """The logits of the distribution that the rows that ask were drawn from: by temperature, and minus infinity for
-        tokens that filters and rules leave no probability. scores: of `keep_edited`, overwritten. token_ids: [R], which
-        stay possible. Returns what `rank` takes."""
+        """Logits, for `rank`, of the distribution that the asking rows were drawn from: divided by temperature, minus
+        infinity for tokens without probability. scores: result of `keep_edited`, overwritten. token_ids: [R], which
+        stay possible."""
         ...
 
     def rank(
         self, logits: Array, token_ids: Array, batch: SampleBatch[Array], asked: Asked, *, normalized: bool
     ) -> Deferred[Ranking]:
-        """Log-probability and rank of the chosen token, and the best tokens, of the rows that ask. logits: of
-        `set_aside` or of `process`. token_ids: [R]. normalized: False for logits in place of log-probabilities."""
+        """Log-probability and rank of the chosen token, and the best tokens, of the asking rows. logits: from
+        `set_aside` or `process`. token_ids: [R]. normalized: False for logits in place of log-probabilities."""
         ...
 
     def compare_listed(
         self, logits: Array, token_ids: Array, listed: Listed, asked: Asked, *, normalized: bool
     ) -> Deferred[np.ndarray]:
-        """[P] float32: by how much the logit of each listed token is above that of its row's chosen one, or where it is
-        not to be normalized the logit itself. The arguments are those of `rank`."""
+        """[P] float32: difference of each listed token's logit to its row's chosen one, or the logit itself if not
+        normalized. Arguments: see `rank`."""
         ...
 
     def rank_beams(self, scores: Array, batch: SampleBatch[Array], beams: Asked) -> Deferred[Best]:
-        """The tokens of the best scores of each beam, of several equal ones the lowest first: as many as the most that
-        a beam asks for, or the whole vocabulary. Of a beam without sound scores nothing is valid."""
+        """The best tokens of each beam, the lowest first among equal scores: the most that a beam asks for, or the
+        whole vocabulary. Not valid for a beam without sound scores."""
         ...
 
     def rank_tokens(
         self, logits: torch.Tensor, token_ids: Array, num_top: int, *, normalized: bool
     ) -> Deferred[Ranking]:
-        """Log-probability and rank of one given token for each row, and the `num_top` (at most MAX_LOGPROBS) best ones.
+        """Log-probability and rank of one given token per row, and the `num_top` (at most MAX_LOGPROBS) best ones.
 
-        logits: [N, vocab_size], the elements of a row side by side. token_ids: [N] int64, int32 on a device.
-        normalized: as for `rank`.
+        logits: [N, vocab_size], contiguous rows. token_ids: [N] int64, int32 on a device. normalized: see `rank`.
         """
         ...

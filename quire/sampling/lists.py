@@ -1,9 +1,8 @@
-"""Per-row lists of tokens: logit bias, stop tokens, banned sequences, allowed tokens.
+"""Lists of tokens for each row: logit bias, stop tokens, banned sequences, allowed tokens.
 
-All lists lie in one array of 32-bit words, which the kernels of every platform read. It begins with a header of
-`HEADER_WORDS` words for each row: of each kind of list, where its entries start and how many there are. Entries follow:
-bias (token, bits of the float32), stop and allowed tokens (token), banned sequences (last token, length of the prefix,
-where the prefix starts).
+All lists lie in one array of 32-bit words, which every platform's kernels read. A header has `HEADER_WORDS` words per
+row: start and number of entries for each kind of list. Entries follow: bias (token, bits of the float32), stop and
+allowed tokens (token), banned sequences (last token, length of the prefix, start of the prefix).
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ ENTRY_WORDS = (2, 1, 3, 1)
 
 
 class Entries(NamedTuple):
-    """N entries. where: [N] int64, where each one's row is in the selected rows. tokens: [N] int32. words: int32, what
-    goes with the token: [N, 1], the bits of its bias, or [N, length of the prefix]."""
+    """N entries. where: [N] int64, index of each one's row among the selected rows. tokens: [N] int32. words: int32,
+    [N, 1] bits of the bias, or [N, length of the prefix]."""
 
     where: np.ndarray
     tokens: np.ndarray
@@ -30,8 +29,8 @@ class Entries(NamedTuple):
 
 
 class RowLists:
-    """The lists of `num_rows` rows. Most rows own none. The sequences of one request have the same list objects, which
-    are converted once and lie among the words once."""
+    """Lists of `num_rows` rows, of which most have none. Sequences of one request share list objects, which are
+    converted and stored once."""
 
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
@@ -39,10 +38,10 @@ class RowLists:
         self._kinds = [SharedLists(convert) for convert in converters]
         self._words: np.ndarray | None = None
         self._selected: dict[int, tuple[np.ndarray, list[Entries]]] = {}
-        """Of each kind the last selection, after its rows: most steps have the rows of the step before."""
+        """Kind -> (rows, their last selection): most steps have the rows of the step before."""
 
     def set(self, row: int, sampling: SequenceSampling) -> None:
-        """Give `row` the lists of a sequence, in place of what it had."""
+        """Replace the lists of `row` by a sequence's."""
         params = sampling.params
         sources: tuple[Collection[Any], ...] = (
             params.logit_bias or {},
@@ -60,20 +59,20 @@ class RowLists:
                 self._change()
 
     def words(self) -> np.ndarray:
-        """[N] int32. A new array when lists have changed, so that a step that still reads the last one may go on."""
+        """[N] int32. Changed lists make a new array, so a running step may still read the last one."""
         if self._words is None:
             self._words = self._flatten()
         return self._words
 
     def spans(self, kind: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where among the words each row's list of a kind starts, and its number of entries. rows, results: [R]."""
+        """(start, number of entries) of each row's list of a kind. rows, results: [R]."""
         header = self.words()[: self._num_rows * HEADER_WORDS].reshape(self._num_rows, HEADER_WORDS)
         spans = header[rows, 2 * kind : 2 * kind + 2].astype(np.int64)
         return spans[:, 0], spans[:, 1]
 
     def select(self, kind: int, rows: np.ndarray) -> list[Entries]:
-        """The entries of a kind that `rows` ([R] int64) have, in groups of one length of prefix; one group for a kind
-        without prefixes."""
+        """Entries of a kind in `rows` ([R] int64), grouped by length of prefix; one group for a kind without
+        prefixes."""
         rows_before, selected = self._selected.get(kind, (None, []))
         if rows_before is None or not np.array_equal(rows_before, rows):
             selected = self._select(kind, rows)
@@ -84,7 +83,7 @@ class RowLists:
         words = self.words()
         starts, counts = self.spans(kind, rows)
         index = np.repeat(np.arange(len(rows)), counts)
-        # Entry n of all is entry n - (entries of the rows before) of its row.
+        # Entry n of all is entry n - (number of earlier rows' entries) of its row.
         starts -= (np.cumsum(counts) - counts) * ENTRY_WORDS[kind]
         entries = np.arange(len(index)) * ENTRY_WORDS[kind] + starts[index]
         tokens = words[entries]
@@ -116,17 +115,17 @@ class RowLists:
 
 
 class SharedLists:
-    """The converted lists of one kind. Rows with the same list object share one conversion, which is dropped with the
-    last of them."""
+    """Converted lists of one kind. Rows with the same list object share one conversion, dropped with the last of
+    them."""
 
     def __init__(self, convert: Callable[[Any], np.ndarray]) -> None:
         self._convert = convert
         self._key_of_row: dict[int, int] = {}
         self._entries: dict[int, tuple[object, np.ndarray, set[int]]] = {}
-        """By the identity of the list, which is kept, so that no other list gets it."""
+        """Identity of a list -> (the list, so that its identity stays unique; its words; its rows)."""
 
     def set(self, row: int, source: Collection[Any]) -> bool:
-        """Give `row` this list, in place of what it had; an empty one clears it. Returns whether that is a change."""
+        """Replace the list of `row`; an empty one clears it. Returns True if that is a change."""
         had_one = self.clear(row)
         if not source:
             return had_one
@@ -138,7 +137,7 @@ class SharedLists:
         return True
 
     def clear(self, row: int) -> bool:
-        """Take the list of `row` away; returns whether it had one."""
+        """Remove the list of `row`. Returns False if it had none."""
         key = self._key_of_row.pop(row, None)
         if key is None:
             return False
@@ -149,7 +148,7 @@ class SharedLists:
         return True
 
     def __iter__(self) -> Iterator[tuple[np.ndarray, list[int]]]:
-        """(converted list, its rows) for each different list."""
+        """(converted list, its rows) for each distinct list."""
         return ((words, list(rows)) for _, words, rows in self._entries.values())
 
 
@@ -165,7 +164,7 @@ def _bias_words(bias: Mapping[int, float]) -> np.ndarray:
 
 
 def _banned_words(sequences: Sequence[Sequence[int]]) -> np.ndarray:
-    """The number of sequences; an entry for each, with the start of its prefix among what follows; the prefixes."""
+    """Number of sequences; an entry for each, with the start of its prefix in what follows; the prefixes."""
     entries: list[int] = []
     prefixes: list[int] = []
     for sequence in sequences:
@@ -175,7 +174,7 @@ def _banned_words(sequences: Sequence[Sequence[int]]) -> np.ndarray:
 
 
 def _placed(words: np.ndarray, start: int, count: int) -> np.ndarray:
-    """Entries and prefixes of `count` banned sequences, as they are when they start at `start`."""
+    """Entries and prefixes of `count` banned sequences, for the place `start`."""
     placed = words[1:].copy()
     placed[2 : 3 * count : 3] += start + 3 * count
     return placed

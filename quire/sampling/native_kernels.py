@@ -1,4 +1,4 @@
-"""The native kernels of a CPU: one call for a batch, whatever its rows ask for. Rules but masks are the plain
+"""The native kernels of a CPU: one call per batch, whatever its rows ask for. Rules other than masks are the plain
 kernels'."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quire.sampling.rules import HostBatch
 
 
 class NativeKernels(PlainKernels):
-    """See `quire.sampling.kernels.SamplingKernels`."""
+    """SamplingKernels over native code."""
 
     def __init__(self, rows: SamplingRows, runtime: NativeRuntime) -> None:
         super().__init__(rows)
@@ -43,7 +43,7 @@ class NativeKernels(PlainKernels):
     ) -> Deferred[Ranking]:
         if max(asked.counts) <= MOST_RANKED:
             return super().rank(logits, token_ids, batch, asked, normalized=normalized)
-        # Rows that ask for more than the kernel ranks go another way, whose last bits differ: the others must not.
+        # Rows that ask for more than the kernel ranks use code whose last bits differ; other rows must not.
         counts = np.asarray(asked.counts)
         parts = [np.flatnonzero(counts <= MOST_RANKED), np.flatnonzero(counts > MOST_RANKED)]
         rows, tokens = logits, token_ids[asked.indices]
@@ -72,8 +72,8 @@ class NativeKernels(PlainKernels):
 
 
 def _joined(parts: Sequence[tuple[np.ndarray, Ranking]]) -> Ranking:
-    """The rankings of parts of the rows, given by their places, as one: with as many best tokens as the widest has, of
-    which only the part's own are valid."""
+    """The rankings of parts of the rows, given by their places, as one. It has as many best tokens as the widest; only
+    a part's own are valid."""
     places = np.concatenate([place for place, _ in parts])
     width = max(ranking.best.token_ids.shape[1] for _, ranking in parts)
     best = [[np.pad(column, ((0, 0), (0, width - column.shape[1]))) for column in ranking.best] for _, ranking in parts]

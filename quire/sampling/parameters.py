@@ -1,7 +1,7 @@
-"""The sampling parameters of every live row: which there are, how they are encoded, where kernels find them.
+"""Sampling parameters of every live row and their encoding.
 
-`COLUMNS` is the one table of them. The host's columns, the words of a device's row and the numbers of the words that
-`quire.kernels.triton.sampling_words` reads all follow from it.
+`COLUMNS` is the one table of parameters. The host's columns, a device row's words, and the numbers of the words in
+`quire.kernels.triton.sampling_words` follow from it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ MAX_WORD = 2**31 - 1
 
 
 class Feature:
-    """The features of the sampler that a row uses, as bits. A step runs only those in the union over its rows.
+    """Bits of the sampler's features that a row uses. A step runs those in the union over its rows.
 
-    A new one has a condition in `features_of`, and counts as one that changes scores (`EDITS`) until `_NOT_EDITS` names
-    it.
-
-    Plain integers: an enumeration's operators take a microsecond each, several times in every step.
+    A new feature has a condition in `features_of`, and changes scores (`EDITS`) unless `_NOT_EDITS` names it. Plain
+    integers, because an enumeration's operators take a microsecond each.
     """
 
     GREEDY = 1 << 0
@@ -41,9 +39,9 @@ class Feature:
     LOGPROBS = 1 << 9
     CANDIDATES = 1 << 10
     TOKEN_MASK = 1 << 11
-    """Of a batch, never of a row: masks come with the step."""
+    """Feature of a batch, never of a row: masks come with the step."""
     PROCESSED = 1 << 12
-    """A logits processor concerns the row, which the processors of the worker decide."""
+    """A logits processor concerns the row."""
 
 
 PENALTIES = Feature.REPETITION_PENALTY | Feature.OUTPUT_PENALTIES
@@ -54,7 +52,7 @@ EDITS = sum(ALL_FEATURES) & ~_NOT_EDITS
 
 
 def features_of(sampling: SequenceSampling) -> int:
-    """The features that a sequence uses, as bits of `Feature`."""
+    """Features of a sequence, as bits of `Feature`."""
     params = sampling.params
     wanted = Feature.GREEDY if params.is_greedy else Feature.RANDOM
     conditions = {
@@ -76,13 +74,13 @@ def features_of(sampling: SequenceSampling) -> int:
 
 
 def _temperature(sampling: SequenceSampling) -> float:
-    """0 takes the best token; others are at least MIN_TEMPERATURE, so that none becomes 0 in float32."""
+    """0 for greedy rows, else at least MIN_TEMPERATURE, so that it is not 0 in float32."""
     params = sampling.params
     return 0.0 if params.is_greedy else max(params.temperature, float(MIN_TEMPERATURE))
 
 
 class Column(NamedTuple):
-    """A parameter: its type on the host, its type among a device's words (None: only the host needs it), its value."""
+    """A parameter: type on the host, type in a device row (None: host only), value."""
 
     name: str
     dtype: type[np.generic]
@@ -105,25 +103,25 @@ COLUMNS = (
     Column("num_candidates", np.int64, None, lambda sampling: sampling.num_candidates),
     Column("num_prompt_logprobs", np.int64, None, lambda sampling: sampling.params.prompt_logprobs or 0),
 )
-"""top_k: 0 is off; at most 2**31 - 1, more than any vocabulary has. top_p: 1 is off."""
+"""Columns of the parameters. top_k: 0 is off; at most 2**31 - 1, above any vocabulary. top_p: 1 is off."""
 
 ROW_DTYPE: np.dtype[Any] = np.dtype([(column.name, column.word_dtype) for column in COLUMNS if column.word_dtype])
-"""A row on a device: 32-bit words. A number of 64 bits takes two, the lower half first."""
+"""A row on a device, in 32-bit words. A 64-bit number takes two, the lower half first."""
 NUM_WORDS = ROW_DTYPE.itemsize // 4
 WORD_OF = {name: offset // 4 for name, (_, offset, *_) in (ROW_DTYPE.fields or {}).items()}
-"""The first word of each column of a device's row."""
+"""Column -> its first word in a device row."""
 
 
 class Asked(NamedTuple):
-    """Rows of a batch that ask for results: their indices in the batch, [N] int64, and how many each of them wants."""
+    """Rows of a batch that ask for results: indices in the batch, [N] int64, and the number that each wants."""
 
     indices: np.ndarray
     counts: list[int]
 
 
 class Listed(NamedTuple):
-    """Tokens that N asking rows name, one after the other. where: [P] int64, which of the rows each is of. token_ids:
-    [P] int64. counts: [N], how many each row has."""
+    """Tokens that N asking rows name, one after the other. where: [P] int64, index of each one's row. token_ids: [P]
+    int64. counts: [N], number of each row's tokens."""
 
     where: np.ndarray
     token_ids: np.ndarray
@@ -131,7 +129,7 @@ class Listed(NamedTuple):
 
 
 class SamplingRows:
-    """Columns of shape [num_rows], indexed by row, with the types of `COLUMNS`; lists of tokens in `lists`."""
+    """Columns [num_rows], indexed by row, with the types of `COLUMNS`; lists of tokens in `lists`."""
 
     features: np.ndarray
     seed: np.ndarray
@@ -152,7 +150,7 @@ class SamplingRows:
         for column in COLUMNS:
             setattr(self, column.name, np.zeros(num_rows, column.dtype))
         self._used: tuple[np.ndarray | None, int] = (None, 0)
-        """What `used` was asked last, and its answer."""
+        """Last argument and result of `used`."""
         self.lists = RowLists(num_rows)
         self.rows_with_prompt_logprobs: set[int] = set()
         self._listed: dict[int, list[int]] = {}
@@ -173,20 +171,20 @@ class SamplingRows:
             self._listed[row] = sampling.params.logprob_token_ids
 
     def clear(self, row: int) -> None:
-        """Drop what `row` owns beyond its columns (the next owner overwrites those)."""
+        """Drop the data of `row` outside its columns."""
         self.lists.clear(row)
         self.rows_with_prompt_logprobs.discard(row)
         self._listed.pop(row, None)
 
     def words(self, row: int) -> np.ndarray:
-        """[NUM_WORDS] int32: the row as a device's kernels read it."""
+        """[NUM_WORDS] int32: the row for a device's kernels."""
         words = np.zeros(1, ROW_DTYPE)
         for name in WORD_OF:
             words[name] = getattr(self, name)[row]
         return words.view(np.int32)
 
     def used(self, rows: np.ndarray) -> int:
-        """The union of `Feature` over `rows` ([R] int64, never written again: the same array is the same rows)."""
+        """Union of `Feature` over `rows` ([R] int64). The array must never be changed: it is compared by identity."""
         asked, used = self._used
         if asked is not rows:
             used = int(np.bitwise_or.reduce(self.features[rows]))
@@ -194,8 +192,7 @@ class SamplingRows:
         return used
 
     def listed(self, rows: np.ndarray, asked: Asked) -> Listed | None:
-        """The tokens whose log-probabilities the asking ones of `rows` ([R] int64) want besides the best; None where
-        none does."""
+        """Further tokens whose log-probabilities the asking ones of `rows` ([R] int64) want; None: none."""
         if not self._listed:
             return None
         lists = [self._listed.get(row, ()) for row in rows[asked.indices].tolist()]
@@ -205,6 +202,6 @@ class SamplingRows:
         return Listed(np.repeat(np.arange(len(lists)), counts), np.concatenate(lists).astype(np.int64), counts)
 
     def asked(self, rows: np.ndarray, feature: int, counts: np.ndarray) -> Asked:
-        """Which of `rows` ([R] int64) have a feature. counts: [num_rows] int64, how many results each row wants."""
+        """Rows of `rows` ([R] int64) with a feature. counts: [num_rows] int64, results that each row wants."""
         index = np.flatnonzero(self.features[rows] & feature)
         return Asked(index, counts[rows[index]].tolist())

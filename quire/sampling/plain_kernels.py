@@ -1,7 +1,7 @@
-"""The plain kernels: NumPy on the scores, torch for log-probabilities; the reference for the other ones.
+"""The plain kernels: NumPy on the scores, torch for log-probabilities; the reference for the others.
 
-On a CPU NumPy is several times faster here than the same torch operators, and every operator used gives a row the
-same bits whatever the other rows are.
+On a CPU NumPy is several times faster here than equal torch operators, and every operator used gives a row the same
+bits in any batch.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from quire.sampling.results import LOWEST_SCORE, Best, Deferred, Ranking, ready
 from quire.sampling.rules import HostBatch
 
 SLICE_ELEMENTS = 2**20
-"""Random rows are drawn by slices of about this many weights, which bounds memory and stays in the cache."""
+"""Approximate number of weights in a slice of random rows, which bounds memory and stays in the cache."""
 
 
 class PlainKernels:
-    """See `quire.sampling.kernels.SamplingKernels`: over NumPy views of tensors on the host."""
+    """SamplingKernels over NumPy views of host tensors."""
 
     def __init__(self, rows: SamplingRows) -> None:
         self._rows = rows
 
     def set_aside(self, logits: torch.Tensor, used: int, asked: Asked | None) -> tuple[np.ndarray, np.ndarray]:
-        """The logits themselves, and a copy of the rows that ask: [N, vocab_size]."""
+        """(the logits themselves, a copy of the asking rows [N, vocab_size])."""
         scores = logits.numpy()
         return scores, scores if asked is None else scores[asked.indices]
 
@@ -69,7 +69,7 @@ class PlainKernels:
         return np.maximum(np.array(token_ids.read(iter(())), np.int64), 0)
 
     def keep_edited(self, scores: np.ndarray, asked: Asked) -> np.ndarray:
-        """A copy of the rows that ask: [N, vocab_size]."""
+        """A copy of the asking rows: [N, vocab_size]."""
         return scores[asked.indices]
 
     def process(self, scores: np.ndarray, token_ids: np.ndarray, batch: HostBatch, asked: Asked) -> np.ndarray:
@@ -77,7 +77,7 @@ class PlainKernels:
         chosen = token_ids[asked.indices]
         filtered = np.flatnonzero(rows.features[where] & Feature.FILTERS)
         impossible = scores <= LOWEST_SCORE
-        # A row whose rules contradict one another has only such tokens.
+        # A row with contradictory rules has only such tokens.
         impossible[impossible[count, chosen]] = False
         with np.errstate(all="ignore"):  # rows that are not sound are reported as such
             if filtered.size:
@@ -86,7 +86,7 @@ class PlainKernels:
                 totals = cumulative_blocks(weights)[:, -1]
                 weights = weights[:, : scores.shape[1]]
                 lowest = lowest_kept(weights, totals, rows.top_k[at], rows.top_p[at], rows.min_p[at])
-                # The native kernels round in another way: what they drew at the edge is kept.
+                # The native kernels round differently: a token that they drew at the edge is kept.
                 lowest = np.minimum(lowest, weights[count[: len(at)], chosen[filtered]])
                 impossible[filtered] |= weights < lowest[:, None]
             temperature = rows.temperature[where]
@@ -118,7 +118,7 @@ class PlainKernels:
         return ready(Best(token_ids, np.take_along_axis(scores, token_ids, axis=1)))
 
     def _choose(self, scores: np.ndarray, batch: HostBatch, used: int) -> np.ndarray:
-        """[R] int64: the tokens, -1 for rows that are not sound."""
+        """[R] int64: tokens, -1 for rows that are not sound."""
         if not used & Feature.RANDOM:
             token_ids = _best_of_row(scores)
         elif not used & Feature.GREEDY:
@@ -132,8 +132,8 @@ class PlainKernels:
         return token_ids
 
     def _rank(self, logits: np.ndarray, token_ids: np.ndarray, num_top: int, *, normalized: bool) -> Ranking:
-        """logits: [N, vocab_size] float32; token_ids: [N] int64. The ranking of each, with `num_top` or more best
-        tokens."""
+        """Ranking of each row, with `num_top` or more best tokens. logits: [N, vocab_size] float32; token_ids: [N]
+        int64."""
         values = log_probabilities(logits) if normalized else torch.from_numpy(logits)
         chosen = values.gather(1, torch.from_numpy(token_ids)[:, None])
         ranks = (values > chosen).sum(dim=1) + 1
@@ -142,8 +142,8 @@ class PlainKernels:
         return Ranking(is_sound, token_ids, found, ranks.numpy(), self._best_of(values.numpy(), num_top))
 
     def _best_of(self, log_probs: np.ndarray, num_top: int) -> Best:
-        """The best tokens of each row, of several equal ones the lowest first: which come must not depend on what
-        other rows ask for. Of a row without sound values nothing is valid."""
+        """The best tokens of each row, the lowest first among equal ones, independent of other rows' requests. Not
+        valid for a row without sound values."""
         if not num_top:
             return Best(np.empty((len(log_probs), 0), np.int64), np.empty((len(log_probs), 0), np.float32))
         sound = np.where(np.isfinite(log_probs.max(axis=1, keepdims=True)), log_probs, 0)
@@ -151,9 +151,9 @@ class PlainKernels:
         return Best(tokens, np.take_along_axis(log_probs, tokens, axis=1))
 
     def _best(self, scores: np.ndarray, num_best: int) -> np.ndarray:
-        """The `num_best` tokens of the highest scores of each row, best first, of several equal ones the lowest first.
+        """The `num_best` tokens with each row's highest scores, best first, the lowest first among equal ones.
 
-        scores: [N, vocab_size] float32, each row with a finite score and none with NaN or plus infinity. Returns [N,
+        scores: [N, vocab_size] float32, each row with a finite score, without NaN and plus infinity. Returns [N,
         min(num_best, vocab_size)] int64.
         """
         num_rows, vocab_size = scores.shape
@@ -161,13 +161,14 @@ class PlainKernels:
         lowest = np.partition(scores, vocab_size - width, axis=1)[:, vocab_size - width]
         best = np.empty((num_rows, width), np.int64)
         for row in range(num_rows):
-            # Of those that equal the lowest one some may be too many, hence sorted and in order of their ids.
+            # More than `width` tokens may equal the lowest score, so they are sorted stably by id.
             token_ids = np.flatnonzero(scores[row] >= lowest[row])
             best[row] = token_ids[np.argsort(-scores[row, token_ids], kind="stable")[:width]]
         return best
 
     def _draw(self, scores: np.ndarray, index: np.ndarray, batch: HostBatch, used: int) -> np.ndarray:
-        """Draw a token for each of the batch's rows `index`. Returns [len(index)] int64, -1 for rows without a sum."""
+        """Draw a token for each of the batch's rows `index`. Returns [len(index)] int64, -1 for rows without a finite
+        sum."""
         uniforms = uniform(self._rows.seed[batch.rows[index]], batch.num_generated[index])
         step = max(1, SLICE_ELEMENTS // scores.shape[1])
         slices: Sequence[slice] = [slice(start, start + step) for start in range(0, len(index), step)]
@@ -201,8 +202,8 @@ def log_probabilities(logits: np.ndarray) -> torch.Tensor:
 
 
 def _best_of_row(scores: np.ndarray) -> np.ndarray:
-    """The token of the highest score per row, of several equal ones the lowest; -1 for rows that are not sound."""
+    """Token of each row's highest score, the lowest of equal ones; -1 for rows that are not sound."""
     token_ids = scores.argmax(axis=1)
-    # NumPy's argmax stops at a NaN, so looking at the winner is looking at the row.
+    # NumPy's argmax stops at a NaN, so checking the winner checks the row.
     token_ids[~np.isfinite(scores[np.arange(len(scores)), token_ids])] = -1
     return token_ids

@@ -1,4 +1,4 @@
-"""The operator's logits processors beside the sampler: whose rows each of them has, and what it does to them."""
+"""The operator's logits processors in the sampler: the rows of each, and its calls."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ class ProcessorRows(Protocol):
     """The processors of one worker, and the rows that they concern."""
 
     def set(self, row: int, params: SamplingParams) -> bool:
-        """A sequence begins in a row. Returns whether a processor concerns it."""
+        """Begin a sequence in a row. Returns True if a processor concerns it."""
         ...
 
     def apply(self, scores: Any, batch: SampleBatch[Any], temperature: np.ndarray | None) -> dict[int, str]:
-        """Change the scores, [R, vocab_size] float32. temperature: [num_rows], of each row, for the processors that
-        leave the best token alone; None: for the others. Returns index of a row whose request cannot go on -> why."""
+        """Change the scores, [R, vocab_size] float32. temperature: [num_rows], for processors that keep the best token;
+        None: for the others. Returns index of a row -> reason why its request must end."""
         ...
 
 
 class NoProcessors:
-    """The rows of an engine without processors."""
+    """Rows of an engine without processors."""
 
     def set(self, row: int, params: SamplingParams) -> bool:
         return False
@@ -54,7 +54,7 @@ NO_PROCESSORS = NoProcessors()
 
 
 def make_processors(config: EngineConfig) -> ProcessorRows:
-    """The processors of an engine, for one worker. Raises ConfigError for one that cannot be made."""
+    """An engine's processors, for one worker. Raises ConfigError for one that cannot be made."""
     kinds = load_processors(config.logits_processors)
     if not kinds:
         return NO_PROCESSORS
@@ -62,8 +62,8 @@ def make_processors(config: EngineConfig) -> ProcessorRows:
 
 
 class Entry:
-    """A sequence in a row, with its tokens: [0, n) of the row in the token table. Another sequence has another one, and
-    so has one that lost tokens: processors see it as new."""
+    """A sequence in a row, with its tokens [0, n) in the token table. A sequence that lost tokens gets a new entry, so
+    processors see it as new."""
 
     __slots__ = ("output", "params", "prompt")
 
@@ -93,14 +93,14 @@ class _Processor:
         self._entries: list[Entry] = []
 
     def take(self, entries: Sequence[Entry]) -> list[int]:
-        """Tell the processor whose rows come next. Returns, for each row of its batch, the index among `entries`."""
+        """Give the processor its next rows. Returns, for each row of its batch, the index among `entries`."""
         place = {id(entry): index for index, entry in enumerate(entries)}
         update = self._update(entries, place)
         self.processor.update_state(update)
         return [place[id(entry)] for entry in self._entries]
 
     def _update(self, entries: Sequence[Entry], place: dict[int, int]) -> BatchUpdate | None:
-        """Change the batch: new entries take the rows of those that are gone, the last ones move into what is left."""
+        """Update the batch: new entries fill rows of ended ones, then the last ones move into remaining holes."""
         rows = self._entries
         known = {id(entry) for entry in rows}
         new = [entry for entry in entries if id(entry) not in known]
@@ -127,7 +127,7 @@ class _Processor:
 
 
 class LoadedProcessors:
-    """Implements ProcessorRows. A processor that raises ends the requests of its rows, and begins anew."""
+    """ProcessorRows of loaded classes. A processor that raises ends the requests of its rows and begins anew."""
 
     def __init__(self, kinds: Sequence[type[LogitsProcessor]], config: object, device: torch.device) -> None:
         self._processors = [_Processor(kind, config, device) for kind in kinds]
@@ -165,7 +165,7 @@ class LoadedProcessors:
         return failed
 
     def _follow(self, batch: SampleBatch[Any]) -> dict[int, Entry]:
-        """The entries of the batch, by index, with their tokens up to the last one. Waits for a device."""
+        """Index -> entry of the batch's sequences, with their tokens up to the last. Waits for a device."""
         lengths, prompts, table = batch.lengths.tolist(), batch.num_prompt_tokens.tolist(), batch.token_table
         found = {}
         for index, row in enumerate(batch.rows_host.tolist()):

@@ -1,4 +1,4 @@
-"""Results of sampling: what kernels leave, on the device until it is read, and what a step reports."""
+"""Results of sampling: kernels' results, on the device until they are read, and a step's report."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from quire.sampling.rules import BANNED_SCORE
 from quire.step import Candidates, TokenLogprobs
 
 LOWEST_SCORE = float(BANNED_SCORE) / 2
-"""Scores below this one belong to banned tokens: neither the model nor other rules produce one as low."""
+"""Bound of banned tokens' scores: the model and other rules produce none this low."""
 
 Result = TypeVar("Result")
 
 
 class Best(NamedTuple):
-    """The best tokens of N rows, best first: token_ids and scores ([N, K])."""
+    """Best tokens of N rows, best first: token_ids and scores, [N, K]."""
 
     token_ids: np.ndarray
     scores: np.ndarray
 
 
 class Ranking(NamedTuple):
-    """One token of each of N rows: token_ids, logprobs, ranks (1 for the best), [N] each. is_sound: [N] bool. A row
-    that is not sound has NaN or plus infinity, or its token is impossible, and nothing else of it is valid. best: the
-    best tokens and their log-probabilities, at least as many as any row wants."""
+    """One token of each of N rows: token_ids, logprobs, ranks (1 is the best), [N] each. is_sound: [N] bool; False for
+    a row with NaN or plus infinity, or an impossible token, whose other values are not valid. best: best tokens with
+    their log-probabilities, at least as many as any row wants."""
 
     is_sound: np.ndarray
     token_ids: np.ndarray
@@ -41,8 +41,8 @@ class Ranking(NamedTuple):
 
 
 class Deferred(NamedTuple, Generic[Result]):
-    """What a kernel has enqueued. tensors: what must be copied to the host, none where it has been computed there.
-    read: takes the copies of these tensors from an iterator and returns the result."""
+    """Result of a kernel. tensors: tensors to copy to the host, none if it is computed there. read: function from an
+    iterator over their copies to the result."""
 
     tensors: Sequence[torch.Tensor]
     read: Callable[[Iterator[torch.Tensor]], Result]
@@ -54,8 +54,8 @@ def ready(result: Result) -> Deferred[Result]:
 
 
 class SampledTokens(NamedTuple):
-    """token_ids: [R], aligned with the batch. logprobs, candidates: by batch index, where asked for.
-    nonfinite: indices of rows whose logits are NaN or infinite; they have token 0, and neither of the others."""
+    """token_ids: [R], aligned with the batch. logprobs, candidates: by batch index, where requested. nonfinite: indices
+    of rows with NaN or infinite logits; they have token 0 and nothing else."""
 
     token_ids: Sequence[int]
     logprobs: dict[int, TokenLogprobs]
@@ -64,15 +64,15 @@ class SampledTokens(NamedTuple):
 
 
 class ListedLogprobs(NamedTuple):
-    """Log-probabilities of tokens that the rows name. values: how far the logit of each is above the chosen token's,
-    whose log-probability the ranking has; or, where they are not normalized, the logits."""
+    """Log-probabilities of tokens that rows name. values: difference of each one's logit to the chosen token's, whose
+    log-probability is in the ranking; the logits themselves if not normalized."""
 
     values: Deferred[np.ndarray]
     listed: Listed
     normalized: bool
 
     def add_to(self, entries: Sequence[TokenLogprobs], hosts: Iterator[torch.Tensor]) -> None:
-        """entries: of the rows that ask for log-probabilities."""
+        """entries: results of the rows that ask for log-probabilities."""
         found = self.values.read(hosts)
         if self.normalized:
             chosen = np.array([entry.logprobs[0] for entry in entries], np.float32)
@@ -87,9 +87,9 @@ class ListedLogprobs(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """What sampling R rows leaves. token_ids: [R], -1 for rows with NaN or plus infinity, or without any finite score.
-    ranking, candidates: of the rows that ask for log-probabilities and of beams, None where no row asks. failed: rows
-    that cannot go on, and why."""
+    """Results of sampling R rows. token_ids: [R], -1 for rows with NaN or plus infinity, or without any finite score.
+    ranking, candidates: results of rows that ask for log-probabilities, and of beams; None: no row. failed: row ->
+    reason why its request must end."""
 
     token_ids: Deferred[list[int]]
     ranking: Deferred[Ranking] | None = None
@@ -100,12 +100,12 @@ class Samples(NamedTuple):
     failed: Mapping[int, str] = MappingProxyType({})
 
     def tensors(self) -> list[torch.Tensor]:
-        """What must be copied to the host."""
+        """Tensors to copy to the host."""
         parts = (self.token_ids, self.ranking, None if self.listed is None else self.listed.values, self.candidates)
         return [tensor for part in parts if part is not None for tensor in part.tensors]
 
     def assemble(self, hosts: Iterable[torch.Tensor] = ()) -> SampledTokens:
-        """hosts: `tensors` on the host; of an iterator no more are taken."""
+        """hosts: copies of `tensors` on the host; of an iterator no more are taken."""
         remaining = iter(hosts)
         token_ids = self.token_ids.read(remaining)
         nonfinite: Sequence[int] = ()
@@ -134,17 +134,18 @@ class Samples(NamedTuple):
 
 
 class Logprobs(NamedTuple):
-    """Log-probabilities of given tokens, of which each asks for `num_top` alternatives."""
+    """Log-probabilities of given tokens, each with `num_top` alternatives."""
 
     ranking: Deferred[Ranking]
     num_top: int
 
     def tensors(self) -> Sequence[torch.Tensor]:
-        """What must be copied to the host."""
+        """Tensors to copy to the host."""
         return self.ranking.tensors
 
     def assemble(self, hosts: Sequence[torch.Tensor] = ()) -> list[TokenLogprobs]:
-        """hosts: `tensors` on the host. Raises NonFiniteLogitsError with the indices of rows that are not sound."""
+        """hosts: copies of `tensors` on the host. Raises NonFiniteLogitsError with the indices of rows that are not
+        sound."""
         ranking = self.ranking.read(iter(hosts))
         bad = np.flatnonzero(~ranking.is_sound)
         if bad.size:
@@ -153,7 +154,7 @@ class Logprobs(NamedTuple):
 
 
 def read_logprobs(ranking: Ranking, counts: Sequence[int]) -> list[TokenLogprobs]:
-    """counts: [N], how many of the best tokens each row wants."""
+    """counts: [N], number of best tokens that each row wants."""
     columns = (ranking.token_ids, ranking.logprobs, ranking.ranks, *ranking.best)
     entries = zip(*(column.tolist() for column in columns), counts, strict=True)
     return [
@@ -163,7 +164,7 @@ def read_logprobs(ranking: Ranking, counts: Sequence[int]) -> list[TokenLogprobs
 
 
 def read_candidates(best: Best, counts: Sequence[int]) -> list[Candidates]:
-    """counts: [N], how many each row wants at most. A row has one even if everything is forbidden."""
+    """counts: [N], most candidates that each row wants. A row has one even if everything is forbidden."""
     num_allowed = np.maximum(1, (best.scores > LOWEST_SCORE).sum(axis=1)).tolist()
     columns = zip(best.token_ids.tolist(), best.scores.tolist(), counts, num_allowed, strict=True)
     return [

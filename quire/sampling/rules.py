@@ -1,8 +1,7 @@
 """Rules on single tokens: logit bias, penalties, bans before `min_tokens`, allowed tokens. All edit scores in place.
 
-scores: [R, vocab_size] float32. Penalties count tokens afresh from the request state at each step. Nothing is kept
-between steps: forks, preemptions and late tokens cannot make counts wrong, and reading a sequence's tokens (4 bytes
-each) is little beside reading its keys and values. Only seen tokens are touched.
+scores: [R, vocab_size] float32. Each step counts tokens for penalties afresh, so forks, preemptions and late tokens
+cannot make counts wrong. Reading a sequence's tokens (4 bytes each) is little beside its keys and values.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ from quire.sampling.batch import SampleBatch, TokenMasks
 from quire.sampling.lists import ALLOWED, BANNED, BIAS, STOP, RowLists
 
 BANNED_SCORE = np.float32(-1e30)
-"""Finite on purpose. Beside any permitted token a banned one has probability exactly 0; a request whose bans
-contradict its allowed tokens still has a best token among the allowed ones, instead of a row without any."""
+"""Score of banned tokens. Finite: beside a permitted token it has probability exactly 0, but a request whose bans
+contradict its allowed tokens still has a best token."""
 
 HostBatch = SampleBatch[np.ndarray]
 
 
 def add_logit_bias(scores: np.ndarray, lists: RowLists, batch: HostBatch) -> None:
-    """Add each row's bias to its tokens (a token is named once a row)."""
+    """Add each row's bias to its tokens (a token occurs once a row)."""
     for index, tokens, words in lists.select(BIAS, batch.rows):
         scores[index, tokens] += words[:, 0].view(np.float32)
 
@@ -35,7 +34,6 @@ def ban_stop_tokens(scores: np.ndarray, lists: RowLists, min_tokens: np.ndarray,
 
 
 def ban_sequences(scores: np.ndarray, lists: RowLists, batch: HostBatch) -> None:
-    """Ban the tokens that would complete a banned sequence. Only generated tokens can match a prefix."""
     num_generated = batch.num_generated
     for index, tokens, prefixes in lists.select(BANNED, batch.rows):
         size = prefixes.shape[1]
@@ -48,8 +46,7 @@ def ban_sequences(scores: np.ndarray, lists: RowLists, batch: HostBatch) -> None
 
 
 def keep_allowed(scores: np.ndarray, lists: RowLists, batch: HostBatch) -> None:
-    """In rows that have a list of allowed tokens, make every other token impossible. Row by row: what a step needs
-    besides the scores is one row's list, however many rows have it."""
+    """See `SamplingKernels.keep_allowed`. Row by row, which needs memory for one row's list only."""
     words = lists.words()
     starts, counts = lists.spans(ALLOWED, batch.rows)
     for index in np.flatnonzero(counts).tolist():
@@ -60,19 +57,19 @@ def keep_allowed(scores: np.ndarray, lists: RowLists, batch: HostBatch) -> None:
 
 
 def keep_masked(scores: np.ndarray, masks: TokenMasks) -> None:
-    """In rows that have a mask, make every token impossible that it does not allow. Row by row, as `keep_allowed`."""
+    """See `SamplingKernels.keep_masked`. Row by row, as `keep_allowed`."""
     for index, words in zip(masks.indices.tolist(), masks.words, strict=True):
         bits = np.unpackbits(words.astype("<u4").view(np.uint8), count=scores.shape[1], bitorder="little")
         scores[index, bits == 0] = -np.inf
 
 
 def _ban(scores: np.ndarray, index: np.ndarray, tokens: np.ndarray) -> None:
-    """Ban token `tokens[i]` in row `index[i]`, in place. An impossible token (minus infinity) stays impossible."""
+    """Ban token `tokens[i]` in row `index[i]`. An impossible token (minus infinity) stays impossible."""
     scores[index, tokens] = np.minimum(scores[index, tokens], BANNED_SCORE)
 
 
 def apply_repetition_penalty(scores: np.ndarray, penalty: np.ndarray, batch: HostBatch) -> None:
-    """Divide positive and multiply negative scores of tokens in prompt or output by `penalty` ([R] float32, 1 where
+    """Divide positive and multiply negative scores of tokens in prompt or output by `penalty` ([R] float32, 1 is
     off)."""
     rows = np.flatnonzero(penalty != 1)
     index, tokens, _ = _seen_tokens(batch, rows, np.zeros(len(rows), np.int64), scores.shape[1])
@@ -81,7 +78,7 @@ def apply_repetition_penalty(scores: np.ndarray, penalty: np.ndarray, batch: Hos
 
 
 def apply_output_penalties(scores: np.ndarray, presence: np.ndarray, frequency: np.ndarray, batch: HostBatch) -> None:
-    """Subtract `presence` once and `frequency` per occurrence ([R] float32, 0 where off) from the scores of generated
+    """Subtract `presence` once and `frequency` per occurrence ([R] float32, 0 is off) from the scores of generated
     tokens."""
     rows = np.flatnonzero((presence != 0) | (frequency != 0))
     index, tokens, counts = _seen_tokens(batch, rows, batch.num_prompt_tokens[rows], scores.shape[1])
@@ -91,7 +88,7 @@ def apply_output_penalties(scores: np.ndarray, presence: np.ndarray, frequency: 
 def _seen_tokens(
     batch: HostBatch, index: np.ndarray, starts: np.ndarray, vocab_size: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Distinct tokens from `starts` on of the batch's sequences `index`: (batch index, token, occurrences)."""
+    """(batch index, token, occurrences) of the distinct tokens from `starts` on in the batch's sequences `index`."""
     sizes = batch.lengths[index] - starts
     flat_index = np.repeat(index, sizes)
     first_entry = np.cumsum(sizes) - sizes

@@ -1,4 +1,4 @@
-"""The batched sampler: the order of its passes. What a pass does is the kernels'."""
+"""The batched sampler: the order of its passes, which the kernels implement."""
 
 from __future__ import annotations
 
@@ -13,38 +13,34 @@ from quire.sampling.results import ListedLogprobs, Logprobs, Samples
 
 
 class Sampler(Generic[Array]):
-    """Chooses one token per row. Holds no state of its own: all of it is in the rows and the batch.
-
-    Which passes a step needs is known on the host, from the features of its rows, so that no pass waits for a device.
-    What a batch does not ask for costs nothing.
-    """
+    """Chooses one token per row. Stateless: rows and batch hold all state. The host knows the needed passes from the
+    rows' features, so no pass waits for a device, and unused features cost nothing."""
 
     def __init__(
         self, rows: SamplingRows, kernels: SamplingKernels[Array], logprobs_mode: str = "raw_logprobs"
     ) -> None:
-        """kernels: bound to `rows`. logprobs_mode: whether log-probabilities, or logits in their place, are those of
-        the model ("raw_logprobs", "raw_logits") or of the distribution that was drawn from ("processed_logprobs",
-        "processed_logits")."""
+        """kernels: bound to `rows`. logprobs_mode: source of log-probabilities or logits: the model ("raw_logprobs",
+        "raw_logits") or the distribution drawn from ("processed_logprobs", "processed_logits")."""
         self._rows = rows
         self._reports_processed = logprobs_mode.startswith("processed")
         self._normalized = logprobs_mode.endswith("logprobs")
         self._kernels: SamplingKernels[Array] = kernels
 
     def sample(self, logits: torch.Tensor, batch: SampleBatch[Array], masks: TokenMasks | None = None) -> Samples:
-        """logits: [R, vocab_size], where the kernels compute, the elements of a row side by side; may be overwritten.
-        float32 on the host; bfloat16, float16 or float32 on a device. masks: what some rows may choose.
+        """Sample a token for each row, and write it after the row's last one in the token table.
 
-        A row with NaN or plus infinity, or without any finite logit, is reported as nonfinite; the other rows get the
-        tokens that they would have had alone. Also writes each row's token behind its last one in the token table.
+        logits: [R, vocab_size], where the kernels compute, contiguous rows; may be overwritten. float32 on the host;
+        bfloat16, float16 or float32 on a device. masks: allowed tokens of some rows. A row with NaN or plus infinity,
+        or without any finite logit, is reported as nonfinite; other rows get the tokens that they would get alone.
         """
         rows, kernels, where = self._rows, self._kernels, batch.rows_host
         used = rows.used(where) | (0 if masks is None else Feature.TOKEN_MASK)
         logprobs = rows.asked(where, Feature.LOGPROBS, rows.num_logprobs) if used & Feature.LOGPROBS else None
         beams = rows.asked(where, Feature.CANDIDATES, rows.num_candidates) if used & Feature.CANDIDATES else None
-        # 1. The model's own log-probabilities: what they are computed from is set aside before anything changes.
+        # 1. The model's own log-probabilities: their logits are set aside before anything changes.
         scores, reported = kernels.set_aside(logits, used, None if self._reports_processed else logprobs)
-        # 2. The operator's processors, bias, penalties, bans, allowed tokens, masks; then the processors that leave the
-        # best token alone. Those of a beam change its log-probabilities.
+        # 2. The operator's processors, bias, penalties, bans, allowed tokens, masks; then the processors that keep the
+        # best token. A beam's log-probabilities change instead of its logits.
         if beams is not None:
             kernels.normalize(scores, batch, beams)
         failed: dict[int, str] = {}
@@ -61,7 +57,7 @@ class Sampler(Generic[Array]):
         if processed is not None:
             reported = kernels.keep_edited(scores, processed)
         chosen = kernels.choose(scores, batch, used)
-        # 4. What beams can go on with, and log-probabilities of what was chosen.
+        # 4. The beams' candidates, and log-probabilities of the chosen tokens.
         candidates = None if beams is None else kernels.rank_beams(scores, batch, beams)
         ranking, more, normalized = None, None, self._normalized
         if logprobs is not None:
@@ -75,8 +71,8 @@ class Sampler(Generic[Array]):
         return Samples(chosen, ranking, candidates, logprobs, beams, more, failed)
 
     def logprobs(self, logits: torch.Tensor, token_ids: Array, num_top: int) -> Logprobs:
-        """Log-probability (or logit) and rank of one token per row, and the `num_top` (at most MAX_LOGPROBS) best
-        tokens. No rule, temperature or filter concerns tokens that are given.
+        """Log-probability (or logit) and rank of one given token per row, and the `num_top` (at most MAX_LOGPROBS) best
+        tokens, without rules, temperature and filters.
 
         logits: [N, vocab_size], as in `sample`. token_ids: [N] int64, int32 on a device, where the kernels compute.
         """

@@ -1,11 +1,10 @@
-"""The Triton kernels of a device: every pass is enqueued on the current stream, and nothing waits for it.
+"""The Triton kernels of a device: passes are enqueued on the current stream, without waiting.
 
-Which rows a kernel concerns it finds out itself. Greedy rows take two launches and read the logits once.
-
-The memory that a batch takes: almost nothing without filters; 12 KiB for each row and 8,192 tokens of the vocabulary
-with them (58 MB for 256 rows of 151,936); 4 bytes for each row and token of the longest list of allowed tokens; float32
-scores, 4 bytes per token of the vocabulary and row, where rules or penalties change logits of 16 bits, or logits that
-log-probabilities are wanted of. Penalties keep as much for good, from their first use.
+Kernels find their rows themselves. Greedy rows take two launches and read the logits once. Memory of a batch: almost
+nothing without filters; 12 KiB per row and 8,192 tokens of the vocabulary with them (58 MB for 256 rows of 151,936); 4
+bytes per row and token of the longest list of allowed tokens; float32 scores, 4 bytes per row and token, if rules or
+penalties change 16-bit logits, or logits that log-probabilities need. Penalties keep as much permanently, from their
+first use.
 """
 
 from __future__ import annotations
@@ -25,12 +24,11 @@ from quire.sampling_params import MAX_LOGPROBS
 
 DeviceBatch = SampleBatch[torch.Tensor]
 Pinned = Callable[[Sequence[int], torch.dtype], torch.Tensor]
-"""Makes host memory, not initialised, that copies to the device can use beside the host's work."""
+"""Allocator of uninitialised host memory whose copies to the device run beside the host's work."""
 
 
 class TritonKernels:
-    """See `quire.sampling.kernels.SamplingKernels`: over tensors on a device. rows, lengths and num_prompt_tokens of a
-    batch are int32."""
+    """SamplingKernels over device tensors. rows, lengths and num_prompt_tokens of a batch are int32."""
 
     def __init__(
         self,
@@ -41,7 +39,7 @@ class TritonKernels:
         rank_lanes: int = logprobs.LANES,
     ) -> None:
         """words: [num_rows, NUM_WORDS] int32, on the device; the caller writes `SamplingRows.words` of each row that it
-        sets. shapes, rank_lanes: how kernels divide a row; a power of two each."""
+        sets. shapes, rank_lanes: division of a row in the kernels, powers of two."""
         assert words.shape == (len(rows.features), NUM_WORDS), f"{words.shape} words for {len(rows.features)} rows"
         self._rows = rows
         self._words = words
@@ -52,7 +50,7 @@ class TritonKernels:
         self._counts = torch.zeros((0, 0), dtype=torch.int32, device=words.device)
 
     def set_aside(self, logits: torch.Tensor, used: int, asked: Asked | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores that change are a copy where log-probabilities are wanted of the logits, and in float32."""
+        """Changing scores are a float32 copy if log-probabilities need the logits or these have 16 bits."""
         changes = used & (EDITS | Feature.CANDIDATES)
         if changes and (logits.dtype != torch.float32 or asked is not None):
             return logits.to(torch.float32, copy=True), logits
@@ -106,11 +104,11 @@ class TritonKernels:
         return token_ids.tensors[0][:, 0]
 
     def keep_edited(self, scores: torch.Tensor, asked: Asked) -> torch.Tensor:
-        """The scores themselves, which `choose` leaves as they are."""
+        """The scores themselves, which `choose` does not change."""
         return scores
 
     def process(self, scores: torch.Tensor, token_ids: torch.Tensor, batch: DeviceBatch, asked: Asked) -> torch.Tensor:
-        """[R, vocab_size] float32, of which the rows that do not ask are undefined."""
+        """[R, vocab_size] float32, undefined in rows that do not ask."""
         processed = torch.empty_like(scores, dtype=torch.float32) if scores.dtype != torch.float32 else scores
         features = (Feature.LOGPROBS, Feature.FILTERS)
         lanes = self._shapes.lanes
@@ -137,7 +135,7 @@ class TritonKernels:
         vocab_size = logits.shape[1]
         rows, tokens = self._to_device(asked.indices[listed.where]), self._to_device(listed.token_ids)
         begins = rows.to(torch.int64) * vocab_size
-        # Not by logits[rows, tokens]: indexing of that form may wait for the device.
+        # Not logits[rows, tokens]: such indexing may wait for the device.
         values = [
             torch.take(logits, begins + each).to(torch.float32) for each in (tokens, token_ids.index_select(0, rows))
         ]
@@ -151,7 +149,7 @@ class TritonKernels:
     def rank_tokens(
         self, logits: torch.Tensor, token_ids: torch.Tensor, num_top: int, *, normalized: bool
     ) -> Deferred[Ranking]:
-        # Every row is wanted, whatever it is: no parameters are looked at.
+        # All rows are ranked, without looking at parameters.
         result = self._rank(logits, token_ids, num_top, token_ids, 0, normalized=normalized)
         return Deferred((result,), lambda hosts: _read_ranking(next(hosts).numpy()))
 
@@ -165,7 +163,7 @@ class TritonKernels:
         *,
         normalized: bool,
     ) -> torch.Tensor:
-        """[R, words] int32, of `quire.kernels.triton.logprobs.rank`."""
+        """[R, words] int32 of `quire.kernels.triton.logprobs.rank`."""
         count, vocab_size = scores.shape
         width = min(num_best, vocab_size)
         # Rows without the feature stay zero, so that uninitialised memory is not copied to the host.
@@ -184,14 +182,14 @@ class TritonKernels:
         return result
 
     def _to_device(self, values: np.ndarray) -> torch.Tensor:
-        """Enqueue the copy of integers that fit into 32 bits. Returns them as int32."""
+        """Enqueue a copy of integers that fit into 32 bits; returns int32."""
         host = self._pinned(values.shape, torch.int32)
         host.numpy()[...] = values
         return host.to(self._words.device, non_blocking=True)
 
     def _list_words(self) -> torch.Tensor:
-        """The words of the rows' lists. Enqueues their copy to the device when they have changed. The tensor is never
-        written again: a step that runs may still read the one before."""
+        """Words of the rows' lists; changed ones are copied to a new tensor, because a running step may still read the
+        last one."""
         words = self._rows.lists.words()
         source, tensor = self._lists
         if source is not words:
@@ -205,12 +203,12 @@ def _histories(batch: DeviceBatch) -> Histories:
 
 
 def _read_choice(hosts: Iterator[torch.Tensor]) -> list[int]:
-    """From [R, 2] int32: each row's token, and whether its scores are sound."""
+    """Tokens from [R, 2] int32: each row's token, and 1 if its scores are sound."""
     return [token_id if is_sound else -1 for token_id, is_sound in next(hosts).tolist()]
 
 
 def _read_ranking(words: np.ndarray) -> Ranking:
-    """words: [N, words] int32, of `quire.kernels.triton.logprobs.rank`: whether the row is sound, the target's rank;
+    """Ranking from [N, words] int32 of `quire.kernels.triton.logprobs.rank`: 1 if the row is sound, the target's rank;
     pairs of tokens and values, the target's first."""
     pairs = words[:, logprobs.FIRST_PAIR :]
     tokens, values = pairs[:, ::2], np.ascontiguousarray(pairs[:, 1::2]).view(np.float32)

@@ -1,4 +1,4 @@
-"""Compiling a device's sampling kernels before the first request needs them: it takes seconds, once for a machine."""
+"""Compilation of a device's sampling kernels before the first request: seconds, once per machine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BATCHES: tuple[tuple[dict[str, Any], ...], ...] = (
     ({**GREEDY, **EDITS, "logprobs": 1}, GREEDY),
     ({"use_beam_search": True, "n": 2}, GREEDY),
 )
-"""Two rows each: every set of kernels that a step can need, over logits as the model gives them and over scores."""
+"""Batches of two rows that use every set of kernels, over the model's logits and over scores."""
 
 
 def warm_up(
@@ -40,11 +40,11 @@ def warm_up(
     token_table: torch.Tensor,
     logits: torch.Tensor,
 ) -> None:
-    """Sample dummy requests in the first slots, which must be free. The real tables are used, because kernels are
-    compiled for their strides.
+    """Sample dummy requests in the first slots, which must be free. Uses the real tables, because kernels are compiled
+    for their strides.
 
-    words: of the rows, on the device. token_table: [num_rows, capacity] int32, the beginnings of its first two rows are
-    overwritten. logits: [2, vocab_size], in the type that the model gives; overwritten.
+    words: the rows' words, on the device. token_table: [num_rows, capacity] int32; the beginnings of its first two rows
+    are overwritten. logits: [2, vocab_size] in the model's type; overwritten.
     """
     count = min(2, len(words))
     logits = logits[:count]

@@ -1,7 +1,7 @@
-"""Adapters as the scheduler sees them: the slot in which the workers hold each, and the requests that wait for a load.
+"""The scheduler's view of adapters: the workers' slots, and the requests that wait for a load.
 
-A slot is given to another adapter only while no running request uses it. The worker loads beside steps, so a request
-whose adapter is not held waits (AdapterGate) and others start meanwhile.
+A slot is reused only while no running request uses it. The worker loads beside steps, so a request whose adapter is not
+loaded waits (AdapterGate) while others start.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from quire.scheduler.gates import Stage
 from quire.scheduler.running import RunningSet
 
 LOADING = "loading adapter"
-"""The reason of the deferral."""
+"""Reason of the deferral."""
 PATIENCE = 1.0
-"""Seconds that a request waits for the requests of other adapters before one of these has to drain."""
+"""Seconds that a request waits for the requests of other adapters before the least used of these adapters drains."""
 
 
 class AdapterSlots:
-    """Slots 1 to num_slots of the workers, and the adapters in them, by digest."""
+    """The workers' slots 1 to num_slots, and the adapters in them by digest."""
 
     def __init__(self, running: RunningSet, config: AdaptersConfig = NO_ADAPTERS) -> None:
         self._running = running
@@ -33,17 +33,17 @@ class AdapterSlots:
         self.are_any = config.num_slots > 0
         self._free = list(range(config.num_slots, 0, -1))
         self._held: dict[bytes, int] = {}
-        """Slots of loaded adapters, the one that was used least recently first."""
+        """Digest -> slot of loaded adapters, the least recently used first."""
         self._loading: dict[bytes, int] = {}
         self._orders: list[tuple[int, AdapterRef]] = []
         self.refused: list[tuple[Request, UserError]] = []
         self._in_use: Counter[bytes] = Counter()
         self._counted = -1
-        """Version of the running set whose adapters `_in_use` has."""
+        """Version of the running set that `_in_use` counts."""
         self.num_loads = 0
 
     def slot_of(self, adapter: AdapterRef) -> int | None:
-        """The slot that holds the adapter, which then counts as used now; None: none does."""
+        """The slot that holds the adapter, which becomes the most recently used; None: not loaded."""
         slot = self._held.pop(adapter.digest, None)
         if slot is not None:
             self._held[adapter.digest] = slot
@@ -53,8 +53,8 @@ class AdapterSlots:
         return adapter.digest in self._loading
 
     def begin_load(self, adapter: AdapterRef) -> bool:
-        """Order a load into a free slot, or in place of the adapter that no running request uses and was used least
-        recently; returns whether there is one."""
+        """Order a load into a free slot, or replace the least recently used adapter without running requests. False: no
+        slot."""
         if not self._free:
             used = self.in_use()
             idle = next((digest for digest in self._held if digest not in used), None)
@@ -67,7 +67,7 @@ class AdapterSlots:
         return True
 
     def in_use(self) -> Mapping[bytes, int]:
-        """By digests of the adapters of running requests, the running sequences of each."""
+        """Digest of an adapter -> its running sequences."""
         if self._counted != self._running.version:
             adapters = (each.request.adapter for each in self._running.sequences)
             self._in_use = Counter(adapter.digest for adapter in adapters if adapter is not None)
@@ -75,13 +75,12 @@ class AdapterSlots:
         return self._in_use
 
     def is_least_used(self, adapter: AdapterRef) -> bool:
-        """Whether running requests use it, and no other of theirs has fewer running sequences."""
+        """True if the adapter has the fewest running sequences of all adapters in use."""
         used = self.in_use()
         return adapter.digest == min(used, key=lambda digest: used[digest], default=b"")
 
     def has_room(self, adapter: AdapterRef) -> bool:
-        """Whether a request with this adapter may run beside those that do: no more adapters than `max_loras` at a
-        time."""
+        """True if a request with this adapter may start: at most `max_loras` adapters run at a time."""
         used = self.in_use()
         return adapter.digest in used or len(used) < self._config.max_running
 
@@ -90,15 +89,14 @@ class AdapterSlots:
         return bool(self._free) or any(digest not in used for digest in self._held)
 
     def take_orders(self, *, may_wait: bool) -> AdapterOrders | None:
-        """What the next plan orders; None: nothing. may_wait: the plan has nothing else, and none is in flight."""
+        """The adapter orders of the next plan, or None. may_wait: the plan has nothing else, and none is in flight."""
         orders, self._orders = self._orders, []
         if not orders and not (may_wait and self._loading):
             return None
         return AdapterOrders(orders, awaits_report=may_wait)
 
     def update(self, ended: Iterable[tuple[int, str]], requests: Iterable[Request]) -> None:
-        """Take what a result says of loads. requests: those that live; the ones whose adapter cannot be loaded are
-        refused."""
+        """Process a result's ended loads. requests: live requests; those whose adapter failed to load are refused."""
         for slot, error in ended:
             digest = next(digest for digest, loading in self._loading.items() if loading == slot)
             del self._loading[digest]
@@ -111,12 +109,12 @@ class AdapterSlots:
                     self.refused.append((request, UserError(error, param="lora_request")))
 
     def take_refused(self) -> list[tuple[Request, UserError]]:
-        """Requests to be ended, with the reasons."""
+        """Requests to end, with reasons."""
         refused, self.refused = self.refused, []
         return [(request, error) for request, error in refused if request.live_sequences]
 
     def report_stats(self, stats: EngineStats, waiting: Iterable[Request]) -> None:
-        """Fill in the slots, and the names of the adapters whose requests run or wait."""
+        """Report slots, and the names of running and waiting requests' adapters."""
         if not self._config.is_on:
             return
         stats.max_running_adapters = self._config.max_running
@@ -127,21 +125,20 @@ class AdapterSlots:
         stats.waiting_adapters = _names(waiting)
 
     def forget_workers(self) -> None:
-        """Note that the workers hold nothing any more."""
+        """Record that the workers hold nothing any more."""
         assert not self._loading, "a load is under way"
         self._free += self._held.values()
         self._held.clear()
 
 
 def _names(requests: Iterable[Request]) -> list[str]:
-    """The names of their adapters, each once."""
     return list(dict.fromkeys(each.adapter.name for each in requests if each.adapter is not None))
 
 
 class AdapterGate:
-    """A request with an adapter waits until the workers hold it, and until fewer than `max_loras` others run. When one
-    has waited PATIENCE for others to end, no further request starts of the adapter that the fewest running ones use:
-    else a flood of requests with some adapters would keep all others out for ever."""
+    """Defers a request with an adapter until the workers hold it and fewer than `max_loras` other adapters run. Once a
+    request has waited PATIENCE for others to end, no request of the least used running adapter starts; otherwise a
+    flood of requests with some adapters would keep all others out for ever."""
 
     reason = LOADING
     stage = Stage.BEGIN
@@ -149,7 +146,7 @@ class AdapterGate:
     def __init__(self, slots: AdapterSlots) -> None:
         self._slots = slots
         self._crowded_out: dict[str, float] = {}
-        """Requests that wait for those of other adapters to end -> since when, the first one first."""
+        """Request that waits for other adapters' requests -> time of its first wait, earliest first."""
 
     def check(self, request: Request, quote: Quote, now: float) -> Deferral | None:
         slots, adapter = self._slots, request.adapter

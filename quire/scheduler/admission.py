@@ -1,4 +1,4 @@
-"""Admission: which requests can ever run, which prefixes may be registered, what a waiting request needs to start."""
+"""Admission: requests that can ever run, prefixes that may be registered, and the needs of a waiting request."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ from quire.kv_cache.block_hash import HashChain
 from quire.kv_cache.manager import KVCacheManager
 
 WATERMARK = 0.01
-"""Share of the pool kept free when a request is admitted beside others, so that it is not preempted at once."""
+"""Share of the pool kept free when a request joins others, so that it is not preempted at once."""
 
 
 class Limits(NamedTuple):
-    """What one step of the engine may hold."""
+    """Limits of one step."""
 
     max_num_seqs: int
     max_num_tokens: int
     max_chunk: int
-    """Most tokens of one sequence in a step."""
+    """Largest number of tokens of one sequence in a step."""
     whole_prompts: bool = False
-    """Each prompt is computed in one step."""
+    """True if each prompt is computed in one step."""
 
 
 class Quote(NamedTuple):
-    """What a waiting request needs to start now, looked up once in a pass of `Scheduler.schedule` (and again after the
+    """Needs of a waiting request to start now, looked up once in a pass of `Scheduler.schedule` (and again after the
     pass has changed the pool)."""
 
     num_cached_tokens: int
-    """Its prefix hit; 0 when it is resumed."""
+    """Prefix hit in tokens; 0 when resumed."""
     max_cached_tokens: int
-    """Longest hit that it could use."""
+    """Longest hit that the request could use."""
     num_new_tokens: int
-    """Tokens for its first sequence to compute; 0 when it is resumed, because its blocks are copied first."""
+    """Tokens that its first sequence computes; 0 when resumed, because its blocks are copied first."""
     num_blocks: int
-    """Blocks that the start takes from the pool: for all known tokens and one more per sequence. Counting the first
-    chunk alone would start requests that are preempted halfway through their prompt."""
+    """Blocks that the start takes from the pool, for all known tokens and one more per sequence. The first chunk alone
+    would start requests that are preempted within their prompt."""
     num_slots: int
     """Request slots: one per live sequence."""
     room: int
-    """Blocks that the pool can give it; those reserved for deferred requests are taken off."""
+    """Blocks that the pool can give, without those reserved for deferred requests."""
     is_resumed: bool
-    """Whether it is swapped in, and nothing of it recomputed."""
+    """True if the request is swapped in and recomputes nothing."""
 
 
 def quote(request: Request, kv: KVCacheManager, max_chunk: int, num_reserved_blocks: int = 0) -> Quote:
-    """What a waiting request needs to start. num_reserved_blocks: those of the requests deferred before it."""
+    """Needs of a waiting request. num_reserved_blocks: blocks of requests deferred before it."""
     sequences, swapped, allocatable = request.live_sequences, request.swapped_blocks, kv.pool.num_allocatable
     num_cached = max_cached = num_new = 0
     if swapped:
@@ -72,11 +72,11 @@ def quote(request: Request, kv: KVCacheManager, max_chunk: int, num_reserved_blo
 
 
 def reject_impossible(request: Request, kv: KVCacheManager, num_usable: int, limits: Limits) -> None:
-    """Raise UserError for what no request may ask for together, PromptTooLongError when a request could not finish even
-    alone in the pool.
+    """Raise UserError for contradictory settings, PromptTooLongError for a request that could not finish even alone in
+    the pool.
 
-    num_usable: blocks of the pool that registered prefixes neither hold nor reserve. A request that is accepted can
-    always run, because the scheduler can preempt all others for it, so no request starves.
+    num_usable: blocks that registered prefixes neither hold nor reserve. An accepted request can always run, because
+    the scheduler can preempt all others for it, so no request starves.
     """
     params = request.params
     n, name = params.num_sequences, "n" if params.best_of is None else "best_of"
@@ -105,7 +105,7 @@ def reject_impossible(request: Request, kv: KVCacheManager, num_usable: int, lim
 
 
 def blocks_at_most(request: Request, kv: KVCacheManager, max_chunk: int) -> int:
-    """Most blocks that a request can hold, without those of a registered prefix that it always shares."""
+    """Largest number of blocks that a request can hold, without those of a registered prefix that it always shares."""
     n = request.params.num_sequences
     # The last sampled token needs no KV.
     total = request.num_prompt_tokens + request.max_tokens - 1
@@ -120,17 +120,17 @@ def blocks_at_most(request: Request, kv: KVCacheManager, max_chunk: int) -> int:
 
 
 def has_room(num_blocks: int, room: int, kv: KVCacheManager, *, is_alone: bool) -> bool:
-    """Whether a request that takes `num_blocks` may start when the pool has `room` blocks for it."""
+    """True if a request that takes `num_blocks` may start in `room` blocks of the pool."""
     reserve = 0 if is_alone else int(WATERMARK * kv.num_unregistered_blocks)
     return num_blocks + reserve <= room
 
 
 def blocks_in_use(request: Request, kv: KVCacheManager, max_chunk: int) -> int:
-    """Blocks that a request holds when all its known tokens, and one more per sequence, are computed."""
+    """Blocks of a request when all its known tokens, and one more per sequence, are computed."""
     sequences = request.live_sequences
-    # A beam slot without a beam still has the tokens of its last beam: count it like the first beam.
+    # A beam slot without a beam still has its last beam's tokens: count it like the first beam.
     known = [len((sequences[0] if request.beam_search else sequence).token_ids) for sequence in sequences]
-    # One more token each than known, but never more than the bound of `reject_impossible`.
+    # One token more than known each, within the bound of `reject_impossible`.
     lengths = [min(length + 1, sequences[0].max_total_tokens - 1) for length in known]
     if len(lengths) == 1:
         return kv.most_blocks(lengths[0], max_chunk)
@@ -138,8 +138,8 @@ def blocks_in_use(request: Request, kv: KVCacheManager, max_chunk: int) -> int:
 
 
 class PrefixRegistration:
-    """Checks new prefixes, and reserves blocks for each from its acceptance until the KV manager registers it, so that
-    every accepted request can still run and one more can start."""
+    """Checks new prefixes, and reserves blocks from a prefix's acceptance to its registration, so that every accepted
+    request can still run and one more can start."""
 
     def __init__(self, kv: KVCacheManager, max_chunk: int) -> None:
         self._kv = kv
@@ -152,20 +152,20 @@ class PrefixRegistration:
         return self._kv.num_unregistered_blocks - sum(self._reserved.values())
 
     def longest_sequence(self, limit: int) -> int:
-        """The longest sequence, up to `limit` tokens, that the pool can hold beside the registered prefixes."""
+        """Longest sequence, at most `limit` tokens, that fits into the pool beside the registered prefixes."""
         lengths = range(1, limit + 1)
         return bisect.bisect_right(lengths, self.num_usable, key=lambda n: self._kv.most_blocks(n, self._max_chunk))
 
     def reserve(self, prefix: Request, others: Iterable[Request]) -> None:
-        """Reserve the blocks of a new prefix. Raises UserError when it may not be registered beside `others`, all
-        requests that have not ended."""
+        """Reserve a new prefix's blocks. Raises UserError when it does not fit beside `others`, all unfinished
+        requests."""
         kv, num_reserved = self._kv, blocks_at_most(prefix, self._kv, self._max_chunk)
         if not kv.enable_prefix_caching:
             raise UserError("a registered prefix needs enable_prefix_caching=True", param="enable_prefix_caching")
         if kv.is_registered(prefix.request_id):
             raise UserError(f"a prefix {prefix.request_id!r} is registered already", param="request_id")
         left = self.num_usable - num_reserved
-        # The smallest request behind the prefix computes one token and generates one.
+        # The smallest request with the prefix computes one token and generates one.
         num_tokens = prefix.num_prompt_tokens
         behind = kv.most_blocks(num_tokens + 1, self._max_chunk) - kv.groups.num_kept_blocks(num_tokens)
         if left < max(behind, kv.num_groups):
@@ -185,5 +185,5 @@ class PrefixRegistration:
         self._reserved[prefix.request_id] = num_reserved
 
     def release(self, prefix: Request) -> None:
-        """Drop the reservation of a prefix that is registered by now, or ended without that."""
+        """Drop the reservation of a prefix that is registered or has ended."""
         del self._reserved[prefix.request_id]

@@ -25,13 +25,13 @@ from quire.scheduler.running import Collections
 PIECE_TOKENS = 2**14
 """Tokens hashed in a pass beside running sequences, over all long prompts: about a millisecond."""
 SHORT_TOKENS = 2**10
-"""Prompts with no more than this to hash never wait for it."""
+"""Number of unhashed tokens up to which prompts never wait for hashing."""
 HASHING_PROMPT = "hashing prompt"
-"""The reason of the deferral."""
+"""Reason of the deferral."""
 
 
 class Admitter:
-    """Moves requests from the queue to the running set, and those that are preempted back."""
+    """Moves requests from the queue to the running set, and preempted ones back."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Admitter:
         prefers_swap: Choice,
         images: ImageEncodings,
     ) -> None:
-        """prefers_swap: whether the blocks of a preempted request are kept on the host."""
+        """prefers_swap: rule that keeps a preempted request's blocks on the host."""
         self._kv = kv
         self._images = images
         self._limits = limits
@@ -53,24 +53,23 @@ class Admitter:
         self._prefers_swap = prefers_swap
         self._hashing = PromptHashing(kv, limits)
         self._quoted: tuple[Request, Quote] | None = None
-        """The first waiting request and its quote, until this pass changes the pool."""
+        """First waiting request and its quote, until this pass changes the pool."""
         self._rejected: Request | None = None
-        """The waiting request that did not fit into `_rejected_room` blocks."""
+        """Waiting request that did not fit into `_rejected_room` blocks."""
         self._rejected_room = 0
         self.holds_new = False
-        """Whether only preempted requests start: the engine is paused (quire/engine/sleep.py)."""
+        """True while the engine is paused (quire/engine/sleep.py): only preempted requests start."""
 
     def forget_rejection(self) -> None:
-        """Look again at the request that did not fit: less is needed now, or more is free."""
+        """Try the rejected request again: it needs less now, or more is free."""
         self._rejected = None
 
     def forget(self, request: Request) -> None:
-        """A request has ended, and no gate need know it."""
         self._gates.forget(request)
 
     def plan_preemption(self, now: float) -> PreemptionPlan:
-        """Plan which running requests the first waiting one preempts (quire/scheduler/preemption.py). Begins each pass:
-        `admit` uses the quote again unless the plan has changed the pool meanwhile."""
+        """Plan which running requests the first waiting one preempts (quire/scheduler/preemption.py). Begins each pass;
+        `admit` reuses the quote unless the plan has changed the pool."""
         self._quoted = None
         self._hashing.begin_pass(is_idle=not self._running.sequences)
         request = self._waiting.first
@@ -142,7 +141,7 @@ class Admitter:
         self._stats.num_deferred = reserved.num_requests
 
     def preempt(self, builder: PlanBuilder, request: Request) -> None:
-        """Preempt a running request: release its blocks and slots, to be swapped in or recomputed later."""
+        """Preempt a running request: release its blocks and slots."""
         for sequence in request.live_sequences:
             if sequence.blocks is not None:
                 self._changes.release_slot(sequence)
@@ -159,20 +158,20 @@ class Admitter:
         return self.holds_new and request.status is not RequestStatus.PREEMPTED
 
     def _quote(self, request: Request, builder: PlanBuilder, reserved: Reservations) -> Quote:
-        """The quote of `plan_preemption`, if it was for this request and still holds, or another."""
+        """The quote of `plan_preemption` if it is still valid for this request, else a new one."""
         quoted, self._quoted = self._quoted, None
         if quoted is not None and quoted[0] is request and not (builder.grown or builder.forked):
             return quoted[1]
         return quote(request, self._kv, self._limits.max_chunk, reserved.num_blocks)
 
     def _has_room(self, request: Request, needs: Quote) -> bool:
-        """Whether the pool has the blocks that a request needs to start; remembers the request if not."""
+        """True if the pool has the blocks that a request needs; otherwise the request is remembered."""
         fits = has_room(needs.num_blocks, needs.room, self._kv, is_alone=not self._running.sequences)
         self._rejected, self._rejected_room = (None, 0) if fits else (request, needs.room)
         return fits
 
     def _start(self, builder: PlanBuilder, request: Request, num_cached: int, num_tokens: int, now: float) -> None:
-        """Run a request's first sequence, with the blocks of its prefix hit, and schedule `num_tokens` of it."""
+        """Run a request's first sequence with its prefix hit, and schedule `num_tokens` of it."""
         leader = request.live_sequences[0]
         if request.beam_search is not None:
             request.beam_search.forget_candidates()
@@ -198,7 +197,7 @@ class Admitter:
             request.num_lost_tokens = 0
 
     def _resume(self, builder: PlanBuilder, request: Request) -> None:
-        """Run a swapped request. The workers copy its blocks back beside this step, and the next step computes its next
+        """Run a swapped request. The workers copy its blocks back beside this step; the next step computes its next
         tokens."""
         sequences, copies = swap_in(request, self._kv)
         builder.swap_in += copies
@@ -209,7 +208,7 @@ class Admitter:
         self._running.enter(request, sequences)
 
     def _grow_new(self, builder: PlanBuilder, leader: Sequence, num_tokens: int) -> None:
-        """Schedule the first tokens of a sequence that has no request slot yet; `_has_room` made sure that they fit."""
+        """Schedule the first tokens of a sequence without a request slot. `_has_room` has ensured that they fit."""
         assert leader.blocks is not None
         start = leader.num_computed_tokens
         allocation = self._kv.allocate_slots(leader.blocks, start, start + num_tokens)
@@ -222,9 +221,8 @@ class Admitter:
 
 
 class PromptHashing:
-    """Hashes waiting prompts for the look-up in the prefix cache, a bounded number of tokens in each pass of the
-    scheduler: the blocks of half a million tokens take tens of milliseconds, in which no running sequence would get its
-    next token."""
+    """Hashes waiting prompts for the prefix cache, a bounded number of tokens per pass: half a million tokens take tens
+    of milliseconds, in which no running sequence would get a token."""
 
     def __init__(self, kv: KVCacheManager, limits: Limits) -> None:
         self._kv = kv
@@ -233,12 +231,12 @@ class PromptHashing:
         self._num_left: float = 0
 
     def begin_pass(self, *, is_idle: bool) -> None:
-        """is_idle: no sequence runs, so that none waits for what is hashed, and nothing is put off."""
+        """is_idle: no sequence runs, so hashing is not bounded."""
         self._num_left = math.inf if is_idle else self.piece_tokens
 
     def defer(self, request: Request) -> bool:
-        """Hash what a waiting request's quote looks up, as far as this pass goes. Defers the request until the next
-        pass when that is not all, and returns whether it does."""
+        """Hash the prompt's blocks within this pass's bound. If some are left, defer the request to the next pass and
+        return True."""
         leader = request.live_sequences[0]
         if leader.chain is None or request.swapped_blocks:
             return False

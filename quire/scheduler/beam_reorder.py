@@ -1,5 +1,4 @@
-"""Beam searches between two plans: candidates of an update, and what it decided about beam slots, kept until the next
-plan carries it."""
+"""State of beam searches between an update, which brings candidates, and the next plan, which reorders the slots."""
 
 from __future__ import annotations
 
@@ -15,17 +14,17 @@ from quire.step import Candidates, SequenceFork
 
 
 class BeamReorder:
-    """Slots that start as copies of other slots, and tokens that replace sampled ones, for the next plan."""
+    """Copies of slots to other slots, and replacements of sampled tokens, for the next plan."""
 
     def __init__(self) -> None:
         self._reorders: dict[int, SequenceFork] = {}
         self._token_overrides: dict[int, int] = {}
         self.undecided: list[Request] = []
-        """Searches whose beams have candidates, and whose matchers have yet to answer."""
+        """Searches with candidates whose matchers have not answered yet."""
 
     def follow(self, search: BeamSearch, children: list[Child], kv: BlockSharing) -> list[Sequence]:
-        """Make `children` the live beams of a search. Returns the dropped beams whose slots the workers release
-        first."""
+        """Make `children` the live beams of a search. Returns the dropped beams whose slots the workers must
+        release."""
         followed = follow(search, children, kv)
         dropped = [sequence for sequence in followed.dropped if self.forget(sequence)]
         self._reorders.update({fork.child: fork for fork in followed.forks})
@@ -35,8 +34,8 @@ class BeamReorder:
     def advance(
         self, samples: list[Sequence], candidates: Mapping[int, Candidates], running: RunningSet, kv: BlockSharing
     ) -> tuple[list[Request], list[int]]:
-        """Give the beams among a step's samples their candidates (by place in `samples`), and reorder the beams of each
-        search that has all of them. Returns as `decide`."""
+        """Distribute a step's candidates (keyed by place in `samples`), and reorder each search that has all of them.
+        Returns as `decide`."""
         for position, sequence in enumerate(samples):
             search = sequence.request.beam_search
             if search is None:
@@ -48,18 +47,16 @@ class BeamReorder:
 
     @property
     def awaited(self) -> list[Matcher]:
-        """The matchers that undecided searches wait for."""
         searches = [request.beam_search for request in self.undecided]
         return [matcher for search in searches if search is not None for matcher in search.awaited]
 
     @property
     def is_empty(self) -> bool:
-        """Whether the next plan has nothing of this."""
         return not (self._reorders or self._token_overrides)
 
     def decide(self, running: RunningSet, kv: BlockSharing) -> tuple[list[Request], list[int]]:
-        """Reorder the beams of the searches whose matchers have answered. Returns the requests whose search has ended,
-        and the beam slots to release."""
+        """Reorder the searches whose matchers have answered. Returns (requests whose search has ended, beam slots to
+        release)."""
         ended: list[Request] = []
         released: list[int] = []
         undecided, self.undecided = self.undecided, []
@@ -81,8 +78,8 @@ class BeamReorder:
         return ended, released
 
     def forget(self, sequence: Sequence) -> bool:
-        """Drop what is pending for a sequence that loses its slot. Returns whether the workers know the slot: False
-        when its reorder was not planned yet."""
+        """Drop the pending changes of a sequence that loses its slot. Returns False if the workers do not know the slot
+        yet."""
         self._token_overrides.pop(sequence.seq_id, None)
         return self._reorders.pop(sequence.seq_id, None) is None
 
@@ -93,7 +90,7 @@ class BeamReorder:
         return pending
 
     def check(self, running: list[Sequence]) -> None:
-        """Assert that all pending entries name live sequences, and that no slot is copied before it exists."""
+        """Assert that pending entries name live sequences, and that no slot is copied before it exists."""
         live = {sequence.seq_id for sequence in running}
         assert self._reorders.keys() | self._token_overrides.keys() <= live, "a reorder names a sequence that ended"
         for fork in self._reorders.values():
@@ -102,8 +99,8 @@ class BeamReorder:
 
 
 def hypothesis_updates(request: Request) -> list[SequenceUpdate]:
-    """The updates of a finished search: its best `n` hypotheses, each with all tokens, and an empty update for each
-    missing one (all are missing when the time limit passed before the first token)."""
+    """Updates of a finished search: its best `n` hypotheses with all tokens, and an empty update for each missing one
+    (all, if time ran out before the first token)."""
     search = request.beam_search
     assert search is not None
     updates: list[SequenceUpdate] = []

@@ -1,9 +1,8 @@
-"""Images as the scheduler sees them: which the workers have encoded, and what each plan encodes of the next one.
+"""The scheduler's view of images: encoded ones, and the layers that each plan encodes.
 
-An image is encoded in slices of the tower's layers, between the tokens of steps: a slice counts against the step's
-budget by what it costs beside a token, so that a stream's next token waits for an image no longer than for a chunk of
-a prompt. A sequence computes up to an image that is not encoded, and waits there; a request that would begin with one
-waits in the queue (ImageGate). The workers keep what is encoded until a plan drops it.
+An image is encoded in slices of the tower's layers. A slice's cost counts against the step's token budget, so a running
+stream waits for an image no longer than for a chunk of a prompt. A sequence stops before an unencoded image; a request
+that would begin with one waits in the queue (ImageGate). The workers keep features until a plan drops them.
 """
 
 from __future__ import annotations
@@ -18,23 +17,23 @@ from quire.scheduler.admission import Quote
 from quire.scheduler.gates import Stage
 
 ENCODING = "encoding image"
-"""The reason of the deferral."""
+"""Reason of the deferral."""
 
 
 class Wanted:
-    """An image, and the live requests that want it encoded and have not read it since."""
+    """An image, and the live requests that need it and have not read it yet."""
 
     def __init__(self, image: PromptImage) -> None:
         self.key, self.grid, self.num_tokens = image.key, image.grid, image.num_tokens
         self.image: PromptImage | None = image
-        """None: the workers have it."""
+        """None: the workers have the pixels."""
         self.requests: dict[Request, None] = {}
         self.num_layers = 0
-        """That are ordered."""
+        """Number of ordered layers."""
 
     @property
     def order_key(self) -> OrderKey | None:
-        """The first of the requests'."""
+        """Earliest order key of the requests."""
         return min((request.order_key for request in self.requests), default=None)
 
 
@@ -42,22 +41,22 @@ class ImageEncodings:
     """The images of the scheduler's requests, by content."""
 
     def __init__(self, costs: EncoderCosts | None) -> None:
-        """costs: None where requests have no images."""
+        """costs: None for models without images."""
         self._costs, self.are_any = costs, costs is not None
         self._kept: OrderedDict[bytes, Wanted] = OrderedDict()
-        """What the workers have encoded behind the plans made so far; what was read last is last."""
+        """Encoded images after all plans made so far, the least recently read first."""
         self._wanted: dict[bytes, Wanted] = {}
-        """Not begun yet."""
+        """Images whose encoding has not begun."""
         self._current: Wanted | None = None
-        """The one of which some layers are ordered, and not all."""
+        """The image with some of its layers ordered."""
         self._reads: set[bytes] = set()
-        """Of this pass's plan."""
+        """Keys of images that this pass's plan reads."""
         self.num_begun = 0
-        """Images so far whose first layers were ordered."""
+        """Number of images whose first layers were ordered so far."""
 
     def limit(self, request: Request, start: int, end: int) -> int:
-        """Up to where tokens [start, end) of a request, which the plan is to compute, can be: to the first image that
-        is not encoded, which from now on is wanted."""
+        """The end of tokens [start, end) that can be computed now: before the first unencoded image, which is then
+        requested."""
         for image in request.images:
             if image.start >= end:
                 break
@@ -73,8 +72,7 @@ class ImageEncodings:
         return end
 
     def await_first(self, request: Request, start: int) -> bytes | None:
-        """The key of the image that position `start` of a request is in and that is not encoded: from now on it is
-        wanted. None: there is none."""
+        """Request the unencoded image at position `start` and return its key; None if there is none."""
         for image in request.images:
             if image.start <= start < image.end and image.key not in self._kept:
                 self._want(image, request)
@@ -82,13 +80,11 @@ class ImageEncodings:
         return None
 
     def is_awaited(self, key: bytes) -> bool:
-        """Whether an image is wanted and not encoded yet."""
         return key in self._wanted or (self._current is not None and self._current.key == key)
 
     def orders(self, budget: int, *, is_idle: bool) -> ImageOrders | None:
-        """What the plan of this pass encodes and drops; None: nothing. budget: tokens that it has left; one layer is
-        encoded in any case. is_idle: nothing else is computed, so that no image is kept for a request that does not
-        start while another waits for the room."""
+        """This pass's image orders, or None. budget: tokens left in the step; one layer is encoded in any case.
+        is_idle: nothing else is computed, so unread images of waiting requests may be dropped for another."""
         reads, self._reads = self._reads, set()
         if not self._wanted and self._current is None:
             return None
@@ -107,14 +103,14 @@ class ImageEncodings:
         return ImageOrders(dropped, slices) if dropped or slices else None
 
     def forget(self, request: Request) -> None:
-        """A request has ended: what it alone wants is not encoded."""
+        """Drop an ended request's need of images."""
         current = () if self._current is None else (self._current,)
         for wanted in (*self._kept.values(), *self._wanted.values(), *current):
             wanted.requests.pop(request, None)
         self._wanted = {key: wanted for key, wanted in self._wanted.items() if wanted.requests}
 
     def forget_workers(self) -> None:
-        """Note that the workers hold nothing any more."""
+        """Record that the workers hold nothing any more."""
         self._kept.clear()
         self._wanted.clear()
         self._current = None
@@ -126,8 +122,8 @@ class ImageEncodings:
         current.requests[request] = None
 
     def _next(self, reads: set[bytes], dropped: list[bytes], *, is_idle: bool) -> Wanted | None:
-        """The image whose layers are ordered now, with room for its features; None: there is none. dropped: gets what
-        makes room."""
+        """The image whose layers are ordered next, with room for its features, or None. dropped: receives the images
+        that make room."""
         if self._current is not None:
             if self._current.requests:
                 return self._current
@@ -143,8 +139,8 @@ class ImageEncodings:
     def _make_room(
         self, num_tokens: int, order_key: OrderKey, reads: set[bytes], dropped: list[bytes], *, is_idle: bool
     ) -> bool:
-        """Whether there is room for an image that a request of this place wants: beside those that the plan reads, and
-        those that earlier requests want and have not read."""
+        """Make room for an image of a request with this order key, beside images that the plan reads and unread ones of
+        earlier requests. False: no room."""
         assert self._costs is not None, "requests have images"
         room = self._costs.cache_tokens - sum(kept.num_tokens for kept in self._kept.values())
         victims = []
@@ -176,7 +172,7 @@ class ImageEncodings:
 
 
 class ImageGate:
-    """A request whose next token is of an image waits until that is encoded."""
+    """Defers a request whose next token is in an image until that is encoded."""
 
     reason = ENCODING
     stage = Stage.BEGIN

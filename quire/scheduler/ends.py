@@ -1,4 +1,4 @@
-"""How sequences and requests end: their blocks, their request slots, and the updates that report early ends."""
+"""Ends of sequences and requests: their blocks, request slots, and the updates of early ends."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class Ends:
         self._registration = registration
         self._admitter = admitter
         self.unmatched: list[tuple[Sequence, str]] = []
-        """Sequences that could not go on under their constraints, and why, until an update reports it."""
+        """Sequences that could not continue under their constraints, with reasons, until an update reports them."""
 
     # -- before their time ------------------------------------------------------------------------------------------
 
     def end(self, request: Request, ended: list[Sequence], reason: FinishReason) -> None:
-        """End some or all sequences of a request before their time."""
-        self._admitter.forget_rejection()  # with one sequence fewer running, the waiting request may fit
+        """End some or all sequences of a request early."""
+        self._admitter.forget_rejection()  # with one running sequence fewer, the waiting request may fit
         lost_leader = bool(request.pending_forks) and any(s.blocks is not None for s in ended)
         for sequence in ended:
             self._running.drop_reservation(sequence)
@@ -65,7 +65,7 @@ class Ends:
         self._running.drop_finished()
 
     def end_requests(self, requests: Iterable[Request], reason: FinishReason, now: float) -> list[SequenceUpdate]:
-        """End these requests before their time; the updates report it."""
+        """End requests early; the updates report it."""
         updates = []
         for request in requests:
             updates += early_end(request, reason, now)
@@ -73,7 +73,7 @@ class Ends:
         return updates
 
     def end_expired(self, expired: list[Request], now: float) -> list[SequenceUpdate]:
-        """End the requests whose time is over."""
+        """End requests whose time is over."""
         self._stats.timed_out_requests_total += len(expired)
         return self.end_requests(expired, FinishReason.TIMEOUT, now)
 
@@ -86,8 +86,8 @@ class Ends:
         return self.end_requests(requests, FinishReason.ERROR, now)
 
     def end_unmatched(self, sequence: Sequence, reason: str) -> None:
-        """End a sequence that cannot go on under its constraint; `report_unmatched` reports it. A beam is given up: its
-        search goes on with the others."""
+        """End a sequence that cannot continue under its constraint; `report_unmatched` reports it. A beam is given up,
+        and its search continues with the others."""
         search = sequence.request.beam_search
         if search is not None:
             search.give_up(sequence, reason)
@@ -95,20 +95,20 @@ class Ends:
         self.fail(sequence, reason)
 
     def fail(self, sequence: Sequence, reason: str) -> None:
-        """End a sequence that cannot go on, unless it has ended; `report_unmatched` reports it."""
+        """End a sequence that cannot continue, unless it has ended; `report_unmatched` reports it."""
         if sequence.finish_reason is None:
             self.unmatched.append((sequence, reason))
             self.end(sequence.request, [sequence], FinishReason.ERROR)
 
     def take_foreseen(self, sequence: Sequence, token_ids: list[int]) -> None:
-        """Take note that a plan has sampled what was known before, and was reported then. token_ids: of its result."""
+        """Check a plan's sample whose token was known and reported before. token_ids: the result's tokens."""
         assert sequence.foreseen is not None
         expected, sequence.foreseen = sequence.foreseen.token_id, None
         if sequence.finish_reason is None and token_ids != [expected]:
             self.end_unmatched(sequence, f"tokens {token_ids} where the constraint forces {expected}")
 
     def report_unmatched(self, now: float) -> list[SequenceUpdate]:
-        """The updates of the sequences that `end_unmatched` has ended since the last call."""
+        """Updates of the sequences that `end_unmatched` has ended since the last call."""
         ended, self.unmatched = self.unmatched, []
         updates = []
         for sequence, reason in ended:
@@ -121,10 +121,12 @@ class Ends:
     # -- in their time ----------------------------------------------------------------------------------------------
 
     def settle(self, matching: Matching, now: float) -> list[SequenceUpdate]:
-        """Go on with the beam searches and sequences whose matchers have answered: append what is forced behind their
-        tokens, end what is finished. The caller then removes ended sequences from those that run."""
-        ended, released = self._changes.beam_reorder.decide(self._running, self._kv)
-        updates = self._end_searches(ended, released, now)
+        """Continue the beam searches and sequences whose matchers have answered: append forced tokens, end finished
+        ones. The caller then removes ended sequences from the running ones."""
+        updates: list[SequenceUpdate] = []
+        if self._changes.beam_reorder.undecided:
+            ended, released = self._changes.beam_reorder.decide(self._running, self._kv)
+            updates = self._end_searches(ended, released, now)
         for sequence, new_ids, token_logprobs in matching.take_answered():
             matcher, request = sequence.matcher, sequence.request
             if matcher is None:
@@ -153,14 +155,14 @@ class Ends:
         return updates
 
     def finish_in_time(self, sequence: Sequence, update: SequenceUpdate, now: float) -> None:
-        """End a sequence with its last token, and tell so in its update."""
+        """End a sequence with its last token, and record it in its update."""
         update.ends_in_text = ends_in_text(sequence, update.new_token_ids[-1])
         update.finish_reason, update.stop_reason = reason = finish_reason(sequence, update.new_token_ids[-1])
         self.finish(sequence, reason[0])
         report_times(update, sequence.request, now)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """End one sequence, and the request with its last one. The caller removes the sequence from those that run."""
+        """End one sequence, and with the last one its request. The caller removes it from the running ones."""
         sequence.finish_reason = reason
         sequence.matcher = None
         request = sequence.request
@@ -169,8 +171,8 @@ class Ends:
             if request.register_prefix and reason in (FinishReason.STOP, FinishReason.LENGTH):
                 self._kv.register_prefix(request.request_id, sequence.blocks, request.prompt_token_ids)
             elif reason in (FinishReason.STOP, FinishReason.LENGTH) and request.beam_search is None:
-                # What was just sampled, or forced behind that, is not computed. Where a forced token is being sampled,
-                # what its step computes may still be no number.
+                # The last sampled or forced token is not computed. While a forced token is being sampled, its step's
+                # results may still be non-finite.
                 num_computed = sequence.num_computed_tokens - (sequence.foreseen is not None)
                 num_stored = min(num_computed, len(sequence.token_ids) - (not request.pooling))
                 self._kv.finish(request.request_id, sequence.seq_id, sequence.blocks, num_stored)
@@ -182,7 +184,7 @@ class Ends:
             sequence.swapped = None
         if not any(other.finish_reason is None for other in request.sequences):
             request.status = RequestStatus.FINISHED
-            # Request and sequences refer to one another, and are collected at some later time.
+            # Request and sequences refer to one another, so garbage collection takes a while.
             request.constraint = request.first_matcher = None
             request.images = []  # some megabytes each
             if request.beam_search is not None:
@@ -204,8 +206,8 @@ class Ends:
         return [pooled_end(sequence, vector, now) for sequence, vector in ended]
 
     def update_beams(self, samples: list[Sequence], result: StepResult, now: float) -> list[SequenceUpdate]:
-        """Take the candidates of all beams among the samples; returns the updates of the searches that ended. The
-        caller then removes their sequences from those that run."""
+        """Process the candidates of all beams among the samples; returns the updates of ended searches. The caller then
+        removes their sequences from the running ones."""
         ended, released = self._changes.beam_reorder.advance(samples, result.candidates, self._running, self._kv)
         return self._end_searches(ended, released, now)
 

@@ -1,13 +1,11 @@
-"""Turns between clients: where in the order a request of one client comes among the waiting ones of others.
+"""Fair order of clients: the place of a request among the waiting ones of other clients.
 
-The first waiting request of a client comes behind the first waiting ones of the others, and from there on each other
-client has one turn between two of its own: they are served in rounds. A request's place is decided once, when it
-arrives, by the time at which it counts as arrived (`Request.order_time`), and never changes. A client that waits
-alone has its requests served in the order of their arrival, at the times of their arrival.
+Clients are served in rounds: between two requests of one client each other client has one turn. A request's place is
+decided once, at its arrival, by the time at which it counts as arrived (`Request.order_time`). A client that waits
+alone is served in order of arrival.
 
-So a request that is its client's first waits for at most one request of each other client, however many they have
-queued, and nothing that comes later goes before it. Rounds are of requests of one priority; between priorities the
-order is as ever (docs/scheduling.md).
+So a client's first request waits for at most one request of each other client, and nothing that comes later passes it.
+Rounds are of requests of one priority (docs/scheduling.md).
 """
 
 from __future__ import annotations
@@ -18,20 +16,20 @@ import math
 from quire.decoding.sequence import OrderKey, Request
 
 LEAST_GAP = 1e-6
-"""Seconds between the order times of one client's requests, so that one of another client has room between them."""
+"""Least seconds between order times of one client's requests, which leaves room for another client's."""
 
 NO_REQUEST: OrderKey = (-math.inf, 0)
-"""Before all others."""
+"""Order key before all others."""
 
 
 class FairOrder:
-    """The waiting requests that have not run yet, by priority and client, in their order."""
+    """Waiting requests that have not run yet, by priority and client, in order."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, dict[str, list[Request]]] = {}
 
     def order_time(self, client: str, priority: int, now: float) -> float:
-        """When a request that arrives now counts as arrived. A binary search for each client that waits."""
+        """Time at which a request that arrives now counts as arrived. One binary search per waiting client."""
         clients = self._waiting.get(priority, {})
         own = clients.get(client, [])
         last = own[-1].order_key if own else NO_REQUEST
@@ -44,11 +42,10 @@ class FairOrder:
         return max(time, own[-1].order_time + LEAST_GAP) if own else time
 
     def add_request(self, request: Request) -> None:
-        """A request has arrived, and waits."""
         self._waiting.setdefault(request.priority, {}).setdefault(request.client, []).append(request)
 
     def discard(self, request: Request) -> None:
-        """It runs, or is over."""
+        """Remove a request that runs or has ended."""
         clients = self._waiting.get(request.priority, {})
         waiting = clients.get(request.client, [])
         if request in waiting:

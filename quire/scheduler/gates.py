@@ -1,15 +1,13 @@
-"""Gates: the reasons for which a waiting request may not start yet.
+"""Gates: the reasons why a waiting request may not start yet.
 
-A gate looks at a request whose turn it is and lets it pass, or defers it (`Request.deferral`). The scheduler asks the
-gates of `default_gates` in order, in three stages (`Stage`). Another reason to wait is another class and one line in
-that list.
+A gate lets a request pass or defers it (`Request.deferral`). The scheduler asks the gates of `default_gates` in order,
+in three stages (`Stage`). A new reason is a new class and a line in that list.
 
-A deferred request keeps its place in the queue, and every pass looks at it again. Later requests may start before it,
-but take nothing from it (`Reservations`): blocks for the whole deferred request are reserved, and a later prompt must
-fit into the rest of the step's budget, after which it takes one token a step. Request slots are reserved too, unless
-the event is outside the engine; then the deferred request gets the next free slots after the event. While a preempted
-request is deferred, no later request starts. Running requests are not preempted for a deferred one. An abort, a time
-limit and a start end the deferral; so does its deadline.
+A deferred request keeps its place, and every pass looks at it again. Later requests may start before it but take
+nothing from it (`Reservations`): its blocks are reserved, and a later prompt must fit into the rest of the step's
+budget, after which it takes one token a step. Request slots are reserved too, unless it waits for something outside the
+engine; then it gets the next free slots. No later request starts while a preempted request is deferred. Running
+requests are not preempted for a deferred one. An abort, a time limit, a start and the deferral's deadline end it.
 """
 
 from __future__ import annotations
@@ -26,37 +24,37 @@ from quire.scheduler.admission import Quote
 from quire.scheduler.matching import first_matchers
 
 MIN_SHARED_BLOCKS = 2
-"""A wait for fewer blocks does not pay: a step reads all weights, which costs about as much as a block of tokens."""
+"""Fewest blocks worth a wait: a step reads all weights, which costs about as much as a block of tokens."""
 
 LOAD_SECONDS = 10.0
-"""Longest wait for an asynchronous load. One that takes longer counts as failed; its blocks are freed when it ends."""
+"""Longest wait for an asynchronous load in seconds. A slower one counts as failed; its blocks are freed when it
+ends."""
 MAX_LOADS = 3
 
 
 class Stage(enum.IntEnum):
-    """When the scheduler asks a gate."""
+    """Stages at which the scheduler asks a gate."""
 
     LOOK_UP = 0
-    """Whenever it considers a request, also before it plans to preempt others for it: the check changes nothing."""
+    """Whenever a request is considered, also before preemptions for it: the check changes nothing."""
     BEGIN = 1
-    """When it is the request's turn, or others would be preempted for it: the check may begin work, such as a load."""
+    """At the request's turn, or before preemptions for it: the check may begin work, such as a load."""
     START = 2
-    """When the blocks that the quote names are free: the check may allocate some of them."""
+    """The quote's blocks are free: the check may allocate some of them."""
 
 
 class Gate(Protocol):
-    """One reason to wait. What a gate looks at besides a request and its quote it is made with (`default_gates`)."""
+    """One reason to wait."""
 
     reason: str
     stage: Stage
 
     def check(self, request: Request, quote: Quote, now: float) -> Deferral | None:
-        """Defer the request, or return None when this gate lets it pass. What was deferred is asked again when its
-        deferral has ended."""
+        """The deferral of the request, or None if it passes. A request is asked again when its deferral has ended."""
         ...
 
     def forget(self, request: Request) -> None:
-        """Drop what the gate keeps of a request that starts, or has ended: called at both, and not at a preemption."""
+        """Drop a request that starts or has ended; not called at a preemption."""
         ...
 
 
@@ -66,31 +64,31 @@ class Gates:
     def __init__(self, gates: Sequence[Gate]) -> None:
         self._gates = gates
         self.num_deferrals: Counter[str] = Counter()
-        """Deferrals so far, by reason."""
+        """Reason -> deferrals so far."""
 
     def check(self, stages: tuple[Stage, ...], request: Request, quote: Quote, now: float) -> Deferral | None:
-        """The deferral of the first gate of these stages that does not let the request pass."""
+        """Deferral by the first gate of these stages that does not let the request pass."""
         for gate in self._gates:
             if gate.stage in stages and (deferral := gate.check(request, quote, now)) is not None:
                 return deferral
         return None
 
     def defer(self, stages: tuple[Stage, ...], request: Request, quote: Quote, now: float) -> bool:
-        """As `check`; keeps the deferral with the request. Returns whether there is one."""
+        """`check`, which also stores the deferral in the request. Returns True if there is one."""
         request.deferral = self.check(stages, request, quote, now)
         if request.deferral is not None:
             self.num_deferrals[request.deferral.reason] += 1
         return request.deferral is not None
 
     def forget(self, request: Request) -> None:
-        """End the deferral of a request that starts, or has ended, and drop what the gates keep of it."""
+        """End the deferral of a request that starts or has ended, and drop it from the gates."""
         request.stop_waiting()
         for gate in self._gates:
             gate.forget(request)
 
 
 def is_deferred(request: Request, now: float) -> bool:
-    """Whether a request's deferral goes on. Ends one that is over."""
+    """True while a request's deferral lasts; clears one that is over."""
     deferral = request.deferral
     if deferral is None:
         return False
@@ -101,20 +99,19 @@ def is_deferred(request: Request, now: float) -> bool:
 
 
 class Reservations:
-    """Request slots and blocks of the requests that are deferred in one pass of `Scheduler.schedule`."""
+    """Request slots and blocks of the requests deferred in one pass of `Scheduler.schedule`."""
 
     def __init__(self) -> None:
         self.num_requests = 0
         self.num_slots = 0
         self.num_blocks = 0
         self.has_preempted = False
-        """Whether one of the requests ran before: then no later request starts."""
+        """True if one of the requests was preempted: then no later request starts."""
 
     def __bool__(self) -> bool:
         return self.num_requests > 0
 
     def reserve(self, request: Request) -> None:
-        """Reserve for a deferred request."""
         assert request.deferral is not None
         self.has_preempted |= request.status is RequestStatus.PREEMPTED
         self.num_requests += 1
@@ -123,9 +120,8 @@ class Reservations:
 
 
 class ConstraintGate:
-    """A request waits until its matchers have answered: at its start its constraint is compiled, after a preemption its
-    last token is followed. That runs beside the engine. Nothing is reserved for the request: the scheduler starts
-    others meanwhile."""
+    """Defers a request until its matchers have answered: at its start its constraint is compiled, after a preemption
+    its last token is followed. Both run outside the engine core, so nothing is reserved."""
 
     reason = "compiling constraint"
     stage = Stage.LOOK_UP
@@ -136,25 +132,24 @@ class ConstraintGate:
         return Deferral(self.reason, 0, lambda: not _has_matchers(request), reserves_slots=False)
 
     def forget(self, request: Request) -> None:
-        """Nothing is kept."""
+        """Keep nothing."""
 
 
 def _has_matchers(request: Request) -> bool:
-    """A constrained request can start. One that is refused waits until the core has told so."""
+    """True if a constrained request can start. A refused one waits until the core has reported it."""
     is_followed = not any(sequence.awaits_matcher for sequence in request.live_sequences)
     return is_followed and all(each.is_ready and each.error is None for each in first_matchers(request))
 
 
 class PendingPrefixGate:
-    """Of requests that arrive together with the same new prefix, one computes it and the others wait
+    """Defers all but one of the requests that arrive together with the same new prefix; one computes it
     (docs/decisions/0004-scheduling.md).
 
-    - The request waits for one live sequence (the leader) to commit a given number of blocks. Running sequences get
-      tokens in every step, so the leader advances; when the leader is aborted or preempted, the wait is over, and the
-      first deferred request computes the rest itself.
+    - The request waits until one live sequence (the leader) has committed a number of blocks. Running sequences get
+    tokens in every step, so the leader advances. If it is aborted or preempted, the wait is over, and the first
+    deferred request computes the rest.
     - A deferral never leaves a step empty: the leader is in this step's plan, or in one in flight.
-    - The request may be deferred once more, if by then a sequence computes further shared blocks; each deferral leaves
-      fewer blocks to wait for.
+    - A request may be deferred again for further shared blocks; each deferral leaves fewer blocks.
     """
 
     reason = PENDING_PREFIX
@@ -173,15 +168,15 @@ class PendingPrefixGate:
         return Deferral(self.reason, quote.num_blocks, lambda: kv.is_pending_in(*found))
 
     def forget(self, request: Request) -> None:
-        """Nothing is kept."""
+        """Keep nothing."""
 
 
 class AsynchronousLoadGate:
-    """Has the KV connector load the next blocks of a request's prefix, where that takes more than a plan and pays.
+    """Lets the KV connector load the next blocks of a request's prefix where that takes longer than a plan and pays.
 
-    A request waits once for such a load, until it ends and at most LOAD_SECONDS. Every load ends in success or failure;
-    the request computes the blocks that failed to load. When there is nothing else to compute, a plan carries the
-    transfers alone, and its result waits for them for a limited time, so that the engine does not spin.
+    A request waits once for such a load, at most LOAD_SECONDS, and computes the blocks that failed to load. With
+    nothing else to compute, a plan carries the transfers alone, and its result waits for them a limited time, so the
+    engine does not spin.
     """
 
     reason = "asynchronous load"
@@ -190,7 +185,7 @@ class AsynchronousLoadGate:
     def __init__(self, kv: KVCacheManager) -> None:
         self._kv = kv
         self._tried: set[str] = set()
-        """Ids of the waiting requests that have found something to load: a request tries once."""
+        """Ids of waiting requests that have found something to load: each tries once."""
 
     def check(self, request: Request, quote: Quote, now: float) -> Deferral | None:
         if quote.is_resumed or request.request_id in self._tried:
@@ -200,11 +195,11 @@ class AsynchronousLoadGate:
         if found is None or not found.is_asynchronous:
             return None
         self._tried.add(request.request_id)
-        # Blocks that are only staged need no room on the device yet.
+        # Blocks that are only staged need no device blocks yet.
         num_taken = max(quote.num_blocks, kv.transfer_blocks.num_taken(found)) if found.to_load else 0
         if not found.is_worthwhile or num_taken > quote.room:
             return None
-        # Behind its end the loaded blocks are the most recently used ones; the next quote finds them.
+        # The loaded blocks are then the most recently used ones, and the next quote finds them.
         return _begin_load(self.reason, kv, found, quote, now)._replace(reserves_slots=False)
 
     def forget(self, request: Request) -> None:
@@ -212,11 +207,11 @@ class AsynchronousLoadGate:
 
 
 class NextPlanLoadGate:
-    """Orders the copies of a request's next blocks into this plan; the request waits for that plan.
+    """Orders the copies of a request's next blocks into this plan; the request waits for it.
 
-    In the next pass it starts with a plain prefix hit; if it cannot start then, its blocks stay cached without an
-    owner. After MAX_LOADS attempts it computes the prefix. No running request waits for it: the scheduler releases the
-    blocks held for it before it preempts a running request.
+    In the next pass it starts with a plain prefix hit. If it cannot start then, its blocks stay cached without an
+    owner. After MAX_LOADS attempts it computes the prefix. The scheduler releases these blocks before it preempts a
+    running request.
     """
 
     reason = "load for the next plan"
@@ -225,7 +220,7 @@ class NextPlanLoadGate:
     def __init__(self, kv: KVCacheManager) -> None:
         self._kv = kv
         self._num_loads: Counter[str] = Counter()
-        """Request id -> times that blocks were loaded for a waiting request."""
+        """Request id -> number of loads for the waiting request."""
 
     def check(self, request: Request, quote: Quote, now: float) -> Deferral | None:
         if quote.is_resumed or self._num_loads.get(request.request_id, 0) >= MAX_LOADS:
@@ -243,7 +238,7 @@ class NextPlanLoadGate:
 
 
 def _begin_load(reason: str, kv: KVCacheManager, found: Lookup, quote: Quote, now: float) -> Deferral:
-    """Load what a lookup has found, into blocks that are taken off what the request needs."""
+    """Load a lookup's blocks into blocks that are deducted from the request's needs."""
     num_before = kv.pool.num_allocatable
     load = kv.connector.allocated(found, kv.transfer_blocks.allocate(found))
     num_reserved = max(0, quote.num_blocks - (num_before - kv.pool.num_allocatable))
@@ -251,7 +246,7 @@ def _begin_load(reason: str, kv: KVCacheManager, found: Lookup, quote: Quote, no
 
 
 def default_gates(kv: KVCacheManager) -> list[Gate]:
-    """The product's own gates, in the order in which they are asked."""
+    """The standard gates in order."""
     return [
         ConstraintGate(),
         PendingPrefixGate(kv),

@@ -1,4 +1,4 @@
-"""Plans in flight: what the scheduler knows of a plan, beyond the plan itself, until its result comes."""
+"""Plans in flight: the scheduler's data on a plan until its result."""
 
 from __future__ import annotations
 
@@ -14,36 +14,35 @@ from quire.scheduler.matching import matcher_of
 from quire.step import SamplingInputs, StepPlan, TokenLogprobs
 
 Sampled: TypeAlias = tuple[Sequence, list[int], list[TokenLogprobs] | None]
-"""(sequence, its new tokens, their logprobs where asked for)"""
+"""(sequence, its new tokens, their logprobs where requested)."""
 
 
 class InFlight(msgspec.Struct, frozen=True):
-    """One plan in flight. Its lists are aligned with the plan's columns."""
+    """One plan in flight."""
 
     plan: StepPlan
     sequences: list[Sequence]
     """Aligned with the plan's columns of the batch."""
     filled: list[tuple[Sequence, BlockTable, int]]
-    """Of `sequences`, those that may reach the end of a block or more: with the blocks that they had when the plan was
-    made (a sequence preempted since may have others by now), and their computed tokens after it (with drafts in flight:
-    at most)."""
+    """Sequences that may reach the end of a block, with their blocks at planning time (a preemption may
+    change them) and their computed tokens after the plan (an upper bound with drafts in flight)."""
     samples: list[Sequence]
     """Aligned with the plan's `sample_seq_ids`."""
     forked: list[tuple[Sequence, list[Sequence]]]
-    """Sequences that fork after this plan's forward pass, and their children."""
+    """Sequences that fork after this plan's forward pass, with their children."""
     resumed: list[tuple[Sequence, BlockTable, int]]
-    """Sequences that this plan swaps in, with their blocks, and how many computed tokens they bring."""
+    """Sequences that this plan swaps in, with their blocks and numbers of computed tokens."""
     discarded: list[Sequence]
-    """Sequences among `samples` that get no token from this plan, since their masks come too late."""
+    """Samples that get no token from this plan because their masks come too late."""
 
     @property
     def awaits_masks(self) -> bool:
-        """A mask that the plan expects is still to come."""
+        """True while an expected mask is missing."""
         return any(_awaits_mask(self.samples[index]) for index in self.plan.expects_sampling_inputs)
 
     def sampling_inputs(self) -> tuple[SamplingInputs, list[tuple[Sequence, UserError]]]:
-        """The masks that the plan expects, and the sequences that cannot go on under their constraints. The results of
-        all earlier plans are known. Samples whose masks are still to come are `discarded`, and pending no more."""
+        """The expected masks, and the sequences that cannot continue under their constraints. Called when all earlier
+        results are known. Samples without masks become `discarded` and are no longer pending."""
         masks: dict[int, bytes] = {}
         draft_masks: dict[int, list[bytes]] = {}
         failed, discarded = [], []
@@ -69,8 +68,8 @@ class InFlight(msgspec.Struct, frozen=True):
         return SamplingInputs(self.plan.step_id, masks, discarded, draft_masks), failed
 
     def commit(self, kv: KVCacheManager) -> None:
-        """Offer the blocks that this step filled to the prefix index. All earlier results are known by now, and so are
-        all their tokens but for the step's own drafts."""
+        """Offer the blocks that this step filled to the prefix index. All tokens are known by now, except the step's
+        own drafts."""
         for sequence, blocks, end in self.filled:
             if sequence.blocks is blocks:
                 num_known = len(sequence.token_ids)
@@ -81,8 +80,8 @@ class InFlight(msgspec.Struct, frozen=True):
 
 
 def _awaits_mask(sequence: Sequence) -> bool:
-    """The sequence's mask is still to come. That of its first token is waited for in any case: other sequences may
-    share the tokens that would be computed again. So is a beam's."""
+    """True while the sequence's mask is missing. A first token always waits for its mask, because other sequences may
+    share the tokens that would be computed again; so does a beam."""
     if sequence.finish_reason is not None or sequence.foreseen is not None:
         return False
     if sequence.awaits_matcher:
@@ -92,6 +91,6 @@ def _awaits_mask(sequence: Sequence) -> bool:
 
 
 def _next_mask(sequence: Sequence) -> bytes | None:
-    """As Matcher.mask. A beam whose text is complete can only end."""
+    """`Matcher.mask`; a beam whose text is complete can only end."""
     matcher = matcher_of(sequence)
     return matcher.mask_of(*sequence.request.eos_token_ids) if matcher.is_finished else matcher.mask()

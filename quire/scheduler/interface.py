@@ -1,8 +1,5 @@
-"""The interface between the engine core and its scheduler, and the factory of the scheduler.
-
-The product has one scheduler, `quire.scheduler.scheduler.Scheduler`. The protocol exists because the paper's baselines
-(benchmarks/baselines/) drive the same engine core, real or simulated.
-"""
+"""Interface of the engine core to its scheduler, and the scheduler's factory. A protocol, because the paper's baselines
+(benchmarks/baselines/) drive the same engine core."""
 
 from __future__ import annotations
 
@@ -27,9 +24,9 @@ from quire.step import SamplingInputs, StepPlan, StepResult
 
 
 class CachedBlocks(Protocol):
-    """The part of the KV cache that the engine core asks directly. knows_stored: the KV connector has learned what was
-    stored before the engine started. has_transfers: it has blocks to move or to release, even without live requests.
-    can_transfer: and the next transfer need not wait for an earlier one."""
+    """The KV cache as the engine core uses it. knows_stored: the KV connector has scanned the blocks stored before the
+    start. has_transfers: it has blocks to move or release, even without live requests. can_transfer: also, the next
+    transfer need not wait for an earlier one."""
 
     @property
     def knows_stored(self) -> bool: ...
@@ -41,99 +38,103 @@ class CachedBlocks(Protocol):
     def can_transfer(self) -> bool: ...
 
     def reset_prefix_cache(self) -> int:
-        """Forget all cached content; returns the number of blocks set free."""
+        """Clear all cached content; returns the number of blocks set free."""
         ...
 
 
 class EngineScheduler(Protocol):
-    """Plans steps and takes their results, in order; `schedule` and `update` alternate freely otherwise."""
+    """Plans steps and processes their results, in order; `schedule` and `update` alternate freely otherwise."""
 
     @property
     def kv(self) -> CachedBlocks: ...
 
     @property
     def has_requests(self) -> bool:
-        """Whether any request lives, running or waiting."""
+        """True while a request runs or waits."""
         ...
 
     def longest_sequence(self, limit: int) -> int:
-        """The longest sequence, up to `limit` tokens, that the pool can hold."""
+        """Longest sequence, at most `limit` tokens, that fits into the pool beside registered prefixes."""
         ...
 
     def most_blocks(self, num_tokens: int) -> int:
-        """Blocks that one sequence of `num_tokens` holds at most."""
+        """Largest number of blocks that one sequence of `num_tokens` holds."""
         ...
 
     def add_request(self, source: EngineRequest, now: float, constraint: Constraint | None = None) -> None:
-        """Queue a request. constraint: the one that it names. Raises UserError when it is rejected."""
+        """Queue a request with its constraint. Raises PromptTooLongError for a request that could never finish,
+        UserError for a duplicate id or a prefix that may not be registered."""
         ...
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """End a request, or one of its sequences, now. Unknown ids are ignored."""
+        """End a request, or one of its sequences, and free its blocks. Ignores unknown ids, and the index of a
+        beam-search hypothesis, which belongs to no single sequence."""
         ...
 
     def abort_all(self, now: float) -> list[SequenceUpdate]:
-        """End all requests but the registrations of prefixes; the updates report the ends."""
+        """End all requests except registrations of prefixes; the updates report it."""
         ...
 
     def hold_new(self, is_held: bool) -> None:
-        """Keep requests that have not started in the queue, or start them again."""
+        """Keep unstarted requests in the queue, or let them start again. Preempted requests continue."""
         ...
 
     def expire(self, now: float) -> list[SequenceUpdate]:
-        """End the requests whose time is over."""
+        """End the requests whose time (`timeout_s`) is over, running or waiting."""
         ...
 
     def schedule(self, now: float) -> StepPlan | None:
-        """The next step, None when nothing can be computed now."""
+        """The next step; None when nothing can be computed now (idle, or waiting for results)."""
         ...
 
     def schedule_transfers(self, *, awaits_report: bool = False) -> StepPlan | None:
-        """A plan that computes nothing and moves cached blocks, if there are any to move."""
+        """A plan of the KV connector's transfers alone, or None. awaits_report: return a plan in any case; its result
+        comes with the connector's next report."""
         ...
 
     def sampling_inputs(self, plan: StepPlan) -> SamplingInputs:
-        """The second message of a plan in flight that expects one, when the results of all earlier plans are known."""
+        """The second message of a plan in flight that expects one, when all earlier results are known."""
         ...
 
     def awaits_masks(self, plan: StepPlan) -> bool:
-        """Masks that a plan in flight expects are still to come; `settle` is due when something has come."""
+        """True while masks of a plan in flight are missing; `settle` is due with each answer."""
         ...
 
     @property
     def can_discard(self) -> bool:
-        """`sampling_inputs` may be asked for while masks are still to come: the workers discard those samples."""
+        """True if `sampling_inputs` may be called before all masks are there: the workers discard those samples."""
         ...
 
     @property
     def awaits_answers(self) -> bool:
-        """Matchers have yet to answer."""
+        """True while matchers have not answered."""
         ...
 
     @property
     def awaits_others(self) -> bool:
-        """Matchers have yet to answer of which no step goes ahead."""
+        """True while `settle` is due for sequences that do not go ahead of their matchers, or for refused requests."""
         ...
 
     def awaited(self) -> list[Matcher]:
-        """The matchers whose answers a step waits for, briefly, before it is planned."""
+        """Matchers whose answers the next step waits for, briefly."""
         ...
 
     def settle(self, now: float) -> tuple[list[SequenceUpdate], list[tuple[str, UserError]]]:
-        """Go on with what matchers have answered: updates, and the requests that are refused, with the reasons."""
+        """Continue with the matchers' answers; returns updates, and (id, reason) of refused requests."""
         ...
 
     def update(self, result: StepResult, now: float, *, may_go_ahead: bool = False) -> list[SequenceUpdate]:
-        """Take the result of the oldest plan in flight. may_go_ahead: the next plan may compute new tokens before
+        """Process the result of the oldest plan in flight. may_go_ahead: the next plan may compute new tokens before
         matchers have answered for them."""
         ...
 
     def unregister_prefix(self, name: str) -> int:
-        """Unregister a prefix; returns the number of blocks set free. Raises UserError for an unknown name."""
+        """Unregister a prefix; returns the number of blocks that no longer belong to one. Raises UserError for an
+        unknown name."""
         ...
 
     def forget_rows(self) -> None:
-        """Note that the workers have dropped all request slots, while no request lives."""
+        """Record that the workers have dropped all request slots, while no request lives."""
         ...
 
     def stats(self) -> EngineStats:
@@ -147,16 +148,16 @@ class EngineScheduler(Protocol):
     def snapshot(self) -> KVSnapshot: ...
 
     def check(self) -> None:
-        """Assert all invariants."""
+        """Assert all invariants. O(blocks + requests)."""
         ...
 
 
 SchedulerFactory: TypeAlias = Callable[[EngineConfig, KVCacheLayout, PreemptionCosts | None], EngineScheduler]
-"""(configuration, the pool that was allocated, measured costs where the preemption mode needs them) -> scheduler."""
+"""(configuration, allocated pool, costs measured for the preemption mode) -> scheduler."""
 
 
 def paged_scheduler(config: EngineConfig, layout: KVCacheLayout, costs: PreemptionCosts | None) -> Scheduler:
-    """The product's own: continuous batching over a paged pool."""
+    """Quire's scheduler: continuous batching over a paged pool."""
     kv = KVCacheManager(
         layout,
         enable_prefix_caching=config.cache.enable_prefix_caching,

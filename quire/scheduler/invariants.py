@@ -1,4 +1,4 @@
-"""Invariants of waiting and running sequences between two steps. Each check raises AssertionError."""
+"""Invariants of waiting and running sequences between two steps. Checks raise AssertionError."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from quire.scheduler.running import RunningSet
 def check_requests(
     requests: Iterable[Request], waiting: RequestQueue, running: RunningSet, deadlines: Deadlines, kv: KVCacheManager
 ) -> None:
-    """Check all live `requests`, which wait or run."""
     live = list(requests)
     with_blocks = {s.seq_id for request in live for s in request.live_sequences if s.blocks is not None}
     assert with_blocks == {s.seq_id for s in running.sequences}, "request slots and blocks disagree"
@@ -26,7 +25,7 @@ def check_requests(
 
 
 def check_waiting(requests: Iterable[Request], kv: KVCacheManager) -> int:
-    """Check the waiting requests; returns how many of their sequences are in the host pool."""
+    """Check waiting requests; returns the number of their sequences in the host pool."""
     _check_order(request.sequences[0] for request in requests)
     num_swapped = 0
     for request in requests:

@@ -1,19 +1,16 @@
-"""How the slots of used KV blocks are spent, by the paper's terms (§3.1, Fig. 2), for a paged pool.
+"""Use of KV slots in the paper's terms (§3.1, Fig. 2), for a paged pool.
 
-A used block has one slot for each token that it has room for, as many as the block size of its KV group; a block of
-states has one, which is always stored. Each slot is in one of three states:
+A used block has one slot per token of its KV group's block size; a block of states has one, always stored. States of a
+slot:
 
-- stored: it holds the keys and values of a token that has been computed. A slot of a block that several sequences share
-  counts once; a token counts in every KV group, since each has a block of its own for it.
-- reserved: a plan in flight computes its token. A paged pool reserves nothing earlier than that.
-- wasted (internal fragmentation): no token has been assigned to it. These are the ends of last blocks, less than one
-  block for each sequence and group.
+- stored: it holds a computed token's keys and values. A slot that several sequences share counts once; a token counts
+in every KV group.
+- reserved: a plan in flight computes its token. A paged pool reserves nothing earlier.
+- wasted (internal fragmentation): without a token, at the ends of last blocks, less than one block per sequence and
+group.
 
-Blocks that the KV connector loads for a deferred request, or sends for one that has ended, are used, and count as
-stored.
-
-There is no external fragmentation: every block is as good as any other, so free memory is never unusable. Blocks that
-are free but still hold a prefix (evictable) are not used, and are counted apart.
+Blocks that the KV connector loads for a deferred request, or sends for an ended one, count as stored. There is no
+external fragmentation: every free block is usable. Free blocks with a cached prefix (evictable) count apart.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ from quire.step import StepPlan
 
 
 def first_stats(kv: KVCacheManager) -> EngineStats:
-    """The statistics of a new engine."""
+    """Statistics of a new engine."""
     return EngineStats(
         block_size=kv.block_size,
         block_bytes=kv.block_bytes,
@@ -40,7 +37,7 @@ def first_stats(kv: KVCacheManager) -> EngineStats:
 
 
 def count_copies(stats: EngineStats, plan: StepPlan, builder: PlanBuilder, block_bytes: int) -> None:
-    """Count the blocks that a plan copies, on the device and for preempted requests to the host and back."""
+    """Count a plan's copies of blocks on the device, and to and from the host."""
     stats.copied_blocks_total += len(plan.block_copies)
     stats.swapped_out_blocks_total += len(builder.swap_out)
     stats.swapped_in_blocks_total += len(builder.swap_in)
@@ -50,7 +47,7 @@ def count_copies(stats: EngineStats, plan: StepPlan, builder: PlanBuilder, block
 def describe_kv(
     stats: EngineStats, kv: KVCacheManager, running: Iterable[Sequence], in_flight: Iterable[InFlight]
 ) -> None:
-    """Fill in what the block pool, the host pool and the KV connector hold now, and have moved so far."""
+    """Report the contents and transfers of the block pool, host pool and KV connector."""
     pool = kv.pool
     stats.num_used_blocks = pool.num_used
     stats.num_cached_blocks = pool.num_evictable
@@ -66,8 +63,8 @@ def describe_kv(
 
 
 def num_wasted_slots(running: Iterable[Sequence], kv: KVCacheManager) -> int:
-    """Slots at the ends of last blocks, those of registered prefixes included, that no plan has given a token.
-    O(running sequences and registered prefixes).
+    """Slots without a token at the ends of last blocks, also of registered prefixes. O(running sequences and registered
+    prefixes).
 
     Only a last block can be partly filled, and all its owners fill it equally (a writer copies it first).
     """
@@ -91,14 +88,14 @@ def num_wasted_slots(running: Iterable[Sequence], kv: KVCacheManager) -> int:
 
 
 def num_reserved_slots(in_flight: Iterable[InFlight], kv: KVCacheManager) -> int:
-    """Slots of used blocks whose tokens are computed by plans in flight. O(their
-    sequences; where a plan forks, or several are in flight, their tokens too)."""
+    """Slots whose tokens plans in flight compute. O(sequences of the plans; with forks or several plans, their
+    tokens)."""
     flights = list(in_flight)
     if not flights:
         return 0
     if len(flights) == 1 and not flights[0].forked:
-        # With one plan and no fork every token has a slot of its own. A sequence without blocks ended or was preempted
-        # meanwhile, and the slots it writes to are no longer its own.
+        # With one plan and no fork every token has its own slot. A sequence without blocks has ended or was preempted,
+        # and no longer owns the slots that it writes to.
         columns = zip(flights[0].sequences, flights[0].plan.num_tokens, strict=True)
         return len(kv.token_groups) * sum([count for sequence, count in columns if sequence.blocks is not None])
     slots: dict[int, int] = {}
@@ -110,10 +107,11 @@ def num_reserved_slots(in_flight: Iterable[InFlight], kv: KVCacheManager) -> int
 
 
 def _first_starts(flights: Iterable[InFlight]) -> dict[Sequence, int]:
-    """Where each sequence of several plans, and each child that forks in one, began to compute.
+    """Position at which each sequence and forked child of the plans began to compute.
 
-    Counted back from the computed tokens: what a plan says of positions is a bound where drafts were in flight. A plan
-    from before the sequence's last start says nothing of it any more."""
+    Counted back from the computed tokens, because a plan's positions are bounds where drafts were in flight. Plans
+    before the sequence's last start do not count.
+    """
     starts: dict[Sequence, int] = {}
     parents: dict[Sequence, Sequence] = {}
     for flight in flights:
@@ -129,7 +127,7 @@ def _first_starts(flights: Iterable[InFlight]) -> dict[Sequence, int]:
 
 
 def _add_slots(slots: dict[int, int], table: list[int], start: int, end: int, block_size: int) -> None:
-    """Note, for each block of a table that positions `start` to `end` - 1 lie in, how many of its slots they are."""
+    """Add the number of slots that positions [start, end) take in each block of a table."""
     for index in range(start // block_size, -(-end // block_size)):
         first = index * block_size
         count = min(end, first + block_size) - max(start, first)

@@ -1,7 +1,7 @@
-"""Matchers that have yet to answer: those of requests that start, and those of sequences that have got a token.
+"""Matchers without an answer: of requests that start, and of sequences with a new token.
 
-A matcher runs outside of the engine core (quire/decoding/masks.py). Until it has answered for a sequence's last token,
-the scheduler neither reports that token nor plans the next one.
+A matcher runs outside the engine core (quire/decoding/masks.py). Before it answers for a sequence's last token, the
+scheduler neither reports that token nor plans the next one.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 Asked: TypeAlias = tuple[Sequence, list[int], list[TokenLogprobs] | None]
-"""(sequence, its new tokens, which its matcher was asked about, their logprobs where asked for)"""
+"""(sequence, new tokens for its matcher, their logprobs where requested)."""
 
 
 class Matching:
-    """Questions to matchers without an answer yet."""
+    """Unanswered questions to matchers."""
 
     def __init__(self) -> None:
         self.starting: list[Request] = []
@@ -34,11 +34,10 @@ class Matching:
         self._new: list[Matcher] = []
         self.asked: list[Asked] = []
         self.late: list[Sequence] = []
-        """Sequences whose matchers have answered, but not told the mask in time."""
+        """Sequences whose matchers have answered but did not give the mask in time."""
 
     def begin(self, request: Request) -> None:
-        """Make the matchers that a new request starts with: one without tokens, and those of sequences that bring
-        tokens."""
+        """Make a new request's matchers: one without tokens, and one for each sequence that brings tokens."""
         constraint = request.constraint
         if constraint is None:
             return
@@ -55,8 +54,8 @@ class Matching:
     def take_samples(
         self, sampled: Iterable[Sampled], in_flight: InFlight, ends: Ends, kv: KVCacheManager, may_go_ahead: bool
     ) -> list[Sampled]:
-        """Append the sampled tokens of sequences under a constraint and ask their matchers about them;
-        `Scheduler.settle` goes on when they answer. Returns the other samples."""
+        """Append the samples of constrained sequences and ask their matchers; `Scheduler.settle` continues with the
+        answers. Returns the other samples."""
         others, discarded, has_drafts = [], in_flight.discarded, bool(in_flight.plan.num_drafts)
         for sample in sampled:
             sequence, new_ids, token_logprobs = sample
@@ -79,8 +78,8 @@ class Matching:
     def _ask(
         self, sequence: Sequence, token_ids: list[int], logprobs: list[TokenLogprobs] | None, *, may_go_ahead: bool
     ) -> None:
-        """Ask a sequence's matcher about its new last tokens. may_go_ahead: the next step may compute them meanwhile,
-        where in all likelihood the sequence goes on behind them: a list of forced tokens takes one step more then."""
+        """Ask a sequence's matcher about its new tokens. may_go_ahead: the next step may compute them meanwhile if the
+        sequence very probably continues; a list of forced tokens then takes one step more."""
         matcher, request = sequence.matcher, sequence.request
         assert matcher is not None
         sequence.awaits_matcher = True
@@ -99,14 +98,14 @@ class Matching:
         self.asked.append((sequence, token_ids, logprobs))
 
     def note_late(self, sequence: Sequence) -> None:
-        """A sample of the sequence was discarded: it stays out of steps until its mask is there."""
+        """Keep a sequence with a discarded sample out of steps until its mask is there."""
         sequence.goes_ahead = False
         if not sequence.awaits_matcher:
             sequence.awaits_matcher = True
             self.late.append(sequence)
 
     def take_answered(self) -> list[Asked]:
-        """The tokens whose matchers have answered since the last call, in the order of the questions."""
+        """Questions answered since the last call, in their order."""
         if self.late:
             late, self.late = self.late, []
             for sequence in late:
@@ -125,7 +124,7 @@ class Matching:
         return answered
 
     def take_refused(self) -> list[tuple[Request, UserError]]:
-        """The requests that cannot start under their constraints, and why. Forgets those that can."""
+        """Requests that cannot start under their constraints, with reasons. Startable ones are dropped."""
         refused, left = [], []
         for request in self.starting:
             if request.status is RequestStatus.FINISHED:
@@ -140,19 +139,19 @@ class Matching:
         return refused
 
     def all_go_ahead(self) -> bool:
-        """Whether the next step computes the tokens of all that are asked about, before the answers."""
+        """True if the next step computes the tokens of all questions before the answers."""
         return all(sequence.goes_ahead for sequence, _, _ in self.asked)
 
     def awaited(self) -> list[Matcher]:
-        """The matchers that a step may wait for, briefly, because they are quick as a rule: those of sequences that
-        have got a token and do not go ahead, and once those of each new request."""
+        """Matchers that a step may wait for because they are quick as a rule: of sequences that do not go ahead, and
+        once those of each new request."""
         new, self._new = self._new, []
         asked = [sequence.matcher for sequence, _, _ in self.asked if not sequence.goes_ahead]
         return new + [matcher for matcher in asked if matcher is not None and not matcher.is_slow]
 
 
 def first_matchers(request: Request) -> list[Matcher]:
-    """The matchers that a request cannot start without."""
+    """Matchers that a request needs to start."""
     found = [] if request.first_matcher is None else [request.first_matcher]
     return found + [each.matcher for each in request.live_sequences if each.matcher is not None]
 

@@ -1,4 +1,4 @@
-"""A plan under construction: the token budget and the columns of one scheduling pass, with rollback."""
+"""A plan under construction: token budget and columns of one scheduling pass, with rollback."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from quire.step import HostTransfers, NewSequence, SequenceFork, StepPlan, Trans
 
 
 class PlanChanges:
-    """Changes between two plans that the next one tells the workers: request slots that are released, blocks that are
-    trimmed behind rejected drafts (both as in `StepPlan`), and beams that are reordered."""
+    """Changes since the last plan, for the next one: `StepPlan.released`, `StepPlan.trimmed_tables` and beam
+    reorders."""
 
     def __init__(self) -> None:
         self.released: list[int] = []
@@ -29,7 +29,7 @@ class PlanChanges:
         return not (self.released or self.trimmed) and self.beam_reorder.is_empty
 
     def release_slot(self, sequence: Sequence) -> None:
-        """Release a sequence's request slot on the workers with the next plan."""
+        """Release a sequence's request slot with the next plan."""
         sequence.fast_path_until = sequence.num_unsent_tokens = 0
         self.trimmed.pop(sequence.seq_id, None)
         if self.beam_reorder.forget(sequence):
@@ -44,7 +44,7 @@ class PlanBuilder:
         self.budget = budget
         """Tokens that may still be scheduled."""
         self.num_steady = 0
-        """Sequences that `place_steady` has placed."""
+        """Sequences placed by `place_steady`."""
         self.sequences: list[Sequence] = []
         self.start_positions: list[int] = []
         self.num_tokens: list[int] = []
@@ -65,20 +65,20 @@ class PlanBuilder:
         self.replaced_blocks: list[tuple[int, int, int, int]] = []
         self.block_copies: list[tuple[int, int]] = []
         self.grown: list[tuple[Sequence, BlockAllocation]] = []
-        """The allocations for sequences that have a request slot, to be undone by a rollback."""
+        """Allocations for sequences with a request slot, which a rollback undoes."""
         self.swap_out: list[tuple[int, int]] = []
         self.swap_in: list[tuple[int, int]] = []
         self.resumed: list[tuple[Sequence, BlockTable, int]] = []
-        """Sequences that are swapped in, with their blocks, and how many of their tokens are computed."""
+        """Sequences that are swapped in, with their blocks and numbers of computed tokens."""
         self.transfers: Transfers | None = None
-        """The KV connector's."""
+        """Orders of the KV connector."""
         self.adapters: AdapterOrders | None = None
         self.images: ImageOrders | None = None
         self.forks: list[SequenceFork] = []
         self.forked: list[tuple[Sequence, list[Sequence]]] = []
 
     def grow(self, sequence: Sequence, allocation: BlockAllocation) -> None:
-        """Record an allocation for a sequence that has a request slot already."""
+        """Record an allocation for a sequence with a request slot."""
         self.grown.append((sequence, allocation))
         if any(allocation.new_blocks):
             self.new_blocks[sequence.seq_id] = allocation.new_blocks
@@ -87,7 +87,7 @@ class PlanBuilder:
             self.replaced_blocks += [(sequence.seq_id, *entry) for entry in allocation.replaced]
 
     def add_row(self, sequence: Sequence) -> None:
-        """Give a sequence a request slot on the workers, with its blocks as they are now."""
+        """Give a sequence a request slot on the workers, with its present blocks."""
         assert sequence.blocks is not None
         self.new_sequences[sequence.seq_id] = NewSequence(
             seq_id=sequence.seq_id,
@@ -102,8 +102,7 @@ class PlanBuilder:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to run or to encode, and no sequence to swap, not even one that returns with nothing
-        to copy."""
+        """True if the plan runs, encodes and swaps nothing; a swapped sequence without copies counts as swapping."""
         return not (self.sequences or self.new_sequences or self.swap_out or self.swap_in or self.images)
 
     def schedule(self, sequence: Sequence, num_tokens: int) -> None:
@@ -112,7 +111,7 @@ class PlanBuilder:
         self.place(sequence, sequence.num_computed_tokens, num_tokens, known)
 
     def place(self, sequence: Sequence, start: int, num_tokens: int, known: int) -> None:
-        """As `schedule`, with counters that the caller has read. start: computed tokens; known: tokens of the sequence,
+        """`schedule` with counters that the caller has read. start: computed tokens. known: the sequence's tokens,
         those in flight included."""
         self.sequences.append(sequence)
         self.start_positions.append(start)
@@ -139,7 +138,7 @@ class PlanBuilder:
         sequence.num_unsent_tokens = 0
 
     def place_drafts(self, drafts: Drafts) -> None:
-        """Let the last entry's sequence, which is sampled, compute drafts behind its last token."""
+        """Add drafts after the last token of the last entry's sequence, which is sampled."""
         sequence, num_drafts = self.sequences[-1], drafts.num_tokens
         assert sequence.blocks is not None, "a sequence that runs has blocks"
         if num_drafts:
@@ -156,8 +155,8 @@ class PlanBuilder:
             self.filled.append((sequence, sequence.blocks, sequence.num_computed_tokens))
 
     def place_steady(self, running: list[Sequence], index: int) -> int:
-        """`place` the sequences from `index` on, up to the first that needs a decision
-        (`Sequence.fast_path_until`); returns its index."""
+        """`place` the sequences from `index` on, up to the first that needs a decision (`Sequence.fast_path_until`);
+        returns its index."""
         starts = []
         for place in range(index, len(running)):
             sequence = running[place]
@@ -183,7 +182,7 @@ class PlanBuilder:
         return index
 
     def sample(self, sequence: Sequence, batch_index: int) -> None:
-        """Draw a token for `sequence` from the logits of a batch entry."""
+        """Sample a token for `sequence` from the logits of a batch entry."""
         self.samples.append(sequence)
         self.sample_from.append(batch_index)
         sequence.num_pending_tokens += 1
@@ -191,7 +190,7 @@ class PlanBuilder:
             self.masked.append(len(self.samples) - 1)
 
     def fork(self, parent: Sequence, kv: KVCacheManager) -> None:
-        """Fork the siblings of the last entry's sequence after this step's forward pass; those without output sample
+        """Fork the siblings of the last entry's sequence after this step's forward pass. Siblings without output sample
         from its logits."""
         batch_index = len(self.sequences) - 1
         children = []
@@ -204,14 +203,14 @@ class PlanBuilder:
         self.forked.append((parent, children))
 
     def undo(self, request: Request, kv: KVCacheManager) -> None:
-        """Undo what this pass did for a request's sequences, so that their block tables match the earlier plans."""
+        """Undo this pass's work on a request's sequences, so that their block tables match the earlier plans."""
         for sequence, allocation in self.rollback(request):
             assert sequence.blocks is not None
             kv.rollback(sequence.blocks, allocation)
 
     def rollback(self, request: Request) -> list[tuple[Sequence, BlockAllocation]]:
-        """Remove everything scheduled for a request that is being preempted; its entries are the last ones. Returns its
-        allocations, which the caller undoes in this order."""
+        """Remove the entries of a request that is being preempted; they are the last ones. Returns its allocations,
+        which the caller undoes in this order."""
         assert all(parent.request is not request for parent, _ in self.forked), "a forking request is preempted"
         while self.samples and self.samples[-1].request is request:
             self.samples.pop().num_pending_tokens -= 1
@@ -242,8 +241,8 @@ class PlanBuilder:
         return undone
 
     def order_transfers(self, kv: KVCacheManager, *, may_wait: bool, awaits_report: bool) -> None:
-        """Add what the KV connector orders, at the end of the pass. may_wait: the plan has nothing else, and none is in
-        flight. awaits_report: it is to wait for a report in any case."""
+        """Add the KV connector's orders at the end of the pass. may_wait: the plan has nothing else, and none is in
+        flight. awaits_report: wait for a report in any case."""
         kv.transfer_blocks.release()
         transfers = kv.connector.orders(may_allocate=not self.resumed)
         if may_wait and not (transfers is not None and transfers.swap_in):
@@ -254,11 +253,10 @@ class PlanBuilder:
         self.transfers = transfers
 
     def in_flight(self, plan: StepPlan) -> InFlight:
-        """What the scheduler knows of the plan that was built, until its result comes."""
         return InFlight(plan, self.sequences, self.filled, self.samples, self.forked, self.resumed, [])
 
     def build(self, changes: PlanChanges) -> StepPlan:
-        """The plan, which carries and clears the changes since the last one."""
+        """The plan; it carries and clears the changes since the last one."""
         transfers = self.transfers
         if self.swap_out or self.swap_in:
             transfers = transfers or HostTransfers()

@@ -1,19 +1,18 @@
-"""Preemption: how running requests give up their KV blocks, and which of them do for an earlier waiting request.
+"""Preemption: release of running requests' KV blocks, and the choice of victims for an earlier waiting request.
 
-A preempted request's blocks are dropped and recomputed, or swapped to the host (paper §4.5): all its sequences together
-or none. When the host pool has no room for a victim, that victim is recomputed, whatever the mode.
+A preempted request's blocks are recomputed, or swapped to the host (paper §4.5): all its sequences together or none.
+Without room in the host pool a victim is recomputed in any mode.
 
 Priority preemption: a late request can come first in `Request.order_key` by its priority, and a preempted request comes
 before those that started after it. Such a request gets its share of the step's tokens before the running requests
-behind it. It may also preempt requests of a worse priority, under conditions that keep two requests from preempting
-each other in turns:
+behind it. It may also preempt requests of a worse priority, if
 
-- The victims come after it in the order and have a worse priority. Equal priorities never preempt each other.
-- It lacks request slots or blocks, and the preemption frees enough of both.
-- It can start in this very step: it is not deferred, no sample of it is in flight, and the running requests before it
-  leave it some of the token budget.
+- the victims come after it in the order and have a worse priority (equal priorities never preempt each other);
+- it lacks request slots or blocks, and the preemption frees enough of both;
+- it can start in this very step: it is not deferred, has no sample in flight, and the running requests before it leave
+some token budget.
 
-A victim stays behind the request in the order and cannot preempt it in turn.
+So two requests cannot preempt each other in turns: a victim stays behind the request in the order.
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ from quire.scheduler.running import RunningSet
 
 @dataclass(frozen=True)
 class PreemptionCosts:
-    """Costs that the worker measured. seconds_per_block: to copy one block, all its pages, between device and host.
-    seconds_per_token: to compute one token of a prompt, many at a time."""
+    """Measured costs. seconds_per_block: copy of one block, all its pages, between device and host. seconds_per_token:
+    one token of a prompt, computed among many."""
 
     seconds_per_block: float
     seconds_per_token: float
 
 
 class Choice(Protocol):
-    """Whether to swap a victim rather than to recompute it. Depends on its arguments alone."""
+    """Rule for swapping a victim rather than recomputing it; depends on its arguments alone."""
 
     def __call__(self, footprint: Footprint, num_recomputed_tokens: int) -> bool:
-        """num_recomputed_tokens: what recomputation would compute, prefix hits that are certain taken off."""
+        """num_recomputed_tokens: tokens to recompute, without certain prefix hits."""
         ...
 
 
@@ -61,7 +60,7 @@ def choice(mode: str, costs: PreemptionCosts | None) -> Choice:
 
 
 class Cheaper:
-    """Swaps when copying out and back takes less time than computing again."""
+    """Swaps when copying out and back takes less time than recomputing."""
 
     def __init__(self, costs: PreemptionCosts) -> None:
         self._costs = costs
@@ -72,8 +71,7 @@ class Cheaper:
 
 
 def release_blocks(request: Request, kv: KVCacheManager, prefers_swap: Choice) -> list[tuple[int, int]] | None:
-    """Take a victim's blocks: move them to the host, or drop them, to be recomputed. Returns the copies for the plan,
-    or None when they were dropped."""
+    """Move a victim's blocks to the host, or drop them. Returns the plan's copies, or None when they were dropped."""
     copies = swap_out(request, kv, prefers_swap)
     if copies is None:
         request.num_lost_tokens += computed_tokens(request)
@@ -86,9 +84,9 @@ def release_blocks(request: Request, kv: KVCacheManager, prefers_swap: Choice) -
 
 
 def swap_out(request: Request, kv: KVCacheManager, prefers_swap: Choice) -> list[tuple[int, int]] | None:
-    """Move a victim's blocks to the host. Returns the copies for the plan, or None, having changed nothing, when the
-    request is to be recomputed: it is cheaper, the host pool is too full, nothing is computed yet, or the update of a
-    plan in flight needs the blocks."""
+    """Move a victim's blocks to the host. Returns the plan's copies, or None, with nothing changed, if the request must
+    be recomputed: that is cheaper, the host pool is too full, nothing is computed yet, or the update of a plan in
+    flight needs the blocks."""
     sequences = [sequence for sequence in request.live_sequences if sequence.blocks is not None]
     handles = [sequence.blocks for sequence in sequences if sequence.blocks is not None]
     num_computed = [sequence.num_computed_tokens for sequence in sequences]
@@ -112,7 +110,7 @@ def swap_out(request: Request, kv: KVCacheManager, prefers_swap: Choice) -> list
 
 
 def swap_in(request: Request, kv: KVCacheManager) -> tuple[list[Sequence], list[tuple[int, int]]]:
-    """Bring a swapped request back: the sequences that own blocks again, and the copies for the plan."""
+    """Swap a request in; returns the sequences that own blocks again, and the plan's copies."""
     sequences = [sequence for sequence in request.live_sequences if sequence.swapped is not None]
     copies = kv.swap_in(request.swapped_blocks)
     for sequence in sequences:
@@ -121,26 +119,26 @@ def swap_in(request: Request, kv: KVCacheManager) -> tuple[list[Sequence], list[
 
 
 def computed_tokens(request: Request) -> int:
-    """Tokens that the request would compute again if it lost its blocks: what siblings share is computed once."""
+    """Tokens to compute again if the request lost its blocks; siblings' shared tokens count once."""
     computed = [sequence.num_computed_tokens for sequence in request.live_sequences if sequence.blocks is not None]
     num_shared = num_shared_tokens(request) if len(computed) > 1 else 0
     return sum(computed) - num_shared * (len(computed) - 1)
 
 
 class PreemptionPlan(NamedTuple):
-    """The victims and tokens that let the first waiting request start."""
+    """Victims and tokens that let the first waiting request start."""
 
     victims: list[Request]
     """Running requests to preempt, the last in order first."""
     num_tokens: int
-    """Tokens of the step that the running sequences behind the request leave to it."""
+    """Tokens of the step that running sequences behind the request leave to it."""
 
 
 NO_PREEMPTION = PreemptionPlan([], 0)
 
 
 def comes_before_running(request: Request, running: list[Sequence]) -> bool:
-    """Whether the first waiting request comes before a running one, and has no sample in flight."""
+    """True if the first waiting request comes before a running one and has no sample in flight."""
     if not running or running[-1].request.order_key < request.order_key:
         return False
     return not any(sequence.num_pending_tokens for sequence in request.live_sequences)
@@ -149,7 +147,7 @@ def comes_before_running(request: Request, running: list[Sequence]) -> bool:
 def plan_preemption(
     request: Request, needs: Quote, running_set: RunningSet, kv: KVCacheManager, limits: Limits
 ) -> PreemptionPlan:
-    """Plan how a waiting request that `comes_before_running` can start. `NO_PREEMPTION` when it cannot even so."""
+    """Plan the start of a waiting request that `comes_before_running`; `NO_PREEMPTION` if impossible."""
     running = running_set.sequences
     if needs.is_resumed:
         kept = kv.host.reused_blocks(request.swapped_blocks)
@@ -178,7 +176,7 @@ def plan_preemption(
 
 
 def _candidates(request: Request, running: list[Sequence]) -> list[Request]:
-    """Distinct running requests that come after `request` and have a worse priority, the last in order first."""
+    """Running requests after `request` with a worse priority, the last in order first."""
     found: list[Request] = []
     for sequence in reversed(running):
         other = sequence.request
@@ -190,8 +188,8 @@ def _candidates(request: Request, running: list[Sequence]) -> list[Request]:
 
 
 def _num_tokens_before(running: list[Sequence], order_key: OrderKey, max_chunk: int) -> int:
-    """Most tokens of the next step that running sequences take before a request: all that sequences before it in the
-    order can use, and one for each sequence behind it."""
+    """Bound on the tokens that running sequences take in the next step before a request: all that earlier ones can use,
+    and one for each later one."""
     return sum(
         min(max_chunk, len(s.token_ids) + s.num_pending_tokens - s.num_computed_tokens)
         if s.request.order_key < order_key

@@ -1,4 +1,4 @@
-"""Waiting requests in the order of their keys, and requests with a time limit in the order of their deadlines."""
+"""Waiting requests in order, and requests with a time limit by deadline."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ from quire.scheduler.fair_order import FairOrder
 
 
 class RequestQueue:
-    """Waiting requests sorted by `Request.order_key`, which never changes.
-
-    Insertion is a binary search and a copy of the references behind the place: a few kilobytes for thousands."""
+    """Waiting requests sorted by `Request.order_key`, which never changes. Insertion is a binary search and a copy of
+    the references behind the place: a few kilobytes for thousands."""
 
     def __init__(self, priority_seconds: float = PRIORITY_SECONDS) -> None:
-        """priority_seconds: see SchedulerConfig."""
         self._requests: list[Request] = []
         self._returned: dict[str, Request] = {}
         self._fair_order = FairOrder()
@@ -32,11 +30,11 @@ class RequestQueue:
         return len(self._requests)
 
     def order_time(self, client: str, priority: int, now: float) -> float:
-        """When a request that arrives now counts as arrived, for its place in the order."""
+        """See `FairOrder.order_time`."""
         return self._fair_order.order_time(client, priority, now)
 
     def receive(self, source: EngineRequest, now: float, constraint: Constraint | None) -> Request:
-        """Make a request that arrives now, with its place in the order. It does not wait yet."""
+        """Make a request that arrives now, with its place in the order. It is not queued yet."""
         arrival = now if source.resume_point is None else now - source.resume_point.age
         return Request(
             source,
@@ -53,7 +51,7 @@ class RequestQueue:
         bisect.insort(self._requests, request, key=_order_key)
 
     def put_back(self, request: Request) -> None:
-        """Insert a request that ran before: it was preempted, or its leading sequence was aborted."""
+        """Insert a request that ran before: preempted, or with its leading sequence aborted."""
         self._returned[request.request_id] = request
         bisect.insort(self._requests, request, key=_order_key)
 
@@ -71,11 +69,11 @@ class RequestQueue:
 
     @property
     def num_returned(self) -> int:
-        """Waiting requests that ran before."""
+        """Number of waiting requests that ran before."""
         return len(self._returned)
 
     def report_stats(self, stats: EngineStats) -> None:
-        """Fill in how many requests wait, how many of them ran before, and how many of these are swapped."""
+        """Report the numbers of waiting, preempted and swapped requests."""
         stats.num_waiting = len(self._requests)
         stats.num_deferred = min(stats.num_deferred, stats.num_waiting)
         stats.num_preempted = len(self._returned)
@@ -90,13 +88,13 @@ def _order_key(request: Request) -> OrderKey:
 
 
 class Deadlines:
-    """A heap of requests by deadline. A request that ends earlier stays in the heap until its deadline, or until ended
-    requests outnumber live ones."""
+    """A heap of requests by deadline. Ended requests stay in it until their deadline, or until they outnumber live
+    ones."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Request]] = []
         self._live: set[int] = set()
-        """Arrival numbers of requests that have not ended."""
+        """Arrival numbers of unfinished requests."""
 
     def __len__(self) -> int:
         return len(self._live)
@@ -110,7 +108,7 @@ class Deadlines:
             self._live.add(number)
 
     def discard(self, request: Request) -> None:
-        """Stop watching a request that has ended."""
+        """Stop watching an ended request."""
         self._live.discard(request.order_key[1])
         if len(self._heap) > 2 * len(self._live) + 16:
             self._heap = [entry for entry in self._heap if entry[1] in self._live]

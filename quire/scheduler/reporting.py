@@ -1,7 +1,5 @@
-"""What an update reports to the front end besides tokens: finish reasons, times and the logprobs of the prompt.
-
-Stop strings are not handled here: only the front end has text.
-"""
+"""Parts of an update besides tokens: finish reasons, times and prompt logprobs. (The front end handles stop strings,
+because only it has text.)"""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from quire.step import PromptLogprobs
 
 
 def report_times(update: SequenceUpdate, request: Request, now: float, *, can_wait: bool = False) -> None:
-    """Add the prefix hit and the times to an update with a first token or an end. can_wait: it is neither."""
+    """Add the prefix hit and the times to an update with a first token or an end. can_wait: it has neither."""
     started = request.first_scheduled_time
     update.num_cached_tokens = request.num_cached_tokens or 0
     update.timing = RequestTiming(
@@ -24,14 +22,14 @@ def report_times(update: SequenceUpdate, request: Request, now: float, *, can_wa
 
 
 def report_times_early(update: SequenceUpdate, sequence: Sequence, num_sampled: int, now: float) -> None:
-    """Report the times of a request with one of its first tokens, or with each, where that is asked for."""
+    """Report the times of a request with its first token, or with each token where requested."""
     is_first = num_sampled <= sequence.request.num_prompt_tokens + 1
     report_times(update, sequence.request, now, can_wait=not (is_first or sequence.request.each_step))
 
 
 def early_end(request: Request, reason: FinishReason, now: float) -> list[SequenceUpdate]:
-    """The updates that end a request early (time limit, error). A beam search that runs out of time reports the
-    hypotheses found so far; one that failed reports none."""
+    """Updates that end a request early (time limit, error). A beam search that runs out of time reports its hypotheses
+    so far, a failed one none."""
     search = request.beam_search
     if search is not None and reason is not FinishReason.ERROR:
         search.cut(reason)
@@ -45,7 +43,7 @@ def early_end(request: Request, reason: FinishReason, now: float) -> list[Sequen
 
 
 def ended_search(request: Request, now: float) -> list[SequenceUpdate]:
-    """The updates of a beam search that is done."""
+    """Updates of a finished beam search."""
     search = request.beam_search
     if search is not None and search.failure is not None:
         updates = early_end(request, FinishReason.ERROR, now)
@@ -67,7 +65,7 @@ def pooled_end(sequence: Sequence, vector: list[float], now: float) -> SequenceU
 
 
 def live_requests(sequences: Iterable[Sequence], seq_ids: Collection[int]) -> list[Request]:
-    """The requests of those of the sequences that have these ids, once each, without those that have ended."""
+    """Distinct unfinished requests of the sequences with these ids."""
     found = dict.fromkeys(sequence.request for sequence in sequences if sequence.seq_id in seq_ids)
     return [request for request in found if request.status is not RequestStatus.FINISHED]
 
@@ -75,8 +73,8 @@ def live_requests(sequences: Iterable[Sequence], seq_ids: Collection[int]) -> li
 def attach_prompt_logprobs(
     found: Mapping[int, PromptLogprobs], sequences: list[Sequence], updates: list[SequenceUpdate]
 ) -> None:
-    """Report prompt logprobs (`found`: seq_id -> those of a step) once: recomputation yields them again, after a
-    preemption or by the next leader. `sequences`: those of the step."""
+    """Add a step's prompt logprobs (`found`: by seq_id) to the updates, each once: recomputation after a preemption or
+    by the next leader yields them again. sequences: the step's."""
     by_id = {sequence.seq_id: sequence for sequence in sequences}
     for seq_id, logprobs in found.items():
         sequence = by_id[seq_id]
@@ -98,16 +96,16 @@ def attach_prompt_logprobs(
 
 
 def ends_in_text(sequence: Sequence, token_id: int) -> bool:
-    """Whether the last token of a sequence whose constraint is at its end belongs to the text."""
+    """True if the last token of a sequence at its constraint's end belongs to the text."""
     is_text = sequence.matcher is not None and sequence.matcher.ends_in_text
     return is_text and token_id not in sequence.request.end_token_ids
 
 
 def finish_reason(sequence: Sequence, token_id: int) -> tuple[FinishReason, int | None]:
-    """Why a sequence ends with `token_id`, which is an end token, or ends what its constraint allows, or has made it as
-    long as it may be: (reason, stop token reported as `stop_reason`).
+    """(finish reason, stop token for `stop_reason`) of a sequence whose last token is an end token, completes its
+    constraint, or reaches its length.
 
-    The sampler bans end tokens before `min_tokens`, so reaching one always ends the sequence.
+    The sampler bans end tokens before `min_tokens`, so one always ends the sequence.
     """
     request = sequence.request
     if token_id in request.stop_token_ids:

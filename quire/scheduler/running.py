@@ -1,4 +1,4 @@
-"""The running sequences in the order of their requests, and the request slots that are reserved for siblings."""
+"""Running sequences in the order of their requests, and reserved request slots of siblings."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from quire.scheduler.queue import Deadlines, RequestQueue
 
 
 class RunningSet:
-    """The sequences that have a request slot.
+    """Sequences with a request slot.
 
-    sequences: those of one request are adjacent. num_reserved: reservations, one for each sequence of a running request
-    that will fork later (`Request.pending_forks`). version: grows whenever the requests that run may be others."""
+    sequences: one request's are adjacent. num_reserved: reservations, one for each sequence of a running request
+    that will fork later (`Request.pending_forks`). version: grows with every possible change of the running requests.
+    """
 
     def __init__(self) -> None:
         self.sequences: list[Sequence] = []
@@ -25,11 +26,11 @@ class RunningSet:
 
     @property
     def num_slots(self) -> int:
-        """Request slots that are taken or reserved."""
+        """Taken and reserved request slots."""
         return len(self.sequences) + self.num_reserved
 
     def enter(self, request: Request, sequences: list[Sequence]) -> None:
-        """Run `sequences` of a request; its other sequences fork from the first of them at the end of the prompt."""
+        """Run `sequences` of a request; the others fork from the first of them at the end of the prompt."""
         self.version += 1
         request.status = RequestStatus.RUNNING
         request.pending_forks = [s for s in request.live_sequences if s not in sequences]
@@ -39,26 +40,25 @@ class RunningSet:
             bisect.insort(self.sequences, sequence, key=lambda sequence: sequence.request.order_key)
 
     def insert_forked(self, parent: Sequence, children: list[Sequence]) -> None:
-        """Run `children`, whose slots were reserved, right behind their parent."""
+        """Run `children`, whose slots were reserved, right after their parent."""
         position = self.sequences.index(parent) + 1
         self.sequences[position:position] = children
         self.num_reserved -= len(children)
 
     def replace_beams(self, search: BeamSearch, former: list[Sequence], num_reserved: int) -> None:
-        """Replace the beams of a search. former: the sequences that ran; num_reserved: the reservations until now."""
+        """Replace the beams of a search. former: sequences that ran. num_reserved: reservations until now."""
         if former:
             position = self.sequences.index(former[0])
             self.sequences[position : position + len(former)] = search.running_sequences
         self.num_reserved += len(search.request.pending_forks) - num_reserved
 
     def drop_reservation(self, sequence: Sequence) -> None:
-        """Drop the reservation of a sequence that ends, if it has one."""
+        """Drop the reservation of a sequence that ends, if any."""
         if sequence in sequence.request.pending_forks:
             sequence.request.pending_forks.remove(sequence)
             self.num_reserved -= 1
 
     def drop_reservations(self, request: Request) -> None:
-        """Drop all reservations of a request: none of its sequences will fork."""
         self.num_reserved -= len(request.pending_forks)
         request.pending_forks = []
 
@@ -74,8 +74,7 @@ class RunningSet:
 
 
 class Collections(NamedTuple):
-    """The requests that the scheduler holds, and its counters of them. requests: all of them by id; each of them either
-    waits or runs."""
+    """The scheduler's requests and counters. requests: all requests by id; each waits or runs."""
 
     requests: dict[str, Request]
     waiting: RequestQueue

@@ -1,9 +1,9 @@
-"""The scheduler: decides which tokens the next step computes (continuous batching over a paged KV cache).
+"""The scheduler: chooses the tokens of the next step (continuous batching over a paged KV cache).
 
-There are no prefill and decode phases. A sequence has `num_computed_tokens` and a target, the tokens known plus those
-that plans in flight will sample; a step schedules tokens until the first meets the second. Chunked prefill, prefix
-hits and recomputation after a preemption are then the same thing, and so is planning ahead: a plan may be made while
-an earlier one runs, because tokens not known yet are counted.
+There are no prefill and decode phases. A sequence has `num_computed_tokens` and a target: its known tokens plus those
+that plans in flight will sample. A step schedules tokens until both are equal. Chunked prefill, prefix hits and
+recomputation after a preemption are then the same, and a plan may be made while an earlier one runs, because unknown
+tokens are counted.
 """
 
 from __future__ import annotations
@@ -54,9 +54,8 @@ from quire.step import SamplingInputs, StepPlan, StepResult
 
 
 class Scheduler:
-    """Serves requests in their order (`Request.order_key`), under a token budget and a limit of sequences; preempts the
-    last in order. `schedule` and `update` alternate freely as long as results come back in plan order.
-    """
+    """Serves requests in order (`Request.order_key`) under a token budget and a limit of sequences; preempts the last
+    in order. Implements `EngineScheduler`."""
 
     def __init__(
         self,
@@ -68,8 +67,8 @@ class Scheduler:
         adapters: AdaptersConfig = NO_ADAPTERS,
         encoder: EncoderCosts | None = None,
     ) -> None:
-        """preemption_costs: as measured; needed by the preemption mode "auto". gates: instead of `default_gates`.
-        drafter: only for workers that verify drafts. adapters, encoder: theirs (None: requests have no images)."""
+        """preemption_costs: needed by the preemption mode "auto". gates: replace `default_gates`. drafter: for workers
+        that verify drafts. encoder: costs of the image tower; None: no images."""
         self.kv = kv
         self._max_chunk = min(config.max_prefill_chunk or 2**62, config.max_num_batched_tokens)
         self._limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, self._max_chunk, config.whole_prompts)
@@ -79,10 +78,10 @@ class Scheduler:
         self._registration = PrefixRegistration(kv, self._max_chunk)
         self._drafter, self._num_stages = drafter, config.num_stages
         self.can_discard = not drafter.max_drafts and len(kv.token_groups) == kv.num_groups
-        """The workers can compute a sequence's last token again: not where it has changed a state, and not with drafts,
-        whose number the workers keep."""
+        """True if the workers can compute a sequence's last token again. Not if it has changed a state, and not with
+        drafts, whose number only the workers know."""
         self._has_found_drafts = False
-        """Whether the workers had drafts for a sequence of the last result."""
+        """True if the workers had drafts in the last result."""
         self._in_flight: dict[int, InFlight] = {}
         self._seq_ids, self._step_ids = count(), count()
         self.matching = Matching()
@@ -99,9 +98,6 @@ class Scheduler:
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def add_request(self, source: EngineRequest, now: float, constraint: Constraint | None = None) -> None:
-        """Queue a request. constraint: the one that it names. Raises PromptTooLongError when the request could never
-        finish, UserError for a duplicate id or for a prefix that may not be registered.
-        """
         if source.request_id in self._requests:
             raise UserError(f"request id {source.request_id!r} is in use", param="request_id")
         request = self._waiting.receive(source, now, constraint)
@@ -121,41 +117,32 @@ class Scheduler:
         self._deadlines.watch(request)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """End a request, or one of its sequences, now. Its blocks are free at once. Ignores unknown ids, and the
-        index of a hypothesis, which belongs to no single sequence of a beam search."""
         request = self._requests.get(request_id)
         if request is None or (request.beam_search is not None and index is not None):
             return
         self._ends.end(request, [s for s in request.live_sequences if index in (None, s.index)], FinishReason.ABORT)
 
     def abort_all(self, now: float) -> list[SequenceUpdate]:
-        """End all requests but the registrations of prefixes; unlike `abort`, the updates report the ends."""
         ended = [each for each in self._requests.values() if not each.register_prefix]
         return self._ends.end_requests(ended, FinishReason.ABORT, now)
 
     def hold_new(self, is_held: bool) -> None:
-        """Keep requests that have not started in the queue, or start them again. Preempted requests go on."""
         self._admitter.holds_new = is_held
 
     def expire(self, now: float) -> list[SequenceUpdate]:
-        """End the requests whose time (`timeout_s`) is over, running or waiting. Their blocks are free at once."""
         expired = self._deadlines.expired(now)
         return self._ends.end_expired(expired, now) if expired else []
 
     def unregister_prefix(self, name: str) -> int:
-        """Unregister a prefix; returns how many blocks no longer belong to a registered prefix. Raises UserError for
-        an unknown name."""
         if not self.kv.is_registered(name):
             raise UserError(f"no prefix {name!r} is registered", param="prefix_id")
         self._admitter.forget_rejection()
         return self.kv.unregister_prefix(name)
 
     def longest_sequence(self, limit: int) -> int:
-        """The longest sequence, up to `limit` tokens, that the pool can hold beside the registered prefixes."""
         return self._registration.longest_sequence(limit)
 
     def most_blocks(self, num_tokens: int) -> int:
-        """Blocks that one sequence of `num_tokens` holds at most."""
         return self.kv.most_blocks(num_tokens, self._max_chunk)
 
     @property
@@ -165,7 +152,6 @@ class Scheduler:
     # -- one step ---------------------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> StepPlan | None:
-        """Plan the next step, or return None when nothing can be computed now (idle, or waiting for results)."""
         builder = PlanBuilder(next(self._step_ids), self._limits.max_num_tokens)
         self.kv.transfer_blocks.begin_pass()
         if self._waiting.first is None:
@@ -179,22 +165,17 @@ class Scheduler:
         return self._finish_plan(builder)
 
     def schedule_transfers(self, *, awaits_report: bool = False) -> StepPlan | None:
-        """Plan only the transfers that the KV connector has to make; None when it has none.
-
-        awaits_report: return a plan in any case, whose result arrives when the connector's worker half has a report.
-        """
         builder = PlanBuilder(next(self._step_ids), self._limits.max_num_tokens)
         self.kv.transfer_blocks.begin_pass()
         return self._finish_plan(builder, awaits_report=awaits_report)
 
     def forget_rows(self) -> None:
-        """Note that the workers have dropped all request slots, while no request lives."""
         assert not self.has_requests, "rows of live requests"
         self._images.forget_workers()
         self._changes.released = []
 
     def _finish_plan(self, builder: PlanBuilder, *, awaits_report: bool = False) -> StepPlan | None:
-        """Add the KV connector's transfers and build the plan; None when it is still empty."""
+        """Add transfers, image and adapter orders, and build the plan; None when it is still empty."""
         if self._images.are_any:
             builder.images = self._images.orders(builder.budget, is_idle=builder.is_idle and not self._in_flight)
         is_idle = builder.is_idle
@@ -216,15 +197,11 @@ class Scheduler:
         return plan
 
     def awaits_masks(self, plan: StepPlan) -> bool:
-        """Masks that a plan in flight expects are still to come; `settle` is due when something has come."""
         return self._in_flight[plan.step_id].awaits_masks
 
     def sampling_inputs(self, plan: StepPlan) -> SamplingInputs:
-        """The second message of a plan in flight that expects one, when the results of all earlier plans are known.
-
-        A sequence that cannot go on under its constraint ends here; the plan's `update` reports it. So does a beam, of
-        which the search knows. A sample whose mask is still to come is discarded.
-        """
+        """See `EngineScheduler`. A sequence that cannot continue under its constraint ends here, and the plan's
+        `update` reports it; a beam is given up. A sample without its mask is discarded."""
         in_flight = self._in_flight[plan.step_id]
         inputs, failed = in_flight.sampling_inputs()
         for sequence in in_flight.discarded:
@@ -235,10 +212,7 @@ class Scheduler:
         return inputs
 
     def update(self, result: StepResult, now: float, *, may_go_ahead: bool = False) -> list[SequenceUpdate]:
-        """Take the result of the oldest plan in flight: append tokens, stop, commit full blocks, free.
-
-        may_go_ahead: the next plan may compute new tokens before matchers have answered for them.
-        """
+        """See `EngineScheduler`: append tokens, end sequences, commit full blocks, free."""
         in_flight = self._in_flight.pop(result.step_id)
         plan, samples, ends = in_flight.plan, in_flight.samples, self._ends
         assert len(samples) == len(result.token_ids), "a result without a sample, or the other way round"
@@ -252,7 +226,7 @@ class Scheduler:
             self._adapters.update(result.adapters, self._requests.values())
         logprobs = map(result.logprobs.get, count()) if result.logprobs else repeat(None)
         sampled: Iterable[Sampled] = zip(samples, result.token_ids, logprobs, strict=False)  # logprobs end never
-        # Samples of other kinds than tokens leave the others to `_take_tokens`: most steps have none.
+        # Samples other than tokens leave the others to `_take_tokens`; most steps have none.
         if plan.num_drafts or not all(result.token_ids):
             self._changes.trimmed |= take_back_rejected(plan, samples, result.token_ids, self.kv)
             if result.num_drafts:
@@ -277,8 +251,8 @@ class Scheduler:
     def _take_tokens(
         self, sampled: Iterable[Sampled], updates: list[SequenceUpdate], now: float, *, has_drafts: bool
     ) -> None:
-        """Append sampled tokens to their sequences, and end those that are complete. updates: those of this result so
-        far, to which this adds. has_drafts: some of the tokens were accepted drafts."""
+        """Append sampled tokens to their sequences, and end complete ones. updates: this result's updates so far, to
+        which this adds. has_drafts: some tokens may be accepted drafts."""
         any_finished = bool(updates)
         num_tokens = sum([len(update.new_token_ids) for update in updates]) - len(updates) if updates else 0
         for sequence, new_ids, token_logprobs in sampled:
@@ -310,43 +284,41 @@ class Scheduler:
 
     @property
     def awaits_answers(self) -> bool:
-        """Matchers have yet to answer; `settle` is due when they have."""
         matching = self.matching
         return bool(matching.asked or matching.starting or matching.late or self._changes.beam_reorder.undecided)
 
     @property
     def awaits_others(self) -> bool:
-        """Matchers have yet to answer for sequences that do not go ahead, or requests are refused: `settle` is due."""
         matching = self.matching
         if matching.starting or matching.late or self._changes.beam_reorder.undecided or self._adapters.refused:
             return True
         return bool(matching.asked) and not matching.all_go_ahead()
 
     def awaited(self) -> list[Matcher]:
-        """The matchers whose answers a step waits for, briefly."""
         beams = self._changes.beam_reorder.awaited
         return self.matching.awaited() + [matcher for matcher in beams if not matcher.is_slow]
 
     def settle(self, now: float) -> tuple[list[SequenceUpdate], list[tuple[str, UserError]]]:
-        """Go on with the sequences whose matchers have answered for their last tokens: append what is forced behind
-        those, end what is finished, report. End the requests that cannot start under their constraints: their ids and
-        the reasons are the second result."""
+        """See `EngineScheduler`: append forced tokens, end finished sequences, and end requests that cannot start under
+        their constraints."""
         updates = self._ends.settle(self.matching, now)
-        refused = self.matching.take_refused() + self._adapters.take_refused()
+        refused: list[tuple[Request, UserError]] = []
+        if self.matching.starting or self._adapters.refused:
+            refused = self.matching.take_refused() + self._adapters.take_refused()
         for request, _ in refused:
             self._ends.end(request, request.live_sequences, FinishReason.ERROR)
         if updates:
             self._running.drop_finished()
-        updates += self._ends.report_unmatched(now)
+        if self._ends.unmatched:
+            updates += self._ends.report_unmatched(now)
         return updates, [(request.request_id, error) for request, error in refused]
 
     # -- parts of a step --------------------------------------------------------------------------------------------
 
     def _schedule_running(self, builder: PlanBuilder, num_reserved: int) -> bool:
         """Schedule tokens for the running sequences in order; preempt the last request when blocks run out.
-
-        num_reserved: tokens that the sequences behind the first waiting request leave to it.
-        """
+        num_reserved: tokens that the sequences behind the first waiting request leave to it. Returns True after a
+        preemption."""
         running = self._running.sequences
         index = builder.place_steady(running, 0)
         if index == len(running):  # in most steps
@@ -373,7 +345,7 @@ class Scheduler:
             if num_pending and sequence.draft_token_ids:
                 continue  # there are masks behind drafts when all tokens before them are known
             if num_tokens > 1:
-                # Each sequence behind keeps at least one token of the budget, so a long prompt starves none of them.
+                # Each later sequence keeps at least one token of the budget, so a long prompt starves none.
                 num_free = builder.budget - (len(running) - index)
                 if first_waiting is not None and first_waiting.order_key < sequence.request.order_key:
                     num_free = max(1, num_free - num_reserved)
@@ -424,7 +396,6 @@ class Scheduler:
     # -- inspection -------------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        """A snapshot of all counters and gauges."""
         stats = self._stats
         stats.prefix_cache_waits_total = self._gates.num_deferrals.get(PENDING_PREFIX, 0)
         describe_kv(stats, self.kv, self._running.sequences, self._in_flight.values())
@@ -434,7 +405,6 @@ class Scheduler:
         return copy.copy(stats)
 
     def current_load(self) -> Load:
-        """The statistics that take constant time."""
         num_waiting, preemptions = len(self._waiting), self._stats.preemptions_total
         return Load(len(self._requests) - num_waiting, num_waiting, self.kv.pool.num_used, preemptions)
 
@@ -443,7 +413,6 @@ class Scheduler:
         return take_snapshot(self.kv, dict.fromkeys(s.request for s in self._running.sequences), self._waiting)
 
     def check(self) -> None:
-        """Assert the invariants of the scheduler and of the KV cache. O(blocks + requests)."""
         self.kv.check()
         self._changes.beam_reorder.check(self._running.sequences)
         assert self._running.num_slots <= self._limits.max_num_seqs

@@ -1,8 +1,5 @@
-"""A snapshot of the KV cache on request: the state of every block and the block tables of every live sequence.
-
-Plain data for the live page, `quire top` and `GET /debug/kv` (docs/live-view.md). Taking it is linear in blocks and
-table entries, and nothing is kept for it from one time to the next.
-"""
+"""A snapshot of the KV cache on request: every block's state, and every live sequence's block tables, as plain data for
+the live page, `quire top` and `GET /debug/kv` (docs/live-view.md)."""
 
 from __future__ import annotations
 
@@ -20,55 +17,54 @@ class SequenceView(msgspec.Struct):
     """One live sequence and its block tables."""
 
     index: int
-    """Which completion of the request: 0 .. n - 1."""
+    """Index of the request's completion, 0 .. n - 1."""
     num_output_tokens: int
     num_stored_tokens: int
-    """Tokens whose keys and values are in the cache, those of plans in flight included."""
+    """Tokens with keys and values in the cache, those of plans in flight included."""
     num_filled_slots: int
-    """Slots of the last block that hold a token, in the first KV group; 0 without blocks."""
+    """Filled slots of the last block, in the first KV group; 0 without blocks."""
     tables: list[list[int]]
-    """Per KV group: logical index -> physical block, 0 where a sliding window has passed. Empty lists while the
-    sequence has no blocks: it waits, or its prompt is still being computed by its first sibling."""
+    """One list per KV group: logical index -> physical block, 0 where a sliding window has passed. Empty lists while
+    the sequence waits, or its first sibling still computes its prompt."""
     host_tables: list[list[int]]
-    """The same for the host pool, while the sequence is swapped out; empty otherwise."""
+    """`tables` in the host pool while the sequence is swapped out; empty otherwise."""
 
 
 class RequestView(msgspec.Struct):
-    """One live request."""
+    """One live request, or a registered prefix."""
 
     request_id: str
     status: str
-    """`running`, `waiting`, `preempted` (computes again) or `swapped` (its blocks are in the host pool);
-    `pinned`: no request, but a registered prefix of that id, which holds its blocks."""
+    """`running`, `waiting`, `preempted` (computes again), `swapped` (its blocks are in the host pool), or `pinned` for
+    a registered prefix, which holds its blocks."""
     num_prompt_tokens: int
     num_cached_tokens: int
-    """Prompt tokens found in the prefix cache when it first started."""
+    """Prompt tokens found in the prefix cache at its first start."""
     num_preemptions: int
     waits_for_prefix: bool
-    """Another request computes a prefix that this one will share; it starts when that is there."""
+    """True while another request computes a prefix that this one will share."""
     sequences: list[SequenceView]
 
 
 class KVSnapshot(msgspec.Struct):
-    """The whole KV cache at one moment between two steps."""
+    """The whole KV cache between two steps."""
 
     block_size: int
-    """Tokens of a block; where KV groups have sizes of their own, their greatest common divisor."""
+    """Tokens of a block; the greatest common divisor if KV groups have different sizes."""
     block_sizes: list[int]
-    """Per KV group: tokens of a block; of recurrent states, tokens from one snapshot to the next."""
+    """Tokens of a block of each KV group; for recurrent states, tokens between snapshots."""
     windows: list[int | None]
-    """Per KV group: the sliding window of its layers in tokens, None for full attention."""
+    """Sliding window of each KV group's layers in tokens; None: full attention."""
     states: bytes
-    """Byte i is the state of physical block i: 0 free, 255 cached (no owner, its content can still be hit), any other
-    value the number of its owners, at most 254. Block 0 is never handed out."""
+    """State of each physical block: 0 free, 255 cached (without owner, can still be hit), other values: number of
+    owners, at most 254. Block 0 is never handed out."""
     host_states: bytes
-    """The same for the blocks of the host pool, which holds what is swapped out; one byte when there is none."""
+    """`states` of the host pool's blocks; one byte when there is none."""
     requests: list[RequestView]
-    """Running ones in their order, then the queue in its order, then registered prefixes."""
+    """Running requests in order, then the queue in order, then registered prefixes."""
 
 
 def take_snapshot(kv: KVCacheManager, running: Iterable[Request], waiting: Iterable[Request]) -> KVSnapshot:
-    """Copy what is to be shown. O(blocks + table entries)."""
     views = [_view_request(request, kv) for requests in (running, waiting) for request in requests]
     views += [_view_prefix(name, prefix, kv) for name, prefix in kv.registered_prefixes()]
     return KVSnapshot(

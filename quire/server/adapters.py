@@ -1,4 +1,4 @@
-"""Adapters by name: those of the start, of a directory, and the routes that load and unload them."""
+"""LoRA adapters by name, and the routes that load and unload them."""
 
 from __future__ import annotations
 
@@ -26,19 +26,17 @@ if TYPE_CHECKING:
 
 OPTION = "lora_modules"
 PROBE = "lora-probe"
-"""What the requests are called that try an adapter when it is loaded."""
+"""Cache salt of the requests that try an adapter when it is loaded."""
 
 
 class LoraModule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An entry of --lora-modules, as vLLM writes it in JSON."""
-
     name: str
     path: str
     base_model_name: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> LoraModule:
-        """NAME=PATH, or a JSON object. Raises ConfigError."""
+        """Parse NAME=PATH or a JSON object. Raises ConfigError."""
         try:
             if text.lstrip().startswith("{"):
                 found = msgspec.json.decode(text, type=cls)
@@ -53,7 +51,8 @@ class LoraModule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LoadAdapter(RequestStruct, kw_only=True, frozen=True):
-    """The body of /v1/load_lora_adapter. load_inplace: replace the adapter of this name; running requests keep it."""
+    """Body of /v1/load_lora_adapter. load_inplace: replace the adapter of this name; running requests keep the old
+    one."""
 
     lora_name: str = ""
     lora_path: str = ""
@@ -66,7 +65,7 @@ class LoadAdapter(RequestStruct, kw_only=True, frozen=True):
 
 
 class UnloadAdapter(RequestStruct, kw_only=True, frozen=True):
-    """The body of /v1/unload_lora_adapter. lora_int_id: is not asked for, as names are."""
+    """Body of /v1/unload_lora_adapter. lora_int_id: unused; vLLM's clients may send it."""
 
     lora_name: str = ""
     lora_int_id: int | None = None
@@ -77,13 +76,13 @@ class UnloadAdapter(RequestStruct, kw_only=True, frozen=True):
 
 
 class ServedAdapters:
-    """The adapters of one server, by the names that requests have in `model`."""
+    """Adapters of one server, by the names that requests give in `model`."""
 
     def __init__(
         self, engine: AsyncLLM, directory: str | None, base_names: Sequence[str], shared: SharedNames | None = None
     ) -> None:
-        """directory: of adapters that are loaded when a request names them; None: there is none. shared: what other API
-        processes know (None: there are none). Raises ConfigError."""
+        """directory: folder of adapters that are loaded when a request first names them. shared: names known to the
+        other API processes (None: there are none). Raises ConfigError."""
         self._engine = engine
         self._directory = None if directory is None else Path(directory).expanduser().resolve()
         self._base_names = base_names
@@ -101,13 +100,12 @@ class ServedAdapters:
         return self._engine.adapters.names
 
     def find(self, name: str) -> LoRARequest | None:
-        """The adapter of a name that has been met; None for other names."""
         self._hear()
         return self._engine.adapters.named(name)
 
     async def meet(self, name: str) -> None:
-        """Read the adapter that a request names, if it is one of the directory that no request has named before. Raises
-        UserError for one that is there and cannot be read."""
+        """Read the adapter from the directory if it is there and not yet known. Raises UserError if it cannot be
+        read."""
         if self._directory is None or name in self._base_names or self.find(name) is not None:
             return
         path = self._directory / name
@@ -121,8 +119,8 @@ class ServedAdapters:
                 self._publish(name, "keep")
 
     async def load(self, module: LoraModule, *, load_inplace: bool = False, is_new: bool = True) -> None:
-        """Read an adapter, and have the engine load it to compute one token: one that does not fit the model is refused
-        now. is_new: an error where another process has given the name. Raises UserError."""
+        """Read an adapter and compute one token with it, so that one that does not fit the model is refused now.
+        is_new: refuse a name that is taken. Raises UserError."""
         if module.name in self._base_names:
             raise UserError(f"the name {module.name!r} is the model's own", param="lora_name")
         adapters = self._engine.adapters
@@ -143,7 +141,7 @@ class ServedAdapters:
                 raise
 
     async def unload(self, name: str) -> None:
-        """Raises ApiError for an adapter that there is not."""
+        """Raises ApiError (404) for an unknown adapter."""
         async with self._changing:
             if self.find(name) is None:
                 raise invalid_request(
@@ -153,8 +151,8 @@ class ServedAdapters:
             self._shared.change(partial(_forget, name))
 
     def _publish(self, name: str, known: Literal["replace", "refuse", "keep"]) -> None:
-        """Tell the other processes of an adapter. known: what is done with one that another of them gave the same name
-        meanwhile; to refuse is to raise UserError."""
+        """Tell the other processes of an adapter. known: action if another process has named it meanwhile; "refuse"
+        raises UserError."""
         request, ref = self._engine.adapters.known(name)
 
         def put(names: Names) -> None:
@@ -168,7 +166,7 @@ class ServedAdapters:
         self._shared.change(put)
 
     def _hear(self) -> None:
-        """Learn what other processes have changed."""
+        """Apply the changes of other processes."""
         news = self._shared.news()
         if news is None:
             return
@@ -180,7 +178,7 @@ class ServedAdapters:
             adapters.learn(name, told.path, told.ref, told.base_model_name)
 
     async def load_modules(self, modules: Sequence[str]) -> None:
-        """Those of the start. Raises ConfigError."""
+        """Load the adapters of --lora-modules. Raises ConfigError."""
         for text in modules:
             try:
                 await self.load(LoraModule.parse(text), is_new=False)
@@ -200,7 +198,6 @@ def _forget(name: str, names: Names) -> None:
 
 
 def add_adapter_routes(app: FastAPI, context: ServerContext) -> None:
-    """POST /v1/load_lora_adapter and /v1/unload_lora_adapter, which answer as vLLM's do."""
 
     @app.post("/v1/load_lora_adapter")
     @admin

@@ -1,5 +1,5 @@
-"""The routes that control the engine, and those that tell how it is set up. They exist only where a setting asks for
-them, and answer only admins (quire/server/auth.py)."""
+"""Routes that control the engine or report its configuration. A setting enables each group; only admins may call them
+(quire/server/auth.py)."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from quire.server.responses import json_response
 from quire.version import __version__
 
 SECRETS = ("api_key", "admin_api_key")
-"""Settings that /server_info leaves out."""
+"""Settings that /server_info omits."""
 MAX_ABORTED = 4096
-"""Ids of one request."""
+"""Maximum of ids in one request."""
 
 
 class Status(msgspec.Struct):
@@ -46,14 +46,14 @@ class Replica(msgspec.Struct):
 
 
 class PrefixCacheReset(msgspec.Struct):
-    """num_blocks: how many held a prefix."""
+    """num_blocks: blocks that held a prefix."""
 
     status: str
     num_blocks: int
 
 
 class AbortRequest(RequestStruct, kw_only=True, frozen=True):
-    """request_ids: of answers, as they have them (`cmpl-...`, `chatcmpl-...`, `resp_...`, `msg_...`)."""
+    """request_ids: ids of answers (`cmpl-...`, `chatcmpl-...`, `resp_...`, `msg_...`)."""
 
     request_ids: str | Annotated[list[str], Meta(max_length=MAX_ABORTED)] | None = None
 
@@ -68,7 +68,7 @@ class AbortRequest(RequestStruct, kw_only=True, frozen=True):
 
 
 class ServerInfo(msgspec.Struct):
-    """config: the engine's, as text where the request asks for that. start_seconds: phase of the start -> seconds."""
+    """config: the engine's; text on request. start_seconds: duration of each phase of the start."""
 
     version: str
     config: dict[str, Any] | str
@@ -87,8 +87,8 @@ class TokenizerInfo(msgspec.Struct):
 
 
 def add_admin_routes(app: FastAPI, context: ServerContext) -> None:
-    """Add the routes that the settings allow. The others go to `app.state.unserved`, (route, flag) for the error that
-    names the flag."""
+    """Add the routes that the settings allow. `app.state.unserved` gets the others, as (route, flag) for the error
+    message."""
     settings = context.settings
     unserved = app.state.unserved = []
     for is_on, flag, adders in (
@@ -121,7 +121,7 @@ def _add_pause_routes(app: FastAPI, context: ServerContext) -> None:
     @app.post("/pause")
     @admin
     async def pause(request: Request, mode: str = "abort", clear_cache: str = "true") -> Response:
-        """As AsyncLLM.pause. A client that hangs up while it waits leaves the engine paused."""
+        """See AsyncLLM.pause. A client that hangs up while it waits leaves the engine paused."""
         context.check_alive()
         check_mode(mode)
         await run_until_disconnect(request.receive, engine.pause(mode, clear_cache=truth("clear_cache", clear_cache)))
@@ -147,7 +147,7 @@ def _add_cache_routes(app: FastAPI, context: ServerContext) -> None:
     @app.post("/reset_mm_cache")
     @admin
     async def reset_mm_cache() -> Response:
-        """The cache of images that were made ready, of this process."""
+        """Clear this process's cache of prepared images."""
         context.check_alive()
         engine.texts.pictures.kept.clear()
         return Response()
@@ -155,14 +155,14 @@ def _add_cache_routes(app: FastAPI, context: ServerContext) -> None:
     @app.post("/reset_encoder_cache")
     @admin
     async def reset_nothing() -> Response:
-        """vLLM's cache of what encoders make of images. Entries here are known by content and settings alone."""
+        """Do nothing: vLLM's route. Entries of the encoder cache depend on content and settings alone."""
         context.check_alive()
         return Response()
 
     @app.post("/reset_prefix_cache")
     @admin
     async def reset_prefix_cache(reset_running_requests: str = "false", reset_external: str = "false") -> Response:
-        """Forget cached prefixes. Running requests keep their blocks, and blocks on disk stay."""
+        """Clear the prefix cache, except blocks of running requests and on disk."""
         context.check_alive()
         for name, value in (("reset_running_requests", reset_running_requests), ("reset_external", reset_external)):
             if truth(name, value):
@@ -174,7 +174,7 @@ def _add_abort_route(app: FastAPI, context: ServerContext) -> None:
     @app.post("/abort_requests")
     @admin
     async def abort_requests(request: Request) -> Response:
-        """End the answers of these ids with what they have. Ids of none that is being generated are ignored."""
+        """End the answers with these ids early. Unknown ids are ignored."""
         context.check_alive()
         body = await read_request(request, context, AbortRequest)
         await context.engine.abort(context.running.end_turns(body.ids))
@@ -187,7 +187,6 @@ def _add_replica_routes(app: FastAPI, context: ServerContext) -> None:
     @app.post("/stop_replica")
     @admin
     async def stop_replica(replica: str = "") -> Response:
-        """As AsyncLLM.stop_replica."""
         context.check_alive()
         await engine.stop_replica(whole_number("replica", replica, 0))
         return json_response(Replica(int(replica), False))
@@ -195,7 +194,6 @@ def _add_replica_routes(app: FastAPI, context: ServerContext) -> None:
     @app.post("/start_replica")
     @admin
     async def start_replica(replica: str = "") -> Response:
-        """As AsyncLLM.start_replica."""
         context.check_alive()
         return json_response(Replica(whole_number("replica", replica, 0), await engine.start_replica(int(replica))))
 
@@ -215,13 +213,13 @@ def _add_info_routes(app: FastAPI, context: ServerContext) -> None:
 
 
 def _add_sleep_routes(app: FastAPI, context: ServerContext) -> None:
-    """While the engine sleeps, generating requests get 503; /health stays 200, since waking brings everything back."""
+    """Add the routes of sleep mode. While the engine sleeps, generating requests get 503, and /health stays 200."""
     engine = context.engine
 
     @app.post("/sleep")
     @admin
     async def sleep(request: Request, level: str = "1", mode: str = "abort") -> Response:
-        """level: 1 keeps the weights in host memory, 2 drops them, 0 only pauses. mode: as AsyncLLM.sleep; "keep" is
+        """level: 1 keeps the weights in host memory, 2 drops them, 0 only pauses. mode: see AsyncLLM.sleep; "keep" is
         400 while requests live."""
         context.check_alive()
         check_mode(mode)
@@ -232,7 +230,7 @@ def _add_sleep_routes(app: FastAPI, context: ServerContext) -> None:
     @app.post("/wake_up")
     @admin
     async def wake_up(tags: list[str] = Query([])) -> Response:  # noqa: B008 - FastAPI's way to read a list
-        """Weights, then KV cache, or both together, which also ends a pause."""
+        """Restore weights, KV cache or, without tags, both, which also ends a pause."""
         context.check_alive()
         await engine.wake_up(tags)
         if not (is_sleeping := await engine.is_sleeping()):
@@ -265,7 +263,7 @@ def _add_tokenizer_route(app: FastAPI, context: ServerContext) -> None:
 
 
 def described(config: EngineConfig) -> dict[str, Any]:
-    """The configuration as JSON's types; what JSON does not know as text."""
+    """Configuration in JSON's types; other types become text."""
     found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(config, enc_hook=_plain))
     return found
 

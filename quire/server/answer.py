@@ -1,5 +1,4 @@
-"""The common part of all generating endpoints: the route, and the fields of an answer that are known before it
-begins."""
+"""Base of all generating endpoints: the route, and the fields of an answer that are known before it begins."""
 
 from __future__ import annotations
 
@@ -30,13 +29,14 @@ from quire.server.responses import json_response
 from quire.server.streaming import EventStream
 
 MAX_BIAS = 100.0
-"""The bound of `logit_bias`, which vLLM puts in the place of values beyond it."""
+"""Bound to which vLLM clips each value of `logit_bias`."""
 
 Body = TypeVar("Body", ChatRequest, ChatBatchRequest, CompletionRequest)
 
 
 class Begin(NamedTuple):
-    """A choice begins; is_first: before all others. output: has what is said of the prompt."""
+    """Start of a choice. is_first: it precedes all other choices. output: carries the prompt's log-probabilities and
+    ids."""
 
     choice: int
     output: RequestOutput
@@ -44,8 +44,8 @@ class Begin(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What is new in a choice: text, thoughts and calls of tools (`delta`), the log-probabilities and ids of its tokens
-    where the request asks for them, and its end."""
+    """New part of a choice: text, reasoning and tool calls (`delta`), log-probabilities and ids of its tokens if
+    requested, and its end."""
 
     choice: int
     delta: OutputDelta
@@ -56,14 +56,14 @@ class Piece(NamedTuple):
 
 
 class Answer(ABC, Generic[Body]):
-    """One request being answered, as a whole or as a stream."""
+    """Answer to one request, sent whole or as a stream."""
 
     ID_PREFIX: str
 
     def __init__(self, context: ServerContext, body: Body, header_id: str | None = None) -> None:
-        """header_id: the request's X-Request-Id, which counts before the body's `request_id`.
-
-        Raises UserError or UnknownModelError for what is wrong with the request."""
+        """header_id: X-Request-Id of the request; it precedes the body's `request_id`.
+        Raises UserError or UnknownModelError for an invalid request.
+        """
         has_priority = bool(body.priority) and not context.engine.takes_priorities
         self._ineffective: list[str] = ["priority"] if has_priority else []
         body = with_defaults(body, context)
@@ -80,12 +80,12 @@ class Answer(ABC, Generic[Body]):
         # A proxy repeats a request under the id of the first one, which may still run.
         self.engine_id = self.response_id if header_id is None else f"{self.response_id}-{uuid.uuid4().hex[:8]}"
         self.answer_id = self.response_id
-        """The id that the client knows: of a conversation among several, that of their common answer."""
+        """Id that the client knows. Conversations answered together share it."""
         self._counter = TokenCounter()
 
     @property
     def ineffective_fields(self) -> list[str]:
-        """Fields of the request that are known and have no effect on this server."""
+        """Known fields of the request that have no effect on this server."""
         is_idle = bool(self._body.include_metrics) and not self._context.settings.enable_per_request_metrics
         return self._ineffective + (["include_metrics"] if is_idle else [])
 
@@ -95,7 +95,6 @@ class Answer(ABC, Generic[Body]):
 
     @property
     def usage(self) -> Usage:
-        """Tokens of the answer so far."""
         return self._counter.usage()
 
     @property
@@ -104,8 +103,8 @@ class Answer(ABC, Generic[Body]):
         return self._counter.times()
 
     def _times(self) -> AnswerTimes | UnsetType | None:
-        """What the phases of the request took and what became of its drafts, where the server tells that and the
-        request does not refuse it; None for several sequences or prompts."""
+        """Return durations of the phases and counts of drafts, if the settings report them and the request does not
+        refuse; None for several sequences or prompts."""
         settings = self._context.settings
         level = settings.per_request_spec_decode_metrics
         most = 0 if level == "none" else self._context.engine.engine_config.speculation.max_drafts
@@ -121,15 +120,15 @@ class Answer(ABC, Generic[Body]):
 
     @abstractmethod
     async def complete(self) -> msgspec.Struct:
-        """The whole answer."""
+        """Return the whole answer."""
 
     @abstractmethod
     def stream(self) -> AsyncGenerator[bytes, None]:
-        """The answer as server-sent events, each as soon as there is something to say."""
+        """Yield the answer as server-sent events."""
 
 
 def header_id(request: Request) -> str | None:
-    """The X-Request-Id of a request. Raises UserError for one that could not be a `request_id`."""
+    """Return the X-Request-Id of a request. Raises UserError if it is not a valid `request_id`."""
     given = request.headers.get("x-request-id")
     if given is not None:
         try:
@@ -142,9 +141,8 @@ def header_id(request: Request) -> str | None:
 
 
 def with_defaults(body: Body, context: ServerContext) -> Body:
-    """The request with what it does not say: the model's defaults of sampling (ModelConfig.sampling_defaults), the
-    server's, and the usage in every chunk of a stream where the server always sends it. Without a priority where the
-    engine takes none, and with biases in their bounds where the server follows vLLM."""
+    """Return the request with the model's sampling defaults (ModelConfig.sampling_defaults) and the server's filled in.
+    Drops the priority if the engine takes none; clips biases if the server follows vLLM."""
     defaults = context.engine.model_config.sampling_defaults
     changes: dict[str, Any] = {
         name: value for name, value in defaults.items() if name != "max_tokens" and getattr(body, name) is None
@@ -170,7 +168,7 @@ def add_answer_route(
     read: Callable[[Request, ServerContext], Awaitable[Body]],
     answer_type: Callable[[ServerContext, Body, str | None], Answer[Body]],
 ) -> None:
-    """POST `path`: a client that hangs up ends its request, be it streaming or not."""
+    """Add POST `path`. A client that hangs up ends its request, streamed or not."""
 
     @app.post(path)
     async def create(request: Request) -> Response:

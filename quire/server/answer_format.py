@@ -1,4 +1,4 @@
-"""How the text of chat answers is split: which parsers a server has, and what one request needs of them."""
+"""Splitting of chat answers into content, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -48,20 +48,20 @@ _FORCED = CallKeys(arguments="parameters")
 
 @dataclass(frozen=True)
 class AnswerFormats:
-    """The parsers of a server."""
+    """Parsers of a server."""
 
     tokenizer: Tokenizer
     tools: ToolFormat | None
     reasoning: ThinkFormat | None
     excludes_tools: bool
-    """tool_choice none keeps the tools from the chat template."""
+    """`tool_choice: none` keeps the tools out of the chat template."""
     in_reasoning: bool = False
-    """Constraints begin with the first token, and not behind the reasoning."""
+    """Constraints begin with the first token instead of after the reasoning."""
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, settings: ServerSettings, *, in_reasoning: bool = False) -> AnswerFormats:
-        """Those that the settings name; `auto`, as for tool calls by default, is what the chat templates show. Raises
-        ConfigError for unknown names, and where automatic tool choice is asked for and no parser is known."""
+        """Return the parsers that the settings name; `auto` (default for tool calls) detects them from the chat
+        templates. Raises ConfigError for an unknown name, or if automatic tool choice finds no parser."""
         templates = list(tokenizer.chat_templates.values())
         tools, reasoning = settings.tool_call_parser or AUTO, settings.reasoning_parser or NONE
         if tools == AUTO:
@@ -93,7 +93,7 @@ class AnswerFormats:
 
 
 class AnswerFormat:
-    """What one request needs. Parsers and settings are known once the prompt is."""
+    """Format of one request's answer; `settle` completes it once the prompt is known."""
 
     def __init__(self, formats: AnswerFormats, body: ChatRequest) -> None:
         self._formats = formats
@@ -105,7 +105,7 @@ class AnswerFormat:
         self._counters: dict[int, ReasoningCounter] = {}
         tools = formats.tools
         self._channels = tool_format(HARMONY_CALLS) if formats.reasoning is HARMONY_REASONING else None
-        """The format of a model that writes calls, thoughts and answers in channels."""
+        """Format of a model that writes calls, reasoning and answers in channels (Harmony)."""
         if self._mode == "auto" and tools is None:
             raise UserError(NO_PARSER, param="tool_choice")
         self._is_forced = self._mode in ("required", "function")
@@ -121,13 +121,12 @@ class AnswerFormat:
         self._calls_or_answers = can_hold and has_constraint and is_format
         is_weak = is_strict and not (self._is_held or self._calls_or_answers)
         self.ineffective_fields = ["tools[].function.strict"] if is_weak else []
-        """Fields that are known and have no effect here."""
+        """Known fields of the request that have no effect here."""
         self.constraint_field = "tools" if self._is_forced or self._is_held else body.constraint_field
-        """What the client calls the constraint on the answer."""
+        """Request field that sets the constraint on the answer."""
 
     @property
     def template_tools(self) -> list[dict[str, Any]] | None:
-        """What the chat template is given."""
         if self._mode == "none" and self._formats.excludes_tools:
             return None
         tools = self._body.tools if self._mode == "function" else self._tools
@@ -135,16 +134,15 @@ class AnswerFormat:
 
     @property
     def parses(self) -> bool:
-        """Whether the text is more than content."""
+        """True if the text may hold more than content."""
         return self._mode != "none" or self._formats.reasoning is not None
 
     @property
     def reads_calls(self) -> bool:
-        """Whether a tool parser reads the text."""
         return self._mode == "auto"
 
     def settle(self, params: SamplingParams, prompt: str | None) -> SamplingParams:
-        """Take the written prompt, which says where the model begins; return the settings to run with."""
+        """Find in the prompt where the model begins; return the sampling parameters to run with."""
         if not self.parses:
             return params
         reasoning = self._formats.reasoning
@@ -162,7 +160,7 @@ class AnswerFormat:
         return msgspec.structs.replace(params, **changes) if changes else params
 
     def read(self, completion: CompletionOutput) -> OutputDelta:
-        """Split what is new in a completion; its last piece has a finish reason."""
+        """Split a completion's new text; the last piece has a finish reason."""
         if not self.parses:
             return OutputDelta(content=completion.text)
         parser = self._parsers.get(completion.index)
@@ -176,18 +174,18 @@ class AnswerFormat:
         return delta
 
     def num_calls(self, completion: CompletionOutput) -> int:
-        """Of what was read of it so far."""
+        """Tool calls read so far."""
         parser = self._parsers.get(completion.index)
         return 0 if parser is None else parser.num_calls
 
     def finish_reason(self, completion: CompletionOutput) -> str | None:
-        """OpenAI's: a call that the client asked for by name ends with the model's own reason."""
+        """OpenAI's finish reason. A call that the client requested by name keeps the model's own."""
         is_call = self.num_calls(completion) > 0 and self._mode != "function"
         return "tool_calls" if is_call and completion.finish_reason == "stop" else completion.finish_reason
 
     @property
     def num_reasoning_tokens(self) -> int | None:
-        """Of all completions; None where the model does not reason."""
+        """Reasoning tokens of all completions; None if the model does not reason."""
         if self._formats.reasoning is None:
             return None
         return sum(counter.num_tokens for counter in self._counters.values())
@@ -224,7 +222,7 @@ class AnswerFormat:
         return plain
 
     def _has_special_markers(self) -> bool:
-        """Whether a mark of the format is a special token, which is left out of texts otherwise."""
+        """True if a marker of the format is a special token, which texts would omit."""
         formats = self._formats
         marks: tuple[str, ...] = () if formats.reasoning is None else formats.reasoning.markers
         for tools in (self._channels, formats.tools if self._mode == "auto" else None):
@@ -233,7 +231,7 @@ class AnswerFormat:
         return any(token_id is not None and formats.tokenizer.is_special(token_id) for token_id in ids)
 
     def _constraint(self, params: SamplingParams) -> StructuredOutputsParams | None:
-        """The constraint on the text: to tools where they are asked for, and behind the reasoning."""
+        """Constraint on the text: tool calls where required, after the reasoning."""
         found = params.structured_outputs
         tools, parallel = self._formats.tools, self._body.parallel_tool_calls
         channels = self._channels
@@ -255,8 +253,8 @@ class AnswerFormat:
         return self._behind_thoughts(found)
 
     def _behind_thoughts(self, found: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
-        """The constraint on what stands behind the thoughts. The model ends them where the prompt has opened them; else
-        it may open them, or begin with what the constraint allows."""
+        """Make the constraint begin after the reasoning. Reasoning that the prompt opened must end; otherwise it is
+        optional."""
         reasoning, thought = self._formats.reasoning, self._thought
         if found is None or reasoning is None or self._formats.in_reasoning or thought is Thought.CLOSED:
             return found
@@ -272,7 +270,7 @@ class AnswerFormat:
         return msgspec.structs.replace(found, preamble=Preamble(form, tokens))
 
     def _schemas(self) -> dict[str, dict[str, Any]]:
-        """What the arguments of each tool follow. A model that chooses is held to those that ask for it."""
+        """Argument schemas by tool. With automatic choice, only strict tools constrain them."""
         return {
             function.name: function.arguments_schema
             if self._is_forced or function.strict is True
@@ -285,7 +283,7 @@ class AnswerFormat:
 
 
 def _held(form: Form, found: StructuredOutputsParams | None = None) -> StructuredOutputsParams:
-    """The constraint to a form. found: one whose options hold there, too."""
+    """found: constraint whose other options are kept."""
     tag = {"format": form}
     if found is None:
         return StructuredOutputsParams(structural_tag=tag)
@@ -293,15 +291,13 @@ def _held(form: Form, found: StructuredOutputsParams | None = None) -> Structure
 
 
 def _content_form(params: StructuredOutputsParams) -> Form | None:
-    """What a `response_format` says of the content; None for a structural tag, which may have calls of its own."""
+    """Form of the content that `response_format` asks for; None for a structural tag, which may hold calls."""
     if params.json is not None:
         return schema_form(params.json)
     return schema_form({"type": "object"}) if params.json_object else None
 
 
 class ChoiceText:
-    """The text of one choice, piece by piece."""
-
     def __init__(self) -> None:
         self._reasoning: list[str] = []
         self._content: list[str] = []
@@ -316,8 +312,7 @@ class ChoiceText:
             self._calls[-1][2].append(piece.arguments)
 
     def message(self, *, has_functions: bool = False) -> AssistantMessage:
-        """content: None where the model wrote calls or reasoning and nothing else. has_functions: the call has
-        OpenAI's former name."""
+        """content: None if the model wrote only calls or reasoning. has_functions: use OpenAI's old `function_call`."""
         reasoning, content = "".join(self._reasoning) or None, "".join(self._content)
         calls = [ToolCall(identifier, FunctionCall(name, "".join(parts))) for identifier, name, parts in self._calls]
         return AssistantMessage(
@@ -331,7 +326,7 @@ class ChoiceText:
 
 
 def to_delta(delta: OutputDelta, *, has_functions: bool = False) -> Delta:
-    """As OpenAI streams it, a call by its former name where the request `has_functions`."""
+    """has_functions: use OpenAI's old `function_call`."""
     reasoning = delta.reasoning or None
     if has_functions:
         pieces = delta.tool_calls

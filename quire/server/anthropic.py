@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's Messages API, answered by the chat endpoint."""
+"""Anthropic's Messages API, answered by the chat endpoint."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _encoder = msgspec.json.Encoder()
 
 
 def add_message_routes(app: FastAPI, context: ServerContext) -> None:
-    """A client that hangs up ends its request, be it streaming or not."""
+    """Add both routes. A client that hangs up ends its request, streamed or not."""
     reasons = context.formats.reasoning is not None
 
     @app.post(MESSAGES_PATH)
@@ -113,7 +113,7 @@ class _MessageAnswer:
         )
 
     def _end(self) -> tuple[str, str | None]:
-        """The stop reason, and the stop sequence that was found."""
+        """Stop reason, and the stop sequence found."""
         turn = self._turn
         if turn.finish_reason == "stop" and turn.stop_string is not None:
             return "stop_sequence", turn.stop_string

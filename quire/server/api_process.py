@@ -1,5 +1,5 @@
-"""One of several API processes: the whole HTTP server, but for the listening socket and the engine, which the parent
-has (quire/server/api_processes.py)."""
+"""One of several API processes: an HTTP server whose parent has the listening socket and the engine
+(quire/server/api_processes.py)."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ logger = get_logger(__name__)
 
 NUMBERS_FILE = "numbers"
 KEYS_FILE = "keys"
-"""A copy of the file of keys, so that all processes know the same, whenever they start."""
+"""Copy of the key file: all processes read the same keys whenever they start."""
 TICK_SECONDS = 0.1
 PACKET_BYTES = 65536
 
 
 class ApiLaunch(msgspec.Struct):
-    """What the process is told: one line of JSON on its standard input, which then stays open while the parent lives.
-    settings: of one process. slot: its numbers; preloads: whether it registers the prefixes of `preload_prefix`."""
+    """Launch message: one line of JSON on standard input, which stays open while the parent lives. settings: this
+    process's share. slot: its place in the shared numbers. preloads: register the prefixes of `preload_prefix`."""
 
     options: EngineOptions
     settings: ServerSettings
@@ -63,34 +63,33 @@ class ApiLaunch(msgspec.Struct):
 
 
 class Connection(msgspec.Struct, tag="connection", array_like=True):
-    """From the parent, with the descriptor of an accepted connection."""
+    """The parent's message of an accepted connection, sent with its descriptor."""
 
 
 class Drain(msgspec.Struct, tag="drain", array_like=True):
-    """From the parent: take no new requests, and say `Drained` when none is left, or after `seconds`."""
+    """The parent's order to refuse new requests, and to reply `Drained` when none is left or `seconds` have passed."""
 
     seconds: float
 
 
 class Leave(msgspec.Struct, tag="leave", array_like=True):
-    """From the parent: close the connections and end."""
+    """The parent's order to close connections and exit."""
 
 
 class Serving(msgspec.Struct, tag="serving", array_like=True):
-    """To the parent: connections may come."""
+    """Message to the parent: ready for connections."""
 
 
 class Drained(msgspec.Struct, tag="drained", array_like=True):
-    """To the parent."""
+    """Message to the parent: no request is left."""
 
 
 ToProcess = Connection | Drain | Leave
 ToParent = Serving | Drained | EngineFailed
-"""EngineFailed: the process cannot start, and why."""
+"""`EngineFailed` reports why the process cannot start."""
 
 
 def main() -> None:
-    """Run the process."""
     # The parent decides: Ctrl-C and supervisors may signal every process of a group.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -120,7 +119,7 @@ def main() -> None:
 
 
 def serve(launch: ApiLaunch, control: socket.socket) -> None:
-    """Until the parent says `Leave`."""
+    """Serve until the parent sends `Leave`."""
     from quire.server.app import Common, create_app
     from quire.server.http_protocol import make_http_server
 
@@ -158,8 +157,6 @@ def serve(launch: ApiLaunch, control: socket.socket) -> None:
 
 
 class _Process:
-    """What the parent asks for, while requests are served."""
-
     def __init__(
         self, engine: AsyncLLM, context: ServerContext, server: HttpServer, control: socket.socket, state: SharedState
     ) -> None:
@@ -194,7 +191,6 @@ class _Process:
         await serving
 
     def _hear(self) -> None:
-        """Take what the parent has sent."""
         with contextlib.suppress(BlockingIOError):
             while True:
                 packet, fds, _, _ = socket.recv_fds(self._control, PACKET_BYTES, 1)

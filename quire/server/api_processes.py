@@ -1,8 +1,8 @@
-"""The parent of several API processes: it listens, has the engine, and hands each connection to the process with the
+"""Parent of several API processes: it listens, owns the engine, and hands each connection to the process with the
 fewest (docs/decisions/0048-api-processes.md).
 
-One event loop drives it. Whatever happens (a packet of a process, the end of one, the engine's, a signal) sets
-`_changed`, and a waiting task looks again.
+One event loop drives it. Each message, signal or process end sets `_changed`; waiting tasks then check their condition
+again.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ from quire.utils.shared_numbers import Numbers
 logger = get_logger(__name__)
 
 MAX_FAILED_STARTS = 3
-"""Starts in a row, of processes that took the place of others, that may fail."""
+"""Failed starts of replacement processes, in a row, before the server gives up."""
 MAX_ACCEPTED = 64
-"""Connections that are accepted before other events have their turn."""
+"""Connections accepted before other events are handled."""
 EXIT_SECONDS = SHUTDOWN_GRACE_SECONDS + 3
 STOPPED_TICKS = 50
-"""A process that has stood still at as many looks is replaced: its clients would wait for ever."""
+"""Successive checks that find a process stopped (SIGSTOP) before it is replaced: its clients would wait forever."""
 
 
 def serve_with_processes(
     options: EngineOptions, settings: ServerSettings, listener: Listener, executor: str, report: StartReport
 ) -> int:
-    """As `quire.server.run.serve`, with `api_server_count` API processes."""
+    """Like `quire.server.run.serve`, with `api_server_count` API processes."""
     config = resolve(options)
     directory = RuntimeDirectory.create(envs.runtime_directory())
     try:
@@ -92,7 +92,7 @@ def serve_with_processes(
 
 @dataclass(slots=True)
 class _Process:
-    """An API process. num_given: connections handed to it; num_stopped: looks at which it stood still, up to now."""
+    """num_given: connections handed to it. num_stopped: successive checks that found it stopped."""
 
     slot: int
     session: int
@@ -135,20 +135,20 @@ class _Parent:
             on_change=self._note_change,
         )
         self._processes: dict[int, _Process] = {}
-        """By slot, those that live."""
+        """Live processes by slot."""
         self._waiting: list[socket.socket] = []
-        """Accepted connections that no process could be given yet."""
+        """Accepted connections that still need a process."""
         self._has_begun = self._is_draining = self._is_leaving = False
         self._num_failed_starts = 0
         self._failure: QuireError | None = None
-        """Why there can be no API processes."""
+        """Error that keeps API processes from starting."""
         self._signals: list[int] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed = asyncio.Event()
 
     async def supervise(self, report: StartReport, model_names: list[str]) -> int:
-        """Until a signal comes, the engine dies or API processes cannot be started. Returns the exit status; raises
-        what a start failed with."""
+        """Run until a signal comes, the engine dies or API processes cannot start. Returns the exit status; raises a
+        failed start's error."""
         self._loop = asyncio.get_running_loop()
         numbers = ending_signals()
         for number in numbers:
@@ -182,7 +182,7 @@ class _Parent:
                 self._loop.remove_signal_handler(number)
 
     def close(self) -> None:
-        """End all processes at once, the engine as EngineClient.shutdown."""
+        """End all processes at once."""
         for process in self._processes.values():
             kill(process.popen)
             process.control.close()
@@ -207,7 +207,7 @@ class _Parent:
         return failure
 
     async def _until(self, is_so: Callable[[], bool], *, seconds: float | None = None) -> bool:
-        """Wait; returns whether it came to be so in `seconds`."""
+        """Wait until the condition holds or `seconds` have passed; return whether it holds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while not is_so():
@@ -216,7 +216,7 @@ class _Parent:
         return is_so()
 
     async def _tell_end(self) -> int:
-        """Of the engine, or of the API processes: the end of the server."""
+        """Print why the server ends; return its exit status."""
         reason = self._reason
         if isinstance(reason, EngineDeadError):
             tell(f"error {reason.error_id}: the engine died: {reason}")
@@ -226,7 +226,6 @@ class _Parent:
         return 1
 
     async def _drain(self) -> int:
-        """Let the running requests end, in all processes."""
         self._is_draining = True
         num_running = self._loads.num_unfinished
         tell(f"shutting down: {num_running} requests are running (a second signal leaves at once)")
@@ -274,12 +273,12 @@ class _Parent:
         self._changed.set()
 
     def _note_stats(self, steps: StepTokens, stats: EngineStats) -> None:
-        """Keep the engine's snapshot, on its threads."""
+        """Runs on the engine's threads."""
         self._stats = stats
         steps.record(stats)
 
     def _note_change(self) -> None:
-        """Of the engine, from its threads."""
+        """Runs on the engine's threads."""
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: all is over anyway
                 self._loop.call_soon_threadsafe(self._changed.set)
@@ -311,7 +310,7 @@ class _Parent:
             self._loop.remove_reader(self._accepting)
 
     def _hand_over(self) -> None:
-        """Give each waiting connection to the process that has the fewest; where none can take it, it waits on."""
+        """Give each waiting connection to the process with the fewest. Without a process it waits."""
         packet = [msgspec.msgpack.encode(Connection())]
         while self._waiting:
             for process in self._by_load():
@@ -356,7 +355,6 @@ class _Parent:
         self._loop.add_reader(control, self._hear, process)
 
     def _hear(self, process: _Process) -> None:
-        """Take what a process has sent, or its end."""
         try:
             while packet := process.control.recv(PACKET_BYTES):
                 match msgspec.msgpack.decode(packet, type=ToParent):
@@ -379,7 +377,7 @@ class _Parent:
         self._changed.set()
 
     def _note_end(self, process: _Process, error: QuireError | None) -> None:
-        """A process has ended; error: why, where it has said so. Start another one, unless the server ends."""
+        """error: reason that the process reported."""
         assert self._loop is not None
         self._loop.remove_reader(process.control)
         process.control.close()
@@ -406,7 +404,7 @@ class _Parent:
 
 
 def share_of(settings: ServerSettings, count: int) -> ServerSettings:
-    """The settings of one of `count` processes: of what is bounded for the server it has its share."""
+    """Settings of one of `count` processes, with its share of the server's limits."""
     return msgspec.structs.replace(
         settings,
         max_connections=-(-settings.max_connections // count),

@@ -1,4 +1,4 @@
-"""The HTTP application: routes, doors and handlers put together around one engine."""
+"""The HTTP application: routes, middleware and error handlers around one engine."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Common:
-    """What the API processes of a server have in common: the numbers that they add up, stored responses, their process
-    ids, and the names of adapters. keys: makes the ring; called once."""
+    """State that the API processes of a server share: counters, stored responses, process ids and adapter names. keys:
+    makes the key ring; called once."""
 
     numbers: Numbers
     keys: Callable[[], KeyRing]
@@ -73,8 +73,7 @@ class Common:
 def create_app(engine: AsyncLLM, settings: ServerSettings, common: Common | None = None) -> FastAPI:
     """Make the application; `app.state.context` is its ServerContext. Waits until the engine is ready. common: None for
     the only process of a server.
-
-    Raises ModelLoadError when the model has no tokenizer, ConfigError as AnswerFormats.of.
+    Raises ModelLoadError if the model has no tokenizer, ConfigError as AnswerFormats.of does.
     """
     if engine.tokenizer is None:
         raise ModelLoadError(f"the model {engine.model_config.name!r} has no tokenizer: serving needs one")
@@ -153,7 +152,7 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, common: Common | None
 
 
 def add_doors(app: FastAPI, context: ServerContext) -> None:
-    """The APIs of other servers that the settings name."""
+    """Add the APIs of other servers that the settings name."""
     if OLLAMA in context.settings.doors:
         add_ollama_routes(app, context)
     if LLAMA_CPP in context.settings.doors:
@@ -161,11 +160,10 @@ def add_doors(app: FastAPI, context: ServerContext) -> None:
 
 
 class DirectRoute(APIRoute):
-    """A route that calls an endpoint of the request and of parts of the path as it is, as most are: to work out what
-    one takes, and how its Response becomes one, takes FastAPI half a millisecond at the start, and a tenth of the time
-    of a short request.
+    """Route without FastAPI's parameter analysis, for endpoints that take only the request and parts of the path and
+    return a Response. FastAPI would add half a millisecond at the start and a tenth of a short request's time.
 
-    The application's dependencies are awaited first, in their order; all of them take the request.
+    It awaits the application's dependencies first, in order; each takes the request.
     """
 
     def __init__(
@@ -200,7 +198,6 @@ class DirectRoute(APIRoute):
 
 
 def add_observers(app: FastAPI, context: ServerContext) -> None:
-    """The log and the traces of requests, where the settings ask for them."""
     engine, settings = context.engine, context.settings
     if settings.enable_log_requests:
         log = RequestLog(settings.max_log_len)
@@ -218,7 +215,7 @@ def add_observers(app: FastAPI, context: ServerContext) -> None:
 
 
 def add_middleware(app: FastAPI, settings: ServerSettings, metrics: EngineMetrics, counter: HttpCounter) -> None:
-    """What every request passes before its route is looked for: the one added last sees it first."""
+    """Add the middleware. The one added last sees a request first."""
     app.add_middleware(ReportHeaders, request_ids=settings.enable_request_id_headers)
     app.add_middleware(LoadReports, metrics=metrics)
     app.add_middleware(JsonBodies, max_total_bytes=settings.max_total_body_bytes)

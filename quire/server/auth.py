@@ -1,5 +1,5 @@
-"""The check of API keys and of who may control the engine, made once the route is known by the route's own mark; no
-spelling of a path avoids it."""
+"""Check of API keys and admin rights. It runs after routing and reads the route's own mark, so no spelling of a path
+avoids it."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from quire.utils.fair_threads import CALLER
 _PUBLIC_MARK = "needs_no_key"
 _ADMIN_MARK = "controls_engine"
 _FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
-"""Headers by which a proxy says that it asks for someone else."""
+"""Headers in which a proxy names the client it forwards for."""
 
 SUBSCRIBER_BITS = 64
-"""Bits of an IPv6 address that name a client's network."""
+"""Prefix length of an IPv6 client's network, in bits."""
 
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
 
 def public(endpoint: Endpoint) -> Endpoint:
-    """Mark an endpoint that answers without a key. Every other one asks for it."""
+    """Mark an endpoint that needs no key. All others do."""
     setattr(endpoint, _PUBLIC_MARK, True)
     return endpoint
 
 
 def admin(endpoint: Endpoint) -> Endpoint:
-    """Mark an endpoint that controls the engine: it asks for an admin's key, and where there is none it answers only
-    clients on this machine."""
+    """Mark an endpoint that controls the engine. It needs an admin's key or, if the server has none, a client on this
+    machine."""
     setattr(endpoint, _ADMIN_MARK, True)
     return endpoint
 
 
 def key_check(keys: KeyRing, *, on_unix_socket: bool = False) -> Callable[[Request], Awaitable[None]]:
-    """Return the dependency of all routes: 401 unless the request brings one of the keys as `Authorization: Bearer KEY`
-    or `x-api-key: KEY`, or there are none; 403 where it must be an admin's and is not. `client_of` then says which
-    client called. on_unix_socket: whether all clients are on this machine."""
+    """Return the dependency of all routes. It raises 401 unless the request brings a known key (`Authorization: Bearer
+    KEY` or `x-api-key: KEY`) or none is configured, and 403 if an admin's key is needed; then it sets `client_of`.
+    on_unix_socket: all clients are on this machine."""
 
     async def check_key(request: Request) -> None:
         endpoint = request.scope["endpoint"]
@@ -71,7 +71,7 @@ def key_check(keys: KeyRing, *, on_unix_socket: bool = False) -> Callable[[Reque
 
 
 def _network_of(request: Request) -> str:
-    """The address of a client without a key; of IPv6 the network that one subscriber has."""
+    """Address of a client without a key; for IPv6, its subscriber's network."""
     host = "" if request.client is None else request.client.host
     if ":" not in host:
         return host
@@ -90,7 +90,7 @@ def _given_key(request: Request) -> str:
 
 
 def _check_admin(client: Client, keys: KeyRing, *, is_local: bool) -> None:
-    """Raise a 403 error for a client that may not control the engine."""
+    """Raise 403 for a client that may not control the engine."""
     if keys.has_admin_keys:
         if client.is_admin:
             return
@@ -103,7 +103,7 @@ def _check_admin(client: Client, keys: KeyRing, *, is_local: bool) -> None:
 
 
 def _is_local(request: Request) -> bool:
-    """Whether a client on this machine asks for itself. A connection whose other end is unknown is not."""
+    """True if the client runs on this machine and no proxy forwards for it. An unknown peer counts as remote."""
     if request.client is None or any(name in request.headers for name in _FORWARDED):
         return False
     try:
@@ -115,11 +115,10 @@ def _is_local(request: Request) -> bool:
 
 
 def owner_of(request: Request) -> str:
-    """Who sent a request, by the key that it brought (a digest); clients without a key are one owner."""
+    """Digest of the request's key. Clients without a key share one."""
     return hashlib.sha256(_given_key(request).encode("latin-1")).hexdigest()
 
 
 def client_of(request: Request) -> Client:
-    """The client that sent a request to a route that is not public."""
     client: Client = request.state.client
     return client

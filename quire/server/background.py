@@ -1,4 +1,4 @@
-"""Responses of /v1/responses that are made whether their clients wait for them or not."""
+"""Responses of /v1/responses that continue when their client leaves."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ _UNFINISHED = ("queued", "in_progress")
 
 
 class AnyResponse(Protocol):
-    """A response that is stored, or is being made. is_streamed: whether it has events to `follow`."""
+    """Response, stored or in the making. is_streamed: it has events to `follow`."""
 
     @property
     def is_streamed(self) -> bool: ...
 
     async def body(self) -> bytes:
-        """As JSON."""
+        """Return the response as JSON."""
 
     def follow(self, first: int) -> AsyncGenerator[bytes, None]:
-        """The events from number `first` on, as they come, to the last."""
+        """Yield the events from number `first` on, as they come."""
 
     async def cancel(self) -> bytes:
-        """End it, and return its body."""
+        """End the response and return its body."""
 
     async def settle(self) -> None:
-        """Of one that has come to its end: wait until it is stored."""
+        """Wait until an ended response is stored."""
 
 
 class Progress(NamedTuple):
-    """has_ended: whether `events` has the last one."""
+    """has_ended: `events` includes the last one."""
 
     events: list[bytes]
     has_ended: bool
 
 
 async def follow(progress: Callable[[int], Awaitable[Progress]], first: int) -> AsyncGenerator[bytes, None]:
-    """AnyResponse.follow. progress: what there is from an event on."""
+    """progress: returns the events from a given number on."""
     has_ended = False
     while not has_ended:
         events, has_ended = await progress(first)
@@ -56,8 +56,6 @@ async def follow(progress: Callable[[int], Awaitable[Progress]], first: int) -> 
 
 
 class FinishedResponse:
-    """One that is stored."""
-
     def __init__(self, stored: StoredResponse) -> None:
         self._stored = stored
 
@@ -72,7 +70,7 @@ class FinishedResponse:
         return self._stored.follow(first)
 
     async def cancel(self) -> bytes:
-        """It is answered as it is."""
+        """Return the body unchanged. Raises ApiError if the response was not made in the background."""
         if not self._stored.in_background:
             raise invalid_request(
                 "Cannot cancel a synchronous response: it was not made in the background", param="response_id"
@@ -84,16 +82,16 @@ class FinishedResponse:
 
 
 class BackgroundResponse:
-    """One response in a task of its own."""
+    """Response made by a task of its own."""
 
     def __init__(self, answer: ResponseAnswer, conversation: Listing, *, keeps_events: bool) -> None:
-        """keeps_events: whether it may be streamed."""
+        """keeps_events: the response may be streamed."""
         self._answer, self._conversation = answer, conversation
         self._events: list[bytes] | None = [] if keeps_events else None
         self._has_ended = False
         self._news = asyncio.Event()
         self.is_kept = asyncio.Event()
-        """Whether the response is stored, where it is to be."""
+        """Set once the response is stored, if it is to be."""
         self.task: asyncio.Task[None] | None = None
 
     def start(self) -> asyncio.Task[None]:
@@ -115,7 +113,7 @@ class BackgroundResponse:
         news.set()
 
     def end(self) -> None:
-        """Called when the task is done: a response that did not come to its own end says why."""
+        """Called when the task is done; a cancelled or failed response gets an event that says so."""
         assert self.task is not None
         if self.task.cancelled():
             self._add(self._answer.cancelled())
@@ -125,7 +123,7 @@ class BackgroundResponse:
         self._wake()
 
     def begun(self, maker: int) -> StoredResponse:
-        """What the store has of it from its beginning."""
+        """Entry in the store while the response is being made."""
         events: list[bytes] | None = [] if self.is_streamed else None
         body = msgspec.json.encode(self._answer.body)
         return StoredResponse(body, StoredItems(self._conversation), False, True, events, maker)
@@ -145,7 +143,7 @@ class BackgroundResponse:
         return follow(self.progress, first)
 
     async def progress(self, first: int, seconds: float | None = None) -> Progress:
-        """The events from number `first` on that there are, once there are any, or `seconds` have passed."""
+        """Events from number `first` on. Waits for one, at most `seconds`."""
         assert self._events is not None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -169,8 +167,8 @@ class BackgroundResponse:
 
 
 class BackgroundResponses:
-    """The responses that this process is making, by owner and id. At their end they move to the store, whose bounds
-    hold for those that are being made too."""
+    """Responses in the making in this process, by owner and id. They move to the store when they end; its limits count
+    them from the start."""
 
     def __init__(self, store: Responses) -> None:
         self._store = store
@@ -183,7 +181,7 @@ class BackgroundResponses:
     async def start(
         self, owner: str, answer: ResponseAnswer, conversation: Listing, *, keeps_events: bool
     ) -> BackgroundResponse:
-        """Raises ApiError: 400 for an id that is in use, 429 where there is no room."""
+        """Raises ApiError: 400 for an id in use, 429 if the store is full."""
         response_id = answer.body.id
         response = BackgroundResponse(answer, conversation, keeps_events=keeps_events)
         match await self._store.begin_response(owner, response_id, response.begun(self._store.maker)):
@@ -203,7 +201,7 @@ class BackgroundResponses:
         keeping.add_done_callback(self._keeping.discard)
 
     async def _keep(self, owner: str, response_id: str, response: BackgroundResponse) -> None:
-        """Store a response, and only then count it no longer among those that are being made."""
+        """Store a response, then stop counting it as running."""
         try:
             await self._store.keep_finished(owner, response_id, response.stored())
         finally:
@@ -211,7 +209,7 @@ class BackgroundResponses:
             response.is_kept.set()
 
     def delete(self, owner: str, response_id: str) -> bool:
-        """End a response that the store has forgotten. Whether this process was making it."""
+        """End a deleted response. Returns False if another process was making it."""
         response = self._running.pop((owner, response_id), None)
         if response is None:
             return False

@@ -1,4 +1,4 @@
-"""Responses that another API process is making: what this process asks that one, and what it answers itself."""
+"""Responses that another API process makes: questions to it, and answers to its own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quire.server.background import (
 from quire.server.response_store import Responses, StoredResponse
 
 WAIT_SECONDS = 10.0
-"""How long a process waits for events before it says that there are none: its asker may have gone."""
+"""Maximum wait for events, in seconds: the asking process may have ended."""
 
 
 class _Question(msgspec.Struct):
@@ -48,10 +48,10 @@ class _Delete(_Question, tag="delete"):
 
 
 class ResponseElsewhere:
-    """An AnyResponse. Where its maker does not have it any more, the store has it."""
+    """AnyResponse of another process; read from the store if its maker no longer has it."""
 
     def __init__(self, store: Responses, owner: str, response_id: str, begun: StoredResponse) -> None:
-        """begun: what the store has of it."""
+        """begun: the response's entry in the store."""
         assert begun.maker is not None
         self._store, self._maker = store, begun.maker
         self._key = owner, response_id
@@ -81,7 +81,7 @@ class ResponseElsewhere:
         await self._ask(_Delete(*self._key), bytes)
 
     async def _ask(self, question: _Question, answer: Any) -> Any:
-        """What the maker answers, of the type `answer`. None: it does not have the response, or has ended."""
+        """Answer of the maker, as type `answer`; None if it does not have the response or has ended."""
         payload = await self._store.ask(self._maker, msgspec.msgpack.encode(question))
         return None if payload is None else msgspec.msgpack.decode(payload, type=answer | None)
 
@@ -98,7 +98,6 @@ class ResponseElsewhere:
 async def find_anywhere(
     store: Responses, background: BackgroundResponses, owner: str, response_id: str
 ) -> AnyResponse | None:
-    """A response, wherever it is made or stored."""
     own = background.find_response(owner, response_id)
     if own is not None:
         return own
@@ -111,7 +110,7 @@ async def find_anywhere(
 
 
 async def answer_question(background: BackgroundResponses, payload: bytes) -> bytes:
-    """What this process answers a ResponseElsewhere."""
+    """Answer the question of a ResponseElsewhere."""
     question = msgspec.msgpack.decode(payload, type=_Body | _Follow | _Cancel | _Settle | _Delete)
     response = background.find_response(question.owner, question.response_id)
     answer: bytes | Progress | None = None

@@ -1,4 +1,4 @@
-"""A file of requests answered by the application itself, without a socket: what `quire run-batch` does."""
+"""Batch of requests that the application answers without a socket, for `quire run-batch`."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from quire.server.errors import error_type
 from quire.server.openapi import OPERATIONS
 
 PATHS = tuple(path for (_, path), operation in OPERATIONS.items() if operation.is_queued)
-"""The routes that a line may name."""
+"""Routes that a line may name."""
 MALFORMED = "malformed_batch_line"
-"""Code of the error of a line that is no request."""
+"""Error code for a line that is not a request."""
 DUPLICATE = "duplicate_custom_id"
 _HOST = "http://localhost"
 
 
 @dataclass
 class BatchCounts:
-    """num_malformed: those of the failed lines that were no requests."""
+    """num_malformed: failed lines that were not requests."""
 
     num_answered: int = 0
     num_failed: int = 0
@@ -45,10 +45,9 @@ async def run_batch(
     concurrency: int,
     custom_ids: Iterable[str] = (),
 ) -> BatchCounts:
-    """Answer each line that is not blank, `concurrency` at a time, and write a line for each, in their order. What is
-    wrong with a line is written in its place; the others go on. A second line with a `custom_id` is refused: its answer
-    could not be told from the first one's. custom_ids: those of lines that were answered before. An error of `lines` or
-    `write` ends all."""
+    """Answer each line that is not blank, `concurrency` at a time, and write one result each, in order. An invalid line
+    gets an error as its result, like a repeated `custom_id`, whose answer would be ambiguous. custom_ids: ids answered
+    before. An error of `lines` or `write` ends the batch."""
     counts = BatchCounts()
     seen = set(custom_ids)
     running: deque[asyncio.Task[BatchResult]] = deque()
@@ -81,7 +80,7 @@ async def run_batch(
 
 
 async def _answer(client: httpx.AsyncClient, line: bytes, custom_ids: set[str]) -> BatchResult:
-    """custom_ids: of the lines before."""
+    """custom_ids: ids of earlier lines."""
     result_id = f"batch_req_{uuid.uuid4().hex}"
     try:
         request = msgspec.json.decode(line, type=BatchLine)

@@ -1,4 +1,4 @@
-"""Lines of the files of a batch, in OpenAI's form."""
+"""Lines of batch files, in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-"""What editors on Windows put in front of a text. A JSON text does not begin with it."""
+"""UTF-8 byte order mark, which editors on Windows put before a text and JSON does not allow."""
 
 
 class BatchLine(msgspec.Struct):
-    """One line of the input, in OpenAI's form."""
+    """Line of the input file."""
 
     custom_id: str
     url: str
@@ -20,7 +20,7 @@ class BatchLine(msgspec.Struct):
 
 
 class BatchResponse(msgspec.Struct):
-    """body: None where the answer is an error, which the line has as its own."""
+    """body: None for an error, which BatchResult holds."""
 
     status_code: int
     request_id: str
@@ -28,7 +28,7 @@ class BatchResponse(msgspec.Struct):
 
 
 class BatchResult(msgspec.Struct):
-    """One line of the output. response: None for a line that is no request; error: None where it was answered."""
+    """Line of the output file. response: None for a line that is not a request. error: None for success."""
 
     id: str
     custom_id: str | None
@@ -37,7 +37,7 @@ class BatchResult(msgspec.Struct):
 
 
 def custom_id_of(line: bytes) -> str | None:
-    """The custom_id of a request's line, where it can be read; also of a line that is no request."""
+    """Return the custom_id of an input line if it can be read, even from an invalid request."""
     try:
         value = msgspec.json.decode(line.removeprefix(BYTE_ORDER_MARK))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

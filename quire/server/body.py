@@ -1,4 +1,4 @@
-"""From the bytes of a request body to one parsed type that can only be valid, or an error that names the field."""
+"""Parsing of request bodies into valid typed requests, or errors that name the field."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from quire.server.context import ServerContext
 
 IGNORED_FIELDS = "quire.ignored_fields"
-"""The entry of a request's scope with its unknown fields, for the response header (quire/server/headers.py)."""
+"""Entry of a request's scope with its unknown fields, for the response header (quire/server/headers.py)."""
 MAX_SHOWN_KEYS, MAX_SHOWN_KEY = 8, 40
-"""Wrong keys that an error names, and characters of each."""
+"""Wrong keys that an error shows, and characters of each."""
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _MISSING_FIELD = "Object missing required field `"
 _AT_PATH = " - at `"
@@ -37,15 +37,15 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 def report_ignored(request: Request, context: ServerContext, names: Sequence[str]) -> None:
-    """Log fields without effect once each, and report them in a header."""
+    """Log each field without effect once, and report all in a header."""
     if names:
         request.scope[IGNORED_FIELDS] = [*request.scope.get(IGNORED_FIELDS, ()), *names]
         context.log_unknown_fields(request.scope["path"], list(names))
 
 
 async def read_body(request: Request, limit: int) -> list[bytes]:
-    """Return the body of at most `limit` bytes, in the parts that it came in: to join those of a large one holds the
-    event loop. A larger one raises a 413 error as soon as that is known."""
+    """Return the body in the parts that it came in: joining a large one blocks the event loop. Raises ApiError (413) as
+    soon as it exceeds `limit` bytes."""
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         raise _too_large(limit)
@@ -60,18 +60,17 @@ async def read_body(request: Request, limit: int) -> list[bytes]:
 
 
 def parse_body(body: bytes, kind: type[T], *, strict: bool = False) -> tuple[T, list[str]]:
-    """Decode JSON into `kind`; `parse_fields` with the rest."""
+    """Decode JSON into `kind`; see `parse_fields`."""
     return parse_fields(_decode_object(body), kind, strict=strict)
 
 
 def parse_fields(fields: dict[str, Any], kind: type[T], *, strict: bool = False) -> tuple[T, list[str]]:
-    """Convert a decoded object into `kind`. Fields that are null count as absent. Returns the unknown fields, too, as
-    `check_fields` does.
+    """Convert a decoded object into `kind`; null fields count as absent. Also returns the unknown fields, see
+    `check_fields`.
 
-    strict: unknown fields are errors, and numbers must be numbers. Otherwise values are coerced as `coerce` says.
-
-    Raises ApiError (400) for near misses of a known field (the name suggested), fields that are not supported and
-    wrong types, with the field as `param`; UserError where the struct's own checks fail.
+    strict: refuse unknown fields and numbers in other types; otherwise `coerce` converts values. Raises ApiError (400),
+        with the field as `param`, for near misses of a known field, unsupported fields and wrong types; UserError if
+        the struct's own checks fail.
     """
     fields = {name: value for name, value in fields.items() if value is not None}
     unknown = check_fields(fields, kind, strict=strict)
@@ -87,7 +86,7 @@ def parse_fields(fields: dict[str, Any], kind: type[T], *, strict: bool = False)
 
 
 def raw_fields(body: bytes) -> dict[str, msgspec.Raw]:
-    """All fields of a JSON object, undecoded. Raises ApiError (400) for a body that is none."""
+    """Fields of a JSON object, undecoded. Raises ApiError (400) for any other body."""
     with _refusing(body):
         try:
             return _FIELDS.decode(body)
@@ -107,7 +106,7 @@ def _decode_object(body: bytes) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _refusing(body: bytes) -> Iterator[None]:
-    """Around what decodes a body: its errors become an ApiError."""
+    """Turn errors of decoding into ApiError."""
     if not body:
         raise invalid_request("the request body is empty: a JSON object is expected", code="invalid_json")
     try:
@@ -131,8 +130,8 @@ def _too_large(limit: int) -> ApiError:
 
 
 def _explain(error: msgspec.ValidationError, fields: dict[str, Any]) -> ApiError:
-    """Turn "Expected `int`, got `str` - at `$.n`" into an error whose `param` is the path of the field. Of a table of
-    numbers the message says which keys are none."""
+    """Turn "Expected `int`, got `str` - at `$.n`" into an error whose `param` is the field's path. For a table with
+    numbers as keys, the message lists the wrong keys."""
     text, path = _split_path(str(error))
     if isinstance(error.__cause__, UserError):
         return invalid_request(error.__cause__.message, param=join(path, error.__cause__.param))
@@ -150,10 +149,9 @@ def _explain(error: msgspec.ValidationError, fields: dict[str, Any]) -> ApiError
 
 
 def _split_path(message: str) -> tuple[str, str]:
-    """(what is wrong, path of the field) of msgspec's " - at `$.path`", both without its marks.
+    """Return (message, path of the field) from msgspec's " - at `$.path`".
 
-    The path is looked for from the end, in time proportional to the message: what comes before it may quote a field's
-    name, which is the client's and may hold anything. The path itself holds our names and indices only.
+    The search begins at the end: the text before may quote a field name of the client, which may hold anything.
     """
     text, found, path = message.rpartition(_AT_PATH)
     path = path.removeprefix(_OF_A_KEY)

@@ -46,15 +46,15 @@ def add_chat_routes(app: FastAPI, context: ServerContext) -> None:
 
 
 class Asked(NamedTuple):
-    """By what route an answer was asked for, for its metrics, and whether as a stream."""
+    """Route that asked for an answer, for its metrics, and whether it streams."""
 
     request_type: str
     is_streamed: bool
 
 
 class ChatAnswer(Answer[ChatRequest]):
-    """One conversation being answered. `events` says what happens; `complete` and `stream` are OpenAI's forms of it,
-    and the other APIs (turn.py) have theirs."""
+    """Answer to one conversation. `complete` and `stream` have OpenAI's form; the other APIs (turn.py) make theirs from
+    `events`."""
 
     ID_PREFIX = "chatcmpl"
 
@@ -68,8 +68,8 @@ class ChatAnswer(Answer[ChatRequest]):
         weight: AnswerWeight | None = None,
         asked: Asked | None = None,
     ) -> None:
-        """ends_with_context: max_tokens that do not fit behind the prompt mean as many as fit, and are no error.
-        weight: of this and other answers together. asked: None: as the body says."""
+        """ends_with_context: cut max_tokens that exceed the context instead of refusing them. weight: weight of this
+        and other answers together. asked: derived from the body if None."""
         super().__init__(context, body, header_id)
         self._asked = asked or Asked("chat_completions", is_streamed=body.stream)
         self._ends_with_context = ends_with_context
@@ -88,9 +88,8 @@ class ChatAnswer(Answer[ChatRequest]):
             raise error.named(self._names) from None
         self._prompt_text = ""
         self._prediction: list[int] | None = None
-        """Tokens of the text that the client expects; None: it expects none, or nothing here reads it."""
+        """Tokens of the text that the client expects; None if no drafter uses them."""
         self._begun: set[int] = set()
-        """Choices that have begun."""
         logger.debug("%s: %d messages, user %.100r", self.response_id, found_messages(body.messages).number, body.user)
 
     @property
@@ -105,7 +104,7 @@ class ChatAnswer(Answer[ChatRequest]):
 
     @property
     def _role(self) -> str:
-        """Of the answer; of a message that is continued, that message's."""
+        """Role of the answer, or of the message that it continues."""
         body = self._body
         return self._context.settings.response_role if body.generation_prompt else body.messages[-1].role
 
@@ -160,7 +159,7 @@ class ChatAnswer(Answer[ChatRequest]):
         yield DONE
 
     async def events(self) -> AsyncGenerator[Begin | Piece, None]:
-        """What happens to the answer, as it happens; `usage` is that of each moment."""
+        """Yield the answer's events as they come; `usage` is up to date at each."""
         async with aclosing(await self._outputs()) as outputs:
             async for _, output in outputs:
                 for event in self._events_of(output):
@@ -168,7 +167,6 @@ class ChatAnswer(Answer[ChatRequest]):
 
     @property
     def usage(self) -> Usage:
-        """Tokens of the answer so far."""
         num_predicted = None if self._prediction is None else len(self._prediction)
         return self._counter.usage(self._format.num_reasoning_tokens, num_predicted)
 
@@ -221,7 +219,7 @@ class ChatAnswer(Answer[ChatRequest]):
         return None if wanted is None else num_alternatives(wanted, self._context.engine.model_config.vocab_size)
 
     def _weigh(self, num_tokens: int) -> None:
-        """Refuse a request whose answer would be too large, before anything of it runs."""
+        """Refuse a request whose answer would be too large, before it runs."""
         body, longest = self._body, self._context.engine.ready.max_model_len
         num_tokens = min(num_tokens, longest, body.max_kept_tokens or longest)
         wanted = self._num_alternatives(body.prompt_logprobs)
@@ -236,14 +234,14 @@ class ChatAnswer(Answer[ChatRequest]):
             self.weight.planned(num_answers * self._params.num_sequences, min(longest, limit))
 
     def _weigh_answer(self, output: RequestOutput) -> None:
-        """Refuse to go on with an answer that has become too large."""
+        """Stop an answer that has become too large."""
         try:
             self.weight.generated(output.outputs)
         except UserError as error:
             raise error.named(self._names) from None
 
     def _role_event(self, event: Begin) -> bytes:
-        """A choice begins with its role; the first chunk of the stream also brings what is said of the prompt."""
+        """First chunk of a choice, with its role; the stream's first also has the prompt's fields."""
         chunk = self._chunk([ChatChunkChoice(index=event.choice, delta=Delta(role=self._role, content=""))])
         if event.is_first:
             self._add_prompt(chunk, event.output)
@@ -269,7 +267,7 @@ class ChatAnswer(Answer[ChatRequest]):
             body.prompt_logprobs = prompt_logprobs(output.prompt_logprobs) or []
 
     def _piece(self, completion: CompletionOutput) -> Piece | None:
-        """What is new in a completion; None: nothing that can be told yet."""
+        """New part of a completion; None if there is nothing to send yet."""
         delta = self._read(completion)
         is_news = bool(delta) or completion.finish_reason is not None
         if not is_news and not (completion.token_ids and self._tells_tokens):
@@ -294,7 +292,8 @@ class ChatAnswer(Answer[ChatRequest]):
         )
 
     def _read(self, completion: CompletionOutput) -> OutputDelta:
-        """What is new, counted where a tool parser has read it: each piece of a stream, else the whole."""
+        """Return the new text. Metrics count each piece of a stream, or the whole answer, that a tool parser has
+        read."""
         delta = self._format.read(completion)
         is_streamed = self._asked.is_streamed
         if self._format.reads_calls and (is_streamed or completion.finish_reason is not None):
@@ -310,7 +309,7 @@ class ChatAnswer(Answer[ChatRequest]):
 
     @property
     def _tells_tokens(self) -> bool:
-        """Whether each token is news, with or without a text."""
+        """True if each token must be sent, even without text."""
         body = self._body
         return not self._format.parses or body.logprobs or body.return_token_ids or body.continuous_usage
 

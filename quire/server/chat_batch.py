@@ -1,5 +1,4 @@
-"""POST /v1/chat/completions/batch: several conversations with the same settings, and one choice for each, as vLLM has
-it."""
+"""POST /v1/chat/completions/batch, vLLM's route: several conversations with the same settings, one choice each."""
 
 from __future__ import annotations
 
@@ -27,8 +26,8 @@ def add_chat_batch_route(app: FastAPI, context: ServerContext) -> None:
 
 
 class ChatBatch(Answer[ChatBatchRequest]):
-    """The conversations of one request, each answered as a request of its own. An error of one ends all of them; to
-    the limits of a key they are one request, and the tokens that were computed."""
+    """Conversations of one request, each run as a request of its own. An error of one ends all. Rate limits count one
+    request and all tokens."""
 
     ID_PREFIX = "chatcmpl"
 
@@ -70,7 +69,7 @@ class ChatBatch(Answer[ChatBatchRequest]):
 
 
 def _joined(response_id: str, answers: list[ChatResponse]) -> ChatResponse:
-    """One response with the choice of each answer, and the sum of what they used."""
+    """Join the choices of all answers and add up their usage."""
     for index, answer in enumerate(answers):
         answer.choices[0].index = index
     used = [answer.usage for answer in answers]

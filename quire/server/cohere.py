@@ -1,4 +1,4 @@
-"""POST /v2/embed: Cohere's embeddings, of models that give vectors."""
+"""Cohere's POST /v2/embed, for embedding models."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from quire.server.protocol.cohere import (
 
 BITS = 8
 NAMES = {"dimensions": "output_dimension", "truncate_prompt_tokens": "max_tokens"}
-"""The engine's names of fields -> Cohere's, for errors."""
+"""The engine's field names -> Cohere's, for errors."""
 
 
 def add_cohere_routes(app: FastAPI, context: ServerContext) -> None:
@@ -60,7 +60,8 @@ async def _embedded(context: ServerContext, body: CohereEmbedRequest) -> CohereE
 
 
 def in_types(vectors: Sequence[list[float]], types: Sequence[EmbeddingType]) -> CohereEmbeddings:
-    """The vectors in each of these forms. Raises UserError for bits of vectors whose length is no multiple of 8."""
+    """Return the vectors in each of these forms. Raises UserError for bits of vectors whose length is not a multiple of
+    8."""
     found = CohereEmbeddings()
     if "float" in types:
         found.floats = list(vectors)

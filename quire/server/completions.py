@@ -39,8 +39,6 @@ def add_completion_routes(app: FastAPI, context: ServerContext) -> None:
 
 
 class CompletionAnswer(Answer[CompletionRequest]):
-    """One request being answered, as a whole or as a stream."""
-
     ID_PREFIX = "cmpl"
 
     def __init__(
@@ -51,7 +49,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
         *,
         ends_with_context: bool = False,
     ) -> None:
-        """ends_with_context: as ChatAnswer has it, for the one prompt of the request."""
+        """ends_with_context: see ChatAnswer; needs a single prompt."""
         super().__init__(context, body, header_id)
         self._ends_with_context = ends_with_context
         self._vocab_size = context.engine.model_config.vocab_size
@@ -64,13 +62,13 @@ class CompletionAnswer(Answer[CompletionRequest]):
         self._streams_texts = (
             body.logprobs is None and body.max_tokens > 0 and not body.return_token_ids and not body.continuous_usage
         )
-        """Whether chunks behind the first have a text alone."""
+        """True if later chunks of the stream hold only text."""
         self._tokenizer = context.tokenizer
         self._begun: set[int] = set()
-        """Choices of which something was said."""
+        """Choices that have begun."""
         self._columns: dict[int, CompletionColumns] = {}
         self._prompt_logprobs: dict[int, list[dict[int, Logprob] | None] | None] = {}
-        """By prompt: they come once, with the first output, for all of the prompt's choices."""
+        """Log-probabilities by prompt. They come with the first output, for all choices of the prompt."""
         logger.debug("%s: %d prompts, user %.100r", self.response_id, len(body.prompts), body.user)
 
     async def complete(self) -> CompletionResponse:
@@ -111,7 +109,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
         yield DONE
 
     async def events(self) -> AsyncGenerator[Begin | Piece, None]:
-        """What happens to the completions, as it happens, in the words of a chat: all of them is content."""
+        """Yield chat events, with all text as content."""
         async with aclosing(await self._outputs()) as outputs:
             async for prompt_index, output in outputs:
                 for completion in output.outputs:
@@ -138,7 +136,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
         )
 
     def _index_of_text(self, prompt_index: int, output: RequestOutput) -> int:
-        """The index of the choice to which the output adds a text and nothing else; -1: it says more."""
+        """Index of the choice to which the output adds only text; -1 if it adds more."""
         if len(output.outputs) != 1 or not self._streams_texts:
             return -1
         completion = output.outputs[0]
@@ -165,7 +163,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
         return spaced(outputs, body.stream_interval if body.stream else None)
 
     async def _tokenised(self, prompt: str | list[int]) -> Prompt:
-        """The prompt's tokens, with its text to report. An empty text is left to the engine to refuse."""
+        """Tokens of the prompt, with its text to report. The engine refuses an empty text."""
         if not isinstance(prompt, str) or not prompt:
             return prompt
         body, engine = self._body, self._context.engine
@@ -189,7 +187,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
         return {"prompt_token_ids": token_ids, "prompt": prompt}
 
     def _weigh(self, prompts: list[Prompt]) -> None:
-        """Refuse a request whose answer would be too large, before anything of it runs."""
+        """Refuse a request whose answer would be too large, before it runs."""
         body, n = self._body, self._params.n
         longest = self._context.engine.ready.max_model_len
         if body.repeats_prompts:
@@ -215,7 +213,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
         )
 
     def _pieces(self, prompt_index: int, output: RequestOutput) -> list[CompletionChoice]:
-        """The new tokens, choice by choice; the first piece of a choice also has the prompt's echo and logprobs."""
+        """New tokens by choice. A choice's first piece also has the prompt's echo and log-probabilities."""
         generates = self._body.max_tokens > 0
         self._counter.count_output(prompt_index, output, count_completion=generates)
         self._prompt_logprobs.setdefault(prompt_index, output.prompt_logprobs)
@@ -269,7 +267,6 @@ class CompletionAnswer(Answer[CompletionRequest]):
 
 
 def _extend(choice: CompletionChoice, piece: CompletionChoice) -> CompletionChoice:
-    """`choice` with what `piece` adds to it."""
     choice.text += piece.text
     choice.finish_reason = piece.finish_reason
     choice.stop_reason = piece.stop_reason

@@ -1,7 +1,7 @@
-"""One connection of the HTTP server: uvicorn's protocol over httptools, with bounds on what its client sends and holds.
+"""HTTP connection: uvicorn's protocol over httptools, with limits on what a client may send and hold.
 
-uvicorn leaves heads, trailers, pipelined requests and time without bounds, pauses reading (and so misses the hang-up)
-while a pipelined request waits, and loses the body of a request that asks for an upgrade.
+uvicorn limits neither heads, trailers, pipelined requests nor time; it pauses reading while a pipelined request waits,
+so misses the hang-up; it loses the body of a request that asks for an upgrade.
 """
 
 from __future__ import annotations
@@ -21,44 +21,45 @@ from quire.server.errors import ApiError, error_body, invalid_request, unavailab
 from quire.server.settings import ServerSettings
 
 CHUNK_FRAMING_BYTES = 16
-"""What framing one chunk of a body may cost without counting as head: its size in hexadecimal, and two line ends."""
+"""Bytes of framing per chunk of a body that do not count as head: size in hexadecimal and two line ends."""
 MAX_NUM_PIPELINED = 16
 MAX_PIPELINED_BYTES = 64 * 1024
-"""What is kept of requests that were sent before the answer to an earlier one: more ends the connection behind it."""
+"""Limits of pipelined requests kept during an answer. Beyond them the connection ends after the answer."""
 MAX_DISCARDED_BYTES = 64 * 2**20
-"""What is read and dropped of a request that was answered already (a client reads the answer once it has sent all)."""
+"""Bytes read and dropped of a request that was answered early: a client reads the answer once it has sent
+everything."""
 MIN_READ_BYTES = 64 * 1024
-"""What a client must read of an answer within the write timeout, or the rest where that is less."""
+"""Bytes of an answer that a client must read within the write timeout, or the rest if that is less."""
 LINGER_SECONDS = 2.0
-"""How long a client that was refused may take to read why."""
+"""Time for a refused client to read the error, in seconds."""
 MAX_NUM_SURPLUS = 256
-"""Connections beyond the limit that get an error response; any more are closed without one."""
+"""Connections beyond the limit that get an error response; others are closed without one."""
 
 
 class Phase(enum.IntEnum):
-    """The phases of a connection. Each phase but ANSWER has a deadline, which begins when the phase does."""
+    """Phase of a connection. The deadline of each, except ANSWER, starts with the phase."""
 
     IDLE = 0
-    """The first byte of a request."""
+    """Waiting for the first byte of a request."""
     HEAD = 1
     BODY = 2
     ANSWER = 3
-    """The application's, to a request that has arrived in full."""
+    """The application answers a request that has arrived in full."""
     CLOSING = 4
-    """The client reads why it was refused; its data is dropped."""
+    """The client reads the refusal; its data is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """What ServerSettings says about connections. Times in seconds, measured by `clock`; `seconds`: by phase."""
+    """Connection limits from ServerSettings. Times in seconds of `clock`; `seconds` is indexed by phase."""
 
     seconds: tuple[float, ...]
     write_seconds: float
     max_connections: int
     max_head_bytes: int
-    """Request line, headers, trailers and chunk extensions of one request together."""
+    """Total of request line, headers, trailers and chunk extensions of one request."""
     max_num_headers: int
-    """Headers and trailers of one request: each costs far more memory than the bytes it came in."""
+    """Maximum of headers and trailers in one request: each costs far more memory than its bytes."""
     clock: Clock
 
     @classmethod
@@ -81,12 +82,12 @@ class ConnectionLimits:
 
 
 CHUNK_WRITER = "quire.chunk_writer"
-"""The entry of a request's scope with the ChunkWriter of its answer."""
+"""Entry of a request's scope with the ChunkWriter of its answer."""
 
 
 class ChunkWriter:
-    """Writes chunks of an answer that has begun straight to the connection. A stream sends one for each token, and the
-    middlewares, each of which would pass it on by a coroutine of its own, look at the beginning of an answer only."""
+    """Writer of an answer's later chunks straight to the connection. A stream sends one for each token, and each
+    middleware would add a coroutine to it."""
 
     __slots__ = ("_cycle",)
 
@@ -94,8 +95,8 @@ class ChunkWriter:
         self._cycle = cycle
 
     def write(self, chunk: bytes) -> bool:
-        """Returns False, having written nothing, where the chunk must go the usual way: the client reads too slowly or
-        has left, the answer is not chunked, or the chunk is empty, which would be the last one."""
+        """Return False, with nothing written, if the chunk must pass the middlewares: the client reads too slowly or
+        has left, the answer is not chunked, or the chunk is empty and would end it."""
         cycle = self._cycle
         if cycle.flow.write_paused or cycle.disconnected or not cycle.chunked_encoding or cycle.response_complete:
             return False
@@ -106,10 +107,9 @@ class ChunkWriter:
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """Reads without pause, so that a hang-up is seen at any time; refuses what exceeds a bound, then hangs up.
+    """Protocol that reads without pause, to see a hang-up at any time, and refuses what exceeds a limit.
 
-    `check_deadlines` must be called about once a second: one loop over all connections costs less than timers that
-    every request would set and cancel.
+    The owner calls `check_deadlines` about once a second: cheaper than timers that each request sets and cancels.
     """
 
     def __init__(self, limits: ConnectionLimits, **keywords: Any) -> None:
@@ -120,10 +120,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.phase = Phase.IDLE
         self._deadline = math.inf
         self._running: RequestResponseCycle | None = None
-        """The request whose answer is not complete; those in `pipeline` come after it."""
+        """Request being answered; those in `pipeline` follow."""
         self._is_surplus = False
         self._is_deaf = False
-        """Whether further data is dropped."""
+        """True if further data is dropped."""
         self._closes_behind_request = False
         self._refusal: ApiError | None = None
         self._num_head_bytes = 0
@@ -177,7 +177,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._refuse(_too_much_pipelined())
 
     def _feed(self, data: bytes) -> None:
-        """Parse `data`. A request that asks for an upgrade is parsed again without asking, as HTTP allows."""
+        """Parse `data`. A request that asks for an upgrade is parsed again without it, as HTTP allows."""
         while data:
             try:
                 self.parser.feed_data(data)
@@ -249,8 +249,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def close_behind(self, cycle: RequestResponseCycle) -> None:
-        """Close at the end of an answer, or of its request where that still arrives: to close on what a client still
-        sends would take the answer from it."""
+        """Close after an answer, or after its request if that still arrives: closing earlier would lose the answer."""
         if cycle is self._running and self.phase is Phase.BODY:
             self._closes_behind_request = True
         else:
@@ -272,7 +271,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     # Bounds
 
     def check_deadlines(self) -> None:
-        """End the connection when its client is late: to send what it began, to send anything, or to read."""
+        """End the connection if its client is late in sending or reading."""
         now = self._now()
         num_unsent_bytes = self.transport.get_write_buffer_size()
         if num_unsent_bytes:
@@ -286,8 +285,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._end_late()
 
     def _check_reader(self, num_unsent_bytes: int, now: float) -> None:
-        """Close the connection of a client that reads nothing. Only a buffer to which nothing is added tells whether it
-        reads."""
+        """Close the connection of a client that reads nothing. Only a buffer that gets no new data shows this."""
         if self._running is not None and not self.flow.write_paused:
             self._num_unsent_bytes = 0
         elif self._num_unsent_bytes == 0 or num_unsent_bytes <= self._num_unsent_bytes - MIN_READ_BYTES:
@@ -318,7 +316,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def _check_head(self) -> None:
-        """Refuse heads that two programs could read differently."""
+        """Refuse heads that two programs could read differently (request smuggling)."""
         version = self.parser.get_http_version()
         if version not in ("1.0", "1.1"):
             self._stop(invalid_request(f"HTTP/{version} is not served: HTTP/1.1 is", status=505))
@@ -351,12 +349,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return b"\r\n".join(lines) + b"\r\n\r\n"
 
     def _stop(self, error: ApiError) -> NoReturn:
-        """Stop the parser, out of one of its calls, to refuse with `error`."""
+        """Raise `error` out of a call of the parser, which stops it."""
         self._refusal = error
         raise error
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer `error` and hang up. Behind answers that come first, or one that has begun, only hang up."""
+        """Send `error` and hang up; just hang up after earlier answers or if this one has begun."""
         self._is_deaf = True
         arriving = self.cycle if self.phase is Phase.BODY else None
         if self._running is not None and self._running is not arriving:
@@ -379,7 +377,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._linger()
 
     def _linger(self) -> None:
-        """Hang up, but read on for a while: to close on what a client still sends would take the answer from it."""
+        """Send the end, but read on for a while: closing while a client sends would lose the answer."""
         self._enter(Phase.CLOSING)
         if self.transport.can_write_eof():
             self.transport.write_eof()
@@ -388,7 +386,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 
 class _LateClosing:
-    """The transport of a request behind whose answer the connection closes, as its cycle sees it."""
+    """Transport that a cycle sees if the connection closes after its answer."""
 
     def __init__(self, protocol: BoundedHttpProtocol, cycle: RequestResponseCycle) -> None:
         self._protocol = protocol
@@ -414,7 +412,7 @@ def _too_much_pipelined() -> ApiError:
 
 
 def _whole_answer(error: ApiError, app: object, default_headers: list[tuple[bytes, bytes]]) -> bytes:
-    """The bytes of an answer that no application makes, in the words of the one that is served."""
+    """Bytes of an error response made without the application, in its format."""
     body = error_body(error, {"app": app, "path": ""})
     headers: Mapping[str, str] = {
         **{name.decode("latin-1"): value.decode("latin-1") for name, value in default_headers},

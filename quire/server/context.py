@@ -1,4 +1,4 @@
-"""The context that all routes share: the engine, the settings, and the admission of requests."""
+"""Context that all routes share: engine, settings and admission of requests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from quire.server.adapters import ServedAdapters
 
 LEAST_RETRY_SECONDS, MOST_RETRY_SECONDS = 1, 60
-"""Bounds of Retry-After."""
+"""Bounds of Retry-After, in seconds."""
 MAX_LOGGED_FIELDS = 256
 SYSTEM_FINGERPRINT = f"quire-{__version__}"
 
@@ -37,7 +37,7 @@ logger = get_logger(__name__)
 
 @dataclass(slots=True)
 class ServerContext:
-    """One server. `created`: seconds since 1970 at its start."""
+    """Context of one server. `created`: Unix time of its start, in seconds."""
 
     engine: AsyncLLM
     tokenizer: Tokenizer
@@ -52,34 +52,34 @@ class ServerContext:
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     start_seconds: Mapping[str, float] = field(default_factory=dict)
-    """Phase of the start -> seconds."""
+    """Duration of each phase of the start."""
     on_close: list[Callable[[], None]] = field(default_factory=list)
-    """Ends what would hold connections open for ever."""
+    """Callbacks that end responses which would hold connections open forever."""
     on_exit: list[Callable[[], object]] = field(default_factory=list)
-    """Writes out what is still to be written. May wait for others."""
+    """Callbacks that write pending data. They may wait for other servers."""
     logged_fields: set[str] = field(default_factory=set)
-    """Unknown fields of requests that the log has."""
+    """Unknown fields that the log has named."""
 
     def exit(self) -> None:
-        """Called last, when nothing is served any more."""
+        """Call last, when nothing is served any more."""
         for end in self.on_exit:
             end()
 
     def close(self) -> None:
-        """Called once the last answer is given, before the HTTP server waits for its connections to end."""
+        """Call after the last answer, before the HTTP server waits for its connections."""
         for end in self.on_close:
             end()
 
     def log_unknown_fields(self, path: str, names: list[str]) -> None:
-        """Log each field of requests that has no effect once, MAX_LOGGED_FIELDS of them at most."""
+        """Log each field without effect once, at most MAX_LOGGED_FIELDS in all."""
         for name in names:
             if name not in self.logged_fields and len(self.logged_fields) < MAX_LOGGED_FIELDS:
                 self.logged_fields.add(name)
                 logger.warning("%s: the field %.100r of a request has no effect (logged once)", path, name)
 
     def served_name(self, model: str | None) -> str:
-        """The name to answer with. None asks for the default; raises UnknownModelError for any other model. Clients of
-        Ollama's API call `m` also `m:latest`, on all routes."""
+        """Name of the model in the answer; None means the default. Raises UnknownModelError for an unknown name. With
+        Ollama's API, `m` and `m:latest` are one model on all routes."""
         name = self._known_name(model)
         if name is None or not may_use(name):
             names = self.usable(self.names)
@@ -90,15 +90,15 @@ class ServerContext:
 
     @property
     def names(self) -> list[str]:
-        """Of the model and of the adapters that are loaded."""
+        """Names of the model and the loaded adapters."""
         return [*self.model_names, *self.adapters.names]
 
     def usable(self, names: Sequence[str]) -> list[str]:
-        """Those of `names` that the client of this request may use."""
+        """Return the names that this request's client may use."""
         return [name for name in names if may_use(name)]
 
     async def meet(self, model: str) -> None:
-        """As ServedAdapters.meet, for a name that the client of this request may use."""
+        """See ServedAdapters.meet; ignores names that this request's client may not use."""
         if may_use(model):
             await self.adapters.meet(model)
 
@@ -111,7 +111,7 @@ class ServerContext:
         return next((name for name in others if name in self.model_names), None)
 
     def check_priority(self, priority: int, client: Client) -> None:
-        """Raise UserError for a priority that `client` may not send. Whether the engine takes any is its own to say."""
+        """Raise UserError for a priority that `client` may not send. Ignored if the engine takes none."""
         low, high = client.priorities
         if self.engine.takes_priorities and not low <= priority <= high:
             raise UserError(
@@ -120,14 +120,14 @@ class ServerContext:
             )
 
     def check_alive(self) -> None:
-        """Raise a 503 error when the engine is dead or does not answer, or the server is on its way out."""
+        """Raise 503 if the engine is dead or unresponsive, or the server shuts down."""
         self.engine.check_health()
         if self.draining:
             raise unavailable("the server is shutting down")
 
     def check_ready(self) -> None:
-        """Raise a 503 error unless a request would be answered now: as `check_alive`, while the engine sleeps or is
-        paused, and while another one starts after one that has died."""
+        """Raise 503 unless a request would be answered now: see `check_alive`; also while the engine sleeps, is paused
+        or restarts."""
         self.check_alive()
         if self.engine.is_restarting:
             raise unavailable("the engine has died, and another one is starting")
@@ -136,11 +136,11 @@ class ServerContext:
             raise unavailable("the engine is paused")
 
     def admit(self) -> None:
-        """Raise unless a new generating request may come in: 503 as `check_alive`, while the engine sleeps and under a
-        pause that keeps no requests, 429 when too many wait already.
+        """Admit a new generating request. Raises 503 as `check_alive` does, while the engine sleeps and under a pause
+        that keeps no requests; 429 if too many requests wait.
 
-        Requests that the engine has not reported on yet count as waiting; answers that their clients have not read to
-        the end do not: the engine is done with them.
+        Requests that the engine has not reported on yet count as waiting. Answers that clients have not read to the end
+        do not.
         """
         self.check_alive()
         self.engine.check_awake()
@@ -154,18 +154,18 @@ class ServerContext:
             self._refuse("max_num_queued_tokens", f"{number} prompt tokens wait (limit {limit})")
 
     def _refuse(self, reason: str, what: str) -> NoReturn:
-        """429, to be tried again when what waits now is done, as far as that can be told."""
+        """Raise 429 with the estimated time until the queue is empty."""
         self.metrics.record_rejection(reason)
         seconds = min(max(self.engine.queue_seconds, LEAST_RETRY_SECONDS), MOST_RETRY_SECONDS)
         raise overloaded(f"the server is overloaded: {what}", math.ceil(seconds))
 
 
 def may_use(model: str) -> bool:
-    """Whether the client of this request may use a model or adapter of this name."""
+    """True if this request's client may use the model or adapter."""
     client = CLIENT.get()
     return client is None or client.models is None or model in client.models
 
 
 def new_id(prefix: str, request_id: str | None) -> str:
-    """A response's id: the client's own request id, or a random one, behind OpenAI's prefix."""
+    """Id of a response: OpenAI's prefix and the client's request id, or a random one."""
     return f"{prefix}-{request_id or uuid.uuid4().hex}"

@@ -1,4 +1,4 @@
-"""A client that hangs up ends its request: streaming or not, running or still queued."""
+"""Cancellation of a request whose client hangs up, streaming or not, running or queued."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from starlette.types import Receive
 T = TypeVar("T")
 
 CLIENT_CLOSED_REQUEST = 499
-"""Status of a request whose client hung up before the response began. Only the metrics show it."""
+"""Status, only in metrics, of a request whose client hung up before the response began."""
 
 
 class ClientDisconnectedError(Exception):
-    """The client hung up, so no response is sent."""
+    """The client hung up; no response is sent."""
 
 
 async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Run `work`; when the client hangs up first, cancel it, wait for its clean-up and raise ClientDisconnectedError.
+    """Run `work`. If the client hangs up, cancel it, wait for its clean-up and raise ClientDisconnectedError.
 
-    The request's body must have been read to its end: what `receive` tells after that is the hang-up. `work` runs in
-    the caller's own task, which the hang-up cancels as `asyncio.timeout` would.
+    The body must have been read in full, so that `receive` returns the hang-up. `work` runs in the caller's task, which
+    a hang-up cancels as `asyncio.timeout` would.
     """
     task = asyncio.current_task()
     assert task is not None

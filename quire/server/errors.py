@@ -1,4 +1,5 @@
-"""OpenAI error bodies: every failure that a client sees is made here, `{"error": {message, type, param, code}}`."""
+"""All errors that clients see, as OpenAI's bodies `{"error": {message, type, param, code}}` or in the shapes of other
+APIs."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from quire.server.disconnect import CLIENT_CLOSED_REQUEST, ClientDisconnectedErr
 logger = get_logger(__name__)
 
 MAX_SHOWN_CHARACTERS = 200
-"""Of a path that does not exist."""
+"""Characters shown of an unknown path."""
 
 
 MAX_MESSAGE_CHARACTERS = 1000
@@ -38,9 +39,8 @@ MAX_PARAM_CHARACTERS = 200
 
 
 class ErrorDetail(msgspec.Struct):
-    """One error of a client. code: a word for what is wrong; where the server follows vLLM the HTTP status, and the
-    word is the `reason`. This is the one place that shortens the message, which may quote a value or a field's name
-    that the client sent, of any length."""
+    """Error of a client. code: word for the fault; a server that follows vLLM sends the HTTP status instead, and the
+    word as `reason`. Shortens `message` and `param`, which may quote the client at any length."""
 
     message: str
     type: str
@@ -55,7 +55,7 @@ class ErrorDetail(msgspec.Struct):
 
 
 def shorten(text: str, limit: int) -> str:
-    """`text`, or of a longer one its beginning and its end, at most `limit` characters with a note of the length."""
+    """Shorten `text` to `limit` characters: its beginning, its length and its end."""
     if len(text) <= limit:
         return text
     note = f" ... ({len(text)} characters) ... "
@@ -80,13 +80,13 @@ _ERROR_TYPES = {
 
 
 def error_type(status: int) -> str:
-    """What an error of this status is called, on every route but Anthropic's: vLLM's names, which are those of the
-    exceptions that OpenAI's clients raise (docs/decisions/0043-one-pipeline-of-answers.md)."""
+    """Error type for a status on all routes but Anthropic's: vLLM's names, for which OpenAI's clients raise exceptions
+    (docs/decisions/0043-one-pipeline-of-answers.md)."""
     return _ERROR_TYPES.get(status, "BadRequestError")
 
 
 MESSAGES_PATH = "/v1/messages"
-"""Under it errors have Anthropic's shape."""
+"""Path prefix of errors in Anthropic's shape."""
 
 
 class MessagesErrorDetail(msgspec.Struct):
@@ -96,7 +96,7 @@ class MessagesErrorDetail(msgspec.Struct):
 
 
 class MessagesErrorBody(msgspec.Struct):
-    """Anthropic's shape of an error."""
+    """Error in Anthropic's shape."""
 
     error: MessagesErrorDetail
     type: str = "error"
@@ -112,15 +112,15 @@ _MESSAGES_ERROR_TYPES = {
     503: "overloaded_error",
 }
 _MESSAGES_ERROR_DETAILS = {"thread": {"error_code": "thread_unsupported_request"}}
-"""Field that is wrong -> by what clients know that they have to send the whole conversation instead."""
+"""Wrong field -> details that tell clients to send the whole conversation instead."""
 
 
 OLLAMA_PREFIX = "/api/"
-"""Under it errors have Ollama's shape."""
+"""Path prefix of errors in Ollama's shape."""
 
 
 class OllamaErrorBody(msgspec.Struct):
-    """Ollama's shape of an error."""
+    """Error in Ollama's shape."""
 
     error: str
 
@@ -128,7 +128,7 @@ class OllamaErrorBody(msgspec.Struct):
 LLAMA_CPP_PATHS = frozenset(
     {"/completion", "/completions", "/infill", "/props", "/slots", "/embedding", "/apply-template", "/v1/health"}
 )
-"""Routes whose errors have llama.cpp's shape."""
+"""Paths of errors in llama.cpp's shape."""
 
 
 class LlamaErrorDetail(msgspec.Struct):
@@ -138,7 +138,7 @@ class LlamaErrorDetail(msgspec.Struct):
 
 
 class LlamaErrorBody(msgspec.Struct):
-    """llama.cpp's shape of an error."""
+    """Error in llama.cpp's shape."""
 
     error: LlamaErrorDetail
 
@@ -153,7 +153,7 @@ _LLAMA_CPP_ERROR_TYPES = {
 
 
 class ApiError(Exception):
-    """A failure with its HTTP status; `detail` is what the client reads (`api_error` makes both)."""
+    """Error with its HTTP status; made by `api_error`. detail: the part that clients read."""
 
     def __init__(self, status: int, detail: ErrorDetail, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(detail.message)
@@ -162,7 +162,7 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def named(self, names: Mapping[str, str]) -> ApiError:
-        """As UserError.named."""
+        """See UserError.named."""
         message, param = in_terms(self.detail.message, self.detail.param, names)
         return ApiError(self.status, msgspec.structs.replace(self.detail, message=message, param=param), self.headers)
 
@@ -175,28 +175,27 @@ def api_error(
     param: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> ApiError:
-    """A failure with the name that goes with its status."""
     return ApiError(status, ErrorDetail(message, error_type(status), param, code), headers)
 
 
 def invalid_request(message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> ApiError:
-    """A mistake of the client: 400, or the status given."""
+    """Client error: 400 or the status given."""
     return api_error(status, message, code, param=param)
 
 
 def unavailable(message: str) -> ApiError:
-    """503: the server is leaving or its engine is gone; another server may answer."""
+    """503: the server shuts down or its engine is gone; another server may answer."""
     return api_error(503, message, "service_unavailable")
 
 
 def overloaded(message: str, retry_after: int) -> ApiError:
-    """429 with the number of seconds after which trying again makes sense."""
+    """429. retry_after: seconds until a retry makes sense."""
     return api_error(429, message, "rate_limit_exceeded", headers={"Retry-After": str(retry_after)})
 
 
 def to_api_error(error: BaseException) -> ApiError:
-    """The client's view of any exception. What is not meant for clients (paths, stack frames, messages of
-    unexpected exceptions) becomes a sentence and an id, and a log record with the same id."""
+    """Turn any exception into an error for the client. Internal facts (paths, stack frames, unexpected messages) go to
+    the log, under an id that the client gets."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, PromptTooLongError):
@@ -223,7 +222,7 @@ def to_api_error(error: BaseException) -> ApiError:
 
 
 def _internal_error(error: BaseException, summary: str, error_id: str) -> ApiError:
-    """500. What happened is for the log, where the id that the client reads finds it."""
+    """500, with the id of the log record."""
     logger.error("error %s: %s", error_id, summary, exc_info=error)
     return api_error(500, f"{summary} ({_see_log(error_id)})", "internal_error")
 
@@ -233,7 +232,7 @@ def _see_log(error_id: str) -> str:
 
 
 def error_body(error: ApiError, scope: Scope) -> bytes:
-    """scope: of the request, whose path and server say the shape."""
+    """scope: the request's; its path and server decide the shape."""
     path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
     if path == MESSAGES_PATH or path.startswith(MESSAGES_PATH + "/"):
         kind = _MESSAGES_ERROR_TYPES.get(error.status, "invalid_request_error")
@@ -251,17 +250,16 @@ def error_body(error: ApiError, scope: Scope) -> bytes:
 
 
 def follows_vllm(app: object) -> bool:
-    """Whether the errors of an application have vLLM's codes: those of `create_app` whose settings say so."""
+    """True if the application's settings ask for vLLM's error codes."""
     return getattr(getattr(app, "state", None), "follows_vllm", False)
 
 
 def error_response(error: ApiError, scope: Scope) -> Response:
-    """scope: as for `error_body`."""
     return Response(error_body(error, scope), error.status, error.headers, media_type="application/json")
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Answer every exception of a route, unknown paths and wrong methods included, with an OpenAI body."""
+    """Answer every exception, unknown path and wrong method with an error body."""
 
     async def handle(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException) and error.status_code in (404, 405):

@@ -1,9 +1,9 @@
-"""What a request says besides the fields that its struct has: typing mistakes, unsupported fields, unknown ones.
+"""Check of request fields that a struct does not define: misspelled, unsupported or unknown.
 
-A struct tells of fields that it does not have by class attributes: UNSUPPORTED, fields that would change the answer ->
-the values that ask for nothing; NO_EFFECT, fields that mean nothing here; NOTED, the same, which are reported as
-unknown ones are; EXTENSIONS, objects whose keys are unknown fields each. Any other field is unknown: one letter away
-from a known name it is an error, else it is accepted and reported (docs/http-api.md).
+Class attributes of a struct name more fields. UNSUPPORTED: fields that would change the answer -> harmless values.
+NO_EFFECT: fields without meaning here. NOTED: the same, but reported like unknown ones. EXTENSIONS: objects whose keys
+are all unknown fields. Any other field is an error if one letter away from a known name; else it is accepted and
+reported (docs/http-api.md).
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from quire.server.errors import invalid_request
 Structs = tuple[type[msgspec.Struct], ...]
 
 MIN_NAME_LETTERS = 6
-"""A shorter name is one letter away from too many words to be taken for a misspelling."""
+"""Minimum length of a name for misspellings: shorter ones resemble too many words."""
 MAX_UNKNOWN_FIELDS = 64
-"""Different unknown fields of one request."""
+"""Limit of different unknown fields in one request."""
 MAX_ENTRIES = 2**17
-"""Entries of all lists in one request that may hold objects: messages, parts, tools, calls."""
+"""Limit of entries in all lists of one request that may hold objects: messages, parts, tools, calls."""
 MAX_CONTAINERS = 2**18
-"""Objects and lists of one request, at all depths."""
+"""Limit of objects and lists in one request, at all depths."""
 MIN_CONTAINER_BYTES = 2
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
-"""A string of a JSON text. Possessive, so that it takes a time in proportion to the text, whatever that is."""
+"""String of a JSON text. The possessive pattern takes linear time."""
 
 
 def check_fields(fields: dict[str, Any], kind: type[msgspec.Struct], *, strict: bool) -> list[str]:
     """Return the unknown fields of a request, sorted, as paths without indices such as `messages[].foo`.
 
-    strict: unknown fields are errors. Raises ApiError (400) for these, for near misses, for unsupported fields, and for
-    more than MAX_ENTRIES entries of lists.
+    strict: unknown fields are errors. Raises ApiError (400) for these, near misses, unsupported fields, and more than
+        MAX_ENTRIES list entries.
     """
     check = _Check(strict)
     check.visit(fields, (kind,), "", "")
@@ -52,7 +52,8 @@ class _Check:
         self.unknown: set[str] = set()
 
     def visit(self, value: Any, kinds: Structs, path: str, pattern: str) -> None:
-        """Check an object, or the objects of a list. path: where it stands; pattern: the same without indices."""
+        """Check an object, or the objects of a list. path: its place in the request. pattern: the path without
+        indices."""
         if isinstance(value, dict):
             known, nested = _shape(kinds)
             if not value.keys() <= known:
@@ -112,15 +113,15 @@ class _Check:
 
 
 def check_entries(num_entries: int, path: str) -> None:
-    """Raise ApiError (400) for too many entries of lists, those at `path` among them."""
+    """Raise ApiError (400) for too many list entries. path: list named in the error."""
     if num_entries > MAX_ENTRIES:
         message = f"the lists of the request have more than {MAX_ENTRIES} entries, those of {path} among them"
         raise invalid_request(message, param=path)
 
 
 def check_containers(fields: dict[str, msgspec.Raw]) -> None:
-    """Raise ApiError (400) for more than MAX_CONTAINERS objects and lists at all depths of a body's fields, before they
-    are made: each costs a hundred times the memory of its two bytes."""
+    """Raise ApiError (400) for more than MAX_CONTAINERS objects and lists in a body, before they are decoded: each
+    takes a hundred times the memory of its two bytes."""
     num_found = 0
     for name, value in fields.items():
         num_found += _num_brackets(bytes(value))
@@ -130,7 +131,7 @@ def check_containers(fields: dict[str, msgspec.Raw]) -> None:
 
 
 def _num_brackets(text: bytes) -> int:
-    """Brackets that open an object or a list of a JSON text. Strings are left out where they could matter."""
+    """Count opening brackets. Strings are excluded only if the count reaches the limit."""
     num_found = text.count(b"[") + text.count(b"{")
     if num_found <= MAX_CONTAINERS:
         return num_found
@@ -139,7 +140,8 @@ def _num_brackets(text: bytes) -> int:
 
 
 def near_miss(name: str, known: Iterable[str]) -> str | None:
-    """The known name of at least MIN_NAME_LETTERS that one insertion, deletion, substitution or transposition away."""
+    """Return a known name, of at least MIN_NAME_LETTERS, one edit away (insertion, deletion, substitution,
+    transposition)."""
     for other in sorted(known):
         if len(other) >= MIN_NAME_LETTERS and abs(len(other) - len(name)) <= 1 and _is_one_edit_away(name, other):
             return other
@@ -159,7 +161,7 @@ def _is_one_edit_away(name: str, other: str) -> bool:
 
 
 def _reject_unsupported(where: str, value: object, harmless: tuple[object, ...]) -> None:
-    """Raise a 400 error for a field that asks for what is not there."""
+    """Raise ApiError (400) unless the value is harmless."""
     if any(value == allowed and type(value) is type(allowed) for allowed in harmless):
         return
     only = f" (only {msgspec.json.encode(harmless[0]).decode()} is)" if harmless else ""
@@ -174,7 +176,7 @@ def join(path: str, name: str | None, separator: str = ".") -> str:
 def _shape(
     kinds: Structs,
 ) -> tuple[frozenset[str], dict[str, Structs]]:
-    """(fields, fields that hold objects -> their structs) of an object that may be any of `kinds`."""
+    """Return (fields, fields that hold objects -> their structs) for an object of any of `kinds`."""
     nested: dict[str, Structs] = {}
     for kind in kinds:
         for name, hint in hints(kind).items():
@@ -186,14 +188,14 @@ def _shape(
 
 @functools.cache
 def hints(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """The type hints of a struct's fields, by the names that they have on the wire."""
+    """Type hints of a struct's fields, by wire name."""
     found = get_type_hints(kind)
     names = zip(kind.__struct_fields__, kind.__struct_encode_fields__, strict=True)
     return {encoded: found[name] for name, encoded in names}
 
 
 def structs_in(hint: Any) -> list[type[msgspec.Struct]]:
-    """The struct types inside a type hint, through unions and lists."""
+    """Struct types inside a type hint, through unions and lists."""
     if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
         return [hint]
     if get_origin(hint) in (Union, types.UnionType, list, Annotated):
@@ -210,8 +212,8 @@ _BOOLEANS = {
 
 
 def coerce(value: Any, hint: Any) -> Any:
-    """`value` with numbers and truth values that are written as texts (`"4"`, `"0.5"`, `"true"`) or as other numbers
-    (`4.0`, `1` for true) made what `hint` asks for. What is right already, or fits nothing, stays as it is."""
+    """Convert numbers and booleans written as text (`"4"`, `"true"`) or as another number (`4.0`, `1` for true) to the
+    type of `hint`. Other values stay unchanged."""
     origin = get_origin(hint)
     if origin is Annotated:
         return coerce(value, get_args(hint)[0])
@@ -231,7 +233,7 @@ def coerce(value: Any, hint: Any) -> Any:
 
 
 def _coerce_to_one(value: Any, options: tuple[Any, ...]) -> Any:
-    """The first option that changes the value; an option of the value's own type keeps it."""
+    """Convert to the first option that changes the value, unless its own type is an option."""
     if type(value) in options:
         return value
     for option in options:

@@ -1,4 +1,4 @@
-"""Running a request's prompts on the engine, and counting its tokens."""
+"""Running of a request's prompts on the engine, and counting of its tokens."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NO_INPUTS = TemplateInputs()
 
 
 class ChatBody(Protocol):
-    """What tokenising a conversation needs of a request."""
+    """Request fields that tokenizing a conversation needs."""
 
     @property
     def messages(self) -> list[ChatMessage] | None: ...
@@ -57,8 +57,8 @@ async def render_chat(
     tools: list[dict[str, Any]] | None = None,
     inputs: TemplateInputs = NO_INPUTS,
 ) -> RenderedChat:
-    """Write the conversation of a body that was read with the model's template and tokenise it. Raises UserError where
-    that fails, and for a template that the request brings to a server that does not trust it."""
+    """Render and tokenize a conversation with the model's template. Raises UserError if that fails, or for a template
+    in the request that the server does not trust."""
     if inputs.source is not None and not context.settings.trust_request_chat_template:
         raise UserError(
             "chat_template is not taken from requests: the server needs --trust-request-chat-template",
@@ -86,7 +86,7 @@ async def render_chat(
 
 
 class Terms(NamedTuple):
-    """On which terms the prompts of a request run: those of its fields, and the adapter that its model is."""
+    """Terms of a request's prompts: two of its fields, and its adapter."""
 
     cache_salt: str | None
     priority: int
@@ -94,7 +94,7 @@ class Terms(NamedTuple):
 
 
 def _media_options(context: ServerContext, inputs: TemplateInputs) -> MediaOptions:
-    """How a request's pictures are taken. Raises UserError where requests may not say it, and for what is wrong."""
+    """Image options of a request. Raises UserError if they are invalid or not allowed."""
     for name in ("mm_processor_kwargs", "media_io_kwargs"):
         if getattr(inputs, name) and not context.settings.trust_request_mm_kwargs:
             raise UserError(
@@ -115,13 +115,12 @@ async def generate(
     terms: Terms,
     names: Mapping[str, str],
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Yield (prompt index, what is new) until every prompt is finished; the prompts run side by side, and where they
-    are many sequences in turns (quire/server/turns.py).
+    """Yield (prompt index, new output) until every prompt is finished. The prompts run side by side; many sequences
+    take turns (quire/server/turns.py).
 
-    Closing the generator, or an error of one prompt, ends all of them. Raises as ServerContext.admit does: this is
-    the last door, since others may have come in while the prompt was prepared; and ModelOutputError when the model
-    computes NaN or infinite logits for a prompt. answer_id: the id that the client knows. names: our
-    name of a field -> the request's, for errors.
+    Closing the generator, or an error of one prompt, ends all. Raises as ServerContext.admit does, because others may
+    have come in while the prompt was prepared; ModelOutputError if the model computes NaN or infinite logits.
+    answer_id: id that the client knows. names: the engine's field names -> the request's, for errors.
     """
     share = share_of(context.engine.max_num_seqs)
     if params.answers_at_end and params.num_sequences > share:
@@ -181,7 +180,7 @@ async def generate(
 
 
 def _part_ids(request_id: str, num_prompts: int, per_prompt: int) -> list[str]:
-    """The engine's ids of the parts of a request, prompt after prompt."""
+    """Engine ids of a request's parts, prompt after prompt."""
     prompts = [request_id] if num_prompts == 1 else [f"{request_id}-{index}" for index in range(num_prompts)]
     return prompts if per_prompt == 1 else [f"{name}.{place}" for name in prompts for place in range(per_prompt)]
 
@@ -189,8 +188,8 @@ def _part_ids(request_id: str, num_prompts: int, per_prompt: int) -> list[str]:
 def spaced(
     outputs: AsyncGenerator[tuple[int, RequestOutput], None], interval: int | None
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """The outputs of `generate`, which has not begun, joined so that each brings `interval` tokens of a completion, but
-    for the first of each prompt and those with the end of a completion. None: as the engine sends them."""
+    """Join outputs so that each brings `interval` tokens of a completion, except a prompt's first and a completion's
+    last. interval: None leaves the engine's outputs as they are. Call before `outputs` begins."""
     EACH_STEP.set(interval is not None)
     return outputs if interval in (None, 1) else _joined(outputs, interval)
 
@@ -259,8 +258,6 @@ async def _merge(
 
 
 class TokenCounter:
-    """Counts the tokens of one request for its usage."""
-
     def __init__(self) -> None:
         self._num_prompt_tokens: dict[int, int] = {}
         self._num_cached_tokens: dict[int, int] = {}
@@ -277,12 +274,12 @@ class TokenCounter:
 
     @property
     def draft_steps(self) -> bytes:
-        """`RequestMetrics.draft_steps` of the prompt that was counted last."""
+        """`RequestMetrics.draft_steps` of the last prompt counted."""
         return self._metrics.draft_steps
 
     def usage(self, num_reasoning: int | None = None, num_predicted: int | None = None) -> Usage:
-        """num_reasoning: completion tokens that the model's thoughts have; None: the model does not reason.
-        num_predicted: tokens of the prediction that the request has (None: none)."""
+        """num_reasoning: completion tokens of the reasoning; None if the model does not reason. num_predicted: tokens
+        of the request's prediction, if any."""
         details: CompletionTokensDetails | UnsetType = UNSET
         if num_reasoning is not None:
             details = CompletionTokensDetails(num_reasoning)
@@ -300,7 +297,7 @@ class TokenCounter:
         )
 
     def times(self) -> AnswerTimes | None:
-        """What the phases took; None for several prompts, whose phases are not one after the other."""
+        """Durations of the phases; None for several prompts, whose phases overlap."""
         if len(self._num_prompt_tokens) != 1:
             return None
         measured, num_tokens = self._metrics, self._num_completion_tokens

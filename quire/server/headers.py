@@ -1,5 +1,5 @@
-"""Headers of every response: `x-quire-ignored`, the unknown fields of the request, which had no effect, and
-`X-Request-Id`, where the settings ask for it."""
+"""Headers of every response: `x-quire-ignored` lists fields without effect; `X-Request-Id` if the settings ask for
+it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 
 class ReportHeaders:
-    """Middleware that adds them, whatever the response's status. request_ids: return the request's X-Request-Id, or one
-    of the server's where it brings none."""
+    """Middleware that adds the headers. request_ids: return the request's X-Request-Id, or a new one."""
 
     def __init__(self, app: ASGIApp, request_ids: bool) -> None:
         self.app = app
@@ -54,7 +53,7 @@ def _with_request_id(headers: Headers, request_headers: Headers) -> Headers:
 
 
 def header_value(names: Sequence[str]) -> str:
-    """The names, made safe for a header and shortened, as many as have room; `...` stands for the others."""
+    """Join the names, made safe for a header. `...` stands for those beyond the limit."""
     value = ""
     for name in names:
         shown = _UNSAFE.sub("?", name[:MAX_NAME_CHARACTERS])

@@ -1,4 +1,4 @@
-"""GET /health, /ready, /ping, /version and /load."""
+"""Routes for probes and routers: /health, /ready, /ping, /version and /load."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Load(msgspec.Struct):
 
 
 def add_health_routes(app: FastAPI, context: ServerContext) -> None:
-    """Routes for probes and routers; /health is 200 while requests can be served, 503 once the engine is dead or the
-    server drains, and while the engine process gives no sign of life (quire/engine/heartbeat.py). /ready is 503 also
-    while the engine sleeps or is paused, and while another one starts after one that has died."""
+    """/health is 200 while requests can be served; 503 once the engine is dead or unresponsive
+    (quire/engine/heartbeat.py) or the server drains. /ready is also 503 while the engine sleeps, is paused or
+    restarts."""
 
     @app.get("/health")
     @app.head("/health")  # what some load balancers ask
@@ -63,8 +63,6 @@ def add_health_routes(app: FastAPI, context: ServerContext) -> None:
 
 
 class SilenceGauge(Collector):
-    """For how long the engine process has given no sign of life."""
-
     def __init__(self, silence: Callable[[], float]) -> None:
         self._silence = silence
 
@@ -77,7 +75,7 @@ class SilenceGauge(Collector):
 
 
 class PictureCounters(Collector):
-    """How often pictures were looked up among those that were made ready before, under vLLM's names."""
+    """Hits of the cache of prepared images, under vLLM's names."""
 
     def __init__(self, kept: ReadyImages) -> None:
         self._kept = kept
@@ -94,8 +92,6 @@ class PictureCounters(Collector):
 
 
 class RestartCounter(Collector):
-    """How often the engine was started again."""
-
     def __init__(self, num_restarts: Callable[[], int]) -> None:
         self._num_restarts = num_restarts
 

@@ -1,4 +1,4 @@
-"""GET / and GET /docs: the live page and the API's reference, for people who open the server in a browser."""
+"""Pages for browsers: GET / (live page) and GET /docs (API reference)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ OLLAMA_RUNS = "Ollama is running"
 
 
 def add_home_routes(app: FastAPI, *, has_docs: bool = True, is_ollama: bool = False) -> None:
-    """The pages are the same for every server and tell nothing about this one, so they need no key; what they fetch
-    does, and the pages ask for it. has_docs: whether there is a reference. is_ollama: whether clients of Ollama, which
-    take no HTML, are told that it runs."""
+    """Add the pages. They need no key, because they tell nothing about this server; their own requests do. has_docs:
+    serve the reference. is_ollama: tell clients that take no HTML that Ollama runs."""
     home, docs = _answer(load_page()), _answer(load_reference())
 
     @app.get("/")

@@ -1,4 +1,4 @@
-"""uvicorn, set up: HTTP/1.1 by httptools, with connections that are bounded (quire/server/connection.py)."""
+"""Configuration of uvicorn: HTTP/1.1 by httptools, with limited connections (quire/server/connection.py)."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from quire.server.settings import ServerSettings
 DEFAULT_CIPHERS = "DEFAULT"
 """OpenSSL's own choice."""
 TICKS_PER_CHECK = 10
-"""uvicorn's server ticks ten times a second."""
+"""Ticks of uvicorn's server between checks; it ticks ten times a second."""
 
 
 class HttpServer(uvicorn.Server):
-    """Leaves the signals to its owner, and ends connections whose clients are late."""
+    """Server that leaves signals to its owner and ends late connections."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -37,8 +37,8 @@ class HttpServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def adopt(self, connection: socket.socket) -> None:
-        """Serve a connection that another process has accepted. Returns once it is set up. Where a TLS
-        handshake fails it is closed."""
+        """Serve a connection that another process has accepted; return once it is set up. A failed TLS handshake closes
+        it."""
         loop = asyncio.get_running_loop()
         make: Any = self.config.http_protocol_class
         protocol = functools.partial(
@@ -60,7 +60,7 @@ class HttpServer(uvicorn.Server):
 def make_http_server(
     app: FastAPI, settings: ServerSettings, *, shutdown_grace_seconds: int, clock: Clock | None = None
 ) -> HttpServer:
-    """shutdown_grace_seconds: what open connections get to finish once `should_exit` is set. clock: for the
+    """shutdown_grace_seconds: time for open connections to finish once `should_exit` is set. clock: used for
     timeouts."""
     limits = ConnectionLimits.of(settings, clock or SystemClock())
     protocol: Any = functools.partial(BoundedHttpProtocol, limits)
@@ -98,7 +98,7 @@ def _log_accesses() -> None:
 
 
 def _add_fields(record: logging.LogRecord) -> bool:
-    """Give uvicorn's record of an access fields of its own, for logs in JSON."""
+    """Add an access record's fields for logs in JSON."""
     if isinstance(record.args, tuple) and len(record.args) == 5:
         client, method, path, _, status = record.args
         record.fields = {"client": client, "method": method, "path": path, "status": status}

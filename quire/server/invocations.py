@@ -1,4 +1,4 @@
-"""POST /invocations: SageMaker's one address of a model, for requests of any generating or pooling route."""
+"""SageMaker's POST /invocations, for requests of any generating or pooling route."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from quire.server.reading import read_names
 
 _CHAT, _COMPLETION = "/v1/chat/completions", "/v1/completions"
 _OF_TASKS = {"embed": "/v1/embeddings", "classify": "/classify"}
-"""Task of a model that pools -> the route of its texts."""
+"""Task of a pooling model -> route of its texts."""
 
 
 class InvocationRequest(RequestStruct, kw_only=True, frozen=True):
-    """The body of another route, which its fields tell: `messages` and `prompt` of models that generate; of models that
-    pool `input` or `messages`, `text_1` (by any of its names) with `text_2`, or `query` with `documents`."""
+    """Body of another route, recognized by its fields: `messages` or `prompt` for generating models; for pooling models
+    `input` or `messages`, `text_1` (by any of its names) with `text_2`, or `query` with `documents`."""
 
     messages: Any = None
     prompt: Any = None
@@ -36,7 +36,7 @@ class InvocationRequest(RequestStruct, kw_only=True, frozen=True):
 
 
 class InvocationResponse(msgspec.Struct):
-    """The answer of the route that the body is for."""
+    """Response of the route that the body is for."""
 
 
 def add_invocation_route(app: FastAPI, context: ServerContext) -> None:
@@ -50,7 +50,7 @@ def add_invocation_route(app: FastAPI, context: ServerContext) -> None:
 
 
 class _Again:
-    """The receive channel of a request whose body was read: it brings the body again, then what comes behind it."""
+    """Receive channel that replays a body, then continues with the request's own messages."""
 
     def __init__(self, body: list[bytes], request: Request) -> None:
         self._parts = [*body, b""]
@@ -64,7 +64,7 @@ class _Again:
 
 
 def _task_of(context: ServerContext) -> str | None:
-    """The task of a model that pools; None: it generates."""
+    """Task of a pooling model; None if the model generates."""
     for task in _OF_TASKS:
         try:
             context.engine.pooling.check_task(task)
@@ -75,8 +75,7 @@ def _task_of(context: ServerContext) -> str | None:
 
 
 def path_of(names: Collection[str], task: str | None) -> str:
-    """The route that a body with fields of these names is for. task: as of `_task_of`. Raises ApiError (400) for a body
-    of none."""
+    """Route for a body with these fields. task: result of `_task_of`. Raises ApiError (400) if no route fits."""
     if task is None:
         known = {"messages": _CHAT, "prompt": _COMPLETION}
     else:

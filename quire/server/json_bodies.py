@@ -1,4 +1,4 @@
-"""Request bodies: JSON only, and a bound on what all that are being received take together."""
+"""Checks of request bodies: JSON only, and a limit on the total size in flight."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from quire.server.auth import Endpoint
 from quire.server.errors import ApiError, error_response, invalid_request, unavailable
 
 FREE_BODY_BYTES = 64 * 1024
-"""The beginning of a body, which does not count: however many large bodies hang, small requests come in."""
+"""Bytes of each body that do not count: small requests come in even while large bodies hang."""
 RETRY_AFTER_SECONDS = 1
 _ANY_TYPE_MARK = "takes_any_content_type"
 IN_FLIGHT = "quire.body_in_flight"
-"""The entry of a request's scope with its _BodyInFlight."""
+"""Entry of a request's scope with its _BodyInFlight."""
 
 
 @contextlib.contextmanager
 def in_flight(scope: Scope) -> Iterator[None]:
-    """The body of a request, which has been read, counts as in flight meanwhile, whatever is asked for."""
+    """Keep counting a body as in flight, though it has been read."""
     body: _BodyInFlight | None = scope.get(IN_FLIGHT)
     if body is not None:
         body.is_kept = True
@@ -40,13 +40,12 @@ def any_type(endpoint: Endpoint) -> Endpoint:
 
 
 class JsonBodies:
-    """Middleware that answers 415 to bodies that do not say they are JSON, and 503 while too many are in flight.
+    """Middleware that answers 415 to bodies other than JSON, and 503 while too many bytes are in flight.
 
-    Forms and `text/plain` are what a page of another site can send without being asked first (CSRF). Browsers send such
-    requests with an Origin, so routes of `any_type` take these types without one.
-    A body is in flight until the application, having read it, asks for what comes after it, or is done.
-
-    max_total_bytes: of all bodies in flight, without the first FREE_BODY_BYTES of each.
+    A page of another site can send forms and `text/plain` without a preflight (CSRF), but then with an Origin. So
+    routes of `any_type` take these types only without an Origin.
+    A body is in flight until the application has read it and asks for the next message, or is done.
+    max_total_bytes: limit of all bodies in flight, without the first FREE_BODY_BYTES of each.
     """
 
     def __init__(self, app: ASGIApp, max_total_bytes: int) -> None:
@@ -67,7 +66,7 @@ class JsonBodies:
                 body.release()
 
     def take(self, num_bytes: int) -> None:
-        """Raises ApiError (503) where that would be too many."""
+        """Count received bytes. Raises ApiError (503) beyond the limit."""
         if self.num_bytes + num_bytes > self._max_total_bytes:
             error = unavailable(
                 f"the server is receiving as many bytes of request bodies as it may ({self._max_total_bytes}, "

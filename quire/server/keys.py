@@ -1,4 +1,4 @@
-"""The API keys of a server, and the priorities that the client of each may send."""
+"""API keys of a server, and the rights of their clients."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ MAX_PER_MINUTE = 10**12
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """What a server grants the client that brought a key. priorities: (lowest, highest) that it may send; option: the
-    setting that says so, for error messages. is_admin: whether it may use control routes."""
+    """Rights of the client with a key. priorities: (lowest, highest) it may send. option: setting that limits them, for
+    errors. is_admin: it may use control routes."""
 
     priorities: tuple[int, int]
     option: str = "--priority-range"
     is_admin: bool = False
     name: str = ""
-    """Whose requests take turns with those of others; it says nothing of the key."""
+    """Name for fair scheduling between clients; independent of the key's text."""
     limit: RateLimit | None = None
-    """Requests and tokens a minute."""
+    """Requests and tokens per minute."""
     models: frozenset[str] | None = None
-    """Names of models and adapters that it may use; None: all."""
+    """Models and adapters that it may use; None: all."""
     cache_salt: str = ""
-    """Cached prefixes are shared only with clients of equal salt; empty: with all that have none."""
+    """Only clients with equal salts share cached prefixes."""
 
 
 class _Entry(msgspec.Struct, forbid_unknown_fields=True):
-    """A table of the key file."""
+    """Table of the key file."""
 
     key: str
     priority_range: str | None = None
@@ -57,10 +57,10 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class KeyRing:
-    """The keys that a server accepts. Without any that is not an admin's, every client may call without a key."""
+    """Keys that a server accepts. With no key, or only admins' keys, clients need none."""
 
     def __init__(self, clients: dict[str, Client], anyone: Client) -> None:
-        """clients: by key. anyone: the client of a server without keys."""
+        """clients: by key. anyone: client of a server without keys."""
         self._clients = [(_digest(key.encode()), client) for key, client in clients.items()]
         self._anyone = anyone
         self.has_admin_keys = any(client.is_admin for client in clients.values())
@@ -68,8 +68,8 @@ class KeyRing:
 
     @classmethod
     def of(cls, settings: ServerSettings, numbers: Numbers | None = None) -> KeyRing:
-        """The keys of `--api-key`, `--admin-api-key` and `--api-key-file`. numbers: of all processes that count what a
-        key has used; None: this one alone. Raises ConfigError for a file that is none."""
+        """Keys of `--api-key`, `--admin-api-key` and `--api-key-file`. numbers: counters shared by all API processes;
+        None for a single process. Raises ConfigError for an invalid file."""
         anyone = Client(settings.priorities())
         clients = {key: replace(anyone, name=f"key {place}") for place, key in enumerate(settings.api_key)}
         for place, key in enumerate(settings.admin_api_key):
@@ -80,12 +80,11 @@ class KeyRing:
 
     @property
     def anyone(self) -> Client | None:
-        """The client that needs no key; None when the server asks for one."""
+        """Client without a key; None if the server asks for one."""
         return None if self._needs_key else self._anyone
 
     def find(self, key: bytes) -> Client | None:
-        """The client that a key belongs to. Every key is compared, and in constant time, so that the time taken says
-        nothing about any of them."""
+        """Find the client of a key. Compares all keys in constant time, so that timing reveals none."""
         given, found = _digest(key), None
         for digest, client in self._clients:
             if hmac.compare_digest(digest, given):
@@ -98,8 +97,7 @@ def _digest(key: bytes) -> bytes:
 
 
 def _read_keys(path: str, anyone: Client, numbers: Numbers) -> dict[str, Client]:
-    """The clients of a TOML file, by key: one table each, with `key` and the optional fields of `_Entry`. Error
-    messages name the tables and never a key."""
+    """Read clients by key from a TOML file, one table each (`_Entry`). Errors name the tables, never a key."""
     text = read_text_file(path, param=FIELD)
     try:
         tables: dict[str, Any] = tomllib.loads(text)

@@ -1,4 +1,4 @@
-"""What a server of one process and one of several have in common, from the start to the end."""
+"""Start and end of a server, with one API process or several."""
 
 from __future__ import annotations
 
@@ -16,25 +16,24 @@ if TYPE_CHECKING:
     from quire.engine.async_engine import AsyncLLM
 
 OBITUARY_SECONDS = 1.0
-"""How long /health says 503 after the engine died, before the process exits."""
+"""Seconds of 503 at /health between the engine's death and the exit."""
 SHUTDOWN_GRACE_SECONDS = 2
-"""What answers that are complete get to reach slow clients at the end."""
+"""Time for complete answers to reach slow clients at the end."""
 
 
 def ending_signals() -> tuple[signal.Signals, ...]:
-    """The signals that end a server. SIGHUP, which comes when a terminal closes, is none where it was ignored at the
-    start (nohup)."""
+    """Signals that end a server. SIGHUP (closed terminal) is left out if ignored at the start (nohup)."""
     hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
     return (signal.SIGINT, signal.SIGTERM, *hangup)
 
 
 def read_prefixes(settings: ServerSettings) -> dict[str, str]:
-    """The texts to be registered at the start, by path. Raises ConfigError for a file that is none."""
+    """Texts to register at the start, by path. Raises ConfigError for an unreadable file."""
     return {path: read_text_file(path, param="preload_prefix") for path in settings.preload_prefix}
 
 
 async def preload(engine: AsyncLLM, prefixes: Mapping[str, str]) -> None:
-    """Register the texts (by the files they come from). Raises ConfigError for one that cannot be."""
+    """Register the texts. Raises ConfigError if one cannot be."""
     for path, text in prefixes.items():
         try:
             await engine.register_prefix(text)
@@ -43,7 +42,7 @@ async def preload(engine: AsyncLLM, prefixes: Mapping[str, str]) -> None:
 
 
 async def first(*works: Coroutine[Any, Any, int | bool | None]) -> int | None:
-    """Run `works` side by side until one is done, and cancel the others. Returns its result."""
+    """Run `works` side by side until one is done; cancel the others and return its result."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""What the key of a client limits: requests and tokens a minute, and with whom the client shares cached prefixes."""
+"""Limits of a client's key (requests and tokens per minute), and its sharing of cached prefixes."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
 
 SECONDS = 60.0
 CLIENT: ContextVar[Client | None] = ContextVar("client_of_request", default=None)
-"""The client whose request the running task answers; None on a route that needs no key."""
+"""Client whose request the running task answers; None on a route without keys."""
 
 
 class Allowance:
-    """A number a minute, refilled evenly, of which at most one minute's is saved up.
+    """Allowance per minute, refilled evenly; at most one minute's is saved.
 
-    What is used afterwards (tokens of an answer) may make it negative; until it is refilled, nothing is left.
+    An answer's tokens count afterwards and may make it negative.
     """
 
     def __init__(self, per_minute: int, numbers: Numbers, clock: Clock) -> None:
-        """numbers: of all processes that grant it."""
+        """numbers: counters shared by all API processes."""
         self.per_minute = per_minute
         self._clock = clock
         self._numbers = numbers
         self._common = numbers.allocate(2).common
-        """What was used and is not refilled, and when that was so."""
+        """[used and not refilled, time of that count]."""
 
     def seconds_until(self, amount: float) -> float:
-        """Seconds until `amount` is left; 0 now."""
+        """Seconds until `amount` is available."""
         with self._numbers.lock():
             left = self.per_minute - self._refill()
         return max(0.0, (amount - left) * SECONDS / self.per_minute)
@@ -55,17 +55,17 @@ class Allowance:
 
 
 class RateLimit:
-    """The limits of one key, for all its requests on this server together. None: no limit."""
+    """Limits of one key, for all its requests together."""
 
     def __init__(self, requests: int | None, tokens: int | None, numbers: Numbers, clock: Clock | None = None) -> None:
-        """requests, tokens: a minute, both at least 1. Tokens are those of prompts and of answers."""
+        """requests, tokens: maximum per minute, at least 1, or None. Tokens of prompts and answers count."""
         clock = clock or SystemClock()
         self._requests = None if requests is None else Allowance(requests, numbers, clock)
         self._tokens = None if tokens is None else Allowance(tokens, numbers, clock)
 
     def count_request(self) -> None:
-        """Count a request. Raises ApiError (429, with the seconds until another one may come) where too many came, or
-        where earlier ones have used the tokens."""
+        """Count a request. Raises ApiError (429, with the seconds to wait) if too many requests came or earlier ones
+        have used up the tokens."""
         for allowance, what in ((self._requests, "requests"), (self._tokens, "tokens")):
             seconds = 0.0 if allowance is None else allowance.seconds_until(1)
             if allowance is not None and seconds > 0:
@@ -80,14 +80,14 @@ class RateLimit:
 
 
 CHARGE: ContextVar[Charge | None] = ContextVar("charge", default=None)
-"""The charge of the request of which the running task answers a part; None: what it answers is a request."""
+"""Charge that the running task's part belongs to; None if the task answers a whole request."""
 
 
 class Charge:
-    """One request being charged to the client that sent it: as one request, and for the tokens that were computed."""
+    """Charge of one request to its client: one request and the computed tokens."""
 
     def __init__(self, metrics: EngineMetrics) -> None:
-        """Raises ApiError as RateLimit.begin."""
+        """Raises ApiError as RateLimit.count_request does."""
         client = CLIENT.get()
         self._limit = None if client is None else client.limit
         self._prompts: set[Hashable] = set()
@@ -99,8 +99,7 @@ class Charge:
                 raise
 
     def count(self, prompt: Hashable, output: RequestOutput) -> None:
-        """Charge what an output brings: new tokens, and with the first one of each `prompt`, by any name, the
-        prompt's."""
+        """Charge an output's new tokens, and with the first one of each `prompt` the prompt's tokens."""
         if self._limit is None:
             return
         if prompt not in self._prompts:
@@ -110,7 +109,7 @@ class Charge:
 
 
 def client_salt(given: str | None) -> str:
-    """The cache salt of a request: that of its client's key and its own (`cache_salt`) as one."""
+    """Cache salt of a request: its key's salt combined with its own."""
     client = CLIENT.get()
     if client is None or not client.cache_salt:
         return given or ""

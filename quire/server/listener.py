@@ -1,4 +1,4 @@
-"""The socket of a server, and its certificate."""
+"""Listening socket of a server, and its certificate."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ BACKLOG = 2048
 
 
 class Listener:
-    """The socket of a server, bound before the model is loaded; clients cannot connect until `listen`. As a context
-    manager it is closed at the end, and with it its file, where it has one that no other server has replaced."""
+    """Socket bound before the model is loaded; clients connect after `listen`. As a context manager it closes the
+    socket and removes its file, unless another server has replaced it."""
 
     def __init__(self, bound: socket.socket, settings: ServerSettings) -> None:
         self.socket = bound
@@ -36,7 +36,7 @@ class Listener:
         return f"{self._settings.scheme}://{_host(self._settings.host)}:{self.socket.getsockname()[1]}"
 
     def listen(self) -> None:
-        """Let clients connect. Raises ConfigError when another server, started meanwhile, has taken the address."""
+        """Let clients connect. Raises ConfigError if another server has taken the address."""
         path = self._settings.uds
         if path is not None and _file_at(path) != self._file:
             raise ConfigError(f"cannot listen on uds {path}: another server has replaced it", param="uds")
@@ -47,7 +47,7 @@ class Listener:
 
 
 def bind(settings: ServerSettings) -> Listener:
-    """Bind the address. Raises ConfigError when it is in use, not allowed or not ours."""
+    """Bind the address. Raises ConfigError if it is in use, forbidden or not local."""
     if settings.uds is not None:
         return Listener(_bind_path(settings, settings.uds), settings)
     host, port = settings.host, settings.port
@@ -77,8 +77,8 @@ def _refusal(settings: ServerSettings, port: int, error: OSError) -> ConfigError
 
 
 def _bind_path(settings: ServerSettings, path: str) -> socket.socket:
-    """A Unix socket that the user and the group of this process may call. A socket that an ended server left there is
-    replaced; one on which a server listens is not."""
+    """Bind a Unix socket for the process's user and group. Replaces the socket of an ended server, not of a listening
+    one."""
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if Path(path).is_socket() and not _answers(path):
@@ -97,7 +97,7 @@ def _answers(path: str) -> bool:
 
 
 def _file_at(path: str) -> tuple[int, int] | None:
-    """Device and inode of the file at `path`; None: there is none."""
+    """Device and inode of the file, if it exists."""
     try:
         status = Path(path).stat()
     except OSError:
@@ -106,7 +106,7 @@ def _file_at(path: str) -> tuple[int, int] | None:
 
 
 def check_certificate(settings: ServerSettings) -> None:
-    """Raise ConfigError when the certificate or its key cannot be used."""
+    """Raise ConfigError for an unusable certificate or key."""
     if settings.ssl_certfile is None:
         return
     import ssl
@@ -129,5 +129,4 @@ def check_certificate(settings: ServerSettings) -> None:
 
 
 def _host(host: str) -> str:
-    """A host as it stands in a URL."""
     return f"[{host}]" if ":" in host else host

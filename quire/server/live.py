@@ -1,4 +1,4 @@
-"""GET /debug/kv and /debug/kv/events: every KV block and every live request, once or as they change."""
+"""GET /debug/kv and /debug/kv/events: all KV blocks and live requests, once or as they change."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from quire.server.streaming import EventStream
 from quire.version import __version__
 
 DEFAULT_RATE, MIN_RATE, MAX_RATE = 4.0, 0.1, 10.0
-"""Events a second."""
+"""Events per second."""
 
 
 def add_live_routes(app: FastAPI, context: ServerContext) -> None:
-    """Both routes say what runs here, so they ask for the key; only the page that shows them does not."""
+    """Add both routes. They need the key, unlike the page that shows them."""
     encoder = msgspec.json.Encoder()
 
     async def poll() -> bytes:
@@ -45,7 +45,7 @@ def add_live_routes(app: FastAPI, context: ServerContext) -> None:
 
 
 async def take_frame(context: ServerContext, recent: RecentRequests) -> Frame:
-    """Ask the engine. Raises EngineDeadError when it is gone."""
+    """Raises EngineDeadError if the engine is gone."""
     kv = await context.engine.kv_snapshot()
     metrics = context.metrics
     # The answer came with a snapshot of the counters, which the metrics have by now.
@@ -65,7 +65,6 @@ async def take_frame(context: ServerContext, recent: RecentRequests) -> Frame:
 
 
 def task_of(context: ServerContext) -> str:
-    """The `task` of a Frame."""
     pooling = context.engine.model_config.pooling
     if pooling is not None:
         return pooling.task
@@ -73,7 +72,7 @@ def task_of(context: ServerContext) -> str:
 
 
 def parse_rate(text: str | None) -> float:
-    """Events a second. Raises ApiError (400) for what is no number from `MIN_RATE` to `MAX_RATE`."""
+    """Events per second. Raises ApiError (400) outside `MIN_RATE` to `MAX_RATE`."""
     if text is None:
         return DEFAULT_RATE
     try:

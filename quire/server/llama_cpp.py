@@ -1,5 +1,4 @@
-"""llama.cpp's door (docs/doors.md): its completions and infilling as completions of this server, and what its clients
-ask of a server before that."""
+"""llama.cpp's API (docs/doors.md): completions and infilling, and the routes that its clients ask first."""
 
 from __future__ import annotations
 
@@ -47,14 +46,14 @@ from quire.server.turn import Event, Step, Turn, begin_completion
 from quire.tokenization.infill import infill
 
 SNIPPET = "\n\n--- snippet ---\n\n"
-"""Stands before each text of `input_extra`, for tokenizers without a token for files."""
+"""Mark before each text of `input_extra`, for tokenizers without a file token."""
 FILE_MARK = "<|file_sep|>"
 
 _encoder = msgspec.json.Encoder()
 
 
 def add_llama_cpp_routes(app: FastAPI, context: ServerContext) -> None:
-    """A client that hangs up ends its request, be it streaming or not."""
+    """Add the routes. A client that hangs up ends its request, streamed or not."""
 
     @app.post("/completion")
     @app.post("/completions")
@@ -122,7 +121,7 @@ def _add_state_routes(app: FastAPI, context: ServerContext) -> None:
 
 
 async def _infill_prompt(context: ServerContext, body: LlamaInfillRequest) -> list[int]:
-    """The tokens of an infilling: other files, the texts around the place, and the beginning of the answer."""
+    """Tokens of an infilling prompt: other files, the texts around the gap, and the beginning of the answer."""
     tokenizer, inputs = context.tokenizer, context.engine.input_processor
     has_mark = tokenizer.token_to_id(FILE_MARK) is not None
     extra = "".join(
@@ -169,7 +168,7 @@ async def _answer(request: Request, context: ServerContext, body: LlamaFields, p
 
 
 class _LlamaAnswer:
-    """A completion in llama.cpp's words. It ends at its first line behind `t_max_predict_ms`."""
+    """Completion in llama.cpp's form. After `t_max_predict_ms` it ends at the first line break."""
 
     def __init__(self, body: LlamaFields, turn: Turn, model: str) -> None:
         self._body, self._turn, self._model = body, turn, model
@@ -237,7 +236,7 @@ class _LlamaAnswer:
         )
 
     def _new_tokens(self) -> list[int]:
-        """Ids of the tokens that were not told yet, where the request asks for them."""
+        """Ids of the tokens not yet sent, if the request asks for them."""
         found = self._turn.token_ids[self._num_told :] if self._body.return_tokens and not self._is_silent else []
         self._num_told += len(found)
         return found
@@ -257,7 +256,7 @@ class _LlamaAnswer:
         )
 
     def _told(self, answer: LlamaResponse) -> bytes:
-        """The fields that the request asks for; all without such a wish, and in pieces before the last."""
+        """Encode the fields that the request asks for, in the last piece only; otherwise all."""
         wanted = self._body.response_fields
         if wanted is None or not answer.stop:
             return _encoder.encode(answer)
@@ -267,7 +266,7 @@ class _LlamaAnswer:
 
 
 def _at(fields: dict[str, Any], path: str) -> Any:
-    """The value at a path such as `timings/prompt_n`; None: there is none."""
+    """Value at a path such as `timings/prompt_n`, or None."""
     value: Any = fields
     for name in path.split("/"):
         value = value.get(name) if isinstance(value, dict) else None
@@ -275,7 +274,7 @@ def _at(fields: dict[str, Any], path: str) -> Any:
 
 
 def _rates(count: int, milliseconds: float) -> tuple[float, float]:
-    """(milliseconds a token, tokens a second); 0 where there were none."""
+    """Return (milliseconds per token, tokens per second), or zeros."""
     if not count or not milliseconds:
         return 0.0, 0.0
     return milliseconds / count, 1000 * count / milliseconds

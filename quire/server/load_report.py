@@ -1,5 +1,5 @@
-"""The load of the engine in a header of responses, where a request asks for it, in vLLM's form. Load balancers that
-know ORCA (Open Request Cost Aggregation) route by it."""
+"""Engine load in a response header, in vLLM's form, for load balancers that know ORCA (Open Request Cost
+Aggregation)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ ANSWERS = b"endpoint-load-metrics"
 
 
 class LoadReports:
-    """Middleware: a successful response to a request with `endpoint-load-metrics-format: TEXT` or `JSON` has the header
-    `endpoint-load-metrics`. Other formats are not known, and leave the response as it is."""
+    """Middleware that adds `endpoint-load-metrics` to successful responses if the request has
+    `endpoint-load-metrics-format: TEXT` or `JSON`."""
 
     def __init__(self, app: ASGIApp, metrics: EngineMetrics) -> None:
         self.app = app

@@ -1,4 +1,4 @@
-"""From the engine's logprobs to the shapes of the API."""
+"""Conversion of the engine's log-probabilities to the API's shapes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from quire.server.protocol.completion import CompletionLogprobs
 from quire.tokenization.tokenizer import Tokenizer
 
 LOWEST = -9999.0
-"""Stands for minus infinity, which JSON cannot say."""
+"""Substitute for minus infinity, which JSON lacks."""
 
 Entry = dict[int, Logprob]
 
 
 class CompletionColumns:
-    """Makes the four columns of one choice, piece by piece, in the order of its tokens: those of an echoed prompt, then
-    those generated, each after `begin`."""
+    """Writer of a choice's four columns, in token order: echoed prompt, then completion, each after `begin_text`."""
 
     def __init__(self, tokenizer: Tokenizer, *, as_ids: bool = False) -> None:
         """as_ids: name tokens by their ids."""
@@ -28,13 +27,13 @@ class CompletionColumns:
         self._offset = 0
 
     def begin_text(self, skip_special_tokens: bool, token_ids_before: Sequence[int]) -> None:
-        """skip_special_tokens: as for the text, whose character offsets are reported. token_ids_before: those of the
-        prompt, before the first token of a completion."""
+        """skip_special_tokens: setting of the text to which the character offsets refer. token_ids_before: prompt of a
+        completion."""
         self._detokenizer = self._tokenizer.detokenizer(skip_special_tokens, token_ids_before)
 
     def append_tokens(self, token_ids: Sequence[int], entries: Sequence[Entry | None]) -> CompletionLogprobs:
-        """The columns of these tokens. An entry is None for the first token of a prompt, and where a prompt was not
-        computed because the request ended before."""
+        """Columns of these tokens. An entry is None for a prompt's first token, and for prompt tokens that were not
+        computed."""
         columns = CompletionLogprobs()
         for token_id, entry in zip(token_ids, entries, strict=True):
             columns.tokens.append(id_name(token_id) if self._as_ids else self._tokenizer.token_text(token_id))
@@ -54,8 +53,8 @@ def chat_logprobs(
     listed: Collection[int] = (),
     as_ids: bool = False,
 ) -> ChatLogprobs:
-    """One entry a token: the chosen one, and beside it the `num_top` likeliest (None: all) or, where tokens are
-    `listed`, those and the chosen one. as_ids: name tokens by their ids."""
+    """Entries of each token: the chosen one, and the `num_top` likeliest (None: all) or the `listed` ones. as_ids: name
+    tokens by their ids."""
     content = []
     for token_id, entry in zip(token_ids, entries, strict=True):
         if listed:
@@ -69,7 +68,7 @@ def chat_logprobs(
 
 
 def limited(entries: Sequence[Entry | None] | None, num_top: int) -> list[Entry | None]:
-    """The chosen token (each entry's first) and the `num_top` likeliest (-1: all): the engine may have been asked for
+    """Limit entries to the chosen token (the first) and the `num_top` likeliest (-1: all); the engine may return
     more."""
     return [
         None
@@ -84,7 +83,8 @@ def limited(entries: Sequence[Entry | None] | None, num_top: int) -> list[Entry 
 
 
 def prompt_logprobs(entries: Sequence[Entry | None] | None) -> PromptLogprobs | None:
-    """vLLM's shape: for each prompt token a table from token id to its logprob, rank and text; null for the first."""
+    """vLLM's shape: a table for each prompt token, from token id to log-probability, rank and text; null for the
+    first."""
     if entries is None:
         return None
     return [
@@ -99,13 +99,13 @@ def prompt_logprobs(entries: Sequence[Entry | None] | None) -> PromptLogprobs | 
 
 
 def id_name(token_id: int) -> str:
-    """vLLM's name of a token whose text may not tell which one it is."""
+    """vLLM's name of a token that its text may not identify."""
     return f"token_id:{token_id}"
 
 
 def _by_name(entry: Entry, as_ids: bool) -> dict[str, float]:
-    """The chosen token (the entry's first), then the likeliest. Two tokens may read alike (pieces of a character): the
-    likelier one stands."""
+    """Chosen token (the entry's first), then the likeliest. Of tokens with equal text (pieces of a character), the
+    likelier counts."""
     table: dict[str, float] = {}
     chosen, *others = entry.items()
     for token_id, logprob in (chosen, *sorted(others, key=lambda pair: -pair[1].logprob)):
@@ -119,7 +119,7 @@ def _text(logprob: Logprob) -> str:
 
 
 def _chat_fields(token_id: int, entry: Entry, tokenizer: Tokenizer, as_ids: bool) -> tuple[str, float, list[int]]:
-    """Name, logprob and bytes: a token may be a part of a character, which only the bytes can tell."""
+    """Return name, log-probability and bytes: only bytes can show a part of a character."""
     name = id_name(token_id) if as_ids else _text(entry[token_id])
     return name, _finite(entry[token_id]), list(tokenizer.token_bytes(token_id))
 

@@ -1,4 +1,4 @@
-"""/metrics alone on an address of its own, beside work that no server serves (`quire run-batch --enable-metrics`)."""
+"""Server of /metrics alone, for `quire run-batch --enable-metrics`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from quire.server.settings import ServerSettings
 from quire.server.site import HostRules, SiteGuard
 
 STARTED_SECONDS = 0.005
-"""Seconds between two looks whether the server listens."""
+"""Seconds between checks that the server listens."""
 
 
 @contextlib.asynccontextmanager
 async def serving_metrics(context: ServerContext, settings: ServerSettings, listener: Listener) -> AsyncIterator[None]:
-    """Serve the metrics of `context` on `listener`, which is bound to the address of `settings`, until the end of the
-    context. Requests meet the bounds that `settings` have for connections. Raises ConfigError when another server has
-    taken the address."""
+    """Serve the metrics on `listener`, with the connection limits of `settings`, until the context ends. Raises
+    ConfigError if another server has taken the address."""
     listener.listen()
     app = FastAPI(openapi_url=None)
     add_metrics_route(app, context)

@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{id}, in OpenAI's words, or in Anthropic's for clients that speak them."""
+"""GET /v1/models and /v1/models/{id}, in OpenAI's form or, for its clients, Anthropic's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.server.query import whole_number
 from quire.server.responses import json_response
 
 ANTHROPIC_VERSION = "anthropic-version"
-"""The header that every request of Anthropic's API has."""
+"""Header that every request of Anthropic's API has."""
 
 
 def add_model_routes(app: FastAPI, context: ServerContext) -> None:
@@ -40,7 +40,7 @@ def add_model_routes(app: FastAPI, context: ServerContext) -> None:
     async def list_models(
         request: Request, limit: str = "1000", after_id: str | None = None, before_id: str | None = None
     ) -> Response:
-        """At most `limit` models behind `after_id`, or the last ones before `before_id`."""
+        """List at most `limit` models after `after_id`, or the last ones before `before_id`."""
         most = whole_number("limit", limit, 1, 1000)
         names = context.usable(context.names)
         if after_id is not None:

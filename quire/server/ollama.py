@@ -1,5 +1,5 @@
-"""Ollama's door (docs/doors.md): its chats and prompts as turns of the chat endpoint or as completions, and what its
-clients ask of a model before that."""
+"""Ollama's API (docs/doors.md): chats and prompts as turns of the chat endpoint or completions, and facts about
+models."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ from quire.tokenization.conversation import Messages, messages_of
 from quire.tokenization.infill import SUFFIX, TEXT, family_of
 
 NEVER = "2318-01-01T00:00:00Z"
-"""When a loaded model is unloaded."""
+"""Unload time of a loaded model."""
 NANOSECONDS_PER_MS = 1_000_000
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 REFUSED = (
@@ -71,13 +71,13 @@ _encoder = msgspec.json.Encoder()
 
 
 class NdjsonStream(EventStream):
-    """A stream of JSON objects, a line each."""
+    """Stream of JSON objects, one per line."""
 
     media_type = "application/x-ndjson"
 
 
 def add_ollama_routes(app: FastAPI, context: ServerContext) -> None:
-    """A client that hangs up ends its request, be it streaming or not."""
+    """Add the routes. A client that hangs up ends its request, streamed or not."""
     _add_chat_route(app, context)
     _add_generate_route(app, context)
     add_pooling_route(app, context, ("/api/embed",), "embed", OllamaEmbedRequest, _embed, any_type)
@@ -93,7 +93,7 @@ def add_ollama_routes(app: FastAPI, context: ServerContext) -> None:
 
 
 def tagged(name: str) -> str:
-    """A served name as Ollama lists it."""
+    """Name of a model in Ollama's lists."""
     return name if ":" in name.rpartition("/")[2] else name + OLLAMA_TAG
 
 
@@ -148,7 +148,7 @@ def _completion(context: ServerContext, request: Request, body: OllamaGenerateRe
 
 
 def _check_thinking(context: ServerContext, body: OllamaFields) -> None:
-    """Raise ApiError (400) where thoughts are asked for and would be part of the answer's text."""
+    """Raise ApiError (400) for requested thinking that no reasoning parser would separate from the text."""
     if body.think and context.formats.reasoning is None:
         message = (
             f"{body.model!r:.200} does not support thinking (on this server: --reasoning-parser names how it thinks)"
@@ -163,7 +163,7 @@ def _loaded(
     message: OllamaAnswerMessage | msgspec.UnsetType = msgspec.UNSET,
     response: str | msgspec.UnsetType = msgspec.UNSET,
 ) -> Response:
-    """The answer to a request without a prompt, which asks for the model to be loaded."""
+    """Answer a request without a prompt, which asks to load the model."""
     context.admit()
     answer = OllamaResponse(
         model=body.model, created_at=_now(), message=message, response=response, done=True, done_reason="load"
@@ -193,7 +193,7 @@ async def _lines(turn: Turn, form: _ChatForm | _PromptForm) -> AsyncGenerator[by
 
 
 def _ended(answer: OllamaResponse, turn: Turn) -> OllamaResponse:
-    """The answer with what is known at its end."""
+    """Add the fields known at the end."""
     usage, times = turn.usage, turn.times
     prompt, tokens = times.time_to_first_token_ms or 0.0, times.generation_time_ms or 0.0
     answer.done = True
@@ -209,14 +209,14 @@ def _ended(answer: OllamaResponse, turn: Turn) -> OllamaResponse:
 
 
 class _ChatForm:
-    """The answer to a conversation: a message."""
+    """Answer to a conversation: a message."""
 
     def __init__(self, model: str) -> None:
         self._model = model
         self._num_calls = 0
 
     def piece(self, event: Event) -> OllamaResponse | None:
-        """The line that says what happened; None: there is nothing to say yet."""
+        """Line for the event, or None if there is nothing to send."""
         segment = event.segment
         if segment is None:
             return None
@@ -238,7 +238,7 @@ class _ChatForm:
         return self._response(message)
 
     def _call(self, segment: Segment) -> OllamaToolCall:
-        """A call, whose arguments come whole: clients take each for a call of its own."""
+        """Whole call: clients would take each piece for a call of its own."""
         self._num_calls += 1
         function = OllamaCalledFunction(segment.name, segment.arguments, self._num_calls - 1)
         return OllamaToolCall(segment.call_id, function)
@@ -248,13 +248,13 @@ class _ChatForm:
 
 
 class _PromptForm:
-    """The answer to a prompt: a text, and thoughts."""
+    """Answer to a prompt: text and thinking."""
 
     def __init__(self, model: str) -> None:
         self._model = model
 
     def piece(self, event: Event) -> OllamaResponse | None:
-        """As `_ChatForm` has it."""
+        """See `_ChatForm.piece`."""
         if event.segment is None or event.step is not Step.GROW:
             return None
         is_text = event.segment.kind is Kind.TEXT
@@ -388,7 +388,7 @@ def _add_refusals(app: FastAPI) -> None:
 
 
 def _fingerprint(path: Path) -> tuple[int, str]:
-    """(bytes of the files of weights at `path`, 64 hexadecimal digits that change with their names, sizes or times)."""
+    """Return (size of the weight files in bytes, 64 hexadecimal digits that depend on their names, sizes and times)."""
     files = [path] if path.is_file() else sorted(each for each in path.glob("*") if each.suffix in WEIGHTS)
     found = [(each.name, status.st_size, status.st_mtime_ns) for each in files for status in (each.stat(),)]
     return sum(size for _, size, _ in found), hashlib.sha256(repr((str(path), found)).encode()).hexdigest()
@@ -405,12 +405,12 @@ def _details(model: ModelConfig) -> OllamaDetails:
 
 
 def _short(number: int) -> str:
-    """A number of parameters in Ollama's form: 8.2B, 135.00M."""
+    """Number of parameters in Ollama's form: 8.2B, 135.00M."""
     return f"{number / 1e9:.1f}B" if number >= 1e9 else f"{number / 1e6:.2f}M"
 
 
 def capabilities(context: ServerContext) -> list[str]:
-    """What clients may ask of the model, in Ollama's words."""
+    """Capabilities of the model, by Ollama's names."""
     pooling = context.engine.model_config.pooling
     if pooling is not None:
         return ["embedding"] if pooling.task == "embed" else []

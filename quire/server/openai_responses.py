@@ -1,4 +1,4 @@
-"""/v1/responses: OpenAI's Responses API, answered by the chat endpoint, with a bounded store of what was answered."""
+"""OpenAI's Responses API (/v1/responses), answered by the chat endpoint, with a store of earlier responses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MAX_LISTED_ITEMS = 100
 
 
 class _Kept(NamedTuple):
-    """What there is of earlier responses: those that are stored, and those that are being made in the background."""
+    """Earlier responses: stored, or being made in the background."""
 
     store: Responses
     background: BackgroundResponses
@@ -44,7 +44,7 @@ class _Kept(NamedTuple):
         return found
 
     async def conversation(self, owner: str, response_id: str | None) -> StoredItems:
-        """Up to the end of the response that is gone on from."""
+        """Return the conversation up to the end of the previous response."""
         if response_id is None:
             return StoredItems()
         if (made := await find_anywhere(self.store, self.background, owner, response_id)) is not None:
@@ -58,14 +58,14 @@ class _Kept(NamedTuple):
         return found.items
 
     async def referenced(self, owner: str, response_id: str) -> StoredItems:
-        """The conversation of a response that item_references are of; none while it is being made."""
+        """Return the conversation that item_references point into; empty while its response is being made."""
         found = await self.store.find_response(owner, response_id)
         return StoredItems() if found is None or found.maker is not None else found.items
 
     async def chat(
         self, request: Request, context: ServerContext, body: ResponsesRequest
     ) -> tuple[ChatRequest, Callable[[str], Listing]]:
-        """The chat completion that a request means, and what there is to list once the response's id is known."""
+        """Return the request as a chat completion, and a function from the response's id to its listing."""
         assert isinstance(body.input, ReadInput)
         messages, items = body.input.messages, body.input.items
         if isinstance(items, UnresolvedItems):
@@ -87,8 +87,8 @@ def add_response_routes(app: FastAPI, context: ServerContext) -> None:
 
 
 def _add_create_route(app: FastAPI, context: ServerContext, kept: _Kept) -> None:
-    """A client that hangs up ends its request, be it streaming or not, unless it is made in the background; then
-    nothing is stored."""
+    """Add POST /v1/responses. A client that hangs up ends its request, which is then not stored, unless it runs in the
+    background."""
     num_stored = context.settings.max_stored_responses
 
     @app.post(_PATH)
@@ -134,7 +134,7 @@ def _add_read_routes(app: FastAPI, kept: _Kept) -> None:
         include: list[str] = Query([]),  # noqa: B008 - FastAPI's way to read a list
         include_obfuscation: str = "false",
     ) -> Response:
-        """include, include_obfuscation: without effect. What is there is in the response anyway."""
+        """include, include_obfuscation: no effect; the response is complete anyway."""
         is_streamed = truth("stream", stream)
         if starting_after is not None and not is_streamed:
             raise invalid_request("starting_after is only allowed together with stream=true", param="starting_after")
@@ -155,7 +155,7 @@ def _add_read_routes(app: FastAPI, kept: _Kept) -> None:
         order: str = "desc",
         include: list[str] = Query([]),  # noqa: B008 - FastAPI's way to read a list
     ) -> Response:
-        """The conversation that the response answers, a page of it. include: without effect."""
+        """List a page of the conversation that the response answers. include: no effect."""
         if order not in ("asc", "desc"):
             raise UserError(f"order must be asc or desc, not {order!r}", param="order")
         count = whole_number("limit", limit, 1, MAX_LISTED_ITEMS)
@@ -178,7 +178,7 @@ def _add_read_routes(app: FastAPI, kept: _Kept) -> None:
 def _add_end_routes(app: FastAPI, kept: _Kept) -> None:
     @app.delete(_PATH + "/{response_id}")
     async def delete(request: Request, response_id: str) -> Response:
-        """A response that is being made ends."""
+        """Delete a response; end it if it is being made."""
         owner = owner_of(request)
         found = await kept.find_response(request, response_id)
         await kept.store.remove(owner, response_id)
@@ -189,6 +189,6 @@ def _add_end_routes(app: FastAPI, kept: _Kept) -> None:
 
     @app.post(_PATH + "/{response_id}/cancel")
     async def cancel(request: Request, response_id: str) -> Response:
-        """End a response that is being made in the background. One that has ended is answered as it is."""
+        """End a response that is being made in the background; return a finished one unchanged."""
         found = await kept.find_response(request, response_id)
         return Response(await found.cancel(), media_type="application/json")

@@ -1,4 +1,5 @@
-"""GET /openapi.json: the API's description, made from the structs that parse the requests."""
+"""GET /openapi.json: API description made from the structs that parse requests. Their docstrings are its
+descriptions."""
 
 from __future__ import annotations
 
@@ -107,13 +108,13 @@ ERRORS = {
     500: "The model computed no numbers, or the server failed",
     503: "The server is shutting down, asleep, or its engine is gone",
 }
-"""Status -> what it means, on every route of this document unless said otherwise below."""
+"""Meaning of each error status, on all routes unless said otherwise below."""
 
 SECURITY = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
 }
-"""The ways to send a key, each of them enough."""
+"""Ways to send a key; one is enough."""
 
 RENDERING = frozenset(
     {
@@ -129,7 +130,7 @@ RENDERING = frozenset(
         "/apply-template",
     }
 )
-"""Routes that render chat templates, in a process of their own."""
+"""Routes that render chat templates, in a separate process."""
 
 
 _HELLO = [{"role": "user", "content": "hello"}]
@@ -166,15 +167,14 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
     "/embedding": [{"content": "one text"}],
     "/apply-template": [{"messages": _HELLO}],
 }
-"""Bodies of each route that takes one. MODEL stands for the first name of the model that is served."""
+"""Example bodies by route. MODEL stands for the first served model."""
 
 
 class Operation(NamedTuple):
-    """One method of one path. response: None for an answer without a body. request: None for a route that reads no
-    body. parameters: name -> what it says, of the
-    query, and of the path where the path has it. is_public: it needs no key. is_admins: it needs an admin's.
-    is_queued: its requests wait for a place in the batch. names_model: it is 404 for models that are not served.
-    is_list: the answer is a list of `response`. or_response: another shape of the answer (None: there is one)."""
+    """Method of a path. response: None for an empty body. request: None if no body is read. parameters: name ->
+    description, for query and path. is_public: needs no key. is_admins: needs an admin's key. is_queued: requests wait
+    for a place in the batch. names_model: 404 for an unknown model. is_list: the response is a list of `response`.
+    or_response: alternative shape."""
 
     summary: str
     response: type[msgspec.Struct] | None
@@ -374,12 +374,12 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     ("get", "/v1/health"): _HEALTH,
 }
-"""What is described: every route but the pages, streams of the live view, /metrics and this document. Those that a
-setting turns off are left out where they do not exist."""
+"""Described routes: all but the pages, live streams, /metrics and this document. Routes that a setting disables are
+left out."""
 
 
 def add_openapi_route(app: FastAPI) -> None:
-    """Describes the routes that `app` has by now."""
+    """Describe the routes that `app` has so far."""
     existing = {
         (method.lower(), route.path.replace(":path}", "}"))
         for route in app.routes
@@ -401,8 +401,8 @@ def add_openapi_route(app: FastAPI) -> None:
 def api_description(
     existing: Collection[tuple[str, str]] | None = None, keys: KeyRing | None = None, model: str = "MODEL"
 ) -> dict[str, Any]:
-    """The OpenAPI 3.1 document of the routes with these methods and paths; None: of all. keys: what the server accepts;
-    None: no key is asked for. model: the name in examples."""
+    """OpenAPI 3.1 document of these (method, path) pairs; None: all. keys: keys of the server, if it asks for any.
+    model: name in examples."""
     operations = {key: each for key, each in OPERATIONS.items() if existing is None or key in existing}
     structs = [
         struct
@@ -448,7 +448,6 @@ def api_description(
 
 
 def _error_of(path: str) -> type[msgspec.Struct]:
-    """The shape of a route's errors."""
     if path.startswith(OLLAMA_PREFIX):
         return OllamaErrorBody
     if path in LLAMA_CPP_PATHS:
@@ -479,8 +478,7 @@ def _parameter(name: str, text: str, path: str) -> dict[str, Any]:
 
 
 def statuses(operation: Operation) -> list[int]:
-    """The error statuses that a route can answer with. The heads of all requests have a time limit, and any body must
-    be JSON, read or not."""
+    """Error statuses of a route. Every request may be late (408), and any body must be JSON, even if unread."""
     left_out = set()
     if operation.request is None:
         left_out.add(413)

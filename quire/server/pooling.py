@@ -1,4 +1,4 @@
-"""The routes of models that pool: /v1/embeddings, /pooling, /classify, /score and /rerank."""
+"""Routes of pooling models: /v1/embeddings, /pooling, /classify, /score and /rerank."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ from quire.server.vector_format import bytes_response, encoded
 Body = TypeVar("Body", bound=PooledFields)
 ListT = TypeVar("ListT", bound=ListResponse)
 Text = tuple[str | list[int], str | None]
-"""A text, and the second one of a pair."""
+"""Text, and the second text of a pair."""
 
 
 def add_pooling_routes(app: FastAPI, context: ServerContext) -> None:
-    """They exist for every model; one that cannot do what a route is for answers 404."""
+    """Add the routes for every model; they answer 404 if it cannot do the task."""
     add_pooling_route(app, context, ("/v1/embeddings",), "embed", EmbeddingRequest, _embeddings)
     add_pooling_route(app, context, ("/pooling",), "encode", PoolingRequest, _pooling)
     add_pooling_route(app, context, ("/classify",), "classify", ClassificationRequest, _classify)
@@ -75,7 +75,7 @@ def add_pooling_route(
     answer: Callable[[ServerContext, Body], Awaitable[msgspec.Struct | Response]],
     mark: Callable[[Any], Any] | None = None,
 ) -> None:
-    """POST each of `paths`, for models that can do `task`. mark: a decorator of the endpoint."""
+    """Add POST on each path, for models that can do `task`. mark: decorator of the endpoint."""
 
     async def create(request: Request) -> Response:
         body = await read_request(request, context, body_type)
@@ -97,7 +97,7 @@ def add_pooling_route(
 
 
 def _check_task(context: ServerContext, task: str) -> None:
-    """Raise a 404 error for what the model cannot do."""
+    """Raise ApiError (404) for a task that the model cannot do."""
     try:
         context.engine.pooling.check_task(task)
     except UserError as error:
@@ -105,7 +105,7 @@ def _check_task(context: ServerContext, task: str) -> None:
 
 
 def _check_wanted_task(context: ServerContext, task: str) -> None:
-    """Raise a 400 error for a task of the body that is not the model's."""
+    """Raise ApiError (400) for a requested task that the model cannot do."""
     reason = f"the tasks of this server are {' and '.join(POOLING_TASKS)}"
     if task in POOLING_TASKS:
         try:
@@ -116,7 +116,7 @@ def _check_wanted_task(context: ServerContext, task: str) -> None:
 
 
 async def _texts(context: ServerContext, body: InputFields) -> list[Text]:
-    """The texts of a request, as token ids where they are a conversation or get no special tokens."""
+    """Texts of a request; token ids for a conversation or without special tokens."""
     if body.messages is not None:
         return [((await render_chat(context, body)).token_ids, None)]
     if body.special_tokens:
@@ -185,7 +185,7 @@ async def _rerank(context: ServerContext, body: RerankRequest) -> RerankResponse
 async def _scores(
     context: ServerContext, body: PairFields, params: PoolingParams, firsts: list[str], seconds: list[str]
 ) -> tuple[list[float], list[RequestOutput]]:
-    """The score of each second text beside its first (or beside the only one), and all outputs."""
+    """Return the score of each second text with its first (or the only one), and all outputs."""
     pooling = context.engine.pooling
     firsts = await _shortened(context, firsts, body.max_tokens_per_query)
     seconds = await _shortened(context, seconds, body.max_tokens_per_doc)
@@ -203,7 +203,7 @@ async def _scores(
 
 
 async def _shortened(context: ServerContext, texts: list[str], max_tokens: int) -> list[str]:
-    """The beginnings of texts that have more than `max_tokens` tokens; 0: all are whole."""
+    """Cut texts to `max_tokens` tokens; 0: no limit."""
     if not max_tokens:
         return texts
     return await asyncio.to_thread(context.tokenizer.beginnings, texts, max_tokens)
@@ -212,8 +212,8 @@ async def _shortened(context: ServerContext, texts: list[str], max_tokens: int) 
 async def run_texts(
     context: ServerContext, body: PooledFields, params: PoolingParams, texts: Sequence[Text], names: Sequence[str]
 ) -> list[RequestOutput]:
-    """The outputs of all texts, in order; many of one request take turns (quire/server/turns.py). An error of one ends
-    all of them. names: what the request calls each text, for its error."""
+    """Return the outputs of all texts, in order; many texts take turns (quire/server/turns.py). An error of one ends
+    all. names: request's field for each text, for errors."""
     charge, salt = Charge(context.metrics), client_salt(body.cache_salt)
     adapter = context.adapters.find(context.served_name(body.model))
     share = share_of(context.engine.max_num_seqs)
@@ -254,7 +254,7 @@ def _listed(
     outputs: Sequence[RequestOutput],
     data: Sequence[msgspec.Struct],
 ) -> ListT:
-    """A response that is a list. prefix: of its id."""
+    """prefix: start of the response's id."""
     return kind(
         id=new_id(prefix, body.request_id),
         created=int(time.time()),

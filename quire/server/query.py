@@ -1,4 +1,4 @@
-"""Query parameters: a route has those that its function takes, and any other is an error. Their values are texts."""
+"""Query parameters. A route takes those of its function, as text; any other is an error."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from quire.server.errors import invalid_request
 from quire.server.fields import near_miss
 
 NO_EFFECT = frozenset({"api-version", "beta"})
-"""What clients of Azure and Anthropic append to every address."""
+"""Parameters that clients of Azure and Anthropic append to every URL."""
 _MARK = "query_parameters"
 
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
 
 def takes_query(*names: str) -> Callable[[Endpoint], Endpoint]:
-    """Mark an endpoint that reads these parameters from the request itself."""
+    """Mark an endpoint that reads these parameters from the request."""
 
     def mark(endpoint: Endpoint) -> Endpoint:
         setattr(endpoint, _MARK, frozenset(names))
@@ -30,7 +30,7 @@ def takes_query(*names: str) -> Callable[[Endpoint], Endpoint]:
 
 
 async def check_query(request: Request) -> None:
-    """The dependency of all routes: 400 for the first query parameter that the route does not know."""
+    """Dependency of all routes: raises ApiError (400) for an unknown query parameter."""
     if not request.scope["query_string"]:
         return
     known: frozenset[str] = getattr(request.scope["endpoint"], _MARK, frozenset())
@@ -43,7 +43,7 @@ async def check_query(request: Request) -> None:
 
 
 def truth(name: str, text: str) -> bool:
-    """A query parameter that is true or false. Raises UserError for anything else."""
+    """Parse a boolean parameter. Raises UserError."""
     values = {"true": True, "1": True, "false": False, "0": False}
     if text.lower() not in values:
         raise UserError(f"{name} must be true or false, not {text!r}", param=name)
@@ -51,7 +51,7 @@ def truth(name: str, text: str) -> bool:
 
 
 def whole_number(name: str, text: str, low: int, high: int = 2**31 - 1) -> int:
-    """A query parameter that is a number. Raises UserError for anything else."""
+    """Parse an integer parameter. Raises UserError."""
     if not re.fullmatch("[0-9]{1,10}", text) or not low <= int(text) <= high:
         raise UserError(f"{name} must be a whole number from {low} to {high}, not {text!r}", param=name)
     return int(text)

@@ -1,5 +1,4 @@
-"""From the bytes of a request to its parsed body: a short one is parsed here, a large one by a helper
-(reading_helper.py)."""
+"""Reading and parsing of request bodies: short ones here, large ones in a helper process (reading_helper.py)."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from quire.server.reading_helper import Found, How, Rejected, conversations_of, 
 from quire.tokenization.conversation import Messages
 
 LONG_BODY_BYTES = 2**17
-"""Larger bodies are read elsewhere: while a text of that size is decoded no other thread runs for up to 4 ms."""
+"""Size above which a helper reads a body: decoding this much holds the interpreter lock for up to 4 ms."""
 _READERS = "quire.server.reading_helper"
 _ANSWERS: msgspec.msgpack.Decoder[Found | Rejected] = msgspec.msgpack.Decoder(Found | Rejected)
 
@@ -30,15 +29,14 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 async def read_request(request: Request, context: ServerContext, kind: type[T]) -> T:
-    """Read and parse the body of a request; its unknown fields are logged once each, and reported in a header. In place
-    of its messages it has a ReadMessages for each conversation; of a large body the process that streams never
-    holds the parsed messages.
+    """Read and parse a request's body; unknown fields are logged once each and reported in a header. A ReadMessages
+    replaces each conversation, so this process never holds the parsed messages of a large body. An adapter named as the
+    model is read if it is new.
 
-    An adapter that the body names as its model is read, if it is a new one of the server's directory.
-
-    Raises as `read_body`, `parse_body` and `messages_of`, ClientDisconnectedError, and UserError for a large body that
-    takes READ_SECONDS of processor time, and for an adapter that cannot be read. Until a large body is read it counts
-    among those that are being received, which bounds what waits here."""
+    Raises as `read_body`, `parse_body` and `messages_of` do; ClientDisconnectedError; UserError for a large body that
+    takes READ_SECONDS of processor time, or an unreadable adapter. A large body counts as in flight until read, which
+    limits waiting ones.
+    """
     strict = context.settings.strict_fields
 
     def parse(body: bytes) -> tuple[T, list[str]]:
@@ -71,8 +69,8 @@ async def read_request(request: Request, context: ServerContext, kind: type[T]) 
 
 
 async def read_names(request: Request, context: ServerContext, parts: list[bytes]) -> list[str]:
-    """The fields of a body that are not null, of a large one found in a helper. Raises ApiError (400) for one that is
-    no JSON object, and as `read_request`."""
+    """Fields of a body that are not null. Raises ApiError (400) if it is not a JSON object, otherwise as `read_request`
+    does."""
     size = sum(map(len, parts))
     if size > LONG_BODY_BYTES:
         return await _elsewhere(request, context, "names", "", parts, lambda answer: _found(answer).unknown)
@@ -82,8 +80,7 @@ async def read_names(request: Request, context: ServerContext, parts: list[bytes
 async def read_continuation(
     request: Request, context: ServerContext, going_on: Continuation, content: list[bytes]
 ) -> tuple[Messages, ListedItems]:
-    """`Continuation.join` of what is stored and sent, where that is large in a helper. Raises as it does, and as
-    `read_request`."""
+    """Join stored and sent items by `Continuation.join`, if large in a helper. Raises as it and `read_request` do."""
 
     def decode(answer: bytes | bytearray) -> tuple[Messages, ListedItems]:
         found = _found(answer)
@@ -105,7 +102,7 @@ async def _elsewhere(
     content: list[bytes],
     decode: Callable[[bytes | bytearray], R],
 ) -> R:
-    """What a function of reading_helper.py makes of `content`, decoded."""
+    """Run a function of reading_helper.py on `content`; return its decoded answer."""
     with in_flight(request.scope):
         reading = context.engine.texts.read_elsewhere(f"{_READERS}:{reader}", argument, content, decode)
         return await run_until_disconnect(request.receive, reading)
@@ -119,7 +116,7 @@ def _found(answer: bytes | bytearray) -> Found:
 
 
 def _with_conversations(parsed: T, conversations: list[Messages]) -> T:
-    """The body with these in place of its messages."""
+    """Replace the body's messages."""
     if not conversations:
         return parsed
     given: Any = getattr(parsed, "messages")  # noqa: B009 - of a type that is known to have them

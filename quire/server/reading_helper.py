@@ -1,9 +1,8 @@
-"""The reader of large request bodies, in a helper process: while JSON is decoded and converted no other thread of a
-process runs, each collection of garbage looks through what was made of a body, and nothing but the end of a process
-bounds the processor time of one.
+"""Reader of large request bodies in a helper process: decoding JSON stops all other threads of a process, garbage
+collections scan the result, and only ending a process limits its processor time.
 
-The helper parses and checks the body, and makes the messages of its conversations. The API's process (reading.py) gets
-those as bytes, which it passes on, packed token ids, and the rest of the body as it was parsed.
+The helper parses and checks the body and makes the messages. The API process (reading.py) gets these as bytes to pass
+on, packed token ids, and the rest as JSON.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ from quire.tokenization.conversation import Messages, messages_of
 from quire.tokenization.jobs import listed, packed
 
 OF_IDS = ("prompt", "input", "tokens")
-"""Fields that may have token ids."""
+"""Fields that may hold token ids."""
 
 
 class How(msgspec.Struct):
-    """How the other process reads a body. kind: "module:name" of its struct; strict: under --strict-fields."""
+    """Instructions for parsing a body. kind: "module:name" of its struct. strict: refuse unknown fields."""
 
     kind: str
     strict: bool
@@ -50,12 +49,12 @@ class How(msgspec.Struct):
         return cls(f"{kind.__module__}:{kind.__qualname__}", strict)
 
     def parse(self, body: bytes) -> tuple[Any, list[str]]:
-        """As `parse_body`."""
+        """See `parse_body`."""
         return parse_body(body, load_target(self.kind), strict=self.strict)
 
 
 class Rejected(msgspec.Struct, tag=True):
-    """The body is wrong: an ApiError."""
+    """ApiError of an invalid body."""
 
     status: int
     detail: ErrorDetail
@@ -66,7 +65,7 @@ class Rejected(msgspec.Struct, tag=True):
 
 
 class Ids(msgspec.Struct):
-    """The token ids of one field of a body, packed. is_one: the field is a list of ids itself, and no list of lists."""
+    """Packed token ids of a field. is_one: the field is one list of ids, not a list of lists."""
 
     field: str
     lists: list[bytes]
@@ -74,7 +73,7 @@ class Ids(msgspec.Struct):
 
     @classmethod
     def of(cls, field: str, value: Any) -> Ids | None:
-        """None for a value without token ids."""
+        """Return None for a value without token ids."""
         lists = value if isinstance(value, list) else []
         is_one = bool(lists) and isinstance(lists[0], int)
         if not lists or not (is_one or isinstance(lists[0], list)):
@@ -88,9 +87,8 @@ class Ids(msgspec.Struct):
 
 
 class Found(msgspec.Struct, tag=True):
-    """body: JSON of what was parsed, without messages and token ids. unknown: fields of the whole body. conversations:
-    its messages. ids: of fields that have them. items: of /v1/responses. Answers to other questions leave fields
-    empty."""
+    """Answer of the helper. body: JSON without messages and token ids. unknown: unknown fields. conversations:
+    messages. ids: token ids by field. items: only for /v1/responses. Other readers leave fields empty."""
 
     body: bytes
     unknown: list[str]
@@ -104,17 +102,17 @@ class Found(msgspec.Struct, tag=True):
 
 
 def read(argument: str, body: bytes) -> bytes:
-    """What `read_request` asks of the helper."""
+    """Read a body for `read_request`."""
     return _answered(lambda: _read(msgspec.json.decode(argument, type=How), body))
 
 
 def go_on(argument: str, content: bytes) -> bytes:
-    """What `read_continuation` asks of the helper."""
+    """Join items for `read_continuation`."""
     return _answered(lambda: Found.of_input(*msgspec.json.decode(argument, type=Continuation).join(content)))
 
 
 def names(_argument: str, body: bytes) -> bytes:
-    """What `read_names` asks of the helper: they come as `unknown`."""
+    """List field names for `read_names`, in `unknown`."""
     return _answered(lambda: Found(b"", names_of(body), [], []))
 
 
@@ -154,12 +152,12 @@ def _written_body(parsed: msgspec.Struct) -> bytes:
 
 
 def names_of(body: bytes) -> list[str]:
-    """The fields of a body that are not null. Raises ApiError (400) for one that is no JSON object."""
+    """Fields of a body that are not null. Raises ApiError (400) if it is not a JSON object."""
     return [name for name, value in raw_fields(body).items() if bytes(value) != b"null"]
 
 
 def input_of(parsed: ResponsesRequest) -> ReadInput:
-    """The input of a response. Raises UserError with the path of a field that is wrong."""
+    """Input of a response. Raises UserError with the path of an invalid field."""
     given = items_of(parsed.input)
     references = [item.id or "" for item in given if item.type == "item_reference"]
     if references or parsed.previous_response_id is not None:
@@ -169,8 +167,7 @@ def input_of(parsed: ResponsesRequest) -> ReadInput:
 
 
 def conversations_of(parsed: Any) -> list[Messages]:
-    """The messages of each conversation of a body; none where it has none. Raises UserError with the path of a field
-    that is wrong."""
+    """Messages of each conversation of a body, if any. Raises UserError with the path of an invalid field."""
     if not getattr(parsed, "messages", None):
         return []
     if isinstance(parsed, ChatBatchRequest):
@@ -184,13 +181,12 @@ def _written(messages: list[ChatMessage]) -> list[dict[str, Any]]:
 
 
 def _message_lists(parsed: Any) -> list[list[Any]]:
-    """The messages of each conversation."""
     return parsed.messages if isinstance(parsed, ChatBatchRequest) else [parsed.messages]
 
 
 def _last_message(parsed: Any, message: Any) -> Any:
-    """Of the last message the API's process needs the role, the text only where the answer repeats it, and calls only
-    where an answer that goes on behind it may not."""
+    """Reduce the last message to what the API process needs: its role, its text if the answer repeats it, and its calls
+    if they forbid a continuation."""
     if isinstance(parsed, ChatRequest) and parsed.echo:
         return message
     calls = {"tool_calls": message.tool_calls} if isinstance(message, OllamaMessage) else {}

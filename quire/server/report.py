@@ -1,4 +1,4 @@
-"""What a started server tells: its address, the seconds of each phase of the start, and systemd that it serves."""
+"""Report of a started server: address and phase durations to standard output, readiness to systemd."""
 
 from __future__ import annotations
 
@@ -14,38 +14,37 @@ from quire.version import __version__
 logger = get_logger(__name__)
 
 NOTIFY_SECONDS = 1.0
-"""For a service manager that does not read what it is told."""
+"""Timeout for a service manager that does not read, in seconds."""
 
 
 class StartReport:
-    """Collects the phases of a start, one after the other."""
+    """Durations of the phases of a start."""
 
     def __init__(self) -> None:
         self._start = self._last = time.monotonic()
         self._rows: list[tuple[str, float]] = []
 
     def announce(self, model: str) -> None:
-        """Say what is being loaded, where standard error is no terminal: the log of a service, or a file."""
+        """Log the model being loaded, unless standard error is a terminal."""
         if not sys.stderr.isatty():
             note(__name__, "Quire %s loads %s", __version__, model)
 
     def phase(self, name: str) -> None:
-        """The phase that began where the one before ended ends now."""
+        """End a phase; it began when the one before ended."""
         now = time.monotonic()
         self._rows.append((name, now - self._last))
         self._last = now
 
     def engine_phases(self, seconds: Mapping[str, float]) -> None:
-        """The phases of the engine process."""
         self._rows += [(f"engine: {name}", value) for name, value in seconds.items()]
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Phase -> seconds, in the order of their ends. Those of the engine process run beside the server's own."""
+        """Seconds by phase, in order of their ends. The engine's phases overlap the server's own."""
         return dict(self._rows)
 
     def show(self, model_names: Sequence[str], url: str, backend: str) -> None:
-        """Print one line with the address, what computes, and the table, to standard output."""
+        """Print address, backend and phase durations."""
         total = time.monotonic() - self._start
         lines = [
             f"Quire {__version__} serves {', '.join(model_names)} on {url} (ready in {total:.1f} s)",
@@ -57,8 +56,8 @@ class StartReport:
 
 
 def tell_systemd(state: str) -> None:
-    """Send `state` ("READY=1", "STOPPING=1") to the service manager that started this process with a socket for it
-    (`Type=notify`); nothing where there is none. A manager that cannot be reached is logged."""
+    """Send `state` ("READY=1", "STOPPING=1") to systemd (`Type=notify`), if it started this process. Failures are
+    logged."""
     address = envs.notify_socket()
     if address is None:
         return

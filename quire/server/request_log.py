@@ -1,4 +1,4 @@
-"""The log of requests (`--enable-log-requests`): one record when a request goes to the engine, one when it ends."""
+"""Log of requests (`--enable-log-requests`): one record when a request goes to the engine, one when it ends."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _DEFAULTS = msgspec.to_builtins(SamplingParams())
 
 
 class RequestLog(StatsListener):
-    """A listener of AsyncLLM for what comes and is rejected; `EngineMetrics` tells of the ends. What a client wrote is
-    logged only at level DEBUG; outputs never are."""
+    """Listener of AsyncLLM for new and rejected requests; `EngineMetrics` reports the ends. Prompts are logged only at
+    level DEBUG, outputs never."""
 
     def __init__(self, max_characters: int | None = None) -> None:
-        """max_characters: characters and tokens of a prompt that the log shows; None: all."""
+        """max_characters: limit of characters and of tokens shown of a prompt; None: all."""
         self._max_characters = max_characters
         if logger.getEffectiveLevel() > logging.INFO:
             logger.setLevel(logging.INFO)  # the setting asked for these records, whatever else is logged
@@ -53,7 +53,7 @@ class RequestLog(StatsListener):
         logger.info("request %s rejected by the engine", request_id, extra={"fields": fields})
 
     def note_finished(self, output: RequestOutput, progress: RequestProgress, now: float) -> None:
-        """Log the end of a request, called by `EngineMetrics.on_finished`."""
+        """Log the end of a request, for `EngineMetrics.on_finished`."""
         reasons = sorted({each.finish_reason for each in output.outputs if each.finish_reason is not None})
         fields: dict[str, object] = {
             "request_id": output.request_id,
@@ -80,6 +80,6 @@ class RequestLog(StatsListener):
 
 
 def _chosen(params: SamplingParams) -> dict[str, object]:
-    """The sampling parameters that differ from their defaults."""
+    """Sampling parameters that differ from their defaults."""
     values = msgspec.to_builtins(params)
     return {name: value for name, value in values.items() if value != _DEFAULTS.get(name)}

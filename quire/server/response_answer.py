@@ -1,4 +1,4 @@
-"""One response of /v1/responses: OpenAI's events and objects, made from a turn of the chat endpoint."""
+"""Events and objects of /v1/responses, made from a turn of the chat endpoint."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from quire.tokenization.tokenizer import Tokenizer
 
 _PREFIXES = {Kind.TEXT: "msg", Kind.REASONING: "rs", Kind.CALL: "fc"}
 _ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
-"""HTTP status of what went wrong -> the code that a failed response has."""
+"""HTTP status of an error -> code of the failed response."""
 
 _encoder = msgspec.json.Encoder()
 
@@ -94,7 +94,7 @@ class ResponseAnswer:
         return await self._end()
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """Once the response has begun, an error is its status. One in the background begins at once."""
+        """Yield the events. After the first one, an error becomes an event. A background response begins at once."""
         begun = self._request.background
         if begun:
             yield self._event("response.created", response=self.body)
@@ -139,7 +139,7 @@ class ResponseAnswer:
         return [*written, *self._summary(segment, "part.added", part=SummaryText(""))]
 
     def _summary(self, segment: Segment, what: str, /, **fields: Any) -> list[bytes]:
-        """An event of the summary, which is the thoughts themselves, where one is asked for."""
+        """Event of the summary, if requested; it holds the reasoning itself."""
         if segment.kind is not Kind.REASONING or not self._summarizes:
             return []
         place = {"item_id": self._item_id(segment), "output_index": segment.index, "summary_index": 0}
@@ -167,7 +167,6 @@ class ResponseAnswer:
         return event
 
     async def _end(self) -> ResponseBody:
-        """The finished response."""
         body = self.body
         body.completed_at = int(time.time())
         body.status = "completed"
@@ -179,7 +178,7 @@ class ResponseAnswer:
         return body
 
     def failed(self, error: BaseException) -> bytes:
-        """The last event of a response that an error ends; from now on the response is a failed one."""
+        """Mark the response as failed; return its last event."""
         failure = to_api_error(error)
         self.body.status = "failed"
         self.body.error = ResponseError(_ERROR_CODES.get(failure.status, "server_error"), failure.detail.message)
@@ -187,14 +186,14 @@ class ResponseAnswer:
         return self._event("response.failed", response=self.body)
 
     def cancelled(self) -> bytes:
-        """The last event of a response that its client cancels; from now on the response is a cancelled one. OpenAI has
-        no event of that name: clients know this one as an end."""
+        """Mark the response as cancelled; return its last event, `response.incomplete`, because OpenAI has none for
+        this."""
         self.body.status = "cancelled"
         self._add_output()
         return self._event("response.incomplete", response=self.body)
 
     def _add_output(self) -> None:
-        """What the turn has said and counted so far."""
+        """Add the turn's output and usage so far."""
         body, turn, usage = self.body, self._turn, self._turn.usage
         if self._request.enable_response_messages:
             skips = self._request.skip_special_tokens is not False
@@ -210,8 +209,8 @@ class ResponseAnswer:
         )
 
     def stored(self, conversation: Listing) -> StoredResponse:
-        """The response at its end, with the conversation that the next one goes on from. An answer that says nothing is
-        an empty message there: templates expect the turns to alternate."""
+        """Return the finished response with its conversation for the next one. An empty answer becomes an empty
+        message: templates expect turns to alternate."""
         said = self.body.output or [OutputMessage(f"msg_{self.body.id[5:]}_0", [OutputText("")], "completed")]
         added = [listed(item, item.id or "") for item in msgspec.convert(msgspec.to_builtins(said), list[InputItem])]
         can_continue = self.body.status in ("completed", "incomplete")
@@ -219,7 +218,7 @@ class ResponseAnswer:
         return StoredResponse(_encoder.encode(self.body), items, can_continue)
 
     def _status_of(self, segment: Segment) -> str:
-        """A part is incomplete when the turn ended within it, or before its own end."""
+        """Status of a part; incomplete if the turn was cut within it."""
         is_cut = self._turn.finish_reason in ("", "length") and segment is self._turn.segments[-1]
         return "incomplete" if is_cut else "completed"
 
@@ -238,7 +237,7 @@ class ResponseAnswer:
         return OutputCall(item_id, segment.call_id, name, segment.text, status, namespace)
 
     def _name(self, segment: Segment) -> tuple[str | UnsetType, str]:
-        """Namespace and name of the function that is called."""
+        """Namespace and name of the called function."""
         return self._namespaces.get(segment.name, (UNSET, segment.name))
 
     def _raw(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> list[RawMessage]:
@@ -254,7 +253,7 @@ def _content(segment: Segment) -> OutputText | ReasoningText:
 
 
 def _without_content(item: OutputItem) -> OutputItem:
-    """The item before its only part."""
+    """Item before its only part."""
     if isinstance(item, OutputCall):
         return item
     more: dict[str, Any] = {"summary": []} if isinstance(item, OutputReasoning) else {}

@@ -1,5 +1,5 @@
-"""The responses that clients can go on from: in memory, bounded in number and bytes, the oldest leave first. Those that
-are being made in the background have an entry too. Of several API processes the parent has them
+"""Responses that clients can continue, in memory, limited in number and bytes; the oldest leave first. Background
+responses being made have entries too. With several API processes the parent keeps them
 (quire/server/shared_responses.py)."""
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ _encoder = msgspec.json.Encoder()
 
 
 def response_event(name: str, number: int, /, **fields: Any) -> bytes:
-    """An event of a streamed response. number: of the event in its stream."""
+    """Encode an event of a streamed response. number: index in the stream."""
     data = _encoder.encode({"type": name, "sequence_number": number, **fields})
     return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
 
 
 class StoredResponse(NamedTuple):
-    """body: the response as JSON. items: the whole conversation up to its end. can_continue: whether it ended in its
-    own time. in_background: whether it was made so. events: of a response that was streamed in the background; none
-    where they were lost. maker: the API process that is still making it, by its session; then the other fields are as
-    they were when it began."""
+    """Response and its conversation. body: the response as JSON. items: conversation up to the response's end.
+    can_continue: it ended normally. events: stream of a background response, empty if lost. maker: session of the API
+    process still making it; the other fields then date from its beginning."""
 
     body: bytes
     items: StoredItems = StoredItems()
@@ -40,7 +39,7 @@ class StoredResponse(NamedTuple):
         return len(self.body) + self.items.num_bytes + sum(map(len, self.events or ()))
 
     async def follow(self, first: int) -> AsyncGenerator[bytes, None]:
-        """The events from number `first` on. Of a response whose events were lost, its end."""
+        """Yield the events from number `first` on; only the end if the events were lost."""
         assert self.events is not None
         for event in self.events[first:]:
             yield event
@@ -48,22 +47,22 @@ class StoredResponse(NamedTuple):
             yield response_event("response.failed", first, response=msgspec.Raw(self.body))
 
     def lost(self, message: str) -> StoredResponse:
-        """The end of a response whose maker has ended. message: what happened, for its client."""
+        """Fail a response whose maker has ended. message: reason, for the client."""
         body = msgspec.json.decode(self.body)
         body |= {"status": "failed", "error": {"code": "server_error", "message": message}}
         return self._replace(body=_encoder.encode(body), maker=None)
 
 
 class ResponseRejection(enum.IntEnum):
-    """Why a response is not begun."""
+    """Reason to refuse a new response."""
 
     IN_USE = 1
     NO_ROOM = 2
 
 
 class ResponseStore:
-    """By owner and id: what a client has stored, only the same client reads. The bounds hold twice: for what is stored,
-    and for the conversations that are being answered in the background."""
+    """Responses by owner and id; only the client that stored one may read it. The limits apply to stored responses and,
+    separately, to those being made."""
 
     def __init__(self, max_entries: int, max_bytes: int) -> None:
         self.max_entries, self.max_bytes = max_entries, max_bytes
@@ -75,8 +74,7 @@ class ResponseStore:
         return len(self._entries)
 
     def put(self, owner: str, response_id: str, response: StoredResponse) -> None:
-        """Keep a response, and forget the oldest ones where there is no room. One that is larger than the whole store
-        is not kept."""
+        """Keep a response, and drop the oldest beyond the limits. One larger than the whole store is not kept."""
         self.remove(owner, response_id)
         if response.num_bytes > self.max_bytes or not self.max_entries:
             return
@@ -87,7 +85,7 @@ class ResponseStore:
             self.num_bytes -= oldest.num_bytes
 
     def begin_response(self, owner: str, response_id: str, response: StoredResponse) -> ResponseRejection | None:
-        """Take note of a response that `response.maker` begins to make, unless there is no room."""
+        """Register a response that `response.maker` begins."""
         if (owner, response_id) in self._making:
             return ResponseRejection.IN_USE
         num_bytes = sum(each.items.num_bytes for each in self._making.values()) + response.items.num_bytes
@@ -97,13 +95,13 @@ class ResponseStore:
         return None
 
     def keep_finished(self, owner: str, response_id: str, maker: int, response: StoredResponse) -> None:
-        """Keep what `maker` has made, unless it was deleted meanwhile."""
+        """Keep a response that `maker` has finished, unless it was deleted meanwhile."""
         begun = self._making.get((owner, response_id))
         if begun is not None and begun.maker == maker:
             self.put(owner, response_id, response)
 
     def end_maker(self, maker: int, message: str) -> None:
-        """Nothing comes from `maker` any more: what it was making has failed."""
+        """Fail the responses of a maker that has ended."""
         for (owner, response_id), begun in list(self._making.items()):
             if begun.maker == maker:
                 self.put(owner, response_id, begun.lost(message))
@@ -113,7 +111,7 @@ class ResponseStore:
         return self._making.get(key) or self._entries.get(key)
 
     def remove(self, owner: str, response_id: str) -> bool:
-        """Whether there was one."""
+        """Return True if there was one."""
         key = (owner, response_id)
         begun, entry = self._making.pop(key, None), self._entries.pop(key, None)
         if entry is not None:
@@ -122,7 +120,7 @@ class ResponseStore:
 
 
 class Responses(Protocol):
-    """A ResponseStore, wherever it is. maker: of what this process makes."""
+    """ResponseStore of this or another process. maker: session of this process."""
 
     maker: int
 
@@ -139,14 +137,14 @@ class Responses(Protocol):
     async def remove(self, owner: str, response_id: str) -> bool: ...
 
     async def ask(self, maker: int, question: bytes) -> bytes | None:
-        """What another maker answers. None: it has ended, or could not answer."""
+        """Ask another maker. Returns None if it has ended or could not answer."""
 
     def answer_with(self, answer: Callable[[bytes], Awaitable[bytes]]) -> None:
-        """From now on, `answer` answers what other processes ask this one. Called in the event loop."""
+        """Answer the questions of other processes with `answer`. Call in the event loop."""
 
 
 class OwnResponses:
-    """Responses that this process has itself, and makes itself."""
+    """Store of the only process."""
 
     maker = 0
 

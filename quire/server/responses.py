@@ -1,4 +1,4 @@
-"""JSON responses straight from structs."""
+"""JSON responses encoded from structs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`serve`: one engine and one HTTP server, from the start to the drain."""
+"""`serve`: one engine and one HTTP server, from start to drain."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def serve(
     executor: str = DEFAULT_EXECUTOR,
     process: EngineProcess | None = None,
 ) -> int:
-    """Serve until a signal comes or the engine dies; the return value is the exit status of the process.
+    """Serve until a signal comes or the engine dies; return the exit status of the process.
 
-    SIGTERM, SIGINT or SIGHUP drains: /health turns 503, new requests are refused with 503, running ones finish within
-    `shutdown_timeout` seconds or end with the finish reason "abort"; then 0 is returned. A second signal cuts that
-    short (128 + its number). 1 means that the engine died; why is on standard error.
-    process: as of AsyncLLM.from_options. Must run on the main thread. Raises ConfigError, ModelLoadError or
-    InsufficientMemoryError when it cannot start.
+    SIGTERM, SIGINT or SIGHUP drains: /health and new requests get 503; running ones finish within `shutdown_timeout`
+    seconds or end with finish reason "abort"; the status is 0. A second signal exits at once (128 + its number). Status
+    1: the engine died; standard error says why.
+    process: see AsyncLLM.from_options. Must run on the main thread. Raises ConfigError, ModelLoadError or
+        InsufficientMemoryError if it cannot start.
     """
     report = StartReport()
     guard_streams("stdout", "stderr")
@@ -111,7 +111,7 @@ def serve(
 
 
 class _Service:
-    """The running server: signals, the engine's death, the drain."""
+    """Running server: signals, death of the engine, drain."""
 
     def __init__(self, engine: AsyncLLM, context: ServerContext, server: uvicorn.Server) -> None:
         self._engine = engine
@@ -123,7 +123,7 @@ class _Service:
 
     async def run(self, listener: Listener, announce: Callable[[], None]) -> int:
         """Serve on `listener`; call `announce` once requests are answered. Returns the exit status. Raises as
-        Listener.listen."""
+        Listener.listen does."""
         listener.listen()
         loop = asyncio.get_running_loop()
         numbers = ending_signals()
@@ -167,9 +167,8 @@ class _Service:
         return status
 
     async def _drain(self) -> int:
-        """Let the running requests end. An engine that leaves with nothing left to do (a signal to the whole process
-        group reaches it too) is no failure.
-        """
+        """Let running requests end. An idle engine may exit early (a signal to the process group reaches it too); that
+        is no failure."""
         busy = self._engine.num_unfinished > 0
         draining = asyncio.ensure_future(self._engine.drain(self._context.settings.shutdown_timeout))
         try:
@@ -202,7 +201,7 @@ class _Service:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """While the engine starts, a signal unwinds the stack, so that the engine process is taken away."""
+    """Unwind the stack on a signal during the start, so that the engine process ends."""
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)

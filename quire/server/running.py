@@ -1,4 +1,4 @@
-"""The answers that are being generated, by the ids that their clients know."""
+"""Answers being generated, by client-visible id."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ from quire.server.turns import Turns
 
 
 class Work(NamedTuple):
-    """The engine's requests that make one answer, by their ids, and the turns that they take."""
+    """Engine requests of an answer, by id, and their turns."""
 
     names: list[str]
     turns: Turns
 
 
 class RunningAnswers:
-    """Id of an answer -> what makes it. Several answers may have one id: proxies repeat a request under its
-    X-Request-Id."""
+    """Work by answer id. Several answers may share an id: proxies repeat a request with its X-Request-Id."""
 
     def __init__(self) -> None:
         self._works: dict[str, list[Work]] = {}
 
     @contextlib.contextmanager
     def hold(self, answer_ids: Iterable[str], work: Work) -> Iterator[None]:
-        """`work` makes the answer with these ids until the end of the context."""
+        """Register `work` under these ids until the context ends."""
         held = set(answer_ids)
         for answer_id in held:
             self._works.setdefault(answer_id, []).append(work)
@@ -39,9 +38,8 @@ class RunningAnswers:
                     del self._works[answer_id]
 
     def end_turns(self, answer_ids: Iterable[str]) -> list[str]:
-        """End what of these answers waits for its turn, and return the engine's requests of the answers; none of ids
-        that are not running. The id of a response or a message is that of the chat completion that makes it, behind
-        another prefix."""
+        """End the waiting turns of these answers; return the ids of their engine requests. Unknown ids are ignored. Ids
+        of responses and messages are mapped to their chat completion's."""
         found = []
         for answer_id in answer_ids:
             prefix, _, rest = answer_id.partition("_")

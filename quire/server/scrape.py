@@ -1,7 +1,7 @@
-"""GET /metrics, and the middleware that counts HTTP requests for it.
+"""GET /metrics, and the middleware that counts HTTP requests.
 
-The scraper chooses the format and nothing else: prometheus_client would also let it choose how names are escaped, and
-by default writes a name with a colon in one way in a family's head and in another in its samples.
+The scraper chooses only the format. prometheus_client's negotiation would also let it choose the escaping of names, and
+by default escapes a colon in a family's samples but not in its head.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from quire.server.disconnect import CLIENT_CLOSED_REQUEST
 from quire.utils.shared_numbers import Numbers
 
 SNAPSHOT_SECONDS = 1.0
-"""How long a scrape waits for fresh numbers: shorter than any scraper waits for the answer."""
+"""Maximum wait of a scrape for fresh numbers, shorter than any scraper's timeout."""
 
 
 def add_metrics_route(app: FastAPI, context: ServerContext) -> None:
@@ -49,10 +49,10 @@ OPEN_METRICS = "application/openmetrics-text"
 
 
 def _encoder_for(accept: str) -> tuple[Callable[[CollectorRegistry], bytes], str]:
-    """What to write for an Accept header, and its content type: OpenMetrics 1.0 where the header names that format and
-    does not rank it below the text format, else the text format 0.0.4.
+    """Choose encoder and content type for an Accept header: OpenMetrics 1.0 if named and not ranked below text, else
+    text format 0.0.4.
 
-    Names are written as they are (to prometheus_client: "allow-utf-8"). All are legal without escaping.
+    All names are legal unescaped; prometheus_client calls this "allow-utf-8".
     """
     weights = {"text/plain": 0.0, OPEN_METRICS: 0.0}
     for part in accept.lower().split(","):
@@ -65,7 +65,7 @@ def _encoder_for(accept: str) -> tuple[Callable[[CollectorRegistry], bytes], str
 
 
 def _quality(parameters: list[str]) -> float:
-    """The weight `q` among the parameters of a media range; 1 where it is absent or no number."""
+    """Weight `q` of a media range; 1 if absent or invalid."""
     for parameter in parameters:
         name, _, value = parameter.partition("=")
         if name.strip() == "q":
@@ -77,14 +77,14 @@ def _quality(parameters: list[str]) -> float:
 
 
 class HttpCounter(Collector):
-    """Requests by route, method and status."""
+    """HTTP requests by route, method and status."""
 
     def __init__(self, paths: Iterable[str], numbers: Numbers) -> None:
-        """paths: the patterns of all routes; other paths, and methods that are not in METHODS, count as one."""
+        """paths: patterns of all routes. All other paths share one label; so do methods outside METHODS."""
         handlers = [*dict.fromkeys(paths), UNMATCHED]
         self._rows = {row: place for place, row in enumerate(itertools.product(handlers, METHODS))}
         self._any = numbers.allocate(len(self._rows))
-        """Of all statuses, for a scrape to skip what never came."""
+        """Counts over all statuses, so that a scrape skips unused rows."""
         self._cells = numbers.allocate(len(self._rows) * NUM_STATUSES)
 
     def count_response(self, handler: str, method: str, status: int) -> None:
@@ -105,7 +105,7 @@ class HttpCounter(Collector):
 
 
 class CountingMiddleware:
-    """Counts each HTTP request once it is over, under its route's pattern: the labels stay few whatever is asked."""
+    """Middleware that counts each finished request under its route's pattern, which keeps the labels few."""
 
     def __init__(self, app: ASGIApp, counter: HttpCounter) -> None:
         self.app = app

@@ -1,4 +1,4 @@
-"""ServerSettings: the options of the HTTP server besides the engine's."""
+"""ServerSettings: options of the HTTP server besides the engine's."""
 
 from __future__ import annotations
 
@@ -37,82 +37,53 @@ DIALECTS = ("openai", "vllm")
 OLLAMA, LLAMA_CPP = "ollama", "llama.cpp"
 NO_DOORS = "none"
 OLLAMA_TAG = ":latest"
-"""The tag of a name that has none."""
+"""Default tag of a model name."""
 DETAILED_TRACES = ("model", "worker", "all")
 MAX_NUM_HEADERS = 4096
 MAX_HEAD_BYTES = 16 * 2**20
 BODY_BYTES, BODY_BYTES_WITH_IMAGES = 8 * 2**20, 64 * 2**20
-"""Bytes of a request body, of models of text and of those that take images."""
+"""Default limit of a request body in bytes, for text models and models that take images."""
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@,]+")
 _HOST = re.compile(r"(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*|[0-9A-Fa-f]*:[0-9A-Fa-f:.]*")
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of one server. Wrong values raise ConfigError with `param` set.
+    """Settings of one server. Invalid values raise ConfigError with `param` set. Each field's `Option` describes its
+    flag; more on some:
 
-    served_model_name: names that requests may use; the first is the one in responses. Empty: the engine's model name.
-    max_body_size: bytes of a request body, as a number or "8MiB"; None: 8 MiB, or 64 MiB of a model that takes
-    images.
-    api_key, api_key_file: the keys that clients may send (quire/server/keys.py); with neither, no key is asked for.
-    priority_range: "LOW,HIGH", the priorities that clients may send where the engine takes any (lower is earlier). The
-        file of keys may name another one for a key.
-    max_num_queued: most requests that may wait for a place in the batch before new ones get 429; None: no limit.
-    max_num_queued_tokens: most prompt tokens of requests that have got no token yet before new ones get 429.
-    restart_engine: start another engine when one dies; all requests go on in it (quire/engine/fleet.py). None: where
-        `data_parallel_size` is more than 1.
-    hung_engine_timeout: seconds without a sign of life after which `restart_engine` ends an engine and starts another
-        one; 0: only an engine that has died is followed by another one.
-    api_server_count: processes that tokenise, parse and stream before the one engine (quire/server/api_processes.py).
-    shutdown_timeout: seconds that running requests get to finish after SIGTERM.
-    cors_allowed_origins: origins (scheme://host:port) whose pages may call besides the server's own; "scheme://*": all
-        of a scheme; "*": any.
-    allowed_hosts: names in the Host header that are served besides those that the address listened on implies
-        (quire/server/site.py); "*.example.com" stands for all names under it, "*" for any, which is the default on a
-        Unix socket.
-    keep_alive_timeout, header_timeout, body_timeout, write_timeout: seconds that a client may take to begin a request,
-        to send its head, to send its body, and to read some of its answer.
-    max_total_body_size: bytes of all bodies that are being received (quire/server/json_bodies.py).
-    enable_request_id_headers: whether each response has the X-Request-Id of its request, or one of the server's.
-    metrics_names: under which names /metrics has the families that vLLM has: "vllm", "quire" or "both".
-    protect_metrics: whether /metrics asks for a key as other routes do.
-    enable_per_request_metrics: whether answers tell the times of their requests (not with `include_metrics` false).
-    per_request_spec_decode_metrics: what answers tell of their drafts: "none", "summary", or "detailed" (each step's).
-    disable_log_stats: whether the log has no line of statistics every 10 s under load (quire/server/stats_log.py).
-    log_format: "text" or "json"; None: as `QUIRE_LOG_FORMAT` says.
-    otlp_traces_endpoint, collect_detailed_traces: where spans of requests go, and whether each phase has a span of its
-        own; any of vLLM's values asks for that (quire/server/tracing.py).
-    trust_request_chat_template: whether requests may bring chat templates.
-    trust_request_mm_kwargs: whether requests may bring mm_processor_kwargs and media_io_kwargs.
-    strict_fields: whether an unknown field of a request is an error, and not only reported (docs/http-api.md).
-    chat_template_content_format: how templates get the content of messages: as a "string", as a list of parts
-        ("openai"), or as the template asks for it ("auto").
-    enable_admin_routes: whether clients may control the engine (quire/server/admin.py).
-    enable_sleep_mode: whether clients may send it to sleep.
-    admin_api_key: the keys that control routes ask for; with none, also in the file of keys, only clients on this
-        machine may use them (quire/server/auth.py).
-    enable_tokenizer_info_endpoint: whether /tokenizer_info tells the tokenizer's configuration and chat template.
-    tool_call_parser, reasoning_parser: how the model writes tool calls and reasoning (docs/tool-calls.md); "auto", and
-        None for tool calls: as its chat template shows, "none", and None for reasoning: not at all.
-        enable_auto_tool_choice: clients will let the model choose tools, so the server does not start without a parser.
-    exclude_tools_when_tool_choice_none: whether tools are kept from the chat template where none may be called.
-    max_stored_responses, response_store_size: how many responses of /v1/responses are kept for clients that go on from
-        them, and how many bytes they may take together (quire/server/response_store.py); 0 keeps none.
-    uds: path of a Unix socket to listen on in place of `host` and `port`.
-    root_path: what a proxy in front takes off the path, such as /llm; requests that still have it are served too.
-    response_role: the role of answers in chats.
-    return_tokens_as_token_ids, stream_interval: for requests that do not say it.
-    enable_force_include_usage: whether every chunk of every stream has the usage so far.
-    default_chat_template_kwargs: what chat templates get that requests do not say.
-    enable_log_requests, max_log_len: whether each request is logged, and how many characters of its prompt.
-    ssl_ca_certs, ssl_cert_reqs: the authorities of clients' certificates, and whether clients must have one (as
-        Python's ssl module counts: 0 no, 1 if they like, 2 yes). ssl_ciphers: of TLS 1.2, in OpenSSL's words.
-    max_head_size, max_num_headers: of the head of one request.
-    dialect: whose API is followed where OpenAI's and vLLM's differ, "openai" or "vllm": the code of an error is a word
-        or the HTTP status, and a logit_bias beyond 100 is an error or 100 (docs/http-api.md).
-    api: the APIs of other servers that are spoken besides, separated by commas, or "none" (docs/doors.md).
-    lora_modules: adapters that are loaded at the start, NAME=PATH each, or a JSON object with name, path and
-        base_model_name. lora_dir: a directory of adapters that are loaded when a request names them.
-    preload_prefix: text files whose content is computed and pinned before the server is ready (docs/prefixes.md).
+    served_model_name: the first name is the one in responses. Empty: the engine's model name.
+    api_key, api_key_file: keys of clients (quire/server/keys.py); without keys, clients need none.
+    priority_range: lowest and highest priority (lower is earlier); the key file may set another range for a key.
+    restart_engine: requests go on in the new engine (quire/engine/fleet.py). None: on if `data_parallel_size` exceeds
+        1.
+    hung_engine_timeout: 0 replaces only an engine that has died.
+    api_server_count: processes that tokenize, parse and stream (quire/server/api_processes.py).
+    cors_allowed_origins: scheme://host:port of pages besides the server's own.
+    allowed_hosts: names in the Host header besides those of the listening address (quire/server/site.py). Any name is
+        allowed by default on a Unix socket.
+    keep_alive_timeout, header_timeout, body_timeout, write_timeout: seconds for a client to begin a request, to send
+        its head, to send its body, and to read part of its answer.
+    max_total_body_size: total bytes of bodies in flight (quire/server/json_bodies.py).
+    metrics_names: names of the metrics that vLLM has too: "vllm", "quire" or "both".
+    disable_log_stats: omit the line of statistics (quire/server/stats_log.py).
+    log_format: None follows `QUIRE_LOG_FORMAT`.
+    collect_detailed_traces: any of vLLM's values adds a span for each phase (quire/server/tracing.py).
+    strict_fields: refuse unknown fields instead of reporting them (docs/http-api.md).
+    enable_admin_routes: let clients control the engine (quire/server/admin.py).
+    admin_api_key: if there is none, here and in the key file, only clients on this machine may control the engine
+        (quire/server/auth.py).
+    tool_call_parser, reasoning_parser: parsers by name (docs/tool-calls.md); "auto" follows the chat template and is
+        the default for tool calls, "none" turns parsing off and is the default for reasoning.
+    max_stored_responses, response_store_size: number and total bytes of responses of /v1/responses kept for later
+        requests (quire/server/response_store.py).
+    root_path: prefix that a proxy strips; requests that still have it are served too.
+    ssl_cert_reqs: client certificates as in Python's ssl module: 0 none, 1 optional, 2 required.
+    ssl_ciphers: ciphers up to TLS 1.2, in OpenSSL's form.
+    dialect: API to follow where OpenAI and vLLM differ: error codes are words or HTTP statuses, and a logit_bias beyond
+        100 is an error or clipped (docs/http-api.md).
+    api: other APIs to serve, separated by commas, or "none" (docs/doors.md).
+    lora_dir: directory of adapters, each loaded when a request names it.
+    preload_prefix: text files computed and pinned before the server is ready (docs/prefixes.md).
     """
 
     host: Annotated[str, FIRST("address to listen on")] = "127.0.0.1"
@@ -398,7 +369,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def doors(self) -> frozenset[str]:
-        """The APIs of `api`. Raises ConfigError for one that there is not."""
+        """APIs named in `api`. Raises ConfigError for an unknown one."""
         names = [name.strip() for name in self.api.split(",")] if self.api != NO_DOORS else []
         for name in names:
             _check_choice("api", name, (OLLAMA, LLAMA_CPP, NO_DOORS))
@@ -407,13 +378,13 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return frozenset(names)
 
     def priorities(self) -> tuple[int, int]:
-        """(lowest, highest) priority that a client may send. Raises ConfigError for a range that is none."""
+        """Return the (lowest, highest) priority that a client may send. Raises ConfigError."""
         return parse_priorities(self.priority_range, "priority_range", "priority_range")
 
     @property
     def traces_url(self) -> str | None:
-        """Where spans are posted: the address as given, or of one without a path OTLP's own `/v1/traces`. Raises
-        ConfigError for an address that is none of HTTP."""
+        """URL that receives spans; without a path, OTLP's `/v1/traces` is added. Raises ConfigError unless it is an
+        HTTP URL."""
         endpoint = self.otlp_traces_endpoint
         if endpoint is None:
             return None
@@ -443,7 +414,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return BODY_BYTES if self.max_body_size is None else parse_bytes(self.max_body_size, param="max_body_size")
 
     def max_body_bytes_of(self, *, takes_images: bool) -> int:
-        """Bytes of a request body of a model that takes images, or takes text alone."""
+        """Limit of a request body in bytes."""
         if self.max_body_size is None and takes_images:
             return min(BODY_BYTES_WITH_IMAGES, self.max_total_body_bytes)
         return self.max_body_bytes
@@ -454,7 +425,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @classmethod
     def from_keywords(cls, keywords: dict[str, object]) -> ServerSettings:
-        """Build from keyword arguments. Unknown names and wrong types raise ConfigError."""
+        """Build from keyword arguments. Raises ConfigError for unknown names and wrong types."""
         for name in keywords:
             if name not in cls.__struct_fields__:
                 nearest = nearest_name(name, cls.__struct_fields__)
@@ -468,7 +439,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 def parse_priorities(text: str, name: str, param: str) -> tuple[int, int]:
-    """(lowest, highest) of "LOW,HIGH". Raises ConfigError, which calls the text `name`, for a range that is none."""
+    """Parse "LOW,HIGH". Raises ConfigError. name: subject of the error message."""
     low, _, high = text.partition(",")
     try:
         found = int(low), int(high)

@@ -1,4 +1,4 @@
-"""The names of adapters that all API processes of a server have: a file that each reads when another changed it."""
+"""Adapter names shared by the API processes of a server, in a file that each reads after a change."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import msgspec
 from quire.adapter_orders import AdapterRef
 
 ADAPTERS_FILE = "adapters"
-"""In the directory of the API processes."""
+"""File name in the directory of the API processes."""
 
 
 class NamedAdapter(msgspec.Struct, frozen=True):
-    """path: as it was named. ref: what requests carry: all processes mean the same content."""
+    """path: folder as given. ref: reference that requests carry, so that all processes mean the same content."""
 
     path: str
     ref: AdapterRef
@@ -28,20 +28,19 @@ Names = dict[str, NamedAdapter]
 
 
 class SharedNames(Protocol):
-    """What the API processes of a server tell one another of adapters."""
+    """Adapter names that API processes share."""
 
     def news(self) -> Names | None:
-        """The adapters of all processes; None: nothing has changed since the last call."""
+        """Adapters of all processes; None if unchanged since the last call."""
         ...
 
     def change(self, change: Callable[[Names], None]) -> Names:
-        """Change the adapters of all processes, one process at a time; returns what they are then. What `change` raises
-        leaves them as they were."""
+        """Change the adapters under a lock and return them. If `change` raises, they stay unchanged."""
         ...
 
 
 class OneProcess:
-    """A process that has no others beside it."""
+    """Names of a single process, which shares none."""
 
     def news(self) -> None:
         return None
@@ -51,7 +50,7 @@ class OneProcess:
 
 
 class NamesFile:
-    """Names in a file, which is replaced as a whole."""
+    """Names in a file, replaced as a whole."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,4 +1,4 @@
-"""The responses of several API processes, which their parent has: the messages by which they are asked for."""
+"""Stored responses of several API processes, which their parent keeps, and the messages that ask for them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.errors import InternalError
 from quire.server.response_store import ResponseRejection, ResponseStore, StoredResponse
 
 SERVICE = "responses"
-"""The parent's service that keeps responses."""
+"""Name of the parent's service."""
 
 
 class _OfResponse(msgspec.Struct):
@@ -44,8 +44,8 @@ _Message = _Put | _Begin | _Finish | _Find | _Remove
 
 
 class ParentsResponses:
-    """Responses that the parent of this process has. Raises EngineDeadError when it or the engine is gone, and
-    InternalError when it fails to answer."""
+    """Store in the parent process. Raises EngineDeadError if the parent or the engine is gone, InternalError if it
+    fails to answer."""
 
     def __init__(self, client: SharedClient) -> None:
         self._questions = client.questions
@@ -82,7 +82,7 @@ class ParentsResponses:
 
 
 class ResponseService:
-    """The parent's half. Its methods are called by several threads."""
+    """The parent's half. Several threads call it."""
 
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
@@ -90,7 +90,7 @@ class ResponseService:
         self._ended: set[int] = set()
 
     def answer(self, session: int, message: bytes) -> bytes:
-        """What a message of ParentsResponses is answered with."""
+        """Answer a message of ParentsResponses."""
         result: StoredResponse | ResponseRejection | bool | None = None
         decoded = msgspec.msgpack.decode(message, type=_Message)
         with self._lock:
@@ -109,7 +109,7 @@ class ResponseService:
         return msgspec.msgpack.encode(result)
 
     def end_session(self, session: int) -> None:
-        """The process of a session has ended: what it was making has failed."""
+        """Fail the responses that the ended process was making."""
         with self._lock:
             self._ended.add(session)
             self._store.end_maker(session, "the process that was making the response has ended")

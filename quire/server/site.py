@@ -1,7 +1,7 @@
-"""Which names the server answers to, and which pages may call it: what keeps foreign pages in a browser out.
+"""Checks of Host and Origin, which keep foreign web pages out.
 
-A page of `http://evil.example` whose name now leads to 127.0.0.1 (DNS rebinding) is told apart by its Host header, a
-page that posts to `http://127.0.0.1:8000` by its Origin header. Both are checked before anything else is looked at.
+The Host header reveals a page of `http://evil.example` whose name now leads to 127.0.0.1 (DNS rebinding); the Origin
+header reveals a page that posts to `http://127.0.0.1:8000`. Both checks run first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 class HostRules:
-    """The names that a server listening on the address `bound_to` answers to.
+    """Host names that a server on the address `bound_to` answers to.
 
     On a loopback address: `localhost`, names under it, and loopback addresses. Elsewhere also every address, since a
     page cannot make its own name one, and the names of this machine. Everywhere the `allowed` ones.
@@ -40,7 +40,7 @@ class HostRules:
         self._machine: frozenset[str] | None = None
 
     async def allow(self, name: str) -> bool:
-        """`name`: of the Host header in lower case, without port, brackets and a dot at its end."""
+        """name: Host header in lower case, without port, brackets and final dot."""
         if self._allows_any or name in self._names or name.endswith(self._suffixes) or _is_loopback(name):
             return True
         if self._is_loopback:
@@ -54,8 +54,8 @@ class HostRules:
 
 
 class OriginRules:
-    """The origins that are `allowed` by name, and those of schemes that are allowed whole (`app://*`). pattern: a
-    regular expression of the latter; None: there are none."""
+    """Allowed origins, and schemes allowed as a whole (`app://*`). pattern: regular expression of the latter, if
+    any."""
 
     def __init__(self, allowed: Sequence[str]) -> None:
         schemes = [origin.removesuffix(_ANY_HOST) for origin in allowed if origin.endswith(_ANY_HOST)]
@@ -71,9 +71,9 @@ class OriginRules:
 
 
 class SiteGuard:
-    """Middleware that answers 421 to foreign names in Host, and 403 to pages of other sites that are not in `origins`.
+    """Middleware that answers 421 to foreign names in Host, and 403 to pages of other sites outside `origins`.
 
-    HTTP/1.0 requests without a Host pass, unless they bring an Origin: no browser sends them, some probes do.
+    An HTTP/1.0 request without Host passes unless it has an Origin: no browser sends it, some probes do.
     """
 
     def __init__(self, app: ASGIApp, hosts: HostRules, origins: Sequence[str]) -> None:
@@ -112,7 +112,7 @@ class SiteGuard:
 
 
 class RootPath:
-    """Middleware that takes `prefix` off the paths that begin with it: a proxy in front may have done it, or not."""
+    """Middleware that strips `prefix` from paths, in case a proxy in front has not."""
 
     def __init__(self, app: ASGIApp, prefix: str) -> None:
         self.app = app
@@ -131,7 +131,7 @@ def _is_same_site(origin: str, scheme: str, site: tuple[str, int] | None) -> boo
 
 
 def _site(host: str, scheme: str) -> tuple[str, int] | None:
-    """The name in lower case and the port of a Host header; None for what is none."""
+    """Return (name in lower case, port) of a Host header, or None if it is invalid."""
     found = _HOST.fullmatch(host)
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""Lines of the log about a server under load, from the same snapshots as /metrics."""
+"""Log lines about a server under load, from the snapshots that /metrics uses."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ INTERVAL_SECONDS = 10.0
 
 
 class StatsLog:
-    """One line for each interval in which the engine worked; an idle engine logs nothing."""
+    """Log with one line for each interval in which the engine worked."""
 
     def __init__(self, read: Callable[[], EngineStats], clock: Clock | None = None) -> None:
-        """read: the last snapshot of the engine. Its counters never go back."""
+        """read: returns the engine's last snapshot. Its counters never decrease."""
         self._read = read
         self._clock = clock or SystemClock()
         self._time = self._clock.now()
         self._last = read()
 
     async def run(self) -> None:
-        """Log until the task is cancelled."""
+        """Log until cancelled."""
         while True:
             await asyncio.sleep(INTERVAL_SECONDS)
             self.log()
 
     def log(self) -> None:
-        """Log what the engine did since the last call: requests now, tokens per second between the two calls, shares as
-        in `quire.kv_cache.stats.shares`, the prefix hits among the tokens looked up between the two calls."""
+        """Log the work since the last call: requests now, tokens per second, shares as in
+        `quire.kv_cache.stats.shares`, and prefix hits among the tokens looked up."""
         now, stats, last = self._clock.now(), self._read(), self._last
         seconds, self._time, self._last = now - self._time, now, stats
         if not (stats.num_running or stats.num_waiting or stats.steps_total > last.steps_total):
@@ -67,7 +67,7 @@ class StatsLog:
 
 @contextlib.contextmanager
 def log_stats(settings: ServerSettings, read: Callable[[], EngineStats]) -> Iterator[None]:
-    """Log while the context lasts, unless the settings say otherwise. read: as of StatsLog. Needs a running loop."""
+    """Log during the context, unless the settings forbid it. Needs a running event loop. read: see StatsLog."""
     task = None if settings.disable_log_stats else asyncio.ensure_future(StatsLog(read).run())
     try:
         yield

@@ -1,4 +1,4 @@
-"""Server-sent events as OpenAI sends them: `data: {...}`, an empty line, and `data: [DONE]` at the end."""
+"""Server-sent events in OpenAI's form: `data: {...}`, an empty line, and `data: [DONE]` at the end."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def encode_event(chunk: msgspec.Struct) -> bytes:
 
 
 TEXT_MARK = "\0text\0"
-"""Stands for the text of a chunk whose other fields are known."""
+"""Placeholder for the text of a chunk whose other fields are known."""
 _ENCODED_MARK = _encoder.encode(TEXT_MARK)
 
 
 class EventTemplate:
-    """The event of chunks that differ in one text alone. chunk: has TEXT_MARK in that place."""
+    """Event of chunks that differ only in one text. chunk: has TEXT_MARK in its place."""
 
     __slots__ = ("_after", "_before")
 
@@ -43,10 +43,10 @@ class EventTemplate:
 
 
 class EventStream(Response):
-    """Sends what `events` yields, each item one event.
+    """Response that sends each item of `events` as one event.
 
-    The status line waits for the first event, so that an error before it is an ordinary error response (raised to the
-    app's handlers); an error after it is an event of its own, and the last. A client that hangs up closes `events`.
+    The status line waits for the first event: an error before it is an ordinary error response (raised to the app's
+    handlers), a later one is the last event. A client that hangs up closes `events`.
     """
 
     media_type = "text/event-stream"
@@ -58,7 +58,7 @@ class EventStream(Response):
         *,
         error_event: Callable[[ApiError, Scope], bytes] | None = None,
     ) -> None:
-        """error_event: how the API says an error; None: as OpenAI's chat completions."""
+        """error_event: encodes an error; None: as OpenAI's chat completions do."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
         del self.headers["content-length"]
         self.events = events

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize. Both take what the model's context allows, and keep the event loop free."""
+"""POST /tokenize and /detokenize. Input is limited by the model's context; long work leaves the event loop."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Traces of requests for OpenTelemetry (`--otlp-traces-endpoint`, extra `otel`): a span for each request of the engine,
-with vLLM's attribute names, whose parent is what the HTTP request says in `traceparent`.
+"""OpenTelemetry traces (`--otlp-traces-endpoint`, extra `otel`): a span for each engine request, with vLLM's attribute
+names; `traceparent` names its parent.
 
-Without the setting nothing of this is imported, no middleware is installed and no listener is added.
+Without the setting nothing is imported or installed.
 """
 
 from __future__ import annotations
@@ -35,17 +35,16 @@ SPAN_NAME = "llm_request"
 TRACE_HEADERS = ("traceparent", "tracestate")
 NANOSECONDS = 1_000_000_000
 EXPORT_SECONDS = 2
-"""What the collector gets to take some spans, at the end the last ones."""
+"""Timeout of the collector for one batch, in seconds, also at the exit."""
 
 _PARENT: ContextVar[Context | None] = ContextVar("trace_parent", default=None)
-"""Of the spans of the running HTTP request."""
+"""Parent of the running HTTP request's spans."""
 
 
 def make_provider(endpoint: str) -> TracerProvider:
-    """A tracer provider that sends spans to an OTLP endpoint over HTTP, in batches, on a thread of its own.
+    """Tracer provider that sends spans in batches over HTTP (OTLP), on a thread of its own.
 
-    The service's name is `quire` unless the environment says otherwise (`OTEL_SERVICE_NAME`, as OpenTelemetry defines
-    it). Raises ConfigError where the extra is not installed.
+    The service's name is `quire` unless `OTEL_SERVICE_NAME` is set. Raises ConfigError if the extra is not installed.
     """
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -79,7 +78,7 @@ class TraceParents:
 
 
 def parent_of(headers: Headers) -> Context | None:
-    """The trace context of W3C headers; None where they bring none, or none that is valid."""
+    """Trace context of W3C headers, or None if absent or invalid."""
     from opentelemetry.trace import get_current_span
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -92,19 +91,19 @@ def parent_of(headers: Headers) -> Context | None:
 
 @dataclass(slots=True)
 class _Traced:
-    """A request whose span is not written yet."""
+    """Request whose span is not written yet."""
 
     request: EngineRequest
     parent: Context | None
     arrival: int
-    """Nanoseconds since 1970."""
+    """Unix time in nanoseconds."""
 
 
 class RequestTraces(StatsListener):
-    """A listener of AsyncLLM for what comes and is rejected; `EngineMetrics` tells of the ends. A span is made when its
-    request ends, with the time at which it came.
+    """Listener of AsyncLLM for new and rejected requests; `EngineMetrics` reports the ends. A span is made at its
+    request's end, with the start time of its arrival.
 
-    details: also make a span for each phase (queue, prefill, decode), below the request's.
+    details: add a span for each phase (queue, prefill, decode).
     """
 
     def __init__(
@@ -150,7 +149,7 @@ class RequestTraces(StatsListener):
         )
 
     def note_finished(self, output: RequestOutput, progress: RequestProgress, now: float) -> None:
-        """Write the span of a request, called by `EngineMetrics.on_finished`."""
+        """Write the span of a request, for `EngineMetrics.on_finished`."""
         traced = self._requests.pop(output.request_id, None)
         if traced is None:
             return
@@ -183,7 +182,7 @@ class RequestTraces(StatsListener):
         span.end(end)
 
     def _write_phases(self, span: Span, times: PhaseTimes, end: int) -> None:
-        """Phases one behind the other, the last of which ends when the request does."""
+        """Write consecutive phases; the last ends with the request."""
         from opentelemetry.trace import set_span_in_context
 
         context = set_span_in_context(span)

@@ -1,8 +1,7 @@
-"""One turn of the assistant, taken from the chat endpoint: what other APIs for conversations are made of.
+"""Turn of the assistant, on which other conversation APIs are built.
 
-/v1/messages and /v1/responses turn their requests into the body of a chat completion, and what happens to its answer
-into their own events. What the chat endpoint learns (tools, reasoning, constraints) they have as well
-(docs/decisions/0043-one-pipeline-of-answers.md).
+/v1/messages and /v1/responses convert their requests to chat completions, and the answer's events to their own. So they
+share tools, reasoning and constraints (docs/decisions/0043-one-pipeline-of-answers.md).
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ ENDED_BY_SERVER = {
     "timeout": "the request ran out of time",
     "error": "the model computed no numbers",
 }
-"""Finish reasons that other APIs have no word for."""
+"""Finish reasons that other APIs lack."""
 
 
 class Kind(enum.Enum):
@@ -47,14 +46,14 @@ class Kind(enum.Enum):
 
 
 class Segment:
-    """A part of the turn: thoughts, text, or a call of a tool, whose `text` is the JSON of its arguments. index: among
-    the parts; call_id, name: of a call."""
+    """Part of the turn: reasoning, text or a tool call, whose `text` is the JSON of its arguments. index: position
+    among the parts. call_id, name: only for calls."""
 
     def __init__(self, index: int, kind: Kind, call_id: str = "", name: str = "") -> None:
         self.index, self.kind, self.call_id, self.name = index, kind, call_id, name
         self._pieces: list[str] = []
         self.logprobs: list[ChatLogprob] = []
-        """Of the text's tokens, where the request asks for them."""
+        """Log-probabilities of the text's tokens, if requested."""
 
     def as_opened(self) -> Segment:
         """The part before its first piece."""
@@ -69,12 +68,12 @@ class Segment:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of a call."""
+        """Arguments of a call."""
         return called_arguments(self.text)
 
 
 class Step(enum.Enum):
-    """What happens to the turn: its first token, a part that begins, grows and ends."""
+    """Kind of event: the turn's first token, or a part that begins, grows or ends."""
 
     BEGIN = 0
     OPEN = 1
@@ -90,43 +89,40 @@ class Event(NamedTuple):
 
 
 class Turn:
-    """A turn that is being generated. Its fields are complete when `events` has ended."""
+    """Turn being generated. Its fields are complete when `events` has ended."""
 
     def __init__(self, answer: ChatAnswer | CompletionAnswer, names: dict[str, str]) -> None:
-        """answer: of a conversation, or of one prompt. names: as `begin_turn` has them."""
+        """names: see `chat_body`."""
         self._answer, self._names = answer, names
         self.response_id = answer.engine_id
-        """Another one for each request, so that a repeated X-Request-Id overwrites no stored response."""
+        """Unique id, so that a repeated X-Request-Id overwrites no stored response."""
         self.segments: list[Segment] = []
         self.finish_reason = ""
         self.stop_string: str | None = None
-        """The stop string that ended the turn, if one did."""
+        """Stop string that ended the turn, if any."""
         self.prompt_token_ids: list[int] = []
         self.token_ids: list[int] = []
-        """Of the prompt and of the turn, where the request asks for them."""
+        """Token ids of the prompt and the turn, if requested."""
         self._open: Segment | None = None
         self._call_index: int | None = None
         self._logprobs: list[ChatLogprob] = []
-        """Of tokens whose text has not come yet."""
+        """Log-probabilities of tokens whose text is still missing."""
 
     @property
     def usage(self) -> Usage:
-        """Tokens of the turn so far."""
         return self._answer.usage
 
     @property
     def times(self) -> AnswerTimes:
-        """Durations of the phases so far."""
         return self._answer.times or AnswerTimes()
 
     @property
     def params(self) -> SamplingParams:
-        """The settings that the turn is sampled with."""
         return self._answer.params
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        """Everything that happens, as it happens. Raises as ChatAnswer.events does, with the request's own names of
-        fields, and ApiError (503) when the server ended the request early."""
+        """Yield the events as they come. Raises as ChatAnswer.events does, with the request's field names; ApiError
+        (503) if the server ended the request early."""
         try:
             async with aclosing(self._answer.events()) as events:
                 async for event in events:
@@ -144,7 +140,7 @@ class Turn:
             raise unavailable(f"{reason} before its end (finish reason {self.finish_reason!r})")
 
     async def run(self) -> Turn:
-        """The turn at its end."""
+        """Run to the end."""
         async with aclosing(self.events()) as events:
             async for _ in events:
                 pass
@@ -175,7 +171,7 @@ class Turn:
         return found
 
     def _begin_other(self, kind: Kind) -> list[Event]:
-        """A part of this kind, where the open one is of another."""
+        """Begin a part of this kind unless one is open."""
         return [] if self._open is not None and self._open.kind is kind else self._begin(kind)
 
     def _begin(self, kind: Kind, call: ToolCallDelta | None = None) -> list[Event]:
@@ -203,7 +199,7 @@ class Turn:
 
 
 def _split(logprobs: list[ChatLogprob], text: str) -> tuple[list[ChatLogprob], list[ChatLogprob]]:
-    """Log-probabilities of the tokens before a text, and from its first on."""
+    """Split log-probabilities at the first token of a text."""
     pieces = [bytes(entry.bytes or entry.token.encode()) for entry in logprobs]
     place = b"".join(pieces).rfind(text.encode()) if text else sum(map(len, pieces))
     index = 0
@@ -214,8 +210,8 @@ def _split(logprobs: list[ChatLogprob], text: str) -> tuple[list[ChatLogprob], l
 
 
 def chat_body(fields: dict[str, Any], messages: Messages, names: dict[str, str]) -> ChatRequest:
-    """The chat completion that a request means. fields: of its body, but for its messages. names: the chat endpoint's
-    names of fields -> the request's, for errors. Raises ApiError for what the chat endpoint refuses."""
+    """Return the chat completion for a request. fields: its body without messages. names: the chat endpoint's field
+    names -> the request's, for errors. Raises ApiError as the chat endpoint does."""
     last = {"role": "assistant" if fields.get("continue_final_message") else "user", "content": ""}
     try:
         chat = parse_fields({**fields, "stream": True, "messages": [last]}, ChatRequest)[0]
@@ -225,7 +221,7 @@ def chat_body(fields: dict[str, Any], messages: Messages, names: dict[str, str])
 
 
 async def count_prompt_tokens(context: ServerContext, body: ChatRequest, names: dict[str, str]) -> int:
-    """Of what the model would be given. Raises ApiError."""
+    """Count the tokens of the rendered prompt. Raises ApiError."""
     try:
         tools = context.formats.answer(body).template_tools
         return len((await render_chat(context, body, tools)).token_ids)
@@ -242,7 +238,7 @@ def begin_turn(
     asked: Asked,
     ends_with_context: bool = False,
 ) -> Turn:
-    """Admit the request. asked, ends_with_context: as ChatAnswer has them. Raises ApiError."""
+    """Admit the request. asked, ends_with_context: see ChatAnswer. Raises ApiError."""
 
     def answer() -> ChatAnswer:
         return ChatAnswer(context, body, header_id(request), ends_with_context=ends_with_context, asked=asked)
@@ -253,7 +249,7 @@ def begin_turn(
 def begin_completion(
     context: ServerContext, request: Request, body: CompletionRequest, names: dict[str, str], *, ends_with_context: bool
 ) -> Turn:
-    """Admit a request that one prompt answers, without a chat template. Raises ApiError."""
+    """Admit a request of one prompt, without a chat template. Raises ApiError."""
 
     def answer() -> CompletionAnswer:
         return CompletionAnswer(context, body, header_id(request), ends_with_context=ends_with_context)

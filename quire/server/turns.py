@@ -1,8 +1,8 @@
-"""Fairness between requests: the sequences of one HTTP request take turns, and leave rows of the batch to others.
+"""Fairness between requests: the sequences of one HTTP request take turns, to leave rows of the batch to others.
 
-A request of many prompts or completions is run in parts, each an engine request of its own. Parts have a share of the
-batch together, in order; one that has to wait joins the engine's queue only when its turn comes, behind the requests
-that came in meanwhile. What is generated does not depend on it: each sequence has the seed of its place in the request.
+A request of many prompts or completions runs in parts, each an engine request. Together they have a share of the batch;
+a waiting part joins the engine's queue when its turn comes, after requests that arrived meanwhile. The output does not
+change: each sequence has the seed of its place in the request.
 """
 
 from __future__ import annotations
@@ -19,24 +19,23 @@ if TYPE_CHECKING:
     from quire.request import EngineRequest
 
 SHORTEST_TIMEOUT = 1e-9
-"""Seconds, for a part whose time was over, or whose request was aborted, before its turn: it ends with the finish
-reason "timeout"."""
+"""Timeout in seconds of a part that timed out or was aborted before its turn: it ends with finish reason "timeout"."""
 
 
 def share_of(max_num_seqs: int) -> int:
-    """Most sequences of one HTTP request that are in the engine at a time: a quarter of the rows, and at least one, is
-    left to others."""
+    """Maximum of sequences of one HTTP request in the engine: a quarter of the rows, at least one, is left to
+    others."""
     return max(1, max_num_seqs - max(1, max_num_seqs // 4))
 
 
 def split(n: int, share: int) -> Iterator[tuple[int, int]]:
-    """(first index, number of sequences) of the parts that `n` sequences of a prompt run in."""
+    """Yield (first index, number of sequences) for the parts of a prompt's `n` sequences."""
     for first in range(0, n, share):
         yield first, min(share, n - first)
 
 
 class Turns:
-    """Places for `share` sequences of one request, given in the order in which they are asked for."""
+    """Places for `share` sequences of one request, given in the order of asking."""
 
     def __init__(self, share: int) -> None:
         self._num_free = share
@@ -44,11 +43,11 @@ class Turns:
         self.has_ended = False
 
     def end(self) -> None:
-        """Parts that still wait get their turns, and no time for them."""
+        """Give waiting parts their turns at once, with no time to run."""
         self.has_ended = True
 
     async def take(self, num_places: int) -> None:
-        """Wait for `num_places` (at most the share) at once. Cancelled, it leaves nothing taken."""
+        """Wait for `num_places` (at most the share) at once. Cancellation takes none."""
         if not self._waiting and num_places <= self._num_free:
             self._num_free -= num_places
             return
@@ -75,8 +74,8 @@ class Turns:
 
 
 class Part:
-    """Some sequences of one prompt, from `first_index` on. `AsyncLLM.generate` begins it when it is checked, before the
-    engine hears of it, and ends it."""
+    """Sequences of one prompt, from `first_index` on. `AsyncLLM.generate` waits for the turn after its checks, and ends
+    it."""
 
     def __init__(self, turns: Turns, first_index: int, num_sequences: int) -> None:
         self._turns = turns
@@ -87,7 +86,7 @@ class Part:
         self.num_sequences = num_sequences
 
     async def wait_turn(self, request: EngineRequest) -> EngineRequest:
-        """Wait for the part's turn. Returns the request as the engine gets it: its time has run meanwhile."""
+        """Wait for the turn. Returns the request with the remaining timeout."""
         await self._turns.take(self.num_sequences)
         self._num_taken = self.num_sequences
         params = request.params
@@ -99,6 +98,6 @@ class Part:
         return msgspec.structs.replace(request, params=params, first_index=self.first_index)
 
     def end_turn(self) -> None:
-        """Give the places back. Idempotent, also without `begin`."""
+        """Give the places back. Idempotent; allowed before `wait_turn`."""
         self._turns.give_back(self._num_taken)
         self._num_taken = 0

@@ -1,4 +1,4 @@
-"""Vectors as a request wants them: numbers, base64, or the bytes alone."""
+"""Encoding of vectors: numbers, base64 or raw bytes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from quire.errors import UserError
 from quire.server.protocol.pooling import ListResponse, VectorFields
 
 _FLOAT8 = {"fp8_e4m3": (3, 7, 0x7E), "fp8_e5m2": (2, 15, 0x7B)}
-"""Bits of the fraction, bias of the exponent, code of the largest number."""
+"""(bits of the fraction, bias of the exponent, code of the largest number)."""
 
 
 def encoded(vector: list[float], body: VectorFields) -> list[float] | str:
-    """The numbers, or for "base64" their bytes as text. float32 and little-endian are what OpenAI's client reads."""
+    """Return the numbers, or their bytes as base64; OpenAI's client expects float32, little-endian."""
     return vector if body.encoding_format == "float" else base64.b64encode(_bytes(vector, body)).decode()
 
 
 def bytes_response(body: VectorFields, answer: ListResponse, vectors: Sequence[list[float]]) -> Response:
-    """The bytes of the vectors one after the other, and unless the request wants "bytes_only" the rest of the answer in
-    the header `metadata`, as vLLM sends it."""
+    """Response of all vectors' bytes. Unless the request wants "bytes_only", the header `metadata` has the other
+    fields, as in vLLM."""
     parts = [_bytes(vector, body) for vector in vectors]
     headers = {}
     if body.encoding_format == "bytes":
@@ -52,12 +52,12 @@ def _bytes(vector: list[float], body: VectorFields) -> bytes:
 
 
 def _to_bfloat16(word: int) -> int:
-    """The upper half of a float32's bits, rounded to nearest, ties to even."""
+    """Upper half of a float32's bits, rounded to nearest, ties to even."""
     return min(word + 0x7FFF + (word >> 16 & 1), 0xFFFFFFFF) >> 16
 
 
 def _to_float8(vector: list[float], kind: str) -> bytes:
-    """To nearest, ties to even."""
+    """Round to nearest, ties to even."""
     import numpy as np  # heavy: a server that makes no such vectors starts without it
 
     num_bits, bias, largest = _FLOAT8[kind]

@@ -1,4 +1,4 @@
-"""The limit on an answer's size: a request whose answer would be too large is refused, with the arithmetic."""
+"""Limit on an answer's size: a request beyond it is refused, with the calculation."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ if TYPE_CHECKING:
 
 MAX_ANSWER_BYTES = 64 * 2**20
 LOGPROB_BYTES = 64
-"""One alternative at one position, as JSON has it; in memory about five times as much."""
+"""Bytes of an alternative at one position in JSON; memory takes about five times as much."""
 TOKEN_BYTES = 8
-"""The text or the id of one token."""
+"""Bytes of a token's text or id."""
 
 
 def num_alternatives(wanted: int, vocab_size: int) -> int:
-    """Of a token: -1 asks for the whole vocabulary."""
+    """Number of alternatives per token; -1 means the whole vocabulary."""
     return vocab_size if wanted == -1 else min(wanted, vocab_size)
 
 
 class AnswerWeight:
-    """Counts the bytes of one request's answer, roughly: those known before it runs by `prompt` and `planned`, those of
-    a request without max_tokens as they come by `generated`. Each raises UserError beyond MAX_ANSWER_BYTES.
+    """Approximate size of one request's answer in bytes. `prompt` and `planned` count before it runs; `generated`
+    counts the tokens of a request without max_tokens as they come. Each raises UserError beyond MAX_ANSWER_BYTES.
 
-    logprobs: alternatives of each generated token beside the chosen one, as `num_alternatives`; None: no logprobs.
-    is_streamed: what is generated is sent and forgotten, and does not count.
+    logprobs: alternatives of each token besides the chosen one; None: no log-probabilities.
+    is_streamed: output is sent and dropped, so does not count.
     """
 
     def __init__(self, *, logprobs: int | None, return_token_ids: bool, is_streamed: bool, num_listed: int = 0) -> None:
@@ -40,8 +40,8 @@ class AnswerWeight:
         self._generated = 0
 
     def prompt(self, num_tokens: int, num_copies: int, *, num_texts: int, num_entries: int) -> None:
-        """Count what the answer says of prompts: of `num_tokens` together, in `num_copies` choices each, `num_texts`
-        times their text or ids and `num_entries` logprobs for each token."""
+        """Count the prompts' part: `num_copies` choices repeat `num_tokens`, each with `num_texts` texts or ids and
+        `num_entries` log-probabilities."""
         self._known += num_copies * num_tokens * (num_texts * TOKEN_BYTES + num_entries * LOGPROB_BYTES)
         if self._known > MAX_ANSWER_BYTES:
             raise _too_heavy(
@@ -52,7 +52,7 @@ class AnswerWeight:
             )
 
     def planned(self, num_sequences: int, max_tokens: int) -> None:
-        """Count what is generated at most: `max_tokens` in each of `num_sequences`."""
+        """Count the maximum of generated tokens."""
         if self._is_streamed:
             return
         total = self._known + num_sequences * max_tokens * self._bytes_per_token
@@ -65,7 +65,7 @@ class AnswerWeight:
             )
 
     def generated(self, completions: Iterable[CompletionOutput]) -> None:
-        """Count what has come, of a request that may go on to the end of the model's context."""
+        """Count generated tokens of a request without max_tokens."""
         if self._is_streamed:
             return
         self._generated += sum(len(completion.token_ids) for completion in completions) * self._bytes_per_token

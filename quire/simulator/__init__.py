@@ -1,2 +1,1 @@
-"""The engine without a model: the product's scheduler and KV cache on a virtual clock, with steps whose seconds an
-analytic cost model predicts."""
+"""The engine's scheduler and KV cache on a virtual clock; a cost model predicts each step's seconds."""

@@ -1,11 +1,10 @@
-"""Factors of the cost model from logged steps of a real run.
+"""Fit of the cost model to logged steps of a real run.
 
-The profile of a device states its limits; the share of them that kernels reach, and a step's other costs, are fitted:
-few numbers, each with a meaning and bounds, to the time of every step, by least squares of the logarithm of predicted
-over measured time (a step of 2 ms counts as much as one of 200). Steps that something else disturbed must not count:
-what took far longer than usual is weighted down. The sum of all steps would then come out too short; in the end all
-times are scaled so that the sum is right, the worst hundredth left out. Numbers that a log says nothing about (no long
-prompts, no copies) stay where they were, and are named.
+A device's profile states limits. Calibration fits the share of them that kernels reach, and a step's other costs, to
+every step's time: least squares of log(predicted / measured), so a step of 2 ms counts as much as one of 200. Steps
+that took far longer than usual were disturbed and get less weight. Their absence would make the sum too short, so all
+times are scaled in the end to match it, without the worst hundredth. Numbers that a log does not determine (no long
+prompts, no copies) keep their values and are reported.
 """
 
 from __future__ import annotations
@@ -31,30 +30,30 @@ Vector = npt.NDArray[np.float64]
 
 MIN_STEPS = 30
 MIN_IDLE = 5
-"""The fewest steps after idle time from which their extra seconds are fitted."""
+"""Least number of steps after idle time for a fit of their extra seconds."""
 MAX_STEPS = 1500
-"""The most steps that are fitted; of a longer log they are taken evenly."""
+"""Largest number of fitted steps, taken evenly from a longer log."""
 FEWEST_ROWS = 3
-"""Steps of a run's beginning are left out: buffers grow, programs are recorded."""
+"""First steps of a run, left out because buffers grow and programs are recorded."""
 ITERATIONS = 60
 DIFFERENCE = 1e-3
 PRIOR = 1e-5
-"""Weight of staying where the profile was, against that of a step: decides what the log does not."""
+"""Weight of a profile's former value relative to a step. It decides what the log does not."""
 LEAST_SPREAD = 0.02
 USUAL = 1.5
-"""Residuals beyond this many spreads count linearly."""
+"""Residuals beyond this number of spreads count linearly."""
 TRUSTING = 20
-"""Iterations in which every step counts, however far from what is predicted ..."""
+"""Iterations in which nearly every step counts fully ..."""
 ALL = 10.0
 """... up to a factor of e to this."""
 TOLD = 0.01
-"""A number whose change by all of itself would move predicted times by less than so much is not told by the log."""
+"""Change of predicted times, on a change of a number by its own size, below which the log does not determine it."""
 NO_TIME = 1e-9
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One number to be fitted, on a logarithmic scale. start: where a fit begins if the profile has less (zero)."""
+    """One number to fit, on a logarithmic scale. start: first value if the profile's is less (zero)."""
 
     name: str
     lowest: float
@@ -75,13 +74,13 @@ PARAMETERS = (
 )
 FACTORS = ("compute", "bandwidth", "attention_compute", "attention_bandwidth")
 SCALED_UP = ("launch_overhead", "token_overhead", "sequence_overhead", "new_sequence_overhead")
-"""What grows when everything takes longer; FACTORS fall."""
+"""Parameters that grow when everything takes longer; FACTORS fall."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A logged step: its work and its seconds. gap: seconds on the host before it, None where it may be idle time.
-    at: seconds from the log's first step to its beginning. follows_idle: nothing ran for IDLE_SECONDS before it."""
+    """A logged step: its work and its seconds. gap: seconds on the host before it; None if they may be idle time. at:
+    seconds from the log's first step. follows_idle: no step ran for IDLE_SECONDS before it."""
 
     work: StepWork
     seconds: float
@@ -92,7 +91,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Errors:
-    """Of predicted step times, relative: median and 95th percentile of their sizes, and that of the sum, signed."""
+    """Relative errors of predicted step times: median and 95th percentile of their sizes; signed error of the sum."""
 
     count: int
     median: float
@@ -102,20 +101,21 @@ class Errors:
 
 @dataclass(frozen=True)
 class Fit:
-    """hardware: the profile with the fitted numbers. told: names of those that the log determines."""
+    """Result of a fit. hardware: the profile with the fitted numbers. told: names of the numbers that the log
+    determines."""
 
     hardware: Hardware
     told: frozenset[str]
     num_logged: int
     all_steps: Errors
     decode_steps: Errors | None
-    """Steps in which every sequence computes one token."""
+    """Errors of steps in which every sequence computes one token."""
     other_steps: Errors | None
 
 
 def samples_of(records: Sequence[StepRecord], windows: Windows) -> list[Sample]:
-    """Those steps that computed something and nothing else: steps with swapping take part of their time beside the next
-    ones."""
+    """Samples of steps that computed something and did not swap. A step after swapping is left out too, because copies
+    may last into it."""
     found = []
     was_swapping = False
     for record in records[FEWEST_ROWS:]:
@@ -129,14 +129,13 @@ def samples_of(records: Sequence[StepRecord], windows: Windows) -> list[Sample]:
 
 
 def work_of(record: StepRecord, windows: Windows) -> StepWork:
-    """What a logged step computed."""
     work = StepWork.of(plan_of(record), windows)
     work.num_new = len(record.tokens) - record.num_carried
     return work
 
 
 def plan_of(record: StepRecord) -> StepPlan:
-    """A plan with the columns of the logged one; who is new is not in them."""
+    """A plan with the columns of the logged one; it does not say which sequences are new."""
     return StepPlan(
         step_id=record.step,
         seq_ids=list(range(len(record.tokens))),
@@ -154,7 +153,7 @@ def calibrate(
 ) -> Fit:
     """Fit the numbers of PARAMETERS, and the host's overhead, to logged steps of one device.
 
-    Raises UserError when there are too few steps to say anything.
+    Raises UserError for too few steps.
     """
     awake = [sample for sample in samples if not sample.follows_idle]
     if len(awake) < MIN_STEPS:
@@ -214,7 +213,7 @@ def _start(parameter: Parameter, hardware: Hardware) -> float:
 
 
 def _least_squares(residuals: Callable[[Vector], Vector], start: Vector) -> tuple[Vector, Vector]:
-    """Levenberg and Marquardt's method with weights and bounds; returns the values and the last Jacobian."""
+    """Weighted, bounded Levenberg-Marquardt fit; returns the values and the last Jacobian."""
     lowest = np.log([parameter.lowest for parameter in PARAMETERS])
     highest = np.log([parameter.highest for parameter in PARAMETERS])
     x, damping = start, 1e-2
@@ -225,7 +224,7 @@ def _least_squares(residuals: Callable[[Vector], Vector], start: Vector) -> tupl
         is_first = number < TRUSTING
         if number == TRUSTING:
             damping = 1e-2
-        if is_first:  # while the numbers are far off, what they mispredict is no disturbance
+        if is_first:  # far-off numbers mispredict, which is no disturbance
             bend = max(bend, ALL)
         weights = _weights(r, bend)
         prior = PRIOR * len(r)
@@ -259,20 +258,20 @@ def _jacobian(residuals: Callable[[Vector], Vector], x: Vector, r: Vector) -> Ve
 
 
 def _typical(r: Vector) -> float:
-    """Size of a residual of steps that nothing disturbed: the smaller of the medians of both signs."""
+    """Typical residual of undisturbed steps: the smaller of the medians of both signs."""
     sides = [np.abs(r[r > 0]), np.abs(r[r < 0])]
     return min((float(np.median(side)) for side in sides if len(side)), default=0.0)
 
 
 def _weights(r: Vector, bend: float) -> Vector:
-    """What is predicted too long counts less and less (Huber); what took too long, and may have been disturbed, counts
-    for ever less in all."""
+    """Weights of residuals: Huber's for too long predictions, a faster decay for steps that took too long and may have
+    been disturbed."""
     share = np.minimum(1.0, bend / np.maximum(np.abs(r), 1e-12))
     return np.where(r > 0, share, share**2)
 
 
 def _loss(r: Vector, bend: float, moved: Vector, prior: float) -> float:
-    """The function whose gradient has those weights."""
+    """The loss whose gradient has the weights of `_weights`."""
     size = np.maximum(np.abs(r), 1e-12)
     tail = np.where(r > 0, bend * (size - 0.5 * bend), bend**2 * (0.5 + np.log(size / bend)))
     each = np.where(size < bend, 0.5 * size**2, tail)
@@ -280,7 +279,7 @@ def _loss(r: Vector, bend: float, moved: Vector, prior: float) -> float:
 
 
 def _usual(measured: Vector, predicted: Vector) -> float:
-    """Measured over predicted sum, of all but the steps that are far out."""
+    """Sum of measured over sum of predicted times, without outliers."""
     ratio = measured / predicted
     low, high = np.quantile(ratio, (0.005, 0.99))
     inside = (ratio >= low) & (ratio <= high)
@@ -288,7 +287,7 @@ def _usual(measured: Vector, predicted: Vector) -> float:
 
 
 def _rescaled(values: Vector, scale: float) -> Vector:
-    """The same steps, all longer by a factor."""
+    """The values at which every step takes longer by a factor."""
     moved = values.copy()
     for index, parameter in enumerate(PARAMETERS):
         if parameter.name in FACTORS:
@@ -300,8 +299,8 @@ def _rescaled(values: Vector, scale: float) -> Vector:
 
 
 def _with_host(hardware: Hardware, samples: Sequence[Sample]) -> Hardware:
-    """The host's overhead from the gaps before steps: so much each, for each sequence, and for each that begins. Where
-    no step waited for the host (queue_depth 2) it stays."""
+    """The profile with the host's overhead (fixed, per sequence, per new sequence) fitted to the gaps before steps.
+    Unchanged where no step waited for the host (queue_depth 2)."""
     rows = [(s.work.num_sequences, s.work.num_new, s.gap) for s in samples if s.gap is not None]
     if len(rows) < MIN_STEPS or sum(gap for _, _, gap in rows) <= 0:
         return hardware
@@ -336,7 +335,7 @@ def _errors(measured: Vector, predicted: Vector) -> Errors:
 
 
 def _evenly(samples: Sequence[Sample], count: int) -> list[Sample]:
-    """At most `count`, half of them of the steps that compute chunks, which are few and say most."""
+    """At most `count` samples, half of them steps with chunks, which are few and tell most."""
     chunks = [sample for sample in samples if sample.work.num_chunks]
     rest = [sample for sample in samples if not sample.work.num_chunks]
     most = max(count // 2, count - len(rest))

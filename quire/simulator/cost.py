@@ -1,26 +1,23 @@
-"""The seconds of a step: for each operator the longer of its operations at the peak and its bytes at the bandwidth.
+"""Predicted seconds of a step: for each operator the longer of its operations at the peak and its bytes at the
+bandwidth, each limit times its factor (`quire.simulator.hardware.Factors`). Operators run one after the other, so times
+add up:
 
-Each limit is taken with its factor (`quire.simulator.hardware.Factors`). Operators run one after the other, so their
-times add up:
-
-- matrix products (projections, MLPs, experts, output projection): 2 operations for each weight and row; weights are
-  read once a step, rows are read and written. A product of few rows is slower by `half_rows`. Of a mixture of experts
-  the expected number of distinct experts is read, routing being even.
-- attention, of chunks and of single tokens apart: operations for each pair of a query and a key, bytes of the keys and
-  values of the real contexts (a chunk reads its context once). Latent attention has a head's own keys and values in a
-  chunk, and multiplies queries by the kept vector itself for single tokens, and where an indexer chooses what each
-  token reads; the indexer's products are with the keys of all positions. What single tokens read lies in blocks: each
-  run of keys or values of one head in one block takes `run_overhead` bytes' time besides its own.
+- matrix products (projections, MLPs, experts, output projection): 2 operations per weight and row; weights are read
+once a step, rows are read and written. `half_rows` slows products of few rows. A mixture reads the expected number of
+distinct experts under even routing.
+- attention: chunks and single tokens apart, operations per pair of query and key, bytes of the real contexts (a chunk
+reads its context once). Latent attention expands keys and values for chunks; single tokens, and all tokens with an
+indexer, multiply queries by the stored vector. The indexer reads the keys of all positions. For single tokens, each run
+of one head's keys or values in a block costs the time of `run_overhead` more bytes.
 - the rest of a layer (norms, residuals, activations) and the sampler move bytes.
 - tp > 1: two all-reduces a layer, each a latency and 2 (tp - 1) / tp of the rows' bytes over the link (between nodes:
-  the network). ep > 1: instead of the second one tokens go to their experts' devices and back, over the network once to
-  each node.
-- pp > 1: the step is cut into micro-batches of its sequences; a stage takes the layers of the largest one. See
-  `step_seconds`.
-- every kernel costs `launch_overhead`, every token and sequence what the profile says besides.
+the network). ep > 1: in place of the second one, tokens go to their experts' devices and back, over the network once to
+each node.
+- pp > 1: micro-batches of the step's sequences pass the stages, all as long as the largest (`step_seconds`).
+- every kernel costs `launch_overhead`, every token and sequence the profile's overheads.
 
-Host overhead and swapping are no part of it: they run beside the device (quire/simulator/executor.py).
-docs/decisions/0016-simulator.md says what is left out.
+Host overhead and swapping run beside the device (quire/simulator/executor.py). docs/decisions/0016-simulator.md lists
+what is left out.
 """
 
 from __future__ import annotations
@@ -38,24 +35,24 @@ from quire.simulator.work import Chunk, StepWork, Windows
 
 KERNELS_PER_LAYER = 10
 KERNELS_PER_STEP = 12
-"""Embedding, last norm, output projection and sampling."""
+"""Kernels of the embedding, last norm, output projection and sampling."""
 ROW_PASSES = 8
-"""Times that a layer reads or writes a row of the residual stream outside its matrix products: two norms and two
-additions, each in and out."""
+"""Reads and writes of a residual row in a layer outside matrix products: two norms and two additions, each in and
+out."""
 BLOCK_TOKENS = 16
-"""Tokens of a block, until a pool says otherwise."""
+"""Tokens of a block, until `block_tokens` is set."""
 LOGIT_BYTES = 4
 ALIASES = {"fp8": "float8"}
-"""What options call a type of `model_shape.DTYPE_BYTES`."""
+"""Option's name of a type -> name in `model_shape.DTYPE_BYTES`."""
 LOGIT_PASSES = 4
-"""Times that the sampler reads or writes the logits of a row."""
+"""Reads and writes of a row's logits by the sampler."""
 
 
 @dataclass(frozen=True)
 class Precision:
-    """weights: what the matrices of the layers are stored in; experts, tables: the same of experts and of the
-    vocabulary's tables. activations: what is computed in, where weights are 16-bit or wider; narrower ones set the peak
-    themselves. kv: what keys and values are stored in."""
+    """Types of a run. weights, experts, tables: stored types of layers' matrices, experts, and vocabulary tables.
+    activations: computation type where weights have at least 16 bits; narrower weights set the peak themselves. kv:
+    stored type of keys and values."""
 
     weights: str
     activations: str
@@ -65,7 +62,7 @@ class Precision:
 
     @classmethod
     def of(cls, shape: ModelShape, dtype: str | None = None, kv_dtype: str | None = None) -> Precision:
-        """dtype, kv_dtype: None: weights as stored, the rest as wide as they are computed in."""
+        """Precision from options. dtype, kv_dtype: None means weights as stored, and keys and values as computed."""
         weights = ALIASES.get(dtype or "", dtype) or shape.dtype
         if weights not in DTYPE_BYTES:
             raise UserError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, not {weights!r}", param="dtype")
@@ -81,8 +78,8 @@ class Precision:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """The matrix products of one name on one device: seconds at the peak for each row, and of the bytes: once a step
-    (the weights), and for each row."""
+    """The matrix products of one name on one device. Seconds at the peak per row; seconds of bytes: once a step (the
+    weights), and per row."""
 
     name: str
     per_row: float
@@ -92,9 +89,9 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Attention of the layers of one kind on one device: seconds at the peak for each pair of a chunk's token and a
-    position, and for each position that a single token reads; and of the bytes, for each position that a chunk or a
-    single token reads and, of chunks, for each of their tokens."""
+    """Attention of the layers of one kind on one device, in seconds. At the peak: per pair of a chunk's token and a
+    position, and per position of a single token. Of bytes: per position that a chunk or a single token reads, and per
+    token of a chunk."""
 
     chunk_pair: float
     decode_pair: float
@@ -104,8 +101,8 @@ class Attention:
 
 
 def windows_of(shape: ModelShape) -> Windows:
-    """What the tokens of each kind of attention read, in the order of `attention_counts`; behind attention that an
-    indexer chooses for, what the indexer reads."""
+    """Positions that a token reads, for each kind of attention in the order of `attention_counts`. An indexer's own
+    reads follow those of its attention."""
     windows: list[int | Chunk | None] = []
     for attention in shape.attention_counts:
         if attention.kind == "chunked" and attention.window:
@@ -118,8 +115,8 @@ def windows_of(shape: ModelShape) -> Windows:
 
 
 class CostModel:
-    """The cost of steps of one model on one replica of a layout. Everything that depends on the model and the device
-    alone is computed once, so that a step costs microseconds."""
+    """Costs of one model's steps on one replica of a layout. Values that depend only on model and device are computed
+    once, so a step costs microseconds."""
 
     def __init__(
         self,
@@ -130,8 +127,8 @@ class CostModel:
         *,
         expands_prompts: bool = False,
     ) -> None:
-        """expands_prompts: the matrices that expand latents for prompts are kept a second time. Raises UserError when
-        the model cannot be laid out so, or the device lacks the dtype."""
+        """expands_prompts: count a second copy of the matrices that expand latents for prompts. Raises UserError for a
+        layout that the model cannot have, or a dtype that the device lacks."""
         self.shape = shape
         self.hardware = hardware
         self.layout = layout or ParallelConfig()
@@ -147,7 +144,7 @@ class CostModel:
         self._moe_layers = min(self._layers, -(-shape.num_moe_layers * self._layers // shape.num_layers))
         self._half_rows = hardware.half_rows
         self._decode_seconds: dict[int, float] = {}
-        """Sequences that compute one token each -> `_rows_seconds` of such a step."""
+        """Number of sequences with one token each -> `_rows_seconds` of such a step."""
         self._products = _merged(self._dense_products())
         self._logits = self._logits_product()
         self._set_up_attention()
@@ -158,7 +155,7 @@ class CostModel:
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of a block of the KV cache: as long are the runs that attention reads, and what is copied."""
+        """Tokens of a KV block: the length of the runs that attention reads, and of copies."""
         return self._block_tokens
 
     @block_tokens.setter
@@ -170,10 +167,9 @@ class CostModel:
     def step_seconds(self, work: StepWork, *, overlapped: bool = False) -> float:
         """Seconds from the first kernel of a step to its results.
 
-        With pp > 1 the sequences of a step are cut into m micro-batches that follow each other through the stages. A
-        step by itself takes (m + pp - 1) times the longest stage: (pp - 1) of them are the bubble; m is chosen to make
-        that least. overlapped: the next step is in flight, so its micro-batches enter the pipeline where this step's
-        leave it, and a step takes m >= pp stages, without a bubble.
+        With pp > 1 the step's sequences are cut into m micro-batches that pass the stages. A single step takes (m + pp
+        - 1) times the longest stage, with the m that makes this least; the bubble is (pp - 1) of them. overlapped: the
+        next step is in flight, so its micro-batches follow at once, and a step takes m >= pp stages, without a bubble.
         """
         pp = self.layout.pp
         if pp == 1:
@@ -185,8 +181,8 @@ class CostModel:
         return best
 
     def breakdown(self, work: StepWork) -> dict[str, float]:
-        """Operator -> seconds, of one pipeline stage (the longest: with the output projection). They add up to what
-        `step_seconds` computes without names."""
+        """Operator -> seconds in the longest pipeline stage (with the output projection). The sum is that of
+        `_stage_seconds`."""
         tokens, sampled, seconds = work.num_tokens, work.num_sampled, dict[str, float]()
         if not tokens:
             return seconds
@@ -222,7 +218,7 @@ class CostModel:
 
     @property
     def weight_bytes(self) -> float:
-        """Of the whole model, once."""
+        """Bytes of the model's weights."""
         shape, precision = self.shape, self.precision
         tables = shape.embedding_parameters * (1 if shape.is_tied else 2)
         routed = shape.routed_parameters
@@ -235,7 +231,8 @@ class CostModel:
 
     @property
     def weight_bytes_per_device(self) -> float:
-        """Of the largest pipeline stage: its share of the layers, and a table of the vocabulary at each end."""
+        """Weight bytes of the largest pipeline stage: its share of the layers, and a table of the vocabulary at each
+        end."""
         shape, layout, precision = self.shape, self.layout, self.precision
         tables = shape.embedding_parameters * (1 if shape.is_tied or layout.pp > 1 else 2)
         all_tables = shape.embedding_parameters * (1 if shape.is_tied else 2)
@@ -250,7 +247,7 @@ class CostModel:
     # -- a step, without names --------------------------------------------------------------------------------------
 
     def _stage_seconds(self, work: StepWork) -> float:
-        """The sum of `breakdown`."""
+        """The sum of `breakdown`, faster."""
         tokens, sampled = work.num_tokens, work.num_sampled
         if not tokens:
             return 0.0
@@ -276,7 +273,7 @@ class CostModel:
         return total
 
     def _rows_seconds(self, work: StepWork) -> float:
-        """Everything that depends on numbers of tokens and sequences alone."""
+        """Seconds that depend only on the numbers of tokens and sequences."""
         tokens = work.num_tokens
         rows = tokens + self._half_rows
         total = self._sum_constant + tokens * self._sum_per_token + work.num_sequences * self._per_sequence
@@ -292,8 +289,8 @@ class CostModel:
         return max((rows + self._half_rows) * product.per_row, product.weights + rows * product.row_bytes)
 
     def _expert_seconds(self, tokens: float) -> float:
-        """All layers' routed experts. Each token picks `num_active` of them, all alike likely; with ep > 1 the tokens
-        of all replicas that share the experts meet there, as many from each."""
+        """Seconds of all layers' routed experts. Each token picks `num_active` evenly; with ep > 1 equal numbers of
+        tokens come from all replicas that share the experts."""
         picks = tokens * self._picks
         touched = self._num_local_experts * (1 - math.pow(self._missed, tokens * self._replicas_together))
         by_peak = (picks + touched * self._half_rows) * self._expert.per_row
@@ -305,7 +302,7 @@ class CostModel:
         return max(attention.decode_pair, attention.decode_kept)
 
     def _copies(self, work: StepWork) -> float:
-        """Copy-on-write of blocks, read and written."""
+        """Seconds of copy-on-write of blocks, read and written."""
         elements = self.shape.kv_elements(self.layout.tp) * self._layers / self.shape.num_layers
         block = self._block_tokens / self.layout.dcp * elements * self._kv_size
         return 2 * work.num_copied_blocks * block / self._bandwidth
@@ -350,7 +347,7 @@ class CostModel:
         return self._product("logits", shape.embedding_parameters / tp, shape.hidden + shape.vocab / tp, 1, dtype)
 
     def _set_up_experts(self) -> None:
-        """One device's experts: which it holds, how many tokens come to them, what it takes to bring them."""
+        """Costs of one device's experts: its share, the tokens that come to them, and their exchange."""
         experts, layout = self.shape.experts, self.layout
         if experts is None or not self._moe_layers:
             return
@@ -366,9 +363,9 @@ class CostModel:
         self._exchange = self._moe_layers * self._exchange_seconds(experts.num_active) / layout.tp if whole else 0.0
 
     def _exchange_seconds(self, picks: int) -> float:
-        """Of one token in one layer on its way to its experts and back. Over the network it goes once to each node that
-        has one of them, and there over the link to each; it goes in the experts' precision, if that is narrower, and
-        comes back in that of the activations."""
+        """Seconds of one token in one layer to its experts and back. Over the network it goes once to each node with
+        one of them, from there over the link to each; in the experts' precision, if narrower, and back in that of the
+        activations."""
         hardware, factor = self.hardware, self.hardware.factors.link
         there = min(self._row_size, max(1.0, DTYPE_BYTES[self.precision.experts or self.precision.weights]))
         num_bytes = self.shape.hidden * (there + self._row_size)
@@ -387,7 +384,7 @@ class CostModel:
         self._flat_decode = [self._decode_position(attention) for attention in self._attention]
 
     def _attention_of(self, attention: AttentionShape, num_layers: int) -> Attention:
-        """Of the layers of one kind; the largest stage has its share of them."""
+        """Attention costs of the layers of one kind, for the largest stage's share."""
         tp, factors, num_heads = self.layout.tp, self.hardware.factors, attention.num_heads
         layers = num_layers * self._layers / self.shape.num_layers
         row, run = attention.key_dim + attention.value_dim, (attention.key_dim + attention.value_dim) / 2
@@ -396,12 +393,12 @@ class CostModel:
         if attention.kind == "latent":
             run = attention.latent_dim
             decode_pair = 2 * (attention.latent_dim + attention.latent_rank)
-            if attention.index_top:  # every token reads vectors of its own: none are expanded for a chunk
+            if attention.index_top:  # every token reads its own vectors, so none are expanded for a chunk
                 chunk_pair = decode_pair
                 kept_bytes = decode_bytes = attention.latent_dim * self._kv_size
         elif attention.kind == "state":
             # The state decays, is compared with the key, changed by the value and read by the query. A decoding step
-            # reads it and the rows behind its border; a prompt reads and writes them once from border to border.
+            # reads it and the rows after its border; a prompt reads and writes them once per border.
             num_heads, run = attention.num_kv_heads, math.inf
             chunk_pair = decode_pair = 7 * attention.key_dim * attention.value_dim
             decode_bytes = attention.state_bytes(tp)
@@ -419,8 +416,8 @@ class CostModel:
         )
 
     def _indexer_of(self, attention: AttentionShape, num_layers: int) -> Attention:
-        """Of the indexers of these layers, which each rank computes whole: all their heads compare a query with one key
-        of each earlier token."""
+        """Costs of these layers' indexers, which each rank computes whole: all heads compare a query with one key per
+        earlier token."""
         factors, size = self.hardware.factors, attention.index_dim
         layers = num_layers * self._layers / self.shape.num_layers
         rate = self.hardware.peak(self.precision.activations) * factors.attention_compute
@@ -436,7 +433,7 @@ class CostModel:
         )
 
     def _linear_parts(self) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-        """What costs the same in every step, for every token, and for every sampled row: name -> seconds."""
+        """Name -> seconds of every step, of every token, and of every sampled row."""
         shape, hardware, layers = self.shape, self.hardware, self._layers
         row = shape.hidden * self._row_size
         num_kernels = layers * KERNELS_PER_LAYER + KERNELS_PER_STEP
@@ -479,8 +476,8 @@ class CostModel:
         return total
 
     def _link(self, num_devices: int) -> tuple[float, float]:
-        """(latency, bytes per second) between devices that stand side by side, over the network if they are more than
-        a node has: those of one layer, or of all stages (of which one pair at least is then in two nodes)."""
+        """(latency, bytes per second) between `num_devices` neighbouring devices; over the network if a node has
+        fewer."""
         hardware, factor = self.hardware, self.hardware.factors.link
         if num_devices > hardware.node_size:
             return hardware.network_latency, hardware.network_bandwidth * factor
@@ -488,8 +485,8 @@ class CostModel:
 
 
 def _merged(products: Iterator[Product]) -> list[Product]:
-    """Products of one name as one, which is exact as long as the same limit holds for all of them: they have the same
-    operations for each byte of weights."""
+    """Products of one name, added up. Exact as long as one limit holds for all of them: they have the same operations
+    per byte of weights."""
     found: dict[str, Product] = {}
     for each in products:
         other = found.get(each.name, Product(each.name, 0.0, 0.0, 0.0))
@@ -504,7 +501,7 @@ def _add(seconds: dict[str, float], name: str, value: float) -> None:
 
 
 def _share(work: StepWork, m: int) -> StepWork:
-    """A micro-batch: one of `m` even parts of a step."""
+    """One of `m` even micro-batches of a step."""
     if m == 1:
         return work
     return StepWork(

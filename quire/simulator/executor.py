@@ -1,14 +1,11 @@
-"""An executor without a device: plans in, made-up tokens out, and a virtual clock that advances by the predicted
-seconds.
+"""An executor without a device: plans in, made-up tokens out, while a virtual clock advances by predicted seconds.
 
-Two timelines. The host (engine core and scheduler) is the clock itself: `execute` moves it by the host's overhead. The
-device runs plans one after the other: a plan begins when it has been handed over and the one before it is done. Taking
-a result moves the clock to the end of its step. With a queue depth of 1 the device therefore waits while the host
-plans; with 2 the host plans while the device computes.
+The clock itself is the host (engine core and scheduler); `execute` moves it by the host's overhead. The device runs
+plans one after the other, each after its hand-over and its predecessor's end. Taking a result moves the clock to the
+end of its step. So with queue depth 1 the device waits while the host plans; with 2 both work at once.
 
-Swapping runs beside the model, over the host link, as it does on a worker: a plan's swap_out, then its swap_in, begin
-with the plan. The model waits for swap_out only where the plan hands out a block that it also saves, and the next plan
-waits for all of it (quire/step.py).
+Swapping runs beside the model over the host link: swap_out, then swap_in, begin with the plan. The model waits for
+swap_out only if the plan hands out a block that it also saves; the next plan waits for all of it (quire/step.py).
 """
 
 from __future__ import annotations
@@ -33,12 +30,11 @@ from quire.step import Candidates, SamplingInputs, StepPlan, StepResult
 
 
 class SimulatedFuture(Future[StepResult]):
-    """A result that is there at a moment of the virtual clock: taking it moves the clock to that moment. Nothing else
-    may be asked of it."""
+    """A result that is ready at a moment of the virtual clock; `result` moves the clock there. Other methods do not
+    work."""
 
     def __init__(self, clock: VirtualClock, ready: float, result: StepResult) -> None:
-        # Future.__init__ is not called: it makes a lock and a condition for each step, and no thread waits for this
-        # one.
+        # Future.__init__ would make a lock and a condition for each step, and no thread waits for this future.
         self._clock = clock
         self._ready = ready
         self._step_result = result
@@ -51,11 +47,9 @@ class SimulatedFuture(Future[StepResult]):
 
 
 class SimulatedExecutor:
-    """Implements `Executor`."""
-
     def __init__(self, cost: CostModel, clock: VirtualClock, *, queue_depth: int = 1, seed: int = 0) -> None:
-        """queue_depth: the engine's; with more than one step in flight, pipeline stages are filled by the next step.
-        seed: of the device's jitter, if its profile has one."""
+        """queue_depth: the engine's; above 1, the next step fills pipeline stages. seed: seed of the device's jitter,
+        if any."""
         self._cost = cost
         self._scatter = make_scatter(cost.hardware.jitter, seed)
         self._clock = clock
@@ -65,9 +59,9 @@ class SimulatedExecutor:
         self._layout: KVCacheLayout | None = None
         self._swap_seconds = 0.0
         self.busy_seconds = 0.0
-        """Of the device, since the start."""
+        """Seconds in which the device has computed."""
         self.swap_seconds = 0.0
-        """Of the host link."""
+        """Seconds in which the host link was busy."""
         self.num_steps = 0
 
     # -- the protocol -----------------------------------------------------------------------------------------------
@@ -76,8 +70,8 @@ class SimulatedExecutor:
         return device_specs(self._cost.shape, self._cost.precision.kv, self._cost.layout)
 
     def profile(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:
-        """The device's memory without the weights, and an estimate of the activations. A run sizes its pool before
-        (`EngineSettings.config`), so that the core does not ask."""
+        """The device's memory without weights, and estimated activations. Not used in a run, which sizes its pool
+        before (`EngineSettings.config`)."""
         weights = int(self._cost.weight_bytes_per_device)
         return MemoryProfile(
             available=int(self._cost.hardware.memory) - weights,
@@ -94,7 +88,7 @@ class SimulatedExecutor:
         self._swap_seconds = copies * hardware.pcie_latency + layout.block_bytes / bandwidth
 
     def measure_preemption_costs(self) -> PreemptionCosts:
-        """The cost model's seconds for a block's copy, and for a token of a long chunk."""
+        """Predicted seconds of a block's copy, and of a token in a long chunk."""
         num_tokens = 1024
         chunk = StepWork(num_tokens=num_tokens, num_sequences=1, num_chunks=1)
         kinds = len(self._cost.windows)
@@ -112,7 +106,7 @@ class SimulatedExecutor:
         return []
 
     def computing(self) -> AbstractContextManager[object]:
-        """Nothing is computed."""
+        """A context that does nothing."""
         return nullcontext()
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:
@@ -147,28 +141,28 @@ class SimulatedExecutor:
         return SimulatedFuture(clock, ready, self._result(plan))
 
     def send_sampling_inputs(self, inputs: SamplingInputs) -> None:
-        """The tokens are made up: no mask is kept."""
+        """Raise QuireError: made-up tokens follow no masks."""
         raise QuireError("a simulated engine has no constraints on tokens")
 
     def idle(self) -> bool:
-        """Nothing can wait: there is nothing to prepare."""
+        """False: nothing to prepare."""
         return False
 
     def vital_signs(self) -> VitalSigns:
         return VitalSigns()
 
     def sleep(self, level: int) -> None:
-        """A simulated device keeps its memory."""
+        """Raise QuireError: a simulated device keeps its memory."""
         raise QuireError("a simulated engine does not sleep")
 
     def wake_weights(self) -> None:
-        """They never slept."""
+        """Do nothing."""
 
     def wake_up(self) -> None:
-        """It never slept."""
+        """Do nothing."""
 
     def shutdown(self) -> None:
-        """There is nothing to release."""
+        """Do nothing."""
 
     # -- results ----------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
-"""Many replicas behind a router, in one process or in several.
+"""Many replicas behind a router, in one process or several.
 
-Time goes in windows. The router shares out the requests of a window by what the replicas reported at its beginning;
-then every replica serves its own up to the window's end and reports again. Between two reports no replica depends on
-another, so that they can run side by side; and what comes out does not depend on how many processes there are.
+Time goes in windows. The router shares out a window's requests by the replicas' reports at its beginning; then every
+replica serves its own to the window's end and reports again. Replicas are independent between reports, so results do
+not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from quire.simulator.replica import EngineSettings, MakeCore, Replica
 from quire.simulator.trace import TraceRequest
 
 REPORT_SECONDS = 0.25
-"""Between two reports of the replicas to the router."""
+"""Seconds between two reports of the replicas to the router."""
 UNREPORTED_SECONDS = 60.0
-"""Length of a window when the router needs no reports."""
+"""Seconds of a window when the router needs no reports."""
 
 Shares = Sequence[list[TraceRequest]]
-"""Per replica, the requests of a window."""
+"""Requests of a window, for each replica."""
 
 
 @dataclass(frozen=True)
 class ReplicaSpec:
-    """What every replica of a fleet is made of; travels to other processes. See `Replica`."""
+    """Parts of each replica of a fleet, sent to other processes. See `Replica`."""
 
     cost: CostModel
     settings: EngineSettings
@@ -41,13 +41,13 @@ class ReplicaSpec:
     objectives: Mapping[str, float] = field(default_factory=dict)
 
     def build(self, number: int) -> Replica:
-        """The replica of that number. Each has jitter of its own, wherever it runs."""
+        """The replica of that number, with jitter of its own."""
         settings = replace(self.settings, seed=self.settings.seed + number)
         return Replica(self.cost, settings, make_core=self.make_core, objectives=self.objectives)
 
 
 class Group(Protocol):
-    """Some of the replicas, in this process or another: `begin_window` and `end_window` in turn, then
+    """Some of the replicas, in this or another process: `begin_window` and `end_window` in turn, then
     `finish_replicas`."""
 
     def begin_window(self, shares: Shares, until: float) -> None:
@@ -55,15 +55,15 @@ class Group(Protocol):
         ...
 
     def end_window(self) -> list[int]:
-        """Wait for the window; per replica the requests that have not ended."""
+        """Wait for the window's end; returns each replica's number of unfinished requests."""
         ...
 
     def finish_replicas(self) -> list[Metrics]:
-        """Serve the remaining requests; returns each replica's results."""
+        """Serve the remaining requests; returns each replica's metrics."""
         ...
 
     def close(self) -> None:
-        """Give up, at any time. Idempotent."""
+        """Stop at any time. Idempotent."""
         ...
 
 
@@ -76,11 +76,8 @@ def simulate_fleet(
     num_processes: int = 1,
     report_seconds: float = REPORT_SECONDS,
 ) -> list[Metrics]:
-    """Serve a trace by several replicas; returns each replica's metrics (`merged` adds them up).
-
-    The result is the same for any number of processes. Raises UserError for an unknown router, and what a replica's
-    start can fail with.
-    """
+    """Serve a trace by several replicas; returns each replica's metrics (`merged` adds them up). Raises UserError for
+    an unknown router, and the errors of a replica's start."""
     chooser = make_router(router, num_replicas)
     window = report_seconds if chooser.needs_reports else UNREPORTED_SECONDS
     groups = _groups(spec, num_replicas, min(num_processes, num_replicas))
@@ -106,7 +103,7 @@ def _beginnings(request: TraceRequest) -> tuple[str, ...]:
 
 
 def merged(results: Sequence[Metrics]) -> Metrics:
-    """The results of all replicas as one; theirs are not changed."""
+    """The metrics of all replicas as one; the arguments stay unchanged."""
     total = Metrics()
     for result in results:
         total.merge(result)
@@ -114,7 +111,7 @@ def merged(results: Sequence[Metrics]) -> Metrics:
 
 
 def _groups(spec: ReplicaSpec, num_replicas: int, num_processes: int) -> list[Group]:
-    """Replica i belongs to group i modulo their number."""
+    """The groups of replicas; replica i belongs to group i modulo their number."""
     if num_processes <= 1:
         return [LocalGroup(spec, range(num_replicas))]
     groups: list[Group] = []
@@ -133,7 +130,7 @@ def _in_order(results: Sequence[list[Metrics]], num_replicas: int) -> list[Metri
 
 
 def _windows(requests: Iterable[TraceRequest], seconds: float) -> Iterator[tuple[float, list[TraceRequest]]]:
-    """(end of a window, the requests that arrive in it). The empty ones between two requests are one."""
+    """(end of a window, requests that arrive in it). Empty windows between two requests are joined."""
     until, arrived = seconds, list[TraceRequest]()
     for request in requests:
         if request.arrival >= until:
@@ -148,7 +145,7 @@ def _windows(requests: Iterable[TraceRequest], seconds: float) -> Iterator[tuple
 
 
 class LocalGroup:
-    """Replicas of this process, one after the other."""
+    """Replicas of this process, run one after the other."""
 
     def __init__(self, spec: ReplicaSpec, numbers: Sequence[int]) -> None:
         self._replicas = [spec.build(number) for number in numbers]
@@ -171,11 +168,11 @@ class LocalGroup:
         return results
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 class ProcessGroup:
-    """Replicas of a process of their own."""
+    """Replicas in a process of their own."""
 
     def __init__(self, spec: ReplicaSpec, numbers: Sequence[int]) -> None:
         context = multiprocessing.get_context("spawn")
@@ -220,7 +217,7 @@ class ProcessGroup:
 
 
 def _serve(pipe: Connection, spec: ReplicaSpec, numbers: Sequence[int]) -> None:
-    """The other process: answers every window with the loads, the end with the results, an error with itself."""
+    """Main of the other process: answers windows with loads, the end with results, and errors with themselves."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupt from the keyboard ends it, and says nothing
     try:
         group = LocalGroup(spec, numbers)

@@ -1,8 +1,5 @@
-"""Devices as data: the limits of the manufacturers' public data sheets, and the share of them that kernels reach.
-
-`hardware.json` holds the profiles. A data sheet's numbers are limits; `Factors` says which share of them real kernels
-reach. There is one set of factors for a device, whatever is simulated: a calibration replaces it (docs/simulator.md).
-"""
+"""Device profiles: data-sheet limits (`hardware.json`), and the share of them that kernels reach (`Factors`). A device
+has one set of factors; a calibration replaces it (docs/simulator.md)."""
 
 from __future__ import annotations
 
@@ -18,22 +15,22 @@ from quire.simulator.jitter import Jitter
 
 PROFILES = Path(__file__).with_name("hardware.json")
 _COMPUTED_AS = {"int4": "float16", "mxfp4": "float16"}
-"""Products of 4-bit weights are computed in 16 bits."""
+"""4-bit type -> type that its products are computed in."""
 
 
 IDLE_SECONDS = 0.005
-"""After so long without work threads sleep and caches hold something else."""
+"""Seconds without work after which threads sleep and caches hold other data."""
 CACHED = 8.0
-"""Most that is taken for a share of a memory's bandwidth: what stays in a cache is read faster than memory is."""
+"""Largest share of a memory's bandwidth; above 1 because caches are faster than memory."""
 
 
 @dataclass(frozen=True)
 class Factors:
-    """Shares of the limits that are reached, each above 0 and at most 1 (of bandwidths of memory: CACHED).
+    """Reached shares of the limits, each above 0 and at most 1 (CACHED for memory bandwidths).
 
-    compute: of the peak, by matrix products. bandwidth: of the memory's, by matrix products that read weights and by
-    element-wise operators. attention_compute, attention_bandwidth: the same of attention. link: of the link's
-    bandwidth, by an all-reduce. pcie: of the host link's, by swapping.
+    compute: share of the peak in matrix products. bandwidth: share of the memory bandwidth in matrix products that read
+    weights and in element-wise operators. attention_compute, attention_bandwidth: the same in attention. link: share of
+    the link's bandwidth in an all-reduce. pcie: share of the host link's bandwidth in swapping.
     """
 
     compute: float = 0.7
@@ -54,27 +51,23 @@ class Factors:
 class Hardware:
     """One device, in bytes, operations and seconds.
 
-    memory: bytes, with the data sheet's decimal GB (what a driver reports may be some percent more). bandwidth: bytes
-    per second of the device memory. peaks: dtype -> dense matrix operations per second, without structured sparsity,
-    accumulating in float32 (or int32). link_bandwidth: bytes per second and direction that a device can send to its
-    peers in one all-reduce; link_latency: seconds before the first byte of one. pcie_bandwidth: bytes per second and
-    direction to host memory; pcie_latency: seconds that each copy costs besides, however small.
-    launch_overhead: seconds that a kernel costs besides its work, as part of a captured graph. host_overhead: seconds
-    between two steps in which the host plans and the device waits (with steps in flight it plans meanwhile), and
-    host_overhead_per_sequence: those for each sequence of the step, host_overhead_per_request: for each request,
-    however many sequences it has, host_overhead_per_new_sequence: for a sequence that gets a row in it. wake_overhead:
-    seconds that a step takes longer when nothing ran for IDLE_SECONDS before it.
-
-    node_size: devices that the link connects; between nodes there is a network of network_bandwidth bytes per second
-    and direction for each device, and network_latency.
-    half_rows: rows at which a matrix product reaches half of its rate with many: kernels fill the device row by row.
-    token_overhead, sequence_overhead: seconds that a token, a sequence of a step takes on the device besides;
-    new_sequence_overhead: one that gets a row in it.
-    run_overhead: bytes in whose time attention of a single token turns to the next run of contiguous keys or values,
-    the part of a block that belongs to one head. 1 KiB on GPUs: a kernel over blocks of 16 tokens of 128 elements (runs
-    of 4 KiB) is 20 to 26 % slower than one over contiguous memory (PagedAttention paper, Fig. 18a).
-    jitter: how much equal steps differ; none in the profiles of data sheets.
-    source: what the numbers are from; "" means data sheets and usual factors. kind: "gpu" or "cpu".
+    memory: bytes, in the data sheet's decimal GB. bandwidth: device memory's bytes per second. peaks: dtype -> dense
+    matrix operations per second, accumulating in float32 (or int32). link_bandwidth: bytes per second and direction
+    from a device to its peers in an all-reduce. link_latency: seconds before its first byte. pcie_bandwidth: bytes per
+    second and direction to host memory. pcie_latency: fixed seconds of a copy.
+    launch_overhead: fixed seconds of a kernel in a captured graph. host_overhead: seconds between steps in which the
+    host plans (with steps in flight: meanwhile); host_overhead_per_sequence, host_overhead_per_request,
+    host_overhead_per_new_sequence: more for each sequence, request (whatever its number of sequences) and sequence that
+    gets a row. wake_overhead: extra seconds of a step after IDLE_SECONDS without work.
+    node_size: devices that the link connects. network_bandwidth, network_latency: between nodes, per device and
+    direction.
+    half_rows: rows at which a matrix product reaches half of its full rate. token_overhead, sequence_overhead,
+    new_sequence_overhead: further device seconds per token, sequence, and sequence that gets a row.
+    run_overhead: bytes in whose time attention of a single token moves to the next run of contiguous keys or values
+    (one head's part of a block). 1 KiB on GPUs: a kernel over blocks of 16 tokens of 128 elements (runs of 4 KiB) is 20
+    to 26 % slower than over contiguous memory (PagedAttention paper, Fig. 18a).
+    jitter: variation of equal steps; empty in profiles of data sheets. source: origin of the numbers; "": data sheets
+    and usual factors. kind: "gpu" or "cpu".
     """
 
     name: str
@@ -106,22 +99,20 @@ class Hardware:
     kind: str = "gpu"
 
     def peak(self, dtype: str) -> float:
-        """Operations per second of matrix products in a dtype. Raises UserError for one that the device lacks."""
+        """Matrix operations per second in a dtype. Raises UserError for one that the device lacks."""
         name = _COMPUTED_AS.get(dtype, dtype)
         if name not in self.peaks:
             raise UserError(f"{self.title} does not multiply {dtype} (it knows {', '.join(self.peaks)})", param="dtype")
         return self.peaks[name]
 
     def with_factors(self, **changes: float) -> Hardware:
-        """The same device with other shares of its limits."""
+        """The device with other factors."""
         return replace(self, factors=replace(self.factors, **changes))
 
 
 def find(name: str) -> Hardware:
-    """The profile of a name, in any case of letters, or of a JSON file (as `quire simulate calibrate` writes it).
-
-    Raises UserError, for a name with the nearest one suggested.
-    """
+    """The profile of a name (case does not matter) or of a JSON file from `quire simulate calibrate`. Raises UserError,
+    for a name with the nearest one suggested."""
     known = profiles()
     if name.lower() in known:
         return known[name.lower()]
@@ -134,12 +125,11 @@ def find(name: str) -> Hardware:
 
 @cache
 def profiles() -> Mapping[str, Hardware]:
-    """All profiles, by name."""
     return {name: from_json(name, entry) for name, entry in json.loads(PROFILES.read_text("utf-8")).items()}
 
 
 def read_profile(path: Path) -> Hardware:
-    """The one profile of a file. Raises UserError naming the file."""
+    """The one profile of a file. Raises UserError with the file's name."""
     try:
         entries = json.loads(path.read_text("utf-8"))
     except OSError as error:
@@ -153,7 +143,7 @@ def read_profile(path: Path) -> Hardware:
 
 
 def from_json(name: str, entry: Mapping[str, Any]) -> Hardware:
-    """A profile from its entry. Raises UserError for keys that are unknown or missing, and for wrong values."""
+    """A profile from its JSON entry. Raises UserError for unknown or missing keys and wrong values."""
     values = dict(entry)
     factors, jitter = values.pop("factors", {}), values.pop("jitter", {})
     try:
@@ -171,7 +161,7 @@ def from_json(name: str, entry: Mapping[str, Any]) -> Hardware:
 
 
 def to_json(hardware: Hardware) -> dict[str, Any]:
-    """A profile as a file of profiles has it, under its name."""
+    """Content of a profile file."""
     entry = {key: value for key, value in vars(hardware).items() if key not in ("name", "jitter")}
     entry |= {"peaks": dict(hardware.peaks), "factors": dict(vars(hardware.factors))}
     if hardware.jitter:

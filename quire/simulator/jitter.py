@@ -1,12 +1,10 @@
-"""Jitter: how much the times of equal steps differ on a real machine, and for how long.
+"""Jitter: the variation of equal steps on a real machine, and its duration.
 
-The cost model says what a step usually takes. Neighbours, the operating system and cold caches make that the middle of
-many values, and not independent ones: what slows a step often slows the next hundred. Means of latencies hardly need to
-know; their 99th percentiles do. So a profile may hold the distribution of measured over expected step time, for steps
-in which every sequence computes one token and for those with longer chunks, how much of that scatter lasts how long,
-and how often a step with single tokens stalls: rare delays that come one by one and have a length of their own. (Steps
-with chunks are long beside a stall: their distribution holds it.) Profiles have no jitter unless it was fitted to a log
-(quire/simulator/jitter_fit.py).
+The cost model predicts a step's usual time. Neighbours, the operating system and cold caches scatter real times, and
+what slows a step often slows the next hundred. This hardly matters to mean latencies but does to 99th percentiles. A
+profile may therefore hold the distribution of measured over expected time, for steps with one token per sequence and
+for steps with longer chunks; the share of that scatter that lasts for a time; and the rate of stalls, rare single
+delays in steps with single tokens. Only a fit to a log (quire/simulator/jitter_fit.py) makes jitter.
 """
 
 from __future__ import annotations
@@ -27,11 +25,10 @@ Pairs = tuple[tuple[float, float], ...]
 
 @dataclass(frozen=True)
 class Jitter:
-    """single, chunks: the distribution of the ratio of a step's time to the expected one, as (level, ratio), levels
-    rising to 1: between the level before and this one it is `ratio` (the mean of what was measured there); without
-    any, 1. lasting: (seconds, share) of the scatter that is forgotten over so long (to 1/e); the rest of it is drawn
-    anew in every step. stalls: (seconds, how many of them in a second of work on single tokens), which come on top.
-    """
+    """single, chunks: distribution of measured over expected step time as (level, ratio), levels rising to 1: between
+    the level before and this one the mean ratio is `ratio`; empty: always 1. lasting: (seconds, share) of the scatter
+    that fades over that time (to 1/e); the rest is drawn anew in every step. stalls: (length in seconds, number per
+    second of work on single tokens), added on top."""
 
     single: Pairs = ()
     chunks: Pairs = ()
@@ -39,7 +36,7 @@ class Jitter:
     stalls: Pairs = ()
 
     def __post_init__(self) -> None:
-        """Raises UserError for an invalid distribution, or shares above 1."""
+        """Raise UserError for an invalid distribution, or shares above 1."""
         for name, table in (("single", self.single), ("chunks", self.chunks)):
             levels = [level for level, _ in table]
             is_rising = all(low < high for low, high in zip([0.0, *levels], levels, strict=False))
@@ -58,16 +55,16 @@ class Jitter:
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Jitter:
-        """Of a profile. Raises UserError or TypeError for what is none."""
+        """Jitter of a profile's entry. Raises UserError or TypeError for a wrong one."""
         return cls(**{name: tuple((float(at), float(value)) for at, value in pairs) for name, pairs in entry.items()})
 
 
 class Scatter(Protocol):
-    """What steps take."""
+    """Model of the variation of step times."""
 
     def seconds(self, now: float, expected: float, has_chunks: bool) -> float:
-        """Of the step that begins now; moments do not fall from call to call. expected: seconds that it should take.
-        has_chunks: a sequence of it computes more than one token."""
+        """Seconds of the step that begins now; `now` never falls. expected: predicted seconds. has_chunks: True if a
+        sequence computes more than one token."""
         ...
 
 
@@ -79,11 +76,11 @@ class NoScatter:
 
 
 class DrawnScatter:
-    """Draws ratios: a normal variable, the sum of parts that each fade over their own time, is put through the
-    distribution of the step's kind."""
+    """Draws ratios: a normal variable, the sum of parts that fade over their own times, mapped through the step kind's
+    distribution."""
 
     def __init__(self, jitter: Jitter, seed: int) -> None:
-        """The same seed gives the same numbers, for steps at the same moments."""
+        """Equal seeds give equal draws for steps at the same moments."""
         self._random = random.Random(f"jitter {seed}")
         self._tables = [_Table(jitter.single), _Table(jitter.chunks)]
         self._parts = [(seconds, math.sqrt(share)) for seconds, share in jitter.lasting if share]
@@ -98,7 +95,7 @@ class DrawnScatter:
         return taken if has_chunks else taken + self._stalled(expected)
 
     def _stalled(self, expected: float) -> float:
-        """Seconds of the one stall that may be in a step. Steps are short beside the time between two stalls."""
+        """Seconds of a step's stall, at most one, because steps are short beside the time between stalls."""
         if not self._rates:
             return 0.0
         drawn = self._random.random() / max(expected, 1e-12)
@@ -116,7 +113,7 @@ class DrawnScatter:
 
 
 class _Table:
-    """A distribution, by values of a normal variable of the same rank."""
+    """A distribution as a function of a normal variable."""
 
     def __init__(self, pairs: Pairs) -> None:
         self._ends = [NormalDist().inv_cdf(level) for level, _ in pairs[:-1]]

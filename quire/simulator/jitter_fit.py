@@ -1,4 +1,4 @@
-"""The jitter of a device from logged steps: the ratio of each step's measured to its expected time, in order."""
+"""Fit of a device's jitter to each logged step's measured and expected time."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ Flags = npt.NDArray[np.bool_]
 LEVELS = (
     0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999, 1.0,
 )  # fmt: skip
-"""Where distributions are cut."""
+"""Levels of the fitted distributions."""
 FEWEST = 10
-"""Steps between two of the levels."""
+"""Least number of steps between two levels."""
 LASTING = (0.01, 0.1, 1.0, 10.0)
 """Seconds over which parts of the scatter fade."""
 LEAST_SHARE = 0.01
 STALLED = 2.0
-"""A step with single tokens has stalled if it takes this many times the predicted seconds."""
+"""Ratio of measured to predicted time from which a step of single tokens has stalled."""
 NUM_STALLS = 8
-"""Lengths of stalls that are told apart."""
+"""Number of distinct stall lengths."""
 
 
 def fit_jitter(measured: Vector, expected: Vector, begins: Vector, has_chunks: Flags) -> Jitter:
-    """measured, expected: seconds of each step, in the order of the log. begins: when each began, in seconds (several
-    logs may follow each other: what goes back in time is no pair). has_chunks: the kind of each."""
+    """measured, expected: seconds of each step, in the log's order. begins: start of each in seconds; several logs may
+    follow each other, so steps backwards in time are no pair. has_chunks: True for steps with chunks."""
     is_stalled = (measured > STALLED * expected) & ~has_chunks
     stalls = _stalls((measured - expected)[is_stalled], float(expected[~has_chunks].sum()))
     if stalls:
@@ -47,14 +47,14 @@ def fit_jitter(measured: Vector, expected: Vector, begins: Vector, has_chunks: F
 
 
 def _stalls(seconds: Vector, worked: float) -> Pairs:
-    """Lengths, and how many of each in a second; worked: seconds of all such steps. None if they are few."""
+    """(length in seconds, rate per second) of stalls; empty if they are few. worked: seconds of all such steps."""
     ordered = np.sort(seconds)
     parts = np.array_split(ordered, min(NUM_STALLS, len(ordered) // FEWEST)) if len(ordered) >= FEWEST else []
     return tuple((float(part.mean()), len(part) / worked) for part in parts)
 
 
 def _distribution(ratios: Vector) -> Pairs:
-    """Means between levels. Levels are left out until each interval has FEWEST steps."""
+    """(level, mean ratio); levels are skipped until each interval has FEWEST steps."""
     count, ordered = len(ratios), np.sort(ratios)
     if count < FEWEST:
         return ()
@@ -68,7 +68,7 @@ def _distribution(ratios: Vector) -> Pairs:
 
 
 def _normal_scores(values: Vector) -> Vector:
-    """Values of a normal variable of the same ranks; equal ones have their mean."""
+    """Normal values of the same ranks; equal inputs get their mean."""
     if not len(values):
         return values
     inverse = NormalDist().inv_cdf

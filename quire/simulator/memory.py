@@ -1,4 +1,4 @@
-"""The memory of a device: weights, activations, and the rest for the KV cache."""
+"""A device's memory: weights, activations, and the rest for the KV cache."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from quire.utils.sizes import format_bytes
 
 LOGIT_BYTES = 4
 NUM_LOGIT_COPIES = 3
-"""The sampler's working set, in copies of the logits: as computed, filtered, and sorted."""
+"""The sampler's copies of the logits: computed, filtered and sorted."""
 
 
 def activation_bytes(cost: CostModel, max_num_batched_tokens: int, max_num_seqs: int) -> int:
-    """An estimate of the bytes of activations of a step at its full budget on a device, 16 bits each."""
+    """Estimated activation bytes of a step at its full budget on a device, with 16 bits each."""
     return step_bytes(cost.shape, max_num_batched_tokens, max_num_seqs, tp=cost.layout.tp)
 
 
 def step_bytes(shape: ModelShape, num_tokens: int, num_seqs: int, *, dtype_bytes: int = 2, tp: int = 1) -> int:
-    """An estimate of what a step keeps at once: the residual stream three times, the wider of attention and MLP, and
-    the sampler's float32 logits. The engine measures it."""
+    """Estimated bytes of a step: the residual stream three times, the wider of attention and MLP, and the sampler's
+    float32 logits. (The engine measures them.)"""
     width = shape.intermediate
     if shape.experts is not None:
         width = max(width, shape.experts.num_active * shape.experts.intermediate)
@@ -34,8 +34,8 @@ def step_bytes(shape: ModelShape, num_tokens: int, num_seqs: int, *, dtype_bytes
 
 
 def kv_cache_bytes(cost: CostModel, *, utilization: float, max_num_batched_tokens: int, max_num_seqs: int) -> int:
-    """Bytes left for the KV cache of a share of the device's memory. Raises InsufficientMemoryError, with the
-    arithmetic, when nothing is."""
+    """Bytes of a share of the device's memory that remain for the KV cache. Raises InsufficientMemoryError, with the
+    arithmetic, when none do."""
     hardware = cost.hardware
     weights = int(cost.weight_bytes_per_device)
     activations = activation_bytes(cost, max_num_batched_tokens, max_num_seqs)
@@ -66,13 +66,13 @@ def pool_bytes(cost: CostModel, num_blocks: int, block_size: int) -> int:
 def most_useful_bytes(
     cost: CostModel, max_num_seqs: int, max_model_len: int, block_size: int, snapshot_interval: int
 ) -> int:
-    """Bytes that `max_num_seqs` sequences of full length use: the engine takes no more (quire/kv_cache/sizing.py)."""
+    """Pool bytes for `max_num_seqs` sequences of full length; the engine takes no more (quire/kv_cache/sizing.py)."""
     groups, _ = _groups(cost, block_size, snapshot_interval)
     return pool_bytes(cost, most_useful_blocks(groups, max_num_seqs, max_model_len), block_size)
 
 
 def device_specs(shape: ModelShape, dtype: str, layout: ParallelConfig) -> list[LayerSpec]:
-    """The KV specs of the layers of one device, for the largest pipeline stage."""
+    """KV specs of one device's layers, in the largest pipeline stage."""
     stage, size = shape.layers[: shape.layers_per_stage(layout.pp)], int(DTYPE_BYTES[dtype])
     return [layer_spec(layer.attention, size, num_ranks=layout.tp, dealt_to=layout.dcp) for layer in stage]
 

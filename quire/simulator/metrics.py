@@ -1,11 +1,10 @@
-"""What came of a simulated run: latencies as distributions, and the state of a replica over time, in flat memory.
+"""Metrics of a simulated run: distributions of latencies, and a replica's state over time, in bounded memory.
 
-Of a request: TTFT is arrival to first token; latency arrival to last token; TPOT the rest of the latency for each
-further token; normalised latency the latency for each output token (the paper's measure, §6.1; of several sequences,
-the output is that of one).
+TTFT: arrival to first token. Latency: arrival to last token. TPOT: the latency after TTFT for each further token.
+Normalised latency: latency per output token (the paper's measure, §6.1; for several sequences, the tokens of one).
 
-A distribution keeps every value while there are few, then counts them in bins that are 0.5 % wide: percentiles are off
-by at most that much, and mean, extremes and count stay exact. Distributions of several replicas merge.
+A distribution keeps its first values exactly, then counts them in bins 0.5 % wide: percentiles are off by at most that,
+while mean, extremes and count stay exact. Distributions of replicas merge.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from typing import Any
 from quire.kv_cache.stats import EngineStats
 
 EXACT = 100_000
-"""Values that a distribution keeps as they are."""
+"""Number of values that a distribution keeps exactly."""
 BIN_WIDTH = math.log(1.005)
 NUM_BINS = 1024
-"""Moments of a time series, at most; with more, neighbours are merged."""
+"""Largest number of bins of a time series; beyond it neighbours are merged."""
 PERCENTILES = (50.0, 90.0, 95.0, 99.0)
 LATENCIES = ("ttft", "tpot", "latency", "normalized_latency")
 
 
 class Distribution:
-    """Of one quantity, values of at least 0."""
+    """Distribution of one quantity with values of at least 0."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -37,7 +36,7 @@ class Distribution:
         self.highest = 0.0
         self._values: array[float] | None = array("d")
         self._bins: Counter[int] = Counter()
-        """Number of a bin (of the value's logarithm) -> values in it; used when there are too many to keep."""
+        """Number of a bin (of the value's logarithm) -> count, once there are too many values to keep."""
 
     def add_value(self, value: float) -> None:
         self.count += 1
@@ -52,7 +51,7 @@ class Distribution:
             self._begin_bins()
 
     def merge(self, other: Distribution) -> None:
-        """Take in another one's values."""
+        """Add another distribution's values."""
         self.count += other.count
         self.total += other.total
         self.lowest, self.highest = min(self.lowest, other.lowest), max(self.highest, other.highest)
@@ -74,7 +73,7 @@ class Distribution:
         return self.total / self.count if self.count else math.nan
 
     def percentile(self, percent: float) -> float:
-        """The value below which `percent` percent of the values lie, interpolated linearly; NaN when there are none."""
+        """The value below which `percent` percent of the values lie, interpolated linearly; NaN without values."""
         if not self.count:
             return math.nan
         if self._values is not None:
@@ -91,7 +90,7 @@ class Distribution:
         return self.highest
 
     def as_json(self) -> dict[str, float]:
-        """Seconds. Empty when there are no values."""
+        """Mean, extremes and percentiles in seconds; empty without values."""
         if not self.count:
             return {}
         values = {"mean": self.mean, "min": self.lowest, "max": self.highest}
@@ -108,7 +107,7 @@ def _middle(number: int) -> float:
 
 @dataclass(slots=True)
 class Moments:
-    """Averages over time of a bin of a time series, each weighted by how long it held."""
+    """Time integrals over a bin of a time series, and its counts."""
 
     seconds: float = 0.0
     running: float = 0.0
@@ -127,22 +126,22 @@ class Moments:
 
 
 class TimeSeries:
-    """The state of a replica in bins of equal width, which doubles whenever there are too many."""
+    """A replica's state in bins of equal width, which doubles when there are too many."""
 
     def __init__(self, width: float = 1.0) -> None:
         self.width = width
         self.bins: list[Moments] = []
 
     def add_span(self, start: float, moments: Moments) -> None:
-        """Integrals (value times seconds) over an interval that begins at `start`. It counts where it begins, unless it
-        is longer than a bin: then it is spread over those that it covers."""
+        """Add integrals (value times seconds) over an interval from `start`. It counts in its first bin, unless it is
+        longer than a bin: then it is spread over all of them."""
         if moments.seconds > self.width:
             self._spread(start, moments)
         else:
             self._put(start, moments)
 
     def _put(self, start: float, moments: Moments) -> None:
-        """Add to the bin of a moment."""
+        """Add to the bin at `start`."""
         number = int(start / self.width)
         while number >= NUM_BINS:
             self._widen()
@@ -152,7 +151,7 @@ class TimeSeries:
         self.bins[number].add_moments(moments)
 
     def _spread(self, start: float, moments: Moments) -> None:
-        """Cut an interval into parts of a bin at most. What is counted (tokens, preemptions) belongs to its end."""
+        """Cut an interval into parts of at most a bin. Counts (tokens, preemptions) belong to its end."""
         while int((start + moments.seconds) / self.width) >= NUM_BINS:
             self._widen()
         parts = math.ceil(moments.seconds / self.width)
@@ -164,7 +163,7 @@ class TimeSeries:
         self._put(start + (parts - 1) * seconds, last)
 
     def merge(self, other: TimeSeries) -> None:
-        """Add another replica's."""
+        """Add another replica's series."""
         while self.width < other.width:
             self._widen()
         ratio = self.width / other.width
@@ -181,8 +180,7 @@ class TimeSeries:
         self.bins, self.width = merged, 2 * self.width
 
     def rows(self, num_blocks: int) -> list[dict[str, float]]:
-        """Per bin: its start, and the averages over its time; of idle time, nothing ran. num_blocks: of all replicas
-        that were merged."""
+        """Start and time averages of each bin; nothing runs in idle time. num_blocks: blocks of all merged replicas."""
         return [
             {
                 "time": number * self.width,
@@ -198,39 +196,39 @@ class TimeSeries:
 
 @dataclass
 class Metrics:
-    """All that is kept of a run. Times in seconds of the simulated clock."""
+    """Results of a run. Times are seconds of the simulated clock."""
 
     latencies: dict[str, Distribution] = field(default_factory=lambda: {name: Distribution() for name in LATENCIES})
     series: TimeSeries = field(default_factory=TimeSeries)
     num_requests: int = 0
-    """Arrived."""
+    """Requests that arrived."""
     num_finished: int = 0
     num_refused: int = 0
     num_priorities_ignored: int = 0
-    """Requests that brought a priority, while the scheduling policy is "fcfs"."""
+    """Requests with a priority under the scheduling policy "fcfs"."""
     num_input_tokens: int = 0
-    """Of finished requests."""
+    """Prompt tokens of finished requests."""
     num_output_tokens: int = 0
-    """Of all sequences of finished requests."""
+    """Output tokens of all sequences of finished requests."""
     num_slo_met: int = 0
     """Finished requests that met every objective."""
     end: float = 0.0
-    """When the last request finished."""
+    """Time of the last request's end."""
     num_steps: int = 0
     busy_seconds: float = 0.0
-    """In which the device computed."""
+    """Seconds in which the device computed."""
     step_seconds: float = 0.0
-    """In which a step was on its way: what averages over steps are taken over."""
+    """Seconds in which a step was on its way; averages over steps are taken over them."""
     running_seconds: float = 0.0
-    """Integral of the requests that run, over `step_seconds`."""
+    """Integral of the number of running requests over `step_seconds`."""
     kv_seconds: float = 0.0
-    """Integral of the share of blocks in use."""
+    """Integral of the share of blocks in use over `step_seconds`."""
     num_blocks: int = 0
     stats: EngineStats = field(default_factory=EngineStats)
-    """Counters of the engine; of several replicas, sums of what only grows."""
+    """The engine's counters; merged replicas have the sums of those that only grow."""
 
     def merge(self, other: Metrics) -> None:
-        """Take in another replica's run."""
+        """Add another replica's run."""
         for name, distribution in other.latencies.items():
             self.latencies[name].merge(distribution)
         self.series.merge(other.series)
@@ -243,7 +241,7 @@ class Metrics:
 
     @property
     def mean_running(self) -> float:
-        """Requests that run side by side, averaged over the time in which any does (Fig. 13)."""
+        """Mean number of running requests while a step is on its way (Fig. 13)."""
         return self.running_seconds / self.step_seconds if self.step_seconds else 0.0
 
     @property

@@ -1,4 +1,4 @@
-"""PNG plots. matplotlib is an optional part of the installation (extra `bench`), imported here only."""
+"""PNG plots with matplotlib, an optional dependency (extra `bench`) that is imported here only."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from quire.simulator.sweep import SweepResult, pareto_front
 from quire.utils.extras import how_to_install
 
 WIDTH, HEIGHT, DOTS = 7.0, 4.0, 150
-"""Inches, and dots for each."""
+"""Inches, and dots per inch."""
 MILLISECONDS = 1e3
 LOGARITHMIC_FROM = 20
-"""The largest of the values over the smallest."""
+"""Ratio of the largest to the smallest value from which an axis is logarithmic."""
 
 
 def check_matplotlib() -> None:
-    """Raise UserError now rather than after a long run."""
+    """Raise UserError before a long run if matplotlib is missing."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -29,8 +29,7 @@ def check_matplotlib() -> None:
 
 @contextmanager
 def figure(path: Path, *, rows: int = 1, title: str = "") -> Iterator[list[Any]]:
-    """The axes of a new figure, one below the other; written to `path` when the block ends.
-
+    """Axes of a new figure, one below the other; the figure is written to `path` when the block ends.
     Raises UserError when matplotlib is missing or the file cannot be written.
     """
     check_matplotlib()
@@ -54,7 +53,7 @@ def figure(path: Path, *, rows: int = 1, title: str = "") -> Iterator[list[Any]]
 
 
 def plot_latency(path: Path, runs: Mapping[float, Metrics], *, title: str = "") -> None:
-    """Latency against rate: requests a second -> what came of it."""
+    """Plot latencies against request rates. runs: requests per second -> metrics."""
     rates = sorted(runs)
     with figure(path, rows=3, title=title) as axes:
         for axis, name, label in zip(
@@ -72,7 +71,7 @@ def plot_latency(path: Path, runs: Mapping[float, Metrics], *, title: str = "") 
 
 
 def _scale(axis: Any) -> None:
-    """Logarithmic where latencies lie far apart, as when a queue grows; else from zero, with plain numbers."""
+    """Make the axis logarithmic if latencies lie far apart, as when a queue grows; else begin at zero."""
     values = [value for line in axis.get_lines() for value in line.get_ydata() if value > 0]
     if values and max(values) > LOGARITHMIC_FROM * min(values):
         axis.set_yscale("log")
@@ -81,7 +80,7 @@ def _scale(axis: Any) -> None:
 
 
 def plot_memory(path: Path, metrics: Metrics, *, title: str = "") -> None:
-    """Share of KV blocks in use, requests that run and wait, and preemptions, over time."""
+    """Plot the share of KV blocks in use, running and waiting requests, and preemptions over time."""
     rows = metrics.series.rows(metrics.num_blocks)
     times = [row["time"] for row in rows]
     with figure(path, rows=3, title=title) as axes:
@@ -99,7 +98,7 @@ def plot_memory(path: Path, metrics: Metrics, *, title: str = "") -> None:
 
 
 def plot_pareto(path: Path, results: Sequence[SweepResult], *, title: str = "") -> None:
-    """Output tokens a second of a device against those that a user sees (1/TPOT), and which points no other beats."""
+    """Plot output tokens per second of a device against those of one user (1/TPOT), and the Pareto front."""
     with figure(path, title=title) as (axis,):
         for result in results:
             points = [(point.interactivity, point.tokens_per_device) for point in result.points]

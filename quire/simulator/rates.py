@@ -1,4 +1,4 @@
-"""The highest rate that keeps the objectives."""
+"""Search for the highest rate that keeps the objectives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class UnboundedRateError(QuireError):
 
 @dataclass(frozen=True)
 class Trial:
-    """A rate that was tried, and whether it holds."""
+    """A tried rate; `holds` is True if it keeps the objectives."""
 
     rate: float
     holds: bool
@@ -29,7 +29,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class FoundRate:
-    """rate: requests a second, the highest that held; the next one tried, at most PRECISION higher, did not."""
+    """rate: highest requests per second that held; the next one tried, at most PRECISION higher, did not."""
 
     rate: float
     metrics: Metrics
@@ -43,9 +43,9 @@ def find_rate(
     start: float = 1.0,
     precision: float = PRECISION,
 ) -> FoundRate:
-    """Double (or halve) the rate from `start` on until it no longer holds (or does), then halve the interval.
+    """Double (or halve) the rate from `start` until it no longer holds (or does), then halve the interval.
 
-    Raises QuireError when no rate holds, UnboundedRateError when every one does: then the objectives do not bind.
+    Raises QuireError when no rate holds, UnboundedRateError when every one does.
     """
     if not 0 < start < math.inf:
         raise UserError(f"the search must begin at a rate above 0 and finite, not {start:g}", param="rate")

@@ -1,4 +1,4 @@
-"""Least squares without negative numbers."""
+"""Least squares with coefficients of at least 0."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Vector = npt.NDArray[np.float64]
 
 
 def not_negative(columns: Vector, values: Vector) -> Vector:
-    """Least squares, a column that would count negatively (or says nothing) left out. columns: [values, numbers]."""
+    """Coefficients of at least 0, with negative and empty columns left out. columns: [values, numbers]."""
     kept = [index for index in range(columns.shape[1]) if np.any(columns[:, index])]
     found = np.zeros(columns.shape[1])
     while kept:

@@ -1,5 +1,4 @@
-"""One replica: the product's engine core, scheduler and KV cache on a virtual clock, with an executor that computes
-nothing, and requests that arrive by a trace."""
+"""One replica: the engine core on a virtual clock, a simulated executor, and requests of a trace."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ GPU_MEMORY_UTILIZATION = 0.9
 SWAP_SPACE = 4 * 2**30
 
 SIMULATED = "simulated"
-"""The architecture of a model of which the engine is told the shape only."""
+"""Architecture of models of which only the shape is known."""
 
 MakeCore = Callable[[EngineConfig, Executor, Clock], EngineCore]
 MakeExecutor = Callable[[CostModel, VirtualClock, int], Executor]
@@ -45,8 +44,8 @@ MakeExecutor = Callable[[CostModel, VirtualClock, int], Executor]
 
 @dataclass(frozen=True)
 class Record:
-    """One request from arrival to end, in seconds of the virtual clock. num_tokens: of the longest sequence;
-    num_generated: of all its sequences. num_cached: prompt tokens found in the prefix cache."""
+    """One request from arrival to end, in seconds of the virtual clock. num_tokens: tokens of the longest sequence.
+    num_generated: tokens of all sequences. num_cached: prompt tokens found in the prefix cache."""
 
     request: TraceRequest
     number: int
@@ -79,12 +78,10 @@ class Record:
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """The engine's options as far as scheduling depends on them: names and meanings are EngineOptions', defaults those
-    of a GPU.
+    """The EngineOptions that affect scheduling, with a GPU's defaults.
 
-    kv_cache_memory: bytes on each device; None: gpu_memory_utilization of the device's memory, less weights and
-    activations. swap_space: bytes of host memory for each device, where preempted requests are swapped. seed: of the
-    device's jitter, if its profile has one.
+    kv_cache_memory: bytes on each device; None: gpu_memory_utilization of its memory, less weights and activations.
+    swap_space: host bytes for each device's preempted requests. seed: seed of the device's jitter, if any.
     """
 
     max_model_len: int | None = None
@@ -105,8 +102,8 @@ class EngineSettings:
     seed: int = 0
 
     def config(self, cost: CostModel) -> EngineConfig:
-        """The engine's configuration of a model of this shape. Raises InsufficientMemoryError when it does not fit,
-        ConfigError for a max_model_len that the model does not have."""
+        """The engine's configuration for a model's shape. Raises InsufficientMemoryError when it does not fit,
+        ConfigError for a max_model_len above the model's."""
         shape = cost.shape
         longest = self.max_model_len or shape.max_model_len
         if longest > shape.max_model_len:
@@ -180,23 +177,23 @@ class _Live:
     number: int
     first_token: float = -1.0
     num_left: int = 1
-    """Sequences that have not ended."""
+    """Number of sequences that have not ended."""
 
 
 @dataclass(frozen=True)
 class Observer:
-    """What a caller may look at while a run goes on; each function is called with what its name says."""
+    """Callbacks during a run."""
 
     on_record: Callable[[Record], None] | None = None
-    """Every request that finished."""
+    """Called for every finished request."""
     on_refusal: Callable[[TraceRequest, str], None] | None = None
-    """Every request that the engine refused, and why."""
+    """Called for every refused request, with the reason."""
     on_step: Callable[[EngineCore, float], None] | None = None
-    """After every step: the core, and the seconds that the step took. Makes a run slower."""
+    """Called after every step with the core and the step's seconds. Slows a run."""
 
 
 class Replica:
-    """An engine core that requests are offered to in the order of their arrival, and that runs up to a given moment."""
+    """An engine core that gets requests in the order of arrival and runs up to a given moment."""
 
     def __init__(
         self,
@@ -208,8 +205,8 @@ class Replica:
         objectives: Mapping[str, float] = MappingProxyType({}),
         observer: Observer | None = None,
     ) -> None:
-        """make_core: builds the engine core (with another scheduler, for baselines). objectives: names of LATENCIES ->
-        seconds, for `num_slo_met`. Raises InsufficientMemoryError when the model does not fit."""
+        """make_core: constructor of the engine core (baselines have another scheduler). objectives: names of LATENCIES
+        -> seconds, for `num_slo_met`. Raises InsufficientMemoryError when the model does not fit."""
         self.clock = VirtualClock()
         if make_executor is None:
             self.executor: Executor = SimulatedExecutor(
@@ -226,7 +223,7 @@ class Replica:
         self._live: dict[str, _Live] = {}
         self._num_offered = 0
         self._load = self.core.scheduler.current_load()
-        """After the last step."""
+        """The scheduler's load after the last step."""
 
     # -- running ----------------------------------------------------------------------------------------------------
 
@@ -244,8 +241,8 @@ class Replica:
         return self.finish_run()
 
     def advance(self, until: float) -> None:
-        """Make steps until the clock has reached a moment (the step that is under way then is finished), or nothing is
-        left to do; then the clock stands there, unless it is infinite."""
+        """Make steps until the clock reaches `until` (the last step may pass it) or no work is left; then set the clock
+        to it, unless it is infinite."""
         clock, core = self.clock, self.core
         while clock.now() < until and core.has_work:
             self.step()
@@ -253,7 +250,7 @@ class Replica:
             clock.advance(until - clock.now())
 
     def offer(self, request: TraceRequest) -> None:
-        """A request arrives. The clock may be past its arrival, by the rest of a step."""
+        """Add a request that arrives. The clock may be past its arrival by the rest of a step."""
         number = self._num_offered
         self._num_offered = number + 1
         self.metrics.num_requests += 1
@@ -279,15 +276,15 @@ class Replica:
         )
 
     def _priority(self, request: TraceRequest) -> int:
-        """As the engine orders by it: under `fcfs` it takes none, so that a trace that brings some can be replayed with
-        both policies."""
+        """The request's priority; 0 under `fcfs`, so that a trace with priorities can be replayed with both
+        policies."""
         if self._takes_priorities or not request.priority:
             return request.priority
         self.metrics.num_priorities_ignored += 1
         return 0
 
     def finish_run(self) -> Metrics:
-        """The results. Checks that the engine is as it was: no request, no block in use."""
+        """The metrics, after a check that no request and no block is left."""
         stats = self.core.stats()
         assert not self._live, f"{len(self._live)} requests never ended"
         assert stats.num_used_blocks == stats.num_registered_blocks == 0, "blocks are in use, and no request is here"
@@ -303,7 +300,7 @@ class Replica:
     # -- parts ------------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """One step of the engine core, and what comes out of it."""
+        """Do one step of the engine core and record its outputs."""
         started = self.clock.now()
         outputs = self.core.step()
         now = self.clock.now()
@@ -333,7 +330,7 @@ class Replica:
             self._observer.on_step(self.core, seconds)
 
     def _take(self, updates: list[SequenceUpdate], now: float) -> int:
-        """Look at those updates that begin or end something; returns how many tokens all of them have."""
+        """Record updates that begin or end something; returns the number of all updates' tokens."""
         num_tokens = len(updates)
         for update in updates:
             if update.timing is None:
@@ -400,7 +397,7 @@ def simulate(
 
 @cache
 def _params(n: int, beam_width: int) -> SamplingParams:
-    """Only the length ends a sequence."""
+    """Settings under which only the length ends a sequence."""
     if beam_width:
         return SamplingParams(n=beam_width, use_beam_search=True, temperature=0.0, ignore_eos=True, detokenize=False)
     return SamplingParams(n=n, temperature=1.0, ignore_eos=True, detokenize=False)

@@ -1,4 +1,4 @@
-"""A scenario is all of a simulation but the rate: requests, model, device, layout, engine, router."""
+"""A scenario: a whole simulation except the rate."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from quire.simulator.workloads import Arrivals, stream
 
 
 class Source(Protocol):
-    """Where requests come from."""
+    """A source of requests."""
 
     def requests(self, rate: float | None) -> Iterator[TraceRequest]:
-        """The requests at `rate` requests a second (None: as they are); the same for the same rate."""
+        """Requests at `rate` per second (None: the native rate); equal for equal rates."""
         ...
 
     def rate(self) -> float | None:
-        """Requests a second, as they are; None when there is no such thing."""
+        """Native requests per second, or None."""
         ...
 
 
 @dataclass(frozen=True)
 class TraceSource:
-    """A trace file. At another rate its arrivals are stretched, all alike."""
+    """A trace file. Other rates stretch its arrivals evenly."""
 
     path: Path
 
@@ -54,7 +54,7 @@ class TraceSource:
 
 @dataclass(frozen=True)
 class SyntheticSource:
-    """A workload of `quire.simulator.workloads`. n, beam_width: of every request."""
+    """A workload of `quire.simulator.workloads`. n, beam_width: the same for every request."""
 
     name: str
     arrivals: Arrivals
@@ -83,18 +83,18 @@ class Scenario:
     make_core: MakeCore = EngineCore
 
     def simulate(self, rate: float | None = None, *, num_processes: int = 1) -> Metrics:
-        """Serve the requests at a rate (None: as they are) by all replicas of the layout."""
+        """Serve the requests at a rate (None: native) by all replicas of the layout."""
         return merged(self.run_each(rate, num_processes=num_processes))
 
     def run_each(self, rate: float | None = None, *, num_processes: int = 1) -> list[Metrics]:
-        """The same, per replica."""
+        """`simulate` with each replica's metrics."""
         spec = ReplicaSpec(self.cost, self.settings, self.make_core, dict(self.objectives))
         return simulate_fleet(
             self.source.requests(rate), spec, self.cost.layout.dp, router=self.router, num_processes=num_processes
         )
 
     def holds(self, metrics: Metrics) -> bool:
-        """Whether a run met all objectives, and served everybody. A run without a request did not."""
+        """True if a run met all objectives and refused no request. False for a run without requests."""
         return (
             metrics.num_finished > 0
             and metrics.num_refused == 0

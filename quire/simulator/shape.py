@@ -1,4 +1,4 @@
-"""Models by name: `models.json` holds the configurations of some, sizes only."""
+"""Models by name. `models.json` holds the sizes of some."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ BUILT_IN = Path(__file__).with_name("models.json")
 
 
 def find_shape(name: str, revision: str | None = None) -> ModelShape:
-    """A model by built-in name, config.json, directory or GGUF file, "bundled", or hub id ("owner/name", of which only
-    the configuration is fetched). Raises UserError or ModelLoadError for anything else."""
+    """Shape of a built-in name, config.json, directory or GGUF file, "bundled", or hub id ("owner/name"; only the
+    configuration is fetched). Raises UserError or ModelLoadError for anything else."""
     known = built_in()
     if name.lower() in known:
         return read_shape(known[name.lower()], name.lower())

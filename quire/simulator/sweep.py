@@ -1,4 +1,4 @@
-"""Which layout of a number of devices serves best: every one that the model and its memory allow, at rising rates."""
+"""Comparison of all layouts of a number of devices that the model and its memory allow, at rising rates."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from quire.simulator.scenario import Scenario
 from quire.simulator.work import StepWork
 
 GROWTH = 1.05
-"""A layout is saturated when twice the rate yields less than GROWTH times the tokens a second."""
+"""Growth of tokens per second on doubling the rate, below which a layout is saturated."""
 MAX_POINTS = 14
 MAX_STAGES = 8
 SAMPLE, CONTEXT = 100, 512
-"""Requests that are looked at, and tokens of a context, to guess how long a request takes alone."""
+"""Number of requests, and tokens of context, for an estimate of a single request's time."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Point:
-    """One layout at one rate. tpot: mean seconds; tokens_per_second: output of all devices."""
+    """One layout at one rate. tpot: mean seconds. tokens_per_second: output of all devices."""
 
     layout: ParallelConfig
     rate: float
@@ -45,19 +45,19 @@ class Point:
 
     @property
     def interactivity(self) -> float:
-        """Tokens a second that one user sees."""
+        """Tokens per second of one user."""
         return 1 / self.tpot if self.tpot else float("inf")
 
     @property
     def tokens_per_device(self) -> float:
-        """Output tokens a second of one device."""
+        """Output tokens per second of one device."""
         return self.tokens_per_second / self.layout.num_devices
 
 
 @dataclass(frozen=True)
 class SweepResult:
-    """points: at rising rates, the last one saturated. found_rate: requests a second that keep the objectives (None:
-    there are no objectives, or not even the lowest rate does; infinite: every rate does)."""
+    """points: at rising rates, the last one saturated. found_rate: requests per second that keep the objectives (None:
+    no objectives, or no rate does; infinite: every rate does)."""
 
     layout: ParallelConfig
     points: tuple[Point, ...]
@@ -65,10 +65,9 @@ class SweepResult:
 
 
 def layouts(scenario: Scenario, num_devices: int) -> list[ParallelConfig]:
-    """All layouts of exactly `num_devices` devices in which the model fits, tensor parallelism in powers of two and at
-    most MAX_STAGES stages; the experts of a mixture in each replica, and spread over all devices; a context on each
-    device, and dealt to those with copies of its key head. Raises UserError when there is none, and says why the last
-    one was left out."""
+    """All layouts of exactly `num_devices` devices in which the model fits: tensor parallelism in powers of two, at
+    most MAX_STAGES stages, experts in each replica or spread over all devices, a context on each device or dealt to
+    those with copies of its key head. Raises UserError, with the last one's reason, when there is none."""
     if num_devices < 1:
         raise UserError(f"a sweep needs at least 1 device, not {num_devices}", param="gpus")
     found, reason = [], "there is none"
@@ -91,7 +90,7 @@ def sweep(scenario: Scenario, candidates: Sequence[ParallelConfig], *, num_proce
 
 
 def side_by_side(work: Callable[[Item], Result], items: Sequence[Item], num_processes: int) -> Iterator[Result]:
-    """`work` of each item, in their order, in several processes. Raises QuireError when one of them dies."""
+    """`work` of each item, in order, in several processes. Raises QuireError when one of them dies."""
     if num_processes <= 1 or len(items) <= 1:
         yield from map(work, items)
         return
@@ -105,17 +104,17 @@ def side_by_side(work: Callable[[Item], Result], items: Sequence[Item], num_proc
         except BaseException:
             for process in multiprocessing.active_children():
                 if process not in others:
-                    process.terminate()  # else the pool would wait for what they are at
+                    process.terminate()  # otherwise the pool waits for their current work
             raise
 
 
 def die_quietly() -> None:
-    """In a process of the simulator: an interrupt from the keyboard ends it, and says nothing."""
+    """Initializer of the simulator's processes: an interrupt from the keyboard ends them silently."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def run_layout(scenario: Scenario, layout: ParallelConfig) -> SweepResult:
-    """One layout: from a rate at which requests are alone, doubled until the layout is saturated."""
+    """Run one layout from a rate at which requests are alone, doubled until the layout is saturated."""
     scenario = replace(scenario, cost=_cost(scenario, layout))
     points: list[Point] = []
     rate = _lowest_rate(scenario)
@@ -142,7 +141,7 @@ def run_layout(scenario: Scenario, layout: ParallelConfig) -> SweepResult:
 
 
 def point(layout: ParallelConfig, rate: float, metrics: Metrics) -> Point:
-    """The point of a run: its rate, latencies and throughput under a layout."""
+    """The point of a run's metrics."""
     return Point(
         layout=layout,
         rate=rate,

@@ -1,12 +1,11 @@
-"""Made-up token ids with which the prefix cache finds exactly what it would find with real ones.
+"""Made-up token ids with the prefix-cache hits of real ones.
 
-A prompt is a run of consecutive numbers, made when the request arrives: what two requests share is the run of their
-group, and what is their own starts with a number that no other request has. A hash of a block stands for all blocks
-before it, so that one different token is enough.
+A prompt is a run of consecutive numbers: the run of its group, which it shares, then numbers that no other request has.
+A block's hash covers all blocks before it, so one different token is enough.
 
-A request whose whole prompt is its group's run is a turn of a conversation: what it generates continues the run, and
-the next turn, whose prompt is longer, finds prompt and answer in the cache. Whatever else is generated is like nothing
-else: the token is the number of its sequence.
+A request whose whole prompt is its group's run is a turn of a conversation: its output continues the run, and the next
+turn, whose prompt is longer, finds both in the cache. Other generated tokens are the number of their sequence, unlike
+anything else.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from quire.step import NewSequence, StepPlan
 
 OWN_TOKENS = 1 << 30
 GROUP_TOKENS = 1 << 31
-"""Runs of groups begin here or later; numbers of sequences and of requests stay below."""
+"""First token of the groups' runs; numbers of sequences and requests are lower."""
 BEST_LOSS, BEAM_GAP, GAP_DECAY = 0.6, 2.7, 1.5
-"""In log-probability, means: what the best next token costs a beam, and how much more the second best; from the k-th
-to the next one it is BEAM_GAP / k ** GAP_DECAY."""
+"""Mean log-probability that the best next token costs a beam, and the gap to the second best; the gap after the k-th is
+BEAM_GAP / k ** GAP_DECAY."""
 ALIKE = 0.7
-"""How often a beam is as sure of its next token as its search is: two beams correlate by the square, one half. All
-of it as measured on the bundled model's beams (docs/decisions/0016-simulator.md)."""
+"""Share of steps in which a beam draws its search's scores, not its own; two beams correlate by the square, one half.
+Measured, like the values above, on the bundled model's beams (docs/decisions/0016-simulator.md)."""
 
 
 def prompt_tokens(number: int, num_tokens: int, group: str | None, num_shared: int) -> list[int]:
-    """The prompt of request `number`, of which the first `num_shared` tokens are those of its group."""
+    """Prompt of request `number`, whose first `num_shared` tokens are its group's."""
     own = OWN_TOKENS + number % OWN_TOKENS
     if group is None or not num_shared:
         return list(range(own, own + num_tokens))
@@ -38,24 +37,24 @@ def prompt_tokens(number: int, num_tokens: int, group: str | None, num_shared: i
 
 
 def first_of_group(group: str) -> int:
-    """Where the run of a group begins."""
+    """First token of a group's run."""
     digest = hashlib.blake2b(group.encode(), digest_size=4).digest()
     return GROUP_TOKENS + int.from_bytes(digest, "little") % OWN_TOKENS
 
 
 class Streams:
-    """The token ids that the sequences of an executor generate."""
+    """Generated token ids of an executor's sequences."""
 
     def __init__(self) -> None:
         self._first_tokens: dict[int, int] = {}
-        """seq_id -> token at position 0, of turns of conversations."""
+        """seq_id -> token at position 0, for turns of conversations."""
         self._num_candidates: dict[int, int] = {}
-        """seq_id -> candidates to return, of beams."""
+        """seq_id -> candidates to return, for beams."""
         self._requests: dict[int, int] = {}
-        """seq_id -> the first sequence of its request, of those that were forked."""
+        """seq_id -> first sequence of its request, for forked sequences."""
 
     def follow(self, plan: StepPlan) -> None:
-        """Take note of the rows that come and go. O(those)."""
+        """Record a plan's new and released rows, in time proportional to them."""
         for seq_id in plan.released:
             self._first_tokens.pop(seq_id, None)
             self._num_candidates.pop(seq_id, None)
@@ -72,13 +71,13 @@ class Streams:
                     self._num_candidates[fork.child] = fork.sampling.num_candidates
 
     def num_requests(self, plan: StepPlan) -> int:
-        """Of how many requests the plan's sequences are, as `follow` was told."""
+        """Number of requests of the plan's sequences."""
         if not self._requests:
             return len(plan.seq_ids)
         return len({self._requests.get(seq_id, seq_id) for seq_id in plan.seq_ids})
 
     def sample(self, plan: StepPlan) -> list[list[int]]:
-        """A token for each of the plan's samples, in a list of its own."""
+        """One token for each of the plan's samples, in a list of its own."""
         firsts = self._first_tokens
         if not firsts:
             return [[seq_id] for seq_id in plan.sample_seq_ids]
@@ -93,8 +92,8 @@ class Streams:
         return bool(self._num_candidates)
 
     def beams(self, plan: StepPlan) -> Iterator[tuple[int, list[int], list[float]]]:
-        """(index among the samples, tokens, scores) of beams: distinct tokens with falling scores, the gaps between
-        them drawn from exponential distributions by a hash of step and place."""
+        """(index among the samples, tokens, scores) of beams: distinct tokens with falling scores; a hash of step and
+        place draws the gaps from exponential distributions."""
         for index, seq_id in enumerate(plan.sample_seq_ids):
             number = self._num_candidates.get(seq_id)
             if number is not None:
@@ -110,7 +109,7 @@ class Streams:
 
 
 def is_turn(new: NewSequence) -> bool:
-    """Whether a whole prompt is the run of a group, and there is one sample of it."""
+    """True if a whole prompt is a group's run, with one sample."""
     first, last = new.token_ids[0], new.token_ids[new.num_prompt_tokens - 1]
     return (
         first >= GROUP_TOKENS and last - first == new.num_prompt_tokens - 1 and new.sampling.params.num_sequences == 1
@@ -118,8 +117,8 @@ def is_turn(new: NewSequence) -> bool:
 
 
 def _uniform(*values: int) -> float:
-    """Above 0 and at most 1, the same for the same values in every process (hashes of integers are)."""
-    mixed = hash(values) & _WORD  # of numbers that lie close together, hashes are not independent
+    """A number above 0 and at most 1, equal for equal values in every process (integer hashes are)."""
+    mixed = hash(values) & _WORD  # hashes of neighbouring numbers are not independent
     mixed ^= mixed >> 33
     mixed = mixed * _MULTIPLIER & _WORD
     mixed ^= mixed >> 33

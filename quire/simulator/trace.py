@@ -1,8 +1,8 @@
-"""Requests of a trace file with their arrival times, read as they are needed.
+"""Lazily read requests of a trace file.
 
 JSON lines, one object a line, or CSV with a header. Columns: `arrival` (seconds from the start, not falling),
-`input_tokens`, `output_tokens`; optional: `prefix_group` (a name) and `prefix_tokens` (how many of the input tokens all
-requests of the group share; default: all of them), `n` (sequences), `beam_width`, `priority`.
+`input_tokens`, `output_tokens`; optional: `prefix_group` (a name) and `prefix_tokens` (input tokens that all requests
+of the group share; default: all), `n` (sequences), `beam_width`, `priority`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from quire.sampling_params import MAX_BEAM_WIDTH, MAX_N
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """arrival: seconds from the start. n: sequences of parallel sampling. beam_width: of a beam search, 0: none.
-    prefix_tokens: leading input tokens that all requests of `prefix_group` share; of a group whose requests share all
-    of them, each is a turn of a conversation, and its output belongs to the next turn's input."""
+    """arrival: seconds from the start. n: sequences of parallel sampling. beam_width: width of a beam search, 0: none.
+    prefix_tokens: leading input tokens that all requests of `prefix_group` share. If they share all, each request is a
+    turn of a conversation, and its output belongs to the next turn's input."""
 
     arrival: float
     input_tokens: int
@@ -44,7 +44,7 @@ OPTIONAL = ("prefix_group", "prefix_tokens", "n", "beam_width", "priority")
 
 
 def read_trace(path: Path) -> Iterator[TraceRequest]:
-    """The requests of a .jsonl or .csv file, one at a time. Raises UserError naming file and line."""
+    """Requests of a .jsonl or .csv file, one at a time. Raises UserError with file and line."""
     if path.suffix.lower() not in (".jsonl", ".csv"):
         raise UserError(f"trace {str(path)!r}: expected a .jsonl or .csv file", param="trace")
     try:
@@ -162,7 +162,7 @@ def _number(value: Any, name: str, path: Path, line: int) -> float:
 def _integer(
     entry: Mapping[str, Any], name: str, path: Path, line: int, minimum: int, default: int | None = None
 ) -> int:
-    """A whole number, as such or as CSV has it."""
+    """An integer, or CSV's text of one."""
     value = entry.get(name, default)
     try:
         number = int(value) if isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""The work of one plan, in the numbers from which its cost is computed."""
+"""The work of one plan, as numbers for the cost model."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ from quire.step import HostTransfers, StepPlan
 
 
 class Chunk(NamedTuple):
-    """Attention to the positions of a token's own chunk of `size`, up to its own."""
+    """Attention of a token to earlier positions of its own chunk of `size`."""
 
     size: int
 
 
 Windows = Sequence[int | Chunk | None]
-"""The distinct attention windows of a model's layers, None for full attention."""
+"""Distinct attention windows of a model's layers; None: full attention."""
 
 
 class StepWork(msgspec.Struct, kw_only=True):
-    """One step. The lists have one entry for each distinct window of the model.
+    """The work of one step. Lists have one entry for each distinct window of the model.
 
-    A sequence that computes one token attends with it to its context, which is read once for it (`decode_context`). A
-    chunk of several tokens reads its context once for all of them (`prefill_context`) and compares each token with the
-    positions up to its own (`prefill_pairs`).
+    decode_context: positions that sequences with one token read. prefill_context: positions that chunks of several
+    tokens read, once for all tokens. prefill_pairs: pairs of a chunk's token and a position up to its own.
     """
 
     num_tokens: int = 0
@@ -36,7 +35,7 @@ class StepWork(msgspec.Struct, kw_only=True):
     num_chunks: int = 0
     """Sequences that compute more than one token."""
     num_decodes: int = 0
-    """Sequences that compute one."""
+    """Sequences that compute one token."""
     decode_context: list[int] = []
     prefill_context: list[int] = []
     prefill_pairs: list[int] = []
@@ -45,11 +44,11 @@ class StepWork(msgspec.Struct, kw_only=True):
     """Blocks that go to the host."""
     num_swapped_in: int = 0
     waits_for_swap: bool = False
-    """The plan hands out blocks that it also saves: who writes them waits until they are saved."""
+    """True if the plan hands out blocks that it also saves: writes to them wait for the copies."""
 
     @classmethod
     def of(cls, plan: StepPlan, windows: Windows = (None,)) -> StepWork:
-        """The work of a plan. Sums over its columns; with windows, or chunks, a step of Python for each."""
+        """The work of a plan. Sums over its columns; windows and chunks cost a Python loop each."""
         starts, counts = plan.start_positions, plan.num_tokens
         num_tokens, num_sequences = sum(counts), len(counts)
         none = [0] * len(windows)
@@ -100,7 +99,7 @@ def _chunk_context(start: int, count: int, window: int | Chunk | None) -> int:
 
 
 def _chunk_pairs(start: int, count: int, window: int | Chunk | None) -> int:
-    """Pairs of a token of the chunk and a position that it attends to."""
+    """Pairs of a chunk's token and a position that it attends to."""
     end = start + count
     if isinstance(window, Chunk):
         return _pairs_before(end, window.size) - _pairs_before(start, window.size)
@@ -113,13 +112,13 @@ def _chunk_pairs(start: int, count: int, window: int | Chunk | None) -> int:
 
 
 def _pairs_before(end: int, size: int) -> int:
-    """Pairs of a token in front of `end` and a position of its chunk of `size` that it attends to."""
+    """Pairs of a token before `end` and a position of its chunk of `size` that it attends to."""
     chunks, rest = divmod(end, size)
     return chunks * (size * (size + 1) // 2) + rest * (rest + 1) // 2
 
 
 def _hands_out_saved(plan: StepPlan, transfers: HostTransfers) -> bool:
-    """Whether something that this plan writes to is a block that it saves first."""
+    """True if this plan writes to a block that it saves first."""
     saved = {block for block, _ in transfers.swap_out}
     written = {block for groups in plan.new_blocks.values() for blocks in groups for block in blocks}
     written.update(block for new in plan.new_sequences for table in new.block_ids for block in table)

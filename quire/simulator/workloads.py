@@ -1,14 +1,14 @@
-"""Synthetic workloads: lengths shaped like those of well-known data sets, arrivals from a random process.
+"""Synthetic workloads: lengths like those of well-known data sets, arrivals of a random process.
 
-The paper gives the means of two data sets (§6.1, Fig. 11). Both are heavy-tailed; here every length is lognormal with
-the same shape, cut to what fits the paper's models: 512 tokens in and 1,536 out, together 2,048. Its location is set so
-that the mean after the cut is the paper's. The shape, sigma 0.85, follows from the paper as well: in Fig. 2 Orca (Max)
-holds token states in 20.4 % of 15.7 K slots with 7 requests, 457 tokens each, which is the input and half of the output
-that a token belongs to on average, E[o^2] / E[o] = 592 tokens; sigma 0.85 has 605. No data set is shipped.
+The paper gives means for two data sets (§6.1, Fig. 11), both heavy-tailed. Lengths here are lognormal, cut to what the
+paper's models hold: 512 tokens in and 1,536 out, together 2,048. The location makes the mean after the cut the paper's.
+The shape, sigma 0.85, follows from Fig. 2: Orca (Max) holds token states in 20.4 % of 15.7 K slots with 7 requests, 457
+tokens each: the input and half of the output that a token belongs to on average, E[o^2] / E[o] = 592 tokens; sigma 0.85
+has 605. No data set is shipped.
 
 `translation` stands for the paper's WMT16 run (§6.4): every prompt begins with the same examples (one of 80 tokens, or
-five of 341), then comes a sentence. `chat` stands for its chatbot (§6.5): the prompt is the conversation so far, cut to
-the last 1,024 tokens, which is how ShareGPT's turns add up. What the paper does not say is said at the workload.
+five of 341) before a sentence. `chat` stands for its chatbot (§6.5): the prompt is the last 1,024 tokens of the
+conversation.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ SIGMA = 0.85
 LONGEST_INPUT = 512
 LONGEST_OUTPUT = 1536
 LONGEST_CHAT = 1024
-"""Of the prompt and of the answer of `chat`, as in the paper."""
+"""Longest prompt and answer of `chat`, in tokens, as in the paper."""
 NUM_SHUFFLES = 200
 TABLE = 2048
-"""Equally likely lengths that a stream draws from."""
+"""Number of equally likely lengths that a stream draws from."""
 ONE_SHOT, FIVE_SHOT = 80, 341
 """Tokens of the shared prefix of `translation`, in the paper."""
 SENTENCE = 28.0
-"""Mean tokens of a sentence and of its translation (not the paper's number: about what WMT16 has)."""
+"""Mean tokens of a sentence and of its translation (not the paper's number: about WMT16's)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A data set in two numbers: mean tokens of the input and of the output."""
+    """Mean input and output tokens of a data set."""
 
     name: str
     mean_input: float
@@ -55,7 +55,7 @@ SHAREGPT = Shape("ShareGPT", 161.31, 337.99)
 
 
 def lengths(mean: float, count: int, longest: int) -> list[int]:
-    """`count` whole numbers from 1 to `longest`, rising: quantiles of a lognormal with this mean (up to rounding)."""
+    """`count` integers from 1 to `longest`, rising: quantiles of a lognormal with this mean (up to rounding)."""
     quantiles = [math.exp(SIGMA * NormalDist().inv_cdf((index + 0.5) / count)) for index in range(count)]
     low, high = 0.0, float(longest)
     for _ in range(40):
@@ -66,7 +66,7 @@ def lengths(mean: float, count: int, longest: int) -> list[int]:
 
 
 def uncorrelated(inputs: list[int], outputs: list[int], rng: random.Random) -> list[tuple[int, int]]:
-    """Pairs in random order: of NUM_SHUFFLES random pairings the one with the least correlation."""
+    """Pairs in random order: the least correlated of NUM_SHUFFLES random pairings."""
     expected = sum(inputs) * sum(outputs) / len(inputs)
 
     def shuffled() -> list[int]:
@@ -92,8 +92,8 @@ def _table(mean: float, longest: int) -> tuple[int, ...]:
 @dataclass(frozen=True)
 class Arrivals:
     """rate: requests per second; `inf`: all at once. burstiness: shape of the gamma distribution of the gaps; 1 is a
-    Poisson process, below 1 burstier, above 1 more even. The stream ends at `duration` seconds or after `num_requests`,
-    whichever is first; one of them must be given."""
+    Poisson process, below 1 burstier, above 1 more even. The stream ends after `duration` seconds or `num_requests`,
+    whichever is first; one of them is required."""
 
     rate: float
     burstiness: float = 1.0
@@ -126,11 +126,8 @@ class Arrivals:
 
 
 def stream(name: str, arrivals: Arrivals, seed: int = 0, *, n: int = 1, beam_width: int = 0) -> Iterator[TraceRequest]:
-    """The requests of a workload of WORKLOADS, one at a time; the same for the same arguments.
-
-    n, beam_width: of every request. Lengths and arrivals are drawn from generators of their own, so that the same
-    requests arrive at another rate.
-    """
+    """Requests of a workload in WORKLOADS, one at a time; equal for equal arguments. Lengths and arrivals have
+    generators of their own, so other rates keep the same requests. n, beam_width: the same for every request."""
     if name not in WORKLOADS:
         raise UserError(f"unknown workload {name!r}{nearest_name(name, WORKLOADS)} (known: {', '.join(WORKLOADS)})")
     source = WORKLOADS[name](random.Random(f"lengths {seed}"))
@@ -163,9 +160,8 @@ def _translation(num_shared: int) -> Callable[[random.Random], Iterator[TraceReq
 
 
 def _chat(rng: random.Random) -> Iterator[TraceRequest]:
-    """Conversations of one to twelve turns, whose questions and answers have ShareGPT's lengths; a request is a random
-    turn of one, so that most prompts reach the cut, as in the paper. Requests share nothing: the paper's run keeps
-    nothing between the turns of a conversation."""
+    """Conversations of one to twelve turns with ShareGPT's lengths of questions and answers. A request is a random
+    turn, so most prompts reach the cut, as in the paper, whose run also keeps nothing between turns."""
     inputs, outputs = _table(SHAREGPT.mean_input, LONGEST_INPUT), _table(SHAREGPT.mean_output, LONGEST_OUTPUT)
     while True:
         turn = rng.randint(1, 12)
@@ -181,4 +177,4 @@ WORKLOADS: Mapping[str, Callable[[random.Random], Iterator[TraceRequest]]] = {
     "translation-1shot": _translation(ONE_SHOT),
     "chat": _chat,
 }
-"""Name -> endless requests (of arrival 0), drawn from a generator."""
+"""Name -> endless requests (arrival 0), drawn from a generator."""

@@ -1,6 +1,6 @@
-"""Regular expressions, in Rust's syntax, of the integers and the numbers between two bounds, digit by digit.
+"""Regular expressions, in Rust's syntax, for the integers and numbers between two bounds.
 
-llguidance reads bounds as doubles: integers above 2^53 become others, and -2^63 ends its process.
+llguidance reads bounds as doubles: integers above 2^53 change, and -2^63 ends its process.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 
 MAX_DIGITS = 400
-"""Digits of a bound, at most. A double has 309 before its point."""
+"""Largest number of digits of a bound. A double has 309 before its point."""
 FRACTION = r"(?:\.[0-9]+)?"
 INTEGER = "-?(?:0|[1-9][0-9]*)"
 NUMBER = rf"{INTEGER}{FRACTION}(?:[eE][+-]?[0-9]+)?"
@@ -22,8 +22,8 @@ class Bound:
 
 
 def digits_of(value: Decimal) -> tuple[str, str]:
-    """The digits before the point and those behind it, without zeros at the end, of a value that is not negative.
-    Raises ValueError for more than MAX_DIGITS."""
+    """(digits before the point, digits after it without trailing zeros) of a value >= 0. Raises ValueError for more
+    than MAX_DIGITS."""
     if value.adjusted() >= MAX_DIGITS or (value and value.adjusted() < -MAX_DIGITS):
         raise ValueError(f"it has more than {MAX_DIGITS} digits")
     whole, _, rest = f"{value:f}".partition(".")
@@ -34,14 +34,14 @@ def digits_of(value: Decimal) -> tuple[str, str]:
 
 
 def exact_number(value: Decimal) -> str:
-    """The text of a number, without an exponent, as a regular expression that takes nothing else."""
+    """Expression for exactly this number, without an exponent."""
     whole, rest = digits_of(value.copy_abs())
     sign = "-" if value < 0 else ""
     return f"{sign}{whole}" + (rf"\.{rest}" if rest else "")
 
 
 def integer_range(low: int | None, high: int | None) -> str | None:
-    """Both bounds belong to it. None: there is no such integer."""
+    """Expression for the integers from `low` to `high`; None: there are none."""
     if low is not None and high is not None and low > high:
         return None
     options = []
@@ -74,7 +74,7 @@ def _digits(value: int) -> str:
 
 
 def _between(low: str, high: str) -> str:
-    """Texts of digits between two of one length."""
+    """Expression for the digit texts between two of equal length."""
     common = next((index for index, (a, b) in enumerate(zip(low, high, strict=True)) if a != b), len(low))
     prefix, low, high = low[:common], low[common:], high[common:]
     if not low:
@@ -90,7 +90,7 @@ def _between(low: str, high: str) -> str:
 
 
 def _at_least(digits: str) -> list[str]:
-    """Texts of as many digits that are not below."""
+    """Expressions for equally long digit texts that are not lower."""
     found = []
     kept = digits.rstrip("0")
     for index, digit in enumerate(kept):
@@ -117,7 +117,7 @@ def _any(count: int) -> str:
 
 
 def number_range(low: Bound | None, high: Bound | None) -> str | None:
-    """Numbers without exponents. None: there is no such number."""
+    """Expression for numbers without exponents; None: there are none."""
     if low is not None and high is not None and not _has_numbers(low, high):
         return None
     options = []
@@ -154,7 +154,7 @@ def _wholes(low: int, high: int | None) -> list[str]:
 
 
 def _fraction_from(rest: str, is_exclusive: bool) -> str:
-    """A fraction, with its point, that is not below."""
+    """Expression for a fraction, with its point, that is not lower."""
     if not rest and not is_exclusive:
         return FRACTION
     return rf"\.(?:{'|'.join(_from(rest, is_exclusive))})"
@@ -172,7 +172,7 @@ def _fraction_to(rest: str, is_exclusive: bool) -> str | None:
 
 
 def _to(rest: str, is_exclusive: bool) -> list[str]:
-    """Digits behind a point, perhaps none, that are not above `rest`, which ends in no zero."""
+    """Expressions for digits after a point, perhaps none, that are not above `rest`, which does not end in zero."""
     found = [f"{rest[:i]}[0-{int(d) - 1}][0-9]*" for i, d in enumerate(rest) if d != "0"]
     if rest or not is_exclusive:
         found += [rest[:i] for i in range(len(rest))]
@@ -180,7 +180,7 @@ def _to(rest: str, is_exclusive: bool) -> list[str]:
 
 
 def _fraction_between(low: str, low_exclusive: bool, high: str, high_exclusive: bool) -> str:
-    """low is below high, or both are equal and belong to it."""
+    """low must be below high, or equal to it with both included."""
     if not low and not low_exclusive:
         return _fraction_to(high, high_exclusive) or ""
     if low == high:

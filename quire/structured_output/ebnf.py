@@ -1,7 +1,7 @@
-"""Grammars in EBNF (`name ::= ...`, as llama.cpp and xgrammar write them) as grammars in Lark's syntax.
+"""Translation of EBNF grammars (`name ::= ...`, as in llama.cpp and xgrammar) to Lark's syntax, in linear time.
 
-One pass over the text and one over its rules: the time is in proportion to the length. A rule that refers to no other
-rule, or to such rules alone, becomes a terminal: llguidance reads its text in one piece, which makes masks fast.
+A rule that refers to no other rule, or only to such rules, becomes a terminal: llguidance reads its text in one piece,
+which makes masks fast.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 MAX_DEPTH = 100
-"""Levels of parentheses, one in the other, at most."""
+"""Deepest nesting of parentheses."""
 ROOT = "root"
 _BLANK = re.compile(r"(?:[ \t\r\n]+|#[^\r\n]*)*")
 _NAME = re.compile(r"[\w-]+")
@@ -29,17 +29,17 @@ class _Rule:
     name: str
     position: int
     parts: list[str] = field(default_factory=list)
-    """Pieces of the right side; a reference is the name behind a NUL."""
+    """Pieces of the right side; a reference is a NUL and the name."""
     references: set[str] = field(default_factory=set)
 
 
 def is_ebnf(text: str) -> bool:
-    """Whether a line begins with `name ::=`, as no line of a grammar in Lark's syntax does."""
+    """True if a line begins with `name ::=`, which Lark's syntax never has."""
     return _RULE.search(text) is not None
 
 
 def to_lark(text: str) -> str:
-    """Raises ValueError with the line for what is no such grammar."""
+    """Translate a grammar. Raises ValueError with the line for an invalid one."""
     return _written(_Reader(text).rules())
 
 
@@ -81,7 +81,7 @@ class _Reader:
         return rule
 
     def _is_rule(self) -> bool:
-        """A rule begins here."""
+        """True if a rule begins here."""
         name = _NAME.match(self._text, self._at)
         return name is not None and _HEAD.match(self._text, name.end()) is not None
 
@@ -146,7 +146,7 @@ class _Reader:
         return quoted("".join(pieces))
 
     def _class(self) -> str:
-        """Characters in brackets, as a regular expression."""
+        """A character class as a regular expression."""
         self._at += 1
         pieces = ["["]
         if self._text.startswith("^", self._at):
@@ -219,14 +219,14 @@ def _written(rules: dict[str, _Rule]) -> str:
 
 
 def _named(part: str, names: dict[str, str]) -> str:
-    """A reference, perhaps with a repetition."""
+    """Replace the name in a reference, perhaps with a repetition."""
     found = _NAME.match(part, 1)
     assert found is not None
     return names[found[0]] + part[found.end() :]
 
 
 def _terminals(rules: dict[str, _Rule]) -> set[str]:
-    """Rules from which references lead to no rule that refers to itself."""
+    """Names of rules from which references lead to no rule that refers to itself."""
     users: dict[str, list[str]] = {name: [] for name in rules}
     for rule in rules.values():
         for name in rule.references:

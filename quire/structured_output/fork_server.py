@@ -1,7 +1,7 @@
 """The fork server: a process with the model's vocabulary and no threads, which forks.
 
-Its forks rehearse texts (rehearsal.py), or make masks (mask_process.py). They share the memory of the vocabulary, and
-start in milliseconds. Started by ConstraintService (service.py); it ends with its parent, and its forks with it.
+Its forks rehearse texts (rehearsal.py) or make masks (mask_process.py). They share the vocabulary's memory and start in
+milliseconds. ConstraintService (service.py) starts it; it ends with its parent, and its forks with it.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 
 STDIN = 0
 NICE = 5
-"""Added to the niceness of forks that make a later try."""
+"""Increment of the niceness of forks for later tries."""
 NUM_SPARE = 2
-"""Forks that wait for a text."""
+"""Number of forks that wait for a text."""
 
 
 class Rehearsal:
@@ -57,24 +57,24 @@ class Rehearsal:
         self.job: Job | None = None
 
     def end(self) -> int:
-        """Kill the fork, if it lives; returns its status as `subprocess` has it."""
+        """Kill the fork, if it lives; returns its `returncode`."""
         os.kill(self.pid, signal.SIGKILL)
         _, status = os.waitpid(self.pid, 0)
         self.connection.close()
         return os.waitstatus_to_exitcode(status)
 
     def status(self) -> int:
-        """The status of a fork that has closed its connection."""
+        """`returncode` of a fork that has closed its connection."""
         _, status = os.waitpid(self.pid, 0)
         self.connection.close()
         return os.waitstatus_to_exitcode(status)
 
 
 class ForkServer:
-    """One thread, which waits for messages of the engine core and of forks."""
+    """One thread that waits for messages of the engine core and forks."""
 
     def __init__(self, setup: Setup, vocabulary: LLTokenizer | None, failure: str) -> None:
-        """failure: why the model's tokenizer has no vocabulary; then every text is refused for it."""
+        """failure: reason why the model's tokenizer has no vocabulary, which refuses every text; "": it has one."""
         self._setup = setup
         self._limits = setup.limits
         self._vocabulary = vocabulary
@@ -85,12 +85,12 @@ class ForkServer:
         self._spare: list[Rehearsal] = []
         lanes = range(len(setup.limits.cpu_seconds))
         self._running: dict[range, Rehearsal] = {}
-        """The forks that make a try, by the lanes that they serve: one at most for each range."""
+        """Range of lanes -> the fork that makes a try for it."""
         self._ranges = [each for each in (lanes[:1], lanes[1:2], lanes[2:]) if each]
         self._masks_pid = 0
         self._decoder = msgspec.msgpack.Decoder(Rehearse | Cancel | StartMasks)
         self._first_deadline = time.monotonic() + setup.limits.seconds
-        """Texts that came while the vocabulary was made have all their time."""
+        """Earliest deadline: texts that came while the vocabulary was made get their full time."""
 
     def serve(self) -> None:
         """Rehearse texts and fork mask processes until the engine core is gone."""
@@ -108,7 +108,7 @@ class ForkServer:
             self._end_late_ones()
 
     def _wait(self) -> set[int]:
-        """Descriptors that have something to read, or are at their end."""
+        """Descriptors that can be read or are at their end."""
         poll = select.poll()
         poll.register(STDIN, select.POLLIN)
         for connection in (self._connection, *(each.connection for each in self._running.values())):
@@ -135,7 +135,7 @@ class ForkServer:
                 self._start_masks(self._connection.descriptors.popleft(), self._connection.descriptors.popleft())
 
     def _dispatch(self) -> None:
-        """Give waiting texts to forks that are free, and keep spare ones."""
+        """Give waiting texts to free forks, and keep spare ones."""
         if self._vocabulary is None:
             return
         for lanes in self._ranges:
@@ -153,7 +153,7 @@ class ForkServer:
         return rehearsal
 
     def _take_spare(self) -> Rehearsal | None:
-        """A spare fork that lives: one may have been killed while it waited, which no text is to blame for."""
+        """A live spare fork, or None. One may have been killed while it waited, which no text caused."""
         while self._spare:
             rehearsal = self._spare.pop()
             if os.waitpid(rehearsal.pid, os.WNOHANG) == (0, 0):
@@ -170,7 +170,7 @@ class ForkServer:
         return Rehearsal(pid, Connection(ours))
 
     def _finish(self, rehearsal: Rehearsal) -> None:
-        """A fork has answered, or has ended."""
+        """Process a fork's answer or end."""
         job = rehearsal.job
         assert job is not None
         frames = rehearsal.connection.receive()
@@ -195,7 +195,7 @@ class ForkServer:
         self._running = {lanes: each for lanes, each in self._running.items() if each is not rehearsal}
 
     def _drop(self, job: Job) -> None:
-        """End what is done for a job."""
+        """Drop a job from the queue and end its forks."""
         self._turns.remove(job)
         for rehearsal in list(self._running.values()):
             if rehearsal.job is job:
@@ -216,7 +216,7 @@ class ForkServer:
         self._connection.send(verdict)
 
     def _start_masks(self, connection: int, memory: int) -> None:
-        """End the mask process, if there is one, and fork another."""
+        """End the mask process, if any, and fork another."""
         if self._masks_pid:
             os.kill(self._masks_pid, signal.SIGKILL)
             os.waitpid(self._masks_pid, 0)
@@ -241,13 +241,13 @@ def main() -> None:
 def serve(load: Callable[..., Tokenizer | None]) -> None:
     """Read the setup from standard input, make the vocabulary and fork until the parent is gone.
 
-    load: makes the tokenizer from the engine's options and the size of the model's vocabulary.
+    load: constructor of the tokenizer from the engine's options and the model's vocabulary size.
     """
     line = sys.stdin.buffer.readline()
     if not line.endswith(b"\n"):
         return  # the parent ended before it had said what to do
     setup = msgspec.json.decode(line, type=Setup)
-    # The parent decides what a signal to all processes of a service means, and ends this one.
+    # The parent decides on signals to all processes of a service, and ends this one.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     prepare_for_forks(STACK * setup.limits.stack)

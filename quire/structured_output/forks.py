@@ -1,5 +1,4 @@
-"""Forks of the fork server: they end with it, collect no memory, and work on a thread whose stack has the size that was
-asked for."""
+"""Forks of the fork server: they end with it, collect no garbage, and work on a thread with the requested stack."""
 
 from __future__ import annotations
 
@@ -22,8 +21,8 @@ _PAGE = resource.getpagesize()
 
 
 def fork(name: str, work: Callable[[], None], stack: int) -> int:
-    """Fork this process, which has one thread. The child does `work` on a thread with `stack` bytes of stack, and
-    ends; returns its process id to the parent. name: of at most 15 bytes, shown in lists of processes."""
+    """Fork this single-threaded process; returns the child's id to the parent. The child does `work` on a thread with
+    `stack` bytes of stack, and ends. name: at most 15 bytes, shown in lists of processes."""
     parent = os.getpid()
     child = os.fork()
     if child:
@@ -59,14 +58,14 @@ def limit(kind: int, value: int) -> None:
 
 
 def limit_memory(more: int) -> None:
-    """Let this process have `more` bytes of address space above those that it has now, on Linux."""
+    """Limit this process's address space to `more` bytes above its present size, on Linux."""
     if sys.platform == "linux":
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit(resource.RLIMIT_AS, pages * _PAGE + more)
 
 
 def be_silent(*descriptors: int) -> None:
-    """Throw away what is written to these descriptors."""
+    """Redirect these descriptors to /dev/null."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in descriptors:
         os.dup2(nothing, descriptor)

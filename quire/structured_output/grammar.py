@@ -1,4 +1,4 @@
-"""From StructuredOutputsParams to the text of a grammar, which llguidance compiles."""
+"""Conversion of StructuredOutputsParams to a grammar's text for llguidance."""
 
 from __future__ import annotations
 
@@ -18,25 +18,22 @@ from quire.structured_output.structural_tags import TagGrammar
 from quire.structured_outputs_params import CONSTRAINTS, Preamble, StructuredOutputsParams
 
 MAX_GRAMMAR_CHARACTERS = 2**19
-"""Characters of a JSON schema, a structural tag or the grammar made of them, at most. The largest sets of tools have a
-tenth of it."""
+"""Largest JSON schema, structural tag or resulting grammar in characters. The largest sets of tools have a tenth of
+it."""
 MAX_EXPRESSION_CHARACTERS = 2**16
-"""Characters of a regular expression or a grammar, at most."""
+"""Largest regular expression or grammar in characters."""
 MAX_REASON = 300
 WHITESPACE = r"[ \t]{0,40}(\r?\n[ \t]{0,40})?"
-"""Between the parts of JSON: one line feed with an indentation. Without a limit a model that likes blanks writes them
-until its length ends."""
+"""Blanks between the parts of JSON: one line feed with an indentation. Without a limit a model that likes blanks writes
+them until its length ends."""
 BEHIND = "answer"
-"""Name of the grammar behind a preamble."""
+"""Name of the grammar after a preamble."""
 NO_TOKENS: Mapping[str, int] = MappingProxyType({})
 
 
 def write_grammar(params: StructuredOutputsParams, special_tokens: Mapping[str, int] = NO_TOKENS) -> str:
-    """The grammar as one text, the same for equal params. Not compiled yet: whether it is one, llguidance says.
-
-    special_tokens: texts that the model writes as one token, and their ids. Raises UserError for what is too large, or
-    no JSON where there must be some.
-    """
+    """The grammar as text, equal for equal params; only llguidance can check it. special_tokens: texts that the model
+    writes as one token -> ids. Raises UserError for a too large constraint, or invalid JSON."""
     name = next(name for name in CONSTRAINTS if getattr(params, name) not in (None, False))
     try:
         _check_lengths(params)
@@ -53,13 +50,13 @@ def write_grammar(params: StructuredOutputsParams, special_tokens: Mapping[str, 
 
 
 def refusal(name: str, reason: object) -> UserError:
-    """reason: what is wrong with the field `name`."""
+    """The error for the field `name`. reason: fault of the field."""
     text = " ".join(str(reason).split()) or type(reason).__name__
     return UserError(f"{name} cannot be used as a constraint: {text[:MAX_REASON]}", param="structured_outputs")
 
 
 def json_options(params: StructuredOutputsParams) -> dict[str, Any]:
-    """As `llguidance.JsonCompileOptions`."""
+    """`llguidance.JsonCompileOptions` of the params."""
     if params.whitespace_pattern is not None:
         options: dict[str, Any] = {"whitespace_pattern": params.whitespace_pattern}
     elif not params.disable_any_whitespace:
@@ -70,7 +67,7 @@ def json_options(params: StructuredOutputsParams) -> dict[str, Any]:
 
 
 def _check_lengths(params: StructuredOutputsParams) -> None:
-    """Before anything reads the texts. Raises ValueError."""
+    """Check lengths before the texts are read. Raises ValueError."""
     limits = {"regex": MAX_EXPRESSION_CHARACTERS, "grammar": MAX_EXPRESSION_CHARACTERS}
     limits |= {"whitespace_pattern": MAX_EXPRESSION_CHARACTERS}
     for name, limit in (limits | {"json": MAX_GRAMMAR_CHARACTERS, "structural_tag": MAX_GRAMMAR_CHARACTERS}).items():
@@ -83,7 +80,7 @@ def _check_lengths(params: StructuredOutputsParams) -> None:
 
 
 def json_text(value: str | dict[str, Any] | bool) -> str:
-    """A schema or a tag as its text. Raises ValueError for what is too large, or no JSON."""
+    """Text of a schema or tag. Raises ValueError if it is too large or not JSON."""
     text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
     if len(text) > MAX_GRAMMAR_CHARACTERS:
         raise ValueError(f"it has {len(text)} characters, more than {MAX_GRAMMAR_CHARACTERS}")
@@ -91,7 +88,7 @@ def json_text(value: str | dict[str, Any] | bool) -> str:
 
 
 def read_object(value: str | dict[str, Any], what: str) -> dict[str, Any]:
-    """An object, or its text. Raises ValueError."""
+    """A JSON object, given as such or as text. Raises ValueError."""
     try:
         found = parse_schema(json_text(value))
     except json.JSONDecodeError as error:
@@ -149,8 +146,7 @@ def _tags(params: StructuredOutputsParams, special_tokens: Mapping[str, int]) ->
 
 
 def _behind(preamble: Preamble, grammar: str, special_tokens: Mapping[str, int]) -> str:
-    """The grammar of a text with a preamble before the one that `grammar` (in Lark's syntax, or in llguidance's JSON)
-    describes."""
+    """Grammar of a preamble before the text of `grammar` (in Lark's syntax, or llguidance's JSON)."""
     grammars = [{"lark_grammar": grammar}]
     if grammar.lstrip().startswith("{"):
         grammars = json.loads(grammar).get("grammars")
@@ -161,7 +157,7 @@ def _behind(preamble: Preamble, grammar: str, special_tokens: Mapping[str, int])
 
 
 def to_lark(grammar: str) -> str:
-    """A grammar in Lark's syntax, from that or from EBNF (`name ::= ...`)."""
+    """A grammar in Lark's syntax, translated from EBNF (`name ::= ...`) if necessary."""
     return ebnf.to_lark(grammar) if ebnf.is_ebnf(grammar) else grammar
 
 

@@ -1,10 +1,10 @@
-"""JSON schemas in the form that llguidance follows to the letter, or an error that names the keyword and its place.
+"""Normal form of JSON schemas, which llguidance follows exactly.
 
-`normalise` walks over what is reachable from the root: it resolves references inside of the document, leaves out what
-asks for nothing, writes anew what llguidance gets wrong, and refuses the rest. The form has the keywords type, const,
-enum, allOf, anyOf, oneOf, $ref (to `#/$defs/...`), those of strings, numbers, arrays (2020-12's) and objects, and
-`$digits` (quire/structured_output/schema_numbers.py). Nothing recurses deeper than MAX_DEPTH, and no schema is walked
-twice.
+`normalise` walks over everything reachable from the root: it resolves references inside the document, drops keywords
+without effect, rewrites what llguidance gets wrong, and refuses the rest with the keyword and its place. The form has
+type, const, enum, allOf, anyOf, oneOf, $ref (to `#/$defs/...`), the keywords of strings, numbers, arrays (2020-12's)
+and objects, and `$digits` (quire/structured_output/schema_numbers.py). Recursion is at most MAX_DEPTH deep, and no
+schema is walked twice.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from quire.structured_output.schema_place import Place
 from quire.structured_output.schema_references import References
 
 MAX_DEPTH = 120
-"""Levels of a schema's text, at most. llguidance reads 128, and the form may have a few more than the schema."""
+"""Deepest nesting of a schema. llguidance reads 128 levels, and the form may have a few more than the schema."""
 MAX_WORDS_TIMES_LENGTH = 200_000
-"""Of a pattern such as `(\\S+\\s+){0,99}` and the maxLength beside it: each word takes 16 µs for a character of the
+"""Limit of words times maxLength for a pattern such as `(\\S+\\s+){0,99}`: each word takes 16 µs per character of the
 maxLength, and a request has 5 s for its masks."""
 MAX_LITERAL = 2**16
 MAX_COUNT = 2**31
-"""No text has as many characters or items."""
+"""Bound of counts that no text reaches."""
 TYPES = ("null", "boolean", "number", "string", "array", "object")
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
-"""Formats that are followed. Every other one is an annotation, as the specification says of unknown ones."""
+"""Formats that are followed. Others are annotations, as the specification says of unknown ones."""
 _DAY = (
     "(?:[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|"
     "1[0-9]|2[0-8]))|(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29)"
 )
 DATES = {"date": f"^{_DAY}$", "date-time": f"^{_DAY}[tT]"}
-"""The days that there are: llguidance takes the 29th of February in every year."""
+"""Format -> pattern for valid days, because llguidance accepts the 29th of February in every year."""
 OF_TYPE = {
     "string": ("minLength", "maxLength", "pattern", "format"),
     "number": KEYWORDS,
@@ -56,18 +56,18 @@ LATER = {
     "unevaluatedProperties": 2019,
     "minContains": 2019, "maxContains": 2019, "prefixItems": 2020, "$dynamicRef": 2020, "$recursiveRef": 2019,
 }  # fmt: skip
-"""Keywords, and the first draft that knows them: where a schema names an older one, they are unknown."""
+"""Keyword -> first draft that has it. It is unknown in schemas that name an older draft."""
 
 
 @dataclass
 class NormalSchema:
-    """root, and the definitions by their names under `#/$defs/`. has_digits: some part is `$digits`."""
+    """A document in normal form. definitions: schemas by name under `#/$defs/`. has_digits: some part is `$digits`."""
 
     root: Any
     definitions: dict[str, Any] = field(default_factory=dict)
     has_digits: bool = False
     has_patterns: bool = False
-    """Names of properties are matched by patterns and by `additionalProperties` side by side."""
+    """True if patterns and `additionalProperties` match names of properties side by side."""
 
     def document(self) -> dict[str, Any]:
         """One schema with its definitions."""
@@ -76,7 +76,7 @@ class NormalSchema:
 
 
 def parse_schema(text: str) -> Any:
-    """The value of a JSON text, with how its numbers are written. Raises ValueError."""
+    """Value of a JSON text, with its numbers' spelling. Raises ValueError."""
     found = json.loads(text, parse_float=Written.of, parse_constant=_refuse_constant)
     level = [found]
     for _ in range(MAX_DEPTH):
@@ -91,8 +91,8 @@ def _inside(value: Any) -> Iterable[Any]:
 
 
 def normalise(schema: Any, budget: patterns.Budget, *, closed: bool = False) -> NormalSchema:
-    """schema: as `parse_schema` returns it. budget: of all schemas in one text. closed: objects that name their
-    properties have no others unless they say so. Raises ValueError with one line."""
+    """Normal form of a schema from `parse_schema`. budget: for all schemas of one text. closed: objects with named
+    properties have no others by default. Raises ValueError with one line."""
     return Normaliser(schema, budget, closed).run()
 
 
@@ -112,7 +112,7 @@ class Normaliser:
         self._found = NormalSchema(root)
         self._numbers: list[Numbers] = []
         self._merges = False
-        """Several schemas apply to one value somewhere."""
+        """True if several schemas apply to one value somewhere."""
         self._budget = budget
         self._matchers: dict[str, patterns.Matcher] = {}
 
@@ -175,7 +175,7 @@ class Normaliser:
         given: dict[str, Any],
         place: Place,
     ) -> Any:
-        """All parts in one schema. Those of numbers stand apart where llguidance does not follow them."""
+        """All parts in one schema. Those on numbers stand apart where llguidance does not follow them."""
         if types is not None and not types:
             return False
         has_values = "const" in given or "enum" in given  # which were chosen by the keywords of numbers
@@ -208,8 +208,8 @@ class Normaliser:
     def _in_place(
         self, schema: dict[str, Any], given: dict[str, Any], types: list[str] | None, place: Place
     ) -> tuple[list[tuple[str, Any]] | None, list[tuple[str, Any]]]:
-        """The keywords that stand for whole schemas, before and behind `properties`, whose order is that of the
-        text's keys. None: nothing follows them."""
+        """Keywords for whole schemas, (before, after) `properties`, because the order is that of the text's keys. None:
+        nothing satisfies them."""
         found: tuple[list[tuple[str, Any]], list[tuple[str, Any]]] = ([], [])
         side = 0
         for name, value in given.items():
@@ -264,7 +264,7 @@ class Normaliser:
         return name, parts
 
     def _without(self, given: dict[str, Any], types: list[str] | None, place: Place) -> list[str] | None:
-        """`not` and the conditions, where they ask for nothing or for types."""
+        """Types left by `not` and conditions, which may only be trivial or exclude types."""
         if "if" in given and ("then" in given or "else" in given):
             condition = self.schema(given["if"], place.at("if"))
             if condition not in (True, False, {}):
@@ -318,7 +318,7 @@ class Normaliser:
         return {"enum": plain} if plain else False
 
     def _constant(self, value: Any) -> Any:
-        """The value, or a `_Schema` where it has numbers that llguidance would change. Raises ValueError."""
+        """The value, or a `_Schema` if llguidance would change numbers in it. Raises ValueError."""
         if isinstance(value, str):
             if len(value) > MAX_LITERAL:
                 raise ValueError(f"has a text of {len(value)} characters, more than {MAX_LITERAL}")
@@ -405,7 +405,7 @@ class Normaliser:
         return found if high is None else found | {"maxItems": high}
 
     def count(self, given: dict[str, Any], name: str, place: Place) -> int | None:
-        """A number of characters, items or properties. None: there is no bound, or one that no text reaches."""
+        """Number of characters, items or properties; None: no bound, or one that no text reaches."""
         value = given.get(name)
         if value is None:
             return None
@@ -418,7 +418,7 @@ class Normaliser:
         return int(value)
 
     def shared(self, schema: Any) -> Any:
-        """A schema in normal form that stands in several places: as a reference, if it is large."""
+        """A normal schema for several places: a reference if it is large."""
         if not isinstance(schema, dict) or not any(isinstance(part, dict | list) for part in schema.values()):
             return schema
         name = f"s{len(self._found.definitions)}_{len(self._names)}"
@@ -426,17 +426,17 @@ class Normaliser:
         return {"$ref": f"#/$defs/{name}"}
 
     def note_patterns(self) -> None:
-        """Say that names are matched by patterns."""
+        """Record that patterns match names."""
         self._found.has_patterns = True
 
     def matcher(self, pattern: str, node: patterns.Node) -> patterns.Matcher:
-        """Compares names with one pattern. Raises ValueError where it is too large."""
+        """Matcher of names with one pattern. Raises ValueError if the pattern is too large."""
         if pattern not in self._matchers:
             self._matchers[pattern] = patterns.Matcher(node, self._budget)
         return self._matchers[pattern]
 
     def languages(self, limit: int, max_length: int) -> patterns.Languages:
-        """As `patterns.Languages`, with the document's budget."""
+        """`patterns.Languages` with the document's budget."""
         return patterns.Languages(limit, max_length, self._budget)
 
 
@@ -465,7 +465,7 @@ def _all(parts: list[Any]) -> Any:
 
 
 def _types(given: dict[str, Any], place: Place) -> list[str] | None:
-    """None: all of them. Upper case is read as lower case, which generators of schemas write."""
+    """Types of a schema; None: all. Upper case, which some generators write, is accepted."""
     value = given.get("type")
     if value is None:
         return None

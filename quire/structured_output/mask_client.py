@@ -1,5 +1,5 @@
-"""The engine core's side of the mask process: collects what matchers ask, takes answers, and starts another process
-where one has died or hangs."""
+"""The engine core's side of the mask process: collects matchers' questions, takes answers, and replaces a process that
+has died or hangs."""
 
 from __future__ import annotations
 
@@ -33,30 +33,30 @@ PREFIX = "the constraint of structured_outputs cannot be followed: "
 CULPRIT = "the process that makes masks crashes or hangs at it"
 
 MAX_GRAMMARS = 64
-"""Grammars that are kept beside those in use."""
+"""Largest number of unused grammars that are kept."""
 MAX_GRAMMAR_BYTES = 512 * 2**20
-"""Memory of all grammars, by the growth that their rehearsals saw."""
+"""Memory limit of all grammars, measured as their rehearsals' growth."""
 MAX_IDLE_GRAMMAR_BYTES = 32 * 2**20
 IDLE_SECONDS = 10.0
-"""Grammars that no matcher has used for so long are dropped, the oldest first, down to that memory."""
+"""Seconds without a matcher after which grammars above MAX_IDLE_GRAMMAR_BYTES are dropped, oldest first."""
 SMALL_GRAMMAR_BYTES = 8 * 2**20
-"""A grammar of at most this size never waits for others to end."""
+"""Largest grammar that never waits for room."""
 HANG_SECONDS = 10.0
-"""The longest time for one token or mask, and for a message where the process works at none."""
+"""Longest seconds for one token or mask, and for a message while the process is not at work."""
 ALONE_SECONDS = 1.0
-"""The longest time for which all others wait while one is tried."""
+"""Longest seconds for which all others wait while one matcher is tried."""
 LOOK_SECONDS = 1.0
-"""Time between two looks whether the process hangs, and whether grammars are used."""
+"""Seconds between two checks for hangs and unused grammars."""
 MASK_SECONDS = 5.0
-"""The longest wait in `await_mask`."""
+"""Longest wait of `await_mask` in seconds."""
 MAX_DEATHS = 5
 DEATH_SECONDS = 60.0
-"""Deaths of the mask process while it did no work for a sequence, in this time, until all matchers fail."""
+"""Number of an idle mask process's deaths in DEATH_SECONDS beyond which all matchers fail."""
 
 
 @dataclass(slots=True)
 class KeptGrammar:
-    """number: known to the mask process. size: bytes. used_at: when a matcher was last seen, by time.monotonic()."""
+    """number: id in the mask process. size: bytes. used_at: time.monotonic() when a matcher was last seen."""
 
     number: int
     size: int
@@ -64,13 +64,13 @@ class KeptGrammar:
 
 
 class MaskClient:
-    """Used by one thread, but for `ended_slots`, which any may add to."""
+    """Used by one thread, except `ended_slots`, to which any may add."""
 
     def __init__(
         self, vocab_size: int, start: Callable[[int, int], None], condemn: Callable[[ConstraintText, str], None]
     ) -> None:
-        """start: have the fork server start a mask process with these descriptors (connection, memory), and close them.
-        condemn: refuse a text from now on, for this reason."""
+        """start: have the fork server start a mask process with the descriptors (connection, memory), and close them.
+        condemn: refuse a text from now on, with a reason."""
         self._vocab_size = vocab_size
         self._start = start
         self._condemn = condemn
@@ -78,42 +78,42 @@ class MaskClient:
         self.connection: Connection | None = None
         self._memory: MaskMemory | None = None
         self.is_starting = False
-        """The process has not answered yet; the fork server may have died instead of starting it."""
+        """True until the process has answered; the fork server may have died instead of starting it."""
         self._decoder = msgspec.msgpack.Decoder(Done)
         self._serials = itertools.count(1)
         self._matchers: dict[int, weakref.ref[RemoteMatcher]] = {}
-        """The matchers that have a slot."""
+        """Slot -> its matcher."""
         self.ended_slots: deque[int] = deque()
         """Slots of matchers that are gone."""
         self._free_slots: list[int] = []
-        """A heap."""
+        """Heap of free slots."""
         self._num_slots = 0
         self._known: set[int] = set()
         """Slots that the process knows."""
         self._missing: set[int] = set()
-        """Slots that the process has not answered completely."""
+        """Slots without a complete answer."""
         self._waiting: deque[weakref.ref[RemoteMatcher]] = deque()
-        """Matchers that the process is to make, once their grammars have room."""
+        """Matchers to make in the process once their grammars have room."""
         self._copies: list[tuple[RemoteMatcher, RemoteMatcher, bool]] = []
         self._advances: list[RemoteMatcher] = []
         self._grammars: OrderedDict[str, KeptGrammar] = OrderedDict()
-        """Grammars that the process has, by their texts. The one asked for last is last."""
+        """Text -> grammar in the process, the last requested last."""
         self._ended_grammars: list[int] = []
-        """Numbers of grammars that the process is to drop."""
+        """Numbers of grammars that the process must drop."""
         self._numbers = itertools.count(1)
         self._unsettled: list[RemoteMatcher] = []
-        """Matchers about which something has come since the last `settle`."""
+        """Matchers with news since the last `settle`."""
         self.num_settled = 0
-        """Matchers about which the last `settle` told something."""
+        """Number of matchers with news in the last `settle`."""
         self._last_sign = self._next_check = self._next_trim = 0.0
         self._suspects: deque[weakref.ref[RemoteMatcher]] = deque()
-        """Matchers at work when the process died, which are tried one at a time."""
+        """Matchers at work when the process died, to be tried one at a time."""
         self._tried: weakref.ref[RemoteMatcher] | None = None
         self._is_strict = False
-        """A matcher is tried while no other one is at work."""
+        """True if a matcher is tried while no other one is at work."""
         self._alone_until = 0.0
         self._deaths: deque[float] = deque(maxlen=MAX_DEATHS + 1)
-        """Times of the latest deaths for which no sequence is the reason."""
+        """Times of the latest deaths without a responsible sequence."""
 
     # What matchers ask
 
@@ -121,7 +121,7 @@ class MaskClient:
         return next(self._serials)
 
     def add(self, matcher: RemoteMatcher) -> None:
-        """Make a new matcher, whose text is rehearsed."""
+        """Make a new matcher with a rehearsed text."""
         self._waiting.append(weakref.ref(matcher))
 
     def advance(self, matcher: RemoteMatcher) -> None:
@@ -137,7 +137,7 @@ class MaskClient:
         return self._memory.read(slot, self.num_mask_bytes)
 
     def await_mask(self, matcher: RemoteMatcher) -> None:
-        """Wait until the mask of a matcher is there, or is known not to come. Raises UserError when that takes long."""
+        """Wait until a matcher's mask is there, or known not to come. Raises UserError after MASK_SECONDS."""
         deadline = time.monotonic() + MASK_SECONDS
         self.flush()
         while not matcher.has_mask:
@@ -154,21 +154,22 @@ class MaskClient:
     # Messages
 
     def flush(self) -> None:
-        """Send what matchers were asked, in one message."""
-        self._try_next()
-        self.trim()
-        if not (self._waiting or self._copies or self._advances or self.ended_slots or self._ended_grammars):
+        """Send the matchers' questions in one message."""
+        if self._tried is not None or self._suspects:
+            self._try_next()
+        if not (self._advances or self._waiting or self._copies or self.ended_slots or self._ended_grammars):
             return
+        self.trim()
         if self.connection is None and not (self._waiting or self._copies):
             self._take_ended()
             return
         connection = self.connection or self._start_process()
-        ended = self._take_ended()
-        work = Work(0, ended, [], [], [], [], [])
-        if not self._is_one_alone():
+        work = Work(0, self._take_ended() if self.ended_slots else [], [], [], [], [], [])
+        if self._tried is None or not self._is_one_alone():
             self._add_copies(work)
             self._add_advances(work)
-        self._add_news(work)
+        if self._waiting:
+            self._add_news(work)
         work.ended_grammars, self._ended_grammars = self._ended_grammars, []
         work.num_slots = self._num_slots
         connection.send(work)
@@ -185,15 +186,15 @@ class MaskClient:
         self._copies.clear()
 
     def _add_advances(self, work: Work) -> None:
-        for matcher in self._advances:
+        advances, self._advances = self._advances, []
+        for matcher in advances:
             advance = matcher.advanced()
             if advance is not None and not matcher.is_held and matcher.error is None:
                 work.advances.append(advance)
                 self._miss(matcher)
-        self._advances.clear()
 
     def _add_news(self, work: Work) -> None:
-        """Matchers whose grammars have room. The others wait, in order."""
+        """Add matchers whose grammars have room; the others wait in order."""
         waiting, self._waiting = self._waiting, deque()
         alone = self._tried() if self._tried is not None and self._is_one_alone() else None
         for reference in waiting:
@@ -218,7 +219,7 @@ class MaskClient:
             self._miss(matcher)
 
     def _miss(self, matcher: RemoteMatcher) -> None:
-        """An answer or a mask is to come."""
+        """Expect an answer or a mask."""
         if matcher.has_all:
             return
         if not self._missing:
@@ -226,11 +227,12 @@ class MaskClient:
         self._missing.add(matcher.slot)
 
     def receive(self) -> bool:
-        """Take the messages that have come; returns whether there were any."""
+        """Process received messages. Returns False if there were none."""
         connection = self.connection
         if connection is None:
             return False
-        connection.pump()
+        if connection.has_unsent:
+            connection.pump()
         frames = connection.receive()
         for frame in frames:
             self._take(self._decoder.decode(frame))
@@ -256,7 +258,7 @@ class MaskClient:
                 self._note(matcher)
 
     def _note(self, matcher: RemoteMatcher) -> None:
-        """Something has come for a matcher."""
+        """Note news for a matcher."""
         self._unsettled.append(matcher)
         if matcher.has_all:
             self._missing.discard(matcher.slot)
@@ -266,7 +268,7 @@ class MaskClient:
                     self._fail(each, too_much_work())
 
     def settle(self) -> None:
-        """Let matchers be ready for which enough has come."""
+        """Make matchers ready that have received enough."""
         self.num_settled = len(self._unsettled)
         for matcher in self._unsettled:
             matcher.settle()
@@ -278,11 +280,10 @@ class MaskClient:
         self._unsettled.append(matcher)
 
     def refuse(self, matcher: RemoteMatcher, error: UserError) -> None:
-        """End a matcher whose text cannot be used."""
         self._fail(matcher, error)
 
     def fail_all(self, error: UserError) -> None:
-        """End all that live."""
+        """End all live matchers."""
         for matcher in self._live():
             self._fail(matcher, error)
 
@@ -293,7 +294,7 @@ class MaskClient:
         return None if reference is None else reference()
 
     def _live(self) -> list[RemoteMatcher]:
-        """All matchers that the process has or is to make, by age of their slots."""
+        """All matchers that the process has or will make, by age of their slots."""
         found = {
             id(matcher): matcher for slot in sorted(self._matchers) if (matcher := self._matcher(slot)) is not None
         }
@@ -304,7 +305,7 @@ class MaskClient:
         matcher.slot = self.take_slot(matcher)
 
     def take_slot(self, matcher: RemoteMatcher) -> int:
-        """A slot for one more mask of a matcher, which frees it at its end."""
+        """A slot for another mask of a matcher, which frees it at its end."""
         if not self._free_slots:
             more = max(MIN_SLOTS, self._num_slots)
             self._free_slots = list(range(self._num_slots, self._num_slots + more))
@@ -331,7 +332,7 @@ class MaskClient:
         return ended
 
     def _grammar_number(self, text: ConstraintText, work: Work) -> int | None:
-        """The number of a text's grammar, which the process has or is told; None: there is no room yet."""
+        """Number of a text's grammar, which is sent if the process lacks it; None: no room yet."""
         known = self._grammars.get(text.text)
         if known is not None:
             self._grammars.move_to_end(text.text)
@@ -347,7 +348,7 @@ class MaskClient:
         return number
 
     def _make_room(self, size: int) -> bool:
-        """Drop grammars that are not in use, the one used longest ago first, until a new one has room."""
+        """Drop unused grammars, the least recently used first, until a new one has room. False: no room."""
         total = size + sum(each.size for each in self._grammars.values())
         if total <= MAX_GRAMMAR_BYTES and len(self._grammars) < MAX_GRAMMARS:
             return True
@@ -358,7 +359,7 @@ class MaskClient:
         return total <= MAX_GRAMMAR_BYTES or size <= SMALL_GRAMMAR_BYTES or is_only_large
 
     def trim(self) -> None:
-        """Drop grammars that were not used for a while; the next `flush` tells the process."""
+        """Drop grammars unused for a while; the next `flush` tells the process."""
         now = time.monotonic()
         if not self._grammars or now < self._next_trim:
             return
@@ -372,7 +373,7 @@ class MaskClient:
                 total -= self._drop(text)
 
     def _idle_grammars(self) -> list[str]:
-        """Texts of grammars without a matcher. The one used longest ago is first."""
+        """Texts of grammars without a matcher, the least recently used first."""
         used = {matcher.constraint.text.text for slot in self._known if (matcher := self._matcher(slot)) is not None}
         return [text for text in self._grammars if text not in used]
 
@@ -385,7 +386,7 @@ class MaskClient:
     # Deaths
 
     def check(self) -> None:
-        """End a process that hangs: one token or mask takes it longer than HANG_SECONDS, or it is silent."""
+        """Replace a hanging process: one token or mask takes longer than HANG_SECONDS, or it is silent."""
         now = time.monotonic()
         if not self._missing or now < self._next_check:
             return
@@ -396,12 +397,12 @@ class MaskClient:
             self._restart(late, is_hang=True)
 
     def start_again(self) -> None:
-        """The fork server is gone, and the mask process with it."""
+        """Restart after the fork server's death, which ends the mask process too."""
         if self.connection is not None:
             self._restart([])
 
     def close(self) -> None:
-        """Forget the process, which ends as its connection does."""
+        """Close the connection, which ends the process."""
         if self.connection is not None:
             self.connection.close()
             self.connection = None
@@ -427,7 +428,7 @@ class MaskClient:
         return self.connection
 
     def _restart(self, slots: list[int], *, is_hang: bool = False) -> None:
-        """Go on without the process, which died or hangs while it worked for these slots."""
+        """Continue without the process, which died or hangs at work for these slots."""
         self.close()
         at_work = [matcher for slot in slots if (matcher := self._matcher(slot)) is not None]
         tried = None if self._tried is None else self._tried()
@@ -469,7 +470,7 @@ class MaskClient:
                 self._fail(matcher, UserError(f"{PREFIX}{CULPRIT}", param="structured_outputs"))
 
     def _try_next(self) -> None:
-        """Let the process have the next matcher that was at work when another one died."""
+        """Send the next matcher that was at work when a process died."""
         tried = None if self._tried is None else self._tried()
         if tried is not None and not tried.has_all:
             return
@@ -483,7 +484,7 @@ class MaskClient:
         self._is_strict = self._is_strict and self._tried is not None
 
     def _is_one_alone(self) -> bool:
-        """Only the matcher that is tried may be at work now."""
+        """True while only the tried matcher may be at work."""
         return self._tried is not None and time.monotonic() < self._alone_until
 
 

@@ -1,10 +1,9 @@
-"""The mask process: a fork of the fork server that compiles grammars which were rehearsed, and makes the masks of all
-sequences of one engine.
+"""The mask process: a fork of the fork server that compiles rehearsed grammars and makes the masks of an engine's
+sequences.
 
-The engine core sends one message a step (`Work`), and gets answers (`Done`): what became of the tokens, and where it
-waits for that, the masks later, which lie in shared memory. One thread, which leads, reads messages and does their
-work; another one takes over where one piece takes long. Sequences whose masks take long are left to a thread of their
-own.
+The engine core sends one message a step (`Work`) and gets answers (`Done`): the fate of tokens, and later the masks,
+which lie in shared memory. One leading thread reads messages and works; another takes over when one piece takes long.
+Sequences with slow masks have a thread of their own.
 """
 
 from __future__ import annotations
@@ -47,35 +46,35 @@ if TYPE_CHECKING:
 
 NUM_THREADS = 3
 SLOW_THREAD = 2
-"""Its number: it works for slow sequences. One of the others leads."""
+"""Number of the thread for slow sequences. One of the others leads."""
 SLOW_NICE = 5
 """Niceness of that thread, beside which the engine computes."""
 STACK = 2
-"""Times the stack of a rehearsal, for each thread."""
+"""Stack of each thread relative to a rehearsal's."""
 MEMORY = 2
-"""Times the memory of a rehearsal, besides the fork's own."""
+"""Memory relative to a rehearsal's, above the fork's own."""
 SLOW_SECONDS = 0.003
-"""Processor time of a token and its mask from which on a sequence is slow."""
+"""Processor seconds of a token and its mask from which a sequence is slow."""
 SLOW_TOKENS = 4
-"""Quick ones in a row until it is no longer."""
+"""Number of quick masks in a row after which a sequence is no longer slow."""
 BRIEF_SECONDS = 0.0001
-"""Processor time of a mask up to which the answer waits for it, where the message asks for no other one."""
+"""Processor seconds of a mask up to which an answer waits for it, if the message asks for no other."""
 PATIENCE = 0.004
-"""Seconds that one piece of work may take until another thread leads."""
+"""Longest seconds of one piece of work before another thread leads."""
 IDLE_SECONDS = 0.05
-"""Without a message, until the thread that stands by looks no more."""
+"""Seconds without a message after which the standby thread stops looking."""
 SWITCH_SECONDS = 0.0005
-"""`sys.setswitchinterval`: a long list of tokens is made by steps of the interpreter."""
+"""`sys.setswitchinterval`: the interpreter makes long lists of tokens in steps."""
 
 
 NO_DRAFTS: list[tuple[int, int]] = []
 
 
 class Slot:
-    """A sequence. Its work is done in the order in which it came, one piece at a time."""
+    """A sequence. Its work is done in order, one piece at a time."""
 
     def __init__(self, number: int, charge: int, seconds: float, compiled: Compiled) -> None:
-        """seconds: for a mask, as far as known."""
+        """seconds: known processor time of a mask."""
         self.number = number
         self.compiled = compiled
         self.charge = charge
@@ -84,18 +83,18 @@ class Slot:
         self.serial = 0
         self.is_ended = False
         self.mask_seconds = seconds
-        """Processor time of its last mask."""
+        """Processor seconds of its last mask."""
         self.num_slow = SLOW_TOKENS if seconds > SLOW_SECONDS else 0
         self.drafts = NO_DRAFTS
-        """Tokens that are guessed to come next, and the slots of the masks behind them."""
+        """(draft token, slot of the mask after it)."""
 
     def note(self, seconds: float) -> None:
-        """A token or a mask took so long."""
+        """Record the seconds of a token or mask."""
         if seconds > SLOW_SECONDS:
             self.num_slow = SLOW_TOKENS
 
     def note_mask(self, seconds: float) -> None:
-        """A mask took so long."""
+        """Record the seconds of a mask."""
         self.mask_seconds = seconds
         if self.num_slow:
             self.num_slow -= 1
@@ -103,7 +102,7 @@ class Slot:
 
 
 class Compiled:
-    """A grammar, compiled when first asked for."""
+    """A grammar, compiled on first use."""
 
     def __init__(self, grammar: Grammar) -> None:
         self._text = grammar.text
@@ -114,7 +113,7 @@ class Compiled:
 
     @property
     def is_slow(self) -> bool:
-        """It is still to be compiled, and that takes long."""
+        """True if it is not compiled yet and that takes long."""
         return self._start is None and self._compile_seconds > SLOW_SECONDS
 
     def start(self, vocabulary: LLTokenizer) -> LLMatcher:
@@ -128,8 +127,8 @@ class Compiled:
             return self._start.deep_copy()
 
     def check(self) -> None:
-        """Forget the matcher where no mask comes of it any more: its copies share the lexer, whose states may have
-        become too many. Called when one of them has failed."""
+        """Drop the matcher if it makes no masks any more: its copies share the lexer, whose states may have become too
+        many. Called when one of them has failed."""
         with self._lock:
             if self._start is not None:
                 state = self._start.deep_copy()
@@ -139,8 +138,8 @@ class Compiled:
 
 
 class Task:
-    """Work for one slot: tokens and their answer, or its mask. is_slow: done by the thread that does such work.
-    with_mask: the answer comes with the mask."""
+    """Work for one slot: tokens with their answer, or its mask. is_slow: done by the slow thread. with_mask: the answer
+    comes with the mask."""
 
     __slots__ = ("compiled", "is_slow", "mask_serial", "slot", "with_mask", "work")
 
@@ -156,7 +155,7 @@ class Task:
 
 
 class SlowTasks:
-    """Tasks of slow sequences: requests take turns."""
+    """Tasks of slow sequences, by requests in turns."""
 
     def __init__(self) -> None:
         self._charges: OrderedDict[int, deque[Task]] = OrderedDict()
@@ -165,7 +164,7 @@ class SlowTasks:
         self._charges.setdefault(task.slot.charge, deque()).append(task)
 
     def take(self) -> Task | None:
-        """The next one."""
+        """The next task, or None."""
         if not self._charges:
             return None
         charge, tasks = self._charges.popitem(last=False)
@@ -192,27 +191,27 @@ class MaskProcess:
         self._message_came = threading.Condition(self._lock)
         self._slow_came = threading.Condition(self._lock)
         self._leader = 0
-        """The thread that reads messages and does quick work."""
+        """Thread that reads messages and does quick work."""
         self._began = 0.0
-        """When it began its piece of work, by time.monotonic(); 0.0: it reads."""
+        """time.monotonic() when the leader began its piece of work; 0.0: it reads."""
         self._last_message = 0.0
         self._is_asleep = False
-        """The thread that stands by waits for a message, without looking."""
+        """True if the standby thread waits for a message without looking."""
         self._firsts: deque[Task] = deque()
-        """Answers without masks: the engine core waits for them."""
+        """Answers without masks, which the engine core waits for."""
         self._masks: deque[Task] = deque()
         """Masks, and answers with masks."""
         self._slow = SlowTasks()
         self._answers: list[Answer] = []
         self._masked: list[Masked] = []
         self._whole: list[Answer] = []
-        """Answers that are sent when no mask is left to make."""
+        """Answers to send when no mask is left to make."""
         self._slots: dict[int, Slot] = {}
         self._grammars: dict[int, Compiled] = {}
         self._consume_apart = ConsumeApart(vocabulary)
 
     def work(self, thread: int) -> None:
-        """Do tasks and read messages until the engine core is gone. thread: number of the thread that calls this."""
+        """Do tasks and read messages until the engine core is gone. thread: number of the calling thread."""
         try:
             scratch = Scratch(self._shape.num_written)
             turn = self._turn
@@ -227,7 +226,7 @@ class MaskProcess:
             os._exit(1)
 
     def _turn(self, thread: int, scratch: Scratch) -> None:
-        """Do tasks while there are some, or read a message, as the thread that leads; else stand by."""
+        """Do tasks or read a message, if this thread leads; else stand by."""
         with self._lock:
             task = self._next_task(thread)
             leads = self._leader == thread
@@ -248,8 +247,8 @@ class MaskProcess:
         self._memory.note_work(thread, -1, 0.0)
 
     def _next_task(self, thread: int) -> Task | None:
-        """The next quick task, if this thread leads. While the other thread leads and reads, what is left of this one's
-        work is done here: else it would lie there until the next message. Called under the lock."""
+        """The next quick task of the leading thread. While the other thread leads and reads, this one finishes what is
+        left of its work, which would otherwise wait for the next message. Called under the lock."""
         tasks, leads = self._firsts or self._masks, self._leader == thread
         if not leads and self._began:
             return None
@@ -259,7 +258,7 @@ class MaskProcess:
         return task
 
     def _stand_by(self, thread: int) -> None:
-        """Wait, and lead where the other thread is held up. Called under the lock."""
+        """Wait, and lead if the other thread is held up. Called under the lock."""
         now = time.monotonic()
         if self._began and now - self._began > PATIENCE:
             self._leader, self._began = thread, 0.0
@@ -300,8 +299,8 @@ class MaskProcess:
                 self._message_came.notify()
 
     def _take(self, work: Work) -> list[Task]:
-        """Note what a message asks for; returns the tasks. Called by the thread that reads: no other one changes the
-        slots and grammars. It does not hold the lock, because a copy waits for the source's mask."""
+        """Apply a message; returns its tasks. Only the reading thread changes slots and grammars, so it needs no lock,
+        which it must not hold while a copy waits for the source's mask."""
         with self._lock:
             self._memory.hold(work.num_slots)
             for number in work.ended_slots:
@@ -330,7 +329,7 @@ class MaskProcess:
             self._firsts.append(task)
 
     def _copy(self, copy: Copy) -> Task | None:
-        """Make a slot like another one; returns the task of its mask, if that is asked for."""
+        """Copy a slot; returns the task of its mask, if requested."""
         source = self._slots[copy.source]
         slot = self._slots[copy.slot] = Slot(copy.slot, source.charge, 0.0, source.compiled)
         with source.lock:
@@ -341,7 +340,7 @@ class MaskProcess:
         return Task(slot, None, mask_serial=copy.serial) if copy.wants_mask else None
 
     def _perform(self, task: Task, thread: int, scratch: Scratch) -> Answer | Masked | None:
-        """Do a task. None: nothing is to be told."""
+        """Do a task. None: nothing to send."""
         slot, work = task.slot, task.work
         self._memory.note_work(thread, slot.number, time.monotonic())
         with slot.lock:
@@ -361,7 +360,7 @@ class MaskProcess:
         return answer
 
     def _keep(self, task: Task, done: Answer | Masked | None) -> None:
-        """Keep what a task has found until it is sent. Called under the lock."""
+        """Keep a task's result until it is sent. Called under the lock."""
         if done is None:
             return
         if type(done) is Masked:
@@ -376,7 +375,7 @@ class MaskProcess:
             self._whole.append(done)
 
     def _answer(self, task: Task, work: New | Advance, scratch: Scratch) -> Answer:
-        """Follow the tokens. `num_draft_masks` is -1 where the mask is to be made."""
+        """Follow the tokens. `num_draft_masks` is -1 if the mask must be made."""
         slot, compiled = task.slot, task.compiled
         slot.serial = work.serial
         slot.drafts = NO_DRAFTS
@@ -424,8 +423,8 @@ class MaskProcess:
         return answer
 
     def _make_mask(self, slot: Slot, scratch: Scratch) -> tuple[float, str, str, int]:
-        """Make the mask of a slot, and write it unless the slot has ended meanwhile. Returns what Masked tells of it:
-        `seconds`, `error`, `param` and `num_draft_masks`."""
+        """Make a slot's mask, and write it unless the slot has ended. Returns `seconds`, `error`, `param` and
+        `num_draft_masks` of Masked."""
         error = param = ""
         try:
             assert slot.state is not None
@@ -444,8 +443,8 @@ class MaskProcess:
         return seconds, error, param, num_drafts
 
     def _make_draft_masks(self, slot: Slot, scratch: Scratch) -> int:
-        """Make the masks behind drafts up to one that does not follow or ends the text, or until they take long.
-        Returns how many. The request is not charged for them, and does not end where one is not made."""
+        """Make the masks after drafts, up to one that is not allowed or ends the text, or until they take long; returns
+        their number. They are not charged to the request, and a missing one does not end it."""
         assert slot.state is not None
         state, started = slot.state.copy(), time.thread_time()
         for number, (token_id, place) in enumerate(slot.drafts):
@@ -463,8 +462,8 @@ class MaskProcess:
         return len(slot.drafts)
 
     def _take_done(self) -> Done | None:
-        """The message that is due: answers go together, once no quick one is missing; so do masks. Called under the
-        lock; `_send` is to follow."""
+        """The message to send: answers go together once no quick one is missing, and so do masks. Called under the
+        lock; `_send` must follow."""
         if self._firsts or (self._masks and not self._answers):
             return None
         answers, self._answers = self._answers, []
@@ -487,7 +486,7 @@ class MaskProcess:
 
 
 def consume_here(state: LLMatcher, token_id: int) -> bool:
-    """Follow a token. Holds the interpreter."""
+    """Follow a token, holding the interpreter."""
     return state.consume_token(token_id)
 
 
@@ -504,7 +503,7 @@ class ConsumeApart:
         before = set(threads_of_process())
         self._executor = LLExecutor(1)
         self._other = start_matcher(vocabulary, LLMatcher.grammar_from_regex("[^\\x00-\\U0010ffff]"))
-        """It takes no token. The library uses its thread for two matchers, not for one."""
+        """Matcher that takes no token: the library uses its thread for two matchers, not for one."""
         self(self._other.deep_copy(), 0)
         found = set(threads_of_process()) - before
         self._clock = thread_clock(min(found)) if len(found) == 1 else None
@@ -515,33 +514,33 @@ class ConsumeApart:
         return self._executor.consume_token_par([(state, token_id), (self._other, 0)])[0]
 
     def seconds(self) -> float:
-        """Processor time of that thread."""
+        """Processor time of the library's thread."""
         return 0.0 if self._clock is None else time.clock_gettime(self._clock)
 
 
 def wake_politely() -> None:
-    """Let this process interrupt no other one on a processor when it wakes up: the engine computes beside it, and its
-    threads wait for one another."""
+    """Keep this process from preempting others when it wakes up: the engine computes beside it, and its threads wait
+    for one another."""
     if hasattr(os, "SCHED_BATCH"):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def leave_the_first_core() -> None:
-    """Keep this process off the core on which the engine core's thread computes (csrc/pool.cpp): it waits for masks and
-    goes on at once, where the threads on other cores take what work is left."""
+    """Keep this process off the core of the engine core's thread (csrc/pool.cpp), which waits for masks and continues
+    at once; threads on other cores take the remaining work."""
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, cores[1:] or cores)
 
 
 def be_nice(thread: int) -> None:
-    """Let a thread of this process, on Linux, work while others do not need the processors."""
+    """Lower a thread's priority, on Linux."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, thread, SLOW_NICE)
 
 
 def threads_of_process() -> list[int]:
-    """Ids of the threads of this process; empty on systems without /proc."""
+    """Thread ids of this process; empty without /proc."""
     try:
         return [int(name) for name in os.listdir("/proc/self/task")]
     except OSError:
@@ -549,7 +548,7 @@ def threads_of_process() -> list[int]:
 
 
 def thread_clock(thread: int) -> int:
-    """The clock of a thread's processor time, as Linux numbers it."""
+    """Linux's clock id for a thread's processor time."""
     return (~thread << 3) | 6
 
 

@@ -1,4 +1,4 @@
-"""Messages between the engine core, the fork server and its forks: msgpack in frames over stream sockets."""
+"""Messages between the engine core, the fork server and its forks: msgpack frames over stream sockets."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from quire.utils.frames import HEADER, encode_frame
 
 _READ_BYTES = 2**16
 MAX_DESCRIPTORS = 4
-"""Open files that come with one message."""
+"""Largest number of descriptors with one message."""
 
 
 class Limits(msgspec.Struct, frozen=True):
     """Limits of one rehearsal, which the kernel enforces.
 
-    cpu_seconds: of processor time, for each try; a text that needs more is tried again with the next number. seconds:
-    from when a request wants it until the verdict, its turn included. memory: bytes of address space besides those of
-    the fork. stack: bytes; the mask process has twice as many.
+    cpu_seconds: processor seconds of each try; a text that needs more is tried again with the next number. seconds:
+    from the request until the verdict, waiting included. memory: bytes of address space above the fork's. stack: bytes;
+    the mask process has twice as many.
     """
 
     cpu_seconds: tuple[float, ...] = (0.01, 0.1, 0.5, 2.0)
@@ -35,7 +35,7 @@ LIMITS = Limits()
 
 
 class Setup(msgspec.Struct):
-    """The setup of a fork server: one line of JSON on its standard input. fd: its end of the connection."""
+    """Setup of a fork server: one line of JSON on its standard input. fd: its end of the connection."""
 
     options: EngineOptions
     vocab_size: int
@@ -45,7 +45,7 @@ class Setup(msgspec.Struct):
 
 
 class Rehearse(msgspec.Struct, tag=True):
-    """To the fork server: compile this text in a fork. deadline: by time.monotonic()."""
+    """To the fork server: compile this text in a fork. deadline: time.monotonic()."""
 
     job: int
     text: str
@@ -54,18 +54,18 @@ class Rehearse(msgspec.Struct, tag=True):
 
 
 class Cancel(msgspec.Struct, tag=True):
-    """To the fork server: the rehearsal is wanted no more."""
+    """To the fork server: cancel a rehearsal."""
 
     job: int
 
 
 class StartMasks(msgspec.Struct, tag=True):
-    """To the fork server: end the mask process, if there is one, and fork another. Two descriptors come along: its
-    connection, and the memory of its masks."""
+    """To the fork server: end the mask process, if any, and fork another. Two descriptors come along: its connection,
+    and its memory."""
 
 
 class Try(msgspec.Struct):
-    """To a fork that rehearses: what it is to compile, and what it may take. nice: added to its niceness."""
+    """To a rehearsing fork: the text to compile, with limits. nice: increment of its niceness."""
 
     text: str
     cpu_seconds: float
@@ -74,8 +74,8 @@ class Try(msgspec.Struct):
 
 
 class Outcome(msgspec.Struct):
-    """The result of a rehearsal. reason: why the text cannot be used, in one line; empty: it can. growth: bytes of
-    memory that it took. compile_seconds, seconds: of processor time, for compiling it and for the first mask."""
+    """Result of a rehearsal. reason: why the text cannot be used, in one line; empty: it can. growth: bytes of memory
+    it took. compile_seconds, seconds: processor time of compiling and of the first mask."""
 
     reason: str = ""
     growth: int = 0
@@ -84,7 +84,7 @@ class Outcome(msgspec.Struct):
 
 
 class Verdict(msgspec.Struct, tag=True):
-    """A message of the fork server. is_final: the same text has the same outcome every time."""
+    """A message of the fork server. is_final: the text always has this outcome."""
 
     job: int
     outcome: Outcome
@@ -92,8 +92,8 @@ class Verdict(msgspec.Struct, tag=True):
 
 
 class New(msgspec.Struct, array_like=True):
-    """A matcher in `slot`, which has followed `tokens`. mark: the constraint begins behind these tokens. allowed: as
-    ConstraintSpec.allowed_token_ids. serial: of its answer. charge: matchers of one request have the same."""
+    """Make a matcher in `slot` that has followed `tokens`. mark: tokens after which the constraint begins. allowed: see
+    ConstraintSpec.allowed_token_ids. serial: number of its answer. charge: equal for matchers of one request."""
 
     slot: int
     serial: int
@@ -106,7 +106,7 @@ class New(msgspec.Struct, array_like=True):
 
 
 class Copy(msgspec.Struct, array_like=True):
-    """A matcher in `slot` like the one in `source`. wants_mask: its mask is to be told."""
+    """Copy the matcher in `source` to `slot`. wants_mask: report its mask."""
 
     slot: int
     serial: int
@@ -115,8 +115,8 @@ class Copy(msgspec.Struct, array_like=True):
 
 
 class Advance(msgspec.Struct, array_like=True):
-    """Go on by these tokens, and at most `num_forced` that alone may follow them. serial: of the answer. with_mask: the
-    answer may wait for the mask. drafts: guesses of what follows `tokens`, and the slots for the masks behind each."""
+    """Follow tokens, and at most `num_forced` forced ones. serial: number of the answer. with_mask: the answer may wait
+    for the mask. drafts: guesses after `tokens`, with slots for the masks after each."""
 
     slot: int
     serial: int
@@ -128,7 +128,7 @@ class Advance(msgspec.Struct, array_like=True):
 
 
 class Grammar(msgspec.Struct, array_like=True):
-    """A grammar that was rehearsed. compile_seconds, seconds: as the rehearsal's Outcome."""
+    """A rehearsed grammar. compile_seconds, seconds: see Outcome."""
 
     number: int
     text: str
@@ -137,7 +137,7 @@ class Grammar(msgspec.Struct, array_like=True):
 
 
 class Work(msgspec.Struct, array_like=True):
-    """To the mask process, in the order in which it is done. num_slots: the memory has room for them."""
+    """To the mask process, in order of execution. num_slots: slots that the memory has room for."""
 
     num_slots: int
     ended_slots: list[int]
@@ -149,11 +149,11 @@ class Work(msgspec.Struct, array_like=True):
 
 
 class Answer(msgspec.Struct, array_like=True):
-    """An answer, with the attributes of `quire.decoding.masks.Matcher`.
+    """An answer, with attributes of `quire.decoding.masks.Matcher`.
 
-    only: the one token that may come next; -1: the mask tells. is_free: all may. is_masked: the mask is there already,
-    or `mask_error` says why there is none. seconds: of processor time. error: why the matcher cannot go on.
-    num_draft_masks: masks behind drafts that are there; -1: they and the mask come with `Masked`.
+    only: the one possible next token; -1: see the mask. is_free: all tokens are possible. is_masked: the mask is there,
+    or `mask_error` says why not. seconds: processor time. error: why the matcher cannot continue. num_draft_masks:
+    number of masks after drafts; -1: they and the mask come with `Masked`.
     """
 
     slot: int
@@ -174,8 +174,8 @@ class Answer(msgspec.Struct, array_like=True):
 
 
 class Masked(msgspec.Struct, array_like=True):
-    """The mask of a slot is there, and `num_draft_masks` behind drafts. error: why there is none; param: the field that
-    it is about."""
+    """A slot's mask is there, and `num_draft_masks` after drafts. error: reason for no mask; param: field of the
+    error."""
 
     slot: int
     serial: int
@@ -186,15 +186,15 @@ class Masked(msgspec.Struct, array_like=True):
 
 
 class Done(msgspec.Struct, array_like=True):
-    """A message of the mask process. Answers come before the masks of the same matchers."""
+    """A message of the mask process. Answers come before masks of the same matchers."""
 
     answers: Sequence[Answer]
     masks: Sequence[Masked]
 
 
 class Connection:
-    """Frames over one end of a stream socket pair. Neither side waits for the other: what the socket does not take is
-    kept, and sent by a later `send` or `pump`. Used by one thread."""
+    """Frames over one end of a stream socket pair, without waiting: unsent data is kept for a later `send` or `pump`.
+    Used by one thread."""
 
     def __init__(self, end: socket.socket, *, takes_descriptors: bool = False) -> None:
         """takes_descriptors: open files may come with messages."""
@@ -205,9 +205,9 @@ class Connection:
         self._received = bytearray()
         self._unsent: deque[tuple[bytearray | memoryview, Sequence[int]]] = deque()
         self.descriptors: deque[int] = deque()
-        """Open files that came with messages, in order."""
+        """Received open files, in order."""
         self.is_at_end = False
-        """The other side is gone."""
+        """True when the other side is gone."""
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -217,12 +217,12 @@ class Connection:
         return bool(self._unsent)
 
     def send(self, message: msgspec.Struct, descriptors: Sequence[int] = ()) -> None:
-        """descriptors: come along; those of this process are closed then."""
+        """Send a message. descriptors: sent along, then closed here."""
         self._unsent.append((encode_frame(message), descriptors))
         self.pump()
 
     def pump(self) -> None:
-        """Send what is left, as far as the socket takes it."""
+        """Send kept data as far as the socket takes it."""
         while self._unsent:
             data, descriptors = self._unsent[0]
             try:
@@ -244,7 +244,7 @@ class Connection:
                 self._unsent[0] = memoryview(data)[sent:], ()
 
     def receive(self) -> list[bytes]:
-        """The messages that have come, whole ones. Empty is no sign of the end: `is_at_end` is."""
+        """The complete messages received. Only `is_at_end` marks the end."""
         while True:
             try:
                 if self._takes_descriptors:
@@ -258,6 +258,8 @@ class Connection:
             if not size:
                 self.is_at_end = True
                 break
+            if not self._received and is_one_frame(self._buffer, size):
+                return [bytes(self._buffer[HEADER.size : size])]
             self._received += self._buffer[:size]
             if size < _READ_BYTES:
                 break
@@ -280,8 +282,13 @@ class Connection:
         self._unsent.clear()
 
 
+def is_one_frame(received: memoryview, size: int) -> bool:
+    """The first `size` bytes are one whole frame, as most often."""
+    return size >= HEADER.size and size == HEADER.size + HEADER.unpack_from(received)[0]
+
+
 def take_frames(received: bytearray) -> list[bytes]:
-    """Remove the whole frames at the front; returns their messages."""
+    """Remove the complete frames at the front; returns their messages."""
     frames, start, size = [], 0, len(received)
     while size - start >= HEADER.size:
         (length,) = HEADER.unpack_from(received, start)
@@ -295,7 +302,7 @@ def take_frames(received: bytearray) -> list[bytes]:
 
 
 class BlockingReader:
-    """Reads messages of one end of a stream socket pair, and waits for them."""
+    """Reads and waits for messages of one end of a stream socket pair."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
@@ -303,7 +310,7 @@ class BlockingReader:
         self._buffer = memoryview(bytearray(_READ_BYTES))
 
     def read(self) -> list[bytes]:
-        """Wait for one message at least. Empty: the other side is gone."""
+        """Wait for at least one message. Empty: the other side is gone."""
         while not (frames := take_frames(self._received)):
             try:
                 size = self._socket.recv_into(self._buffer)
@@ -311,5 +318,7 @@ class BlockingReader:
                 return []
             if not size:
                 return []
+            if not self._received and is_one_frame(self._buffer, size):
+                return [bytes(self._buffer[HEADER.size : size])]
             self._received += self._buffer[:size]
         return frames

@@ -1,8 +1,8 @@
-"""Regular expressions of JSON schemas (`pattern`, `patternProperties`), which are ECMA-262's, in Rust's syntax.
+"""ECMA-262 regular expressions of JSON schemas (`pattern`, `patternProperties`), in Rust's syntax.
 
-`parse` reads an expression once and `written` writes it anew, because characters mean other things in Rust: `.`
-takes a carriage return, `[` in a class opens another, `&&` in a class intersects, `\\<` is the beginning of a word.
-`Matcher` says whether an expression is found in a name, and `Languages` which names it takes. None of them backtracks.
+`parse` reads an expression and `written` rewrites it, because characters differ in Rust: `.` matches a carriage return,
+`[` in a class opens another, `&&` in a class intersects, `\\<` is the beginning of a word. `Matcher` finds an
+expression in a name; `Languages` lists the names that it matches. None of them backtracks.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 MAX_CHARACTERS = 2**16
 MAX_DEPTH = 100
-"""Levels of parentheses, one in the other, at most."""
+"""Deepest nesting of parentheses."""
 MAX_STATES = 4096
 MAX_STEPS = 1_000_000
 STEP_CHARACTERS = 64
-"""Characters of a text that are written in one step."""
+"""Characters of a text that one step writes."""
 LAST_CHARACTER = 0x10FFFF
 Ranges = tuple[tuple[int, int], ...]
 LINE_ENDS: Ranges = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
@@ -39,7 +39,7 @@ _FLAGS = re.compile(r"\(\?[a-zA-Z-]+[:)]")
 
 @dataclass(frozen=True)
 class Characters:
-    """One of these. ranges: in order and apart; None where `text` names a property of Unicode."""
+    """One character of a set. ranges: ascending and disjoint; None if `text` names a Unicode property."""
 
     ranges: Ranges | None
     text: str
@@ -71,11 +71,11 @@ Node = Characters | Anchor | Sequence | Choice | Repetition
 
 
 class UnknownSyntaxError(ValueError):
-    """An expression with flags of Rust's or Python's, which is not ECMA-262's."""
+    """An expression with flags of Rust's or Python's, which ECMA-262 lacks."""
 
 
 def parse(pattern: str) -> Node:
-    """Raises ValueError, and UnknownSyntaxError for flags."""
+    """Parse an expression. Raises ValueError, and UnknownSyntaxError for flags."""
     if len(pattern) > MAX_CHARACTERS:
         raise ValueError(f"it has {len(pattern)} characters, more than {MAX_CHARACTERS}")
     return _Parser(pattern).parse()
@@ -171,7 +171,7 @@ class _Parser:
         return self._member()
 
     def _member(self) -> Characters:
-        """A character or an escape for several, in a class or outside."""
+        """A character, or an escape for several, in a class or outside."""
         pattern, start = self._pattern, self._at
         if pattern[start] != "\\":
             self._at += 1
@@ -188,7 +188,7 @@ class _Parser:
         return _of_ranges(((code, code),))
 
     def _code(self) -> int:
-        """The character of an escape."""
+        """Character of an escape."""
         pattern, start = self._pattern, self._at
         letter = pattern[start + 1 : start + 2]
         if found := _CODE.match(pattern, start):
@@ -244,7 +244,7 @@ class _Parser:
 
 
 def _one(found: Characters) -> int | None:
-    """The character, where there is one only."""
+    """The only character, or None."""
     ranges = found.ranges
     return ranges[0][0] if ranges is not None and len(ranges) == 1 and ranges[0][0] == ranges[0][1] else None
 
@@ -322,7 +322,7 @@ def _grouped(node: Node) -> str:
 
 
 def takes_all(node: Node | None) -> bool:
-    """Whether the expression is found in every text, as `.*` and the empty one are. None: unknown syntax."""
+    """True if the expression is found in every text, as `.*` and the empty one are. None: unknown syntax."""
     match node:
         case Sequence():
             return all(map(takes_all, node.parts))
@@ -334,12 +334,12 @@ def takes_all(node: Node | None) -> bool:
 
 
 def num_words(node: Node) -> int:
-    """The most repetitions of a part that has two repetitions without end in a row, such as `\\S+\\s+`."""
+    """Largest number of repetitions of a part with two unbounded repetitions in a row, such as `\\S+\\s+`."""
     return _counted(node)[1]
 
 
 def _counted(node: Node) -> tuple[int, int]:
-    """(repetitions without end that a text may go through one after the other, `num_words`)"""
+    """(unbounded repetitions in succession, `num_words`)."""
     match node:
         case Sequence(parts):
             found = [_counted(part) for part in parts]
@@ -354,32 +354,32 @@ def _counted(node: Node) -> tuple[int, int]:
 
 
 class Budget:
-    """Steps that are left to the expressions of one document."""
+    """Remaining steps for the expressions of one document."""
 
     def __init__(self, num_steps: int = MAX_STEPS) -> None:
         self._num_steps = num_steps
 
     def spend(self, count: int = 1) -> None:
-        """Raises ValueError where none are left."""
+        """Raises ValueError when none are left."""
         self._num_steps -= count
         if self._num_steps < 0:
             raise ValueError("the patterns are too large to be compared with the names of properties")
 
 
 class Matcher:
-    """Says whether the expression is found in a text. Raises ValueError where the budget does not last."""
+    """Finds an expression in texts. Raises ValueError when the budget is spent."""
 
     def __init__(self, node: Node, budget: Budget) -> None:
         self._budget = budget
         self._edges: list[list[tuple[Node | None, int]]] = [[]]
-        """[state]: what leads where; None is nothing, an Anchor a place."""
+        """State -> (edge, target); None needs no character, an Anchor a place."""
         self._moves: dict[tuple[frozenset[int], str], frozenset[int]] = {}
         self._sets: dict[frozenset[int], frozenset[int]] = {}
-        """One object for each set of states: to look up another one compares all of its states."""
+        """One object for each set of states, because a look-up with another object compares all states."""
         self._end = self._add(node, 0)
 
     def is_found(self, text: str) -> bool:
-        """Whether some part of the text is in the language. Raises ValueError where the budget does not last."""
+        """True if some part of the text matches. Raises ValueError when the budget is spent."""
         self._budget.spend(1 + len(text))
         states = self._closed({0}, is_start=True, is_end=not text)
         for index, character in enumerate(text):
@@ -403,7 +403,7 @@ class Matcher:
         return found
 
     def _closed(self, states: set[int], *, is_start: bool, is_end: bool) -> frozenset[int]:
-        """With the states that need no character."""
+        """The states, with those reachable without a character."""
         todo, found = list(states), set(states)
         while todo:
             for edge, target in self._edges[todo.pop()]:
@@ -422,7 +422,7 @@ class Matcher:
         return len(self._edges) - 1
 
     def _add(self, node: Node, start: int) -> int:
-        """Adds the node behind a state; returns the state behind it."""
+        """Add the node after a state; returns the state after it."""
         self._budget.spend()
         match node:
             case Sequence():
@@ -465,17 +465,17 @@ def _holds(edge: Characters, code: int) -> bool:
 
 
 class Languages:
-    """The texts that expressions take, of those that take few."""
+    """Lists of the texts that expressions match, if these are few."""
 
     def __init__(self, limit: int, max_length: int, budget: Budget) -> None:
-        """limit: of the texts of an expression. max_length: of their characters."""
+        """limit: most texts of an expression. max_length: most characters of a text."""
         self._limit = limit
         self._max_length = max_length
         self._budget = budget
 
     def of(self, node: Node) -> set[str] | None:
-        """All texts that are found by an expression with anchors at both ends; None where there are more or longer ones
-        than the limits. Raises ValueError where the budget does not last."""
+        """All texts that match an expression with anchors at both ends; None above the limits. Raises ValueError when
+        the budget is spent."""
         found: set[str] = set()
         for option in node.options if isinstance(node, Choice) else (node,):
             parts = option.parts if isinstance(option, Sequence) else ()
@@ -517,7 +517,7 @@ class Languages:
         return product
 
     def _powers(self, texts: set[str], low: int, high: int) -> set[str] | None:
-        """`low` to `high` of them, one behind the other."""
+        """Concatenations of `low` to `high` texts."""
         if texts == {""} or high == 0:
             return {""}
         if high > self._max_length + 1:

@@ -1,5 +1,5 @@
-"""Schemas that only endless texts follow: a required property that leads back to itself, for example. A model would
-write until its length ends, so these parts count as schemas that nothing follows."""
+"""Removal of schemas that only endless texts satisfy, such as a required property that leads back to itself. A model
+would write until its length ends, so they count as unsatisfiable."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SCALARS = ("null", "boolean", "number", "integer", "string")
 
 
 def without_endless(schema: NormalSchema) -> None:
-    """Put `false` for such parts. Raises ValueError where the whole is one. Linear in the size of the schema."""
+    """Replace such parts by `false`. Raises ValueError if the whole is one. Linear in the schema's size."""
     if schema.root is False:
         raise ValueError("no text follows the schema")
     if not schema.definitions:
@@ -33,7 +33,7 @@ def without_endless(schema: NormalSchema) -> None:
 
 
 class _Graph:
-    """Nodes that hold when all, or one, of those that they need hold. Each schema has one."""
+    """Nodes that hold when all, or one, of the nodes that they need hold; one per schema."""
 
     def __init__(self) -> None:
         self._needs: list[list[int]] = []
@@ -47,7 +47,7 @@ class _Graph:
         return len(self._needs) - 1
 
     def add(self, schema: Any) -> int:
-        """The node of a schema in normal form."""
+        """Node of a schema in normal form."""
         if not isinstance(schema, dict):
             return self._new([], is_any=schema is False)
         node = self._new([])
@@ -86,12 +86,12 @@ class _Graph:
         needs.append(self._new(options, is_any=True))
 
     def link(self, roots: dict[str, int]) -> None:
-        """Let references need the nodes of their definitions."""
+        """Connect references to the nodes of their definitions."""
         for node, name in self._links:
             self._needs[node].append(roots[name])
 
     def solved(self) -> list[bool]:
-        """[node]: whether it holds."""
+        """True for each node that holds."""
         users: list[list[int]] = [[] for _ in self._needs]
         num_open = []
         for node, needs in enumerate(self._needs):
@@ -113,7 +113,7 @@ class _Graph:
 
 
 def _kept(schema: Any, graph: _Graph, holds: list[bool]) -> Any:
-    """The schema with `false` in the place of what does not hold."""
+    """The schema with `false` in place of nodes that do not hold."""
     if not isinstance(schema, dict):
         return schema
     if not holds[graph.node_of[id(schema)]]:

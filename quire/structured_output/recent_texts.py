@@ -1,4 +1,4 @@
-"""Results for texts, of which the ones asked for longest ago are forgotten."""
+"""A bounded cache of results by text, least recently used out first."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ T = TypeVar("T")
 
 
 class RecentTexts(Generic[T]):
-    """Results by their texts, bounded by number and characters. Used by one thread at a time."""
+    """Results by text, bounded in number and characters. Used by one thread at a time."""
 
     def __init__(self, size_of: Callable[[str, T], int]) -> None:
-        """size_of: characters of one text with its result; those of a result that replaces another do not change."""
+        """size_of: characters of a text with its result; a replacing result must have the same."""
         self._size_of = size_of
         self.entries: OrderedDict[str, T] = OrderedDict()
-        """The one asked for last is last."""
+        """Entries, the most recently used last."""
         self.num_characters = 0
 
     def get(self, text: str) -> T | None:
@@ -26,7 +26,7 @@ class RecentTexts(Generic[T]):
         return found
 
     def put(self, text: str, result: T, max_entries: int, max_characters: int) -> None:
-        """Keep a result, and forget others until both bounds hold."""
+        """Keep a result, and drop others until both bounds hold."""
         if text not in self.entries:
             self.num_characters += self._size_of(text, result)
         self.entries[text] = result

@@ -1,5 +1,5 @@
-"""Anchors of regular expressions. A constraint's expression matches the whole text, so those at its ends say nothing
-more; llguidance knows none. Everything here takes time in proportion to the expression's length."""
+"""Anchors of regular expressions. A constraint matches the whole text, so anchors at its ends are redundant, and
+llguidance has none. All functions take linear time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LAST = ("$", r"\Z", r"\z")
 
 
 def without_anchors(pattern: str) -> str:
-    """The pattern without the anchors at the ends of its alternatives. Raises ValueError for anchors elsewhere."""
+    """The pattern without anchors at the ends of its alternatives. Raises ValueError for anchors elsewhere."""
     return "|".join(_without_ends(alternative) for alternative in _alternatives(pattern))
 
 
@@ -28,7 +28,7 @@ def _without_ends(parts: list[str]) -> str:
 
 
 def _alternatives(pattern: str) -> list[list[str]]:
-    """The parts of the pattern, cut at every `|` outside of groups."""
+    """Parts of the pattern, split at every `|` outside groups."""
     found, depth = [list[str]()], 0
     for part in _parts(pattern):
         depth += (part == "(") - (part == ")")
@@ -40,7 +40,7 @@ def _alternatives(pattern: str) -> list[list[str]]:
 
 
 def _parts(pattern: str) -> Iterator[str]:
-    """Characters one by one; escapes of two characters and classes in brackets whole."""
+    """Single characters; two-character escapes and bracket classes whole."""
     start = 0
     while start < len(pattern):
         end = start + 1
@@ -53,7 +53,7 @@ def _parts(pattern: str) -> Iterator[str]:
 
 
 def _class_end(pattern: str, start: int) -> int:
-    """Behind the bracket that closes the class that begins at `start`; the end of the pattern if none does."""
+    """Index after the bracket that closes the class at `start`, or the pattern's end."""
     index = start + 1
     if pattern[index : index + 1] == "^":
         index += 1

@@ -1,5 +1,5 @@
-"""A rehearsal: one text is compiled, and its first mask made, in a fork under limits of the kernel. No check of a text
-can tell what a compiler takes for it; a fork that takes too much, or crashes, ends, and the engine learns why."""
+"""A rehearsal: a fork compiles one text and makes its first mask, under limits of the kernel. No check can predict a
+compiler's cost; a fork that takes too much, or crashes, ends, and the engine learns why."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 MAX_REASON = 300
 MAX_ROW_ITEMS = 20_000
-"""Items that the library's parser may have behind one token. An object of 2,000 optional properties has 8,000."""
+"""Limit of parser items after one token. An object of 2,000 optional properties has 8,000."""
 STEP_FUEL = 2_000_000
-"""Work of the library's lexer for a mask and the tokens behind it, some 0.15 s: ten times as much as usual. A sequence
-that uses it up ends all that follow the same grammar, for they share the lexer."""
+"""Lexer work for a mask and its following tokens, some 0.15 s: ten times the usual. A sequence that exceeds it ends all
+with the same grammar, which share the lexer."""
 ONE_OF = "oneOf is supported where no value follows two of its schemas, by their types or by constants of a property"
 
 ENDS_BY_LIMITS = tuple(
@@ -42,12 +42,12 @@ ENDS_BY_LIMITS = tuple(
         signal.SIGABRT,
     )
 )
-"""Statuses of forks that were ended by what they did. Any other one, such as SIGKILL of a system without memory, says
-nothing about the text."""
+"""Statuses of forks ended by their own doing. Others, such as SIGKILL of a system without memory, say nothing about the
+text."""
 
 
 def start_matcher(vocabulary: LLTokenizer, text: str) -> LLMatcher:
-    """Compile a grammar. Never raises for a bad one: `is_error` says so. Lets other threads run."""
+    """Compile a grammar, letting other threads run. A bad one does not raise; see `is_error`."""
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(max_items_in_row=MAX_ROW_ITEMS, step_lexer_fuel=STEP_FUEL, verbose_errors=False)
@@ -55,7 +55,7 @@ def start_matcher(vocabulary: LLTokenizer, text: str) -> LLMatcher:
 
 
 def rehearse(connection: socket.socket, vocabulary: LLTokenizer, limits: Limits) -> None:
-    """The work of a fork: wait for a Try, and answer with an Outcome, unless the kernel ends it."""
+    """The work of a fork: wait for a Try and answer with an Outcome, unless the kernel ends it."""
     limit(resource.RLIMIT_CORE, 0)
     be_silent(0, 1, 2)
     frames = BlockingReader(connection).read()
@@ -97,8 +97,8 @@ def outcome_of(vocabulary: LLTokenizer, text: str) -> Outcome:
 
 
 def _failure_behind(state: LLMatcher, token_id: int) -> str:
-    """Why the library gives up behind a first token; empty: it does not. A text that goes on by no token of the model
-    is only one of those that may follow."""
+    """Reason why the library fails after a first token; empty: it does not. A missing continuation does not count,
+    because other texts may have one."""
     if state.consume_token(token_id) and not state.is_stopped():
         state.compute_bitmask()
     reason = state.get_error() if state.is_error() else ""
@@ -106,7 +106,7 @@ def _failure_behind(state: LLMatcher, token_id: int) -> str:
 
 
 def why_it_ended(status: int, limits: Limits) -> str:
-    """The reason against a text whose fork ended with this `returncode`."""
+    """Reason against a text whose fork ended with this `returncode`."""
     if status == -signal.SIGSEGV or status == -signal.SIGBUS:
         return "its parts are nested, or refer to one another, too deeply"
     if status == -signal.SIGPROF or status == -signal.SIGXCPU:
@@ -127,7 +127,7 @@ def out_of_memory(limits: Limits) -> str:
 
 
 def in_one_line(reason: str) -> str:
-    """A reason of the library, in one line of usual length."""
+    """The library's reason, in one line of limited length."""
     text = " ".join(reason.split())
     if text.startswith("NoExtension"):
         text = "no token of this model continues the text"

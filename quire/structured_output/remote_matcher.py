@@ -1,4 +1,4 @@
-"""Constraints and matchers as the engine core has them: what they say was computed in the mask process."""
+"""The engine core's constraints and matchers, whose results the mask process computes."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ if TYPE_CHECKING:
 
 WORK_SECONDS = 5.0
 TOKEN_SECONDS = 0.001
-"""Processor time that one request's tokens and masks may take in all: so much, and so much for each token."""
+"""Processor seconds for all tokens and masks of a request: WORK_SECONDS, plus this for each token."""
 NO_SLOT = -1
 NUM_PLACES = 1024
 UNKNOWN, GOES_ON, STOPS = 0, 1, 4
 
 
 class ConstraintText:
-    """A text that live requests name. Its rehearsal ends with the last of them."""
+    """A text that live requests name. Its rehearsal is cancelled with the last of them."""
 
     def __init__(self, service: ConstraintService, text: str, behind: bytearray | None = None) -> None:
-        """behind: what requests before have seen behind its tokens."""
+        """behind: record of earlier requests (see the attribute)."""
         self._service = service
         self.text = text
         self.outcome: Outcome | None = None
-        """None: it is not rehearsed yet."""
+        """None before the rehearsal."""
         self.job = 0
         """Number of its rehearsal; 0: none has begun."""
         self.behind = bytearray(NUM_PLACES) if behind is None else behind
-        """What was seen behind tokens, by their ids modulo NUM_PLACES: STOPS where the last one ended a sequence or
-        forced others, one less for each that did not since; GOES_ON is the least."""
+        """Record per token id modulo NUM_PLACES: STOPS if the last such token ended a sequence or forced others, one
+        less for each later one that did not, at least GOES_ON."""
 
     def note(self, token_id: int, *, stops: bool) -> None:
-        """A sequence had this token. stops: it ended there, or others were forced behind it."""
+        """Record a sequence's token. stops: it ended the sequence, or forced others."""
         place = token_id % NUM_PLACES
         self.behind[place] = STOPS if stops else max(self.behind[place] - 1, GOES_ON)
 
@@ -48,7 +48,7 @@ class ConstraintText:
 
 
 class RemoteConstraint:
-    """Implements Constraint."""
+    """Constraint of one request."""
 
     def __init__(self, service: ConstraintService, text: ConstraintText, client: str, charge: int) -> None:
         self._service = service
@@ -63,17 +63,17 @@ class RemoteConstraint:
         return matcher
 
     def note_work(self, seconds: float, num_tokens: int) -> None:
-        """Some work was done for one of its matchers."""
+        """Charge work of one of its matchers."""
         self._seconds_left += TOKEN_SECONDS * num_tokens - seconds
 
     @property
     def is_exhausted(self) -> bool:
-        """Its matchers may do no more work."""
+        """True if its matchers may do no more work."""
         return self._seconds_left < 0
 
 
 class RemoteMatcher:
-    """Implements Matcher."""
+    """Matcher whose work is done in the mask process."""
 
     def __init__(
         self, masks: MaskClient, constraint: RemoteConstraint, spec: ConstraintSpec, token_ids: Sequence[int]
@@ -83,22 +83,22 @@ class RemoteMatcher:
         self.spec = spec
         self.slot = NO_SLOT
         self.serial = masks.next_serial()
-        """Number of its last `advance`, among those of all matchers."""
+        """Number of its last `advance`, unique among all matchers."""
         self.is_held = True
-        """The mask process does not know it yet."""
+        """True while the mask process does not know it."""
         self.tokens = list(token_ids)
-        """All tokens that it has followed, as far as it has answered."""
+        """Followed tokens, as far as answered."""
         self.unanswered: tuple[Sequence[int], int, bool, Sequence[int], Sequence[int]] | None = None
-        """Arguments of the last `advance`, until they are answered."""
+        """Arguments of the last `advance`, until it is answered."""
         self._is_answered = self.has_mask = self._is_free = False
         self._only = NO_TOKEN
         self._mask_error: UserError | None = None
         self._own_mask: bytes | None = None
-        """The mask of a copy whose original had one."""
+        """Mask of a copy whose original had one."""
         self._draft_slots: list[int] = []
-        """Slots for the masks behind drafts."""
+        """Slots for the masks after drafts."""
         self._num_draft_masks = 0
-        """Masks there."""
+        """Number of such masks that are there."""
         self.is_ready = self.is_slow = False
         self.error: UserError | None = None
         self.num_accepted = 0
@@ -161,30 +161,30 @@ class RemoteMatcher:
 
     @property
     def has_all(self) -> bool:
-        """Nothing is missing."""
+        """True if nothing is missing."""
         return self.has_mask and (self._is_answered or self.error is not None)
 
     def settle(self) -> None:
-        """Be ready, if enough has come."""
+        """Set `is_ready` if enough has come."""
         self.is_ready = (self._is_answered and not self.is_slow) or self.has_all
 
     def fail(self, error: UserError) -> None:
-        """Go on no more."""
+        """End with an error."""
         self.error = error
         self.has_mask = True
 
     def new(self, grammar: int) -> New:
-        """The message that makes it in a mask process that does not know it, but has its grammar."""
+        """Message that makes it in a mask process that has its grammar."""
         spec, serial = self.spec, self.serial if self.unanswered is None else 0
         options = spec.start_after, spec.ignore_eos, spec.allowed_token_ids
         return New(self.slot, serial, grammar, self.constraint.charge, self.tokens, *options)
 
     def advanced(self) -> Advance | None:
-        """Its last `advance`, where that is not answered."""
+        """Its unanswered `advance`, or None."""
         return None if self.unanswered is None else Advance(self.slot, self.serial, *self.unanswered)
 
     def start_again(self, *, is_suspect: bool) -> None:
-        """Its mask process is gone. is_suspect: it may be the reason."""
+        """Note that its mask process is gone. is_suspect: it may be the cause."""
         self.is_held = True
         if self._own_mask is None:
             self._forget_mask()

@@ -1,5 +1,5 @@
-"""From a JSON schema in normal form to what llguidance compiles: a schema, or, where numbers stand in it that
-llguidance would change, rules in Lark's syntax for these and for all that is around them."""
+"""Conversion of a normal JSON schema for llguidance: a schema, or rules in Lark's syntax for numbers that llguidance
+would change and everything around them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from quire.structured_output.schema_joins import JoinBudget, Joiner, parts_of
 from quire.structured_output.schema_numbers import DIGITS
 
 ESCAPES = 'nrbtf\\"'
-"""What may follow a backslash where names are matched by patterns: without `u`, each name has one spelling."""
+"""Escapes allowed where patterns match names: without `u`, each name has one spelling."""
 _CHARACTER = r'[^"\\\x00-\x1f\x7f]|\\["\\bfnrt]|\\u00(?:0[0-7bBeEfF]|1[0-9a-fA-F]|7[fF])'
 
 
 def json_document(schema: NormalSchema, options: dict[str, Any]) -> dict[str, Any]:
-    """A schema with its options (`x-guidance`). schema: without `$digits`; it is changed.
+    """A schema with its options (`x-guidance`). schema: has no `$digits`, and is changed.
 
-    llguidance lets a free name be spelled with escapes, as which it is none of the properties. Where any value may
-    follow a free name, the names are therefore those of a pattern that takes all, which are spelled plainly; elsewhere
-    no text has an escape with `u`.
+    llguidance lets a free name have escapes, so that it may spell a property's name. If any value may follow a free
+    name, the names are therefore those of a pattern that matches all, which have one spelling; elsewhere no text has a
+    `u` escape.
     """
     if schema.has_patterns or any(map(_needs_plain_names, (schema.root, *schema.definitions.values()))):
         options = options | {"json_allowed_escapes": ESCAPES}
@@ -35,7 +35,7 @@ def json_document(schema: NormalSchema, options: dict[str, Any]) -> dict[str, An
 
 
 def _needs_plain_names(start: Any) -> bool:
-    """Whether free names have values of a schema, or are counted, in some object that names properties."""
+    """True if free names have a schema, or are counted, in some object with named properties."""
     todo = [start]
     while todo:
         node = todo.pop()
@@ -50,7 +50,7 @@ def _needs_plain_names(start: Any) -> bool:
 
 
 def _close(start: Any) -> None:
-    """Let free names be those of a pattern that takes all of them, in objects that name properties."""
+    """Describe free names by a pattern that matches all, in objects with named properties."""
     todo = [start]
     while todo:
         node = todo.pop()
@@ -63,7 +63,8 @@ def _close(start: Any) -> None:
 
 
 class LarkWriter:
-    """Rules for a schema with `$digits`, which is changed. Raises ValueError for what these rules cannot say."""
+    """Writer of rules for a schema with `$digits`, which is changed. Raises ValueError for what the rules cannot
+    express."""
 
     def __init__(
         self, schema: NormalSchema, options: dict[str, Any], budget: patterns.Budget, joins: JoinBudget
@@ -101,7 +102,7 @@ class LarkWriter:
         return self._names[body]
 
     def _form(self, node: Any) -> str:
-        """The name of the rule for a schema, which is written once however often it stands in the form."""
+        """Name of a schema's rule, written once however often the schema occurs."""
         if not isinstance(node, dict):
             return self._json(node)
         if id(node) not in self._forms:
@@ -164,7 +165,7 @@ class LarkWriter:
         return self._rule(f'"{{" {self._members(items, extra, low, high)} "}}"')
 
     def _patterned(self, found: dict[str, Any], named: list[str], additional: Any) -> str:
-        """A member whose name follows a pattern. Raises ValueError where that name could be one of `named`."""
+        """A member whose name matches a pattern. Raises ValueError if the name could be one of `named`."""
         [pattern, part], *others = found.items()
         if others or additional is not False or _holds_any(pattern, named, self._budget):
             raise ValueError(
@@ -176,7 +177,7 @@ class LarkWriter:
         return self._rule(f'{key} ":" {self._form(part)}')
 
     def _members(self, items: list[tuple[str, bool]], extra: str | None, low: int, high: int | None) -> str:
-        """Members with commas between them: a rule for what may follow each, with members before it or without."""
+        """Members with commas: a rule for what may follow each, with members before it or without."""
         behind = alone = '""'
         if extra is not None:
             behind, alone = self._several(extra, low, high)
@@ -190,7 +191,7 @@ class LarkWriter:
         return alone
 
     def _several(self, item: str, low: int, high: int | None) -> tuple[str, str]:
-        """Rules for `low` to `high` items behind others, and for as many alone. high: not 0."""
+        """Rules for `low` to `high` items after others, and alone. high: not 0."""
         behind = self._rule(f'("," {item}){{{low},{"" if high is None else high}}}')
         rest = "" if high == 1 else f' ("," {item}){{{max(low - 1, 0)},{"" if high is None else high - 1}}}'
         return behind, self._rule(f"{item}{rest}" + ("" if low else ' | ""'))
@@ -225,7 +226,7 @@ class LarkWriter:
 
 
 def _holds_any(pattern: str, names: list[str], budget: patterns.Budget) -> bool:
-    """Whether a name follows the pattern, as far as that is known. Raises ValueError where it is too large."""
+    """True if a name matches the pattern, or may. Raises ValueError if the pattern is too large."""
     try:
         matcher = patterns.Matcher(patterns.parse(pattern), budget)
     except patterns.UnknownSyntaxError:
@@ -245,10 +246,10 @@ def _has_patterns(node: Any) -> bool:
 
 
 def key_text(name: str) -> str:
-    """A name as JSON writes it."""
+    """A name in JSON's spelling."""
     return json.dumps(name, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def slashed(pattern: str) -> str:
-    """A regular expression between slashes."""
+    """The pattern, escaped for use between slashes."""
     return re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", pattern).replace("\n", r"\n")

@@ -1,8 +1,7 @@
-"""Several schemas for one value, joined into one, for rules in Lark's syntax, which know no intersections.
+"""Intersections of schemas, joined into one for rules in Lark's syntax, which have none.
 
-`Joiner` changes a schema in normal form with `$digits`: where `allOf`, `anyOf`, `oneOf` or `$ref` stand beside other
-keywords around such numbers, or around references, one schema takes their place. What llguidance compiles alone stays
-as it is: it joins `allOf` itself.
+`Joiner` changes a normal schema with `$digits`: it replaces `allOf`, `anyOf`, `oneOf` or `$ref` beside other keywords,
+around such numbers or references, by one schema. Parts that llguidance compiles alone stay: it joins `allOf` itself.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from quire.structured_output.schema_objects import all_of
 IN_PLACE = ("allOf", "anyOf", "oneOf", "$ref", "enum")
 MAX_JOINS = 2000
 MAX_STEPS = 300_000
-"""Properties, items and views of a document's joins."""
+"""Limit of properties, items and views in a document's joins."""
 MAX_COMPARISONS = 2**20
-"""Names, constants and views that are compared in a document, to keep the parts of a `oneOf` apart."""
+"""Limit of names, constants and views compared in a document to separate the parts of a `oneOf`."""
 MAX_DEPTH = 60
-"""Levels of joins inside of joins, which follow references, at most."""
+"""Deepest nesting of joins, which follow references."""
 MAX_VIEWS = 32
 BESIDE = "is not supported beside numbers of more than 53 bits"
 
 
 def parts_of(node: dict[str, Any]) -> list[Any]:
-    """The schemas directly inside of one."""
+    """The schemas directly inside a schema."""
     found = [node[name] for name in ("additionalProperties", "items") if name in node]
     for name in ("allOf", "anyOf", "oneOf", "prefixItems"):
         found += node.get(name, ())
@@ -41,27 +40,27 @@ def parts_of(node: dict[str, Any]) -> list[Any]:
 
 @dataclass
 class JoinBudget:
-    """The work that was done for the joins of a document, or of all that stand in one text."""
+    """Work spent on the joins of a document, or of all documents in one text."""
 
     num_steps: int = 0
     num_compared: int = 0
 
     def spend(self, count: int) -> None:
-        """Raises ValueError where it is too much."""
+        """Raises ValueError beyond the limit."""
         self.num_steps += count
         if self.num_steps > MAX_STEPS:
             raise ValueError(f"allOf or oneOf of as many parts {BESIDE}")
 
     def compare(self, count: int) -> None:
-        """Count comparisons of names, constants and views. Raises ValueError for too many."""
+        """Count comparisons of names, constants and views. Raises ValueError beyond the limit."""
         self.num_compared += count
         if self.num_compared > MAX_COMPARISONS:
             raise ValueError(f"oneOf of as many parts {BESIDE}")
 
 
 def tell_apart(schema: NormalSchema, budget: JoinBudget) -> None:
-    """Change each `oneOf` of a schema whose parts no value follows two of into `anyOf`: llguidance refuses those whose
-    parts it does not see to be apart, such as references."""
+    """Change each `oneOf` with provably disjoint parts into `anyOf`, because llguidance refuses parts that it cannot
+    separate, such as references."""
     joiner = Joiner(schema, budget)
     todo = [schema.root, *schema.definitions.values()]
     while todo:
@@ -88,7 +87,7 @@ class Joiner:
         self._definitions = schema.definitions
         self._is_written: dict[int, tuple[Any, bool]] = {}
         self._flat: dict[int, tuple[Any, Any]] = {}
-        """[id of a schema]: it, so that its id stays its own, and its form without joins."""
+        """id of a schema -> (the schema, so that its id stays unique; its form without joins)."""
         self._names: dict[tuple[str, str], str] = {}
         self._kinds: dict[int, tuple[Any, set[str]]] = {}
         self._depth = 0
@@ -102,7 +101,7 @@ class Joiner:
         without_endless(self._schema)
 
     def is_written(self, node: Any) -> bool:
-        """Whether llguidance cannot compile a schema alone: `$digits` or a reference stands in it."""
+        """True if llguidance cannot compile a schema alone, because of `$digits` or a reference."""
         if not isinstance(node, dict):
             return False
         known = self._is_written.get(id(node))
@@ -112,7 +111,7 @@ class Joiner:
         return known[1]
 
     def _flattened(self, node: Any) -> Any:
-        """A schema of which each written part has one of `$ref`, `anyOf`, `$digits` or the keywords of types."""
+        """The schema with one of `$ref`, `anyOf`, `$digits` or type keywords in each written part."""
         if not isinstance(node, dict) or DIGITS in node or not self.is_written(node):
             return node
         known = self._flat.get(id(node))
@@ -126,7 +125,7 @@ class Joiner:
         return known[1]
 
     def _conjuncts(self, node: dict[str, Any]) -> list[Any]:
-        """Schemas of one kind of keyword, all of which a value follows, in the order of the text's keys."""
+        """Schemas of one kind of keyword that a value must all satisfy, in the order of the text's keys."""
         simple = {name: value for name, value in node.items() if name not in IN_PLACE}
         place = "properties" if "properties" in simple else next(iter(simple), None)
         found: list[Any] = []
@@ -161,7 +160,7 @@ class Joiner:
         return found
 
     def _both(self, first: Any, second: Any) -> Any:
-        """A schema of the values that follow two schemas."""
+        """The intersection of two schemas."""
         first, second = self._flattened(first), self._flattened(second)
         if not first or not second or first is True or second is True or first == second:
             return first if first == second else all_of(first, second)
@@ -211,7 +210,7 @@ class Joiner:
         return self._of_types(first, second)
 
     def _of_types(self, first: dict[str, Any], second: dict[str, Any]) -> Any:
-        """Both have the keywords of types only, or `$digits`."""
+        """The intersection of schemas with type keywords only, or `$digits`."""
         options: list[Any] = []
         for kind in _shared(_types(first), _types(second)):
             if kind in ("number", "integer"):
@@ -262,7 +261,7 @@ class Joiner:
         return False if found.get("minItems", 0) > min(_or_endless(most), found.get("maxItems", _ENDLESS)) else found
 
     def check_apart(self, options: list[Any]) -> None:
-        """Raises ValueError where a value could follow two of the schemas."""
+        """Raises ValueError if a value could satisfy two of the schemas."""
         self.budget.spend(len(options) * len(options))
         views = [self._views(each) for each in options]
         if self._have_no_type_in_common(options) and self._tells_all_apart(views):
@@ -275,7 +274,7 @@ class Joiner:
                     )
 
     def _have_no_type_in_common(self, options: list[Any]) -> bool:
-        """No values but objects may be of the types of two schemas."""
+        """True if two schemas have at most the object type in common."""
         seen: set[str] = set()
         for each in options:
             found = self.kinds(each) - {"object"}
@@ -285,8 +284,8 @@ class Joiner:
         return True
 
     def _tells_all_apart(self, views: list[list[dict[str, Any]]]) -> bool:
-        """Some property is required in all schemas, with other constants in each. views: of each schema. A comparison
-        of each with each finds the same, and takes longer."""
+        """True if some property is required in all schemas, with different constants. views: views of each schema.
+        Pairwise comparison finds the same but takes longer."""
         for name in dict.fromkeys(name for view in views[0] for name in view.get("required", ())):
             taken: set[str] = set()
             for each in views:
@@ -301,7 +300,7 @@ class Joiner:
         return False
 
     def _views(self, node: Any) -> list[dict[str, Any]]:
-        """Schemas that all values of one follow."""
+        """Schemas that all values of a schema satisfy."""
         todo: list[Any] = [node]
         found: list[dict[str, Any]] = []
         while todo and len(found) < MAX_VIEWS:
@@ -313,7 +312,7 @@ class Joiner:
         return found
 
     def kinds(self, node: Any, depth: int = 0) -> set[str]:
-        """The types that values of a schema may have."""
+        """Types that values of a schema may have."""
         known = self._kinds.get(id(node))
         if known is not None:
             return known[1]
@@ -332,7 +331,7 @@ class Joiner:
         return found
 
     def constants(self, node: Any) -> set[str] | None:
-        """The values, as texts, of a schema that has but a few simple ones."""
+        """The values, as texts, of a schema with a few simple ones; else None."""
         known = self._constants.get(id(node))
         if known is None:
             found = None
@@ -344,7 +343,7 @@ class Joiner:
         return known[1]
 
     def requires(self, node: dict[str, Any], name: str) -> bool:
-        """A property of this name is required and described."""
+        """True if a property of this name is required and described."""
         if name not in node.get("properties", ()):
             return False
         self.budget.compare(len(node.get("required", ())))
@@ -356,7 +355,7 @@ class Joiner:
 
 
 def _are_apart(first: dict[str, Any], second: dict[str, Any], joiner: Joiner) -> bool:
-    """No value follows both."""
+    """True if no value satisfies both."""
     joiner.budget.compare(1)
     shared = joiner.kinds(first) & joiner.kinds(second)
     if not shared:
@@ -395,7 +394,7 @@ def _any(options: Iterable[Any]) -> Any:
 
 
 def _types(node: dict[str, Any]) -> list[str]:
-    """In terms of TYPES for those that have no `integer`."""
+    """Types in terms of TYPES, except `integer`."""
     if DIGITS in node:
         return ["number"]
     found = node.get("type", TYPES)
@@ -423,7 +422,7 @@ def _numbers(node: dict[str, Any], *, is_integer: bool) -> Numbers:
 
 
 def _enum(values: list[Any], other: dict[str, Any]) -> Any:
-    """The values of a list that follow a schema of `$digits` or of types alone."""
+    """The values of a list that satisfy a schema of `$digits` or of types alone."""
     if DIGITS in other:
         found = [each for each in values if _kind(each) == "number" and other[DIGITS].holds(each)]
         return {"enum": found} if found else False

@@ -1,6 +1,5 @@
-"""Numbers of JSON schemas: bounds, multiples and constants, as llguidance follows them to the letter, or as regular
-expressions where it does not: `{"$digits": numbers}` with a `Numbers`, which
-quire/structured_output/schema_grammar.py writes."""
+"""Numbers of JSON schemas: bounds, multiples and constants, in a form that llguidance follows exactly, or as
+`{"$digits": Numbers}`, which quire/structured_output/schema_grammar.py writes as regular expressions."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ DIGITS = "$digits"
 LARGEST_EXACT = 2**53
 MAX_MULTIPLE = 2**32 - 1
 MAX_RANGE = 2**13
-"""Characters of an expression; one for 64 bits has some 900."""
+"""Longest expression in characters; one for 64 bits has some 900."""
 MAX_MERGED_DIGITS = 20
 MAX_MERGED_STEPS = 64
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
@@ -24,7 +23,7 @@ KEYWORDS = (*BOUNDS, "multipleOf")
 
 
 class Written(float):
-    """A number of a JSON text with a point or an exponent, and how it is written there."""
+    """A number of a JSON text with a point or an exponent, and its spelling."""
 
     text: str
 
@@ -40,7 +39,7 @@ def is_number(value: Any) -> bool:
 
 
 def decimal_of(value: Any) -> Decimal:
-    """Raises ValueError for what is no number, and for more than MAX_DIGITS digits."""
+    """Exact value. Raises ValueError for other types, and more than MAX_DIGITS digits."""
     if not is_number(value):
         raise ValueError("must be a number")
     if isinstance(value, int):
@@ -56,7 +55,7 @@ def decimal_of(value: Any) -> Decimal:
 
 @dataclass(frozen=True)
 class Numbers:
-    """The keywords of one schema about numbers."""
+    """The number keywords of one schema."""
 
     low: Bound | None = None
     high: Bound | None = None
@@ -65,7 +64,7 @@ class Numbers:
 
     @classmethod
     def of(cls, schema: dict[str, Any], *, is_integer: bool) -> Numbers:
-        """Raises ValueError, which begins with the keyword."""
+        """Read the keywords of a schema. Raises ValueError that begins with the keyword."""
         values = {}
         for name in KEYWORDS:
             value = schema.get(name)
@@ -85,7 +84,7 @@ class Numbers:
         return cls(low, high, multiple, is_integer)
 
     def holds(self, value: Any) -> bool:
-        """Whether a number of a JSON text follows."""
+        """True if a number of a JSON text satisfies the keywords."""
         number = decimal_of(value)
         low, high = self.low, self.high
         if low is not None and (number < low.value or (low.is_exclusive and number == low.value)):
@@ -97,7 +96,7 @@ class Numbers:
         return self.multiple is None or Fraction(number) % self.multiple == 0
 
     def joined(self, other: Numbers) -> Numbers:
-        """Both together. Raises ValueError where both have a multiple."""
+        """The intersection. Raises ValueError for two different multiples."""
         multiples = {each.multiple for each in (self, other)} - {None}
         if len(multiples) > 1:
             raise ValueError("multipleOf is not supported in several schemas beside numbers of more than 53 bits")
@@ -105,7 +104,7 @@ class Numbers:
         return Numbers(low, high, next(iter(multiples), None), self.is_integer or other.is_integer)
 
     def expression(self) -> str | None:
-        """Digits of the numbers between the bounds. None: there is none."""
+        """Expression for the numbers between the bounds; None: there are none."""
         if self.is_integer:
             return integer_range(*self.integer_bounds())
         if self.low is not None and self.low == self.high and not self.low.is_exclusive:
@@ -114,8 +113,8 @@ class Numbers:
 
     @property
     def num_decimals(self) -> int | None:
-        """Digits behind the point that a number has at most, by a multiple of 1, 0.1, 0.01 and so on. None: any number
-        of them, or the multiple is another one."""
+        """Largest number of decimals, for a multiple of 1, 0.1, 0.01 and so on; None: any number, or another
+        multiple."""
         found = None if self.multiple is None or self.multiple.numerator != 1 else str(self.multiple.denominator)
         return None if found is None or found.rstrip("0") != "1" else len(found) - 1
 
@@ -124,7 +123,7 @@ class Numbers:
         return self._of_integers() if self.is_integer else self._of_numbers()
 
     def integer_bounds(self) -> tuple[int | None, int | None]:
-        """The least and the greatest integer."""
+        """Least and greatest integer."""
         return None if self.low is None else _integer(self.low, 1), None if self.high is None else _integer(
             self.high, -1
         )
@@ -178,9 +177,9 @@ class Numbers:
 
 
 def check_merges(found: list[Numbers]) -> None:
-    """Where several schemas apply to one value, llguidance joins what they say about numbers. Raises ValueError where
-    it could be wrong: for exclusive bounds beside others with the same digits before the point, and multiples whose
-    product has more than 32 bits."""
+    """Check number keywords of several schemas for one value, which llguidance joins. Raises ValueError where it could
+    be wrong: exclusive bounds beside others with equal digits before the point, and multiples whose product exceeds 32
+    bits."""
     bounds = {bound for each in found if not each.is_integer for bound in (each.low, each.high) if bound is not None}
     values: dict[int, set[Decimal]] = {}
     for bound in bounds:
@@ -199,7 +198,7 @@ def check_merges(found: list[Numbers]) -> None:
 
 
 def _bound(value: Decimal | None, exclusive: Decimal | None, is_exclusive: bool, sign: int) -> Bound | None:
-    """The narrower of the two. is_exclusive: draft 4's way to say it of `value`. sign: 1 for the lower bound."""
+    """The narrower of both bounds. is_exclusive: draft 4's flag on `value`. sign: 1 for the lower bound."""
     found = None if value is None else Bound(value, is_exclusive)
     if exclusive is None:
         return found
@@ -213,7 +212,7 @@ def _has_between(low: Bound, high: Bound) -> bool:
 
 
 def _narrower(first: Bound | None, second: Bound | None, sign: int) -> Bound | None:
-    """sign: 1 for lower bounds."""
+    """The narrower of both bounds. sign: 1 for lower bounds."""
     if first is None or second is None:
         return first or second
     if first.value == second.value:
@@ -228,8 +227,8 @@ def _integer(bound: Bound, sign: int) -> int:
 
 
 def _is_trusted(low: Bound | None, high: Bound | None) -> bool:
-    """Whether llguidance follows these bounds: doubles of at most 15 digits; it takes an exclusive bound itself where
-    both have the same digits before the point."""
+    """True if llguidance follows these bounds: doubles of at most 15 digits. It includes an exclusive bound if both
+    have equal digits before the point."""
     for bound in (low, high):
         if (
             bound is not None
@@ -249,7 +248,7 @@ def _plain(value: Decimal) -> int | float:
 
 
 def _multiple(step: Fraction) -> int | float:
-    """As llguidance reads it: a double, ten times as much until it has no fraction."""
+    """The multiple as llguidance reads it: a double, times ten until it is an integer."""
     value, exponent = float(step), 0
     plain = value
     while value != int(value) and exponent < 20:
@@ -261,7 +260,7 @@ def _multiple(step: Fraction) -> int | float:
 
 
 def constant(value: Any) -> Any:
-    """A schema of one number, or the number itself where llguidance writes its digits."""
+    """A schema of one number, or the number itself if llguidance writes its digits."""
     number = decimal_of(value)
     if not number:
         return 0

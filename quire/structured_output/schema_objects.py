@@ -1,4 +1,4 @@
-"""The keywords of objects in a JSON schema: names that several of them speak of, and texts that could not go on."""
+"""Object keywords of a JSON schema."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from quire.structured_output.json_schema import Normaliser
 
 PROBES = ("a", "Z", "_", "0", "-", " ", "é", "~", "name", "x-9", "A_b", "zzzzzzzzzzzzzzzz", "$ref", "a.b", "/a/b")
-"""Names that show that some are left beside patterns."""
+"""Sample names that show whether patterns leave any free."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 class ObjectKeywords:
-    """What one schema says about objects. `normal` has the schema's own walk for the parts."""
+    """Object keywords of one schema. `walk` normalises the parts."""
 
     def __init__(self, walk: Normaliser, given: dict[str, Any], place: Place, *, closed: bool) -> None:
         self._walk = walk
@@ -31,13 +31,13 @@ class ObjectKeywords:
             self._patterns[text] = all_of(self._patterns.get(text, True), schema)
             self._nodes[text] = _parsed(pattern)
         self._required = dict.fromkeys(self._names("required", given.get("required", [])))
-        """The names, in order."""
+        """Required names, in order."""
         self._additional = self._additional_schema(closed)
         self._is_for_all = False
-        """Named properties follow the schema of additional ones, too."""
+        """True if named properties also follow the schema of additional ones."""
 
     def normal(self) -> dict[str, Any]:
-        """Keywords as llguidance follows them."""
+        """The keywords in llguidance's form."""
         self._apply_dependencies()
         self._merge_patterns()
         self._free_names()
@@ -147,7 +147,7 @@ class ObjectKeywords:
             raise place.error(str(error)) from None
 
     def _merge_patterns(self) -> None:
-        """A named property follows the patterns that its name matches, too."""
+        """Apply the patterns that match a named property's name to it."""
         for pattern, schema in self._patterns.items():
             names = [name for name in self._properties if self._matches(pattern, name)]
             shared = self._walk.shared(schema) if len(names) > 1 else schema
@@ -155,14 +155,14 @@ class ObjectKeywords:
                 self._properties[name] = all_of(self._properties[name], shared)
 
     def _free_names(self) -> None:
-        """The schema of a pattern that takes all names is that of all that are not properties."""
+        """Use the schema of a pattern that matches all names for all names without properties."""
         if len(self._patterns) == 1:
             [(pattern, schema)] = self._patterns.items()
             if patterns.takes_all(self._nodes[pattern]):
                 self._patterns, self._additional, self._is_for_all = {}, schema, True
 
     def _drop_empty_patterns(self) -> None:
-        """Patterns whose names are all properties of their own: behind a comma no name could follow."""
+        """Drop patterns whose names all have properties: no name could follow a comma."""
         taken = {*self._properties, *self._required}
         size = max(map(len, taken), default=0)
         for pattern in list(self._patterns) if taken else ():
@@ -177,7 +177,7 @@ class ObjectKeywords:
                 raise self._place.at("patternProperties").error("leaves no names that can be told from the forbidden")
 
     def _counts(self) -> dict[str, int] | None:
-        """minProperties and maxProperties, where they ask for something. None: no object has as many."""
+        """minProperties and maxProperties, where effective; None: no object satisfies them."""
         walk, place = self._walk, self._place
         low = walk.count(self._given, "minProperties", place) or 0
         high = walk.count(self._given, "maxProperties", place)
@@ -196,7 +196,7 @@ class ObjectKeywords:
 
 
 def all_of(first: Any, second: Any) -> Any:
-    """A schema of the values that follow both."""
+    """A schema of the values that satisfy both."""
     if first is False or second is False:
         return False
     if first is True or first == {}:

@@ -1,4 +1,4 @@
-"""Where a part of a JSON schema stands, for errors."""
+"""Place of a part of a JSON schema, for errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MAX_CHARACTERS = 120
 
 @dataclass(frozen=True)
 class Place:
-    """A part of a schema, and the place of the schema that it is in. Written out for an error only."""
+    """A part of a schema and its parent's place. Formatted only for an error."""
 
     parent: Place | None
     name: str | int
@@ -18,7 +18,7 @@ class Place:
         return Place(self, name)
 
     def target(self) -> Place:
-        """The schema that the reference here leads to."""
+        """Place of the schema that a reference here leads to."""
         return Place(None, f"the target of {self}")
 
     def error(self, reason: str) -> ValueError:

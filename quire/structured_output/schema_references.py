@@ -1,7 +1,7 @@
-"""Where the references of a JSON schema lead: base URIs (`$id`), anchors and JSON pointers, inside of one document.
+"""Targets of references in a JSON schema: base URIs (`$id`), anchors and JSON pointers, inside one document.
 
-One walk over the places that are schemas finds the resources; what stands in `const`, `enum`, `default` or `examples`
-is data, whatever it looks like.
+One walk over the places of schemas finds the resources; the content of `const`, `enum`, `default` or `examples` is
+data.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LISTED = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 
 @dataclass
 class Resource:
-    """A schema with a base URI of its own, or the document."""
+    """A schema with its own base URI, or the document."""
 
     uri: str
     node: Any
@@ -39,7 +39,7 @@ class Resource:
     parent: Resource | None = None
     anchors: dict[str, Any] = field(default_factory=dict)
     inside: dict[str, Resource] = field(default_factory=dict)
-    """Resources that are part of it, by their URIs."""
+    """Inner resources by URI."""
 
 
 class References:
@@ -55,7 +55,7 @@ class References:
         return self._resource_of[id(node)].draft
 
     def target(self, node: dict[str, Any], keyword: str) -> Any:
-        """The schema that `node[keyword]` refers to. Raises ValueError where there is none in the document."""
+        """Schema that `node[keyword]` refers to. Raises ValueError if the document has none."""
         reference = node[keyword]
         if not isinstance(reference, str):
             raise ValueError("a reference must be a string")
@@ -112,7 +112,7 @@ class References:
             todo += [(each, resource) for each in subschemas(node)]
 
     def _opened(self, node: dict[str, Any], resource: Resource) -> Resource:
-        """The resource that the node is, or is part of; with the node's anchors."""
+        """The node's resource, or that around it, with the node's anchors added."""
         draft = _draft(node, resource.draft)
         identifier = node.get("$id", node.get("id") if draft <= 4 else None)
         if isinstance(identifier, str) and not (draft < 2019 and "$ref" in node and node is not resource.node):
@@ -137,7 +137,7 @@ class References:
 
 
 def subschemas(node: dict[str, Any]) -> Iterator[Any]:
-    """The schemas inside of a schema, by the keywords that hold one."""
+    """The schemas inside a schema, by keyword."""
     for name in ONE:
         if name in node:
             yield node[name]

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 NO_TOKEN = -1
 NOT_ALLOWED = re.compile(r"""Parser Error: token "(?:[^"\\]|\\.)*" doesn't satisfy the grammar; """)
-"""The beginning of the library's message for a token that the constraint does not allow. It has no code for that, and
-to ask it before each token (`validate_tokens`) takes as long as the token."""
+"""Beginning of the library's message for a token that the constraint does not allow. There is no code for that, and
+asking before each token (`validate_tokens`) takes as long as the token."""
 TOKENS_A_MASK = 8
-"""Where tokens come without masks between them, one is made behind as many."""
+"""Number of tokens without a mask after which one is made."""
 
 
 class MaskShape(NamedTuple):
-    """num_bytes: of a mask. num_written: bytes that the library writes, which may be a word more. end_bits: the tokens
-    that end a text, as the bits of an integer. end_places: their bytes in a mask, and the bit of each."""
+    """num_bytes: bytes of a mask. num_written: bytes that the library writes, perhaps a word more. end_bits: tokens
+    that end a text, as bits of an integer. end_places: (byte in a mask, bit) of each."""
 
     num_bytes: int
     num_written: int
@@ -36,19 +36,16 @@ class MaskShape(NamedTuple):
 
     @classmethod
     def of(cls, vocab_size: int, end_ids: Sequence[int]) -> MaskShape:
-        """end_ids: of the model; without one, a token behind its vocabulary ends texts (`make_vocabulary`), which the
-        masks leave out."""
+        """end_ids: the model's end tokens; without one, a token after its vocabulary ends texts (`make_vocabulary`),
+        which masks leave out."""
         num_bytes = num_mask_bytes(vocab_size)
         places = [(each // 8, 1 << each % 8) for each in end_ids]
         return cls(num_bytes, num_bytes if end_ids else num_slot_bytes(vocab_size), bits(end_ids), places)
 
 
 class SequenceState:
-    """Follows tokens. What it says depends on the tokens alone, and not on how they were grouped.
-
-    Where the grammar leaves one text only, its tokens are found once, and kept until they are used up or the sequence
-    goes another way.
-    """
+    """Follows tokens. Results depend on the tokens alone, not on their grouping. If the grammar allows one text only,
+    its tokens are found once, and kept until they are used up or the sequence differs."""
 
     def __init__(
         self,
@@ -58,7 +55,7 @@ class SequenceState:
         ignore_eos: bool = False,
         allowed: Sequence[int] | None = None,
     ) -> None:
-        """state: at the start of the grammar, its own. The rest: as ConstraintSpec."""
+        """state: at the grammar's start, owned by this object. Others: see ConstraintSpec."""
         self._state = state
         self._shape = shape
         self._mark = list(mark)
@@ -66,31 +63,31 @@ class SequenceState:
         self._held_back = shape.end_bits if ignore_eos else 0
         self._allowed = None if allowed is None else bits(allowed)
         self._certain: deque[int] = deque()
-        """Tokens that alone may follow."""
+        """The only tokens that may follow."""
         self._is_certainty_known = False
         self._num_unmasked = TOKENS_A_MASK
         self.is_finished = self.ends_in_text = False
 
     @property
     def is_free(self) -> bool:
-        """Every token may come next: the constraint has not begun."""
+        """True before the constraint begins: every token is allowed."""
         return bool(self._mark)
 
     @property
     def failure(self) -> str:
-        """Why the library has given up; empty: it has not, or the last token was not allowed."""
+        """Reason why the library has failed; empty: it has not, or the last token was not allowed."""
         reason = self._state.get_error() if self._state.is_error() else ""
         return "" if NOT_ALLOWED.match(reason) else in_one_line(reason)
 
     def accept(self, token_ids: Sequence[int], consume: Consume) -> int:
-        """Follow tokens as far as the constraint allows them; returns how many."""
+        """Follow tokens as far as allowed; returns their number."""
         for number, token_id in enumerate(token_ids):
             if not self._accept_one(token_id, consume):
                 return number
         return len(token_ids)
 
     def take_forced(self, limit: int, consume: Consume) -> list[int]:
-        """Follow at most `limit` tokens that alone may come; returns them."""
+        """Follow at most `limit` forced tokens; returns them."""
         found: list[int] = []
         while len(found) < limit and (token_id := self.certain_token()) != NO_TOKEN:
             if not self.may_take(token_id):
@@ -101,7 +98,7 @@ class SequenceState:
         return found
 
     def certain_token(self) -> int:
-        """The one token that may come next; NO_TOKEN: there is more than one, or the mask tells."""
+        """The only possible next token; NO_TOKEN: there are several, or the mask decides."""
         if self._mark or self.is_finished:
             return NO_TOKEN
         if not self._certain and not self._is_certainty_known:
@@ -110,7 +107,7 @@ class SequenceState:
         return self._certain[0] if self._certain else NO_TOKEN
 
     def write_mask(self, memory: memoryview, address: int) -> None:
-        """Write the mask of the next token at `address`, which is that of `memory`. Raises UserError."""
+        """Write the mask of the next token to `memory`, whose address is `address`. Raises UserError."""
         state, shape = self._state, self._shape
         if self.is_free:
             memory[: shape.num_bytes] = b"\xff" * shape.num_bytes
@@ -127,15 +124,15 @@ class SequenceState:
             memory[: shape.num_bytes] = mask.to_bytes(shape.num_bytes, "little")
 
     def _allows_end(self, memory: memoryview) -> bool:
-        """A token that ends a text is among those of the mask."""
+        """True if the mask allows a token that ends a text."""
         return any(memory[place] & bit for place, bit in self._shape.end_places)
 
     def may_take(self, token_id: int) -> bool:
-        """The request's other fields allow the token."""
+        """True if the request's other fields allow the token."""
         return self._allowed is None or bool(self._allowed >> token_id & 1)
 
     def _narrowed(self, mask: int) -> int:
-        """A mask without what the request's other fields forbid. Raises UserError when the sampler may take none."""
+        """The mask restricted by the request's other fields. Raises UserError if no token is left."""
         mask = mask & ~self._held_back or mask
         if self._allowed is not None and not mask & self._allowed:
             raise UserError(

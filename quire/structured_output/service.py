@@ -1,9 +1,9 @@
 """The constraint service of one engine: the engine core's side of the processes that compile constraints and make
 masks.
 
-Texts come from clients, and a compiler may take any time and memory for one, or crash. So a text is first rehearsed in
-a fork under limits (fork_server.py); what it does there is known from then on. Matchers of good ones live in the mask
-process (mask_process.py). The processes start with the first constraint, or while the engine is idle.
+A compiler may take any time and memory for a client's text, or crash. So a text is first rehearsed in a fork under
+limits (fork_server.py), and the outcome is kept. Matchers of good texts live in the mask process (mask_process.py). The
+processes start with the first constraint, or while the engine is idle.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ logger = get_logger(__name__)
 FORK_SERVER = "quire.structured_output.fork_server"
 MAX_OUTCOMES = 1024
 MAX_OUTCOME_CHARACTERS = 2**24
-"""Characters of the texts whose outcomes are kept."""
+"""Limit of the texts with kept outcomes, in characters."""
 SPIN_SECONDS = 0.00005
-"""Time for which a wait looks again and again: a quick answer comes sooner than a thread wakes up."""
+"""Seconds for which a wait spins: a quick answer comes sooner than a thread wakes up."""
 MAX_STARTS = 3
-"""Starts of the fork server in a row, without a message from it, until all that wait for it fail."""
+"""Starts of the fork server in a row without a message, after which all that wait for it fail."""
 
 
 class ConstraintService:
-    """Implements MaskSource. Used by the engine core's thread."""
+    """MaskSource of the engine core, used by its thread."""
 
     def __init__(
         self,
@@ -65,8 +65,8 @@ class ConstraintService:
         limits: Limits = LIMITS,
         module: str = FORK_SERVER,
     ) -> None:
-        """options: say which tokenizer; its own end-of-sequence token ends a text beside eos_token_ids. vocab_size: of
-        the model. module: has the `main` of the fork server."""
+        """options: name the tokenizer, whose end-of-sequence token ends a text like eos_token_ids. vocab_size: the
+        model's. module: module with the fork server's `main`."""
         self._limits = limits
         self._module = module
         self._setup = Setup(options, vocab_size, list(eos_token_ids), -1, limits)
@@ -96,7 +96,7 @@ class ConstraintService:
         return RemoteConstraint(self, found, client, next(self._charges))
 
     def begin(self, matcher: RemoteMatcher) -> None:
-        """Make a new matcher, when its text is rehearsed."""
+        """Make a new matcher once its text is rehearsed."""
         text = matcher.constraint.text
         if text.outcome is None:
             if not text.job:
@@ -161,7 +161,7 @@ class ConstraintService:
         return self._connection
 
     def _end_server(self) -> str:
-        """Leave nothing of the fork server and its forks. Returns how it ended."""
+        """End the fork server and its forks. Returns how it ended."""
         if self._process is None or self._connection is None or self._finalizer is None:
             return ""
         self._finalizer()
@@ -171,7 +171,7 @@ class ConstraintService:
         return how
 
     def _receive(self) -> None:
-        """Take what has come from both processes, and do what follows from it."""
+        """Process both processes' messages."""
         connection = self._connection
         if connection is not None and (self._jobs or self.masks.is_starting or connection.is_at_end):
             connection.pump()
@@ -181,13 +181,13 @@ class ConstraintService:
                 self._take(self._decoder.decode(frame))
             if not frames and connection.is_at_end:
                 self._start_server_again()
-        self.masks.receive()
-        self.masks.check()
+        if not self.masks.receive():
+            self.masks.check()
         self.flush()
         self.masks.settle()
 
     def _poll(self, seconds: float) -> None:
-        """Wait until something comes."""
+        """Wait for a message."""
         poll = select.poll()
         for connection in (self._connection, self.masks.connection):
             if connection is not None:
@@ -195,7 +195,7 @@ class ConstraintService:
         poll.poll(seconds * 1000)
 
     def _start_server_again(self) -> None:
-        """The fork server has ended. What it was asked is asked again."""
+        """Start the fork server again after its end, and repeat its questions."""
         how = self._end_server()
         logger.warning("the fork server for structured outputs %s", how)
         if self._num_starts >= MAX_STARTS:
@@ -249,7 +249,7 @@ class ConstraintService:
         self.masks.refuse(matcher, refusal(outcome.reason))
 
     def _keep(self, text: ConstraintText, outcome: Outcome) -> None:
-        """Remember what became of a text."""
+        """Keep a text's outcome."""
         self._outcomes.put(text.text, Known(outcome, text.behind), MAX_OUTCOMES, MAX_OUTCOME_CHARACTERS)
 
     def _condemn(self, text: ConstraintText, reason: str) -> None:
@@ -258,7 +258,7 @@ class ConstraintService:
 
 
 class Known(NamedTuple):
-    """The outcome of a text, and what was seen behind its tokens (ConstraintText)."""
+    """Outcome of a text, and its record of tokens (ConstraintText.behind)."""
 
     outcome: Outcome
     behind: bytearray
@@ -266,7 +266,7 @@ class Known(NamedTuple):
 
 @dataclass(slots=True)
 class Job:
-    """A rehearsal, and the matchers that wait for it. deadline: by time.monotonic()."""
+    """A rehearsal, and the matchers that wait for it. deadline: time.monotonic()."""
 
     text: weakref.ref[ConstraintText]
     client: str
@@ -279,6 +279,6 @@ def refusal(reason: str) -> UserError:
 
 
 def _end(process: subprocess.Popen[bytes], owner: int) -> None:
-    """Also runs at the end of the interpreter."""
+    """End the fork server; also runs at the interpreter's end."""
     if os.getpid() == owner:  # else a fork of the owner ends; the process is not its own
         kill(process)

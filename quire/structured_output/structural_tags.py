@@ -1,7 +1,7 @@
-"""Structural tags: text with parts between given marks that follow schemas, as one grammar.
+"""Structural tags: text with parts between marks that follow schemas, as one grammar.
 
-The forms are xgrammar's, which vLLM takes: `{"format": {"type": ...}}`, or the older `{"structures": [...], "triggers":
-[...]}`. A trigger is how one or more tags begin; where the text contains it, one of these tags must follow.
+The forms are xgrammar's, as in vLLM: `{"format": {"type": ...}}`, or the older `{"structures": [...], "triggers":
+[...]}`. A trigger is the beginning of one or more tags; after it in the text one of these tags must follow.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "triggered_tags": ("triggers", "tags", "at_least_one", "stop_after_first"),
     "tags_with_separator": ("tags", "separator", "at_least_one", "stop_after_first"),
 }
-"""What each type of format may have, besides its type."""
+"""Type of format -> its fields, besides type."""
 ANY_TEXT = r"/(.|\n)*/"
 
 
 class TagGrammar:
-    """Writes the rules of one structural tag. `rules` has one line for each."""
+    """Writer of one structural tag's rules. `rules` has one line for each."""
 
     def __init__(
         self, special_tokens: Mapping[str, int], schema_options: dict[str, Any], *, closed: bool = False
     ) -> None:
-        """special_tokens: texts that the model writes as one token, which is no text, and their ids. schema_options:
-        see `quire.structured_output.grammar.json_options`. closed: as of `normalise`, for the schemas."""
+        """special_tokens: texts that the model writes as one token, which is no text -> ids. schema_options: see
+        `quire.structured_output.grammar.json_options`. closed: see `normalise`."""
         self._closed = closed
         names = sorted(filter(None, special_tokens), key=len, reverse=True)
         self._ids = special_tokens
@@ -52,10 +52,10 @@ class TagGrammar:
         self._budget, self._joins = Budget(), JoinBudget()
         self.rules: list[str] = []
         self.schemas: dict[str, str] = {}
-        """Grammars beside this one, in Lark's syntax by their names."""
+        """Further grammars in Lark's syntax, by name."""
 
     def start(self, tag: dict[str, Any], behind: str = "") -> str:
-        """The grammar in Lark's syntax. behind: the name of a grammar for the text behind the tag."""
+        """The grammar in Lark's syntax. behind: name of a grammar for the text after the tag."""
         form = tag.get("format")
         if form is None:
             form = _from_structures(tag)
@@ -63,7 +63,7 @@ class TagGrammar:
         return "\n".join([f"start: {body} {behind}".rstrip(), *self.rules, f"TAG_TEXT: {ANY_TEXT}"])
 
     def _form(self, form: Any, depth: int) -> str:
-        """What stands for one format on the right side of a rule."""
+        """The right side of a rule for one format."""
         if not isinstance(form, dict):
             raise _error(f"a format must be an object, not {type(form).__name__}")
         if depth > MAX_DEPTH or len(self.rules) > MAX_PARTS:
@@ -86,13 +86,13 @@ class TagGrammar:
         return writers[kind](form, depth + 1)
 
     def _rule(self, body: str, attributes: str = "") -> str:
-        """A new rule; returns its name."""
+        """Add a rule; returns its name."""
         name = f"part_{len(self.rules)}"
         self.rules.append(f"{name}{attributes}: {body}")
         return name
 
     def _text(self, text: str) -> str:
-        """Literals and special tokens."""
+        """Literals and special tokens of a text."""
         pieces, start = [], 0
         for found in self._special.finditer(text) if self._special else ():
             pieces += [_quoted(text[start : found.start()]), f"<[{self._ids[found[0]]}]>"]
@@ -129,7 +129,7 @@ class TagGrammar:
         return self._rule(f"{self._text(_string(form, 'begin'))} {self._content(form, depth)}")
 
     def _content(self, form: dict[str, Any], depth: int) -> str:
-        """What stands between the marks, and the end mark; free text ends where the mark first comes."""
+        """Content of a tag with its end mark; free text ends at the first end mark."""
         _check_fields(form, "tag")
         content, end = form.get("content"), form.get("end", "")
         ends = end if isinstance(end, list) else [end]
@@ -180,7 +180,7 @@ class TagGrammar:
 
 
 def _from_structures(tag: dict[str, Any]) -> dict[str, Any]:
-    """The older form as the newer."""
+    """The older form converted to the newer."""
     tags = [
         {
             "begin": each.get("begin"),
@@ -193,7 +193,7 @@ def _from_structures(tag: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_fields(form: dict[str, Any], kind: str) -> None:
-    """Nothing may be asked for that has no effect."""
+    """Raise UserError for a field without effect."""
     unknown = next((name for name in form if name not in ("type", *FIELDS[kind])), None)
     if unknown is not None:
         raise _error(f"a format of type {kind} has no field {unknown!r:.100}")

@@ -1,7 +1,7 @@
-"""The order in which texts are rehearsed.
+"""Order of rehearsals.
 
-A text first gets a short try, and, where that is not enough, longer ones, each in a lane of its own: so one that takes
-milliseconds waits for short tries of others alone. In a lane, clients take turns.
+A text first gets a short try, then longer ones, each in its own lane, so a text of milliseconds waits only for others'
+short tries. In a lane, clients take turns.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """A text to rehearse. deadline: by time.monotonic(). lane: of its next try. was_killed: something else than the
-    limits has ended a try, which is made again once."""
+    """A text to rehearse. deadline: time.monotonic(). lane: lane of its next try. was_killed: something other than the
+    limits has ended a try, which is repeated once."""
 
     number: int
     text: str
@@ -24,7 +24,7 @@ class Job:
 
 
 class Turns:
-    """The jobs that wait, by lane."""
+    """Waiting jobs, by lane."""
 
     def __init__(self, num_lanes: int) -> None:
         self._lanes: list[OrderedDict[str, deque[Job]]] = [OrderedDict() for _ in range(num_lanes)]
@@ -33,7 +33,7 @@ class Turns:
         self._lanes[job.lane].setdefault(job.client, deque()).append(job)
 
     def take(self, lanes: range) -> Job | None:
-        """The next job of the first of these lanes that has one."""
+        """The next job of the first of these lanes that has one, or None."""
         for lane in lanes:
             clients = self._lanes[lane]
             if clients:

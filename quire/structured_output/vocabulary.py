@@ -1,4 +1,4 @@
-"""The tokens of a model as llguidance wants them: the bytes of each, which are special, which end a text."""
+"""A model's tokens for llguidance: bytes of each, special ones, end tokens."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 FIRST_TEXTS = ("", "\n")
-"""What a text is tokenised behind, in turn, until its tokens read exactly like it: some tokenizers put a blank before
-the first word."""
+"""Texts put before a text, in turn, until its tokens have exactly its bytes: some tokenizers put a blank before the
+first word."""
 
 
 class Vocabulary:
-    """The protocol that `llguidance.LLTokenizer` expects of a tokenizer that is not its own.
+    """A tokenizer as `llguidance.LLTokenizer` expects it.
 
-    `tokens` has one entry per token id, empty for ids that no text may use. Called with a text, it gives the tokens
-    that the model would read it as; llguidance asks that where the grammar leaves one text only.
+    `tokens`: bytes by token id, empty for ids that no text may use. A call gives the tokens that the model reads a text
+    as, which llguidance asks where the grammar allows one text only.
     """
 
     is_tokenizer_wrapper = True
@@ -43,7 +43,7 @@ class Vocabulary:
         return self._tokenise(data) or self._longest_match(data)
 
     def _tokenise(self, data: bytes) -> list[int]:
-        """Empty when the tokenizer has no tokens that read exactly like this text inside a text."""
+        """Tokens with exactly these bytes inside a text; empty if the tokenizer has none."""
         text = data.decode(errors="replace")
         for first in FIRST_TEXTS:
             ids = self._tokenizer.encode(first + text, add_special_tokens=False)
@@ -60,7 +60,7 @@ class Vocabulary:
         return []
 
     def _longest_match(self, data: bytes) -> list[int]:
-        """The longest token that fits, again and again; bytes without a token end it."""
+        """Tokens by repeated longest match; it stops at bytes without a token."""
         if not self._ids:
             special = set(self.special_token_ids)
             self._ids = {piece: number for number, piece in enumerate(self.tokens) if piece and number not in special}
@@ -91,8 +91,8 @@ def check_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
 def make_vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
     """All tokens of a model, for masks. Holds the interpreter for about a second with 150,000 tokens.
 
-    vocab_size: of the model, which may differ from the tokenizer's. eos_token_ids: the tokens that end a text where the
-    grammar lets it end; none: an id behind the vocabulary stands for them.
+    vocab_size: the model's, which may differ from the tokenizer's. eos_token_ids: tokens that end a text where the
+    grammar allows it; none: an id after the vocabulary stands for them.
     """
     tokens = [tokenizer.token_bytes(token_id) for token_id in range(min(vocab_size, tokenizer.vocab_size))]
     tokens += [b""] * (vocab_size - len(tokens))

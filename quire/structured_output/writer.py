@@ -1,7 +1,5 @@
-"""The front end's half: from a request's StructuredOutputsParams to the text of a grammar.
-
-The text goes to the engine core, which has it compiled (quire/structured_output/service.py) and refuses a bad one.
-"""
+"""The front end's half of structured outputs: from a request's StructuredOutputsParams to a grammar's text, which the
+engine core has compiled (quire/structured_output/service.py) or refuses."""
 
 from __future__ import annotations
 
@@ -17,14 +15,14 @@ from quire.tokenization.tokenizer import Tokenizer
 
 MAX_KEPT = 256
 MAX_KEPT_CHARACTERS = 2**22
-"""Limits of the grammars that are kept, and of what they were written from."""
+"""Limits of the kept grammars and their sources."""
 
 
 class GrammarWriter:
-    """Writes constraints as grammars, and keeps the ones asked for last. Thread-safe."""
+    """Writes constraints as grammars, and keeps the most recently used. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
-        """vocab_size: tokens of the model, which may have fewer than the tokenizer."""
+        """vocab_size: the model's tokens, perhaps fewer than the tokenizer's."""
         self.config = StructuredOutputsConfig()
         """Settings for every constraint; engines set them before the first."""
         self._tokenizer = tokenizer
@@ -33,7 +31,7 @@ class GrammarWriter:
         self._kept: RecentTexts[str] = RecentTexts(lambda text, grammar: len(text) + len(grammar))
 
     def write(self, params: StructuredOutputsParams) -> str:
-        """The constraint's grammar. Raises UserError for one that is too large or cannot be read, and for models whose
+        """The constraint's grammar. Raises UserError for one that is too large or unreadable, and for models whose
         tokens have no text of their own."""
         check_tokenizer(self._tokenizer)
         params = self.config.apply(params)

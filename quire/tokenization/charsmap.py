@@ -1,12 +1,10 @@
-"""The table of characters of a sentencepiece model: which sequences become which, as full-width letters usual ones.
+"""Character table of a sentencepiece model, which maps sequences such as full-width letters to usual ones.
 
-At each place of a text the longest sequence that the table has is replaced; a character that begins none stays. The
-`tokenizers` library has the same table (`Precompiled`), but looks up whole user-perceived characters first and loses
-marks of those that it does not find.
+At each position the longest known sequence is replaced; other characters stay. The `tokenizers` library has the same
+table (`Precompiled`), but looks up whole grapheme clusters first and loses combining marks of unknown ones.
 
-A table is the size of an index in bytes (4 bytes), the index, and the replacements, each ended by a zero byte. The
-index is a double array of darts-clone, of 32-bit units: a node's children lie at the places that its offset gives
-together with a byte each.
+Format: size of the index in bytes (4 bytes), the index, and the replacements, each ended by a zero byte. The index is a
+double array of darts-clone, of 32-bit units: a node's offset and a byte give the place of its child.
 """
 
 from __future__ import annotations
@@ -20,14 +18,14 @@ from quire.tokenization.pipeline_checks import MAX_INSERTED, check_charsmap
 _PRINTABLE = range(0x20, 0x7F)
 _OTHER = "[^ -~]"
 _LONGEST_START = 16
-"""Printable ASCII characters that a sequence of the table may begin with."""
+"""Maximum of printable ASCII characters at the start of a sequence."""
 
 
 class Charsmap:
-    """Applies a table to texts."""
+    """Function that applies a table to texts."""
 
     def __init__(self, table: bytes) -> None:
-        """Raises ModelLoadError for a table that is shorter than it says."""
+        """Raises ModelLoadError for a truncated table."""
         check_charsmap(table)
         size = int.from_bytes(table[:4], "little")
         self._units = array("I", table[4 : 4 + size // 4 * 4])
@@ -54,7 +52,7 @@ class Charsmap:
         return "".join(parts)
 
     def _longest(self, text: str, start: int) -> tuple[int, str | None]:
-        """Of the longest sequence at `start`: its characters, and what it becomes (None: the character stays)."""
+        """Return (characters of the longest sequence at `start`, its replacement; None: the character stays)."""
         node, length, value = self._root, 1, None
         for end in range(start, len(text)):
             for byte in text[end].encode():
@@ -67,7 +65,7 @@ class Charsmap:
         return length, None if value is None else self._replacement(value)
 
     def _children(self, place: int) -> int:
-        """Where the children of the unit at `place` lie: a child's place is this, XOR its byte."""
+        """Base place of a unit's children; XOR with a byte gives the child's place."""
         unit = self._units[place]
         return place ^ (unit >> 10) << ((unit & 1 << 9) >> 6)
 
@@ -81,8 +79,8 @@ class Charsmap:
         return self._replacements[first:last].decode(errors="replace")
 
     def _ascii_depth(self) -> int | None:
-        """Printable ASCII characters at the beginning of a sequence, at most; None where a sequence is nothing else,
-        or begins with very many."""
+        """Maximum of printable ASCII characters at the start of a sequence; None if a sequence has only these, or too
+        many."""
         nodes, depth = [self._root], 0
         while nodes:
             below = []

@@ -1,8 +1,7 @@
-"""Chat templates: a conversation written as one string by the Jinja template that comes with the checkpoint.
+"""Chat templates: Jinja templates of checkpoints, which write a conversation as one string.
 
-Templates come from checkpoints, never from requests. They run in helper processes (helpers.py, helper_process.py),
-sandboxed, with limits on time and memory that the system enforces, so a template (or a conversation made to upset one)
-ends in an error and not in a stuck server.
+They run in sandboxed helper processes (helpers.py, helper_process.py) whose time and memory the system limits, so a bad
+template or conversation ends in an error and does not block the server.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from quire.utils.sizes import format_bytes
 
 DEFAULT_LIMITS = TemplateLimits()
 MAX_CHARACTERS = 16 * 2**20
-"""Longest text, where the caller knows no limit."""
+"""Default limit of a text."""
 
 
 class ChatTemplate:
-    """The templates of one tokenizer. Thread-safe. `helpers` render them.
+    """Templates of one tokenizer, rendered by `helpers`. Thread-safe.
 
-    templates: name -> Jinja source; "tool_use", when there is one, is taken for requests with tools. special_tokens: in
-    scope under their names. now: the time for `strftime_now`. tokenizer: for helpers that also tokenise.
+    templates: name -> Jinja source; "tool_use", if given, serves requests with tools. special_tokens: template
+        variables. now: time for `strftime_now`. tokenizer: for helpers that also tokenize.
     """
 
     def __init__(
@@ -61,11 +60,11 @@ class ChatTemplate:
         max_characters: int = MAX_CHARACTERS,
         tokenising: Tokenising | None = None,
     ) -> Conversion:
-        """The job of a helper. max_characters: a longer text is rejected. tokenising: where the helper is to tokenise a
+        """Make the job of a helper. max_characters: limit of the text. tokenising: set if the helper shall tokenize a
         long text.
-
-        Raises UserError for reserved variables, for what no template can be given, for a conversation that is too
-        large, and when the model has no template."""
+        Raises UserError for reserved variables, unencodable values, a conversation that is too large, and a model
+        without a template.
+        """
         for name in conversation.variables:
             if name in RESERVED_OPTIONS:
                 raise UserError(
@@ -100,9 +99,8 @@ class ChatTemplate:
         return work
 
     def write(self, work: Conversion) -> Rendering:
-        """The text, and the token ids where the helper makes them. Raises UserError when the template is not valid,
-        fails, rejects the messages or exceeds its limits, PromptTooLongError for a text that is too long, and what
-        Helpers.render says."""
+        """Return the text, with token ids if the helper made them. Raises UserError if the template is invalid, fails,
+        refuses the messages or exceeds its limits; PromptTooLongError; and the errors of Helpers.render."""
         found = self.helpers.render(work)
         if isinstance(found, Failed):
             raise self._error(found, work.max_characters)
@@ -125,7 +123,7 @@ class ChatTemplate:
         return UserError(f"the model's chat template {self._sentence(failed)}", param="messages")
 
     def _sentence(self, failed: Failed) -> str:
-        """What the template does."""
+        """Predicate of the error message."""
         limits = self.helpers.limits
         match failed.kind:
             case "invalid":

@@ -1,4 +1,4 @@
-"""The chat templates that come with a model, or that the user gives in their place."""
+"""Chat templates of a model, or given by the user."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from quire.utils.model_files import file_bytes, read_model_file
 from quire.utils.text_files import read_text_file
 
 MAX_TEMPLATE_BYTES = 2**18
-"""Bytes of a chat template, at most: ten times the longest."""
+"""Maximum size of a chat template in bytes: ten times the longest known."""
 MAX_TEMPLATES = 64
 FILE, FOLDER, PROCESSOR_FILE = "chat_template.jinja", "additional_chat_templates", "chat_template.json"
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
 
 def read_chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Name -> source; "default" is the usual one, "tool_use" that of conversations with tools.
+    """Read templates: name -> source; "default" is the usual one, "tool_use" serves conversations with tools.
 
-    Files count more than tokenizer_config.json (`config`): chat_template.jinja, and those of a folder under their
-    names. chat_template.json belongs to the processor of a model of several modalities: it counts most there but for
-    conversations with tools, as in vLLM, and elsewhere where there is no other. Raises ModelLoadError.
+    chat_template.jinja and the templates of a folder win over tokenizer_config.json (`config`). chat_template.json
+    belongs to a multimodal model's processor: it wins there except for conversations with tools, as in vLLM, and is the
+    last resort elsewhere. Raises ModelLoadError.
     """
     found = _files(path) or _stated(path, config)
     processor = _processor_template(path, config, alone=not found)
@@ -34,8 +34,8 @@ def read_chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]
 
 
 def read_template(text: str) -> str:
-    """A chat template that the user gives: the name of a file, or the template itself, which has braces or line feeds.
-    Raises ConfigError for a file that cannot be read."""
+    """Read the user's chat template: a file name, or the template itself if it has braces or line feeds. Raises
+    ConfigError for an unreadable file."""
     if any(mark in text for mark in ("{", "}", "\n")):
         if len(text) > MAX_TEMPLATE_BYTES:
             raise ConfigError(f"chat_template may have {MAX_TEMPLATE_BYTES} characters", param="chat_template")
@@ -65,7 +65,7 @@ def _read(file: Path) -> str:
 
 
 def _stated(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """One template, several by name, or a list of named ones."""
+    """Templates in tokenizer_config.json: one, several by name, or a list of named ones."""
     value, file = config.get("chat_template"), path / "tokenizer_config.json"
     if value is None:
         return {}

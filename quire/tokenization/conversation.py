@@ -1,7 +1,5 @@
-"""A conversation, as every API hands it over: messages of parts, tools, and what else the chat template is given.
-
-`messages_of` is the only place that makes messages, and that refuses what a part may not be.
-"""
+"""Conversation in the form that all APIs share: messages of parts, tools, and other inputs of the chat template. Only
+`messages_of` makes messages and refuses invalid parts."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from quire.multimodal.sources import Picture, picture_of
 from quire.utils.frames import encode
 
 ROLES_WITHOUT_CONTENT = ("assistant", "tool", "function")
-"""Roles whose messages may have no content: a call of a tool has no text, and its result may be empty."""
+"""Roles whose messages may lack content: tool calls have no text, results may be empty."""
 TEXT_OF_PART = {
     "text": "text",
     "input_text": "text",
@@ -26,9 +24,9 @@ TEXT_OF_PART = {
     "refusal": "refusal",
     "thinking": "thinking",
 }
-"""Type of a content part -> the field with its text."""
+"""Type of a content part -> field with its text."""
 ContentFormat = Literal["auto", "string", "openai"]
-"""How a template gets the content of messages: as a string, as a list of parts, or as it asks for it."""
+"""Form of message content for a template: a string, a list of parts, or as the template asks."""
 
 
 T = TypeVar("T")
@@ -39,14 +37,14 @@ IMAGE = "image"
 
 
 class Part(msgspec.Struct, frozen=True, gc=False):
-    """A part of a message. type: "text", or IMAGE: its text is empty, and the image is with the conversation."""
+    """Part of a message. type: "text", or IMAGE, with empty text; the conversation holds the image."""
 
     type: str
     text: str
 
 
 class Message(msgspec.Struct):
-    """A message. fields: what the template is given besides role and content (calls of tools, thoughts, names)."""
+    """Message. fields: template inputs besides role and content (tool calls, reasoning, names)."""
 
     role: str
     content: list[Part] | None
@@ -54,8 +52,8 @@ class Message(msgspec.Struct):
 
 
 class Messages(msgspec.Struct, frozen=True):
-    """The messages of one conversation, `number` of them, each as msgpack of a Message. pictures: those that parts
-    stand for, in their order."""
+    """Messages of one conversation, `number` in all, each as msgpack of a Message. pictures: images of the parts, in
+    order."""
 
     encoded: memoryview
     number: int
@@ -63,12 +61,11 @@ class Messages(msgspec.Struct, frozen=True):
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
-    """A conversation to be written by a chat template.
+    """Conversation for a chat template.
 
-    add_generation_prompt: end with the beginning of an answer. continue_final_message: end inside the last message
-    instead, so that it is continued. documents, variables: for templates that know them. source: of a template to take
-    instead of the model's. add_special_tokens: the tokenizer adds what it puts around a text. media: how
-    its images are taken.
+    add_generation_prompt: end with the start of an answer. continue_final_message: end inside the last message.
+        documents, variables: further template inputs. source: template instead of the model's. add_special_tokens: let
+        the tokenizer add its special tokens. media: image options.
     """
 
     messages: Messages
@@ -86,8 +83,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
 def conversation_of(
     messages: Sequence[Mapping[str, Any]], *, chat_template_kwargs: Mapping[str, Any] | None = None, **options: Any
 ) -> Conversation:
-    """A conversation of messages as `messages_of` takes them from a program. options: the other fields of a
-    Conversation."""
+    """Make a conversation from a program's messages, see `messages_of`. options: other fields of Conversation."""
     found = messages_of(messages, takes_objects=True)
     return Conversation(messages=found, variables=chat_template_kwargs or {}, **options)
 
@@ -95,11 +91,11 @@ def conversation_of(
 def messages_of(
     given: Sequence[Mapping[str, Any]], where: str = "messages", *, takes_objects: bool = False
 ) -> Messages:
-    """The messages of a conversation. Each is an object with a role, a content (a string, a list of parts or None) and
-    whatever else the template knows. where: the list's path in the request, for errors. takes_objects: parts may hold
-    images as a program has them.
-
-    Raises UserError with the path of the field that is wrong."""
+    """Make the messages of a conversation from objects with a role, a content (a string, a list of parts or None) and
+    fields for the template. where: path of the list in the request, for errors. takes_objects: parts may hold image
+    objects.
+    Raises UserError with the path of the invalid field.
+    """
     pictures: list[Picture] = []
 
     def part_of(part: Any, path: str) -> Part:
@@ -116,7 +112,7 @@ def messages_of(
 
 
 def text_of_part(part: Any, where: str) -> str:
-    """The text of a part as a request has it: a string, or an object with a type. Raises UserError with the path."""
+    """Text of a request's part: a string, or an object with a type. Raises UserError with the path."""
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping):
@@ -133,7 +129,7 @@ def text_of_part(part: Any, where: str) -> str:
 
 
 def decoded_arguments(arguments: Any, where: str) -> Any:
-    """The object that the JSON of a call's arguments is; what is no text stays as it is. Raises UserError."""
+    """Decode the JSON of a call's arguments; other types stay unchanged. Raises UserError."""
     if not isinstance(arguments, str):
         return {} if arguments is None else arguments
     try:
@@ -143,8 +139,8 @@ def decoded_arguments(arguments: Any, where: str) -> Any:
 
 
 def check_type(kind: Any, known: Collection[str], what: str) -> None:
-    """Raise UserError for a type of parts, items, tools or calls (`what`) that is not among `known`. `what` may begin
-    with the path of the object, before a colon."""
+    """Raise UserError for an unknown type. what: plural noun for the message, optionally after the object's path and a
+    colon."""
     if not isinstance(kind, str) or kind not in known:
         path, separator, _ = what.rpartition(": ")
         listed = ", ".join(map(repr, known))
@@ -154,7 +150,7 @@ def check_type(kind: Any, known: Collection[str], what: str) -> None:
 
 
 def written(write: Callable[[Any], T], value: Any, where: str = "messages") -> T:
-    """What `write` makes of a value. Raises UserError for a value that msgpack does not have."""
+    """Apply `write` to a value. Raises UserError for a value that msgpack cannot encode."""
     try:
         return write(value)
     except UnicodeEncodeError as error:
@@ -167,7 +163,7 @@ def written(write: Callable[[Any], T], value: Any, where: str = "messages") -> T
 
 
 def _message(message: Any, where: str, part_of: Callable[[Any, str], Part]) -> Message:
-    """Calls of tools have their arguments decoded, and what the assistant thought stands under both of its names."""
+    """Convert a message: decode the arguments of calls; store reasoning under both names."""
     if not isinstance(message, Mapping):
         raise UserError(f"{where} must be an object with role and content", param=where)
     role = message.get("role")
@@ -199,7 +195,7 @@ def _content(content: Any, role: str, where: str, part_of: Callable[[Any, str], 
 
 
 def _decoded_call(call: Any, where: str) -> dict[str, Any]:
-    """A call of a tool whose arguments are an object, as templates expect them; clients send its JSON."""
+    """Tool call with decoded arguments, which templates expect; clients send JSON."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         raise UserError(f"{where} needs a function", param=where)

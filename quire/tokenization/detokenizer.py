@@ -1,8 +1,7 @@
-"""Incremental detokenisation: the text that each new token adds, at a cost that does not grow with the text.
+"""Incremental detokenization: the text that each new token adds, at constant cost.
 
-The increments of a sequence concatenate to `Tokenizer.decode` of all its tokens, whatever the tokens. (The one
-exception: invalid UTF-8 under a decoder of the rare kind that only knows whole sequences.) A character whose bytes
-come in several tokens is held back until it is complete; `flush` releases what is left as U+FFFD.
+The increments of a sequence join to `Tokenizer.decode` of its tokens (except invalid UTF-8 under a rare decoder that
+needs whole sequences). Bytes of an incomplete character are held back; `flush` returns them as U+FFFD.
 """
 
 from __future__ import annotations
@@ -14,34 +13,34 @@ from typing import Protocol
 from quire.tokenization.pieces import REPLACEMENT, BytePieces, LocalPieces, Pieces, WholePieces
 
 PROMPT_TAIL = 16
-"""Prompt tokens that a completion's text can depend on: an unfinished character spans at most four."""
+"""Prompt tokens that can affect a completion's text: an incomplete character spans at most four."""
 MAX_HELD_TOKENS = 16
-"""A whole-sequence decoder that shows no complete character after MAX_HELD_TOKENS tokens never will."""
+"""Tokens after which a whole-sequence decoder's incomplete character is shown anyway."""
 _new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class TokenStream(Protocol):
-    """Decodes one sequence, token by token. Special tokens to leave out are never pushed."""
+    """Token-by-token decoder of one sequence. Skipped special tokens are not pushed."""
 
     def set_prompt(self, token_ids: Sequence[int]) -> None:
-        """Take the end of the prompt, whose text is not shown. Called at most once, before anything is pushed."""
+        """Set the prompt's end, whose text is not shown. Call at most once, first."""
         ...
 
     def push(self, token_id: int) -> str:
-        """The text that became certain with this token."""
+        """Return the text that this token makes certain."""
         ...
 
     def flush(self) -> str:
-        """What was held back. Nothing is pushed afterwards."""
+        """Return the text held back; ends the sequence."""
         ...
 
 
 class IncrementalDetokenizer:
-    """The text of one completion as it grows.
+    """Decoder of one growing completion.
 
-    skipped: ids that have no text (the special tokens, or none). prompt_token_ids: what the completion continues;
-    none of its text appears in the output, but the completion reads as in the middle of a text (a sentencepiece
-    word keeps its leading space) and may complete a character that the prompt began.
+    skipped: token ids without text (special tokens, or none). prompt_token_ids: prompt of the completion. Its text is
+        not returned, but the completion reads as its continuation: a sentencepiece word keeps its leading space, and a
+        character begun in the prompt is completed.
     """
 
     __slots__ = ("_push", "_skipped", "_stream")
@@ -58,21 +57,21 @@ class IncrementalDetokenizer:
             )
 
     def append(self, token_ids: Iterable[int]) -> str:
-        """Take new tokens; return the text that they complete."""
+        """Decode new tokens; return the text that they complete."""
         skipped, push = self._skipped, self._push
         return "".join([push(token_id) for token_id in token_ids if token_id not in skipped])
 
     def push(self, token_id: int) -> str:
-        """As `append`, for one token."""
+        """Decode one new token, see `append`."""
         return "" if token_id in self._skipped else self._push(token_id)
 
     def flush(self) -> str:
-        """The text still held back. The sequence has ended."""
+        """Return the text held back; ends the sequence."""
         return self._stream.flush()
 
 
 def decode_tokens(pieces: Pieces, token_ids: Iterable[int], skipped: frozenset[int] = frozenset()) -> str:
-    """Text of a whole sequence, as its increments concatenate."""
+    """Text of a whole sequence, equal to its joined increments."""
     detokenizer = IncrementalDetokenizer(pieces, skipped)
     return detokenizer.append(token_ids) + detokenizer.flush()
 
@@ -88,7 +87,7 @@ def _open_stream(pieces: Pieces) -> TokenStream:
 
 
 class ByteStream:
-    """Byte-level tokens through an incremental UTF-8 decoder."""
+    """Decoder of byte-level tokens, over an incremental UTF-8 decoder."""
 
     __slots__ = ("_decode", "_piece")
 
@@ -108,7 +107,7 @@ class ByteStream:
 
 
 class LocalStream:
-    """Tokens that are text or single bytes. Each byte that belongs to no character becomes one U+FFFD."""
+    """Decoder of tokens that are text or single bytes. Each invalid byte becomes one U+FFFD."""
 
     __slots__ = ("_first", "_held", "_pieces", "_strip_char", "_strip_count")
 
@@ -116,7 +115,7 @@ class LocalStream:
         self._pieces = pieces
         self._first = True
         self._held = bytearray()
-        """Bytes of one incomplete character."""
+        """Bytes of an incomplete character."""
         self._strip_char, self._strip_count = pieces.left_strip
 
     def set_prompt(self, token_ids: Sequence[int]) -> None:
@@ -170,8 +169,8 @@ class LocalStream:
 
 
 class WindowStream:
-    """For decoders that only know whole sequences: decode a window of recent tokens, and what it adds to the text of
-    the tokens already shown. The window starts one shown chunk back, so that the new text has its neighbours."""
+    """Decoder for whole-sequence decoders: it decodes a window of recent tokens and returns what this adds. The window
+    starts one shown chunk back, to give new text its neighbours."""
 
     __slots__ = ("_num_shown", "_pieces", "_shown", "_window")
 
@@ -179,9 +178,9 @@ class WindowStream:
         self._pieces = pieces
         self._window: list[int] = []
         self._num_shown = 0
-        """Tokens at the start of the window whose text was returned already, ..."""
+        """Number of tokens at the start of the window whose text was returned."""
         self._shown = ""
-        """... and their text."""
+        """Text of these tokens."""
 
     def set_prompt(self, token_ids: Sequence[int]) -> None:
         self._window = list(token_ids)

@@ -1,8 +1,7 @@
-"""The tokenizer that a GGUF file carries: its vocabulary, merges and the name of the rule that splits words.
+"""Tokenizer in a GGUF file: vocabulary, merges, and the name of its rule for splitting words.
 
-Byte-level BPE (GPT-2, LLaMA 3, Qwen, SmolLM, Mistral Nemo) is built from these, where UNUSED tokens fill the vocabulary
-up to the size of the embedding; sentencepiece (LLaMA 2, Mistral 7B, Gemma, T5) from its pieces and their scores; BERT's
-from its words and parts of words.
+It is byte-level BPE (GPT-2, LLaMA 3, Qwen, SmolLM, Mistral Nemo), where UNUSED tokens pad the vocabulary to the
+embedding; sentencepiece (LLaMA 2, Mistral 7B, Gemma, T5); or BERT's WordPiece.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ SPECIAL_KEYS = {
 }
 
 _LONGEST_WORD = 100
-"""Characters of the longest word that BERT takes apart; longer ones are unknown."""
+"""Maximum of characters in a word that BERT splits; longer ones are unknown."""
 _SENTENCEPIECE = {"llama": BPE, "t5": UNIGRAM}
-"""Kinds of sentencepiece models by tokenizer.ggml.model."""
+"""tokenizer.ggml.model -> kind of sentencepiece model."""
 
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _TAIL = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
@@ -58,11 +57,9 @@ _CASED = (
 
 @dataclass(frozen=True)
 class _Splitting:
-    """How a text becomes words. pattern: what a word is; None is GPT-2's own. before: what is split off before, one
-    pattern after the other. single_digits: digits are split off one
-    by one before. whole_words: a word that is a token is not taken apart. nfc: the text is composed first.
-    adds_bos: the beginning-of-sequence token is prepended unless the file says otherwise.
-    """
+    """Rule that splits a text into words. pattern: regular expression of a word; None for GPT-2's. before: patterns to
+    split off first, in order. single_digits: split off each digit first. whole_words: keep a word that is a token
+    whole. nfc: apply NFC first. adds_bos: prepend the beginning-of-sequence token unless the file says otherwise."""
 
     pattern: str | None = None
     before: tuple[str, ...] = ()
@@ -104,7 +101,7 @@ _CASED_LETTERS = (
     r"\x{ff41}-\x{ff5a}\x{10400}-\x{1044f}\x{104b0}-\x{104d3}\x{104d8}-\x{104fb}\x{10c80}-\x{10cb2}"
     r"\x{10cc0}-\x{10cf2}\x{118a0}-\x{118df}\x{1e900}-\x{1e943}"
 )
-"""Letters with a case, as DeepSeek's first tokenizer knows them: it has Georgian capitals, but no small letters."""
+"""Cased letters of DeepSeek's first tokenizer, which has Georgian capitals but no small ones."""
 _DEEPSEEK = _Splitting(
     r"\p{N}",
     before=(
@@ -131,7 +128,7 @@ SPLITTINGS: Mapping[str, _Splitting] = {
     "gpt-4o": _O200K,
     "llama4": _O200K,
 }
-"""By the name that a file gives in tokenizer.ggml.pre."""
+"""Rules by their name in tokenizer.ggml.pre."""
 _BUNDLED = (
     r"(?<=\n)[ \t]+| ?[^\s\p{L}\p{N}_]?[\p{L}_]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}_]+[\r\n]*"
     rf"|{_SPACES}"
@@ -140,16 +137,15 @@ KNOWN_PATTERNS = frozenset(
     {_BUNDLED}
     | {pattern for each in SPLITTINGS.values() for pattern in (each.pattern, *each.before) if pattern is not None}
 )
-"""What words are in published models and in the bundled one: the time that these take grows with a text, and not with
-its square."""
+"""Word patterns of published models and the bundled one. Their time is linear in a text, not quadratic."""
 
 
 def read_gguf_tokenizer(
     file: GGUFFile, max_values: int
 ) -> tuple[tokenizers.Tokenizer, dict[str, Any], SentencePieces | None]:
-    """The tokenizer, what a tokenizer_config.json would say of it, and of sentencepiece's its model. Raises
-    ModelLoadError when the file has no tokenizer, one of another kind, a corrupt one, or one of more than `max_values`
-    tokens and parts of merges."""
+    """Return the tokenizer, the equivalent of its tokenizer_config.json, and the sentencepiece model, if it is one.
+    Raises ModelLoadError if the file has no tokenizer, an unsupported or corrupt one, or more than `max_values` tokens
+    and parts of merges."""
     fields = Fields(
         {key.removeprefix("tokenizer."): value for key, value in file.metadata.items()}, f"{file.path} (tokenizer)"
     )
@@ -208,7 +204,7 @@ def _sentencepiece(
 
 
 def _wordpiece(file: GGUFFile, fields: Fields, max_values: int) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
-    """BERT's tokenizer. Files mark the beginnings of words with sentencepiece's space, where BERT marks the others."""
+    """BERT's tokenizer. GGUF marks beginnings of words with sentencepiece's space; BERT marks the other pieces."""
     tokens, kinds = _vocabulary(file)
     check_num_values(file.path, len(tokens), max_values)
     own = [_bert_name(token, kind) for token, kind in zip(tokens, kinds, strict=True)]
@@ -244,7 +240,7 @@ def _bert_name(token: str, kind: float) -> str:
 
 
 def _config(fields: Fields, tokens: list[str], *, adds_bos: bool, adds_eos: bool) -> dict[str, Any]:
-    """What a tokenizer_config.json would say. adds_bos, adds_eos: where the file does not."""
+    """Equivalent of tokenizer_config.json. adds_bos, adds_eos: defaults."""
     config: dict[str, Any] = _special_tokens(fields, tokens)
     config["add_bos_token"] = fields.boolean("ggml.add_bos_token", adds_bos)
     config["add_eos_token"] = fields.boolean("ggml.add_eos_token", adds_eos)
@@ -254,7 +250,7 @@ def _config(fields: Fields, tokens: list[str], *, adds_bos: bool, adds_eos: bool
 
 
 def _vocabulary(file: GGUFFile) -> tuple[list[str], list[int | float]]:
-    """Tokens by id, and their kinds."""
+    """Tokens and their kinds, by id."""
     tokens = file.strings("tokenizer.ggml.tokens")
     if not tokens:
         raise file.error("tokenizer.ggml.tokens is missing or empty")

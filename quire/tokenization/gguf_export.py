@@ -1,7 +1,7 @@
-"""A tokenizer as a GGUF file carries it: the way back of `quire.tokenization.gguf`.
+"""Export of a tokenizer to GGUF, the inverse of `quire.tokenization.gguf`.
 
-Byte-level BPE is written with its merges and the name of its rule for words; sentencepiece's models with the scores of
-their pieces, from `tokenizer.model` or, where a directory has none, by the order of the merges.
+Byte-level BPE is written with its merges and the name of its rule; a sentencepiece model with scores from
+`tokenizer.model` or, without one, from the order of the merges.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ SAMPLES = (
     "Größe und Ærø, naïve façade; Привет, мир; 你好，世界 — こんにちは 안녕하세요 🙂👍🏽 ½ ﬁ",
     "class A:\n    def f(self, x):\n        return {'a': [x ** 2, None]}  # ok\n",
 )
-"""Texts whose ids must be the same with the file's tokenizer."""
+"""Texts that must have the same ids after export."""
 _END_KEYS = ("eot_token_id", "eom_token_id")
-"""Where tokens stand that end a text besides the end-of-sequence token."""
+"""Keys of further tokens that end a text."""
 _SENTENCEPIECE_FILE = "tokenizer.model"
 _BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 _LEAST_SCORE = -1e6
@@ -49,8 +49,8 @@ _LEAST_SCORE = -1e6
 def describe_tokenizer(
     tokenizer: Tokenizer, directory: Path, vocab_size: int, end_ids: Sequence[int]
 ) -> dict[str, Value]:
-    """The metadata of a tokenizer. vocab_size: rows of the embedding; ids without a token are filled up. end_ids: the
-    tokens that end a text. Raises ModelLoadError for one that GGUF files cannot carry."""
+    """Metadata of a tokenizer. vocab_size: rows of the embedding; missing ids are padded. end_ids: tokens that end a
+    text. Raises ModelLoadError if GGUF cannot express it."""
     content = json.loads(tokenizer.backend.to_str())
     model, added = content["model"], content.get("added_tokens") or []
     if tokenizer.vocab_size > vocab_size:
@@ -79,7 +79,7 @@ def describe_tokenizer(
 
 
 def check_same_ids(tokenizer: Tokenizer, found: Tokenizer) -> None:
-    """Raise ModelLoadError where the tokenizer that the file is read as gives other ids."""
+    """Raise ModelLoadError if the exported tokenizer gives other ids."""
     for text in SAMPLES:
         if tokenizer.encode(text) != found.encode(text):
             raise ModelLoadError(
@@ -93,7 +93,7 @@ def _is_byte_level(content: Mapping[str, Any]) -> bool:
 
 
 def _steps(node: Mapping[str, Any] | None, inner: str) -> list[Mapping[str, Any]]:
-    """The steps of a part of the pipeline, one after the other."""
+    """Steps of a pipeline part, flattened."""
     if node is None:
         return []
     return [step for each in node[inner] for step in _steps(each, inner)] if node["type"] == "Sequence" else [node]
@@ -117,14 +117,14 @@ def _byte_level(
 
 
 def _by_id(vocabulary: Mapping[str, int], added: Sequence[Mapping[str, Any]]) -> list[str | None]:
-    """Tokens by id; None where there is none."""
+    """Tokens by id; None for gaps."""
     by_id = {token_id: token for token, token_id in vocabulary.items()}
     by_id |= {token["id"]: token["content"] for token in added}
     return [by_id.get(token_id) for token_id in range(max(by_id) + 1)]
 
 
 def _rule(content: Mapping[str, Any], model: Mapping[str, Any], directory: Path) -> str:
-    """The name of the rule that splits words."""
+    """Name of the rule that splits words."""
     steps = _steps(content.get("pre_tokenizer"), "pretokenizers")
     patterns = tuple(step["pattern"].get("Regex") for step in steps if step["type"] == "Split")
     uses_own = any(step["type"] == "ByteLevel" and step.get("use_regex", True) for step in steps)
@@ -146,7 +146,7 @@ def _rule(content: Mapping[str, Any], model: Mapping[str, Any], directory: Path)
 def _pieces(
     content: Mapping[str, Any], model: Mapping[str, Any], added: Sequence[Mapping[str, Any]], directory: Path
 ) -> SentencePieces:
-    """A sentencepiece model, from its own file, else from what tokenizer.json made of it."""
+    """Sentencepiece model, from its own file or else from tokenizer.json."""
     file = directory / _SENTENCEPIECE_FILE
     if file_bytes(file) is None:
         found = _by_merges(content, model, added, directory)
@@ -170,7 +170,7 @@ def _pieces(
 def _by_merges(
     content: Mapping[str, Any], model: Mapping[str, Any], added: Sequence[Mapping[str, Any]], directory: Path
 ) -> SentencePieces:
-    """The pieces of a tokenizer.json that was made of a sentencepiece model: what is merged first scores highest."""
+    """Pieces of a tokenizer.json that came from sentencepiece: earlier merges score higher."""
     if not model.get("byte_fallback"):
         raise ModelLoadError(f"{directory}: its tokenizer is neither byte-level nor sentencepiece's; {WITHOUT}")
     adds_space = any(step["type"] == "Prepend" for step in _steps(content.get("normalizer"), "normalizers"))
@@ -208,7 +208,7 @@ def _sentencepiece(pieces: SentencePieces) -> dict[str, Value]:
 
 
 def _special(tokenizer: Tokenizer, end_ids: Sequence[int]) -> dict[str, Value]:
-    """Ids of the tokens with a part of their own, and which of them stand around a text."""
+    """Ids of named special tokens, and flags for those that surround a text."""
     found: dict[str, Value] = {}
     for name, key in SPECIAL_KEYS.items():
         token = tokenizer.special_tokens.get(name)

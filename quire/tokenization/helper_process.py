@@ -1,7 +1,7 @@
-"""A helper process: it renders chat templates, tokenises long texts and reads large request bodies. Started by Helpers
-(helpers.py); it ends with its parent.
+"""Helper process that renders chat templates, tokenizes long texts and reads large request bodies. Helpers (helpers.py)
+starts it; it ends with its parent.
 
-What renders a short conversation needs Jinja and msgspec only: everything else is imported when a job first needs it.
+Short conversations need only Jinja and msgspec; other imports wait for the first job that needs them.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ if TYPE_CHECKING:
     from quire.tokenization.tokenizer import Tokenizer
 
 DEADLY = (signal.SIGPROF, signal.SIGALRM)
-"""The signals of the timers."""
+"""Signals of the timers."""
 _JOBS = msgspec.msgpack.Decoder(Render | Text | Read)
 
 
 class Worker:
-    """The work of one process."""
+    """Work of one process."""
 
     def __init__(self, setup: Setup, connection: socket.socket, reader: FrameReader) -> None:
         self._setup = setup
@@ -57,11 +57,10 @@ class Worker:
         self._renderer = TemplateRenderer(setup)
         self._tokenizer: Tokenizer | None = None
         self._is_confined = False
-        """The limit of memory is that of renderings: what the process had before the first of them, and what one may
-        take."""
+        """True while the memory limit for rendering applies: usage before the first one plus one rendering's share."""
 
     def do(self, job: bytes | bytearray) -> None:
-        """Do one job, and send its answers."""
+        """Do one job and send the answers."""
         try:
             work = _JOBS.decode(job)
         except RecursionError:
@@ -111,7 +110,7 @@ class Worker:
     def _encode(
         self, text: str, add_special_tokens: bool, seconds: float, max_model_len: int | None = None
     ) -> Encoded | Refused:
-        """seconds: of processor time. max_model_len: of a text that may have far more tokens they are counted first
+        """seconds: limit of processor time. max_model_len: count the tokens first if the text may exceed it
         (`check_num_tokens`)."""
         from quire.tokenization.text_lengths import check_num_tokens
 
@@ -133,9 +132,8 @@ class Worker:
 
     @contextlib.contextmanager
     def _answering(self, seconds: float) -> Iterator[list[Refused]]:
-        """Let the system end this process (SIGPROF) once the work has taken `seconds` of processor time, and put into
-        the list what it raises on purpose. No garbage is collected meanwhile: what is made of JSON has no cycles, and
-        each collection would look through all of it."""
+        """Let the system kill this process (SIGPROF) after `seconds` of processor time; add deliberate errors to the
+        list. Garbage collection is off, because decoded JSON has no cycles and each collection would scan it."""
         from quire.errors import QuireError
 
         refused: list[Refused] = []
@@ -152,7 +150,7 @@ class Worker:
             signal.setitimer(signal.ITIMER_PROF, 0)
 
     def _open_tokenizer(self) -> Tokenizer:
-        """The engine's tokenizer. Raises InternalError where its files have become another one's."""
+        """The engine's tokenizer. Raises InternalError if its files have changed."""
         if self._tokenizer is None:
             from quire.config.options import EngineOptions
             from quire.errors import InternalError
@@ -196,7 +194,7 @@ def _too_deep() -> Failed:
 
 
 def _be_silent() -> None:
-    """From here on: no core dump, nothing on standard output and error, and the timers' signals end the process."""
+    """Disable core dumps and output, and let the timers' signals end the process."""
     for number in DEADLY:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, DEADLY)
@@ -208,7 +206,7 @@ def _be_silent() -> None:
 
 
 def _limit(kind: int, value: int) -> None:
-    """Set the soft limit, as far as the hard one allows."""
+    """Set a soft limit, within the hard one."""
     if kind == resource.RLIMIT_AS and sys.platform != "linux":
         return  # other systems have the name, and refuse or ignore the value
     _, hard = resource.getrlimit(kind)
@@ -218,7 +216,7 @@ def _limit(kind: int, value: int) -> None:
 
 
 def _address_space() -> int:
-    """Bytes; 0 on systems without /proc."""
+    """Size of the address space in bytes; 0 without /proc."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[0]) * resource.getpagesize()
@@ -227,6 +225,6 @@ def _address_space() -> int:
 
 
 def _set_timers(cpu_seconds: float, seconds: float) -> None:
-    """When one runs out, the system ends the process, whatever it does; also when its parent has been killed."""
+    """Set timers with which the system ends the process in any state, even without a parent."""
     signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
     signal.setitimer(signal.ITIMER_REAL, seconds)

@@ -1,8 +1,8 @@
-"""The pool of helper processes beside a front end. One job of a helper is a conversation that becomes text and token
-ids, a long text that becomes token ids, or a large request body that is read.
+"""Pool of helper processes of a front end. A job renders a conversation (with token ids), tokenizes a long text, or
+reads a large request body.
 
-Helpers start with the first work, are reused, and end with the front end. One that exceeds a limit, hangs or dies fails
-its job alone and is replaced; long texts whose caller has left end the helper that tokenises them.
+Helpers start on demand, are reused, and end with the front end. One that exceeds a limit, hangs or dies fails only its
+job and is replaced. If the caller of a long tokenization leaves, its helper ends.
 """
 
 from __future__ import annotations
@@ -44,17 +44,16 @@ from quire.utils.patience import STALL_SECONDS, Patience
 from quire.utils.sizes import format_bytes
 
 LONG_TEXT_CHARACTERS = 2**18
-"""Shorter texts are tokenised by the front end itself: the list of their ids is made in 2 ms."""
+"""Length from which a helper tokenizes a text; below it the list of ids takes at most 2 ms."""
 UNKNOWN_PATTERN_CHARACTERS = 2**8
-"""As LONG_TEXT_CHARACTERS, where a tokenizer has regular expressions of its own: some take a time that grows with the
-cube of a text or faster, until the library gives up a match after ten million attempts. The worst that was found takes
-0.6 s for 256 characters, and 34 s for 4,096."""
+"""The same limit for a tokenizer with patterns of its own. Some take time cubic in the text or worse, until the library
+gives up after ten million attempts. The worst one found takes 0.6 s for 256 characters and 34 s for 4,096."""
 START_SECONDS = 60.0
-"""For a start that hangs: an interpreter and Jinja take a tenth of a second."""
+"""Timeout of a start; interpreter and Jinja take 0.1 s."""
 GRACE_SECONDS = 1.0
-"""How long after its own timers a helper that renders is killed from here."""
+"""Time after a rendering helper's own timers before this side kills it, in seconds."""
 JOINED_BYTES = 64 * 2**10
-"""Bytes of a short job, which is sent in one piece, so that the helper wakes once."""
+"""Maximum size of a job sent in one piece, so that the helper wakes once."""
 MAX_BYTES_PER_CHARACTER = 4
 REPLY_OVERHEAD_BYTES = 16 * 2**10
 
@@ -64,7 +63,7 @@ T = TypeVar("T")
 
 
 class Conversion(NamedTuple):
-    """A conversation to be rendered. frame: holds a Render; messages: what follows it. max_characters: of the text."""
+    """Conversation to render. frame: encoded Render. messages: bytes after it. max_characters: limit of the text."""
 
     frame: bytearray
     messages: memoryview
@@ -76,14 +75,14 @@ class Conversion(NamedTuple):
 
 
 class Rendering(NamedTuple):
-    """A text, and its token ids where the helper has made them."""
+    """Rendered text, with token ids if the helper made them."""
 
     text: str
     token_ids: list[int] | None = None
 
 
 class Abandonment:
-    """Whether the caller of some work has left, and how to end that work."""
+    """State of a job's caller, and the way to end the job if the caller leaves."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -91,7 +90,7 @@ class Abandonment:
         self._end: Callable[[], None] | None = None
 
     def leave(self) -> None:
-        """The caller has left."""
+        """End the job: its caller has left."""
         with self._lock:
             self._has_left = True
             if self._end is not None:
@@ -99,7 +98,7 @@ class Abandonment:
 
     @contextlib.contextmanager
     def ended_by(self, end: Callable[[], None]) -> Iterator[None]:
-        """Around the work, which `end` ends, called on any thread."""
+        """Run the block, which `end` aborts from any thread."""
         with self._lock:
             if self._has_left:
                 raise InternalError("the caller of this work has left")
@@ -112,18 +111,18 @@ class Abandonment:
 
 
 ABANDONMENT: ContextVar[Abandonment | None] = ContextVar("abandonment", default=None)
-"""Of the work that this thread does for a caller on another one."""
+"""Abandonment of this thread's job for a caller on another thread."""
 
 
 class Helper:
-    """One process. Used by one thread, except for `kill`. Raises OSError when it cannot be started."""
+    """Helper process. Used by one thread, except for `kill`. Raises OSError if it cannot start."""
 
     def __init__(self, setup: Setup) -> None:
         self._limits = setup.limits
         self._start_seconds = START_SECONDS
         self._setup_frame: bytes | bytearray = encode_frame(setup)
         self.is_usable = True
-        """The process can be asked again."""
+        """True if the process can take another job."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -147,8 +146,8 @@ class Helper:
         return self._process.poll() is None
 
     def render(self, work: Conversion) -> Rendering | Failed:
-        """After the answer that a limit was exceeded the process is no longer usable. Raises ChatTemplateProcessError
-        when it ends for another reason, and as `encode` where the text is long."""
+        """Render a conversation. A process that exceeded a limit becomes unusable. Raises ChatTemplateProcessError if
+        it ends for another reason; for a long text also as `encode` does."""
         max_bytes = work.max_characters * MAX_BYTES_PER_CHARACTER + REPLY_OVERHEAD_BYTES
         deadline = Deadline(self._start_seconds + self._limits.seconds + GRACE_SECONDS)
         try:
@@ -173,13 +172,12 @@ class Helper:
         return Rendering(answer.text)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """As Tokenizer.encode. Raises UserError when that takes too much processor time, and InternalError when the
-        process ends or does not get on."""
+        """Encode as Tokenizer.encode does. Raises UserError if this takes too much processor time, InternalError if the
+        process ends or stalls."""
         return self._ids(text, encode_frame(Text(text, add_special_tokens, seconds_of(text))))
 
     def read(self, reader: str, argument: str, content: Sequence[bytes]) -> bytes | bytearray:
-        """What the function `reader` of the process makes of the bytes; as `encode`. Raises UserError when that takes
-        more than READ_SECONDS."""
+        """Call the function `reader` in the process. Raises as `encode` does; UserError after READ_SECONDS."""
         header = HEADER.pack(sum(map(len, content)))
         too_slow = f"the request body takes more than {READ_SECONDS:g} s of processor time to read"
         answer = self._patiently([encode_frame(Read(reader, argument)), header, *content], too_slow)
@@ -191,15 +189,15 @@ class Helper:
         return found
 
     def kill(self) -> None:
-        """End the process; what another thread asks finds the connection closed."""
+        """End the process; another thread's request finds the connection closed."""
         self._process.kill()
 
     def stop(self) -> None:
-        """Leave nothing of the process. Idempotent."""
+        """Remove the process. Idempotent."""
         self._finalizer()
 
     def _ids(self, text: str, *parts: bytearray) -> list[int]:
-        """parts: what asks for them; none where a conversation has."""
+        """parts: request; empty if a conversation's answer already asks for the ids."""
         too_slow = (
             f"the tokenizer takes more than {seconds_of(text):.3g} s of processor time for the text of "
             f"{len(text)} characters"
@@ -211,7 +209,7 @@ class Helper:
         return listed(answer.ids)
 
     def _patiently(self, parts: Sequence[bytes | bytearray], too_slow: str) -> Answer:
-        """Ask without a limit of time but that of the process itself, which `too_slow` explains."""
+        """Ask without a timeout here. too_slow: error message if the process's own limit ends it."""
         self._connection.settimeout(None)
         try:
             answer = self._ask(parts, Patience(self.pid), MAX_JOB_BYTES)
@@ -228,7 +226,7 @@ class Helper:
         return answer
 
     def _ask(self, parts: Sequence[bytes | bytearray | memoryview], waiting: Waiting, max_bytes: int) -> Answer | None:
-        """The answer, or None where the process has ended. It is usable again when its caller says so."""
+        """Return the answer, or None if the process has ended. The caller marks it usable again."""
         self.is_usable = False
         try:
             parts = [part for part in (self._setup_frame, *parts) if part]
@@ -245,7 +243,7 @@ class Helper:
         return None if reply is None else _ANSWERS.decode(reply)
 
     def _exit_status(self, seconds: float | None) -> int | None:
-        """None where the process has closed its connection, and goes on."""
+        """Exit status; None if the process still runs after closing its connection."""
         try:
             return self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -253,7 +251,7 @@ class Helper:
 
 
 class Helpers:
-    """As many processes as jobs were done at a time. Thread-safe: a job is done on its caller's thread."""
+    """Pool with as many processes as there were jobs at a time. Thread-safe: each job runs on its caller's thread."""
 
     def __init__(self, setup: Setup) -> None:
         self.limits: TemplateLimits = setup.limits
@@ -267,27 +265,28 @@ class Helpers:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes that live."""
+        """Ids of the live processes."""
         with self._lock:
             return [helper.pid for helper in (*self._idle, *self._working)]
 
     def render(self, work: Conversion) -> Rendering | Failed:
-        """Raises ChatTemplateProcessError when the process cannot be started or dies, UserError for templates that
-        cannot be sent, EngineDeadError after `close`; as `encode` where the helper tokenises the text."""
+        """Render a conversation. Raises ChatTemplateProcessError if the process dies or cannot start; UserError for
+        templates that cannot be sent; EngineDeadError after `close`; for a long text also as `encode` does."""
         if self._invalid is not None:
             raise UserError(f"the model's chat template is not valid: {self._invalid}", param="messages")
         return self._run(lambda helper: helper.render(work), _of_template)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """As Tokenizer.encode. Raises InternalError when the process ends, EngineDeadError after `close`."""
+        """Encode as Tokenizer.encode does. Raises InternalError if the process ends, EngineDeadError after `close`."""
         return self._run(lambda helper: helper.encode(text, add_special_tokens), _of_text)
 
     def read(self, reader: str, argument: str, content: Sequence[bytes]) -> bytes | bytearray:
-        """What the function `reader` ("module:name") makes of `argument` and `content`. Raises as `encode`."""
+        """Call the function `reader` ("module:name") with `argument` and `content` in a helper. Raises as `encode`
+        does."""
         return self._run(lambda helper: helper.read(reader, argument, content), _of_text)
 
     def close(self) -> None:
-        """End the processes, and fail what waits for them. Idempotent."""
+        """End the processes and fail their jobs. Idempotent."""
         with self._lock:
             self._is_closed = True
             idle, self._idle = self._idle, []
@@ -297,7 +296,7 @@ class Helpers:
             helper.stop()
 
     def _run(self, work: Callable[[Helper], T], failure: Callable[[str], QuireError]) -> T:
-        """failure: an error that says what is wrong with the process."""
+        """failure: makes the error for a failed process."""
         try:
             helper = self._take()
         except OSError as error:
@@ -337,7 +336,7 @@ class Helpers:
 
 
 def _wrong_with(setup: Setup) -> str | None:
-    """Why the templates cannot be sent."""
+    """Reason why the templates cannot be sent, if any."""
     try:
         size = len(encode_frame(setup))
     except UnicodeEncodeError:
@@ -357,7 +356,7 @@ def _of_text(what: str) -> InternalError:
 
 
 def _describe(status: int | None) -> str:
-    """How a process ended."""
+    """Describe how a process ended."""
     if status is None:
         return "closed its connection"
     if status < 0:
@@ -366,7 +365,7 @@ def _describe(status: int | None) -> str:
 
 
 def _end(process: subprocess.Popen[bytes], connection: socket.socket, owner: int) -> None:
-    """Also runs at the end of the interpreter."""
+    """Also runs when the interpreter exits."""
     if os.getpid() != owner:
         return  # a fork of the owner ends; the process is not its own
     kill(process)

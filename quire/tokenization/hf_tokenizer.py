@@ -1,5 +1,5 @@
-"""The tokenizer of a Hugging Face directory, as Transformers builds it: from tokenizer.json, or from vocab.json with
-merges.txt, by the class that the files name (`tokenizer_names`), with the special tokens of all files."""
+"""Tokenizer of a Hugging Face directory, built as by Transformers: from tokenizer.json, or vocab.json with merges.txt,
+with the class that the files name (`tokenizer_names`) and the special tokens of all files."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from quire.tokenization.vocabulary_limits import check_num_values, check_text_le
 from quire.utils.model_files import file_bytes, read_model_file
 
 MAX_TOKENIZER_BYTES = 2**26
-"""Bytes of tokenizer.json, vocab.json and merges.txt, at most: twice the largest vocabularies' (Gemma: 33 MB)."""
+"""Maximum size of tokenizer.json, vocab.json or merges.txt in bytes: twice the largest known (Gemma: 33 MB)."""
 FILE, VOCABULARY_FILE, MERGES_FILE = "tokenizer.json", "vocab.json", "merges.txt"
 TRANSFORMERS_VERSION = (5, 23)
-"""The release whose ids are followed, for directories with files for several."""
+"""Release that decides between files for several releases."""
 _MISTRALS = (None, "mistral", "mistral3", "voxtral", "ministral", "pixtral")
 _MISTRAL_TOKENS = 100_000
-"""Smaller vocabularies are no Mistral's with such a pattern."""
+"""Minimum size of the Mistral vocabularies with a wrong pattern."""
 _VERSIONED = re.compile(r"tokenizer\.(.*)\.json")
 
 
 class HFTokenizer(NamedTuple):
-    """special: what has a name. extra: special tokens without one. cleans_up: texts lose spaces before punctuation when
-    they are decoded."""
+    """Tokenizer. special: named special tokens. extra: special tokens without a name. cleans_up: decoding drops spaces
+    before punctuation."""
 
     backend: tokenizers.Tokenizer
     special: dict[str, str]
@@ -43,7 +43,8 @@ class HFTokenizer(NamedTuple):
 
 
 class Directory(NamedTuple):
-    """config, model: tokenizer_config.json and config.json. name: as the user gives it. limit: values of a file."""
+    """Model directory. config, model: tokenizer_config.json and config.json. name: given by the user. limit: maximum of
+    values in a file."""
 
     path: Path
     name: str
@@ -53,7 +54,7 @@ class Directory(NamedTuple):
 
 
 def tokenizer_file(path: Path, config: Mapping[str, Any]) -> Path:
-    """tokenizer.json, or the file that tokenizer_config.json names for these versions of Transformers."""
+    """tokenizer.json, or the file that tokenizer_config.json names for this Transformers release."""
     listed = config.get("fast_tokenizer_files")
     found = FILE
     for name in sorted(listed) if isinstance(listed, list) and all(isinstance(each, str) for each in listed) else []:
@@ -95,7 +96,7 @@ def read_tokenizer_json(file: Path, directory: Directory) -> HFTokenizer:
 
 
 def read_vocabulary_and_merges(directory: Directory) -> HFTokenizer:
-    """GPT-2's format, as OPT still ships it: vocab.json and merges.txt. Raises ModelLoadError."""
+    """Read GPT-2's format (also OPT's): vocab.json and merges.txt. Raises ModelLoadError."""
     path, config = directory.path, directory.config
     for name in (VOCABULARY_FILE, MERGES_FILE):
         read_vocabulary(path / name, directory.limit)
@@ -122,7 +123,7 @@ def read_vocabulary_and_merges(directory: Directory) -> HFTokenizer:
 
 
 def read_vocabulary(file: Path, limit: int) -> bytes:
-    """The content of a file of vocabulary or merges, of at most `limit` values. Raises ModelLoadError."""
+    """Content of a vocabulary or merges file with at most `limit` values. Raises ModelLoadError."""
     content = read_model_file(file, MAX_TOKENIZER_BYTES)
     check_num_values(file, count_values(content, is_text=file.suffix == ".txt"), limit)
     check_text_lengths(file, content)
@@ -136,8 +137,8 @@ def is_there(file: Path) -> bool:
 def with_bos_eos(
     backend: tokenizers.Tokenizer, special: Mapping[str, str], *, adds_bos: bool, adds_eos: bool
 ) -> processors.PostProcessor:
-    """What puts the beginning-of-sequence token before each text, of a pair too, and the end-of-sequence token
-    behind."""
+    """Post-processor that puts the beginning-of-sequence token before each text, also of a pair, and the
+    end-of-sequence token after it."""
     used = {}
     for name, is_added in (("bos_token", adds_bos), ("eos_token", adds_eos)):
         text = special.get(name)
@@ -170,15 +171,15 @@ def _tokens(kind: TokenizerClass, special: SpecialTokens) -> dict[str, str | Non
 
 
 def _set_certain(backend: tokenizers.Tokenizer) -> None:
-    """Training draws among the ways to cut a word, where a file says so; here each text has the same tokens always."""
+    """Turn off BPE dropout, which some files keep from training: equal texts must have equal tokens."""
     model = backend.model
     if isinstance(model, models.BPE) and model.dropout:
         model.dropout = None
 
 
 def _mend_splitting(backend: tokenizers.Tokenizer, directory: Directory) -> None:
-    """`fix_mistral_regex`: tokenizer.json of some Mistral models splits words by a wrong pattern. Where the option asks
-    for it, the right one counts, for models that older releases of Transformers wrote."""
+    """Apply `fix_mistral_regex`, if set: some Mistral models of older Transformers releases have a wrong word pattern
+    in tokenizer.json."""
     model, splitter = directory.model, backend.pre_tokenizer
     if not _options(directory).boolean("fix_mistral_regex", False) or splitter is None or not model:
         return
@@ -203,7 +204,7 @@ def _set_template(
     *,
     flags: Mapping[str, Any],
 ) -> None:
-    """flags: where add_bos_token and add_eos_token count."""
+    """flags: config in which add_bos_token and add_eos_token count."""
     template = "file" if kind is None else kind.template
     if not isinstance(template, str):
         assert kind is not None, "only a class has a template of its own"

@@ -1,6 +1,6 @@
-"""Infilling: the prompt of a model that was trained to write what stands between a text and a suffix.
+"""Infilling: prompts for models trained to write the text between a prefix and a suffix.
 
-Such models mark the two texts with special tokens of their own; a tokenizer that has a family's tokens is of it.
+Special tokens mark both; a tokenizer that has a family's tokens belongs to it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ FAMILIES = (
     ("\u2581<PRE>", TEXT, "\u2581<SUF>", SUFFIX, "\u2581<MID>"),  # CodeLlama
     ("[SUFFIX]", SUFFIX, "[PREFIX]", TEXT),  # Codestral
 )
-"""The tokens of each family's prompts, with the places of the text and of the suffix."""
+"""Tokens of each family's prompts, with the places of text and suffix."""
 _SPACE = "\u2581"
 _OTHER = "\u263a"
-"""A character that no token has beside others."""
+"""Character that no token joins with others."""
 
 
 def family_of(tokenizer: Tokenizer) -> tuple[str, ...] | None:
-    """The entry of FAMILIES whose tokens a tokenizer has; None: the model does not infill."""
+    """The family in FAMILIES whose tokens the tokenizer has; None if the model does not infill."""
 
     def is_known(family: tuple[str, ...]) -> bool:
         return all(part in (TEXT, SUFFIX) or tokenizer.token_to_id(part) is not None for part in family)
@@ -40,10 +40,10 @@ def family_of(tokenizer: Tokenizer) -> tuple[str, ...] | None:
 
 
 def infill(tokenizer: Tokenizer, text: str, suffix: str, *, add_special_tokens: bool = True) -> list[int]:
-    """Token ids that ask for what stands between `text` and `suffix`.
+    """Token ids that ask for the text between `text` and `suffix`.
 
-    add_special_tokens: begin with what the tokenizer puts before any text, such as a beginning-of-sequence token.
-    Raises UserError for a tokenizer without tokens for infilling.
+    add_special_tokens: begin with the tokenizer's usual prefix, such as a beginning-of-sequence token. Raises UserError
+        for a tokenizer without infilling tokens.
     """
     family = family_of(tokenizer)
     if family is None:
@@ -62,7 +62,7 @@ def infill(tokenizer: Tokenizer, text: str, suffix: str, *, add_special_tokens: 
 
 
 def _encode_inside(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The tokens of a text that nothing begins with, also where the tokenizer puts a space in front of texts."""
+    """Tokens of a text in mid-sentence, without the space that some tokenizers prepend."""
     first = tokenizer.encode("a", add_special_tokens=False)[0]
     if not (tokenizer.backend.id_to_token(first) or "").startswith(_SPACE):
         return tokenizer.encode(text, add_special_tokens=False)
@@ -71,7 +71,7 @@ def _encode_inside(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def _beginning(tokenizer: Tokenizer) -> list[int]:
-    """What the tokenizer puts before a text."""
+    """Tokens that the tokenizer puts before a text."""
     plain, whole = (tokenizer.encode("a", add_special_tokens=special) for special in (False, True))
     starts = range(len(whole) - len(plain) + 1)
     return next((whole[:start] for start in starts if whole[start : start + len(plain)] == plain), [])

@@ -1,5 +1,5 @@
-"""What a helper process is told, and what it answers. A Render and a Read are followed by a frame of bytes, the
-messages and the body; so is the answer to a Read."""
+"""Messages to and from helper processes. A frame of bytes follows a Render (messages), a Read (body) and a Read's
+answer."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import msgspec
 MAX_SETUP_BYTES = 16 * 2**20
 MAX_JOB_BYTES = 2**40
 READ_SECONDS = 10.0
-"""Seconds of processor time for one body in a helper process. The system ends the process then."""
+"""Processor time for one body in a helper, in seconds, enforced by the system."""
 TEXT_SECONDS = 10.0
 CHARACTER_SECONDS = 1e-4
-"""Processor time that a text has, and each of its characters: 50 times what tokenizers take."""
+"""Processor time for a text and each of its characters, in seconds: 50 times the usual."""
 PIECE_TOKENS = 2**16
-"""Of the ids that become Python integers at a time. Other threads run between two pieces."""
+"""Number of ids converted to Python integers at a time. Other threads run in between."""
 
 RESERVED_OPTIONS = frozenset((
     "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize",
@@ -26,16 +26,16 @@ RESERVED_OPTIONS = frozenset((
     "return_assistant_tokens_mask", "tokenizer_kwargs", "raise_exception", "strftime_now", "range", "dict", "lipsum",
     "cycler", "joiner", "namespace",
 ))  # fmt: skip
-"""Names that are set elsewhere, mean something to Transformers' own method, or are the functions that every template
-can call: no template option may take them."""
+"""Names that template options may not take: set elsewhere, used by Transformers' own method, or functions of every
+template."""
 
 
 class TemplateLimits(msgspec.Struct, frozen=True):
-    """What one rendering may take. The system enforces the first three, and the parent process the second once more.
+    """Limits of one rendering. The system enforces the first three, the parent also `seconds`.
 
-    cpu_seconds: of processor time, compiling included. seconds: until the answer, start of the process not included.
-    memory: bytes of address space besides those that the process has before (Linux only). queue_seconds: how long a
-    conversation may wait for its turn.
+    cpu_seconds: processor time, with compilation. seconds: wall time to the answer, without the process's start.
+        memory: bytes of address space beyond the process's usage before (Linux only). queue_seconds: maximum wait for a
+        turn.
     """
 
     cpu_seconds: float = 2.0
@@ -45,13 +45,13 @@ class TemplateLimits(msgspec.Struct, frozen=True):
 
     @property
     def max_conversation_bytes(self) -> int:
-        """A longer message is refused before it is sent: the process could not hold it together with its objects."""
+        """Maximum size of a conversation in bytes; more could not fit into memory with its objects."""
         return self.memory // 8
 
 
 class TokenizerSource(msgspec.Struct, frozen=True):
-    """Where a helper finds the engine's tokenizer. options: EngineOptions as JSON. vocab_size: of the model.
-    sample_ids: packed ids of SAMPLE, by which it is known again; None: the tokenizer cannot encode that."""
+    """Source of the engine's tokenizer for a helper. options: EngineOptions as JSON. vocab_size: the model's.
+    sample_ids: packed ids of SAMPLE, which identify it; None if it cannot encode that."""
 
     options: bytes
     vocab_size: int
@@ -59,8 +59,8 @@ class TokenizerSource(msgspec.Struct, frozen=True):
 
 
 class Setup(msgspec.Struct, frozen=True, tag=True):
-    """The first message. templates: name -> Jinja source. special_tokens: in scope under their names. tokenizer: None
-    where there is nothing to tokenise."""
+    """First message. templates: name -> Jinja source. special_tokens: template variables. tokenizer: None if texts are
+    not tokenized."""
 
     templates: dict[str, str]
     special_tokens: dict[str, str]
@@ -69,8 +69,8 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
 
 
 class Tokenising(msgspec.Struct, frozen=True):
-    """How the helper goes on with the text that it has rendered. inline_characters: of the longest text that comes back
-    as it is. max_model_len: tokens; a text that has far more is refused before it is tokenised."""
+    """Settings for tokenizing a rendered text. inline_characters: maximum length of a text that returns untokenized.
+    max_model_len: in tokens; a far longer text is refused first."""
 
     inline_characters: int
     add_special_tokens: bool
@@ -78,9 +78,9 @@ class Tokenising(msgspec.Struct, frozen=True):
 
 
 class Render(msgspec.Struct, frozen=True, tag=True):
-    """One conversation; its messages follow, as msgpack of a list of Message. template: a name of Setup.templates,
-    unless `source` brings a template of its own. now: what `strftime_now` tells. max_characters: of the text.
-    tokenising: None: the text alone is wanted."""
+    """Conversation to render; its messages follow, as msgpack of a list of Message. template: name in Setup.templates,
+    unless `source` has one. now: result of `strftime_now`. max_characters: limit of the text. tokenising: None for text
+    only."""
 
     template: str
     variables: dict[str, Any]
@@ -93,7 +93,7 @@ class Render(msgspec.Struct, frozen=True, tag=True):
 
 
 class Text(msgspec.Struct, frozen=True, tag=True):
-    """A text to tokenise. seconds: of processor time that it has."""
+    """Text to tokenize. seconds: limit of processor time."""
 
     text: str
     add_special_tokens: bool
@@ -101,41 +101,40 @@ class Text(msgspec.Struct, frozen=True, tag=True):
 
 
 class Read(msgspec.Struct, frozen=True, tag=True):
-    """Bytes, which follow, to be given to `reader`: as "module:name" a function of `argument` and them, which returns
-    bytes."""
+    """Bytes, which follow, for `reader` ("module:name"), a function of `argument` and the bytes that returns bytes."""
 
     reader: str
     argument: str
 
 
 class Rendered(msgspec.Struct, frozen=True, tag=True):
-    """is_long: the token ids follow, as the answer to a Text."""
+    """is_long: the token ids follow, as for a Text."""
 
     text: str
     is_long: bool = False
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """A conversation without a text. kind: the template does not compile; it refuses the messages (`raise_exception`);
-    it raised; the last message cannot be continued; the text is too long; the process ran out of memory or time.
-    reason: for the first four, one line."""
+    """Conversation that was not rendered. kind: the template does not compile, refuses the messages (`raise_exception`)
+    or raised; the last message cannot be continued; the text is too long; memory or time ran out. reason: one line for
+    the first four."""
 
     kind: Literal["invalid", "refused", "failed", "continued", "length", "memory", "time"]
     reason: str = ""
 
 
 class Encoded(msgspec.Struct, frozen=True, tag=True):
-    """ids: as `packed` has them."""
+    """ids: packed by `packed`."""
 
     ids: bytes
 
 
 class Answered(msgspec.Struct, frozen=True, tag=True):
-    """To a Read: what the reader returned follows."""
+    """Answer to a Read; the reader's result follows."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """No answer to a Text or a Read. error: the name of an error of quire.errors."""
+    """Failure of a Text or Read. error: name of a class in quire.errors."""
 
     error: str
     message: str
@@ -146,17 +145,17 @@ Answer = Rendered | Failed | Encoded | Answered | Refused
 
 
 def seconds_of(text: str) -> float:
-    """Seconds of processor time that a text has."""
+    """Processor time for a text, in seconds."""
     return TEXT_SECONDS + CHARACTER_SECONDS * len(text)
 
 
 def packed(ids: Sequence[int]) -> bytes:
-    """Token ids as four bytes each in the machine's order."""
+    """Token ids as 4 bytes each, in native order."""
     return array("I", ids).tobytes()
 
 
 def listed(ids: bytes) -> list[int]:
-    """The ids of `packed`. Other threads run in between."""
+    """Unpack `packed` ids. Other threads run in between."""
     numbers = memoryview(ids).cast("I")
     token_ids: list[int] = []
     for start in range(0, len(numbers), PIECE_TOKENS):

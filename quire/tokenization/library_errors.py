@@ -1,4 +1,4 @@
-"""What the `tokenizers` library raises while files are read, as errors of this package."""
+"""Errors of the `tokenizers` library while files are read, as errors of this package."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 from quire.errors import ModelLoadError, is_interrupt
 
 MAX_REASON = 300
-"""Characters of what the library says."""
+"""Maximum of characters of the library's message."""
 STDERR = 2
 
 
 @contextmanager
 def refusing(path: Path, what: str) -> Iterator[None]:
-    """Turn whatever the library raises (plain exceptions, and panics, which are none) into a ModelLoadError."""
+    """Turn any exception or panic of the library into ModelLoadError."""
     try:
         with last_word_to_exceptions():
             yield
@@ -35,8 +35,8 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def last_word_to_exceptions() -> Iterator[None]:
-    """While the block runs, keep what is written to standard error, and write it afterwards, unless the block ended in
-    an exception: then that says what was wrong, where a panic's message is pages with a backtrace."""
+    """Hold back standard error during the block. Drop it if the block raises: the exception says the reason, a panic
+    prints pages."""
     try:
         before = os.dup(STDERR)
     except OSError:  # there is no standard error

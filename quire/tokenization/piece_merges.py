@@ -1,10 +1,8 @@
-"""How sentencepiece's BPE cuts a text into pieces: neighbours are joined whose union has the highest score, of equals
-the first in the text.
+"""Sentencepiece's BPE: repeatedly join the neighbours whose union has the highest score, the first of equals.
 
-The `tokenizers` library takes a list of pairs, the best first, in which two pairs that make the same piece cannot be
-equals; in runs of spaces, dashes or letters it gives other pieces. So the pieces are found here, and the library gets
-them as words that are tokens. A text is cut where no piece joins two characters, and what a part becomes is kept: most
-parts of a text are words that were there before.
+The `tokenizers` library takes an ordered list of pairs, where two pairs for the same piece cannot be equal; runs of
+spaces, dashes or letters then give other pieces. So this module finds the pieces, and the library gets them as words. A
+text is cut where no piece joins two characters. Results of parts are cached, because most words repeat.
 """
 
 from __future__ import annotations
@@ -17,25 +15,25 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from quire.tokenization.vocabulary_limits import check_pieces
 
 _LONGEST_PART = 2**13
-"""Characters that are joined at once. Only a text of that many that pieces could join without a gap is cut there."""
+"""Maximum of characters joined at once. Only a longer text without natural cuts is cut here."""
 _LONGEST_KEPT = 64
 _MOST_KEPT = 2**16
 _MOST_NESTED = 64
-"""Groups inside one another, of a pattern."""
+"""Maximum nesting of groups in a pattern."""
 
 
 class PieceMerger:
-    """Safe to use from several threads.
+    """Thread-safe.
 
-    scores: by piece, of all that may come from joining. unused: those of them that are taken apart again at the end.
-    whole: texts that are tokens wherever they stand (control pieces, the user's): nothing is joined with them, and of
-    two that begin at one place the longer one is taken. space: the character before which texts are mostly cut.
+    scores: score of each piece that joining may make. unused: pieces among these that are split again at the end.
+        whole: texts that are always tokens (control pieces, the user's), never joined; the longest match wins. space:
+        character before which texts are usually cut.
     """
 
     def __init__(
         self, scores: Mapping[str, float], unused: Collection[str], whole: Collection[str], space: str
     ) -> None:
-        """Raises ModelLoadError for a piece that is too long: all ways to cut it are kept."""
+        """Raises ModelLoadError for a piece that is too long, because its joins are stored."""
         self._scores = dict(scores)
         self._unused = frozenset(unused)
         self._whole = any_of(whole)
@@ -55,7 +53,7 @@ class PieceMerger:
         self._last_long: tuple[str, tuple[str, ...]] = ("", ())
 
     def __call__(self, text: str) -> list[str]:
-        """The pieces of a normalised text; neighbours that no piece has are one text."""
+        """Pieces of a normalized text; adjacent unknown characters form one text."""
         parts = [text] if self._whole is None else self._whole.split(text)
         found: list[str] = []
         for place, part in enumerate(parts):
@@ -104,7 +102,7 @@ class PieceMerger:
             yield from pieces
 
     def _cuts(self, word: str) -> Iterator[int]:
-        """Where parts of a word end."""
+        """Ends of a word's parts."""
         joined, start = self._joined, 0
         for end, pair in enumerate(itertools.pairwise(word), 1):
             if pair not in joined or end - start == _LONGEST_PART:
@@ -121,8 +119,8 @@ class PieceMerger:
             self._last_long = part, pieces
 
     def _merged(self, part: str) -> Iterator[str]:
-        """The algorithm itself. A place is a symbol's first character; a symbol that was joined with the one before is
-        empty."""
+        """Join the characters of a part. A symbol's place is its first character; a symbol joined with the one before
+        is empty."""
         scores, size = self._scores, len(part)
         symbols, before, behind = list(part), list(range(-1, size - 1)), list(range(1, size + 1))
         candidates: list[tuple[float, int, int]] = []
@@ -168,12 +166,12 @@ def _taken_apart(symbol: str, made_of: Mapping[str, tuple[str, str]]) -> Iterato
 
 
 def any_of(texts: Collection[str]) -> re.Pattern[str] | None:
-    """A pattern with one group that finds them, the longest first; None where there are none."""
+    """Pattern with one group that matches any of the texts, longest first; None for no texts."""
     return re.compile(f"({_branches(sorted(set(texts)), _MOST_NESTED)})") if texts else None
 
 
 def _branches(texts: Sequence[str], levels: int) -> str:
-    """texts: sorted. As a tree: a vocabulary of thousands of them is not tried one by one at each place."""
+    """Tree of alternatives, so that thousands are not tried one by one. texts: sorted."""
     if levels == 0:
         return "|".join(map(re.escape, sorted(texts, key=len, reverse=True)))
     branches = []
@@ -187,5 +185,5 @@ def _branches(texts: Sequence[str], levels: int) -> str:
 
 
 def _common_start(a: str, b: str) -> str:
-    """Of two that are the first and the last of a sorted list: what all begin with."""
+    """Common prefix of a sorted list, from its first and last text."""
     return a[: next((place for place, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]), len(a))]

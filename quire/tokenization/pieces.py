@@ -1,13 +1,11 @@
-"""The text of single tokens: what a tokenizer's decoder makes of a token alone, in the middle of a text.
+"""Text of single tokens: the decoder's output for a token in the middle of a text.
 
-Three kinds of decoder, told apart once per tokenizer:
-
-- byte level (GPT-2, OPT, LLaMA 3, Qwen): a token is a string of bytes, a text is the bytes of its tokens;
-- local (sentencepiece-like, WordPiece, none): a token is a string or, with byte fallback, one byte; only the first
-  token of a text may read differently;
-- any other: only whole token sequences can be decoded.
-
-What a token reads like is asked of the decoder itself, once per token id, and kept.
+Kinds of decoder:
+- byte level (GPT-2, OPT, LLaMA 3, Qwen): a token is a string of bytes, a text the bytes of its tokens;
+- local (sentencepiece-like, WordPiece, none): a token is a string or, with byte fallback, one byte; only a text's first
+  token may differ;
+- any other: only whole sequences can be decoded.
+Texts come from the decoder itself, once per token id, and are cached.
 """
 
 from __future__ import annotations
@@ -21,16 +19,16 @@ import tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 
 LOCAL_STEPS = frozenset({"Replace", "Strip", "Metaspace", "WordPiece"})
-"""Decoder steps that treat each token alone (and at most the first one differently)."""
+"""Decoder steps that treat each token alone, except perhaps the first."""
 POSITION_STEPS = frozenset({"Metaspace", "WordPiece"})
 ANCHOR = "a"
-"""A token that every local decoder leaves as it is: what follows it is decoded as in the middle of a text."""
+"""Token that local decoders leave unchanged: a token after it is decoded as in the middle of a text."""
 BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 REPLACEMENT = "\ufffd"
 
 
 class BytePieces:
-    """Byte-level decoding. `of` gives a token's bytes, empty for an id that the tokenizer does not know."""
+    """Byte-level decoding. `of` returns a token's bytes; empty for unknown ids."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
@@ -58,9 +56,9 @@ class BytePieces:
 
 
 class LocalPieces:
-    """Token-by-token decoding. `of` gives a token's text inside a text, or its byte when it is a byte token.
+    """Token-by-token decoding. `of` returns a token's text inside a text, or the byte of a byte token.
 
-    left_strip: (character, count) removed from the start of the whole text; count 0 when nothing is.
+    left_strip: (character, maximum count) to remove from the start of the text.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, *, byte_fallback: bool, left_strip: tuple[str, int]) -> None:
@@ -79,7 +77,7 @@ class LocalPieces:
         return piece
 
     def first(self, token_id: int) -> str | int:
-        """As `of`, for the first token of a text. `left_strip` is not applied."""
+        """Text of a text's first token, without applying `left_strip`."""
         piece = self.of(token_id)
         if isinstance(piece, int) or self.left_strip[1]:
             return piece
@@ -106,13 +104,13 @@ class LocalPieces:
 
 
 class WholePieces:
-    """A decoder whose output for a token depends on its neighbours."""
+    """Decoder whose output for a token depends on its neighbours."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
 
     def decode(self, token_ids: list[int]) -> str:
-        """Special tokens included."""
+        """Decode with special tokens."""
         return str(self._backend.decode(token_ids, skip_special_tokens=False))
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -126,7 +124,7 @@ Pieces = BytePieces | LocalPieces | WholePieces
 
 
 def compile_pieces(backend: tokenizers.Tokenizer) -> Pieces:
-    """Find out which kind of decoder `backend` has. The tokenizer must not be changed afterwards."""
+    """Find the kind of the tokenizer's decoder. The tokenizer must not change afterwards."""
     if backend.decoder is None:
         return LocalPieces(backend, byte_fallback=False, left_strip=("", 0))
     steps = _steps(json.loads(backend.decoder.__getstate__()))
@@ -146,15 +144,15 @@ def compile_pieces(backend: tokenizers.Tokenizer) -> Pieces:
 
 
 def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
-    """A decoder's description with nested sequences laid out flat."""
+    """Steps of a decoder, flattened."""
     if decoder["type"] != "Sequence":
         return [decoder]
     return [step for part in decoder["decoders"] for step in _steps(part)]
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The character that stands for each byte in byte-level vocabularies: printable bytes stand for themselves, the
-    others are numbered from U+0100 on in the order of their values."""
+    """Character of each byte in byte-level vocabularies: printable bytes stand for themselves, others are numbered from
+    U+0100 in order."""
     alphabet = ByteLevel.alphabet()
     printable = {char: ord(char) for char in alphabet if ord(char) < 256}
     others = sorted(set(range(256)) - set(printable.values()))

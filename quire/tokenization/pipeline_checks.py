@@ -1,7 +1,5 @@
-"""What a tokenizer's steps may do to a text's length, and to the time that it takes.
-
-Each step is harmless; forty that write every character twice fill any memory with one word.
-"""
+"""Limits on the length and time that a tokenizer's steps may add. Each step is harmless, but forty that double a text
+fill any memory."""
 
 from __future__ import annotations
 
@@ -18,26 +16,26 @@ from quire.errors import ModelLoadError
 
 MAX_STEPS = 64
 MAX_GROWTH = 64
-"""Times that a text may become longer: Metaspace writes three bytes for one."""
+"""Maximum growth factor of a text: Metaspace writes three bytes for one."""
 MAX_INSERTED = 256
-"""Characters that a step may write at once."""
+"""Maximum of characters that a step writes at once."""
 MAX_ADDED_TOKENS = 64
-"""Tokens that may stand around a text, and parts that say where."""
+"""Maximum of tokens around a text, and of the parts that place them."""
 LONGEST_WORD = 256
-"""Characters of a word that WordPiece takes apart (`max_input_chars_per_word`; 100 is usual): it tries every part of it
+"""Maximum of characters in a word that WordPiece splits (`max_input_chars_per_word`; usually 100): it tries every part
 at every place."""
 _LETTERS_PER_CHARACTER = 4
-"""Letters that a byte-level step makes of a character, at most: one for each byte."""
+"""Maximum of letters that a byte-level step writes per character: one for each byte."""
 _NEVER_EMPTY = re.compile(r"(?:\\s| |\[[^\]\[\\^]+\])(?:\+|\{[1-9]\d*,\})?")
-"""Patterns of runs of blanks, as most tokenizers have one."""
+"""Patterns of runs of blanks, which most tokenizers have."""
 _INNER = ("normalizers", "decoders", "pretokenizers", "processors")
 
 _CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*:\s*"([^"]*)"')
 
 
 def check_charsmaps(content: bytes) -> None:
-    """Raises ModelLoadError for a tokenizer.json with a table of characters whose first four bytes, its length, say
-    more than there is: the library takes memory for what they say, or ends the process."""
+    """Raise ModelLoadError for a tokenizer.json with a truncated character table: the library would allocate the stated
+    length or abort."""
     for match in _CHARSMAP.finditer(content):
         try:
             table = base64.b64decode(match[1].replace(b"\\/", b"/"), validate=True)
@@ -47,14 +45,14 @@ def check_charsmaps(content: bytes) -> None:
 
 
 def check_charsmap(table: bytes) -> None:
-    """Raises ModelLoadError for a table of characters that says it is longer than it is."""
+    """Raise ModelLoadError for a truncated character table."""
     if len(table) < 4 or int.from_bytes(table[:4], "little") > len(table) - 4:
         raise ModelLoadError("its precompiled_charsmap is shorter than it says")
 
 
 def check_growth(backend: tokenizers.Tokenizer) -> None:
-    """Raises ModelLoadError for a pipeline that makes texts longer than MAX_GROWTH times, or puts more than
-    MAX_ADDED_TOKENS around them."""
+    """Raise ModelLoadError for a pipeline that lengthens texts beyond MAX_GROWTH times, or adds more than
+    MAX_ADDED_TOKENS."""
     parts = {"normalizer": backend.normalizer, "pre_tokenizer": backend.pre_tokenizer, "decoder": backend.decoder}
     for what, part in parts.items():
         steps = [] if part is None else list(_steps(json.loads(part.__getstate__())))
@@ -78,7 +76,7 @@ def check_growth(backend: tokenizers.Tokenizer) -> None:
 
 
 def check_word_length(backend: tokenizers.Tokenizer) -> None:
-    """Raises ModelLoadError for a WordPiece vocabulary that takes words of more than LONGEST_WORD characters apart."""
+    """Raise ModelLoadError for a WordPiece vocabulary that splits words of more than LONGEST_WORD characters."""
     model = backend.model
     if isinstance(model, tokenizers.models.WordPiece) and model.max_input_chars_per_word > LONGEST_WORD:
         raise ModelLoadError(
@@ -87,7 +85,7 @@ def check_word_length(backend: tokenizers.Tokenizer) -> None:
 
 
 def other_patterns(backend: tokenizers.Tokenizer, known: Collection[str]) -> frozenset[str]:
-    """The regular expressions of all its steps but `known` ones, and those of runs of blanks."""
+    """Regular expressions of all steps, except `known` ones and runs of blanks."""
     found = set()
     for part in (backend.normalizer, backend.pre_tokenizer, backend.decoder):
         for step in [] if part is None else _steps(json.loads(part.__getstate__())):
@@ -98,7 +96,7 @@ def other_patterns(backend: tokenizers.Tokenizer, known: Collection[str]) -> fro
 
 
 def _growth(step: dict[str, Any], what: str) -> float:
-    """How many characters stand at most for one."""
+    """Maximum growth factor of a step, in characters."""
     kind = step["type"]
     if kind == "ByteLevel":
         return 1.0 if what == "decoder" else _LETTERS_PER_CHARACTER
@@ -122,7 +120,7 @@ def _growth(step: dict[str, Any], what: str) -> float:
 
 
 def _steps(description: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Nested sequences laid out flat."""
+    """Steps of a pipeline part, flattened."""
     if description.get("type") != "Sequence":
         yield dict(description)
         return

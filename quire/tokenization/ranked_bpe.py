@@ -1,7 +1,7 @@
-"""Byte-level BPE whose files list tokens by rank, without merges: `tiktoken.model` (Kimi) and `tekken.json` (Mistral).
+"""Byte-level BPE from tokens by rank, without merges: `tiktoken.model` (Kimi) and `tekken.json` (Mistral).
 
-Neighbours are joined whose union has the lowest rank. The `tokenizers` library takes pairs instead: all ways in which a
-token is two others, in the order of the tokens' ranks.
+The neighbours with the lowest-ranked union are joined. The `tokenizers` library takes pairs instead: each way to split
+a token into two others, in order of ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quire.tokenization.vocabulary_limits import check_pieces
 
 MAX_TOKENS = 2**20
 TEKKEN_SPECIALS = 1000
-"""Ids in front of the vocabulary, where tekken.json does not say."""
+"""Default number of special ids before the vocabulary in tekken.json."""
 
 _CASE = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _UPPER, _LOWER = (rf"[\p{{{kind}}}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]" for kind in (r"Lu}\p{Lt", "Ll"))
@@ -30,17 +30,17 @@ KIMI_PATTERN = (
     rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CASE}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CASE}"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""How Kimi's tokenizer splits words: its own is code of the checkpoint, which is never run."""
+"""Word pattern of Kimi's tokenizer, whose own code in the checkpoint is never run."""
 KIMI_CLASS = "TikTokenTokenizer"
 KIMI_SPECIALS = 256
-"""Ids behind the vocabulary, named by `added_tokens_decoder` of tokenizer_config.json or reserved."""
+"""Number of ids after the vocabulary, named in tokenizer_config.json (`added_tokens_decoder`) or reserved."""
 
 
 def ranked_bpe(
     tokens: Sequence[bytes], pattern: str, specials: Mapping[int, str], first_id: int = 0
 ) -> tokenizers.Tokenizer:
-    """tokens: by rank; their ids count from `first_id`. pattern: what a word is. specials: texts that are tokens, by
-    id. Raises ModelLoadError for tokens that are given twice, too long, or no single byte among them."""
+    """Build a tokenizer. tokens: by rank; ids count from `first_id`. pattern: regular expression of a word. specials:
+    special tokens by id. Raises ModelLoadError for duplicate or overlong tokens, or a missing single byte."""
     letters = _letters()
     texts = ["".join(letters[byte] for byte in token) for token in tokens]
     vocabulary = {text: first_id + rank for rank, text in enumerate(texts)}
@@ -71,8 +71,8 @@ def ranked_bpe(
 
 
 def read_tiktoken(content: bytes, file: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    """A `tiktoken.model`: lines of a token in base64 and its rank. config: tokenizer_config.json, which must name
-    Kimi's class, because the file does not say how words are split. Raises ModelLoadError."""
+    """Read a `tiktoken.model`: lines of a base64 token and its rank. config: tokenizer_config.json, which must name
+    Kimi's class, because the file lacks the word pattern. Raises ModelLoadError."""
     kind = config.get("tokenizer_class")
     if kind != KIMI_CLASS:
         raise ModelLoadError(
@@ -95,8 +95,7 @@ def read_tiktoken(content: bytes, file: Path, config: Mapping[str, Any]) -> toke
 
 
 def read_tekken(values: Mapping[str, Any], file: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
-    """The contents of a `tekken.json`. Returns what a tokenizer_config.json would say of it, too. Raises
-    ModelLoadError."""
+    """Read a `tekken.json`; also return the equivalent of its tokenizer_config.json. Raises ModelLoadError."""
     fields = Fields(values, str(file))
     config = Fields(_object(fields, "config"), f"{file}: config")
     num_specials = config.integer("default_num_special_tokens", TEKKEN_SPECIALS, minimum=3, maximum=MAX_TOKENS)
@@ -120,7 +119,7 @@ def read_tekken(values: Mapping[str, Any], file: Path) -> tuple[tokenizers.Token
 
 
 def _old_specials() -> list[dict[str, Any]]:
-    """Of files that list none."""
+    """Special tokens of files that list none."""
     return [
         {"rank": rank, "token_str": text} for rank, text in enumerate(("<unk>", "<s>", "</s>", "[INST]", "[/INST]"))
     ]
@@ -147,8 +146,7 @@ def _object(fields: Fields, key: str) -> Mapping[str, Any]:
 
 
 def _letters() -> list[str]:
-    """The character that stands for each byte in a byte-level vocabulary: itself where it is printable, else one of
-    those from 256 on."""
+    """Character of each byte in a byte-level vocabulary: itself if printable, else one from 256 on."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]

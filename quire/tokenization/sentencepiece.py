@@ -1,9 +1,9 @@
-"""Tokenizers of sentencepiece: from a `tokenizer.model`, or from the vocabulary that a GGUF file has of one.
+"""Sentencepiece tokenizers, from `tokenizer.model` or a GGUF file.
 
-Of its two kinds, BPE joins neighbours whose union has the highest score (LLaMA 2, Gemma), Unigram takes the pieces
-whose scores add up to the most (T5). `TextPreparation` makes words of a text that the `tokenizers` library turns into
-ids: the pieces of a BPE model, the whole text for a Unigram model, which the library cuts. (Of two ways to cut a text
-whose scores add up to the same, the rounding of sentencepiece's 32-bit sums takes one; here sums have 64 bits.)
+BPE joins the neighbours whose union has the highest score (LLaMA 2, Gemma); Unigram takes the pieces with the highest
+sum of scores (T5). `TextPreparation` makes the words that the `tokenizers` library turns into ids: a BPE model's
+pieces, or the whole text, which the library cuts, for Unigram. (Ties between equal sums may differ from sentencepiece:
+its sums have 32 bits, the library's 64.)
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from quire.tokenization.vocabulary_limits import LONGEST_PIECE, check_pieces
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Kinds of pieces."""
 BPE, UNIGRAM = 2, 1
-"""Kinds of models, as TrainerSpec.model_type numbers them."""
+"""Kinds of models, numbered as in TrainerSpec.model_type."""
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-"""What stands for a space inside a piece."""
+"""Character for a space in pieces."""
 MAX_PIECES = 2**21
 
 
 @dataclass(frozen=True)
 class SentencePieces:
-    """pieces, scores, kinds: by id. model: BPE or UNIGRAM. charsmap: the compiled table of a normalizer, b"": none.
-    adds_space: a space is put before a text. joins_spaces: several spaces become one, those at the ends go."""
+    """Model of sentencepiece. pieces, scores, kinds: by id. model: BPE or UNIGRAM. charsmap: compiled character table,
+    or empty. adds_space: put a space before a text. joins_spaces: join runs of spaces and strip the ends."""
 
     pieces: Sequence[str]
     scores: Sequence[float]
@@ -46,8 +46,8 @@ class SentencePieces:
 
 
 def sentencepiece_backend(model: SentencePieces) -> tokenizers.Tokenizer:
-    """The pipeline that makes ids of the words of a `TextPreparation`, and texts of ids, as sentencepiece does. Raises
-    ModelLoadError for a model that is contradictory, and whatever the library raises for one that it cannot use."""
+    """Pipeline from the words of `TextPreparation` to ids, and from ids to text. Raises ModelLoadError for a
+    contradictory model, and any exception of the library."""
     pieces, kinds = model.pieces, model.kinds
     if not len(pieces) == len(model.scores) == len(kinds) <= MAX_PIECES:
         raise ModelLoadError(f"{len(pieces)} pieces, {len(model.scores)} scores and {len(kinds)} kinds")
@@ -65,7 +65,7 @@ def sentencepiece_backend(model: SentencePieces) -> tokenizers.Tokenizer:
 
 
 def special_pieces(model: SentencePieces) -> dict[str, str]:
-    """What a tokenizer_config.json would call the pieces that have a part of their own, by their usual names."""
+    """Special pieces by their usual names in tokenizer_config.json."""
     usual = {"<s>": "bos_token", "<bos>": "bos_token", "</s>": "eos_token", "<eos>": "eos_token", "<pad>": "pad_token"}
     kinds = zip(model.pieces, model.kinds, strict=True)
     return {usual[piece]: piece for piece, kind in kinds if kind == CONTROL and piece in usual}
@@ -83,7 +83,7 @@ def _vocabulary(model: SentencePieces) -> dict[str, int]:
 
 
 def _bpe(model: SentencePieces) -> models.BPE:
-    """For texts that are cut into pieces before (`PieceMerger`)."""
+    """BPE model for texts that `PieceMerger` has cut."""
     return models.BPE(
         vocab=_vocabulary(model),
         merges=[],
@@ -112,12 +112,11 @@ def _unknown(model: SentencePieces) -> str | None:
 
 
 class TextPreparation:
-    """What becomes of a text before the library sees it: the table of characters, spaces, and a space before it; of BPE
-    its pieces. Special tokens stay as they are, and each text between them is a text of its own, as llama.cpp has it.
-    """
+    """Steps before the library: character table, spaces, a space before the text and, for BPE, pieces. Special tokens
+    stay; each text between them counts as a text of its own, as in llama.cpp."""
 
     def __init__(self, model: SentencePieces, special: Collection[str]) -> None:
-        """special: the texts of special tokens."""
+        """special: texts of special tokens."""
         steps: list[normalizers.Normalizer] = []
         self._charsmap = Charsmap(model.charsmap) if model.charsmap else None
         if model.joins_spaces:
@@ -132,7 +131,6 @@ class TextPreparation:
         self._cut: Callable[[str], list[str]] = _merger(model, [*special, *own]) if model.model == BPE else _whole
 
     def __call__(self, text: str) -> list[str]:
-        """The words of a text."""
         return self._cut(_between(self._special, text, self._normalized))
 
     def _normalized(self, text: str) -> str:
@@ -142,7 +140,7 @@ class TextPreparation:
 
 
 def _merger(model: SentencePieces, whole: Collection[str]) -> PieceMerger:
-    """whole: texts that are tokens as they are."""
+    """whole: texts that are always tokens."""
     of_kind = {
         kind: {
             piece: score
@@ -159,14 +157,14 @@ def _whole(text: str) -> list[str]:
 
 
 def _between(pattern: re.Pattern[str] | None, text: str, change: Callable[[str], str]) -> str:
-    """`text` with what lies between the matches changed."""
+    """Change the parts of `text` between the matches."""
     parts = [text] if pattern is None else pattern.split(text)
     parts[::2] = [change(part) for part in parts[::2]]
     return "".join(parts)
 
 
 def read_sentencepiece(content: bytes, file: Path) -> SentencePieces:
-    """A `tokenizer.model`: the protocol buffer ModelProto of sentencepiece. Raises ModelLoadError."""
+    """Read a `tokenizer.model` (sentencepiece's protocol buffer ModelProto). Raises ModelLoadError."""
     pieces: list[str] = []
     scores: list[float] = []
     kinds: list[int] = []
@@ -208,7 +206,7 @@ def read_sentencepiece(content: bytes, file: Path) -> SentencePieces:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, bytes | int]]:
-    """Numbers and values of a message's fields: whole numbers, and bytes of everything else."""
+    """Yield (number, value) of a message's fields: integers, or bytes for other types."""
     position = 0
     while position < len(data):
         key, position = _varint(data, position)
@@ -229,7 +227,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, bytes | int]]:
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """A number in groups of seven bits, the lowest first, and the position behind it."""
+    """Return (value, next position) of a varint: groups of seven bits, lowest first."""
     value = 0
     for place in range(10):
         byte = data[position + place]

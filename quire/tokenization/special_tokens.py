@@ -1,7 +1,7 @@
-"""The special tokens of a directory: every file that names some, in the order of precedence that Transformers has.
+"""Special tokens of a directory, from all files that name some, with Transformers' precedence.
 
-tokenizer_config.json counts most. Where it lists `added_tokens_decoder`, it is the only one beside tokenizer.json; else
-special_tokens_map.json is put over it, and added_tokens.json and tokenizer.json say how the tokens are written.
+tokenizer_config.json wins. If it has `added_tokens_decoder`, only tokenizer.json counts besides; otherwise
+special_tokens_map.json overrides it, and added_tokens.json and tokenizer.json say how tokens are written.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ Token = str | AddedToken
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """named: by name, the usual ones first; None has no entry. extra: without a name. added: by id, as
-    `added_tokens_decoder` lists them."""
+    """named: by name, usual ones first. extra: tokens without a name. added: by id, as in `added_tokens_decoder`."""
 
     named: Mapping[str, Token]
     extra: tuple[Token, ...]
@@ -36,11 +35,11 @@ class SpecialTokens:
 
     @property
     def texts(self) -> dict[str, str]:
-        """Those with a name."""
+        """Texts of named tokens."""
         return {name: text_of(token) for name, token in self.named.items()}
 
     def add_to(self, backend: tokenizers.Tokenizer, again: str) -> None:
-        """Make them tokens of `backend`. again: as TokenizerClass.special_again."""
+        """Add the tokens to `backend`. again: see TokenizerClass.special_again."""
         added: list[Token] = [token for _, token in sorted(self.added.items())]
         known = {token.content for token in (*backend.get_added_tokens_decoder().values(), *self.added.values())}
         for token in (*self.named.values(), *self.extra):
@@ -72,10 +71,10 @@ def text_of(token: Token) -> str:
 def read_special_tokens(
     path: Path, config: Mapping[str, Any], kind: TokenizerClass | None, backend: tokenizers.Tokenizer | None
 ) -> SpecialTokens:
-    """The special tokens of the directory `path`.
+    """Special tokens of the directory `path`.
 
-    config: tokenizer_config.json. kind: what builds the tokenizer. backend: as tokenizer.json describes it, None where
-    there is none. Raises ModelLoadError.
+    config: tokenizer_config.json. kind: class that builds the tokenizer. backend: tokenizer.json's tokenizer, if any.
+        Raises ModelLoadError.
     """
     values = dict(config)
     if _OLD_EXTRA in values and not values.get(_EXTRA):
@@ -128,7 +127,7 @@ def _is_entry(value: Any) -> bool:
 
 
 def _token(path: Path, name: str, value: Any) -> Token | None:
-    """An entry: a text, or an object with `content`."""
+    """Token from a text or an object with `content`."""
     if value is None or isinstance(value, str | AddedToken):
         return value
     if isinstance(value, dict) and isinstance(value.get("content"), str):
@@ -137,7 +136,7 @@ def _token(path: Path, name: str, value: Any) -> Token | None:
 
 
 def _entry(path: Path, name: str, value: Any, *, is_special: bool = False) -> AddedToken:
-    """is_special: whatever the entry says."""
+    """is_special: overrides the entry."""
     options = {key: each for key, each in value.items() if key != "__type"}
     try:
         return AddedToken(**(options | ({"special": True} if is_special else {})))
@@ -146,7 +145,7 @@ def _entry(path: Path, name: str, value: Any, *, is_special: bool = False) -> Ad
 
 
 def _listed(path: Path, listed: Any) -> dict[int, AddedToken]:
-    """The value of `added_tokens_decoder`."""
+    """Value of `added_tokens_decoder`."""
     try:
         return {int(token_id): _entry(path, token_id, token) for token_id, token in listed.items()}
     except (AttributeError, TypeError, ValueError):
@@ -155,7 +154,7 @@ def _listed(path: Path, listed: Any) -> dict[int, AddedToken]:
 
 
 def _put_over(path: Path, values: dict[str, Any]) -> None:
-    """special_tokens_map.json over `values`."""
+    """Override `values` by special_tokens_map.json."""
     for key, value in read_optional_json(path / SPECIAL_TOKENS_FILE).items():
         if isinstance(value, dict) and key != _EXTRA:
             values[key] = _entry(path / SPECIAL_TOKENS_FILE, key, value, is_special=True)
@@ -173,7 +172,7 @@ def _put_over(path: Path, values: dict[str, Any]) -> None:
 
 
 def _older(path: Path, values: Mapping[str, Any]) -> dict[int, AddedToken]:
-    """added_tokens.json: tokens by text, those that `values` does not name are no special ones."""
+    """Tokens of added_tokens.json by id; only those named in `values` are special."""
     named = [values.get(name) for name in SPECIAL_NAMES] + list(values.get(_EXTRA) or [])
     special = {text_of(token) for token in named if isinstance(token, str | AddedToken)}  # objects are not looked into
     found = {}

@@ -1,4 +1,4 @@
-"""Stop strings in a text that arrives in pieces."""
+"""Search for stop strings in text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -7,23 +7,21 @@ from typing import NamedTuple
 
 
 class StopMatch(NamedTuple):
-    """What a piece of text led to: text that may be shown, and the stop string that was found, if any."""
+    """Text that may be shown, and the stop string found, if any."""
 
     text: str
     stop: str | None
 
 
 class StopTable:
-    """The automaton of a set of stop strings, shared by the sequences of a request.
-
-    Node 0 is the root, each node the longest suffix of the text that begins a stop string.
-    """
+    """Automaton of a set of stop strings, shared by a request's sequences. Each node is the longest suffix of the text
+    that begins a stop string; node 0 is the root."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.next: list[dict[str, int]] = [{}]
         self.depth = [0]
         self.stop_at: list[str | None] = [None]
-        """The longest stop string that ends at each node."""
+        """Longest stop string that ends at each node."""
         self._fail = [0]
         for stop in stops:
             self._insert(stop)
@@ -50,7 +48,7 @@ class StopTable:
         self.stop_at[node] = stop
 
     def _link(self) -> None:
-        """Breadth first: a node's failure link is the longest proper suffix that is a node too."""
+        """Set failure links, breadth first: the longest proper suffix that is a node."""
         queue = list(self.next[0].values())
         for node in queue:
             for char, child in self.next[node].items():
@@ -60,11 +58,10 @@ class StopTable:
 
 
 class StopStrings:
-    """Finds the first stop string of a text that arrives piece by piece (an Aho-Corasick automaton).
+    """Search for a text's first stop string (Aho-Corasick).
 
-    The first is the one that is complete first; of several that end together, the longest. So the outcome does not
-    depend on how the text is cut into pieces. Text that may be the beginning of a stop string is held back until
-    that is decided. Cost: O(1) per character, whatever the number of stop strings.
+    The first to be complete wins, then the longest, so the result does not depend on the pieces. Text that may begin a
+    stop string is held back. Cost: O(1) per character for any number of strings.
     """
 
     def __init__(self, table: StopTable, include_in_output: bool = False) -> None:
@@ -72,10 +69,10 @@ class StopStrings:
         self._table = table
         self._node = 0
         self._held = ""
-        """The last `depth(node)` characters seen: the beginning of a stop string."""
+        """Last `depth(node)` characters: the beginning of a stop string."""
 
     def push(self, text: str) -> StopMatch:
-        """Take new text. After a match nothing more may be pushed."""
+        """Search new text. After a match, push no more."""
         table, node = self._table, self._node
         if node == 0 and table.first_characters.isdisjoint(text):
             return StopMatch(text, None)
@@ -93,6 +90,6 @@ class StopStrings:
         return StopMatch(seen[:safe], None)
 
     def flush(self) -> str:
-        """The text still held back: the sequence has ended without a stop string."""
+        """Return the text held back, at the end of the sequence."""
         held, self._held, self._node = self._held, "", 0
         return held

@@ -1,8 +1,8 @@
-"""What a chat template expects of a message, found in its syntax tree, and messages made so.
+"""Form of messages that a chat template expects, found in its syntax tree, and conversion of messages to it.
 
-A template that loops over the content of a message wants a list of parts, any other a string. Loops are followed as
-vLLM follows them, so that a conversation has the same tokens here and there: `messages` and variables that are assigned
-from it, loops over them, and loops over `message.content` or `message["content"]` inside, through filters and slices.
+A template that loops over a message's content wants a list of parts, others a string. Loops are found as in vLLM, so
+that conversations have the same tokens: `messages` and variables assigned from it, loops over these, and inner loops
+over `message.content` or `message["content"]`, through filters and slices.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 from jinja2 import nodes
 
 IMAGE = "image"
-"""Type of a part that stands for an image."""
+"""Type of an image part."""
 
 
 class ImagesRefusedError(Exception):
-    """The template takes the content of messages as one string."""
+    """The template takes message content as one string."""
 
 
 def wants_parts(tree: nodes.Template) -> bool:
-    """Whether the template loops over the parts of a message's content."""
+    """True if the template loops over a message's parts."""
     conversations = {"messages"}
     while names := {target for target, value in _assignments(tree) if _stem(value) in conversations} - conversations:
         conversations |= names
@@ -33,15 +33,14 @@ def wants_parts(tree: nodes.Template) -> bool:
 
 
 def knows_role(tree: nodes.Template, role: str) -> bool:
-    """Whether the template mentions a role by name."""
+    """True if the template mentions the role."""
     return any(constant.value == role for constant in tree.find_all(nodes.Const))
 
 
 def adapt_message(message: dict[str, Any], *, as_parts: bool, knows_developer: bool) -> dict[str, Any]:
-    """A message (conversation.py) for one template. Its content, a list of text parts or None, becomes a string (texts
-    are joined by line feeds), or with `as_parts` a list of parts; of a tool's message a string, unless it has images. A
-    developer's message is the system's where the template does not know developers. Raises ImagesRefusedError for
-    images in what becomes a string."""
+    """Convert a message (conversation.py) for one template. Its content becomes a string (texts joined by line feeds)
+    or, with `as_parts`, a list of parts; a tool's message stays a string unless it has images. A developer's message
+    becomes the system's if the template does not know developers. Raises ImagesRefusedError for images in a string."""
     parts = message["content"] or []
     role, has_images = message["role"], any(part["type"] == IMAGE for part in parts)
     content: Any
@@ -59,22 +58,22 @@ def adapt_message(message: dict[str, Any], *, as_parts: bool, knows_developer: b
 
 
 def _assignments(tree: nodes.Template) -> Iterator[tuple[str, nodes.Node]]:
-    """(name, value) of each `set` of one variable."""
+    """Yield (name, value) of each `set` of one variable."""
     for assignment in tree.find_all(nodes.Assign):
         if isinstance(assignment.target, nodes.Name):
             yield assignment.target.name, assignment.node
 
 
 def _attribute(node: nodes.Getattr | nodes.Getitem) -> object:
-    """The name of the attribute, or the item's constant key; None for an item whose key is computed."""
+    """Name of the attribute, or constant key of the item; None for a computed key."""
     if isinstance(node, nodes.Getattr):
         return node.attr
     return node.arg.value if isinstance(node.arg, nodes.Const) else None
 
 
 def _stem(node: nodes.Node | None, attribute: str | None = None) -> str | None:
-    """The variable that an expression is, beneath filters, tests and slices; with `attribute` the variable whose
-    attribute or item of that name it is. None for any other expression."""
+    """Variable of an expression, under filters, tests and slices; with `attribute`, the variable whose attribute or
+    item it is. None for other expressions."""
     while isinstance(node, nodes.Filter | nodes.Test) or (
         isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
     ):

@@ -1,7 +1,7 @@
-"""The renderer of chat templates, in a helper process (helper_process.py).
+"""Renderer of chat templates, in a helper process (helper_process.py).
 
-A template is a program that comes with a model, and no check of a program can tell what it costs to run. So it runs
-there, sandboxed by Jinja, where the system limits its time and its memory. This module imports Jinja and msgspec only.
+A template is a program of the checkpoint, and its cost cannot be checked in advance. So it runs there, in Jinja's
+sandbox, under the system's limits on time and memory. Imports only Jinja and msgspec.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from quire.tokenization.template_content import ImagesRefusedError, adapt_messag
 
 MAX_REASON_CHARACTERS = 1_000
 CONTINUE_MARK = "MODEL_CONTINUES_THIS_HERE_ "
-"""Stands at the end of the message to continue while rendering. Its last space shows whether the template trims; it has
-the length of Transformers' mark and its kinds of characters, which templates that escape or raise letters leave."""
+"""Mark at the end of a continued message while rendering. Its final space shows whether the template trims. It has the
+length and character classes of Transformers' mark, which templates that escape or change case leave intact."""
 
 
 class ChatTemplateError(jinja2.TemplateError):
@@ -34,7 +34,7 @@ class ContinuationError(Exception):
 
 
 class GenerationTag(jinja2.ext.Extension):
-    """`{% generation %} ... {% endgeneration %}` marks what the assistant says, for training. Here: just its body."""
+    """`{% generation %} ... {% endgeneration %}`, which marks the assistant's text for training; here only its body."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -44,7 +44,7 @@ class GenerationTag(jinja2.ext.Extension):
 
 
 class CompiledTemplate(NamedTuple):
-    """A template, and what its source says of the messages that it expects (template_content.py)."""
+    """Template, and the form of messages that it expects (template_content.py)."""
 
     template: jinja2.Template
     wants_parts: bool
@@ -52,8 +52,7 @@ class CompiledTemplate(NamedTuple):
 
 
 class TemplateRenderer:
-    """Renders the templates of one tokenizer, each compiled when first used. The names in scope are those that
-    Transformers offers."""
+    """Renderer of one tokenizer's templates, compiled on first use, with the names that Transformers puts in scope."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
@@ -65,7 +64,7 @@ class TemplateRenderer:
         self._compiled: dict[str, CompiledTemplate] = {}
 
     def answer(self, request: Render, messages: bytes | bytearray) -> Rendered | Failed:
-        """Never raises, but for what the system's limits make of it. messages: as they follow the request."""
+        """Raises nothing, but the system's limits may end the process. messages: frame after the request."""
         try:
             template = self._template(request)
         except MemoryError:
@@ -99,7 +98,7 @@ class TemplateRenderer:
         return CompiledTemplate(self._environment.from_string(tree), wants_parts(tree), knows_role(tree, "developer"))
 
     def _render(self, template: CompiledTemplate, request: Render, messages: list[dict[str, Any]]) -> str | None:
-        """The text, or None once it is longer than asked for."""
+        """Rendered text, or None if too long."""
         as_parts = template.wants_parts if request.content_format == "auto" else request.content_format == "openai"
         max_characters = request.max_characters
         final = None
@@ -126,8 +125,7 @@ class TemplateRenderer:
 
 
 def _mark_final(message: dict[str, Any]) -> str:
-    """Put the mark behind the text of the message, of its last part where it has several. Returns that text, without
-    space around it."""
+    """Put the mark after the message's (last) text; return that text, stripped."""
     if not message["content"]:
         raise ContinuationError("continue_final_message: the final message has no content")
     text = str(message["content"][-1]["text"])
@@ -136,8 +134,8 @@ def _mark_final(message: dict[str, Any]) -> str:
 
 
 def _cut_at_mark(text: str, final: str) -> str:
-    """Everything before the mark; without trailing space when the template trimmed the message it stood in. Raises
-    ContinuationError, as Transformers does, where the template does not write the message's text as it is."""
+    """Text before the mark, right-stripped if the template trimmed the message. Raises ContinuationError, as
+    Transformers does, if the template changes the message's text."""
     before, mark, after = text.rpartition(CONTINUE_MARK.rstrip())
     if not mark or final not in text:
         raise ContinuationError(
@@ -166,5 +164,5 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes for HTML, which no model was trained on."""
+    """Filter without the HTML escapes of Jinja's own, which models do not know."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

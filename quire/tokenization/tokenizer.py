@@ -1,4 +1,4 @@
-"""Text to token ids and back, over the `tokenizers` library and the files of a Hugging Face directory."""
+"""Conversion of text to token ids and back, over the `tokenizers` library and the files of a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ from quire.utils.model_files import read_model_file
 
 MAX_TOKEN_ID = 2**24
 MAX_SENTENCEPIECE_BYTES = 2**24
-"""Four times those of the largest vocabulary (Gemma's has 4 MB)."""
+"""Maximum size in bytes: four times the largest known (Gemma: 4 MB)."""
 TEKKEN_FILE, TIKTOKEN_FILE = "tekken.json", "tiktoken.model"
 OTHER_FILES = (TEKKEN_FILE, TIKTOKEN_FILE, "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
-"""What a directory without tokenizer.json may have: Mistral's, Kimi's, and sentencepiece's."""
+"""Files of a directory without tokenizer.json: Mistral's, Kimi's, and sentencepiece's."""
 PATTERN_LIMITS = ("retry-limit-in-match", "retry-limit-in-search", "match-stack limit")
-"""In the library's panics: it gave up matching a pattern that backtracks without end. That depends on the text."""
+"""Words in the library's panics when a pattern backtracks too long, which depends on the text."""
 SPACES_LEFT_OUT = (
     *((f" {mark}", mark) for mark in ".?!,"),
     (" ' ", "'"),
@@ -64,12 +64,12 @@ SAMPLE = "The quick brown fox, 42 naïve cafés; \n\tdef f(x): return x"
 
 
 class Tokenizer:
-    """A loaded tokenizer. Safe to use from several threads; long encodings release the GIL but for the list of ids.
+    """Loaded tokenizer. Thread-safe; long encodings release the GIL except for the list of ids.
 
-    special_tokens: name ("bos_token", "eos_token" ...) -> text. chat_templates: name -> Jinja source; "default" is
-    the usual one. name: what error messages call the tokenizer. pieces: the model of one of sentencepiece's, whose
-    texts are prepared here. extra_special_tokens: texts of special tokens without a name. cleans_up: `decode` leaves
-    out spaces before punctuation.
+    special_tokens: name ("bos_token", "eos_token" ...) -> text. chat_templates: name -> Jinja source; "default" is the
+        usual one. name: used in errors. pieces: sentencepiece model, whose texts are prepared here.
+        extra_special_tokens: texts of special tokens without a name. cleans_up: `decode` drops spaces before
+        punctuation.
     """
 
     def __init__(
@@ -102,27 +102,26 @@ class Tokenizer:
         self.padding_token_id = self._special_id("pad_token")
         self.pieces = compile_pieces(backend)
         self.has_own_patterns = bool(other_patterns(backend, KNOWN_PATTERNS))
-        """Splits texts by regular expressions of its files, which may take any time."""
+        """True if its files have regular expressions of unknown cost."""
         self._texts: dict[int, str] = {}
         self.encode_elsewhere: Callable[[str, bool], list[int]] | None = None
-        """Encodes texts of more than `inline_characters` as this tokenizer would, in another process. Servers set
-        both."""
+        """Function that encodes texts longer than `inline_characters` in another process. Servers set both."""
         self.inline_characters = 0
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. Raises UserError for text that is not valid Unicode (lone surrogates)."""
+        """Token ids of `text`. Raises UserError for invalid Unicode (lone surrogates)."""
         if self.encode_elsewhere is not None and len(text) > self.inline_characters:
             check_unicode(text)
             return self.encode_elsewhere(text, add_special_tokens)
         return self.encode_batch([text], add_special_tokens)[0]
 
     def encode_batch(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """As `encode`, for several texts, on several cores."""
+        """Encode several texts on several cores, see `encode`."""
         # The batch call, even for one text: it lets other threads run, and it computes no offsets.
         return [each.ids for each in self.encodings(texts, add_special_tokens)]
 
     def beginnings(self, texts: list[str], max_tokens: int) -> list[str]:
-        """The texts, of those with more tokens the part that has `max_tokens`."""
+        """Cut texts to at most `max_tokens` tokens."""
 
         def cut(text: str, found: tokenizers.Encoding) -> str:
             if len(found.ids) <= max_tokens:
@@ -137,7 +136,7 @@ class Tokenizer:
     def encodings(
         self, texts: list[str], add_special_tokens: bool, *, with_offsets: bool = False
     ) -> list[tokenizers.Encoding]:
-        """As `encode_batch`, as the library has them. with_offsets: with the place of each token in the text."""
+        """Encode to the library's objects, see `encode_batch`. with_offsets: include each token's place in the text."""
         for text in texts:
             check_unicode(text)
         try:
@@ -159,12 +158,11 @@ class Tokenizer:
         return found
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
-        """Text of a whole token sequence: what streaming the same tokens concatenates to.
+        """Text of a whole token sequence, equal to its streamed text.
 
-        That is the library's own result, but for runs of byte tokens that are not valid UTF-8: there the library
-        gives up the valid characters of the run too, while here (where they may have been streamed already) only
-        the invalid bytes become U+FFFD. Ids that the tokenizer does not know have no text. Spaces that some tokenizers
-        of words leave out before punctuation are there in streams.
+        It differs from the library for runs of byte tokens that are not valid UTF-8: the library drops the run's valid
+        characters too; here (they may have been streamed) only invalid bytes become U+FFFD. Unknown ids have no text.
+        If the tokenizer drops spaces before punctuation, streams keep them.
         """
         with panics_are_errors("the tokenizer"):
             text: str = self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
@@ -175,11 +173,11 @@ class Tokenizer:
     def detokenizer(
         self, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()
     ) -> IncrementalDetokenizer:
-        """A decoder for one completion of `prompt_token_ids`, fed token by token."""
+        """Token-by-token decoder for one completion of `prompt_token_ids`."""
         return IncrementalDetokenizer(self.pieces, self._skipped(skip_special_tokens), prompt_token_ids)
 
     def token_text(self, token_id: int) -> str:
-        """Text of one token inside a text (a leading space is kept); U+FFFD stands for incomplete characters."""
+        """Text of one token inside a text, with its leading space; U+FFFD for incomplete characters."""
         text = self._texts.get(token_id)
         if text is None:
             with panics_are_errors("the tokenizer"):
@@ -187,24 +185,23 @@ class Tokenizer:
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """UTF-8 bytes of one token inside a text; they may be part of a character."""
+        """UTF-8 bytes of one token inside a text, perhaps part of a character."""
         with panics_are_errors("the tokenizer"):
             return self.pieces.token_bytes(token_id)
 
     def token_to_id(self, token: str) -> int | None:
-        """Id of a vocabulary entry by its exact name."""
+        """Id of a vocabulary entry by exact name."""
         token_id: int | None = self.backend.token_to_id(token)
         return token_id
 
     def ends(self, token_ids: Sequence[int]) -> list[int]:
-        """The tokens that end a text: those that the model names, and the tokenizer's end-of-sequence token.
-
-        token_ids: from the model's generation_config.json or config.json."""
+        """Tokens that end a text: the model's and the tokenizer's end-of-sequence token. token_ids: from
+        generation_config.json or config.json."""
         own = () if self.eos_token_id is None else (self.eos_token_id,)
         return list(dict.fromkeys((*token_ids, *own)))
 
     def is_special(self, token_id: int) -> bool:
-        """Whether `skip_special_tokens` leaves this token out."""
+        """True if `skip_special_tokens` omits the token."""
         return token_id in self.special_ids
 
     @property
@@ -221,14 +218,14 @@ class Tokenizer:
 
 
 def _cleaned(text: str) -> str:
-    """`clean_up_tokenization_spaces`: the replacements one after the other, as Transformers has them."""
+    """Apply `clean_up_tokenization_spaces` in Transformers' order."""
     for written, read in SPACES_LEFT_OUT:
         text = text.replace(written, read)
     return text
 
 
 def check_unicode(text: str, *, param: str | None = None) -> None:
-    """Raise UserError when `text` holds lone surrogates, which no encoding can express."""
+    """Raise UserError if `text` has lone surrogates, which no encoding can express."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -245,12 +242,10 @@ def load_tokenizer(
     download_dir: str | None = None,
     chat_template: str | None = None,
 ) -> Tokenizer:
-    """Load the tokenizer of a directory, a GGUF file, a hub id or "bundled". Raises ModelLoadError with one clear
-    line.
+    """Load the tokenizer of a directory, a GGUF file, a hub id or "bundled". Raises ModelLoadError with one clear line.
 
-    vocab_size: that of the model that gets the token ids; it bounds the entries, and so the memory, of a tokenizer.
-    download_dir: where a hub id is fetched to; None: the hub library's cache. chat_template: the file of a template, or
-    its text, in place of the model's.
+    vocab_size: the model's; it limits the entries, and so the memory, of a tokenizer. download_dir: folder for
+        downloads; None: the hub library's cache. chat_template: file or text of a template instead of the model's.
     """
     limit = max_values(vocab_size)
     path = find_model(str(path_or_id), revision=revision, config_only=True, download_dir=download_dir)
@@ -301,7 +296,7 @@ def load_tokenizer(
 def _read_other(
     file: Path, config: dict[str, Any], limit: int
 ) -> tuple[tokenizers.Tokenizer, dict[str, Any], SentencePieces | None]:
-    """One of OTHER_FILES, what a tokenizer_config.json would say of it, and of sentencepiece's the model."""
+    """Read one of OTHER_FILES: tokenizer, equivalent of tokenizer_config.json, and sentencepiece model, if any."""
     if file.name == TEKKEN_FILE:
         content = read_vocabulary(file, limit)
         with refusing(file, "is not a readable tokenizer"):
@@ -325,10 +320,8 @@ def _read_other(
 def _with_flags(
     path: Path, backend: tokenizers.Tokenizer, own: dict[str, Any], config: dict[str, Any]
 ) -> tuple[HFTokenizer, dict[str, Any]]:
-    """A tokenizer of files without a post-processor: `add_bos_token` and `add_eos_token` say what stands around texts.
-
-    own: what the files say in the words of a tokenizer_config.json, which `config` and special_tokens_map.json put
-    right. Returns both together too."""
+    """Add a post-processor by `add_bos_token` and `add_eos_token`. own: the files' equivalent of tokenizer_config.json,
+    which `config` and special_tokens_map.json override. Also returns the merged config."""
     stated = own | config
     named = stated | read_optional_json(path / SPECIAL_TOKENS_FILE)
     entries = {name: named.get(name) for name in SPECIAL_NAMES}
@@ -341,7 +334,7 @@ def _with_flags(
 
 
 def open_tokenizer(options: EngineOptions, vocab_size: int) -> Tokenizer | None:
-    """The tokenizer that was asked for, else the model's."""
+    """Tokenizer given by the options, or else the model's."""
     if options.skip_tokenizer_init:
         return None
     is_own = options.tokenizer is None or options.tokenizer == options.model

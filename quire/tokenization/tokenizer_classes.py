@@ -1,9 +1,9 @@
-"""The classes of tokenizers that Transformers builds itself, whatever pipeline their tokenizer.json describes.
+"""Tokenizer classes that Transformers builds itself, whatever pipeline tokenizer.json describes.
 
-`tokenizer_class` of tokenizer_config.json, or the type of the model, names a class. Most classes take tokenizer.json as
-it is (FROM_FILE here). The others take its vocabulary and merges, and have a normalizer, a pre-tokenizer, a decoder and
-special tokens of their own, which depend on options of tokenizer_config.json. Those that models of text use are built
-here in the same way; a directory of any other is refused, because its ids would be others than those of Transformers.
+`tokenizer_class` of tokenizer_config.json, or the model's type, names a class. Most use tokenizer.json unchanged
+(FROM_FILE). The others take its vocabulary and merges, but have their own normalizer, pre-tokenizer, decoder and
+special tokens, which depend on options of tokenizer_config.json. Those of text models are built here; others are
+refused, because their ids would differ from Transformers'.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quire.config.hf_json import Fields
 from quire.errors import ModelLoadError
 
 FROM_FILE = "TokenizersBackend"
-"""The class that takes tokenizer.json as it is."""
+"""Class that uses tokenizer.json unchanged."""
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*" rf"|{_SPACES}"
@@ -41,14 +41,13 @@ Build = Callable[[tokenizers.Tokenizer, Fields, Tokens], None]
 
 @dataclass(frozen=True)
 class TokenizerClass:
-    """model: the kind of vocabulary. build: gives a tokenizer of that vocabulary the pipeline; it gets the options and
-    the names of special tokens. tokens: named special tokens where tokenizer_config.json has none. extra: further ones.
-    own_tokens: special tokens with names of the class.
+    """Recipe of a class. model: kind of vocabulary. build: sets a tokenizer's pipeline, given the options and the named
+    special tokens. tokens: default named special tokens. extra: further ones. own_tokens: special tokens with names of
+    the class.
 
-    template: what a text gets around it: "file" (what tokenizer.json's post-processor adds), "flags" (the class knows
-    add_bos_token and add_eos_token alone, with `adds_bos` as the first one's default), or the function that
-    makes the post-processor once the tokens are known. special_again: special tokens are added once more in the
-    end, "plain" without what their entries say of the text around them, or "same".
+    template: tokens around a text: "file" (tokenizer.json's post-processor), "flags" (only add_bos_token, by default
+        `adds_bos`, and add_eos_token), or a function that makes the post-processor from the tokens. special_again: add
+        special tokens again at the end, "plain" without their stripping options, or "same".
     """
 
     model: str
@@ -159,7 +158,7 @@ def _xlm_roberta(backend: tokenizers.Tokenizer, options: Fields, _: Tokens) -> N
 
 
 def charsmap_of(normalizer: normalizers.Normalizer | None) -> normalizers.Normalizer | None:
-    """The table of characters that a file's normalizer has, alone or as a step."""
+    """Character table of a normalizer or one of its steps."""
     description = {} if normalizer is None else json.loads(normalizer.__getstate__())
     for step in description["normalizers"] if description.get("type") == "Sequence" else [description]:
         if step.get("type") == "Precompiled":
@@ -279,4 +278,4 @@ CLASSES: Mapping[str, TokenizerClass] = MappingProxyType(
         ),
     }
 )
-"""By name."""
+"""Classes by name."""

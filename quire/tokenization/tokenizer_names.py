@@ -1,7 +1,6 @@
-"""Which class of tokenizer Transformers takes for a directory: what its files name, unless the type of the model says
-that they are wrong.
+"""Tokenizer class that Transformers uses for a directory: the one its files name, unless the model's type overrides it.
 
-The tables are those of Transformers 5.23, and a test compares them with the installed one.
+The tables follow Transformers 5.23; a test compares them with the installed release.
 """
 
 from __future__ import annotations
@@ -138,7 +137,7 @@ _TYPES: Mapping[str, str] = MappingProxyType(
         "XLNetTokenizer": "xlnet",
     }
 )
-"""Class -> the types of models that are registered for it."""
+"""Class -> model types registered for it."""
 _WRONGLY_NAMED = _words(
     "arctic camembertv2-base chatlm cohere_asr ernie4_5 ernie4_5_moe fuyu h2ovl_chat hyperclovax "
     "hyperclovax_vision_v2 hyperclovax_vlm internlm2 internlm3 iquestcoder jamba llava llava_next minicpm3 "
@@ -146,7 +145,7 @@ _WRONGLY_NAMED = _words(
     "paddleocr_vl phi3 phi3_v phimoe qwen2 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen4_exp siglip2 smolvlm "
     "step3_vl vipllava"
 )
-"""Types of models whose files name a wrong class: the registered one counts."""
+"""Model types whose files name a wrong class: the registered one wins."""
 _OTHER_CLASSES = _words(
     "Albert Barthez Bartpho BertGeneration BertJapanese Bertweet BigBird BioGpt BlenderbotSmall Blenderbot "
     "ByT5 CLIP CTRL Camembert Canine Clvp ConvBert CpmAnt Cpm DPRContextEncoder DPRQuestionEncoder DPRReader "
@@ -156,7 +155,7 @@ _OTHER_CLASSES = _words(
     "RoCBert RoFormer SeamlessM4T Siglip2 Siglip Speech2Text SpeechT5 Splinter T5 Tapas Tipsv2 Udop VideoPrism "
     "Vits Wav2Vec2CTC Wav2Vec2PhonemeCTC Whisper XGLM XLM XLNet"
 )
-"""Names (without "Tokenizer") of classes that Transformers builds itself, and that are not built here."""
+"""Names (without "Tokenizer") of classes that Transformers builds itself and that are not built here."""
 _FROM_FILE_NAMES = (
     "deepseek-ai/deepseek-r1-distill-llama-*",
     "deepseek-ai/deepseek-coder-*",
@@ -168,7 +167,7 @@ _FROM_FILE_NAMES = (
     "salesforce/instructblip-flan-t5-*",
     "stepfun-ai/step-3.7-*",
 )
-"""Names of models, in small letters, whose files name a wrong class."""
+"""Lower-case names of models whose files name a wrong class."""
 _REGISTERED: Mapping[str, str] = MappingProxyType(
     {model_type: name for name, types in _TYPES.items() for model_type in types.split()}
 )
@@ -179,10 +178,10 @@ _GENERIC = frozenset({FROM_FILE, "PreTrainedTokenizer", "PythonBackend"})
 def find_class(
     name: str, config: Mapping[str, Any], model: Mapping[str, Any], *, is_byte_level: bool
 ) -> TokenizerClass | None:
-    """The class that builds the tokenizer of a directory; None: tokenizer.json is taken as it is.
+    """Class that builds the tokenizer of a directory; None: use tokenizer.json unchanged.
 
-    name: of the model, as the user gives it. config: tokenizer_config.json. model: config.json. is_byte_level: what
-    tokenizer.json describes has a step of that kind. Raises ModelLoadError for a class that is not built here.
+    name: the model's, as the user gives it. config: tokenizer_config.json. model: config.json. is_byte_level:
+        tokenizer.json has a byte-level step. Raises ModelLoadError for a class that is not built here.
     """
     found = class_name(name, config, model, is_byte_level=is_byte_level)
     if found.removesuffix("Tokenizer") in _OTHER_CLASSES:
@@ -194,7 +193,7 @@ def find_class(
 
 
 def class_name(name: str, config: Mapping[str, Any], model: Mapping[str, Any], *, is_byte_level: bool) -> str:
-    """The name of that class, without "Fast"; FROM_FILE, or an unknown name, for none."""
+    """Name of that class, without "Fast"; FROM_FILE or an unknown name if there is none."""
     kinds = [kind for kind in (model.get("model_type"), model.get("model_name")) if isinstance(kind, str)]
     registered = _REGISTERED.get(str(model.get("model_type")), "")
     wrongly_named = not _WRONGLY_NAMED.isdisjoint(kinds)
@@ -215,5 +214,5 @@ def _plain(name: object) -> str:
 
 
 def _own_code(auto_map: object) -> object:
-    """The key that names a class in a checkpoint's own code, which is never run."""
+    """Key of a class in the checkpoint's own code, which is never run."""
     return auto_map.get("AutoTokenizer") if isinstance(auto_map, Mapping) else auto_map

@@ -1,4 +1,4 @@
-"""The tokenizer as programs around Transformers' tokenizers use it: `LLM.get_tokenizer()`."""
+"""Tokenizer for programs written for Transformers' tokenizers: `LLM.get_tokenizer()`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class UserTokenizer:
-    """Names and meanings are those of Transformers' `PreTrainedTokenizerBase`, as far as they go.
+    """Subset of Transformers' `PreTrainedTokenizerBase`, with its names and meanings.
 
-    tokenizer: what does the work; `tokenizer.special_tokens` are the named ones. render: writes a conversation with the
-    model's chat template, as InputProcessor.render_chat, and returns its text.
+    tokenizer: tokenizer to wrap. render: writes a conversation with the model's chat template, see
+        InputProcessor.render_chat, and returns the text.
     """
 
     def __init__(self, tokenizer: Tokenizer, render: Callable[..., str]) -> None:
@@ -36,11 +36,11 @@ class UserTokenizer:
         self.all_special_ids = self.convert_tokens_to_ids(self.all_special_tokens)
 
     def __len__(self) -> int:
-        """Entries, added ones included."""
+        """Number of entries, with added ones."""
         return self._tokenizer.vocab_size
 
     def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True) -> dict[str, Any]:
-        """`input_ids` and `attention_mask` of a text, or lists of both of several texts. Raises UserError."""
+        """`input_ids` and `attention_mask` of a text, or lists of both for several texts. Raises UserError."""
         if isinstance(text, str):
             token_ids = self.encode(text, add_special_tokens)
             return {"input_ids": token_ids, "attention_mask": [1] * len(token_ids)}
@@ -48,11 +48,11 @@ class UserTokenizer:
         return {"input_ids": batch, "attention_mask": [[1] * len(each) for each in batch]}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids. Raises UserError for text that is not valid Unicode."""
+        """Token ids. Raises UserError for invalid Unicode."""
         return self._tokenizer.encode(text, add_special_tokens)
 
     def decode(self, token_ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
-        """The text of tokens; special ones are shown unless they are skipped."""
+        """Text of tokens, with special ones unless skipped."""
         listed = [token_ids] if isinstance(token_ids, int) else list(token_ids)
         return self._tokenizer.decode(listed, skip_special_tokens)
 
@@ -60,7 +60,7 @@ class UserTokenizer:
         return [self.decode(each, skip_special_tokens) for each in sequences]
 
     def tokenize(self, text: str) -> list[str]:
-        """The vocabulary's entries that a text is made of."""
+        """Vocabulary entries of a text."""
         return [self._entry(each) for each in self._tokenizer.encode(text, add_special_tokens=False)]
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> int | list[int | None] | None:
@@ -70,7 +70,7 @@ class UserTokenizer:
         return self._entry(ids) if isinstance(ids, int) else [self._entry(each) for each in ids]
 
     def get_vocab(self) -> dict[str, int]:
-        """Every entry with its id, added ones included."""
+        """Entries -> ids, with added ones."""
         return dict(self._tokenizer.backend.get_vocab(with_added_tokens=True))
 
     def apply_chat_template(
@@ -82,9 +82,9 @@ class UserTokenizer:
         tokenize: bool = True,
         **options: Any,
     ) -> Any:
-        """A conversation as the model's template writes it: its token ids, or its text without `tokenize`; of several
-        conversations a list. options: further variables of the template, among them `chat_template`, the source of
-        another template. Raises UserError as `LLM.chat`."""
+        """Render conversations with the model's template: token ids, or text without `tokenize`; a list for several.
+        options: further template variables, and `chat_template`, the source of another template. Raises UserError as
+        `LLM.chat` does."""
         if conversation and not isinstance(conversation[0], Mapping):
             each = [tools, add_generation_prompt, continue_final_message, tokenize]
             return [self.apply_chat_template(one, *each, **options) for one in conversation]  # type: ignore[arg-type]

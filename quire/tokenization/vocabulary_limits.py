@@ -1,9 +1,8 @@
-"""How many entries a tokenizer's files may hold, and how long each may be.
+"""Limits on the number and length of entries in a tokenizer's files.
 
-The `tokenizers` library takes up to 406 bytes for each value of a file, and a value may be written in two: the size of
-the file says little about the memory that loading it takes, while the number of its values says it all. They are
-counted before the library gets the file. Its trees of entries are as deep as the longest one, and end the process that
-takes one apart which is too deep.
+The `tokenizers` library takes up to 406 bytes for each value, which may be written in two, so the file's size says
+little about its memory. Values are counted before the library reads the file. Its trees are as deep as the longest
+entry, and freeing one that is too deep kills the process.
 """
 
 from __future__ import annotations
@@ -16,37 +15,35 @@ from pathlib import Path
 from quire.errors import ModelLoadError
 
 LARGEST_VOCABULARY = 2**18
-"""Entries, where the model that the tokenizer is for is not known: those of Gemma."""
+"""Default vocabulary size of the model: Gemma's."""
 NUM_OTHER_TOKENS = 2**15
-"""Tokens that a tokenizer may have beyond the model's vocabulary: added ones, and small models that were given the
-tokenizer of a larger one."""
+"""Tokens allowed beyond the model's vocabulary: added ones, or a small model with a larger model's tokenizer."""
 VALUES_PER_TOKEN = 6
-"""One for a token of the vocabulary (two with its score), two for each merge, of which the families that were converted
-from sentencepiece have 2.3 for each token."""
+"""Values per token: one for the token (two with a score), two for each merge; families converted from sentencepiece
+have 2.3 merges per token."""
 MAX_TOKENIZER_VALUES = 2**21
-"""In one file, whatever the model's vocabulary: a million tokens with their scores."""
+"""Maximum of values in a file for any vocabulary: a million tokens with scores."""
 LONGEST_PIECE = 512
-"""Characters of an entry, in byte-level vocabularies one for each byte."""
+"""Maximum of characters in an entry; in byte-level vocabularies one per byte."""
 MAX_PATTERN = 2**14
-"""Characters of a regular expression, and of other texts that are no entry."""
+"""Maximum of characters in a regular expression or other text that is not an entry."""
 _STEP_TEXT = re.compile(rb'"(Regex|String|precompiled_charsmap)"\s*:\s*$')
-"""Before the texts of steps, among them the table of characters, which has a check of its own."""
+"""Key before the text of a step. Character tables have a check of their own."""
 
 
 def max_values(vocab_size: int | None) -> int:
-    """Most values of one file. vocab_size: of the model, None where it is not known."""
+    """Maximum of values in a file. vocab_size: the model's, if known."""
     num_tokens = (LARGEST_VOCABULARY if vocab_size is None else vocab_size) + NUM_OTHER_TOKENS
     return min(MAX_TOKENIZER_VALUES, VALUES_PER_TOKEN * num_tokens)
 
 
 def count_values(content: bytes, *, is_text: bool) -> int:
-    """At least the number of values in a JSON text, where a comma stands between any two; of merges.txt (`is_text`)
-    the tokens of its lines, two in each."""
+    """Lower bound of the values in a JSON text, from its commas; for merges.txt (`is_text`), two per line."""
     return 2 * content.count(b"\n") if is_text else content.count(b",")
 
 
 def check_num_values(file: Path, num_values: int, limit: int) -> None:
-    """Raises ModelLoadError for more than `limit` values."""
+    """Raise ModelLoadError for more than `limit` values."""
     if num_values > limit:
         raise ModelLoadError(
             f"{file} holds some {num_values} values of vocabulary and merges; {limit} are allowed with this model's "
@@ -55,15 +52,15 @@ def check_num_values(file: Path, num_values: int, limit: int) -> None:
 
 
 def check_pieces(where: object, pieces: Iterable[str]) -> None:
-    """Raises ModelLoadError for an entry of more than LONGEST_PIECE characters. where: what errors name."""
+    """Raise ModelLoadError for an entry longer than LONGEST_PIECE. where: source named in the error."""
     longest = max(pieces, key=len, default="")
     if len(longest) > LONGEST_PIECE:
         raise _too_long(where, longest)
 
 
 def check_text_lengths(file: Path, content: bytes) -> None:
-    """Raises ModelLoadError for a JSON file, or merges.txt, with a text that is longer than an entry may be. The time
-    does not depend on the number of texts."""
+    """Raise ModelLoadError for a JSON file or merges.txt with a text longer than an entry may be. The time does not
+    depend on the number of texts."""
     if file.suffix == ".txt":
         for start, end in _long_runs(content, b"\n", LONGEST_PIECE):
             _check_merge(file, content[start:end].decode(errors="replace"))
@@ -88,14 +85,14 @@ def check_text_lengths(file: Path, content: bytes) -> None:
 
 
 def _check_merge(file: Path, text: str) -> None:
-    """An entry, or two with a space between them as old files write a merge."""
+    """Check an entry, or a merge written as two with a space between."""
     parts = text.split(" ")
     check_pieces(file, parts if len(parts) == 2 else [text])
 
 
 def _long_runs(content: bytes, mark: bytes, length: int) -> Iterator[tuple[int, int]]:
-    """Starts and ends of the runs of more than `length` bytes without `mark`. Few places of the others are looked at:
-    the last mark of each `length` bytes."""
+    """Yield (start, end) of runs of more than `length` bytes without `mark`, examining only the last mark of each
+    `length` bytes elsewhere."""
     start = 0
     while start + length < len(content):
         last = content.rfind(mark, start, start + length + 1)

@@ -1,4 +1,4 @@
-"""Processes that one engine starts for itself: fresh interpreters that end with their parent."""
+"""Processes of one engine: fresh interpreters that end with their parent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
-"""Of prctl(2)."""
+"""Option of prctl(2)."""
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from quire.utils.process_name import name_process; "
     "name_process(sys.argv[2]); from {module} import main; main()"
@@ -22,13 +22,11 @@ _BOOT = (
 
 
 def start_interpreter(module: str, name: str, line: bytes, fds: Collection[int]) -> subprocess.Popen[bytes]:
-    """Start `module`'s main() in a fresh interpreter, so that the caller's script is not imported again and needs no
-    __main__ guard; its search path is ours, so that both run the same quire. A process group of its own keeps Ctrl-C
-    away.
+    """Start `module`'s main() in a fresh interpreter with our search path. The caller's script is not imported again
+    and needs no __main__ guard. Its own process group keeps Ctrl-C away.
 
-    name: shown in lists of processes: the end of its command line, and its first 15 bytes in `top`. line: its first
-    line on standard input, which stays open while we live. fds: files that it inherits. A process that
-    has ended already is no error here.
+    name: shown at the end of the command line, and its first 15 bytes in `top`. line: first line on standard input,
+    which stays open while we live. fds: inherited files. A process that has already ended is no error here.
     """
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", _BOOT.format(module=module), json.dumps([str(each) for each in sys.path]), name],
@@ -41,7 +39,7 @@ def start_interpreter(module: str, name: str, line: bytes, fds: Collection[int])
 
 
 def write_line(process: subprocess.Popen[bytes], line: bytes) -> None:
-    """Write one more line to the standard input of a process, which may have ended."""
+    """Write another line to the standard input of a process, which may have ended."""
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # it ended already: the caller notices by what it waits for
         process.stdin.write(line + b"\n")
@@ -51,8 +49,8 @@ def write_line(process: subprocess.Popen[bytes], line: bytes) -> None:
 def kill(process: subprocess.Popen[bytes]) -> None:
     """End the process and its children at once, wait for it and close its standard input. Idempotent.
 
-    Children end with their parent by themselves (`watch_parent`), but for one that cannot, because it is stopped on a
-    system without PR_SET_PDEATHSIG or a thread of it keeps the interpreter.
+    Children usually end with their parent (`watch_parent`), except one that is stopped on a system without
+    PR_SET_PDEATHSIG, or whose thread holds the interpreter.
     """
     assert process.stdin is not None
     with contextlib.ExitStack() as stack:
@@ -66,7 +64,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _children(parent: int, stack: contextlib.ExitStack) -> list[int]:
-    """Descriptors of a process's children, which `stack` closes; empty on systems without /proc and pidfds."""
+    """Descriptors of a process's children, which `stack` closes; empty without /proc and pidfds."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat") if hasattr(os, "pidfd_open") else ():
         with contextlib.suppress(OSError):  # it has ended meanwhile
@@ -78,7 +76,7 @@ def _children(parent: int, stack: contextlib.ExitStack) -> list[int]:
 
 
 def is_stopped(process: subprocess.Popen[bytes]) -> bool:
-    """Whether the process stands still (SIGSTOP). One that has ended does not."""
+    """True if the process is stopped (SIGSTOP); False if it has ended."""
     try:
         return os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
     except ChildProcessError:
@@ -86,7 +84,7 @@ def is_stopped(process: subprocess.Popen[bytes]) -> bool:
 
 
 def wait_or_kill(process: subprocess.Popen[bytes], timeout: float) -> None:
-    """Wait for the process to end, by force after `timeout` seconds."""
+    """Wait for the process to end; kill it after `timeout` seconds."""
     try:
         process.wait(timeout)
     except subprocess.TimeoutExpired:
@@ -95,7 +93,7 @@ def wait_or_kill(process: subprocess.Popen[bytes], timeout: float) -> None:
 
 
 def describe_exit(status: int) -> str:
-    """What became of a process with this `returncode`: "exited with ..." or "was killed by signal ..."."""
+    """Description of a `returncode`: "exited with ..." or "was killed by signal ..."."""
     if status >= 0:
         return f"exited with status {status}"
     try:
@@ -106,11 +104,11 @@ def describe_exit(status: int) -> str:
 
 
 def watch_parent(last_act: Callable[[], None]) -> None:
-    """End this process, after `last_act`, as soon as the parent is gone: the pipe on standard input closes.
+    """End this process, after `last_act`, when the parent's end closes standard input.
 
-    A thread and a pipe rather than PR_SET_PDEATHSIG with SIGKILL: that signal comes when the *thread* that started the
-    process ends, and engines are started from short-lived threads too. Under Linux the signal is SIGCONT, which changes
-    nothing in a process that runs: one that is stopped goes on when its parent's main thread ends, and sees the pipe.
+    Not PR_SET_PDEATHSIG with SIGKILL: that signal comes when the *thread* that started the process ends, and
+    short-lived threads start engines too. On Linux the signal is SIGCONT, harmless for a running process: a stopped one
+    continues when its parent's main thread ends, and sees the pipe.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)

@@ -1,4 +1,4 @@
-"""The control groups of Linux (v1 or v2) that this process is in, and how much of the processors they leave it."""
+"""The Linux control groups (v1 or v2) of this process, and their CPU limits."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ ROOT = Path("/")
 
 
 def group_directories(controller: str, root: Path = ROOT) -> Iterator[Path]:
-    """Directories of the groups that limit this process by `controller` ("memory", "cpu"), the innermost first.
+    """Directories of the groups that limit this process by `controller` ("memory", "cpu"), innermost first.
 
-    root: where /proc and /sys are looked for. In a container the system may name a directory that only the host sees;
-    the process's own group is then the mount itself, which comes last.
+    root: parent of /proc and /sys. In a container the system may name a directory that only the host sees; the
+    process's own group is then the mount itself, which comes last.
     """
     membership = root / "proc/self/cgroup"
     for line in membership.read_text().splitlines() if membership.exists() else []:
@@ -30,7 +30,7 @@ def group_directories(controller: str, root: Path = ROOT) -> Iterator[Path]:
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
-    """Cores' worth of time that the groups of this process may use, by the tightest of them; None: no limit."""
+    """CPU time in cores allowed by the tightest group of this process; None: no limit."""
     found = []
     for directory in group_directories("cpu", root):
         if (directory / "cpu.max").exists():
@@ -46,10 +46,8 @@ def cpu_quota(root: Path = ROOT) -> float | None:
 
 
 def usable_cores(root: Path = ROOT) -> int:
-    """Threads that can compute all the time: cores of the affinity mask, no more than the quota pays for. At least 1.
-
-    More threads than the quota would use it up early in each period, and all would stand still for the rest of it.
-    """
+    """Number of threads that can always compute: cores of the affinity mask within the quota, at least 1. More threads
+    would use the quota up early in each period, and all would stand still for the rest."""
     quota = cpu_quota(root)
     cores = envs.affinity_cores()
     return cores if quota is None else max(1, min(cores, int(quota)))

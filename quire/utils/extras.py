@@ -1,8 +1,8 @@
-"""Optional parts of the installation, the extras of pyproject.toml, and how to install them."""
+"""Extras of pyproject.toml and their installation."""
 
 from __future__ import annotations
 
 
 def how_to_install(extra: str) -> str:
-    """The commands that add an extra. They name no package index: the distribution `quire-llm` is not published."""
+    """Commands that add an extra. They name no package index, because `quire-llm` is not published."""
     return f"pip install -e '.[{extra}]' in a clone of Quire, or pip install 'FILE.whl[{extra}]' with its wheel"

@@ -1,4 +1,4 @@
-"""What an exception means to the user who started the process, in one line."""
+"""Explanation of an exception in one line, for the user who started the process."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import errno
 import resource
 
 MAX_LINE = 1000
-"""Characters. An error may quote what a file says, and a file may say megabytes."""
+"""Longest line in characters: an error may quote megabytes of a file."""
 
 _NO_MEMORY = ("cannot allocate memory", "can't allocate memory", "failed to map segment", "bad_alloc", "out of memory")
 _NO_THREAD = ("can't start new thread", "resource temporarily unavailable")
 
 
 def explain(error: BaseException) -> str:
-    """The cause, where it is a limit of the system; else the exception's class and message."""
+    """The cause if it is a system limit; else the exception's class and message."""
     text = str(error)
     number = getattr(error, "errno", None)
     if number in (errno.EMFILE, errno.ENFILE) or "too many open files" in text.lower():
@@ -27,7 +27,7 @@ def explain(error: BaseException) -> str:
 
 
 def one_line(text: str) -> str:
-    """The text on one line, cut, with control characters spelled out: it may come from a file."""
+    """The text on one line, cut, with control characters escaped, because it may come from a file."""
     words = " ".join(text[: 2 * MAX_LINE].split())
     line = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in words)
     return line if len(line) <= MAX_LINE and len(text) <= 2 * MAX_LINE else line[:MAX_LINE] + " ..."

@@ -1,4 +1,4 @@
-"""Threads that take work by caller in turns, and of one caller short work before long."""
+"""Threads that serve callers in turns, and a caller's short work before long."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from typing import Any, TypeVar
 from quire.clock import Clock, SystemClock
 
 CALLER: ContextVar[str] = ContextVar("caller", default="")
-"""The caller whose work a task submits: a server sets the name of the key, or the address, of its client."""
+"""Caller of the work that a task submits. A server sets the name of its client's key, or its address."""
 UNITS_PER_SECOND = 2**18
-"""Work of one caller is ordered as if this much was done in a second: work that has waited for long comes before
-shorter work that is new."""
+"""Rate at which work of one caller is ordered: long-waiting work comes before shorter new work."""
 
 T = TypeVar("T")
 
@@ -28,15 +27,13 @@ class _Item:
     number: int
     is_long: bool = field(compare=False)
     work: list[Callable[[], Any]] = field(compare=False)
-    """One; none once it has begun, or was cancelled."""
+    """The work; empty once it has begun or was cancelled."""
     future: Future[Any] = field(compare=False)
 
 
 class FairThreads:
     """Up to `num_threads` threads. Work of more than `long_size` units runs on all but one of them, or on the only one.
-
-    Thread-safe. clock: seconds, for the order of what waits.
-    """
+    Thread-safe. clock: seconds, for the order of waiting work."""
 
     def __init__(self, num_threads: int, name: str, *, long_size: float, clock: Clock | None = None) -> None:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
@@ -45,16 +42,17 @@ class FairThreads:
         self._clock = clock or SystemClock()
         self._lock = threading.Lock()
         self._waiting: dict[str, list[_Item]] = {}
-        """Heaps of waiting work by caller, in the order of their turns."""
+        """Caller -> heap of waiting work, in the order of turns."""
         self._num_long = 0
         self._numbers = itertools.count()
 
     def submit(self, size: float, work: Callable[[], T]) -> Future[T]:
-        """Run `work` of `size` units for CALLER when its turn comes. A future that is cancelled before lets go of its
-        work at once. Raises RuntimeError after `shutdown`.
+        """Run `work` of `size` units for CALLER in its turn. A future cancelled before drops its work at once. Raises
+        RuntimeError after `shutdown`.
 
-        The future is in no circle of references: what it brings, which may be large, is freed with its last user, and
-        not by a collection of garbage that any thread may run into."""
+        The future is in no reference cycle, so its large result is freed with its last user, not by a garbage
+        collection in any thread.
+        """
         due = self._clock.now() + size / UNITS_PER_SECOND
         kept = [work]
         item = _Item(due, next(self._numbers), size > self._long_size, kept, Future())
@@ -70,11 +68,11 @@ class FairThreads:
         return item.future
 
     def shutdown(self, *, wait: bool) -> None:
-        """Take no more work, and end the threads when that which waits is done."""
+        """Refuse further work, and end the threads after the waiting work."""
         self._threads.shutdown(wait=wait)
 
     def _work(self) -> None:
-        """Do what may be done now. A thread that leaves long work to others does it when they have ended theirs."""
+        """Do all work that may run now. Long work beyond the limit is left to threads that end theirs."""
         while (item := self._next()) is not None:
             try:
                 self._do(item)
@@ -96,7 +94,7 @@ class FairThreads:
             del item, work  # the error has this frame in its traceback
 
     def _next(self) -> _Item | None:
-        """Take the next work that may run: the first of the caller whose turn it is."""
+        """Take the first allowed work of the caller whose turn it is, or None."""
         with self._lock:
             for caller, items in list(self._waiting.items()):
                 while items and items[0].future.cancelled():

@@ -1,4 +1,4 @@
-"""Messages between a process and its helpers: msgpack in frames over a socket."""
+"""Messages between a process and its helpers: msgpack frames over a socket."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from typing import Any, Protocol
 import msgspec
 
 HEADER = struct.Struct("<Q")
-"""In front of each message: its length in bytes."""
+"""Header of each message: its length in bytes."""
 READ_BYTES = 2**16
 
 
 class Waiting(Protocol):
-    """A limit of the time that the next operations of a connection may take."""
+    """A time limit of a connection's next operations."""
 
     def apply(self, connection: socket.socket) -> None:
-        """Called before each read. Raises TimeoutError when it has taken too long."""
+        """Prepare for a read. Raises TimeoutError after the limit."""
         ...
 
     def send(self, connection: socket.socket, content: bytes | bytearray | memoryview) -> None:
-        """Send all of it. Raises as `apply`."""
+        """Send all content. Raises TimeoutError after the limit."""
         ...
 
 
 class Deadline:
-    """A moment, `seconds` from now."""
+    """The moment in `seconds` from now."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
 
     def apply(self, connection: socket.socket) -> None:
-        """Let the next operation of `connection` wait until then. Raises TimeoutError when the moment has passed."""
+        """Let the next operation of `connection` wait until the deadline. Raises TimeoutError after it."""
         remaining = self._end - time.monotonic()
         if remaining <= 0:
             raise TimeoutError
@@ -46,7 +46,8 @@ class Deadline:
 
 
 def encode_frame(message: msgspec.Struct) -> bytearray:
-    """Raises TypeError, OverflowError, RecursionError or UnicodeEncodeError for a value that msgpack does not have."""
+    """A message with its header. Raises TypeError, OverflowError, RecursionError or UnicodeEncodeError for values that
+    msgpack lacks."""
     frame = bytearray()
     _ENCODER.encode_into(message, frame, HEADER.size)
     HEADER.pack_into(frame, 0, len(frame) - HEADER.size)
@@ -54,23 +55,21 @@ def encode_frame(message: msgspec.Struct) -> bytearray:
 
 
 def encode(value: Any) -> bytes:
-    """A value as a frame has it. Raises as `encode_frame`."""
+    """A frame's encoding of a value. Raises as `encode_frame`."""
     return _ENCODER.encode(value)
 
 
 class FrameReader:
-    """Reads the messages of a connection: short ones at one call of the system, header and all."""
+    """Reads a connection's messages; short ones in one system call with their header."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._held = b""
-        """What came behind the last message."""
+        """Bytes after the last message."""
 
     def read(self, max_bytes: int, waiting: Waiting | None = None) -> bytes | bytearray | None:
-        """The next message, or None at the end of the connection.
-
-        Raises ValueError for a message of more than `max_bytes` and TimeoutError when it is not there in time.
-        """
+        """The next message, or None at the end of the connection. Raises ValueError for more than `max_bytes`,
+        TimeoutError after the limit."""
         while len(self._held) < HEADER.size:
             if waiting is not None:
                 waiting.apply(self._connection)
@@ -99,7 +98,7 @@ class FrameReader:
 
 
 def _plain(value: Any) -> Any:
-    """Callers of LLM.chat may pass mappings of any kind."""
+    """Convert mappings of any kind, which callers of LLM.chat may pass."""
     if isinstance(value, Mapping):
         return dict(value)
     raise TypeError(f"objects of type {type(value).__name__} cannot be given to a chat template")

@@ -1,4 +1,4 @@
-"""When the garbage collector looks for circles of references."""
+"""Control of the garbage collector."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """A context in which nothing is collected: for work that makes many objects and drops few, such as an import of
-    torch, whose every collection looks through all that it has made so far."""
+    """Context without garbage collection, for work that makes many objects and drops few, such as an import of
+    torch."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

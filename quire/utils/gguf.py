@@ -1,12 +1,11 @@
-"""Reading GGUF files: header, metadata and the table of tensors, every number checked before it is used.
+"""GGUF reader: header, metadata and table of tensors, every number checked before use.
 
-A file is a header (magic, version, two counts), that many pairs of key and typed value, that many tensor entries, and
-the tensors' data, each at a multiple of the alignment. All numbers are little-endian. The file is mapped; values are
-decoded when they are small, arrays when they are asked for, tensors are handed out as views of the mapping. Imports
-neither torch nor numpy: the control plane reads a model's configuration and its tokenizer with this.
+A file has a header (magic, version, two counts), pairs of key and typed value, tensor entries, and the tensors' data,
+each at a multiple of the alignment. Numbers are little-endian. The file is mapped: small values are decoded at once,
+arrays on request, tensors are views of the mapping. Imports neither torch nor numpy, because the control plane uses it.
 
-A file may come from anywhere, so whatever is wrong with it ends in a ModelLoadError: nothing is read outside the file,
-nothing is allocated that the file does not hold, and the work is bounded by the limits below.
+Files may be hostile. Every fault is a ModelLoadError: nothing is read outside the file, nothing allocated that the file
+does not hold, and the limits below bound the work.
 """
 
 from __future__ import annotations
@@ -30,21 +29,21 @@ VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 MAX_ALIGNMENT = 2**20
 MAX_HEADER_BYTES = 2**28
-"""Header, metadata and tensor table together: some ten times those of the largest vocabularies."""
+"""Limit of header, metadata and tensor table: some ten times those of the largest vocabularies."""
 MAX_STRINGS = 2**22
-"""Elements of all string arrays together: each takes a step of a Python loop."""
+"""Limit of all string arrays' elements: each takes a step of a Python loop."""
 MAX_KEYS = 2**16
 MAX_TENSORS = 2**16
 MAX_KEY_BYTES = 2**16 - 1
 MAX_NAME_BYTES = 256
 MAX_DIMENSIONS = 4
 MAX_PARTS = 1000
-"""Files of one model; each is an open mapping."""
+"""Limit of a model's files; each is an open mapping."""
 
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
-"""Value types of fixed size, as the struct module spells them."""
+"""Value type of fixed size -> format of the struct module."""
 _LEAST_PAIR_BYTES = 8 + 4 + 1
 _LEAST_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8
 _FIRST_PART = re.compile(rf"-00001-of-(\d{{5}}){re.escape(SUFFIX)}$")
@@ -53,7 +52,7 @@ _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" e
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """How numbers are stored: blocks of `values` consecutive ones of a row, in `num_bytes` bytes."""
+    """Storage of numbers: blocks of `values` consecutive ones of a row, in `num_bytes` bytes."""
 
     name: str
     values: int
@@ -87,17 +86,17 @@ BLOCK_TYPES = {
     35: BlockType("TQ2_0", 256, 66),
     39: BlockType("MXFP4", 32, 17),
 }
-"""By the number that the file format gives them."""
+"""Number in the file format -> type."""
 OTHER_TYPES = {
     9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 40: "NVFP4", 41: "Q1_0",
 }  # fmt: skip
-"""Types that exist and are not read here, for the error's sake."""
+"""Known types that are not supported, for the error message."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """shape: outermost dimension first, as torch has it (the file lists the innermost first). start: where its data
-    begins in its file. num_bytes: of its data. part: the file, of a model that is split over several."""
+    """shape: outermost dimension first, as in torch (the file lists the innermost first). start, num_bytes: place of
+    its data in its file. part: file of a split model."""
 
     name: str
     shape: tuple[int, ...]
@@ -120,16 +119,15 @@ class _Array:
 
 
 class GGUFFile:
-    """An open file, or the files of a split model, named by the first of them. metadata: the first file's values by
-    key; of an array only a placeholder, `strings` and `numbers` read it. tensors: by name, in the files' order.
+    """An open file, or the files of a split model, named by the first. metadata: values of the first file by key;
+    arrays are placeholders, read by `strings` and `numbers`. tensors: by name, in the files' order.
 
-    The mapping is private and its pages may be dropped (`release`) when a tensor has been copied. Views stay valid as
-    long as they are held; a context closes the file as soon as none is. As with every mapping, the file may be
-    replaced or deleted meanwhile, but not cut short in place.
+    The mapping is private; `release` drops the pages of a copied tensor. Views stay valid as long as they are held; a
+    context closes the file once none is. The file may be replaced or deleted meanwhile, but not truncated in place.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open and check the whole header of each file. Raises ModelLoadError naming the file."""
+        """Open and check the header of each file. Raises ModelLoadError with the file's name."""
         self.path = path
         self.paths = [path]
         self._maps = [_map_file(path)]
@@ -145,7 +143,7 @@ class GGUFFile:
             raise
 
     def _open_parts(self, num_parts: int) -> None:
-        """Map the other files of a split model, and take their tensors in."""
+        """Map the other files of a split model, and add their tensors."""
         if num_parts > MAX_PARTS:
             raise self.error(f"its model is split over {num_parts} files, and {MAX_PARTS} are supported")
         if (number := self._split_number(self.metadata, "no")) != 0:
@@ -182,7 +180,7 @@ class GGUFFile:
         return ModelLoadError(f"{self.path}: {message}")
 
     def strings(self, key: str) -> list[str] | None:
-        """An array of strings, or None when the key is absent."""
+        """An array of strings; None without the key."""
         array = self._array(key)
         if array is None:
             return None
@@ -199,7 +197,7 @@ class GGUFFile:
             raise self.error(f"{key} holds a string that is not valid UTF-8") from None
 
     def numbers(self, key: str) -> list[int | float] | None:
-        """An array of numbers, or None when the key is absent."""
+        """An array of numbers; None without the key."""
         array = self._array(key)
         if array is None:
             return None
@@ -208,11 +206,11 @@ class GGUFFile:
         return list(struct.unpack_from(f"<{array.count}{_SCALARS[array.type]}", self._maps[0], array.start))
 
     def data(self, entry: TensorEntry) -> memoryview:
-        """The bytes of a tensor, in the mapping. They are not to be written."""
+        """A tensor's bytes in the mapping, which must not be written."""
         return memoryview(self._maps[entry.part])[entry.start : entry.start + entry.num_bytes]
 
     def release(self, entry: TensorEntry) -> None:
-        """Let go of the memory that holds a tensor's pages. Views of it stay valid: the pages are read again."""
+        """Drop the memory of a tensor's pages. Views stay valid: the pages are read again."""
         first = -(-entry.start // mmap.PAGESIZE) * mmap.PAGESIZE
         last = (entry.start + entry.num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
         mapped = self._maps[entry.part]
@@ -220,7 +218,7 @@ class GGUFFile:
             mapped.madvise(mmap.MADV_DONTNEED, first, last - first)
 
     def close(self) -> None:
-        """Give the mappings back, but those of which views are held: they go with the last of these."""
+        """Close the mappings; those with views close with the last view."""
         for mapped in self._maps:
             with suppress(BufferError):
                 mapped.close()
@@ -239,7 +237,7 @@ class GGUFFile:
 
 
 def parts_of(path: Path) -> list[Path]:
-    """The files of the model whose first (or only) file is `path`, as their names say."""
+    """Files of the model whose first (or only) file is `path`, by their names."""
     numbered = _FIRST_PART.search(path.name)
     if numbered is None:
         return [path]
@@ -248,8 +246,7 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def find_gguf(directory: Path) -> Path | None:
-    """The GGUF file of a directory, of a split model the first; None when it holds none. Raises ModelLoadError when it
-    holds several models."""
+    """The GGUF file of a directory, of a split model the first, or None. Raises ModelLoadError for several models."""
     found = sorted(path for path in directory.glob(f"*{SUFFIX}") if path.is_file())
     if len(found) > 1 and found != parts_of(found[0]):
         raise ModelLoadError(f"{directory} holds {len(found)} GGUF files: name the one to load, such as {found[0]}")
@@ -257,7 +254,7 @@ def find_gguf(directory: Path) -> Path | None:
 
 
 class _HeaderReader:
-    """Walks from the first byte to the end of the tensor table. `position` never passes `limit`."""
+    """Reads from the first byte to the end of the tensor table. `position` never passes `limit`."""
 
     def __init__(self, data: mmap.mmap, path: Path) -> None:
         self._data = data
@@ -287,8 +284,8 @@ class _HeaderReader:
         return values
 
     def tensors(self, values: dict[str, Any]) -> dict[str, TensorEntry]:
-        """The table, with places in the file. Raises for data that lies outside the file, off the alignment or over
-        another tensor's."""
+        """The table, with places in the file. Raises ModelLoadError for data outside the file, off the alignment or
+        overlapping."""
         alignment = values.get("general.alignment", DEFAULT_ALIGNMENT)
         if type(alignment) is not int or not 8 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
             raise self._error(f"general.alignment must be a power of two from 8 to {MAX_ALIGNMENT}, not {alignment!r}")
@@ -313,7 +310,7 @@ class _HeaderReader:
         return placed
 
     def _tensor(self, alignment: int) -> TensorEntry:
-        """One entry; its start is still relative to the first tensor's."""
+        """One entry, with its start relative to the first tensor's."""
         name = self._text("a tensor's name", MAX_NAME_BYTES)
         num_dimensions = self._number(_U32)
         if not 1 <= num_dimensions <= MAX_DIMENSIONS:
@@ -412,7 +409,7 @@ def _map_file(path: Path) -> mmap.mmap:
             if path.stat().st_size < len(MAGIC):
                 raise ModelLoadError(f"{path} is not a GGUF file: it has {path.stat().st_size} bytes")
             # Private and writable: torch warns of tensors over read-only memory, and a write to them would end the
-            # process. Nothing is written, so no memory need be set aside for it.
+            # process. Nothing is written, so no memory is reserved for it.
             return mmap.mmap(
                 file.fileno(), 0, flags=mmap.MAP_PRIVATE | _NO_RESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE
             )

@@ -1,7 +1,7 @@
-"""Writing GGUF files: the header at once, then each tensor's bytes where they belong, in any order.
+"""GGUF writer: the header first, then tensors' bytes in any order.
 
-The file has a temporary name beside its own until all of it is there; a run that ends before leaves the own name as it
-was. Nothing is held in memory but the header. Imports neither torch nor numpy.
+The file has a temporary name until it is complete; an interrupted run leaves the final name as it was. Only the header
+is held in memory. Imports neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY, _UINT64 = 4, 5, 6, 7, 8, 9, 1
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """shape: outermost dimension first; whole blocks make up the last. number: of the type in the format."""
+    """shape: outermost dimension first; whole blocks make up the last. number: type in the format."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,11 +39,10 @@ class PlannedTensor:
 
 
 class GGUFWriter:
-    """A file in the making. `partial` is where it lies until `finish`, a GGUF file by its name, whose header can be
-    read at once."""
+    """A file being written. `partial` is its place until `finish`, named as a GGUF file, with a readable header."""
 
     def __init__(self, path: Path, metadata: Mapping[str, Value], tensors: Sequence[PlannedTensor]) -> None:
-        """Write the header, and set the room for all tensors aside. Raises UserError where that is not possible."""
+        """Write the header and reserve room for all tensors. Raises UserError if that fails."""
         self.path = path
         self.partial = path.with_name(f".{path.name}.part{SUFFIX}")
         self._missing = {tensor.name: tensor.num_bytes for tensor in tensors}
@@ -62,14 +61,14 @@ class GGUFWriter:
             raise
 
     def write(self, name: str, data: bytes | memoryview, start: int = 0) -> None:
-        """The bytes of a tensor, or those of a part from byte `start` of it on. Each byte is to be written once. Raises
-        UserError when the system refuses."""
+        """Write a tensor's bytes, or a part from byte `start` on, each byte once. Raises UserError if the system
+        refuses."""
         self._missing[name] -= len(data)
         assert self._missing[name] >= 0, f"{name} has been written already"
         self._write(self._starts[name] + start, data)
 
     def finish(self) -> None:
-        """Give the file its own name. Raises UserError when the system refuses."""
+        """Give the file its final name. Raises UserError if the system refuses."""
         lacking = [name for name, count in self._missing.items() if count]
         assert not lacking, f"{lacking[0]} has not been written"
         try:
@@ -98,13 +97,13 @@ class GGUFWriter:
         return UserError(f"cannot write {str(self.path)!r}: {error.strerror}", param="output")
 
     def _drop(self) -> None:
-        """Remove what has no name of its own yet."""
+        """Remove the partial file."""
         self._file.close()
         self.partial.unlink(missing_ok=True)
 
 
 def _set_aside(file: int, size: int) -> None:
-    """Have the system keep `size` bytes for a file, where it can: a full disk shows now."""
+    """Reserve `size` bytes for a file where the system can, so that a full disk shows now."""
     try:
         os.posix_fallocate(file, 0, size)
     except (OSError, AttributeError) as error:
@@ -114,7 +113,7 @@ def _set_aside(file: int, size: int) -> None:
 
 
 def _header(metadata: Mapping[str, Value], tensors: Sequence[PlannedTensor]) -> tuple[bytes, dict[str, int]]:
-    """Everything before the tensors, and where each of them begins."""
+    """(everything before the tensors, start of each tensor)."""
     parts = [MAGIC, struct.pack("<IQQ", VERSION, len(tensors), len(metadata))]
     parts += [_string(key) + _value(key, value) for key, value in metadata.items()]
     offsets: list[int] = []

@@ -1,13 +1,11 @@
-"""Signs of life of a process: how it gives them, how another one hears them, and whether it gets on.
+"""Signs of life of a process: sending, hearing, and checks of progress.
 
-A thread of the process writes a byte into a pipe at every beat: for how long the process has not got on. It is a thread
-because a step may take minutes: native code releases the interpreter meanwhile, so the thread keeps writing. It stops
-when the whole process is stopped (SIGSTOP, a frozen container, a machine out of memory that only swaps), and when one
-thread never releases the interpreter.
+A thread of the process writes a byte into a pipe at every beat: the time without progress. A step may take minutes, but
+native code releases the interpreter, so the thread keeps writing. It stops when the whole process is stopped (SIGSTOP,
+a frozen container, a machine out of memory that only swaps), or a thread never releases the interpreter.
 
-A process gets on while its loop turns or its threads compute. One that is dead-locked does neither; one in a long step
-uses the processor. A thread that waits for a CUDA device uses it as well, so a card that hangs is not told from a long
-step.
+A process makes progress while its loop turns or its threads compute. A dead-locked one does neither; a long step uses
+the processor. So does a thread that waits for a CUDA device: a hanging card looks like a long step.
 """
 
 from __future__ import annotations
@@ -21,30 +19,30 @@ from collections.abc import Callable, Iterator
 from quire.clock import Clock, SystemClock
 
 BEAT_SECONDS = 0.5
-"""Time between two beats."""
+"""Seconds between two beats."""
 SILENCE_LIMIT = 4.0
-"""Seconds without a sign of life after which a process counts as unresponsive: eight beats, so that a busy machine is
-not taken for a stopped process. A dead-lock or a stopped rank is seen a beat or two later."""
+"""Seconds without a sign of life after which a process counts as unresponsive: eight beats, so that a busy machine does
+not look like a stopped process. A dead-lock or stopped rank is noticed a beat or two later."""
 HUNG_ENGINE_TIMEOUT = 60.0
-"""Seconds of silence after which an engine hangs, and `restart_engine` ends it, where its user says nothing else: time
-for a process that is looked at with a debugger, or that was swapped out, to come back."""
+"""Default seconds of silence after which an engine hangs and `restart_engine` ends it: time for a process in a
+debugger, or swapped out, to come back."""
 MAX_GAP = 2 * BEAT_SECONDS
-"""Longest time between two looks that counts as silence. A longer one means that the observer itself did not run."""
+"""Longest time between two looks that counts as silence: during a longer one the observer itself did not run."""
 MIN_CPU_SHARE = 0.01
-"""Of one core: a process that uses less between two beats does not compute. Its beats, and threads of libraries that
-look a hundred times a second whether something has come, use up to a third of it."""
+"""Share of one core below which a process does not compute. Beats, and library threads that poll a hundred times a
+second, use up to a third of it."""
 TENTHS = 10
-"""What a byte counts: tenths of a second, up to LONGEST."""
+"""Units of a beat's byte in a second; the byte is at most LONGEST."""
 LONGEST = 254
 IDLE = 255
-"""The byte of a process that has nothing to do, and waits to be told."""
+"""Byte of a process without work."""
 
 
 class Heartbeat:
-    """The observer's side: for how long nothing has been heard. Any thread may use it.
+    """The observer's side: time without a beat. Thread-safe.
 
-    Only time that the observer has seen pass counts, `MAX_GAP` at most between two looks: when the whole machine is
-    suspended, or both processes are stopped and go on together, the other one has not been silent.
+    Only time that the observer has seen counts, `MAX_GAP` at most between two looks: if the machine is suspended, or
+    both processes are stopped and continue together, the other one was not silent.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
@@ -54,7 +52,7 @@ class Heartbeat:
         self._silence = 0.0
 
     def beat(self, stalled: float = 0.0) -> None:
-        """Something was heard. stalled: seconds for which it says that it has not got on, at most LONGEST / TENTHS."""
+        """Note a beat. stalled: seconds without progress that it reports, at most LONGEST / TENTHS."""
         with self._lock:
             now = self._clock.now()
             so_far = self._silence + min(now - self._looked_at, MAX_GAP)
@@ -62,7 +60,7 @@ class Heartbeat:
             self._looked_at = now
 
     def look(self) -> None:
-        """Nothing was heard until now. Call at least every `MAX_GAP` seconds while listening."""
+        """Note that nothing was heard. Call at least every `MAX_GAP` seconds while listening."""
         with self._lock:
             now = self._clock.now()
             self._silence += min(now - self._looked_at, MAX_GAP)
@@ -70,16 +68,16 @@ class Heartbeat:
 
     @property
     def silence(self) -> float:
-        """Seconds since the last beat, as far as they were observed."""
+        """Observed seconds since the last beat."""
         with self._lock:
             return self._silence + min(self._clock.now() - self._looked_at, MAX_GAP)
 
 
 class Progress:
-    """For how long a process has not got on. Its loop calls `turn`; the thread that beats looks."""
+    """Time of a process without progress. Its loop calls `turn`, its beating thread `look`."""
 
     def __init__(self, clock: Clock | None = None, cpu_seconds: Callable[[], float] = time.process_time) -> None:
-        """cpu_seconds: processor time of all threads of the process so far."""
+        """cpu_seconds: processor time of all threads of the process."""
         self._clock = clock or SystemClock()
         self._cpu_seconds = cpu_seconds
         self._num_turns = 0
@@ -87,15 +85,15 @@ class Progress:
         self._last = (self._clock.now(), cpu_seconds(), 0)
         self._stalled = 0.0
         self.is_idle = False
-        """Whether the loop waits to be told what to do."""
+        """True while the loop waits for orders."""
 
     def turn(self) -> None:
-        """The loop has begun another turn."""
+        """Note another turn of the loop."""
         self._num_turns += 1
 
     @contextlib.contextmanager
     def exempt(self) -> Iterator[None]:
-        """Around what may take long without the processor, such as to read weights from a slow disk."""
+        """Context for long work without the processor, such as reading weights from a slow disk."""
         self._exemptions += 1
         try:
             yield
@@ -115,24 +113,24 @@ class Progress:
         return self._stalled
 
     def byte(self) -> int:
-        """What a process says of itself alone."""
+        """The process's own byte."""
         stalled = self.look()
         return IDLE if self.is_idle else encode_beat(stalled)
 
 
 def encode_beat(stalled: float) -> int:
-    """The byte that says that a process has not got on for `stalled` seconds."""
+    """The byte for `stalled` seconds without progress."""
     return min(LONGEST, int(stalled * TENTHS))
 
 
 def decode_beats(beats: bytes) -> float | None:
-    """What the last of some beats says: seconds; None: the process is idle."""
+    """Seconds in the last of some beats; None: the process is idle."""
     return None if beats[-1] == IDLE else beats[-1] / TENTHS
 
 
 def start_beating(pipe: int, byte: Callable[[], int]) -> None:
-    """Write `byte()` into `pipe` (a file descriptor, made non-blocking here) at every beat, from a thread, until its
-    reader is gone or the process ends."""
+    """Write `byte()` into `pipe` (a descriptor, made non-blocking here) at every beat, from a thread, until its reader
+    is gone or the process ends."""
     os.set_blocking(pipe, False)
 
     def beat() -> None:

@@ -1,7 +1,5 @@
-"""Files that came with a model, and so from anywhere: only regular files are opened, and read up to a limit.
-
-Reading a FIFO would block, a device has no end, and a sparse file claims gigabytes that were never written.
-"""
+"""Files of a model from any source: only regular files are opened, and read up to a limit. A FIFO would block, a device
+has no end, and a sparse file claims gigabytes never written."""
 
 from __future__ import annotations
 
@@ -21,8 +19,8 @@ _KINDS = {
 
 
 def file_bytes(path: Path) -> int | None:
-    """The size of a regular file, or of what a link leads to; None where there is nothing. Raises ModelLoadError for
-    anything else: a FIFO, a device, a directory, a link to itself."""
+    """Size of a regular file (links are followed); None if nothing is there. Raises ModelLoadError for anything else: a
+    FIFO, a device, a directory, a link to itself."""
     try:
         return _regular_size(path, os.stat(path))
     except (FileNotFoundError, NotADirectoryError):
@@ -34,10 +32,10 @@ def file_bytes(path: Path) -> int | None:
 
 
 def read_model_file(path: Path, max_bytes: int) -> bytes:
-    """The content of a regular file. Raises ModelLoadError for any other kind, for one of more than `max_bytes` (before
-    anything is read) and for one that cannot be read."""
+    """Content of a regular file. Raises ModelLoadError for any other kind, for more than `max_bytes` (before reading),
+    and for an unreadable one."""
     try:
-        # Without O_NONBLOCK a FIFO would be waited for before its kind is known.
+        # Without O_NONBLOCK opening a FIFO would wait.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             size = _regular_size(path, os.fstat(descriptor))

@@ -1,4 +1,4 @@
-"""How many files, sockets among them, this process may have open."""
+"""The process's limit of open files, sockets included."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from quire.logging import get_logger
 logger = get_logger(__name__)
 
 NUM_RESERVED = 128
-"""For what the process opens besides: the engine's pipes, logs, modules that are imported late."""
+"""Files for other uses: the engine's pipes, logs, late imports."""
 
 
 def make_room_for_connections(num_wanted: int) -> int:
-    """Raise the process's own limit (`ulimit -n`, often 1024) as far as it may be and `num_wanted` connections need.
-
-    Returns how many connections fit, at least 1. A limit that allows fewer is logged.
-    """
+    """Raise the process's limit (`ulimit -n`, often 1024) as far as allowed and needed for `num_wanted` connections.
+    Returns how many fit, at least 1; logs a limit that allows fewer."""
     if sys.platform == "win32":
         return num_wanted
     import resource

@@ -1,4 +1,4 @@
-"""Waiting for another process while it computes, and no longer: one that is stopped or hangs is noticed."""
+"""Waiting for another process as long as it computes: a stopped or hanging one is noticed."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import socket
 from pathlib import Path
 
 SLICE_SECONDS = 1.0
-"""Seconds between two looks. A longer time, because this process did not run, counts as one."""
+"""Seconds between two looks. A longer gap, because this process did not run, counts as one."""
 STALL_SECONDS = 20
-"""A process that uses no processor time for as long does not get on."""
+"""Seconds without processor time after which a process makes no progress."""
 TICK = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
 class Patience:
-    """Waits for a connection to the process `pid`; in place of a Deadline (quire/utils/frames.py)."""
+    """Waits for a connection to the process `pid`; replaces a Deadline (quire/utils/frames.py)."""
 
     def __init__(self, pid: int, stall_slices: float = STALL_SECONDS / SLICE_SECONDS) -> None:
         self._pid = pid
@@ -24,11 +24,11 @@ class Patience:
         self._seconds: float | None = None
 
     def apply(self, connection: socket.socket) -> None:
-        """Wait until something can be read. Raises TimeoutError when the process does not get on meanwhile."""
+        """Wait until something can be read. Raises TimeoutError if the process makes no progress meanwhile."""
         self._wait(connection, select.POLLIN)
 
     def send(self, connection: socket.socket, content: bytes | bytearray | memoryview) -> None:
-        """Send all of it. Raises TimeoutError as `apply`."""
+        """Send all content. Raises TimeoutError as `apply`."""
         view = memoryview(content)
         while view:
             self._wait(connection, select.POLLOUT)
@@ -50,7 +50,7 @@ class Patience:
 
 
 def processor_seconds(pid: int) -> float | None:
-    """Seconds of processor time that a process has used; None where the system does not tell (it has no /proc)."""
+    """Processor seconds that a process has used; None without /proc."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:

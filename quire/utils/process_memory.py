@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def own_memory() -> int:
-    """Bytes of memory that are this process's own; 0 on systems without /proc."""
+    """Bytes of this process's anonymous memory; 0 without /proc."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
@@ -16,7 +16,7 @@ def own_memory() -> int:
 
 
 def give_back_memory() -> None:
-    """Return memory that was freed to the system, where the C library can."""
+    """Return freed memory to the system, if the C library can."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,4 +1,4 @@
-"""Progress of work that takes a while: a bar on a terminal and in notebooks, lines of the log elsewhere."""
+"""Progress of long work: a bar on a terminal and in notebooks, log lines elsewhere."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ LOG_EVERY_SECONDS, LOG_EVERY_SHARE = 10.0, 0.1
 
 
 MakeBar: TypeAlias = Callable[..., Any]
-"""Makes a bar as tqdm's class does, of `total`, `desc`, `dynamic_ncols`. Bars have `update`, `postfix` and `close`."""
+"""Constructor of a bar, with tqdm's `total`, `desc`, `dynamic_ncols`. Bars have `update`, `postfix` and `close`."""
 
 
 class ProgressBar:
-    """Counts up to `total`. make: what makes the bar, from the beginning; True: tqdm, on a terminal or in a notebook,
-    once the work has taken a second; False: none."""
+    """Counts up to `total`. make: constructor of a bar, used from the beginning; True: tqdm, on a terminal or in a
+    notebook, after one second; False: no bar."""
 
     def __init__(self, description: str, total: int, *, make: bool | MakeBar = True) -> None:
         self._description = description
@@ -32,7 +32,7 @@ class ProgressBar:
         self._bar: Any = None if isinstance(make, bool) else self._made(make)
 
     def update(self, completed: int, note: str = "") -> None:
-        """`completed` of `total` are done; `note` stands at the end of the line."""
+        """Show `completed` of `total`, with `note` at the end of the line."""
         if self._bar is None:
             if not self._is_wanted or time.monotonic() - self._started < SHOW_AFTER_SECONDS:
                 return
@@ -55,13 +55,13 @@ class ProgressBar:
 
 
 def _is_notebook() -> bool:
-    """Standard error is a cell of a notebook."""
+    """True if standard error is a notebook's cell."""
     return type(sys.stderr).__module__.startswith("ipykernel.")
 
 
 class ProgressLog:
-    """The progress of long work as lines of the log, where standard error is no terminal: one every 10 s or 10 % of the
-    work, whichever comes first, and none in the first second."""
+    """Progress as log lines where standard error is no terminal: every 10 s or 10 % of the work, whichever comes first,
+    and none in the first second."""
 
     def __init__(self, description: str, total: int, clock: Clock | None = None) -> None:
         self._description, self._total = description, total
@@ -71,7 +71,7 @@ class ProgressLog:
         self._completed = 0
 
     def update(self, completed: int) -> None:
-        """`completed` of `total` are done."""
+        """Report `completed` of `total`."""
         now = self._clock.now()
         is_due = now - self._logged >= LOG_EVERY_SECONDS
         is_due |= completed - self._completed >= LOG_EVERY_SHARE * self._total

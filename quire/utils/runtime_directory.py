@@ -1,7 +1,7 @@
-"""A private directory for the sockets of one engine process, which no kind of death leaves behind for long.
+"""A private directory for one engine process's sockets, removed after any kind of death.
 
-Parent and child each hold a shared lock on it while they live. The parent removes it; if the parent was killed the
-child does; if both were, the next engine that starts on this machine finds it unlocked and sweeps it away.
+Parent and child hold a shared lock on it while they live. The parent removes it, or the child if the parent was killed;
+if both were, the next engine on this machine finds it unlocked and removes it.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from quire.errors import ConfigError
 
 PREFIX = "quire-engine-"
 LAST_WORDS_FILE = "last-words"
-"""Why the engine process could not start, where it could not say so in a message."""
+"""File with the reason why the engine process could not start, if it could not send a message."""
 _MAX_SOCKET_PATH = 100
-"""The kernel allows 107 bytes in the path of a Unix socket; the rest is for the socket's own name."""
+"""Longest directory path: the kernel allows 107 bytes for a Unix socket's path with its name."""
 
 _REMOVE_TRIES = 100
 _REMOVE_PAUSE = 0.01
-"""Seconds."""
+"""Seconds between tries."""
 
 
 class RuntimeDirectory:
-    """`path`: a directory of mode 0700 under `parent`, locked (shared) as long as this object is not closed."""
+    """`path`: a directory of mode 0700 under `parent`, locked (shared) until this object is closed."""
 
     def __init__(self, path: Path, lock: int) -> None:
         self.path = path
@@ -35,7 +35,7 @@ class RuntimeDirectory:
 
     @classmethod
     def create(cls, parent: Path) -> RuntimeDirectory:
-        """Sweep what dead engines left in `parent`, then make and lock a new directory. Raises ConfigError."""
+        """Remove what dead engines left in `parent`, then make and lock a new directory. Raises ConfigError."""
         sweep(parent)
         while True:
             try:
@@ -53,7 +53,7 @@ class RuntimeDirectory:
 
     @classmethod
     def join(cls, path: Path) -> RuntimeDirectory:
-        """Lock a directory that another process made. Raises FileNotFoundError when it is gone already."""
+        """Lock another process's directory. Raises FileNotFoundError if it is gone."""
         lock = _lock_shared(path)
         if lock is None:
             raise FileNotFoundError(str(path))
@@ -64,16 +64,14 @@ class RuntimeDirectory:
         return f"ipc://{self.path / name}"
 
     def close(self) -> None:
-        """Give up the lock; the directory stays. Idempotent."""
+        """Release the lock; the directory stays. Idempotent."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def remove(self) -> None:
-        """Delete the directory with its sockets and give up the lock. Idempotent.
-
-        Another thread may be making a socket in it meanwhile, which then stands in the way: try again.
-        """
+        """Delete the directory with its sockets and release the lock; tries again if another thread makes a socket
+        meanwhile. Idempotent."""
         for _ in range(_REMOVE_TRIES):
             shutil.rmtree(self.path, ignore_errors=True)
             if not self.path.exists():
@@ -83,7 +81,7 @@ class RuntimeDirectory:
 
 
 def sweep(parent: Path) -> None:
-    """Remove the directories of engines whose processes are all dead. Those of other users stay."""
+    """Remove directories of dead engines. Those of other users stay."""
     for path in parent.glob(f"{PREFIX}*"):
         try:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -99,7 +97,7 @@ def sweep(parent: Path) -> None:
 
 
 def _lock_shared(path: Path) -> int | None:
-    """Lock `path`, or return None when a sweep took it between its creation and the lock."""
+    """Lock `path`; None if a sweep removed it between its creation and the lock."""
     try:
         lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except FileNotFoundError:

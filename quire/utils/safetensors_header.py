@@ -1,5 +1,4 @@
-"""The header of a safetensors file: JSON that says what tensors there are. Read here, within limits, for whatever needs
-it; the weights themselves are the library's to read."""
+"""Bounded reading of a safetensors file's header, JSON that lists its tensors. The library reads the weights."""
 
 from __future__ import annotations
 
@@ -11,16 +10,16 @@ from quire.errors import ModelLoadError
 from quire.utils.model_files import file_bytes
 
 MAX_HEADER_BYTES = 2**24
-"""The library allows 100 MB, and takes some ten times that for what they say."""
+"""Largest header in bytes. The library allows 100 MB, and needs some ten times that for the content."""
 MAX_TENSORS = 2**16
-"""In one file."""
+"""Largest number of tensors in a file."""
 MAX_VALUES = 2**20
-"""Commas: sixteen for a tensor. A parsed value takes some 100 bytes, however short it is written."""
+"""Largest number of commas, sixteen per tensor. A parsed value takes some 100 bytes, however short its text."""
 
 
 def read_header(path: Path) -> bytes:
-    """The JSON text of the header. Raises ModelLoadError for a file that is no regular file or cannot be read, and for
-    a header that is larger than that of any model."""
+    """JSON text of the header. Raises ModelLoadError for a file that is not regular or readable, and for a larger
+    header than any model's."""
     size = file_bytes(path)
     if size is None:
         raise ModelLoadError(f"cannot read {path}: {os.strerror(2)}")

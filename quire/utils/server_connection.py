@@ -1,4 +1,4 @@
-"""An HTTP connection from the terminal to a server: certificates, the API key, and one clear line for each failure."""
+"""An HTTP connection from the terminal to a server: certificates, API key, and a clear line for each failure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.errors import QuireError, UserError
 
 
 class ServerGoneError(QuireError):
-    """The server ended the connection, cannot be reached, or sent something that is no answer."""
+    """The server ended the connection, cannot be reached, or sent no valid answer."""
 
 
 class ServerConnection:
@@ -23,9 +23,9 @@ class ServerConnection:
     def __init__(
         self, url: str, api_key: str | None, *, timeout: float, cacert: str | None = None, is_insecure: bool = False
     ) -> None:
-        """timeout: seconds without a byte after which the server counts as gone. cacert: file of the authorities that
-        replace the usual ones. is_insecure: any certificate is accepted. Raises UserError when `url` is no http
-        address, or `cacert` no such file."""
+        """timeout: seconds without a byte after which the server counts as gone. cacert: file of authorities that
+        replace the usual ones. is_insecure: accept any certificate. Raises UserError if `url` is no http address, or
+        `cacert` no such file."""
         self.url = url.rstrip("/")
         if not self.url.startswith(("http://", "https://")):
             raise UserError(f"{url!r} is no address of a server, such as http://127.0.0.1:8000", param="url")
@@ -43,8 +43,8 @@ class ServerConnection:
 
     @contextmanager
     def request(self, method: str, path: str, *, body: Any = None, hint: str = "") -> Iterator[httpx.Response]:
-        """The open response of a request, whose body is still to be read; `body` is sent as JSON. hint: what a
-        404 probably means. Raises UserError for a refusal by the server, ServerGoneError for any other failure."""
+        """Open response of a request, with its body unread. body: sent as JSON. hint: probable meaning of a 404. Raises
+        UserError for a refusal by the server, ServerGoneError for other failures."""
         try:
             with self._client.stream(method, self.url + path, json=body) as response:
                 if response.status_code != 200:
@@ -69,7 +69,7 @@ class _ErrorBody(msgspec.Struct):
 
 
 def error_message(body: bytes) -> str | None:
-    """The message of an OpenAI error body; None when it is none."""
+    """Message of an OpenAI error body, or None."""
     try:
         return msgspec.json.decode(body, type=_ErrorBody).error.message
     except (msgspec.MsgspecError, UnicodeDecodeError):

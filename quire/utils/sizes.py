@@ -1,4 +1,4 @@
-"""Byte sizes as people write them."""
+"""Parsing and formatting of byte sizes and counts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(value: int | str, *, param: str) -> int:
-    """Turn `4294967296`, `"4GiB"`, `"4G"` (1024-based) or `"4GB"` (1000-based) into bytes (> 0)."""
+    """Bytes (> 0) of `4294967296`, `"4GiB"`, `"4G"` (1024-based) or `"4GB"` (1000-based)."""
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ConfigError(f"{param} must be a number of bytes or a size such as '4GiB', not {value!r}", param=param)
     if isinstance(value, int):
@@ -43,8 +43,8 @@ _COUNT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)([kmgtKMGT])\s*")
 
 
 def parse_count(value: int | str, *, param: str) -> int:
-    """Turn `4096`, `"4096"`, `"4k"` (4000), `"25.6k"` or `"4K"` (4096) into a number, as vLLM writes numbers: small
-    letters are powers of 1000 and take fractions, capital ones are powers of 1024."""
+    """Number of `4096`, `"4096"`, `"4k"` (4000), `"25.6k"` or `"4K"` (4096), as in vLLM: small letters are powers of
+    1000 and take fractions, capital ones are powers of 1024."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     match = _COUNT.fullmatch(value) if isinstance(value, str) else None
@@ -60,7 +60,7 @@ def parse_count(value: int | str, *, param: str) -> int:
 
 
 def parse_length(value: int | str | None, *, param: str) -> int | None:
-    """As `parse_count`; None for None, "auto" and -1: as long as can be."""
+    """`parse_count`; None (no limit) for None, "auto" and -1."""
     if value is None or (isinstance(value, str) and value.strip().lower() == "auto"):
         return None
     number = parse_count(value, param=param)

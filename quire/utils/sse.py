@@ -1,4 +1,4 @@
-"""Server-sent events from a byte stream, as the HTML standard defines them (the fields that carry data)."""
+"""Server-sent events from a byte stream, by the HTML standard (data fields only)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 
 class EventParser:
-    """Feed bytes as they come; get the `data` of every event that is complete.
+    """Parser fed with bytes; yields the `data` of complete events.
 
-    Works on bytes, so a multi-byte character split over two reads is never decoded in halves. Lines may end in LF,
-    CR LF or CR; several `data:` lines of one event are joined by LF; comments and other fields are skipped.
+    Works on bytes, so split multi-byte characters are safe. Lines may end in LF, CR LF or CR; several `data:` lines of
+    an event are joined by LF; comments and other fields are skipped.
     """
 
     def __init__(self) -> None:
@@ -19,7 +19,7 @@ class EventParser:
     def feed(self, chunk: bytes) -> Iterator[bytes]:
         """Yield the data of the events that `chunk` completes."""
         lines = (self._pending + chunk).splitlines(keepends=True)
-        # The last line waits until its end is certain: more of it may follow, or the LF of a CR LF.
+        # The last line waits until its end is certain: more of it, or the LF of a CR LF, may follow.
         self._pending = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
         for line in lines:
             data = self._take(line.rstrip(b"\r\n"))

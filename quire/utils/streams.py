@@ -1,8 +1,5 @@
-"""Standard output and standard error that a program can always write to: what cannot be written is lost and counted.
-
-A log must not end a server: its disk may be full, its reader may have gone, or may read nothing while the pipe to it is
-full.
-"""
+"""Standard output and error that can always be written to: what cannot be written is lost and counted. A log must not
+end a server because of a full disk, or a reader that is gone or reads nothing."""
 
 from __future__ import annotations
 
@@ -18,13 +15,13 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 PATIENCE_SECONDS = 0.2
-"""Seconds to wait for a reader that does not read. While it reads nothing, later writes are lost."""
+"""Seconds to wait for a reader. While it reads nothing, later writes are lost."""
 PIECE_BYTES = select.PIPE_BUF
-"""A pipe that takes anything takes as much."""
+"""Bytes that a writable pipe certainly takes."""
 
 
 class GuardedFile(io.FileIO):
-    """A file descriptor for writing. `write` never raises OSError, and waits PATIENCE_SECONDS at most."""
+    """A file descriptor for writing. `write` never raises OSError, and waits at most PATIENCE_SECONDS."""
 
     def __init__(self, fd: int) -> None:
         super().__init__(fd, "w", closefd=False)
@@ -57,7 +54,7 @@ class GuardedFile(io.FileIO):
         return num_bytes
 
     def flush(self) -> None:
-        """Nothing is kept back."""
+        """Do nothing."""
 
     def _is_writable(self) -> bool:
         self._is_stuck = not self._poller.poll(0 if self._is_stuck else int(1000 * PATIENCE_SECONDS))
@@ -65,9 +62,8 @@ class GuardedFile(io.FileIO):
 
 
 def guard_streams(*names: str) -> None:
-    """Let `sys.stdout` or `sys.stderr`, as `names` say, be written to by GuardedFile, unless the program has put
-    something else in their place. Standard files that are closed become /dev/null first: a socket that gets the number
-    of one would be written to."""
+    """Route `sys.stdout` or `sys.stderr`, by `names`, through GuardedFile, unless the program has replaced them. Closed
+    standard files become /dev/null first; otherwise a socket could get their number and be written to."""
     _open_closed()
     for name, fd in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
@@ -88,7 +84,7 @@ def guard_streams(*names: str) -> None:
 
 
 def take_num_lost(stream: object) -> int:
-    """GuardedFile.take_num_lost of a text stream; 0 of any other."""
+    """`GuardedFile.take_num_lost` of a text stream; 0 for others."""
     file = getattr(stream, "buffer", None)
     return file.take_num_lost() if isinstance(file, GuardedFile) else 0
 

@@ -1,4 +1,4 @@
-"""Text files that a user names on the command line."""
+"""Text files named on the command line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from quire.errors import ConfigError
 
 
 def read_text_file(path: str, *, param: str) -> str:
-    """The file's text, byte for byte UTF-8. Raises ConfigError when it cannot be read, is not UTF-8 or is empty."""
+    """The file's UTF-8 text. Raises ConfigError if it is unreadable, not UTF-8 or empty."""
     try:
         text = Path(path).read_bytes().decode("utf-8")
     except OSError as error:

@@ -1,7 +1,7 @@
-"""vLLM's public modules under the name `quire.vllm`, so that `sed -E 's/\\bvllm\\b/quire.vllm/g'` makes a program run.
+r"""vLLM's public modules as `quire.vllm`, so that `sed -E 's/\bvllm\b/quire.vllm/g'` makes a program run.
 
-Each module holds Quire's classes under vLLM's names, loaded on first use. A name that has no meaning here raises
-ImportError with the reason.
+Each module has Quire's classes under vLLM's names, loaded on first use. An unsupported name raises ImportError with the
+reason.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from quire.version import __version__ as __version__
 
 
 class UsageContext(StrEnum):
-    """vLLM's word for who starts an engine, for the statistics that it sends home. Quire sends none."""
+    """vLLM's word for the starter of an engine, used in its usage statistics. Quire sends none."""
 
     UNKNOWN_CONTEXT = "UNKNOWN_CONTEXT"
     LLM_CLASS = "LLM_CLASS"
@@ -34,17 +34,17 @@ class UsageContext(StrEnum):
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    """Free the memory of engines that nothing refers to any more. There is no state of the process beside them."""
+    """Free the memory of unreferenced engines. No other process state exists."""
     gc.collect()
 
 
 def random_uuid() -> str:
-    """A new request id of 32 hexadecimal digits."""
+    """New request id of 32 hexadecimal digits."""
     return uuid.uuid4().hex
 
 
 def init_logger(name: str) -> logging.Logger:
-    """The logger of a module."""
+    """Logger of a module."""
     return get_logger(name)
 
 
@@ -102,7 +102,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "v1.sample.logits_processor.builtin": ("process_dict_updates",),
     "v1.sample.logits_processor.interface": ("BatchUpdate", "LogitsProcessor", "MoveDirectionality"),
 }  # fmt: skip
-"""Public modules of vLLM below `vllm`, and what each of them has here."""
+"""vLLM's public modules -> names that they have here."""
 
 _NO_CONFIG = "Quire's options are the keywords of LLM and AsyncLLM, and `LLM.model_config` holds the model's facts"
 REASONS: Mapping[str, str] = {
@@ -117,7 +117,7 @@ REASONS: Mapping[str, str] = {
 
 
 class _Module(ModuleType):
-    """One of the modules: its names are looked up when they are asked for."""
+    """Module that looks up its names on access."""
 
     def __init__(self, name: str, names: tuple[str, ...]) -> None:
         super().__init__(f"{__name__}.{name}", f"Quire's classes under the names of `vllm.{name}`.")

@@ -1,4 +1,4 @@
-"""The worker's half of adapters: loads that run beside steps, in a thread of their own."""
+"""The worker's half of LoRA adapters: loading on a separate thread, beside steps."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from quire.models.adapters import ModelAdapters
 from quire.step import StepPlan
 
 PATIENCE = 0.05
-"""Seconds that a plan without tokens waits for a load to end."""
+"""Seconds that a plan without tokens waits for a load."""
 NOTHING_HELD: Mapping[int, AdapterRef] = MappingProxyType({})
 
 
 class NoAdapterLoads:
-    """Of a model that takes no adapters."""
+    """Adapter loads of a model without adapters."""
 
     held = NOTHING_HELD
 
     def begin_plan(self, plan: StepPlan) -> None:
-        """Nothing is ordered."""
+        """Does nothing."""
 
     def end_plan(self, plan: StepPlan) -> list[tuple[int, str]]:
         return []
@@ -35,14 +35,14 @@ class NoAdapterLoads:
         return 0
 
     def close(self) -> None:
-        """Nothing runs."""
+        """Does nothing."""
 
 
 class AdapterLoads:
-    """held: by slot, what has been loaded."""
+    """Adapter loads of one model. held: loaded adapters by slot."""
 
     def __init__(self, adapters: ModelAdapters, held: Mapping[int, AdapterRef]) -> None:
-        """held: what the model before this one had, which is loaded again now. Raises ModelLoadError."""
+        """held: adapters of the previous model, loaded again here. Raises ModelLoadError."""
         self._adapters = adapters
         self._thread = ThreadPoolExecutor(1, "adapters", initializer=partial(torch.set_num_threads, 1))
         self._loading: dict[int, Future[None]] = {}
@@ -52,8 +52,8 @@ class AdapterLoads:
             adapters.load(slot, adapter)
 
     def begin_plan(self, plan: StepPlan) -> None:
-        """Start the plan's loads; wait for those of slots whose first rows the plan brings: another rank, whose results
-        the scheduler reads, may have been quicker. Raises ModelLoadError for one that has failed here alone."""
+        """Start the plan's loads. Wait for those whose first rows the plan brings, because the scheduler may have read
+        another rank's report. Raises ModelLoadError for a load that failed only here."""
         for slot, adapter in () if plan.adapters is None else plan.adapters.loads:
             self.held.pop(slot, None)
             self._orders[slot] = adapter
@@ -65,7 +65,7 @@ class AdapterLoads:
                     load.result()
 
     def end_plan(self, plan: StepPlan) -> list[tuple[int, str]]:
-        """The loads that have ended, as StepResult has them."""
+        """Ended loads as (slot, error or ""), for StepResult."""
         if plan.adapters is not None and plan.adapters.awaits_report:
             wait(self._loading.values(), PATIENCE, FIRST_COMPLETED)
         ended = []
@@ -80,7 +80,7 @@ class AdapterLoads:
         return ended
 
     def reserved_bytes(self) -> int:
-        """Memory that adapters take at most."""
+        """Maximum memory of the adapters in bytes."""
         return self._adapters.reserved_bytes()
 
     def close(self) -> None:

@@ -1,8 +1,5 @@
-"""The block table of every row, one table per KV group, in the blocks that kernels know.
-
-A block of the pool is one entry of a table of states, and `kernel_blocks` entries of a table of tokens, one behind the
-other (quire/kv_cache/layout.py).
-"""
+"""Block tables of all rows, one per KV group, in kernel blocks. A pool block is one entry in a table of states, and
+`kernel_blocks` consecutive entries in a table of tokens (quire/kv_cache/layout.py)."""
 
 from __future__ import annotations
 
@@ -16,9 +13,8 @@ from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout
 
 
 class TableShape(NamedTuple):
-    """The table of one KV group. block_size: tokens of an entry, those that other ranks keep included. kernel_blocks:
-    entries of a block. has_slots: each token has a slot in an entry; otherwise an entry is a state. deal: the tokens
-    that this rank keeps."""
+    """Shape of a KV group's table. block_size: tokens per entry, those of other ranks included. kernel_blocks: entries
+    per block. has_slots: True if each token has a slot; else an entry is a state. deal: tokens that this rank keeps."""
 
     block_size: int
     kernel_blocks: int = 1
@@ -26,11 +22,11 @@ class TableShape(NamedTuple):
     deal: Deal = ALL_TOKENS
 
     def width(self, num_tokens: int) -> int:
-        """Entries of the blocks of `num_tokens` tokens."""
+        """Entries for `num_tokens` tokens, in whole blocks."""
         return -(-num_tokens // (self.block_size * self.kernel_blocks)) * self.kernel_blocks
 
     def entries(self, block_ids: Sequence[int]) -> Sequence[int] | np.ndarray:
-        """The entries of some blocks, in order."""
+        """Entries of some blocks, in order."""
         if self.kernel_blocks == 1:
             return block_ids
         first = np.array(block_ids, np.int32)[:, None] * self.kernel_blocks
@@ -65,8 +61,8 @@ def table_shapes(layout: KVCacheLayout, deal: Deal = ALL_TOKENS) -> list[TableSh
 
 
 class BlockTables:
-    """The block tables of all rows on the host: for each KV group [num_rows, max entries of the group] int32, blocks in
-    logical order, then NULL_BLOCK."""
+    """Block tables on the host: per KV group [num_rows, max entries] int32, blocks in logical order, then
+    NULL_BLOCK."""
 
     def __init__(self, shapes: Sequence[TableShape], num_rows: int, max_model_len: int) -> None:
         self.shapes = tuple(shapes)
@@ -77,7 +73,7 @@ class BlockTables:
 
     @property
     def arrays(self) -> tuple[np.ndarray, ...]:
-        """The tables themselves, per group, for kernels that read them."""
+        """The tables, per group, for kernels."""
         return self._tables
 
     @property
@@ -85,20 +81,20 @@ class BlockTables:
         return len(self._tables)
 
     def num_entries(self, row: int) -> list[int]:
-        """Entries of the tables of `row`, per group."""
+        """Entries of a row's tables, per group."""
         counts: list[int] = self._num_entries[:, row].tolist()
         return counts
 
     def room(self, rows: np.ndarray) -> np.ndarray:
-        """Positions of rows that have slots in all groups, [R]."""
+        """Positions of each row that have slots in all groups, [R]."""
         sizes = np.array([shape.block_size if shape.has_slots else 0 for shape in self.shapes])
         kept = np.flatnonzero(sizes)
         found: np.ndarray = np.min(self._num_entries[kept][:, rows] * sizes[kept, None], axis=0)
         return found
 
     def append(self, row: int, block_ids: Sequence[Sequence[int]]) -> list[tuple[int, Sequence[int] | np.ndarray]]:
-        """Append blocks to the tables of `row`. block_ids: per group. Returns, per group, the entries that this writes
-        and the index of the first."""
+        """Append blocks to a row's tables. block_ids: per group. Returns per group the index of the first new entry,
+        and the entries."""
         written = []
         for group, (shape, start, new) in enumerate(zip(self.shapes, self.num_entries(row), block_ids, strict=True)):
             entries = shape.entries(new)
@@ -110,7 +106,7 @@ class BlockTables:
     def replace(
         self, row: int, group: int, logical_index: int, block_id: int
     ) -> tuple[int, Sequence[int] | np.ndarray]:
-        """Put another block in the place of one. Returns the entries that this writes and the index of the first."""
+        """Replace one block. Returns the index of the first written entry, and the entries."""
         shape = self.shapes[group]
         start, entries = logical_index * shape.kernel_blocks, shape.entries([block_id])
         assert start < self._num_entries[group, row], "only an entry that exists can be replaced"
@@ -118,7 +114,7 @@ class BlockTables:
         return start, entries
 
     def trim(self, row: int, kept: Sequence[int]) -> None:
-        """Cut the tables of `row` to their first blocks, whose numbers `kept` has per group."""
+        """Truncate a row's tables to `kept` blocks per group."""
         for group, (shape, table, count) in enumerate(zip(self.shapes, self._tables, kept, strict=True)):
             end, count = self._num_entries[group, row], count * shape.kernel_blocks
             if count < end:
@@ -126,26 +122,25 @@ class BlockTables:
                 self._num_entries[group, row] = count
 
     def copy(self, source: int, destination: int) -> None:
-        """Make the tables of row `destination` equal to those of row `source`."""
+        """Copy all tables of row `source` to row `destination`."""
         for table in self._tables:
             table[destination] = table[source]
         self._num_entries[:, destination] = self._num_entries[:, source]
 
     def clear(self, row: int) -> None:
-        """Remove all blocks of `row`."""
         for group, table in enumerate(self._tables):
             table[row, : self._num_entries[group, row]] = NULL_BLOCK
         self._num_entries[:, row] = 0
 
     def gather(self, rows: np.ndarray, num_tokens: int) -> list[np.ndarray]:
-        """Tables of `rows` ([S] int64), wide enough for `num_tokens` tokens: per group [S, width] int32."""
+        """Tables of `rows`, [S] int64, for `num_tokens` tokens: per group [S, width] int32."""
         return [
             table[rows, : -(-num_tokens // shape.block_size)]
             for table, shape in zip(self._tables, self.shapes, strict=True)
         ]
 
     def written(self, rows: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> list[int]:
-        """The blocks, of all groups, in which positions starts .. ends - 1 of `rows` lie (all [S] int64)."""
+        """Blocks of all groups that hold positions starts .. ends - 1 of `rows` (all [S] int64)."""
         blocks = []
         for table, shape in zip(self._tables, self.shapes, strict=True):
             first = starts // shape.block_size

@@ -1,13 +1,12 @@
-"""The table of step columns: integers of a step's tokens that a model reads beside token ids and positions.
+"""Step columns: integers per token that a model reads beside token ids and positions.
 
-A column is one entry of `STEP_COLUMNS`, and a model that reads it names it (`CausalLM.columns`). The worker compiles
-the columns of its model once: gathering (NumPy, native or on a device), upload, memory, warm-up, graphs and recorded
-programs follow `ColumnValues`, and none of them names a column. A model that reads none pays nothing.
+A column is an entry of `STEP_COLUMNS`; models name those they read (`CausalLM.columns`). Gathering, upload, memory,
+warm-up, graphs and recorded programs work on `ColumnValues` and know no column by name. A model without columns pays
+nothing.
 
-A request brings one 32-bit integer for each column that concerns it (`EngineRequest.columns`), which its row keeps; a
-rule makes the values of its tokens from it. Where no rule gives them, as positions of an image's patches, the request
-lists those of its tokens (`EngineRequest.token_columns`). Requests of equal values alone share blocks of the
-prefix cache.
+A request brings a 32-bit integer per column (`EngineRequest.columns`), which its row keeps; a rule derives its tokens'
+values. Values without a rule, such as positions of image patches, are listed per token (`EngineRequest.token_columns`).
+Only requests with equal values share prefix-cache blocks.
 """
 
 from __future__ import annotations
@@ -31,20 +30,20 @@ NO_LISTS: Mapping[str, TokenValues] = MappingProxyType({})
 
 
 class Rule(IntEnum):
-    """The rule by which a token's value follows from its row's value and its position. csrc/step_inputs.h and
-    kernels/triton/rows.py have the same numbers."""
+    """Rule for a token's value from its row's value and its position. The numbers match csrc/step_inputs.h and
+    kernels/triton/rows.py."""
 
     ROW = 0
     """The row's value."""
     SHIFTED = 1
-    """The position plus the row's value."""
+    """Position plus the row's value."""
     REACHED = 2
-    """1 from the position on that the row's value names, before it 0; 0 throughout where that value is 0."""
+    """1 from the position given by the row's value on, 0 before; always 0 if that value is 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One entry. name: the one by which requests bring values and models read tokens' values."""
+    """One step column. name: used by requests and models."""
 
     name: str
     rule: Rule
@@ -55,19 +54,17 @@ STEP_COLUMNS = (
     *(Column(name, Rule.SHIFTED) for name in ROTARY_COLUMNS),
     Column(ADAPTER_SLOTS, Rule.ROW),
 )
-"""`segments`: which text of a pair a token is in; a request brings the position of the second text's first token.
-ROTARY_COLUMNS: positions for rotations alone, where they differ from those of the KV cache's slots. ADAPTER_SLOTS: the
-scheduler gives it, with the request's row."""
+"""Known columns. `segments`: text of a pair that a token belongs to; a request brings the position of the second text's
+first token. ROTARY_COLUMNS: positions for rotation, where they differ from cache positions. ADAPTER_SLOTS: set by the
+scheduler."""
 
 
 class ColumnValues:
-    """The columns that one model reads, C of them, and the rows' values.
-
-    names: in the order of the model. rules: [C] int32. rows: [num_rows, C] int64. listed: values that no rule gives.
-    """
+    """The C columns that one model reads, and the rows' values. names: in the model's order. rules: [C] int32. rows:
+    [num_rows, C] int64. listed: values without a rule."""
 
     def __init__(self, table: Sequence[Column], names: Sequence[str], num_rows: int) -> None:
-        """table: at least the columns in `names`, those that the model reads."""
+        """table: known columns, a superset of `names`."""
         entries = {column.name: column for column in table}
         self.names = tuple(names)
         self.rules = np.array([entries[name].rule for name in names], np.int32)
@@ -75,8 +72,7 @@ class ColumnValues:
         self.listed = ListedValues(num_rows)
 
     def set(self, row: int, values: Mapping[str, int], lists: Mapping[str, TokenValues] = NO_LISTS) -> None:
-        """Set the values of a row; 0 for a column that `values` does not name. lists: `token_columns` of
-        NewSequence."""
+        """Set a row's values; missing ones are 0. lists: `NewSequence.token_columns`."""
         if not self.names:
             return
         self.rows[row] = [values.get(name, 0) for name in self.names]
@@ -88,7 +84,7 @@ class ColumnValues:
         self.listed.copy(source, destination)
 
     def of_tokens(self, batch: InputBatch) -> Mapping[str, torch.Tensor]:
-        """The values of a batch's tokens, [T] int64 each."""
+        """Values of a batch's tokens, [T] int64 per column."""
         if not self.names:
             return NO_COLUMNS
         values = self._ruled(np.repeat(self.rows[batch.rows], batch.counts, axis=0), batch.positions)
@@ -98,7 +94,7 @@ class ColumnValues:
         return dict(zip(self.names, torch.from_numpy(values), strict=True))
 
     def _ruled(self, values: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Values of tokens by the rules, [C, T]. values: the tokens' rows' values, [T, C]; positions: [T]."""
+        """Values by the rules, [C, T]. values: row values per token, [T, C]; positions: [T]."""
         found = np.ascontiguousarray(values.T)
         found[self.rules == Rule.SHIFTED] += positions
         reached = self.rules == Rule.REACHED

@@ -1,9 +1,7 @@
-"""The model's forward pass on a device: eager, as one CUDA graph, or as graphs between the layers' attention.
-
-All three run the same function of the model. Full graphs and the largest piecewise ones are captured at the start: a
-capture would delay a decode by tens of milliseconds, and the smaller ones fit into the memory of the largest. Other
-piecewise sizes follow in idle time, or when a size is first used, behind the pass that runs eagerly then.
-"""
+"""The model's forward pass on a device: eager, as one CUDA graph, or as graphs between the layers' attention. All run
+the same model function. Full graphs and the largest piecewise one are captured at the start, because a capture would
+delay a decode by tens of milliseconds, and smaller graphs fit into the largest one's memory. Other piecewise sizes are
+captured in idle time or at first use, after an eager pass."""
 
 from __future__ import annotations
 
@@ -28,17 +26,17 @@ logger = get_logger(__name__)
 
 
 class DeviceBackend(Protocol):
-    """The part of the attention back end that a forward pass uses."""
+    """Part of the attention back end that a forward pass uses."""
 
     def plan(self, batch: DeviceBatch) -> AttentionStep: ...
 
     def lengths_to_compile(self, longest: int) -> tuple[tuple[int, int], ...]:
-        """The lengths of TritonAttention.lengths_to_compile."""
+        """See TritonAttention.lengths_to_compile."""
         ...
 
 
 class DeviceBackends(NamedTuple):
-    """The back ends that find what layers keep: tokens, and states."""
+    """Back ends of attention and of recurrent states."""
 
     attention: DeviceBackend
     states: StateBackend
@@ -49,21 +47,21 @@ class DeviceBackends(NamedTuple):
         batch: DeviceBatch,
         logits_rows: torch.Tensor | None = None,
     ) -> ForwardBatch:
-        """The input of a forward pass. logits_rows: the rows that ForwardBatch has."""
+        """Input of a forward pass. logits_rows: see ForwardBatch."""
         attention, states = self.attention.plan(batch), self.states.plan_on_device(batch)
         token_ids, others, hidden = columns
         return ForwardBatch(token_ids, batch.slot_positions, attention, logits_rows, states, others, hidden=hidden)
 
 
 PaddedInputs = Callable[[Execution], tuple[DeviceBatch, TokenColumns]]
-"""Inputs of an execution's size in which everything is padding: the very tensors that steps of that size bring."""
+"""Padding-only inputs of an execution's size, in the same tensors that steps of that size use."""
 
 
 @dataclass(frozen=True)
 class PassShape:
-    """Sizes, dtype and device of the passes of a model. attention_size: elements of a token's attention over all heads.
-    longest: tokens of the longest sequence there can be. num_rows: [1] int32, gets the number of a pass's tokens that
-    are no padding (None: nothing asks). taps: `ForwardBatch.taps` of every pass."""
+    """Sizes, dtype and device of a model's passes. attention_size: elements of a token's attention output over all
+    heads. longest: maximum tokens of a sequence. num_rows: [1] int32, receives the number of unpadded tokens of a pass
+    (None: unused). taps: `ForwardBatch.taps` of every pass."""
 
     attention_size: int
     longest: int
@@ -74,7 +72,7 @@ class PassShape:
 
 
 class CudaGraphRunner:
-    """Runs forward passes. Inputs of captured sizes must come in the same tensors every time."""
+    """Runs forward passes. Inputs of captured sizes must always be in the same tensors."""
 
     def __init__(
         self,
@@ -84,7 +82,7 @@ class CudaGraphRunner:
         settings: ExecutionSettings,
         capture: GraphCapture | None,
     ) -> None:
-        """capture: None where there are no graphs; then `settings` must allow none."""
+        """capture: None without graphs; then `settings` must allow none."""
         self.settings = settings
         self._all = settings.executions()
         assert capture is not None or not self._all, "CUDA graph sizes are configured, but no GraphCapture was given"
@@ -98,7 +96,7 @@ class CudaGraphRunner:
         self._capture_of = capture
         self._largest = largest
         self._results: list[torch.Tensor] = []
-        """Results of captured passes, [largest, size] each: the hidden states and what is tapped."""
+        """Results of captured passes, [largest, size] each: hidden states and taps."""
         self._attended = torch.zeros(largest_piecewise, shape.attention_size, dtype=shape.dtype, device=shape.device)
         self._captured: dict[Execution, _CapturedPass] = {}
         pieces = [each for each in self._all if each.kind == "piecewise"]
@@ -110,12 +108,11 @@ class CudaGraphRunner:
 
     @property
     def num_captured(self) -> int:
-        """Number of captured sizes."""
         return len(self._captured)
 
     @property
     def has_uncaptured(self) -> bool:
-        """True where `capture_next` has anything to do."""
+        """True if `capture_next` has work."""
         return bool(self._wanted)
 
     def run(
@@ -126,13 +123,9 @@ class CudaGraphRunner:
         rows: torch.Tensor | None = None,
         overlay: RowOverlay | None = None,
     ) -> ForwardResult[torch.Tensor]:
-        """One forward pass over `batch` and its columns, prepared at the execution's sizes. rows: [R], the rows that
-        are read (None: all). Captured passes compute all rows, since R differs from step to step. overlay: the step's
-        (None: there is none); such a step is not run as a full graph.
-
-        Returns the hidden states [R, hidden] and what is tapped; the next call may overwrite them. Padded rows are
-        undefined.
-        """
+        """Run one forward pass over inputs prepared at the execution's sizes. rows: [R], the rows to return (None:
+        all); captured passes compute all rows. overlay: the step's overlay, which excludes full graphs. Returns hidden
+        states [R, hidden] and taps; the next call may overwrite them. Padded rows are undefined."""
         if self._num_rows is not None:
             self._num_rows.copy_(batch.query_start[-1:])
         if execution.kind == "eager":
@@ -162,13 +155,13 @@ class CudaGraphRunner:
         return ForwardResult(hidden, dict(zip(self._taps, tapped, strict=True)))
 
     def capture_at_start(self, padded_inputs: PaddedInputs) -> None:
-        """Capture all full graphs and the largest piecewise ones, as far as memory allows. As `capture_next`."""
+        """Capture all full graphs and the largest piecewise one, as far as memory allows. See `capture_next`."""
         while self._wanted and self._wanted[0] in self._at_start:
             self.capture_next(padded_inputs)
 
     def capture_next(self, padded_inputs: PaddedInputs) -> bool:
-        """Capture one more size, if any is left; returns whether there was one. For idle time: nothing of a step may be
-        under way whose inputs `padded_inputs` overwrites."""
+        """Capture one more size; returns whether one was left. Call it in idle time: no step that uses the tensors of
+        `padded_inputs` may be in progress."""
         if not self._wanted:
             return False
         execution = self._wanted[0]
@@ -209,7 +202,7 @@ class CudaGraphRunner:
     def _try_capture(
         self, capture: GraphCapture, key: Execution, batch: DeviceBatch, columns: TokenColumns
     ) -> _CapturedPass | None:
-        """None when memory has run out."""
+        """None if memory has run out."""
         try:
             with capturing(capture):
                 if key.kind == "full":
@@ -236,7 +229,7 @@ class CudaGraphRunner:
         return _PiecewisePass(self._backends, pieces.graphs, pieces.calls, last, _token_addresses(batch, columns))
 
     def _keep(self, result: ForwardResult[torch.Tensor], num_tokens: int) -> None:
-        """Copy what a captured pass computes to where every pass leaves it."""
+        """Copy a captured pass's results to their fixed place."""
         for kept, computed in zip(self._results, (result.hidden, *result.tapped.values()), strict=True):
             kept[:num_tokens].copy_(computed)
 
@@ -247,7 +240,7 @@ class _CapturedPass(Protocol):
 
 @dataclass(frozen=True)
 class _FullPass:
-    """inputs: addresses of what it was captured with."""
+    """inputs: addresses at capture."""
 
     graph: Graph
     inputs: tuple[int, ...]
@@ -259,8 +252,7 @@ class _FullPass:
 
 @dataclass(frozen=True)
 class _AttentionCall:
-    """A call between two pieces, on memory that the pieces share: of the attention back end's step, of the step of
-    layers that keep states, or of the overlay."""
+    """A call between two pieces, on shared memory: of the attention step, the state step or the overlay."""
 
     method: str
     args: tuple[Any, ...]
@@ -287,12 +279,12 @@ class _PiecewisePass:
 
 
 class _Pieces(AttentionStep):
-    """Takes the place of the attention back end's step, of the states' and of an overlay, while pieces are captured:
-    each call ends one piece and begins the next."""
+    """Stand-in for attention step, state step and overlay during capture of pieces: each call ends one piece and starts
+    the next."""
 
     def __init__(self, capture: GraphCapture, attended: torch.Tensor, layers: tuple[int, ...]) -> None:
-        """attended: [most tokens, H * D], the output of every layer's attention: the next piece reads it before the
-        next call overwrites it. layers: numbers of the layers behind which an overlay adds rows."""
+        """attended: [max tokens, H * D], output of every layer's attention; the next piece reads it before the next
+        call overwrites it. layers: layers after which an overlay adds rows."""
         self.layers = layers
         self._capture = capture
         self._attended = attended
@@ -329,12 +321,12 @@ class _Pieces(AttentionStep):
         return self._between("add_behind", (layer,), x)
 
     def _part(self, tokens: torch.Tensor, width: int) -> torch.Tensor:
-        """[T, width] of the shared output, contiguous: layers differ in their widths."""
+        """Contiguous [T, width] view of the shared output; widths differ between layers."""
         return self._attended.view(-1)[: len(tokens) * width].view(len(tokens), width)
 
     def _between(self, method: str, layer: tuple[Any, ...], *args: Any) -> Any:
-        """End a piece with this call's input and begin the next. layer: its constants, which are kept as they are.
-        args: ends with the tensor that the call writes to, which is returned."""
+        """End a piece with this call's input and start the next. layer: constants of the layer. args: tensors; the last
+        is the output, which is returned."""
         self.graphs.append(self._capture.end_capture())
         self.calls.append(_AttentionCall(method, (*layer, *(_borrowed(self._capture, value) for value in args))))
         self._capture.begin_capture()
@@ -342,7 +334,7 @@ class _Pieces(AttentionStep):
 
 
 def _borrowed(capture: GraphCapture, value: Any) -> Any:
-    """`value` with its tensors borrowed: a tensor, a tuple or dataclass of them, or something else."""
+    """Replace the tensors in `value` (a tensor, tuple, dataclass or other) by borrowed ones."""
     if isinstance(value, torch.Tensor):
         return capture.borrow(value)
     if isinstance(value, tuple):
@@ -353,14 +345,14 @@ def _borrowed(capture: GraphCapture, value: Any) -> Any:
 
 
 def _token_addresses(batch: DeviceBatch, columns: TokenColumns) -> tuple[int, ...]:
-    """The addresses of what a model reads of a step's tokens."""
+    """Addresses of the model's inputs per token."""
     token_ids, others, hidden = columns
     tensors = (token_ids, batch.slot_positions, *others.values(), hidden)
     return tuple(tensor.data_ptr() for tensor in tensors if tensor is not None)
 
 
 def _addresses(batch: DeviceBatch, columns: TokenColumns) -> tuple[int, ...]:
-    """The addresses of a full graph's inputs."""
+    """Addresses of a full graph's inputs."""
     tensors = batch.rows, batch.query_start, batch.seq_lens
     tables = *batch.slot_mapping, *batch.block_tables, *batch.state_tables
     return (*_token_addresses(batch, columns), *(tensor.data_ptr() for tensor in (*tensors, *tables)))

@@ -1,8 +1,6 @@
-"""The worker's half of drafts: what it looks up for a sequence's next step, and how many of a step's drafts are kept.
-
-A draft is accepted where it equals the token that is drawn in its place, which depends on the seed and the place alone:
-a sequence gets the tokens that it gets without drafts.
-"""
+"""The worker's half of drafts: it finds drafts for a sequence's next step and accepts those of this step. A draft is
+accepted if it equals the token sampled at its position, which depends only on seed and position; so drafts never change
+a sequence's tokens."""
 
 from __future__ import annotations
 
@@ -23,13 +21,12 @@ if TYPE_CHECKING:
     from quire.worker.request_state import RequestState
 
 PATIENCE, STRIDE = 64, 4
-"""After PATIENCE look-ups in a row that found nothing, one step in STRIDE looks up: text that does not repeat
-itself costs less, and text that begins to is found a few tokens later."""
+"""After PATIENCE look-ups in a row without a result, only one step in STRIDE looks up."""
 
 
 class Placed(NamedTuple):
-    """Where the S scheduled sequences of a step start, what they compute, and how many of these tokens are drafts: the
-    last ones, which are in the token table."""
+    """Start positions and token counts of a step's S sequences, and how many of the last tokens are drafts, which are
+    in the token table."""
 
     starts: Sequence[int]
     counts: Sequence[int]
@@ -37,9 +34,9 @@ class Placed(NamedTuple):
 
 
 class Accepted(NamedTuple):
-    """The drafts of N samples in result order. counts: tokens that each gets (None: one each). found: how many drafts
-    each has for its next step (None: there are none). token_ids: these drafts, [N, most drafts], in a step that expects
-    masks (else None)."""
+    """Accepted drafts of N samples in result order. counts: tokens per sample (None: one each). found: drafts per
+    sample for its next step (None: none). token_ids: these drafts, [N, max drafts], in a step that expects masks (else
+    None)."""
 
     counts: Deferred[list[int]] | None = None
     found: Deferred[list[int]] | None = None
@@ -50,25 +47,25 @@ NOTHING_ACCEPTED = Accepted()
 
 
 class HostDrafts:
-    """Drafts of a CPU's rows, of which the host knows all tokens."""
+    """Drafts on a CPU, where the host knows all tokens."""
 
     writes_blocks = False
-    """Making drafts writes to the KV cache."""
+    """True if making drafts writes to the KV cache."""
     reads_all = False
-    """Drafts are made from the hidden states of all tokens (`follow`)."""
+    """True if drafts are made from the hidden states of all tokens (`follow`)."""
 
     def __init__(self, num_rows: int, max_drafts: int, finder: Finder, *, has_states: bool) -> None:
-        """has_states: of a model whose states are kept at borders: no draft may be the last token before one."""
+        """has_states: True for a model with states kept at borders; no draft may be the last token before one."""
         self.finder = finder
         self._has_states = has_states
         self._drafts = np.zeros((num_rows, max_drafts), np.int32)
         self._counts = np.zeros(num_rows, np.int64)
         self._placed: dict[int, list[int]] = {}
         self._num_fruitless = 0
-        """Look-ups that were due since one found something."""
+        """Look-ups since the last that found something."""
 
     def place(self, plan: StepPlan, requests: RequestState) -> Placed:
-        """Write the plan's drafts, or those that were found for it, behind the known tokens of their sequences."""
+        """Write the plan's drafts, or found ones, after the known tokens of their sequences."""
         starts, counts, num_drafts = list(plan.start_positions), list(plan.num_tokens), [0] * len(plan.seq_ids)
         self._placed = {}
         for index, seq_id in enumerate(plan.seq_ids):
@@ -90,28 +87,28 @@ class HostDrafts:
         return Placed(starts, counts, np.array(num_drafts, np.int64))
 
     def forget(self, row: int) -> None:
-        """Note that a row begins anew, as that of another sequence."""
+        """Reset a row for another sequence."""
 
     def copy(self, source: int, destination: int) -> None:
-        """Note that a row begins as a copy of another."""
+        """Reset a row that starts as a copy of another."""
 
     def _found(self, row: int, length: int, wanted: int) -> list[int]:
-        """The drafts that a row of `length` known tokens has: `wanted`, or another number."""
+        """Drafts of a row with `length` known tokens, at best `wanted`."""
         tokens: list[int] = self._drafts[row, : self._counts[row]].tolist()
         return tokens
 
     def make(self, batch: InputBatch, table: np.ndarray) -> bool:
-        """Make the drafts of a step's batch that have not been looked up, behind its block copies; returns whether
-        tokens of the batch have changed in the token table."""
+        """Make the batch's missing drafts, after its block copies. Returns whether tokens of the batch changed in the
+        token table."""
         return False
 
     def follow(self, batch: InputBatch, hidden: torch.Tensor, lengths: np.ndarray, table: np.ndarray) -> None:
-        """Take in a step, where `reads_all`. hidden: of its tokens, [T, size]. lengths: tokens that its sequences have
-        by now, [S]."""
+        """Process a step's hidden states if `reads_all`. hidden: [T, size]. lengths: current tokens of its sequences,
+        [S]."""
 
     def accept(self, chosen: Sequence[int], sources: Sequence[int]) -> list[int]:
-        """How many tokens each sample gets. chosen: a token for each of its rows, -1 for one without a finite score,
-        before which a sequence ends its step. sources: indices of the samples into the batch."""
+        """Tokens that each sample gets. chosen: sampled token per row, -1 without a finite score, which ends the
+        sequence's step. sources: indices of the samples in the batch."""
         found, first = [], 0
         for source in sources:
             drafts = self._placed.get(source, ())
@@ -124,15 +121,15 @@ class HostDrafts:
         return found
 
     def tokens_of(self, rows: np.ndarray) -> list[list[int]]:
-        """What the last look-up found for rows, [R, most drafts]."""
+        """Result of the last look-up for rows, [R, max drafts]."""
         tokens: list[list[int]] = self._drafts[rows].tolist()
         return tokens
 
     def look_up(
         self, rows: np.ndarray, ends: np.ndarray, table: np.ndarray, needed: Sequence[int] = ()
     ) -> list[int] | None:
-        """Find drafts for rows of `ends` + 1 tokens; how many each has, None where no row has any, or none was looked
-        for (`PATIENCE`). needed: indices of rows whose drafts must be known now (`tokens_of`)."""
+        """Find drafts for rows of `ends` + 1 tokens. Returns the number for each row; None if there are none or the
+        look-up was skipped (`PATIENCE`). needed: indices of rows whose drafts must be known now (`tokens_of`)."""
         self._num_fruitless = number = self._num_fruitless + 1
         if number > PATIENCE and number % STRIDE:
             return None
@@ -144,8 +141,8 @@ class HostDrafts:
 
 
 def note_found(result: StepResult, plan: StepPlan, counts: Sequence[int], tokens: Sequence[list[int]]) -> None:
-    """Add what was found for the next step to a result. counts, tokens (those of a step that expects masks): of the
-    samples that are not pooled, as Accepted has them."""
+    """Add the next step's drafts to a result. counts, tokens (if the step expects masks): for the samples that are not
+    pooled, as in Accepted."""
     expected = set(plan.expects_sampling_inputs)
     for place, (index, count) in enumerate(zip(generated_samples(plan), counts, strict=True)):
         if count:
@@ -155,9 +152,9 @@ def note_found(result: StepResult, plan: StepPlan, counts: Sequence[int], tokens
 
 
 def add_accepted(result: StepResult, found: SampledTokens, firsts: Sequence[int], counts: Sequence[int]) -> list[int]:
-    """Add the tokens of samples with several rows each to a result. firsts: where the rows of each begin, and their
-    number. counts: tokens that each gets. Returns the indices of samples that are not finite: of others the tokens
-    before a row that is not are kept, and the next step comes upon it."""
+    """Add the tokens of samples with several rows to a result. firsts: first row of each, and the number of rows.
+    counts: tokens per sample. Returns indices of non-finite samples; if only a later row is non-finite, the tokens
+    before it are kept, and the next step meets it."""
     unsound, nonfinite = set(found.nonfinite), []
     for index, (first, count) in enumerate(zip(firsts, counts, strict=False)):
         rows = range(first, first + count)

@@ -1,20 +1,19 @@
-"""Finders of drafts in texts on a CPU: the sequence's own, outputs of earlier requests of its client, and what the
-request expects (its prediction).
+"""Finders of drafts in texts on a CPU: the sequence's own text, earlier outputs for its client, and the request's
+prediction.
 
-`method: ngram`: the longest run of a sequence's last tokens (`lookup_min` to `lookup_max` of them) that occurs before,
-at its latest place; the drafts are the tokens behind that place, and behind the sequence's own end the drafts
-themselves.
+`method: ngram`: the longest run of a sequence's last tokens (`lookup_min` to `lookup_max`) that occurs earlier, at its
+latest place. Drafts are the tokens after that place and, beyond the sequence's end, the drafts themselves.
 
-`method: suffix`: of the sequence's own text, and of the others, the latest `MOST_PLACES` places vote at which the last
-two tokens or more occur, those of longer runs first. For each length of a match, the places that match as much propose
-a path: the token that most of them have next, then the one that most of those have, and so on. A token's probability is
-the product of these shares. The path ends before a probability of less than `least`, behind `factor` tokens for each
-matched one, and where match and path are `depth` tokens. The drafts are the path with the highest sum of probabilities.
+`method: suffix`: the latest `MOST_PLACES` places of the own text, and of the others, where at least the last two tokens
+occur, longer matches first, vote. For each match length, the places with that match propose a path: the token that most
+of them have next, and so on. A token's probability is the product of these shares. A path ends below probability
+`least`, after `factor` tokens per matched token, or when match and path reach `depth` tokens. The path with the highest
+sum of probabilities wins.
 
-A prediction comes first: its place with the longest match, of several the next one behind the last.
+A prediction comes first: its place with the longest match, among several the next one after the last used.
 
-`PlainTexts` and `PlainCorpus` define the native `DraftTexts` and `Corpus`, which enter each token in an index once and
-look at the latest 512 places of a run's hash at most, so that no text makes a look-up long.
+`PlainTexts` and `PlainCorpus` define the native `DraftTexts` and `Corpus`, which index each token once and examine at
+most the latest 512 places per hash, so that no text makes a look-up slow.
 """
 
 from __future__ import annotations
@@ -28,48 +27,48 @@ from quire.config.speculation import SpeculationConfig
 from quire.registry import load_target
 
 RUNS = (2, 4)
-"""Lengths of the runs by which places are looked for, but those of `method: ngram`."""
+"""Lengths of the runs by which places are indexed, except for `method: ngram`."""
 MOST_PLACES = 4
 PREDICTED_MATCH = 64
 MOST_LENGTHS = 4
-"""Most lengths of runs of one index."""
+"""Maximum number of run lengths in one index."""
 CORPUS_TOKENS = 2**20
-"""Tokens of ended outputs of one scope, at most; the older half is dropped when they are more."""
+"""Maximum tokens of ended outputs per scope; beyond it the older half is dropped."""
 CORPORA_BYTES = 64 * 2**20
-"""Bytes of those of all scopes, beyond which the scope that was used least recently is dropped."""
+"""Maximum bytes over all scopes; beyond it the least recently used scope is dropped."""
 NO_TOKENS = np.zeros(0, np.int32)
 
 
 class Finder(Protocol):
-    """Finds the drafts of request slots."""
+    """Finds drafts for request slots."""
 
     def begin_text(self, row: int, num_tokens: int, scope: str, prediction: Sequence[int]) -> None:
-        """A row gets a sequence of `num_tokens`. scope: only requests of equal scopes may draw on one another's texts.
-        prediction: tokens that the request expects."""
+        """Start a sequence of `num_tokens` in a row. scope: only requests of equal scopes share texts. prediction:
+        tokens that the request expects."""
         ...
 
     def copy_text(self, source: int, destination: int, num_tokens: int) -> None:
-        """A row becomes a copy of another one with its first tokens."""
+        """Start a row as a copy of another's first tokens."""
         ...
 
     def rewrite(self, row: int, position: int) -> None:
-        """The row's tokens from `position` on have changed."""
+        """Report that the row's tokens from `position` on have changed."""
         ...
 
     def end_text(self, row: int, token_ids: np.ndarray) -> None:
-        """The row's sequence gives up its slot. token_ids: all its tokens, int32."""
+        """End the row's sequence. token_ids: all its tokens, int32."""
         ...
 
     def find_drafts(
         self, table: np.ndarray, rows: np.ndarray, lengths: np.ndarray, drafts: np.ndarray, counts: np.ndarray
     ) -> int:
-        """Fill drafts, [num_rows, most drafts] int32, and counts, [num_rows] int64, of rows, [R] int64, that have
-        `lengths` tokens in the token table, [num_rows, capacity] int32; return how many of them have any."""
+        """Fill drafts, [num_rows, max drafts] int32, and counts, [num_rows] int64, for `rows`, [R] int64, with
+        `lengths` tokens in the token table, [num_rows, capacity] int32. Returns the number of rows with drafts."""
         ...
 
 
 class NoFinder:
-    """Nothing follows what becomes of rows."""
+    """Finder that finds nothing."""
 
     def begin_text(self, row: int, num_tokens: int, scope: str, prediction: Sequence[int]) -> None: ...
 
@@ -89,7 +88,7 @@ NO_FINDER = NoFinder()
 
 
 class Corpus(Protocol):
-    """Outputs that have ended."""
+    """Ended outputs of one scope."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -102,7 +101,7 @@ class MakeCorpus(Protocol):
 
 
 class Texts(Protocol):
-    """The texts of request slots. Each call of a row's begins with `begin`."""
+    """Texts of request slots; `begin` precedes other calls for a row."""
 
     def begin(self, row: int, corpus: Corpus | None, prediction: np.ndarray) -> None: ...
 
@@ -117,7 +116,7 @@ class Texts(Protocol):
         drafts: np.ndarray,
         counts: np.ndarray,
     ) -> int:
-        """By `method: ngram`. Runs have the index's least length at least, `most` tokens at most."""
+        """Look up by `method: ngram`, with runs from the index's least length to `most` tokens."""
         ...
 
     def find_likely(
@@ -131,7 +130,7 @@ class Texts(Protocol):
         drafts: np.ndarray,
         counts: np.ndarray,
     ) -> int:
-        """By `method: suffix`."""
+        """Look up by `method: suffix`."""
         ...
 
 
@@ -140,7 +139,7 @@ class MakeTexts(Protocol):
 
 
 class TextFinder:
-    """Implements Finder for `method: ngram` and `suffix`."""
+    """Finder for `method: ngram` and `suffix`."""
 
     def __init__(
         self, num_rows: int, config: SpeculationConfig, make_texts: MakeTexts, make_corpus: MakeCorpus
@@ -152,7 +151,7 @@ class TextFinder:
         max_texts = 0 if suffix is None else suffix.max_texts
         self._corpora = Corpora(make_corpus, max_texts)
         self._rows: list[tuple[int, str, np.ndarray]] = [(0, "", NO_TOKENS)] * num_rows
-        """Tokens of each row that are no output of its slot, its scope, and its prediction."""
+        """Each row's number of tokens that are not its output, its scope and its prediction."""
 
     def begin_text(self, row: int, num_tokens: int, scope: str, prediction: Sequence[int]) -> None:
         self._begin(row, num_tokens, scope, np.array(prediction, np.int32))
@@ -169,7 +168,7 @@ class TextFinder:
         self._texts.rewrite(row, position)
 
     def end_text(self, row: int, token_ids: np.ndarray) -> None:
-        """Keep the output of the slot, with some tokens before it by which it is found."""
+        """Keep the slot's output, with some tokens before it for matching."""
         first, scope, _ = self._rows[row]
         if self._corpora.max_texts and len(token_ids) > first:
             assert self._config.suffix is not None, "only this method keeps texts"
@@ -187,16 +186,15 @@ class TextFinder:
 
 
 class Corpora:
-    """The outputs that have ended, by scope. Which scopes are dropped depends on the order of requests alone: all ranks
-    drop the same."""
+    """Ended outputs by scope. Eviction depends only on the order of requests, so all ranks evict the same."""
 
     def __init__(self, make_corpus: MakeCorpus, max_texts: int, max_bytes: int = CORPORA_BYTES) -> None:
-        """max_texts: of each scope; 0: nothing is kept."""
+        """max_texts: per scope; 0: keep nothing."""
         self.max_texts = max_texts
         self._make_corpus = make_corpus
         self._max_bytes = max_bytes
         self._corpora: dict[str, Corpus] = {}
-        """The one that was used last comes last."""
+        """Corpora by scope, most recently used last."""
         self._num_bytes: dict[str, int] = {}
         self._total = 0
 
@@ -218,7 +216,7 @@ class Corpora:
         self._account(scope, corpus)
 
     def _account(self, scope: str, corpus: Corpus) -> None:
-        """Count the bytes of a scope, and drop others where there are too many."""
+        """Update a scope's bytes and evict others beyond the limit."""
         num_bytes = max(corpus.num_bytes, 1024)
         self._total += num_bytes - self._num_bytes.get(scope, 0)
         self._num_bytes[scope] = num_bytes
@@ -229,12 +227,9 @@ class Corpora:
 
 
 class CustomFinder(NoFinder):
-    """Implements Finder by an object of the operator's (`method: custom_class`), which sees tokens alone.
-
-    The class is called with the most drafts of a step, and has `propose(token_ids)`: the tokens of a sequence, [length]
-    int32, read-only, -> guesses of the next ones. Guesses beyond the most are left out, and so are those from the first
-    on that is no token of the model.
-    """
+    """Finder that calls a user's class (`method: custom_class`). The class is called with the maximum number of drafts
+    and has `propose(token_ids)`: a sequence's tokens, [length] int32, read-only, -> guesses. Guesses beyond the
+    maximum, and from the first invalid token on, are dropped."""
 
     def __init__(self, name: str, max_drafts: int, vocab_size: int) -> None:
         self._drafter = load_target(name)(max_drafts)
@@ -256,7 +251,7 @@ class CustomFinder(NoFinder):
 
 
 def run_lengths(least: int, most: int) -> list[int]:
-    """The lengths of runs by which places are looked for: few of those from `least` to `most`, both among them."""
+    """At most MOST_LENGTHS run lengths from `least` to `most`, both included."""
     count = min(MOST_LENGTHS, most - least + 1)
     if count == 1:
         return [least]

@@ -1,8 +1,5 @@
-"""The way in which a step's forward pass is run: kernel by kernel, as graphs between the layers' attention, or as one
-graph.
-
-A pure function of numbers that the host knows before it prepares the step's inputs; `quire doctor` prints it.
-"""
+"""Choice of how a step's forward pass runs: kernel by kernel, as graphs between attention calls, or as one graph. It is
+a pure function of numbers known before the inputs are prepared; `quire doctor` prints it."""
 
 from __future__ import annotations
 
@@ -17,15 +14,15 @@ Kind = Literal["eager", "piecewise", "full"]
 
 
 MOST_DRAFT_TOKENS = 128
-"""Tokens of the largest full graph of sequences with drafts. Up to here a step's time is that of reading the weights:
-rows of sequences without drafts cost nothing. Larger steps outlast the launches of pieces."""
+"""Maximum tokens of a full graph for sequences with drafts. Up to this size reading the weights dominates, so padded
+rows are free; larger steps outlast the launches of pieces."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutionSettings:
-    """full_sizes: numbers of sequences that decode batches are padded to, piecewise_sizes: numbers of tokens that other
-    batches are padded to; both ascending, empty where there are no such graphs. draft_rows: tokens that a sequence with
-    drafts has in a full graph (0: there are none)."""
+    """full_sizes: sequence counts that decode batches are padded to. piecewise_sizes: token counts that other
+    batches are padded to. Both ascend and may be empty. draft_rows: tokens per sequence with drafts in a full graph
+    (0: none)."""
 
     full_sizes: tuple[int, ...] = ()
     piecewise_sizes: tuple[int, ...] = ()
@@ -33,12 +30,12 @@ class ExecutionSettings:
 
     @property
     def draft_sizes(self) -> tuple[int, ...]:
-        """Numbers of sequences that decode batches with drafts are padded to."""
+        """Sequence counts that decode batches with drafts are padded to."""
         return tuple(size for size in self.full_sizes if 0 < size * self.draft_rows <= MOST_DRAFT_TOKENS)
 
     def executions(self) -> list[Execution]:
-        """Every pass that is captured, in the order of its kind: pieces, decodes, decodes with drafts; each kind from
-        its largest. Pieces serve any number of sequences, and say 1."""
+        """All captured passes: pieces, decodes, decodes with drafts; each kind from its largest. Pieces serve any
+        number of sequences, and have num_seqs 1."""
         return [
             *(Execution("piecewise", size, 1) for size in reversed(self.piecewise_sizes)),
             *(Execution("full", size, size) for size in reversed(self.full_sizes)),
@@ -46,14 +43,14 @@ class ExecutionSettings:
         ]
 
     def without_full(self) -> ExecutionSettings:
-        """The same for a step that no full graph computes."""
+        """Settings without full graphs."""
         return replace(self, full_sizes=())
 
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """num_tokens, num_seqs: sizes that the step's inputs are prepared at, padding included. overlaid: layers behind
-    which an overlay adds rows (None: there is none)."""
+    """num_tokens, num_seqs: sizes of the prepared inputs, with padding. overlaid: layers after which an overlay adds
+    rows (None: no overlay)."""
 
     kind: Kind
     num_tokens: int
@@ -62,13 +59,13 @@ class Execution:
 
     @property
     def captured_as(self) -> Execution:
-        """Its place among the captured passes, as `ExecutionSettings.executions` has them."""
+        """Key among the captured passes."""
         return replace(self, num_seqs=1) if self.kind == "piecewise" else self
 
 
 def execution_settings(device: DeviceConfig, max_num_seqs: int, max_drafts: int) -> ExecutionSettings:
-    """The ways to run a forward pass that the configuration allows. Decode batches larger than the largest full graph
-    are not decode batches here: they may have piecewise graphs. max_drafts: most drafts of a sequence in a step."""
+    """Execution settings of the configuration. Decode batches larger than the largest full graph may use piecewise
+    graphs. max_drafts: maximum drafts of a sequence per step."""
     sizes = device.cuda_graph_sizes
     return ExecutionSettings(
         full_sizes=tuple(size for size in sizes if size <= max_num_seqs) if device.has_full_graphs else (),
@@ -80,12 +77,11 @@ def execution_settings(device: DeviceConfig, max_num_seqs: int, max_drafts: int)
 def choose_execution(
     num_tokens: int, num_seqs: int, max_query_len: int, settings: ExecutionSettings, *, is_decode: bool = False
 ) -> Execution:
-    """The way to run a step's forward pass. num_tokens, num_seqs: the step's, without padding. max_query_len: most new
-    tokens of one sequence. is_decode: all new tokens of a sequence but the first are drafts.
+    """Choose how a step runs. num_tokens, num_seqs: sizes without padding. max_query_len: maximum new tokens of a
+    sequence. is_decode: all new tokens but the first are drafts.
 
-    Every sequence has one new token, or one and drafts: a full graph of the next size, with as many padded sequences.
-    Else piecewise graphs of the next size: tokens are padded, sequences are not, since attention is run for the step as
-    it is.
+    If every sequence has one new token (and drafts), a full graph of the next size is used, with padded sequences; else
+    piecewise graphs of the next size, with padded tokens but not sequences, since attention runs on the step itself.
     """
     if max_query_len == 1:
         size = _next(settings.full_sizes, num_seqs)
@@ -102,6 +98,6 @@ def choose_execution(
 
 
 def _next(sizes: Sequence[int], number: int) -> int | None:
-    """The smallest of `sizes` that is at least `number`."""
+    """Smallest of `sizes` that is at least `number`."""
     index = bisect_left(sizes, number)
     return sizes[index] if index < len(sizes) else None

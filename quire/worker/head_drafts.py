@@ -1,11 +1,7 @@
-"""Drafts of a head: layers behind a model's last one that guess the token after the next, from a token's hidden state
-and the token that follows it.
-
-Behind each step the head computes the step's tokens that have a successor by then, which writes its keys and values at
-their positions, inside the blocks that the step has. Its result for the last of them is kept: a step with drafts begins
-with the guess that follows from it, and feeds the head its own guesses for the further ones. What it then writes for
-these the step itself writes over, from the model's hidden states.
-"""
+"""Drafts of a head: layers after the model's last one that guess the token after the next from a token's hidden state
+and its successor. After each step the head computes the step's tokens with a known successor, which writes their keys
+and values into the step's blocks. The result for the last one is kept: a step with drafts starts from its guess and
+feeds the head its own guesses. The step later overwrites what the head wrote for these."""
 
 from __future__ import annotations
 
@@ -30,8 +26,8 @@ if TYPE_CHECKING:
 
 
 class HeadDrafts(HostDrafts):
-    """Makes drafts with a model's head on a CPU. Rows that have not yet computed a step have none, nor have children in
-    their first step: the hidden state that theirs would follow from is their parent's."""
+    """Makes drafts with a model's head on a CPU. Rows without a computed step have no drafts, nor have children in
+    their first step, as the hidden state is their parent's."""
 
     writes_blocks = True
     reads_all = True
@@ -46,20 +42,20 @@ class HeadDrafts(HostDrafts):
         *,
         has_states: bool,
     ) -> None:
-        """backends: of the head's layers. longest: most tokens of a sequence."""
+        """backends: the head's. longest: maximum tokens of a sequence."""
         super().__init__(tables.num_rows, config.max_drafts, NO_FINDER, has_states=has_states)
         self._head = head
         self._tables = tables
         self._backends = backends
         self._longest = longest
         self._columns = ColumnValues(STEP_COLUMNS, head.columns, tables.num_rows)
-        """Those of texts alone, without adapters and pictures."""
+        """Columns of plain texts, without adapters and images."""
         self._results = torch.zeros(tables.num_rows, head.output_size)
-        """The head's for the last token but one of each row."""
+        """The head's result for the last token but one of each row."""
         self._known = np.zeros(tables.num_rows, np.int64)
-        """Tokens that each row had then."""
+        """Tokens of each row at that result."""
         self._unknown: list[int] = []
-        """Sequences of the step whose drafts are to be made."""
+        """Sequences of the step whose drafts must be made."""
 
     def forget(self, row: int) -> None:
         self._known[row] = 0
@@ -111,8 +107,8 @@ class HeadDrafts(HostDrafts):
         return counts.tolist() if counts.any() else None
 
     def _guess(self, rows: np.ndarray, lengths: np.ndarray, counts: np.ndarray, table: np.ndarray) -> None:
-        """Make `counts` drafts behind the `lengths` known tokens of distinct rows, also to the token table. All
-        are [R]."""
+        """Make `counts` drafts after the `lengths` known tokens of distinct rows, in the token table too. All are
+        [R]."""
         results, number = self._results[rows], 0
         while len(rows):
             tokens = self._head.compute_logits(results).argmax(1).numpy()
@@ -126,7 +122,8 @@ class HeadDrafts(HostDrafts):
                 results = self._run(batch, results, None, table)
 
     def _run(self, batch: InputBatch, hidden: torch.Tensor, read: np.ndarray | None, table: np.ndarray) -> torch.Tensor:
-        """The head's results for a batch's tokens that `read` names (None: all). hidden: of these tokens, [T, size]."""
+        """The head's results for the tokens `read` of a batch (None: all). hidden: hidden states of all its tokens, [T,
+        size]."""
         from quire.worker.platform.cpu_inputs import prepare_inputs
 
         followers, attention = prepare_inputs(batch, table[:, 1:], self._tables)

@@ -1,4 +1,4 @@
-"""Images of a step: encoded as plans order, and put over the embeddings of their tokens."""
+"""Images of a step: encoding as plans order, and overlays over their tokens' embeddings."""
 
 from __future__ import annotations
 
@@ -16,21 +16,19 @@ from quire.worker.overlays import StepOverlay
 
 
 class ImageOverlays:
-    """The OverlaySource of a model that takes images.
-
-    An image is encoded as plans order it, and its features are kept until a plan drops them: every worker holds what
-    the scheduler knows of (quire/scheduler/encoding.py). Its bits do not depend on the slices.
-    """
+    """OverlaySource of a model with images. Plans order encoding, and features are kept until a plan drops them, so
+    every worker holds what the scheduler knows of (quire/scheduler/encoding.py). An image's bits do not depend on how
+    its encoding is sliced."""
 
     def __init__(self, encoder: VisionEncoder, processor: ImageProcessor) -> None:
         self._encoder = encoder
         self._processor = processor
         self._kept: dict[bytes, torch.Tensor] = {}
-        """By key, [tokens, feature_size] float32."""
+        """Features by image key, [tokens, feature_size] float32."""
         self._run: tuple[bytes, EncoderRun] | None = None
-        """The image of which some layers are computed, and not all."""
+        """Key and run of the partly encoded image."""
         self._shown: dict[int, list[ImagePlace]] = {}
-        """By sequence."""
+        """Images by sequence."""
 
     def of_step(self, plan: StepPlan, batch: InputBatch) -> StepOverlay | None:
         for seq_id in plan.released if self._shown else ():
@@ -43,12 +41,12 @@ class ImageOverlays:
         return self._overlay(plan, batch) if self._shown else None
 
     def weight_bytes(self) -> int:
-        """Bytes of the tower's parameters as they are stored."""
+        """Bytes of the tower's parameters."""
         return self._encoder.weight_bytes()
 
     def working_bytes(self, max_tokens: int) -> int:
-        """A generous estimate of what features and the encoder's working memory take at most, everything in float32.
-        max_tokens: of a prompt, whose placeholders an image's are."""
+        """Upper estimate in bytes of features and the encoder's working memory, in float32. max_tokens: limit of a
+        prompt, which bounds an image's placeholders."""
         config = self._encoder.config
         tokens = min(max_tokens, self._processor.max_tokens)
         patches = tokens * config.merge_size**2
@@ -56,7 +54,7 @@ class ImageOverlays:
         return CACHE_BYTES + 4 * (2 * patches * per_patch + tokens * config.feature_size)
 
     def release_workspaces(self) -> None:
-        """Free working memory, and drop all features."""
+        """Free working memory and drop all features."""
         self._kept.clear()
         self._run = None
         self._encoder.release_workspaces()

@@ -1,4 +1,4 @@
-"""The input batch of one step: columns of the host, without a Python loop over tokens."""
+"""Input batch of a step: columns on the host, made without a Python loop over tokens."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ if TYPE_CHECKING:
 
 
 class InputBatch(NamedTuple):
-    """S scheduled sequences with T tokens in all, in the plan's order.
+    """S scheduled sequences with T tokens, in the plan's order.
 
-    rows, starts, counts, ends: [S] int64: request slot, first position computed in this step, number of positions, and
-    the position after the last. query_start: [S + 1] int64: sequence s owns tokens query_start[s]:query_start[s + 1].
-    logits_rows: [R] int64, ascending, the tokens whose hidden states are read (None: all T): each sequence's last, and
-    all of one whose prompt is scored. read_start: [S + 1] int64: of the R, those of sequence s begin at read_start[s].
-    rows_version: batches of one version, but 0, have the same rows. num_drafts: [S] int64, how many of the last tokens
-    are drafts (None: none is); their hidden states are read, and that of the token before them. overlay: rows that
-    take the place of tokens' embeddings (None: there are none).
+    rows, starts, counts, ends: [S] int64: request slot, first computed position, number of positions, position after
+    the last. query_start: [S + 1] int64: tokens of sequence s are query_start[s]:query_start[s + 1]. logits_rows: [R]
+    int64, ascending, tokens whose hidden states are read (None: all T): each sequence's last, and all of a scored
+    prompt. read_start: [S + 1] int64, start of each sequence's part of the R. rows_version: batches with equal versions
+    other than 0 have equal rows. num_drafts: [S] int64, number of last tokens that are drafts (None: none); their
+    hidden states, and the one before, are read. overlay: rows that replace embeddings (None: none).
     """
 
     rows: np.ndarray
@@ -37,14 +36,14 @@ class InputBatch(NamedTuple):
 
     @classmethod
     def of(cls, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> InputBatch:
-        """A batch of which all T tokens are read."""
+        """A batch whose T tokens are all read."""
         query_start = np.zeros(len(rows) + 1, np.int64)
         np.cumsum(counts, out=query_start[1:])
         return cls(rows, starts, counts, starts + counts, query_start, None, query_start)
 
     @classmethod
     def of_plan(cls, rows: np.ndarray, starts: Sequence[int], counts: Sequence[int]) -> InputBatch:
-        """As `of`, from a plan's numbers."""
+        """See `of`, from a plan's numbers."""
         return cls.of(rows, np.array(starts, np.int64), np.array(counts, np.int64))
 
     @classmethod
@@ -64,18 +63,18 @@ class InputBatch(NamedTuple):
 
     @property
     def num_read(self) -> int:
-        """R."""
+        """R, the number of rows read."""
         return int(self.read_start[-1])
 
     @property
     def max_query_len(self) -> int:
-        """Most tokens of one sequence in this step; of a batch that is nothing but padding: 1, like a decode's, for
-        grids follow it and graphs are captured over such batches."""
+        """Maximum tokens of a sequence in this step; 1 for a padding-only batch, because graphs are captured over such
+        batches."""
         return int(self.counts.max(initial=1))
 
     @property
     def is_decode(self) -> bool:
-        """Whether each sequence has one new token, and drafts behind it."""
+        """True if each sequence has one new token, plus drafts."""
         return self.num_tokens == len(self.rows) + (0 if self.num_drafts is None else int(self.num_drafts.sum()))
 
     @property
@@ -85,12 +84,12 @@ class InputBatch(NamedTuple):
 
     @property
     def sequence_index(self) -> np.ndarray:
-        """[T] int64: s of each token."""
+        """Sequence index of each token, [T] int64."""
         return np.repeat(np.arange(len(self.rows)), self.counts)
 
     @property
     def positions(self) -> np.ndarray:
-        """[T] int64: position of each token in its sequence."""
+        """Position of each token in its sequence, [T] int64."""
         return np.arange(self.num_tokens) + np.repeat(self.starts - self.query_start[:-1], self.counts)
 
 
@@ -101,7 +100,7 @@ def build_input_batch(
     requests: RequestState,
     num_drafts: np.ndarray | None = None,
 ) -> InputBatch:
-    """Every scheduled token must be known, or sampled by an earlier step, or a draft. num_drafts: as that of
+    """Build the batch. Every scheduled token must be known, sampled by an earlier step, or a draft. num_drafts: see
     InputBatch."""
     lengths = requests.lengths
     if num_drafts is None:
@@ -117,7 +116,7 @@ def build_input_batch(
 
 
 def _reading_less(batch: InputBatch, scored: Collection[int]) -> InputBatch:
-    """The batch with its `logits_rows` and `read_start`. scored: rows whose prompts are scored."""
+    """Add `logits_rows` and `read_start`. scored: rows whose prompts are scored."""
     counts, query_start = batch.counts, batch.query_start
     num_read = np.ones_like(counts) if batch.num_drafts is None else batch.num_drafts + 1
     if scored:

@@ -1,4 +1,4 @@
-"""The pools' memory: one tensor per page of a block, on the device and, for swapped requests, on the host."""
+"""Memory of the KV pools: one tensor per page of a block, on the device and, for swapping, on the host."""
 
 from __future__ import annotations
 
@@ -18,22 +18,19 @@ STORED_DTYPES = {
     "float16": torch.float16,
     "fp8": torch.float8_e4m3fn,
 }
-"""`kv_cache_dtype` -> elements of pages, where torch reads them."""
+"""Torch dtype of a page's elements, by `kv_cache_dtype`."""
 
 
 def allocate_pages(layout: KVCacheLayout) -> list[torch.Tensor]:
-    """`layers_per_group` tensors [num_blocks, page bytes] uint8, zero. The attention back
-    end decides what a page's bytes mean.
-
-    On a CPU the memory is only reserved: the system backs it, by huge pages, when a block is first written, so a
-    pool that is larger than the load needs costs nothing. Raises InsufficientMemoryError if even reserving it fails.
-    """
+    """`layers_per_group` zeroed tensors [num_blocks, page bytes] uint8; the attention back end interprets them. On a
+    CPU memory is only reserved and backed, by huge pages, when first written. Raises InsufficientMemoryError if
+    reserving fails."""
     return _reserve(layout, layout.num_blocks, "the KV cache", "kv_cache_memory")
 
 
 def prefault(pages: Sequence[torch.Tensor], num_threads: int) -> None:
-    """Have the system give the memory of the pool's tensors: waiting for it can be a seventh of a prompt's time.
-    Raises InsufficientMemoryError when the pool is larger than what is available."""
+    """Back the pool's memory now; else page faults can take a seventh of a prompt's time. Raises
+    InsufficientMemoryError if the pool exceeds the available memory."""
     total, available = sum(page.nbytes for page in pages), available_memory()
     if total > available:
         raise InsufficientMemoryError(
@@ -44,7 +41,7 @@ def prefault(pages: Sequence[torch.Tensor], num_threads: int) -> None:
 
 
 def allocate_host_pages(layout: KVCacheLayout) -> list[torch.Tensor]:
-    """The page tensors of the host pool, of `num_host_blocks` blocks and an unused block 0, as `allocate_pages`."""
+    """Page tensors of the host pool, with `num_host_blocks` blocks and an unused block 0."""
     return _reserve(layout, layout.num_host_blocks + 1, "swapped requests", "swap_space")
 
 
@@ -60,8 +57,8 @@ def _reserve(layout: KVCacheLayout, num_blocks: int, purpose: str, option: str) 
 
 
 def layer_pages(pages: Sequence[torch.Tensor], layout: KVCacheLayout, dtype: torch.dtype) -> dict[int, torch.Tensor]:
-    """The pool as each layer that keeps something of each token uses it: the kernels' blocks (of which each block of
-    the pool is `layout.kernel_blocks`), [kernel blocks, *spec.page_shape(layout.block_size)], elements of `dtype`."""
+    """The pool as each layer that keeps tokens uses it: [kernel blocks, *spec.page_shape(layout.block_size)] of
+    `dtype`; a pool block is `layout.kernel_blocks` kernel blocks."""
     views: dict[int, torch.Tensor] = {}
     for group in layout.token_groups:
         num_blocks = layout.num_blocks * layout.kernel_blocks(group)
@@ -73,7 +70,7 @@ def layer_pages(pages: Sequence[torch.Tensor], layout: KVCacheLayout, dtype: tor
 
 
 def state_pages(pages: Sequence[torch.Tensor], layout: KVCacheLayout) -> dict[int, torch.Tensor]:
-    """The pool as each layer that keeps states uses it: [num_blocks, page bytes] uint8, without the padding."""
+    """The pool as each layer with states uses it: [num_blocks, page bytes] uint8, without padding."""
     return {
         layer: page[:, : group.page_bytes]
         for group in layout.state_groups

@@ -1,9 +1,5 @@
-"""Swapping on the worker: whole blocks between the device's pool and the host's, beside the forward pass.
-
-On a CPU both pools are memory of this process, and the copies run on a thread of their own
-(quire/worker/platform/cpu_blocks.py). On a device they are enqueued on a stream of their own
-(quire/worker/platform/stream_transfers.py).
-"""
+"""Swapping of whole blocks between the device's and the host's pool, beside the forward pass: on a thread on a CPU
+(quire/worker/platform/cpu_blocks.py), on a stream on a device (quire/worker/platform/stream_transfers.py)."""
 
 from __future__ import annotations
 
@@ -15,29 +11,28 @@ Pairs: TypeAlias = Sequence[tuple[int, int]]
 
 
 class BlockTransfers(Protocol):
-    """Copies blocks between the pools, for one plan at a time, in the order that `quire.step` documents."""
+    """Copies blocks between the pools, one plan at a time, in the order that `quire.step` documents."""
 
     def start(self, swap_out: Pairs, swap_in: Pairs) -> None:
-        """Start copying. swap_out: (device block, host block). swap_in: (host block, device block), after all of
+        """Start copies. swap_out: (device block, host block). swap_in: (host block, device block), after all of
         swap_out."""
         ...
 
     def is_reading(self, blocks: Iterable[int]) -> bool:
-        """True where one of these device blocks is still to be saved; the caller must not write it before `wait`."""
+        """True if one of these device blocks is still being saved; do not write it before `wait`."""
         ...
 
     def wait(self) -> None:
-        """Order every copy that was started before whatever the caller computes next. Raises the error of a copy."""
+        """Order all started copies before later computation. Raises a copy's error."""
         ...
 
     def synchronize(self) -> None:
-        """Return when every copy that was started has ended, so that the host may read and write its pool. Called
-        anywhere."""
+        """Wait on the host for all started copies. May be called anywhere."""
         ...
 
 
 class NoTransfers:
-    """The BlockTransfers of an engine without a host pool."""
+    """BlockTransfers without a host pool."""
 
     def start(self, swap_out: Pairs, swap_in: Pairs) -> None:
         assert not swap_out, "a plan swaps, and there is no host pool"
@@ -47,7 +42,7 @@ class NoTransfers:
         return False
 
     def wait(self) -> None:
-        """Return at once: no transfer is ever started."""
+        """Does nothing."""
 
     def synchronize(self) -> None:
-        """Return at once: no transfer is ever started."""
+        """Does nothing."""

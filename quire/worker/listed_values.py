@@ -1,7 +1,5 @@
-"""Values of step columns that requests list for their tokens, as no rule gives them (positions of an image's patches).
-
-The host keeps them, and a step takes those of the tokens that it computes.
-"""
+"""Step-column values that requests list per token, such as positions of image patches. The host keeps them; a step
+takes those of its tokens."""
 
 from __future__ import annotations
 
@@ -14,13 +12,12 @@ from quire.worker.input_batch import InputBatch
 
 
 class ListedValues:
-    """Values that requests list for their tokens: for each row up to the last listed one, [C, tokens] int64, in all C
-    columns of the model."""
+    """Listed values by row: [C, tokens] int64 up to the last listed token, in all C columns."""
 
     def __init__(self, num_rows: int) -> None:
         self._of_rows: dict[int, np.ndarray] = {}
         self._counts = np.zeros(num_rows, np.int64)
-        """Tokens of each row up to the last that is listed."""
+        """Tokens of each row up to the last listed one."""
 
     def set(
         self,
@@ -29,8 +26,8 @@ class ListedValues:
         ruled: Callable[[np.ndarray], np.ndarray],
         values: np.ndarray,
     ) -> None:
-        """lists: one for each column (None: a column has none). ruled: from the row's values at the first tokens,
-        [tokens, C], the tokens', [C, tokens]. values: the row's, [C], which hold behind the lists."""
+        """Set a row's lists. lists: per column (None: none). ruled: maps row values of the first tokens, [tokens, C],
+        to token values, [C, tokens]. values: the row's values, [C], which apply after the lists."""
         count = max((own.end for own in lists if own is not None), default=0)
         self._put(row, None)
         if count:
@@ -47,8 +44,7 @@ class ListedValues:
         self._put(destination, self._of_rows.get(source))
 
     def of_batch(self, batch: InputBatch) -> tuple[np.ndarray, np.ndarray] | None:
-        """Tokens of a batch whose values are listed, [L] int64, and these values, [C, L] int64. None: there are
-        none."""
+        """Tokens of a batch with listed values, [L] int64, and the values, [C, L] int64; None if there are none."""
         if not self._of_rows:
             return None
         found = np.flatnonzero(batch.starts < self._counts[batch.rows])

@@ -1,4 +1,4 @@
-"""The progress of loading weights, in MiB: a bar on a terminal, lines of the log elsewhere."""
+"""Progress of loading weights, in MiB: a bar on a terminal, log lines elsewhere."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ DESCRIPTION = "loading weights (MiB)"
 
 
 class LoadProgress:
-    """The progress callback of `load_model`, and a context manager that removes the bar at its end.
-
-    The first report tells how many bytes there are to load, so the bar is made then.
-    """
+    """Progress callback of `load_model` and context manager that removes the bar. The first report gives the total."""
 
     def __init__(self) -> None:
         self._bars = ExitStack()

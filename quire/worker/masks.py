@@ -1,4 +1,4 @@
-"""The masks of a step, as they come with its sampling inputs."""
+"""Token masks of a step's sampling inputs."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from quire.worker.pooling import generated_samples
 def read_masks(
     inputs: SamplingInputs, plan: StepPlan, vocab_size: int, firsts: np.ndarray | None = None
 ) -> TokenMasks | None:
-    """The masks of sampled rows. firsts: as that of SampleRows. None: no row has one. Raises QuireError for inputs that
-    do not fit the plan or the vocabulary."""
+    """Masks of sampled rows; None if no row has one. firsts: see SampleRows. Raises QuireError for inputs that do not
+    fit the plan or the vocabulary."""
     num_words = -(-vocab_size // 32)
-    expected = set(plan.expects_sampling_inputs)
-    if inputs.step_id != plan.step_id or not inputs.masks.keys() | inputs.draft_masks.keys() <= expected:
+    masks, expected = inputs.masks, plan.expects_sampling_inputs
+    if inputs.step_id != plan.step_id or not (masks.keys() | inputs.draft_masks.keys()).issubset(expected):
         raise QuireError(f"the sampling inputs of step {inputs.step_id} are not those that step {plan.step_id} expects")
-    places = {index: place for place, index in enumerate(generated_samples(plan))}
-    if firsts is None:
-        masks = {places[index]: mask for index, mask in inputs.masks.items()}
-    else:
-        masks = _with_drafts(inputs, {index: places[index] for index in expected}, firsts, 4 * num_words)
-    if any(len(mask) != 4 * num_words for mask in masks.values()):
-        raise QuireError(f"a mask over {vocab_size} tokens has {4 * num_words} bytes")
+    if plan.pooled or firsts is not None:
+        places = {index: place for place, index in enumerate(generated_samples(plan))}
+        if firsts is None:
+            masks = {places[index]: mask for index, mask in masks.items()}
+        else:
+            masks = _with_drafts(inputs, {index: places[index] for index in expected}, firsts, 4 * num_words)
     if not masks:
         return None
+    if {*map(len, masks.values())} != {4 * num_words}:
+        raise QuireError(f"a mask over {vocab_size} tokens has {4 * num_words} bytes")
     words = np.frombuffer(b"".join(masks.values()), "<u4").reshape(len(masks), num_words)
     return TokenMasks(np.array(list(masks), np.int64), words)
 
@@ -35,8 +36,8 @@ def read_masks(
 def _with_drafts(
     inputs: SamplingInputs, places: dict[int, int], firsts: np.ndarray, num_bytes: int
 ) -> dict[int, bytes]:
-    """The masks of rows, by row. places: index of a sample that expects masks -> its place among those with rows. A row
-    behind a draft that has no mask allows nothing: without a finite score it ends what is accepted."""
+    """Masks by row for samples with drafts. places: index of a sample that expects masks -> its place among those with
+    rows. A draft's row without a mask allows nothing, which ends acceptance there."""
     masks, nothing = {}, bytes(num_bytes)
     for index, place in places.items():
         first, count = int(firsts[place]), int(firsts[place + 1] - firsts[place])

@@ -1,5 +1,4 @@
-"""The memory that one engine can have for its pools: measured by dummy steps before the KV cache exists, or
-estimated."""
+"""Memory available to an engine's pools: measured by dummy steps before the KV cache exists, or estimated."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ from quire.worker.platform.interface import DraftModel, MemoryMeter, StepLimits
 
 
 def measure_memory(model: CausalLM, config: ModelConfig, limits: StepLimits, meter: MemoryMeter) -> MemoryProfile:
-    """Measure what is available, then what the largest step takes; estimate where that cannot be measured. Raises
-    InsufficientMemoryError when the step itself does not fit."""
+    """Measure available memory and the largest step, or estimate the latter. Raises InsufficientMemoryError if the step
+    does not fit."""
     available = meter.free()
     activations = estimate_activations(config, limits.max_num_tokens, limits.max_num_rows)
     measured = meter.step_bytes(model, limits, activations)
@@ -26,15 +25,15 @@ def measure_memory(model: CausalLM, config: ModelConfig, limits: StepLimits, met
 
 
 def draft_memory(draft: DraftModel, limits: StepLimits) -> MemoryProfile:
-    """What a model that makes drafts takes; of a head the activations, estimated."""
+    """Memory of a draft model; for a head, estimated activations."""
     if draft.meter is None:
         return MemoryProfile(0, estimate_activations(draft.config, limits.max_num_tokens, limits.max_num_seqs), 0, None)
     return measure_memory(draft.model, draft.config, limits, draft.meter)
 
 
 def estimate_activations(config: ModelConfig, num_tokens: int, num_rows: int) -> int:
-    """A generous estimate of the peak in bytes, everything in float32: per token three copies of the widest
-    intermediate, six of the hidden state and three of query, key and value; per sampled row five of the logits."""
+    """Upper estimate of peak activations in bytes, in float32: per token three times the widest intermediate, six
+    hidden states, three times query, key and value; per sampled row five times the logits."""
     named = (config.hf.get(name) for name in ("intermediate_size", "ffn_dim", "n_inner"))
     intermediate = next((int(size) for size in named if size), 4 * config.hidden_size)
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
@@ -43,5 +42,5 @@ def estimate_activations(config: ModelConfig, num_tokens: int, num_rows: int) ->
 
 
 def dummy_columns(names: Sequence[str], token_ids: torch.Tensor) -> Mapping[str, torch.Tensor]:
-    """Columns of a dummy pass over `token_ids`, [T]: zeros."""
+    """Zeroed columns for a dummy pass over `token_ids`, [T]."""
     return {name: torch.zeros_like(token_ids) for name in names}

@@ -1,15 +1,14 @@
-"""Drafts that a smaller model makes: its likeliest tokens behind a sequence's last one, one after the other.
+"""Drafts of a smaller model: its likeliest tokens after a sequence's last one.
 
-The model keeps keys and values in layers of the same KV cache, behind those of the model whose drafts it makes, and so
-in the same blocks: what hits, forks, swaps and frees these moves both. It computes prompts in the same steps. Behind a
-prompt it computes only for drafts: a sequence that has none for a while is up to MOST_BEHIND tokens ahead of it.
+Its keys and values are in layers of the same KV cache, after the main model's, so the same blocks are hit, forked,
+swapped and freed. It computes prompts in the same steps, then only what drafts need: a sequence without drafts may be
+up to MOST_BEHIND tokens ahead of it.
 
-Drafts are made at the front of the step that computes them, whose blocks have room for them. A sequence under a
-constraint needs them a step earlier, because masks are made from them: they are made behind sampling then, as far as
-the sequence's last block has room.
+Drafts are made at the start of the step that computes them. A constrained sequence needs them a step earlier, for its
+masks: they are made after sampling, as far as its last block has room.
 
-What the model has of a token is right where the token is the one it was computed for. Where it is wrong (a block of the
-prefix cache whose sequence ended before the model got to its last tokens), drafts are worse, and no token differs.
+A wrong cache entry (such as a prefix-cache block that the draft model had not finished) only makes drafts worse; no
+output token changes.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ if TYPE_CHECKING:
     from quire.worker.request_state import RequestState
 
 MOST_BEHIND = 16
-"""Tokens of a sequence without drafts that are computed together."""
+"""Maximum tokens of a sequence without drafts that are computed together."""
 FRESH = 2**62
-"""Computed tokens of a row whose keys and values come from elsewhere: all before the first step's."""
+"""Computed tokens of a row whose keys and values come from elsewhere."""
 
 
 def layers_of(layout: KVCacheLayout, layers: range) -> KVCacheLayout:
-    """The pool as a model sees it that has some of its layers, and counts them from 0."""
+    """The pool's layout for a model with some of its layers, numbered from 0."""
     groups = tuple(
         replace(group, layers=tuple(each - layers.start if each in layers else FOREIGN_LAYER for each in group.layers))
         for group in layout.groups
@@ -65,22 +64,22 @@ class ModelDrafts(HostDrafts):
         *,
         has_states: bool,
     ) -> None:
-        """backends: of the model's own layers. vocab_size: of the model whose drafts it makes."""
+        """backends: the draft model's. vocab_size: the main model's."""
         super().__init__(tables.num_rows, config.max_drafts, NO_FINDER, has_states=has_states)
         own, self._model = draft_model.config, draft_model.model
         self._tables = tables
         self._backends = backends
         self._columns = ColumnValues(STEP_COLUMNS, self._model.columns, tables.num_rows)
-        """Those of texts alone, without adapters and pictures."""
+        """Columns of plain texts, without adapters and images."""
         self._own_size, self._other_size = own.vocab_size, vocab_size
         self._longest = own.max_model_len
         self._most_behind = MOST_BEHIND if all(window is None for window in own.sliding_windows) else 0
         self._computed = np.full(tables.num_rows, FRESH, np.int64)
-        """Leading tokens of each row that the model has computed; more where drafts turn out right."""
+        """Leading tokens of each row that the draft model has computed; right drafts add to them."""
         self._first, self._num_fed = (np.zeros(tables.num_rows, np.int64) for _ in range(2))
-        """The position of each row's first draft, and how many of its drafts the model has computed."""
+        """Position of each row's first draft, and number of its drafts that the model has computed."""
         self._unknown: list[int] = []
-        """Sequences of the step whose drafts are to be made."""
+        """Sequences of the step whose drafts must be made."""
 
     def forget(self, row: int) -> None:
         self._computed[row], self._num_fed[row] = FRESH, 0
@@ -131,8 +130,7 @@ class ModelDrafts(HostDrafts):
         return counts.tolist() if counts.any() else None
 
     def _reached(self, rows: np.ndarray, starts: np.ndarray, table: np.ndarray) -> np.ndarray:
-        """The first positions, at most `starts`, that the model has yet to compute: those of its drafts that turned out
-        right it has computed."""
+        """First positions, at most `starts`, that the model has not computed; right drafts are already computed."""
         reached = np.minimum(self._computed[rows], starts)
         first, ends = self._first[rows], np.minimum(self._first[rows] + self._num_fed[rows], starts)
         while True:
@@ -148,8 +146,8 @@ class ModelDrafts(HostDrafts):
     def _guess(
         self, rows: np.ndarray, starts: np.ndarray, ends: np.ndarray, counts: np.ndarray, table: np.ndarray
     ) -> None:
-        """Compute known tokens (positions starts to ends - 1) of distinct rows, and `counts` drafts behind them, which
-        are written to the token table. All [R]."""
+        """Compute known tokens (positions starts to ends - 1) of distinct rows and `counts` drafts after them, in the
+        token table too. All are [R]."""
         batch = InputBatch.of(rows, starts, ends - starts)
         guessing = np.flatnonzero(counts)
         read = batch.query_start[1:] - 1

@@ -1,7 +1,5 @@
-"""The model runner: plans in, results out, in the order of effects that `quire.step` documents.
-
-`launch` starts a plan and does not wait for a device; `Launched.collect` waits for the step's result alone.
-"""
+"""The model runner: plans in, results out, in the order of effects that `quire.step` documents. `launch` does not wait
+for the device; `Launched.collect` waits for the step's result."""
 
 from __future__ import annotations
 
@@ -33,9 +31,9 @@ from quire.worker.sample_rows import SampleRows, build_sample_rows
 
 @dataclass(slots=True)
 class Launched:
-    """A step that was started. sampled: the rows of `samples`. accepted: what is kept of the step's drafts. pooled: the
-    vectors, [P, width]. copy: of the tensors of `samples` and `accepted`, of `pooled`, then of `scores`; None: nothing
-    was computed. error: of the sampling, in a step that awaited inputs for it."""
+    """A started step. sampled: rows of `samples`. accepted: drafts to keep. pooled: vectors, [P, width]. copy: transfer
+    of the tensors of `samples`, `accepted`, `pooled`, then `scores`; None: nothing was computed. error: from sampling
+    that awaited its inputs."""
 
     plan: StepPlan
     samples: Samples | None = None
@@ -47,8 +45,7 @@ class Launched:
     error: BaseException | None = None
 
     def collect(self) -> StepResult:
-        """Wait for the step; return its result. Raises what went wrong in sampling, or QuireError when its inputs have
-        not come."""
+        """Wait for the step's result. Raises the error of sampling, or QuireError if its inputs have not come."""
         plan, samples = self.plan, self.samples
         if self.error is not None:
             raise self.error
@@ -88,7 +85,7 @@ class Launched:
         return result
 
     def _failed(self, rows: Mapping[int, str]) -> dict[int, str]:
-        """By index of a sample; rows: by row, of which a sample with drafts has several."""
+        """Convert failures by row to failures by sample; a sample with drafts has several rows."""
         firsts = None if self.sampled is None else self.sampled.firsts
         if firsts is None:
             return dict(rows)
@@ -96,7 +93,7 @@ class Launched:
 
 
 class Computed(NamedTuple):
-    """A step behind its forward pass. hidden: [R, hidden size], of the rows that are read."""
+    """A step after its forward pass. hidden: [R, hidden size], the rows read."""
 
     launched: Launched
     step: ComputeStep
@@ -107,11 +104,8 @@ class Computed(NamedTuple):
 
 
 class ModelRunner:
-    """Runs plans over the request state.
-
-    Steps run in order, and a step writes the tokens it samples to the request state, so the next plan may schedule a
-    token that the scheduler does not know yet, or that is yet to be sampled.
-    """
+    """Runs plans over the request state, in order. A step writes its sampled tokens to the request state, so the next
+    plan may schedule tokens that the scheduler does not know yet."""
 
     def __init__(
         self,
@@ -129,11 +123,11 @@ class ModelRunner:
         self._vocab_size = vocab_size
         self._pooling = pooling
         self._unsampled: Computed | None = None
-        """The last step, while it awaits its sampling inputs."""
+        """Last step, while it awaits its sampling inputs."""
         self._prompt_scorer = PromptScorer(compute, requests, max(1, compute.prompt_logits_elements // vocab_size))
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Start one plan. One that expects sampling inputs is sampled when they come."""
+        """Start one plan. If it expects sampling inputs, it is sampled when they come."""
         assert self._unsampled is None, f"step {plan.step_id} is launched before the last one was sampled"
         requests, transfers = self._requests, self._transfers
         transfers.wait()
@@ -177,7 +171,7 @@ class ModelRunner:
         return launched
 
     def sample(self, inputs: SamplingInputs) -> None:
-        """Go on with the step that awaits these inputs."""
+        """Sample the step that awaits these inputs."""
         computed, self._unsampled = self._unsampled, None
         assert computed is not None, f"no step awaits the sampling inputs of step {inputs.step_id}"
         try:
@@ -192,7 +186,7 @@ class ModelRunner:
                 raise
 
     def _finish(self, computed: Computed, masks: TokenMasks | None) -> None:
-        """What follows a forward pass."""
+        """Do what follows a forward pass: sampling, drafts, pooling, scores."""
         launched, step, hidden, batch, sampled, pooled = computed
         if not self._compute.samples:  # a later plan brings the tokens (`StepPlan.sampled`)
             launched.copy = self._compute.copy_out(())
@@ -206,15 +200,15 @@ class ModelRunner:
         launched.copy = self._compute.copy_out(_tensors(launched))
 
     def warm_up(self) -> None:
-        """Do what the first steps would have to wait for, before the first plan."""
+        """Warm up before the first plan."""
         self._compute.warm_up(self.launch)
 
     def capture_next(self) -> bool:
-        """Capture one more graph, while no plan is outstanding; returns whether there was one left."""
+        """Capture one more graph while no plan is outstanding; returns whether one was left."""
         return self._compute.capture_next()
 
     def _move_blocks(self, plan: StepPlan, step: ComputeStep) -> None:
-        """Swapping begins, and copy-on-write is done."""
+        """Start swaps and do copy-on-write."""
         if plan.transfers is not None:
             self._transfers.start(plan.transfers.swap_out, plan.transfers.swap_in)
         if plan.block_copies:
@@ -224,7 +218,7 @@ class ModelRunner:
 
 
 def _tensors(launched: Launched) -> Iterator[torch.Tensor]:
-    """What the host must know of a step, for one copy."""
+    """Tensors of a step for the host, for one copy."""
     if launched.samples is not None:
         yield from launched.samples.tensors()
         for part in launched.accepted:

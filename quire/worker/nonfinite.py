@@ -1,4 +1,4 @@
-"""Reporting sequences for which a model computes NaN or infinite logits: the scheduler ends their requests only."""
+"""Reports of sequences with NaN or infinite logits; the scheduler ends only their requests."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ logger = get_logger(__name__)
 
 
 def report_nonfinite(result: StepResult, plan: StepPlan, sampled: Sequence[int], prompts: Sequence[int]) -> None:
-    """Name the sequences in a step's result, each once, and in the log.
-
-    sampled: indices into the plan's sampled sequences; prompts: into its batch.
-    """
+    """Record the sequences in a step's result, each once, and in the log. sampled: indices into the plan's samples;
+    prompts: into its batch."""
     names = [plan.sample_seq_ids[index] for index in sampled] + [plan.seq_ids[index] for index in prompts]
     result.nonfinite = list(dict.fromkeys(names))
     logger.error(

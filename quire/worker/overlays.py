@@ -1,4 +1,4 @@
-"""Rows that take the place of tokens' embeddings in a step: an image's, which a source knows."""
+"""Rows that replace tokens' embeddings in a step, such as an image's features."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from quire.worker.input_batch import InputBatch
 
 
 class StepOverlay(NamedTuple):
-    """rows: [O] int64, ascending: which of the step's T tokens. embeddings, behind: as those of RowOverlay, where the
-    model computes. The layers in `behind` are the same in all steps, as each choice of them is a pass of its own."""
+    """rows: [O] int64, ascending, indices into the step's T tokens. embeddings, behind: see RowOverlay, on the model's
+    device. `behind` has the same layers in all steps, as each set of layers is a separate pass."""
 
     rows: np.ndarray
     embeddings: torch.Tensor
     behind: Mapping[int, torch.Tensor]
 
     def over(self, rows: torch.Tensor) -> RowOverlay:
-        """The input of a forward pass. rows: those of this overlay, where the model computes."""
+        """Input of a forward pass. rows: this overlay's rows on the model's device."""
         return RowOverlay(rows, self.embeddings, self.behind)
 
 
 class OverlaySource(Protocol):
-    """Finds the rows of a step."""
+    """Source of a step's overlay."""
 
     def of_step(self, plan: StepPlan, batch: InputBatch) -> StepOverlay | None:
-        """What is put over tokens of this step (None: nothing is). batch: its sequences are those of the plan, at the
-        positions that are computed. Called once for each plan, in their order."""
+        """Overlay for this step's tokens, or None. batch: the plan's sequences at the computed positions. Called once
+        per plan, in order."""
         ...

@@ -1,4 +1,4 @@
-"""A plan that was launched, and its result; asking for that waits for the device."""
+"""A launched plan and its result, for which callers wait."""
 
 from __future__ import annotations
 
@@ -9,13 +9,9 @@ from quire.step import StepResult
 
 
 class PendingStep:
-    """A StepFuture (quire/executors/interface.py) without locks, because one thread launches a worker's steps and one,
-    the same or another, asks for their results. `result` and `exception` settle it: they wait for the device, so that a
-    step whose result is never asked for is never done.
-
-    Steps run and end in order. When an earlier step has failed, this one ran over sequences that lack a token, and
-    `result` raises QuireError.
-    """
+    """A StepFuture (quire/executors/interface.py) without locks: one thread launches, and one thread, the same or
+    another, asks for results. `result` and `exception` wait for the device; a step that is never asked is never done.
+    Steps end in order; after a failed step, `result` raises QuireError."""
 
     __slots__ = ("_callbacks", "_collect", "_error", "_previous", "_result", "_step_id")
 
@@ -26,8 +22,8 @@ class PendingStep:
         previous: PendingStep | None,
         error: BaseException | None = None,
     ) -> None:
-        """collect: waits for the result, or raises what went wrong. previous: the step that was launched before. error:
-        of a plan that was not launched, or not wholly, which has nothing to collect."""
+        """collect: waits for the result or raises. previous: the step launched before. error: from a plan that was not
+        fully launched."""
         self._step_id = step_id
         self._collect = collect
         self._previous = previous
@@ -37,7 +33,7 @@ class PendingStep:
 
     @property
     def has_failed(self) -> bool:
-        """True where it, or a step before it, is known to have failed."""
+        """True if this step or an earlier one is known to have failed."""
         step: PendingStep | None = self
         while step is not None:  # a loop: as many steps may be outstanding as the caller wants
             if step._error is not None:
@@ -49,7 +45,7 @@ class PendingStep:
         return self._result is not None or self._error is not None
 
     def result(self, timeout: float | None = None) -> StepResult:
-        """Wait; return the result, or raise what went wrong. There is no timeout, because a device's work cannot be
+        """Wait for the result, or raise the step's error. A timeout is not possible, because a device's work cannot be
         abandoned."""
         assert timeout is None or self.done(), "a step is waited for to its end"
         self.settle()
@@ -63,14 +59,14 @@ class PendingStep:
         return self._error
 
     def add_done_callback(self, callback: Callable[[PendingStep], object]) -> None:
-        """Call it with this step when it is done, at once if it is."""
+        """Call `callback` with this step when it is done, or at once."""
         if self.done():
             callback(self)
         else:
             self._callbacks.append(callback)
 
     def settle(self) -> None:
-        """Wait for the end. Raises an interrupt, which is the caller's, whichever step it waited for."""
+        """Wait for the end. Raises only interrupts, whichever step they hit."""
         collect, self._collect = self._collect, None
         if collect is None:
             return

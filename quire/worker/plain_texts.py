@@ -1,4 +1,4 @@
-"""Texts in which drafts are found, by looking at all of them: the meaning of the native `DraftTexts` and `Corpus`."""
+"""Draft look-up by scanning whole texts: the reference for the native `DraftTexts` and `Corpus`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.worker.finders import MOST_PLACES, NO_TOKENS, PREDICTED_MATCH, RUNS, 
 
 
 class PlainCorpus:
-    """Implements Corpus. halves: the newer texts and the older ones, with a token before each that no sequence has."""
+    """Corpus in Python. halves: newer and older texts, each after a separator that no sequence contains."""
 
     def __init__(self, max_tokens: int, max_texts: int) -> None:
         self._most = max_tokens // 2, (max_texts + 1) // 2
@@ -33,15 +33,15 @@ class PlainCorpus:
 
 
 class Place(NamedTuple):
-    """A place that drafts may come from. behind: the tokens that follow it. matched: tokens before it that the sequence
-    has at its end, too. is_own: in the sequence's own text, behind whose end the drafts follow."""
+    """A place that drafts may come from. behind: the tokens after it. matched: number of tokens before it that equal
+    the sequence's end. is_own: True if it is in the sequence's own text, which the drafts continue."""
 
     behind: list[int]
     matched: int
     is_own: bool
 
     def token_at(self, path: list[int]) -> int:
-        """The token behind `path`; -1: the text ends before."""
+        """Token after `path`; -1 beyond the text."""
         at = len(path)
         if at < len(self.behind):
             return self.behind[at]
@@ -49,21 +49,21 @@ class Place(NamedTuple):
 
 
 class PlainTexts:
-    """Implements Texts."""
+    """Texts in Python."""
 
     def __init__(self, num_rows: int, lengths: list[int]) -> None:
         self._least = lengths[0]
         self._corpora: list[PlainCorpus | None] = [None] * num_rows
         self._predictions = [NO_TOKENS] * num_rows
         self._places = [0] * num_rows
-        """Where in the prediction the last drafts came from."""
+        """Place in the prediction of the last drafts."""
 
     def begin(self, row: int, corpus: Corpus | None, prediction: np.ndarray) -> None:
         assert corpus is None or isinstance(corpus, PlainCorpus), "a corpus of the same kind"
         self._corpora[row], self._predictions[row], self._places[row] = corpus, prediction, 0
 
     def rewrite(self, row: int, position: int) -> None:
-        """Nothing is kept of a row's tokens."""
+        """Does nothing."""
 
     def find_runs(
         self,
@@ -127,8 +127,8 @@ class PlainTexts:
 
 
 def places(text: np.ndarray, tail: np.ndarray, most: int) -> dict[int, int]:
-    """End of each place in `text` where the last token of `tail` occurs -> tokens before it, at most `most`, that are
-    the last ones of `tail`."""
+    """End of each occurrence of `tail`'s last token in `text` -> number of matching tokens before it, at most
+    `most`."""
     found = {}
     for end in (np.flatnonzero(text == tail[-1]) + 1).tolist():
         limit, count = min(most, end, len(tail)), 1
@@ -139,7 +139,7 @@ def places(text: np.ndarray, tail: np.ndarray, most: int) -> dict[int, int]:
 
 
 def latest_places(text: np.ndarray, tail: np.ndarray, depth: int, most: int, *, is_own: bool) -> list[Place]:
-    """The places of a text that vote, at most `most`: those of longer runs first, then the later ones."""
+    """At most `most` voting places of a text: longer matches first, then later ones."""
     matches, found, above = places(text[:-1], tail, depth), [], depth + 1
     for least in RUNS[::-1]:
         if least <= min(len(tail), depth):
@@ -149,7 +149,7 @@ def latest_places(text: np.ndarray, tail: np.ndarray, depth: int, most: int, *, 
 
 
 def copied(place: Place, width: int) -> list[int]:
-    """The tokens behind a place of the sequence's own."""
+    """Tokens after a place in the sequence's own text."""
     path: list[int] = []
     while len(path) < width:
         path.append(place.token_at(path))
@@ -157,7 +157,7 @@ def copied(place: Place, width: int) -> list[int]:
 
 
 def likeliest(voting: list[Place], depth: int, factor: float, least: float, width: int) -> list[int]:
-    """The path with the highest score. voting: those that match more come first."""
+    """The path with the highest score. voting: places with longer matches first."""
     best, chosen = 0.0, []
     counts = sorted({place.matched for place in voting}, reverse=True)
     for number, most_matched in enumerate(counts):

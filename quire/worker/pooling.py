@@ -1,4 +1,4 @@
-"""Pooled samples of a step: what a model makes of a sequence's last hidden states, instead of a new token."""
+"""Pooled samples of a step: vectors from a sequence's last hidden states."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from quire.worker.input_batch import InputBatch
 
 
 class PooledRows(NamedTuple):
-    """P pooled samples, in result order: sample p is the mean of the batch's rows that are read, from `starts[p]` to
-    `ends[p]` - 1. [P] int64 both. are_single: each has one row."""
+    """P pooled samples, in result order: sample p is the mean of read rows `starts[p]` to `ends[p]` - 1. starts, ends:
+    [P] int64. are_single: each has one row."""
 
     starts: np.ndarray
     ends: np.ndarray
@@ -30,8 +30,8 @@ def generated_samples(plan: StepPlan) -> list[int]:
 
 
 def pooling_batch(batch: InputBatch, method: Method) -> InputBatch:
-    """The batch of an engine that only pools, with the rows that `method` reads. All its prompts are whole, but where
-    the last tokens are pooled."""
+    """Batch of a pooling engine with the rows that `method` reads. Prompts are whole, unless the last token is
+    pooled."""
     if method == "mean":
         return batch._replace(logits_rows=None, read_start=batch.query_start)
     if method == "cls":
@@ -40,7 +40,7 @@ def pooling_batch(batch: InputBatch, method: Method) -> InputBatch:
 
 
 def pooled_rows(plan: StepPlan, batch: InputBatch, method: Method) -> PooledRows:
-    """The places of the pooled samples' rows among those that are read."""
+    """Places of the pooled samples' rows among those read."""
     sources = np.array([plan.sample_from[index] for index in plan.pooled], np.int64)
     starts, ends = batch.read_start[sources], batch.read_start[sources + 1]
     if method == "mean":
@@ -49,8 +49,8 @@ def pooled_rows(plan: StepPlan, batch: InputBatch, method: Method) -> PooledRows
 
 
 def pool_rows(hidden: torch.Tensor, rows: PooledRows, model: CausalLM, *, has_head: bool) -> np.ndarray:
-    """The pooled samples, [P, width] float32, of the rows that are read, [R, hidden size]. has_head: they go through
-    the model's own projection. Rows are added one by one, in their order: no bit depends on the other samples."""
+    """Pooled samples, [P, width] float32, from the rows read, [R, hidden size]. has_head: apply the model's projection.
+    Rows are added in order, so no bit depends on other samples."""
     if rows.are_single:
         vectors = hidden[torch.from_numpy(rows.starts)]
     else:
@@ -63,8 +63,8 @@ def pool_rows(hidden: torch.Tensor, rows: PooledRows, model: CausalLM, *, has_he
 
 
 def add_pooled(result: StepResult, plan: StepPlan, vectors: np.ndarray, nonfinite: Sequence[int]) -> list[int]:
-    """Add the vectors, [P, width], to a result that has the tokens of the other samples only. nonfinite: indices
-    of tokens with non-finite logits. Returns the indices of all samples that are not finite."""
+    """Add vectors, [P, width], to a result with the other samples' tokens. nonfinite: indices of tokens with non-finite
+    logits. Returns indices of all non-finite samples."""
     generated = generated_samples(plan)
     token_ids: list[list[int]] = [[] for _ in plan.sample_seq_ids]
     for index, tokens in zip(generated, result.token_ids, strict=True):

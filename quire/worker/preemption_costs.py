@@ -1,4 +1,4 @@
-"""The seconds that swapping and recomputing take on this machine, measured once, before the first request."""
+"""Seconds of swapping and recomputing on this machine, measured once before the first request."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from quire.worker.kv_transfer import BlockTransfers
 from quire.worker.platform.interface import MemoryMeter, StepLimits
 
 COPIED_BYTES = 16 * 2**20
-"""Bytes copied each way: more than the processor's caches hold, and little beside the pools, whose memory this
-touches."""
+"""Bytes copied each way: more than the caches hold, little beside the pools."""
 TIMED_TOKENS = 512
-"""Tokens of the prompt that is timed: many at a time, in a fraction of a second."""
+"""Tokens of the timed prompt."""
 NUM_REPEATS = 3
-"""Runs, of which the fastest counts. The first brings memory and caches into the state of a running engine."""
+"""Number of runs, of which the fastest counts; the first warms up."""
 
 
 def time_copies(transfers: BlockTransfers, layout: KVCacheLayout) -> float:
-    """Seconds for one block to the host or back, all its pages. Overwrites blocks of both pools with zeros."""
+    """Seconds to copy one block to the host or back. Overwrites blocks of both pools with zeros."""
     num_blocks = min(layout.num_usable_blocks, layout.num_host_blocks, max(1, COPIED_BYTES // layout.block_bytes))
     pairs = [(block, block) for block in range(1, num_blocks + 1)]
 
@@ -33,11 +32,8 @@ def time_copies(transfers: BlockTransfers, layout: KVCacheLayout) -> float:
 
 
 def time_prompt(model: CausalLM, limits: StepLimits, meter: MemoryMeter, synchronize: Callable[[], None]) -> float:
-    """Seconds for one token of a prompt that is computed many tokens at a time. synchronize: waits for the device.
-
-    Only the forward pass is timed, over short sequences; the additional cost of attention late in a long one is left
-    out.
-    """
+    """Seconds per token of a prompt computed many tokens at a time. synchronize: waits for the device. Only the forward
+    pass over short sequences is timed, without the extra attention of long ones."""
     num_tokens = min(limits.max_num_tokens, TIMED_TOKENS)
     prompt = InputBatch.dummy_prompts(num_tokens, min(num_tokens, limits.longest))
     forward = meter.dummy_pass(model, limits, prompt)

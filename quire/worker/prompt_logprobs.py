@@ -1,4 +1,4 @@
-"""Log-probabilities of prompt tokens, chunk after chunk, for the rows that ask for them."""
+"""Log-probabilities of prompt tokens, chunk by chunk, for rows that ask for them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from quire.worker.request_state import RequestState
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """Scores of one sequence's chunk. index: in the batch. start: position of the first token scored."""
+    """Scores of one sequence's chunk. index: in the batch. start: position of the first scored token."""
 
     index: int
     start: int
     slices: Sequence[Logprobs]
 
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors that must be copied to the host."""
+        """Tensors to copy to the host."""
         return [tensor for each in self.slices for tensor in each.tensors()]
 
     def assemble(self, hosts: Iterator[torch.Tensor]) -> PromptLogprobs:
-        """hosts: `tensors` on the host, all of which are taken. Raises NonFiniteLogitsError."""
+        """hosts: `tensors` on the host; all are consumed. Raises NonFiniteLogitsError."""
         parts = [(each, [next(hosts) for _ in each.tensors()]) for each in self.slices]
         entries: list[TokenLogprobs] = []
         for each, tensors in parts:
@@ -36,7 +36,7 @@ class PromptScores:
 
 
 class PromptScorer:
-    """slice_rows: most positions whose logits exist at a time."""
+    """slice_rows: maximum positions whose logits exist at once."""
 
     def __init__(self, compute: StepCompute, requests: RequestState, slice_rows: int) -> None:
         self._compute = compute
@@ -45,8 +45,8 @@ class PromptScorer:
         self._slice_rows = slice_rows
 
     def score(self, hidden: torch.Tensor, batch: InputBatch) -> list[PromptScores]:
-        """Score the prompt tokens that this step's positions predict: position p predicts token p + 1. hidden: [R,
-        hidden size], one row for each that is read."""
+        """Score the prompt tokens that this step's positions predict (position p predicts token p + 1). hidden: [R,
+        hidden size], the rows read."""
         asked = self._sampling.rows_with_prompt_logprobs
         if not asked:
             return []

@@ -1,7 +1,5 @@
-"""The request state: a request slot, which is one row of every column, for each live sequence.
-
-The input batch of a step is gathered from these rows; a plan brings only differences.
-"""
+"""Request state: a slot (one row of every column) for each live sequence. Input batches are gathered from these rows;
+plans bring only differences."""
 
 from __future__ import annotations
 
@@ -18,10 +16,9 @@ from quire.worker.platform.interface import RequestColumns
 
 
 class RequestState:
-    """lengths: tokens of each sequence, those counted that a step under way will sample. num_prompt_tokens: [num_rows]
-    int64, as NewSequence has it. tables, sampling: block tables and sampling parameters, on the host. columns: what
-    kernels read. rows_version: of the rows that `rows_of` returned last; other rows have another one.
-    """
+    """lengths: tokens of each sequence, including one that a step in progress will sample. num_prompt_tokens:
+    [num_rows] int64, see NewSequence. tables, sampling: block tables and sampling parameters on the host. columns: read
+    by kernels. rows_version: version of the last result of `rows_of`."""
 
     def __init__(self, tables: BlockTables, sampling: SamplingRows, columns: RequestColumns) -> None:
         num_rows = tables.num_rows
@@ -34,10 +31,10 @@ class RequestState:
         self._free = list(range(num_rows))
         self._asked: list[int] | None = None
         self._rows = np.zeros(0, np.int64)
-        """Rows of the sequences that were asked for last."""
+        """Rows of the sequences last asked for."""
         self.rows_version = 0
         self.drafted: set[int] = set()
-        """Sequences that had drafts, until a plan knows how many tokens they have."""
+        """Sequences that had drafts, until a plan knows their token counts."""
 
     def __len__(self) -> int:
         return len(self._row_of)
@@ -49,8 +46,8 @@ class RequestState:
         return self._row_of[seq_id]
 
     def rows_of(self, seq_ids: Sequence[int]) -> np.ndarray:
-        """[len(seq_ids)] int64. For the same sequences as in the last call, as from decode to decode, `rows_version`
-        stays: what was derived from the rows still holds."""
+        """[len(seq_ids)] int64. `rows_version` stays for the same sequences as in the last call, as in decodes; data
+        derived from the rows stays valid."""
         if self._asked != seq_ids:
             self._rows = np.fromiter(map(self._row_of.__getitem__, seq_ids), np.int64, len(seq_ids))
             self._asked = list(seq_ids)
@@ -58,8 +55,8 @@ class RequestState:
         return self._rows
 
     def has_drafts(self, plan: StepPlan) -> bool:
-        """Whether a plan has drafts, or has sequences with fewer tokens than it says: drafts were rejected of which the
-        scheduler did not know yet. Asked once of every plan, behind `update`."""
+        """True if a plan has drafts, or sequences with fewer tokens than it says, because drafts were rejected that the
+        scheduler had counted. Call once per plan, after `update`."""
         if plan.num_drafts:
             self.drafted.update(compress(plan.seq_ids, plan.num_drafts))
             return True
@@ -76,14 +73,14 @@ class RequestState:
     def add_request(
         self, seq_id: int, token_ids: Sequence[int], num_prompt_tokens: int, sampling: SequenceSampling
     ) -> int:
-        """Give a new sequence a row that holds `token_ids`; return the row."""
+        """Give a new sequence a row with `token_ids`; returns the row."""
         row = self._take_row(seq_id, sampling)
         self._set_tokens(seq_id, row, token_ids)
         self.num_prompt_tokens[row] = num_prompt_tokens
         return row
 
     def release(self, seq_id: int) -> int:
-        """Free the row of a sequence; return the row."""
+        """Free a sequence's row; returns the row."""
         row = self._row_of.pop(seq_id)
         self._asked = None
         self.columns.end_text(row, self.lengths.pop(seq_id, 0))
@@ -94,16 +91,14 @@ class RequestState:
         return row
 
     def append_blocks(self, row: int, block_ids: Sequence[Sequence[int]]) -> None:
-        """Append blocks to the tables of `row`. block_ids: per group."""
+        """Append blocks to a row's tables. block_ids: per group."""
         for group, (start, entries) in enumerate(self.tables.append(row, block_ids)):
             self.columns.write_blocks(row, group, start, entries)
 
     def update(self, plan: StepPlan) -> None:
-        """Apply a plan's changes, its forks included.
-
-        Forks may be copied before the forward pass although they take effect after it: a child's slot was free, and the
-        pass does not change what is copied. Independent writes come first, so that a device takes them in one round.
-        """
+        """Apply a plan's changes, forks included. Forks take effect after the forward pass but may be copied before: a
+        child's slot was free, and the pass does not change what is copied. Independent writes come first, so that a
+        device needs one round."""
         for seq_id, token_id in plan.sampled:
             self.columns.write_tokens(self._row_of[seq_id], self.lengths[seq_id] - 1, [token_id])
         for seq_id in plan.released:
@@ -135,7 +130,7 @@ class RequestState:
                 self._copy_parent(fork, sampled_at)
 
     def _take_row(self, seq_id: int, sampling: SequenceSampling) -> int:
-        """The lowest free row comes first, so that tables stay compact as requests come and go."""
+        """Take the lowest free row, so that tables stay compact."""
         assert seq_id not in self._row_of, f"sequence {seq_id} has a row already"
         assert self._free, f"no free row for sequence {seq_id}: {len(self._row_of)} sequences are live"
         row = self._row_of[seq_id] = heapq.heappop(self._free)
@@ -151,8 +146,8 @@ class RequestState:
             self._set_tokens(fork.child, row, fork.token_ids)
 
     def _copy_parent(self, fork: SequenceFork, sampled_at: Mapping[int, int]) -> None:
-        """A child that is sampled in this step has its parent's tokens up to that position; a child with a history
-        brought its tokens along; any other child has all tokens of its parent."""
+        """Copy the parent's tokens: up to the sampled position if the child is sampled in this step, none if the child
+        brought its history, else all."""
         parent, child = self._row_of[fork.parent], self._row_of[fork.child]
         self.num_prompt_tokens[child] = self.num_prompt_tokens[parent]
         if fork.token_ids is None:
@@ -170,6 +165,6 @@ class RequestState:
 
 
 def sampled_positions(plan: StepPlan) -> dict[int, int]:
-    """Sequence -> position of the token that this plan samples for it."""
+    """Sequence -> position of the token that this plan samples."""
     ends = (plan.start_positions[index] + plan.num_tokens[index] for index in plan.sample_from)
     return dict(zip(plan.sample_seq_ids, ends, strict=True))

@@ -1,4 +1,4 @@
-"""The sampled rows of a step: columns beside its input batch."""
+"""Sampled rows of a step: columns beside its input batch."""
 
 from __future__ import annotations
 
@@ -14,15 +14,13 @@ if TYPE_CHECKING:
 
 
 class SampleRows(NamedTuple):
-    """R sampled rows, in result order, of the sequences `seq_ids`, which read the logits of `sources`, indices into the
-    batch. All columns are [R] int64.
+    """R sampled rows, in result order, for the sequences `seq_ids`; `sources` are indices into the batch whose logits
+    they read. Columns are [R] int64.
 
-    rows: request slots. lengths: tokens of the sequence so far (= position of the token being chosen). last_index: the
-    place among the batch's rows that are read. num_prompt_tokens: of the row. are_read_rows: whether they are the rows
-    that are read, in their order, so that none need be picked from those: most steps are such decodes.
-
-    With drafts a sample has several rows: one for its last known token, and one for each draft. firsts: [samples + 1]
-    int64, where each one's rows begin among the R (None: each has one).
+    rows: request slots. lengths: tokens so far (= position of the sampled token). last_index: index among the batch's
+    read rows. num_prompt_tokens: the row's. are_read_rows: True if they equal the read rows, in order, as in most
+    decodes. firsts: [samples + 1] int64, first row of each sample with drafts, which has a row for its last known token
+    and for each draft (None: one row each).
     """
 
     rows: np.ndarray
@@ -42,7 +40,7 @@ class SampleRows(NamedTuple):
 def build_sample_rows(
     seq_ids: Sequence[int], sample_from: Sequence[int], batch: InputBatch, requests: RequestState
 ) -> SampleRows:
-    """sample_from: [R], indices into the batch. From here on the rows count their new tokens."""
+    """sample_from: [R], indices into the batch. The rows' lengths include the new tokens from here on."""
     ends, lengths = batch.ends.tolist(), requests.lengths
     for seq_id, index in zip(seq_ids, sample_from, strict=True):
         lengths[seq_id] = ends[index] + 1
@@ -59,7 +57,7 @@ def build_sample_rows(
 
 
 def _with_drafts(samples: SampleRows, batch: InputBatch) -> SampleRows:
-    """The rows of samples of which some have drafts: each is chosen for as if the drafts before it were accepted."""
+    """Expand samples with drafts into rows, each as if the earlier drafts were accepted."""
     assert batch.num_drafts is not None, "a batch with drafts"
     sources = np.array(samples.sources, np.int64)
     num_drafts = batch.num_drafts[sources]

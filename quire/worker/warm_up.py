@@ -1,4 +1,4 @@
-"""Compiling what steps run before the first request comes: each kernel takes a second, once for a machine."""
+"""Compilation of the kernels before the first request: each takes a second, once per machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GREEDY = SequenceSampling(SamplingParams(temperature=0.0), 0, [], [])
 
 
 def pooling_plans(layout: KVCacheLayout, max_num_seqs: int, longest: int, budget: int) -> list[StepPlan]:
-    """The plans of `warm_up_plans` for a model that pools: prompts of up to two sequences."""
+    """`warm_up_plans` for a pooling model: prompts of up to two sequences."""
     num_seqs = min(2, max_num_seqs)
     length = min(PROMPT_TOKENS, longest - 2, budget // num_seqs)
     if length < 1:
@@ -36,11 +36,9 @@ def pooling_plans(layout: KVCacheLayout, max_num_seqs: int, longest: int, budget
 
 
 def warm_up_plans(layout: KVCacheLayout, max_num_seqs: int, longest: int, budget: int) -> list[StepPlan]:
-    """Plans of every kind over two sequences, of which one forks: prompts, chunks beside single tokens, decoding.
-    They need an empty request state and leave it empty. All tables name block 1, so that any pool will do.
-
-    longest: tokens that a sequence may have. budget: tokens of a step.
-    """
+    """Plans of every kind over two sequences and a fork: prompts, chunks beside single tokens, decoding. They need an
+    empty request state and leave it empty; all tables name block 1. longest: maximum tokens of a sequence. budget:
+    tokens of a step."""
     num_seqs = min(2, max_num_seqs)
     length = min(PROMPT_TOKENS, longest - 2, budget // num_seqs)
     if length < 1:
@@ -66,10 +64,8 @@ def warm_up_plans(layout: KVCacheLayout, max_num_seqs: int, longest: int, budget
 def warm_up_attention(
     model: CausalLM, backends: DeviceBackends, inputs: DeviceInputs, longest: int, max_tokens: int
 ) -> None:
-    """Run forward passes over nothing but padding, of two sequences, one for each set of tiles that attention may need.
-
-    longest: tokens that a sequence may have. max_tokens: most tokens of a step.
-    """
+    """Run padding-only passes of two sequences for each set of tiles that attention may need. longest: maximum tokens
+    of a sequence. max_tokens: limit of a step."""
     for query_len, seq_len in backends.attention.lengths_to_compile(longest):
         num_tokens = 2 * query_len + 1
         if num_tokens <= max_tokens:
@@ -81,8 +77,7 @@ def warm_up_attention(
 def warm_up(
     launch: Callable[[StepPlan], object], compute: DeviceCompute, plans: list[StepPlan], logits: torch.Tensor
 ) -> None:
-    """Run the plans, then everything that the sampler may be asked for. logits: [2, vocab_size], as the model gives
-    them; overwritten."""
+    """Run the plans, then all variants of the sampler. logits: [2, vocab_size] from the model; overwritten."""
     for plan in plans:
         launch(plan)
     columns = compute.columns

@@ -1,4 +1,4 @@
-"""The mean squares of what a model's matrices are multiplied with over a text: an importance matrix."""
+"""Importance matrices: mean squares of the inputs of a model's matrices over a text."""
 
 from __future__ import annotations
 
@@ -36,14 +36,13 @@ BLOCK_SIZE = 16
 
 
 class WatchingLinear(UnquantizedLinear):
-    """Plain matrices that remember the squares of what they are multiplied with. loading: the name of the tensor that
-    is being loaded."""
+    """Unquantised matrices that record the squares of their inputs. loading: name of the tensor being loaded."""
 
     def __init__(self) -> None:
         super().__init__(torch.float32)
         self.loading = ""
         self._names: dict[int, list[str]] = {}
-        """Names of the tensors that lie in a matrix, by the matrix's address."""
+        """Tensor names by matrix address."""
         self._sums: dict[int, torch.Tensor] = {}
         self._rows: Counter[int] = Counter()
 
@@ -68,8 +67,7 @@ class WatchingLinear(UnquantizedLinear):
         return experts(weights, x, routing, residual, product)
 
     def means(self) -> dict[str, torch.Tensor]:
-        """[columns] float32 by the names of the tensors that were loaded; nothing for those that were not multiplied,
-        as experts that no token chose."""
+        """[columns] float32 by tensor name; matrices without inputs, such as unchosen experts, are left out."""
         return {name: (sums / self._rows[key]).float() for key, sums in self._sums.items() for name in self._names[key]}
 
     def _watch(self, parameters: PlainParameters, x: torch.Tensor) -> None:
@@ -81,8 +79,8 @@ class WatchingLinear(UnquantizedLinear):
 def watch_inputs(
     config: ModelConfig, files: WeightFiles, token_ids: Sequence[int], report: Progress
 ) -> dict[str, torch.Tensor]:
-    """Mean squares by Hugging Face's names, over the text in pieces of CHUNK_TOKENS, in float32: the whole model is in
-    memory. Raises ModelLoadError."""
+    """Mean squares by Hugging Face's names, over the text in chunks of CHUNK_TOKENS, with the whole model in float32.
+    Raises ModelLoadError."""
     linear, plain = WatchingLinear(), UnquantizedLinear(torch.float32)
     context = LayerContext(
         dtype=torch.float32,
@@ -112,7 +110,7 @@ def watch_inputs(
 
 
 def _forward(model: Decoder, token_ids: Sequence[int]) -> None:
-    """One sequence from its first token to its last, over a cache of its own."""
+    """Run one sequence over its own cache."""
     count = len(token_ids)
     groups, layers_per_group = group_layers(model.cache_specs(), BLOCK_SIZE, CHUNK_TOKENS)
     num_blocks = 1 + sum(-(-count // group.block_size) for group in groups)

@@ -1,8 +1,6 @@
-"""One worker: a device's share of the model and of the KV cache, driven by an executor.
-
-Life: load, profile (unless the size of the pool is given), allocate, launch ..., sleep, wake up, close. All calls come
-one after the other. What differs between kinds of devices is the Platform's (quire/worker/platform/interface.py).
-"""
+"""One worker: a device's share of the model and of the KV cache, driven by an executor. Life cycle: load, profile
+(unless the pool's size is given), allocate, launch ..., sleep, wake up, close. Calls are sequential. The Platform
+handles differences between devices (quire/worker/platform/interface.py)."""
 
 from __future__ import annotations
 
@@ -50,7 +48,7 @@ Result = TypeVar("Result")
 def _computes(
     method: Callable[Concatenate[Worker, Arguments], Result],
 ) -> Callable[Concatenate[Worker, Arguments], Result]:
-    """Run a method of the worker in the platform's context, whichever thread calls."""
+    """Run a method in the platform's context, for any calling thread."""
 
     def call(self: Worker, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         if self.platform.is_computing():
@@ -62,7 +60,7 @@ def _computes(
 
 
 class Worker:
-    """Owns the model, the pools' tensors and the request state."""
+    """Owner of the model, the pools and the request state."""
 
     def __init__(
         self,
@@ -71,8 +69,7 @@ class Worker:
         columns: Sequence[Column] = STEP_COLUMNS,
         overlays: OverlaySource | None = None,
     ) -> None:
-        """columns: the table of those that a model may read. overlays: finds what is put over tokens' embeddings (None:
-        nothing is)."""
+        """columns: known step columns. overlays: source of rows over tokens' embeddings (None: none)."""
         self.platform = platform
         self._overlays = overlays
         self._images: ImageOverlays | None = None
@@ -90,11 +87,8 @@ class Worker:
 
     @_computes
     def load_model(self) -> list[LayerSpec]:
-        """Load the model; return what each layer keeps in the KV cache. Raises ModelLoadError, or
-        InsufficientMemoryError for weights that do not fit.
-
-        A bar on standard error shows the progress when it takes longer than a second.
-        """
+        """Load the model, with a progress bar; returns the KV-cache spec of each layer. Raises ModelLoadError or
+        InsufficientMemoryError."""
         if self._config.cache.offload_dir is not None:
             require_writable(self._config.cache.offload_dir)  # fails before minutes of loading
         with LoadProgress() as progress:
@@ -108,7 +102,7 @@ class Worker:
 
     @_computes
     def profile(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:
-        """Measure what is available and what the largest step takes. Raises InsufficientMemoryError."""
+        """Measure available memory and the largest step. Raises InsufficientMemoryError."""
         assert self._model is not None, "load comes before profile"
         longest = self._config.model.max_model_len
         limits = StepLimits(
@@ -134,7 +128,7 @@ class Worker:
 
     @_computes
     def allocate(self, layout: KVCacheLayout) -> None:
-        """Create the pools' tensors and an empty request state. Raises InsufficientMemoryError."""
+        """Allocate the pools and an empty request state. Raises InsufficientMemoryError."""
         assert self._model is not None, "load comes before allocate"
         config, model, num_rows = self._config, self._config.model, self._config.scheduler.max_num_seqs
         stage = self.platform.stage
@@ -160,8 +154,7 @@ class Worker:
 
     @_computes
     def measure_preemption_costs(self) -> PreemptionCosts:
-        """Time copies between the pools and the computation of a prompt. Overwrites the pools: call it before any
-        plan."""
+        """Time block copies and prompt computation. Overwrites the pools, so call it before any plan."""
         assert self._model is not None, "load_model comes first"
         assert self._layout is not None, "allocate comes first"
         scheduler = self._config.scheduler
@@ -173,20 +166,19 @@ class Worker:
 
     @_computes
     def expert_counts(self) -> list[list[int]]:
-        """The rows that each expert has computed, by layer: `Executor.expert_counts`."""
+        """Rows computed per layer and expert; see `Executor.expert_counts`."""
         self.platform.synchronize()
         counters = self.platform.expert_counts
         return [] if counters is None else [counts.tolist() for counts in counters.by_layer]
 
     def _forget_expert_counts(self) -> None:
-        """Set the counters of experts to 0: rows that were computed while starting are no request's."""
+        """Reset the expert counters after rows of the start."""
         counters = self.platform.expert_counts
         for counts in () if counters is None else counters.by_layer:
             counts.zero_()
 
     def describe_backend(self) -> str:
-        """One line for users: kernels, device, formats of weights and KV cache, and once they are loaded the bytes of
-        weights."""
+        """One line for users: kernels, device, formats and, once loaded, the bytes of weights."""
         described, draft = self.platform.describe(), self.platform.draft_model
         if self._model is not None:
             described += f", {format_bytes(self._model.weight_bytes())} of weights"
@@ -196,13 +188,13 @@ class Worker:
 
     @_computes
     def idle(self) -> bool:
-        """Capture one more graph, while no plan is outstanding; returns whether there was one left."""
+        """Capture one more graph while no plan is outstanding; returns whether one was left."""
         return self._runner is not None and self._runner.capture_next()
 
     @_computes
     def launch(self, plan: StepPlan) -> PendingStep:
-        """Start one plan; return what becomes of it. After an error the request state is undefined, so every later plan
-        fails as well. Raises interrupts."""
+        """Start one plan. After an error the request state is undefined, and every later plan fails. Raises
+        interrupts."""
         assert self._runner is not None, "allocate comes before launch"
         previous = self._last
         if previous is not None and previous.has_failed:
@@ -222,20 +214,19 @@ class Worker:
 
     @_computes
     def send_sampling_inputs(self, inputs: SamplingInputs) -> None:
-        """Sample the last step, which awaits these. An error is the step's; interrupts are raised."""
+        """Sample the last step, which awaits these inputs. Errors go to the step; interrupts are raised."""
         assert self._runner is not None, "allocate comes before launch"
         if self._last is not None and not self._last.has_failed:
             self._runner.sample(inputs)
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run one plan to its end."""
         return self.launch(plan).result()
 
     @_computes
     def sleep(self, level: int) -> None:
-        """Free the pools, what was captured over them, and the memory that weights take on a device: level 1 moves them
-        to the host, level 2 drops them. Blocks on disk stay. Raises InsufficientMemoryError, without any change, when
-        the host lacks the memory for the weights."""
+        """Free the pools, captured graphs, and device memory of the weights: level 1 moves them to the host, level 2
+        drops them. Blocks on disk stay. Raises InsufficientMemoryError with nothing changed if the host lacks
+        memory."""
         assert self._model is not None, "load comes before sleep"
         self.platform.synchronize()
         if level == 1 and self._offloaded is None:
@@ -258,7 +249,7 @@ class Worker:
 
     @_computes
     def wake_weights(self) -> None:
-        """Copy the weights back, or load them. Raises ModelLoadError or InsufficientMemoryError."""
+        """Copy or load the weights back. Raises ModelLoadError or InsufficientMemoryError."""
         self._wake_weights()
 
     def _wake_weights(self) -> None:
@@ -270,8 +261,7 @@ class Worker:
 
     @_computes
     def wake_up(self) -> None:
-        """Bring the weights back where they still sleep, and allocate the pools again. Raises ModelLoadError or
-        InsufficientMemoryError."""
+        """Restore the weights if needed, and allocate the pools. Raises ModelLoadError or InsufficientMemoryError."""
         assert self._layout is not None, "allocate comes before sleep"
         self._wake_weights()
         try:
@@ -281,8 +271,7 @@ class Worker:
             raise
 
     def close(self) -> None:
-        """Wait for the plans that were started and the KV connector's stores. No plan may be launched afterwards.
-        Idempotent."""
+        """Wait for started plans and the KV connector's stores; no plan may follow. Idempotent."""
         self.platform.synchronize()
         self._connector.close()
         self._adapters.close()
@@ -302,7 +291,6 @@ class Worker:
             self._offloaded = None
 
     def _release_pools(self) -> None:
-        """Free everything that holds keys and values."""
         self._runner = None
         self._transfers, self._connector = NoTransfers(), NoWorkerConnector()
         if self._host_pool is not None:

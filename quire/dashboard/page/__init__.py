@@ -1,5 +1,4 @@
-"""The live page and the page of the API: each one HTML document put together from the files beside this one, with the
-policy that confines it."""
+"""Live page and API page: each one HTML document joined from files here, with its Content-Security-Policy."""
 
 from __future__ import annotations
 
@@ -21,24 +20,24 @@ SCRIPTS = (
     "chat.js",
     "main.js",
 )
-"""In the order in which they stand in the live page's one script."""
+"""Scripts of the live page, in order."""
 
 
 @dataclass(frozen=True)
 class Page:
-    """html: UTF-8. policy: the value of its Content-Security-Policy header."""
+    """html: UTF-8. policy: value of the Content-Security-Policy header."""
 
     html: bytes
     policy: str
 
 
 def load_page() -> Page:
-    """The live page. Nothing in it depends on the server: what it shows it fetches."""
+    """Live page. It is the same for all servers and fetches its data."""
     return _join("index.html", "style.css", SCRIPTS)
 
 
 def load_reference() -> Page:
-    """The page that shows /openapi.json."""
+    """Page that shows /openapi.json."""
     return _join("reference.html", "reference.css", ("reference.js",))
 
 
@@ -53,7 +52,7 @@ def _join(document: str, style_sheet: str, scripts: tuple[str, ...]) -> Page:
 
 
 def content_policy(style: str, script: str) -> str:
-    """Only these very texts may style and run, and only this server may be asked."""
+    """Policy that allows only these texts as style and script, and requests only to this server."""
     return "; ".join(
         [
             "default-src 'none'",

@@ -1,4 +1,4 @@
-"""States of recurrent layers natively: the plan of a step. How a page looks: csrc/linear_state.h."""
+"""Plans of recurrent states for native kernels. For the page layout see csrc/linear_state.h."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.kernels.cpu import _native
 
 
 class StatePlans:
-    """The native plan of the states of `layers`, set anew for each step. Recorded kernels name a layer by its place."""
+    """Native plan of the states of `layers`, set for each step. Recorded kernels refer to a layer by its index."""
 
     def __init__(self, layers: Sequence[int]) -> None:
         self._layers = tuple(layers)
@@ -22,11 +22,8 @@ class StatePlans:
         self._query_start = torch.empty(0, dtype=torch.int64)
 
     def set(self, states: StateStep) -> _native.StatePlan:
-        """The plan of one step, valid until the next call. The step's tensors are kept alive, and must not change while
-        a program runs.
-
-        Raises ValueError for tensors of the wrong kind and for whatever would be read or written outside the pool.
-        """
+        """Plan of one step, valid until the next call. The step's tensors are kept alive and must not change while a
+        program runs. Raises ValueError for wrong tensors and accesses outside the pool."""
         if states is not self._step:  # decodes of the same sequences come in the same objects
             query_start = torch.tensor(states.query_start, dtype=torch.int64)
             self._arguments = self._checked(states, query_start)
@@ -35,7 +32,7 @@ class StatePlans:
         return self._plan
 
     def _checked(self, states: StateStep, query_start: torch.Tensor) -> tuple[Any, ...]:
-        """The arguments of the native plan's `set`, after the checks that `set` promises."""
+        """Checked arguments of the native plan's `set`."""
         starts, num_sequences = states.starts, len(states.query_start) - 1
         if starts.dtype != torch.int64 or tuple(starts.shape) != (num_sequences,) or not starts.is_contiguous():
             raise ValueError(f"starts: int64 [{num_sequences}] expected, got {starts.dtype} {list(starts.shape)}")

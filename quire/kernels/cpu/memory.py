@@ -1,7 +1,5 @@
-"""Memory for weights and activations: page-aligned, zero, in huge pages where the system has them.
-
-Weights are read from end to end in every step: with small pages, each 4 KiB would need a new address translation.
-"""
+"""Page-aligned zeroed memory for weights and activations, in huge pages where available, because each step reads all
+weights and small pages would cost an address translation every 4 KiB."""
 
 from __future__ import annotations
 
@@ -21,14 +19,14 @@ _TOUCHED_AT_ONCE = 2 * HUGE_PAGE
 
 
 def allocate(num_bytes: int) -> torch.Tensor:
-    """[num_bytes] uint8, zero. Reserved, not touched. Raises InsufficientMemoryError when the system refuses."""
+    """[num_bytes] uint8, zero, reserved but untouched. Raises InsufficientMemoryError if the system refuses."""
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(reserve(num_bytes), dtype=torch.uint8)
 
 
 def reserve(num_bytes: int) -> mmap.mmap:
-    """The mapping behind `allocate`'s tensor, which lives as long as any tensor over it."""
+    """Mapping behind `allocate`'s tensor; it lives as long as any tensor over it."""
     try:
         # Private: the default, shared memory, gets no huge pages on most systems.
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -40,17 +38,15 @@ def reserve(num_bytes: int) -> mmap.mmap:
 
 
 def give_back(memory: mmap.mmap, first: int, last: int) -> None:
-    """Let the system have the whole huge pages between two bytes of a mapping that are zero: they are so again when
-    they are read."""
+    """Return whole huge pages of zeros between two bytes of a mapping to the system; they read as zeros later."""
     first, last = -(-first // HUGE_PAGE) * HUGE_PAGE, -(-last // mmap.PAGESIZE) * mmap.PAGESIZE
     if first < last and hasattr(mmap, "MADV_DONTNEED"):
         memory.madvise(mmap.MADV_DONTNEED, first, last - first)
 
 
 def touch(memory: Sequence[torch.Tensor], num_threads: int) -> None:
-    """Write to every page of the system's memory behind tensors of bytes that are zero and stay so: it is there then.
-
-    A virtual machine can wait milliseconds for each huge page that its host has not given to it yet."""
+    """Touch every page of zeroed tensors, with threads. A virtual machine may wait milliseconds per huge page for its
+    host."""
     pieces = [piece for each in memory for piece in each.view(-1).split(_TOUCHED_AT_ONCE)]
     if num_threads == 1 or len(pieces) < 2:
         for piece in pieces:

@@ -1,9 +1,6 @@
-"""Weights in the panel layout of the native linear kernels (csrc/kernels.h says what it looks like).
-
-A matrix is made once for its final size and filled rows at a time, so that a checkpoint is packed while it is read and
-no second copy of a weight is ever held. Rows of several checkpoint tensors (q, k, v; gate, up) go into one matrix by
-`first_row`.
-"""
+"""Weights in the panel layout of the native linear kernels (csrc/kernels.h). A matrix is created at its final size and
+filled by rows, so a checkpoint is packed while it is read, without a second copy. Several checkpoint tensors (q, k, v;
+gate, up) go into one matrix by `first_row`."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from quire.kernels.cpu.memory import ALIGNMENT, allocate, give_back, reserve, to
 
 _FLOAT_TYPES = {torch.float32: WeightType.F32, torch.bfloat16: WeightType.BF16, torch.float16: WeightType.F16}
 _VALUE_DTYPES = {WeightType.I8: torch.int8, WeightType.I4: torch.uint8, WeightType.E4M3: torch.float8_e4m3fn}
-"""Dtypes of the values of a quantised tensor, by types whose scales are float32."""
+"""Value dtype of quantised types with float32 scales."""
 _FP4_GROUPS = {WeightType.MXFP4: 32, WeightType.NVFP4: 16}
 """Input features that share a scale."""
 _PANEL = 32
@@ -31,9 +28,8 @@ _MOST_THREADS = 8
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """A format of blocks as GGUF files have it, and how a matrix holds it: `values` values in `num_bytes` bytes, scales
-    for groups of `group_size` values, or codes of them where a block is a super-block. centre: the value that stands
-    for zero, of scales without offsets."""
+    """A GGUF block format: `values` values in `num_bytes` bytes, with a scale per `group_size` values, or a scale code
+    in super-blocks. centre: value that stands for zero, if scales have no offsets."""
 
     type: WeightType
     num_bytes: int
@@ -44,7 +40,7 @@ class BlockLayout:
 
     @property
     def is_super(self) -> bool:
-        """True where the scale of a group is the product of the block's scale and of a code."""
+        """True if a group's scale is the block's scale times a code."""
         return self.values != self.group_size
 
 
@@ -66,22 +62,21 @@ BLOCK_LAYOUTS = {
 
 
 class PackedMatrix:
-    """A weight [out_features, in_features] in panels of 32 rows; what is not loaded is zero.
+    """A weight [out_features, in_features] in panels of 32 rows; unloaded parts are zero.
 
-    `gated` matrices hold gate rows first, then as many up rows; out_features counts both. `group_size` (integers and
-    8-bit floats) is how many inputs share a scale; None: all of them (4-bit floats: what their format says). With
-    `integer_activations` the kernels round activations to 8 bits and multiply integers. `with_offsets` (integers) makes
-    room for offsets: weight = scale * value + offset. `memory` gives zeroed memory: that of an `Arena` for a model's
-    many matrices.
+    gated: gate rows come first, then as many up rows; out_features counts both. group_size (integers and 8-bit floats):
+    inputs that share a scale; None: all (4-bit floats: set by the format). integer_activations: kernels round
+    activations to 8 bits and multiply integers. with_offsets (integers): weight = scale * value + offset. memory:
+    source of zeroed memory, such as a model's `Arena`.
     """
 
     scale_dtype = torch.float32
-    """Dtype of offsets, and of scales that are no codes."""
+    """Dtype of offsets and scales."""
     blocks: BlockLayout | None = None
-    """The blocks that it holds as a file has them."""
+    """Block format, if the file's blocks are kept."""
     activation_bits = 0
-    """Bits that activations keep at least where integers and 4-bit floats are multiplied, 8, 16 or 32: 8 are whole
-    numbers with a scale for each group. 0: what the program's precision says."""
+    """Minimum bits of activations in products of integers and 4-bit floats: 8 (integers with a scale per group), 16 or
+    32; 0: by the program's precision."""
 
     def __init__(
         self,
@@ -132,12 +127,11 @@ class PackedMatrix:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of everything that is held."""
         held = (*self._stored(), self.bias)
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 
     def load_dense(self, rows: torch.Tensor, first_row: int = 0) -> None:
-        """Rows [n, in_features] of a float dtype, converted to the matrix's float type, to rows first_row onwards."""
+        """Load rows [n, in_features] of any float dtype from first_row on."""
         if self.type not in _FLOAT_TYPES.values():
             raise ValueError("a quantised matrix is loaded from values and scales")
         self._check_rows(rows, first_row)
@@ -151,16 +145,14 @@ class PackedMatrix:
     def load_integer(
         self, values: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None = None, first_row: int = 0
     ) -> None:
-        """Rows of values [n, in_features] (int8 for I8; uint8, 0 to 15, for I4), scales and offsets [n, groups].
-
-        Scales and offsets are given in float32. With a column order, values and groups are in that order already.
-        """
+        """Load rows: values [n, in_features] (int8 for I8; uint8, 0 to 15, for I4), scales and offsets [n, groups]
+        float32, all in column order if one is set."""
         if self.type not in (WeightType.I8, WeightType.I4):
             raise ValueError("the matrix does not hold integers")
         self._load_values(values, scales, offsets, first_row)
 
     def load_float8(self, values: torch.Tensor, scales: torch.Tensor, first_row: int = 0) -> None:
-        """Rows of values [n, in_features] in float8_e4m3fn, and scales [n, groups] in float32, to an E4M3 matrix."""
+        """Load rows into an E4M3 matrix: values [n, in_features] float8_e4m3fn, scales [n, groups] float32."""
         if self.type != WeightType.E4M3:
             raise ValueError("the matrix does not hold 8-bit floats")
         self._load_values(values, scales, None, first_row)
@@ -168,8 +160,8 @@ class PackedMatrix:
     def load_float4(
         self, pairs: torch.Tensor, scale_codes: torch.Tensor, row_scales: torch.Tensor | None = None, first_row: int = 0
     ) -> None:
-        """Rows of e2m1 codes [n, in_features / 2 rounded up], uint8, the first of a pair in the lower half, and the
-        codes of their scales [n, groups], uint8. row_scales: [n] float32, which multiplies the scales of NVFP4."""
+        """Load rows: e2m1 codes [n, in_features / 2 rounded up] uint8, first of a pair in the low nibble, and scale
+        codes [n, groups] uint8. row_scales: [n] float32, factors of NVFP4's scales."""
         if self.scale_codes is None:
             raise ValueError("the matrix does not hold 4-bit floats")
         rows = pairs.shape[0]
@@ -223,7 +215,7 @@ class PackedMatrix:
         )
 
     def load_bias(self, bias: torch.Tensor, first_row: int = 0) -> None:
-        """Biases [n] of rows first_row onwards; those never loaded are zero."""
+        """Load biases [n] from first_row on; unloaded ones are zero."""
         if bias.ndim != 1 or first_row < 0 or first_row + len(bias) > self.out_features:
             raise ValueError(f"a bias {list(bias.shape)} does not fit rows {first_row} to {self.out_features}")
         if self.bias is None:
@@ -231,7 +223,8 @@ class PackedMatrix:
         self.bias[self._columns(first_row, len(bias))] = bias.to(torch.float32)
 
     def set_column_order(self, order: torch.Tensor) -> None:
-        """`order` [in_features]: packed column k multiplies input order[k]. A permutation (GPTQ's act-order)."""
+        """Set the column order (GPTQ's act-order): packed column k multiplies input order[k]. order: [in_features], a
+        permutation."""
         if order.shape != (self.in_features,):
             raise ValueError(f"an order of {list(order.shape)} for {self.in_features} inputs")
         order = order.to(torch.int32).contiguous().clone()
@@ -240,20 +233,20 @@ class PackedMatrix:
         self.column_order = order
 
     def dequantize(self) -> torch.Tensor:
-        """The matrix as float32 [out_features, in_features], its columns in the order of the inputs."""
+        """The matrix as float32 [out_features, in_features], columns in input order."""
         rows = torch.empty(self.out_features, self.in_features)
         _native.unpack_rows(self.as_native(), rows.data_ptr(), self.in_features, 0, self.out_features)
         return rows
 
     def as_native(self, *, interleaved: bool = False) -> _native.PackedWeight:
-        """The matrix as kernels take it. The result holds addresses: the matrix must outlive it. interleaved: a gated
-        matrix as one of `padded_columns` rows that is not gated, whose gate and up rows take turns of 16."""
+        """The matrix for kernels, which hold its addresses: it must outlive them. interleaved: a gated matrix as an
+        ungated one of `padded_columns` rows, with gate and up rows alternating by 16."""
         if not interleaved:
             return self._describe(self.out_features, self.gated, *self._stored())
         return self._describe(self.padded_columns, False, *self._stored())
 
     def _stored(self) -> tuple[torch.Tensor | None, ...]:
-        """The tensors that kernels read, in the order of `PackedWeight`."""
+        """Tensors that kernels read, in the order of `PackedWeight`."""
         others, numbers = (self.column_sums, self.column_order, self.scale_codes), (self.scales, self.offsets)
         is_wide = self.scale_dtype == torch.float32
         return (self.data, *numbers, *others, None, None) if is_wide else (self.data, None, None, *others, *numbers)
@@ -273,7 +266,7 @@ class PackedMatrix:
         )
 
     def _zeros(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """A zeroed tensor [count] that starts at a cache line."""
+        """A zeroed tensor [count], aligned to a cache line."""
         return self._memory(count * dtype.itemsize).view(dtype)
 
     def _check_rows(self, rows: torch.Tensor, first_row: int) -> None:
@@ -286,7 +279,7 @@ class PackedMatrix:
             raise ValueError(f"{num_rows} rows from {first_row} on do not fit {self.out_features}")
 
     def _columns(self, first_row: int, count: int) -> torch.Tensor:
-        """Places of rows among the packed columns."""
+        """Indices of rows among the packed columns."""
         rows = torch.arange(first_row, first_row + count)
         if not self.gated:
             return rows
@@ -296,14 +289,13 @@ class PackedMatrix:
 
 
 class HalfScaleMatrix(PackedMatrix):
-    """Integers whose scales and offsets are held in float16, to which what is loaded is rounded."""
+    """Integers with scales and offsets in float16; loaded ones are rounded."""
 
     scale_dtype = torch.float16
 
 
 class BlockMatrix(HalfScaleMatrix):
-    """A matrix of blocks as GGUF files store them: the bytes of the file and no more, in the order of panels. `format`
-    is one of BLOCK_LAYOUTS."""
+    """A matrix with GGUF's blocks unchanged, in panel order. format: a key of BLOCK_LAYOUTS."""
 
     def __init__(
         self,
@@ -328,7 +320,7 @@ class BlockMatrix(HalfScaleMatrix):
         )
 
     def load_blocks(self, rows: torch.Tensor, first_row: int = 0) -> None:
-        """Rows of whole blocks [n, bytes of a row], uint8, as the file has them."""
+        """Load rows of whole blocks [n, bytes of a row], uint8, from the file."""
         assert self.blocks is not None, "a matrix of blocks has a layout"
         wanted = self.in_features // self.blocks.values * self.blocks.num_bytes
         if rows.dtype != torch.uint8 or rows.ndim != 2 or rows.shape[1] != wanted:
@@ -339,18 +331,15 @@ class BlockMatrix(HalfScaleMatrix):
 
 
 def _with_contiguous_rows(matrix: torch.Tensor) -> torch.Tensor:
-    """The matrix itself when its rows are contiguous and do not run backwards, else a copy."""
+    """The matrix, copied unless its rows are contiguous and forward."""
     return matrix if matrix.stride(1) == 1 and matrix.stride(0) >= 0 else matrix.contiguous()
 
 
 class Arena:
-    """Memory for many tensors, next to each other in large mappings. In a mapping of its own, what is smaller than a
-    huge page, and the end of anything larger, would lie in small pages. A mapping lives as long as any of its tensors.
-
-    What is handed out is about to be filled. Threads of all cores have the system give its memory first, with some of
-    what will be asked for next: a single thread that fills weights waits longer for memory than it works. What was not
-    asked for goes back at the end of each mapping, and of loading (`trim`).
-    """
+    """Memory for many tensors in large mappings, because small tensors in mappings of their own would lie in small
+    pages. A mapping lives as long as its tensors. Threads on all cores touch memory ahead, since one thread that packs
+    weights would wait for pages longer than it works. Unused memory returns at the end of each mapping, and of loading
+    (`trim`)."""
 
     def __init__(self, chunk_bytes: int = 64 << 20) -> None:
         self._chunk_bytes = chunk_bytes
@@ -360,7 +349,7 @@ class Arena:
         self._most_ahead = _MOST_TOUCHED
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """[num_bytes] uint8, zero, at a multiple of ALIGNMENT. Raises InsufficientMemoryError like `allocate`."""
+        """[num_bytes] uint8, zero, aligned to ALIGNMENT. Raises InsufficientMemoryError."""
         if num_bytes >= self._chunk_bytes:
             return _touched(allocate(num_bytes))
         if self._used + num_bytes > len(self._chunk):
@@ -376,7 +365,7 @@ class Arena:
         return self._chunk[start:end]
 
     def trim(self) -> None:
-        """Give memory that nothing was put into back to the system, and take none ahead from now on."""
+        """Return unused memory, and touch none ahead any more."""
         self._give_back()
         self._most_ahead = 0
 
@@ -387,6 +376,6 @@ class Arena:
 
 
 def _touched(memory: torch.Tensor) -> torch.Tensor:
-    """The same, which the system has given."""
+    """Touch the memory and return it."""
     touch([memory], min(affinity_cores(), _MOST_THREADS))
     return memory

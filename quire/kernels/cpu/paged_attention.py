@@ -1,4 +1,4 @@
-"""Native paged attention: what may be cached how, and the plan of a step. How a block looks: csrc/attention.h."""
+"""Native paged attention: supported shapes, and the plan of a step. For the block layout see csrc/attention.h."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ MAX_BLOCK_SIZE = 1024
 
 
 def check_shape(block_size: int, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
-    """Raises ConfigError for what the kernels do not compute: a block size that is not a power of two up to 1024, a
-    head dimension that is not a multiple of 8 up to 256, query heads that do not divide among the key heads."""
+    """Raise ConfigError for unsupported shapes. Supported: block sizes that are powers of two up to 1024, head
+    dimensions that are multiples of 8 up to 256, query heads divisible by key heads."""
     if not 1 <= block_size <= MAX_BLOCK_SIZE or block_size & (block_size - 1):
         raise ConfigError(f"native attention needs a block size that is a power of two up to 1024, not {block_size}")
     if not NATIVE_HEAD_MULTIPLE <= head_dim <= NATIVE_HEAD_LIMIT or head_dim % NATIVE_HEAD_MULTIPLE:
@@ -35,32 +35,32 @@ def check_shape(block_size: int, num_heads: int, num_kv_heads: int, head_dim: in
 
 
 def check_latent(rank: int, rope_dim: int) -> None:
-    """Raises ConfigError for latents that the kernels do not compute."""
+    """Raise ConfigError for unsupported latents."""
     reason = why_no_latents(rank, rope_dim)
     if reason is not None:
         raise ConfigError(f"attention_backend='native' is not possible: {reason}", param="attention_backend")
 
 
 def check_index(num_heads: int, dim: int, top: int) -> None:
-    """Raises ConfigError for an indexer that the kernels do not compute."""
+    """Raise ConfigError for an unsupported indexer."""
     reason = why_no_index(num_heads, dim, top)
     if reason is not None:
         raise ConfigError(f"attention_backend='native' is not possible: {reason}", param="attention_backend")
 
 
 def block_bytes(block_size: int, num_kv_heads: int, head_dim: int, cache_dtype: str) -> int:
-    """Bytes of a block of one layer; `AttentionSpec.page_bytes` is the same sum, without torch. cache_dtype: a key of
-    CACHE_TYPES. Raises ConfigError for shapes that the kernels do not compute."""
+    """Bytes of a layer's block; equals `AttentionSpec.page_bytes`. cache_dtype: a key of CACHE_TYPES. Raises
+    ConfigError for unsupported shapes."""
     check_shape(block_size, num_kv_heads, num_kv_heads, head_dim)
     return _native.block_bytes(block_size, num_kv_heads, head_dim, CACHE_TYPES[cache_dtype])
 
 
 class AttentionPlans:
-    """The native plans of the KV groups that keep keys and values, set anew for each step."""
+    """Native plans of the KV groups with keys and values, set for each step."""
 
     def __init__(self, layout: KVCacheLayout, num_heads: int, num_threads: int, deal: Deal = ALL_TOKENS) -> None:
-        """num_heads: query heads of every layer. num_threads: threads of the pool that runs the plans. deal: the tokens
-        that this rank keeps in groups whose tokens are dealt, where it attends with the heads of all ranks."""
+        """num_heads: query heads per layer. num_threads: threads of the pool that runs the plans. deal: tokens that this
+        rank keeps in groups whose tokens are dealt, where it attends with the heads of all ranks."""
         self.plans = []
         for group in layout.token_groups:
             spec = group.spec
@@ -99,11 +99,8 @@ class AttentionPlans:
         self._batch: AttentionBatch | None = None
 
     def set(self, batch: AttentionBatch) -> list[_native.AttentionPlan]:
-        """The plans for one step, by KV group; valid until the next call. The batch's tensors are kept alive, and must
-        not change while a program runs.
-
-        Raises ValueError for tensors of the wrong kind and for whatever would be read or written outside the pool.
-        """
+        """Plans of one step by KV group, valid until the next call. The batch's tensors are kept alive and must not
+        change while a program runs. Raises ValueError for wrong tensors and accesses outside the pool."""
         starts, positions = batch.query_start, batch.start_positions
         num_sequences = positions.shape[0]
         _check(starts, torch.int64, (num_sequences + 1,), "query starts")
@@ -133,12 +130,8 @@ def copy_blocks(
     num_blocks: int,
     copies: Sequence[tuple[int, int]],
 ) -> None:
-    """Copy block `source` to block `destination` in every page, for each (source, destination). All sources are read
-    before any destination is written.
-
-    pages: contiguous, of num_blocks blocks of page_block_bytes each. Raises ValueError for pages of another size,
-    for blocks that do not exist and for a destination that occurs twice.
-    """
+    """Copy blocks by (source, destination) in every page; all sources are read first. pages: contiguous, num_blocks
+    blocks of page_block_bytes. Raises ValueError for wrong sizes, invalid blocks and repeated destinations."""
     if not copies:
         return
     for page in pages:
@@ -152,12 +145,9 @@ def copy_blocks(
 def move_blocks(
     sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor], pairs: Sequence[tuple[int, int]]
 ) -> None:
-    """Copy block `source` of each page to block `destination` of the page at the same place, which is other memory.
-    One thread, without the interpreter's lock.
-
-    sources, destinations: contiguous uint8 [num_blocks, block bytes], of equal block bytes. Raises ValueError for other
-    pages and for blocks that do not exist.
-    """
+    """Copy blocks by (source, destination) from each page to its counterpart in other memory, on one thread without the
+    GIL. sources, destinations: contiguous uint8 [num_blocks, block bytes], equal block bytes. Raises ValueError for
+    other pages and invalid blocks."""
     if not pairs:
         return
     (num_sources, block_bytes), num_destinations = sources[0].shape, len(destinations[0])

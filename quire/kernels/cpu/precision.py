@@ -1,10 +1,7 @@
-"""The precision of products with bfloat16 weights where the user leaves the choice to Quire: the faster one.
-
-`vdpbf16ps` does the work of two float32 instructions, and some processors start it at a quarter of their rate. Known
-processors are listed; others are measured once and remembered, so that every start of an engine on a machine makes the
-same choice, and with it the same bits. AMX is not measured: on every processor that has it, a core multiplies bfloat16
-in tiles at 16 times the rate of float32.
-"""
+"""The faster precision of products with bfloat16 weights, if the user leaves it open. `vdpbf16ps` replaces two float32
+instructions, but some processors issue it at a quarter of the rate. Known processors are listed; others are measured
+once and remembered, so that every start makes the same choice and gives the same bits. With AMX, bfloat16 is always
+faster (16 times float32's rate)."""
 
 from __future__ import annotations
 
@@ -27,17 +24,17 @@ KNOWN: dict[tuple[str, int, int | None], str] = {
     ("GenuineIntel", 6, 143): "float32",  # Sapphire Rapids; as the next
     ("GenuineIntel", 6, 207): "float32",  # Emerald Rapids: 88 GFLOP/s a core, 174 in float32
 }
-"""The faster precision of the vector instructions, by vendor, family and model (None: every model of the family)."""
+"""Faster precision by vendor, family and model (None: whole family)."""
 MARGIN = 1.2
-"""bfloat16 rounds activations: it is taken where its measured rate is at least this many times that of float32."""
+"""Minimum speed-up at which bfloat16 is chosen, because it rounds activations."""
 NUM_TRIALS, NUM_UNITS = 5, 16
-"""The best of 5 runs of some 0.1 milliseconds each counts."""
+"""Number of runs (0.1 ms each), of which the best counts."""
 CPU_INFO = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """precision: "float32" or "bfloat16". reason: for people."""
+    """precision: "float32" or "bfloat16". reason: text for people."""
 
     precision: str
     reason: str
@@ -46,11 +43,8 @@ class Choice:
 def choose_precision(
     isa: str, *, memory: Path | None = None, cpu_info: Path = CPU_INFO, measure: Callable[[str], float] | None = None
 ) -> Choice:
-    """The precision for an instruction set of this machine.
-
-    memory: the file that measured choices are kept in; default `processors.json` in the cache directory. measure:
-    returns the rate of bfloat16 products over that of float32.
-    """
+    """Choose the precision for an instruction set of this machine. memory: file of measured choices; default
+    `processors.json` in the cache directory. measure: returns the rate of bfloat16 products relative to float32."""
     if not _native.has_bf16_products(isa):
         return Choice("float32", f"{isa} cannot multiply bfloat16")
     if isa not in _native.available_isas():
@@ -74,7 +68,7 @@ def choose_precision(
 
 
 def measure_rates(isa: str) -> float:
-    """The rate of bfloat16 products over that of float32 ones on one thread, in registers alone. Some milliseconds."""
+    """Rate of bfloat16 products relative to float32, on one thread in registers; takes milliseconds."""
     pool = _native.Pool(1, pin=False)
     best = {_native.float_limit: 0.0, _native.bf16_limit: 0.0}
     for _ in range(NUM_TRIALS):
@@ -86,7 +80,7 @@ def measure_rates(isa: str) -> float:
 
 
 def _processor(cpu_info: Path) -> tuple[str, int, int] | None:
-    """(vendor, family, model) of the first core; None where the system does not tell."""
+    """(vendor, family, model) of the first core; None if unknown."""
     try:
         first = cpu_info.read_text(errors="replace").partition("\n\n")[0]
         facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
@@ -104,7 +98,7 @@ def _read(memory: Path) -> dict[str, str]:
 
 
 def _write(memory: Path, choices: dict[str, str]) -> None:
-    """Replace the file in one step. Where that is not possible, the next start measures again."""
+    """Replace the file atomically; if that fails, the next start measures again."""
     part = memory.with_name(f"{memory.name}.{os.getpid()}")
     try:
         memory.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The search for 4-bit weights, natively."""
+"""Native search for 4-bit weights."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ _MOST_THREADS = 8
 def fit_int4(
     groups: torch.Tensor, shares: Sequence[float], nudges: Sequence[tuple[float, float]], *, isa: str = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """Values of 0 to 15 ([M, G] uint8), and of each group ([M, 1] float32) the step, the offset and the mean of the
-    values, of groups of weights ([M, G] float32, G at most 128). None where one holds infinities or NaN.
-
-    What shares and nudges mean, and how a candidate is judged: `quire.quantization.quantize.fit_groups`, the plain
-    twin. All cores take part; a group's numbers do not depend on the others."""
+    """Quantise groups of weights ([M, G] float32, G <= 128): values 0 to 15 ([M, G] uint8), and per group step, offset
+    and mean of the values ([M, 1] float32 each); None for infinities or NaN. For shares, nudges and the criterion see
+    `quire.quantization.quantize.fit_groups`. Uses all cores; groups are independent."""
     groups = groups.contiguous()
     if groups.dtype != torch.float32 or groups.dim() != 2:
         raise ValueError(f"groups: float32 [M, G] expected, got {groups.dtype} {list(groups.shape)}")

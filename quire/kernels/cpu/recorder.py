@@ -1,10 +1,6 @@
-"""Recording a model's kernels once, so that a step is one native call.
-
-A model is written once, as layers that pass values on. On the plain path the values are tensors. Here they are
-placeholders: each layer adds a call to the recorder and gets the placeholder of its result. `finish` then gives every
-placeholder a place in one arena (places are used again once their value was read for the last time) and makes a native
-program, which any number of rows is run through. It calls back into torch for the operations that have no kernel.
-"""
+"""Recording of a model's kernels, so that a step is one native call. Layers pass on placeholders instead of tensors;
+each adds a call and gets its result's placeholder. `finish_program` assigns places in one arena, reusing them after the
+last read, and makes a native program for any number of rows. Operations without a kernel call back into torch."""
 
 from __future__ import annotations
 
@@ -25,34 +21,33 @@ FLOAT_BYTES = 4
 TOKEN_IDS: int = _native.TOKEN_IDS
 SLOT_POSITIONS: int = _native.SLOT_POSITIONS
 ROW_ALIGNMENT = 16
-"""Rows begin at multiples of this many elements: a cache line."""
+"""Row alignment in elements: a cache line."""
 ARENA = 0
-"""The area that placeholders live in; areas from 1 on are given to `RecordedProgram.run`."""
+"""Area of the placeholders; areas from 1 on are given to `RecordedProgram.run`."""
 SMALLEST_PROGRAM = 64
-"""Rows. Programs are made for powers of two of rows, so that memory follows what is used."""
+"""Minimum rows; programs are made for powers of two of rows, to bound memory."""
 GATHER = "gather"
-"""The kernel behind which a program runs over the rows that are read."""
+"""Kernel after which a program runs only over the rows read."""
 
 
 @dataclass(eq=False, slots=True)
 class Buffer:
-    """A matrix of float32 rows. area: number of the memory that it lies in (ARENA: the recorder finds a place). stride:
-    elements from row to row."""
+    """A matrix of float32 rows. area: number of its memory (ARENA: the recorder assigns a place). stride: elements
+    between rows."""
 
     recorder: Recorder
     width: int
     area: int
     stride: int
     is_gathered: bool = False
-    """True where its rows are those that are read, False where they are all rows of the step."""
+    """True if its rows are those read, else all rows of the step."""
     offset: int = 0
-    """Elements per row of the arena that lie before it; known after `finish_program`."""
+    """Offset in the arena, in elements per row; set by `finish_program`."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedIndices:
-    """A column of the step's tokens, plus `shift`. column: its number, by which a run brings it: TOKEN_IDS,
-    SLOT_POSITIONS, then those that the model reads besides."""
+    """A column of the step's tokens plus `shift`. column: TOKEN_IDS, SLOT_POSITIONS, then the model's other columns."""
 
     recorder: Recorder
     column: int
@@ -64,21 +59,21 @@ class RecordedIndices:
 
 @dataclass(frozen=True, slots=True)
 class RecordedRows:
-    """The rows that are read of a step's."""
+    """The rows of a step that are read."""
 
     recorder: Recorder
 
 
 TorchFunction = Callable[..., torch.Tensor]
-"""Takes the buffers' rows as tensors, [rows, width] float32 each, and returns the output's."""
+"""Function from the inputs' rows, [rows, width] float32 tensors, to the output's."""
 
 
 @dataclass(slots=True)
 class Call:
-    """One kernel: `kernel` of _native.Program with `buffers` (None: absent) and `constants`; or `function`, which torch
-    computes. over: the buffer whose place the output may take, or, if `in_place`, must take: the kernel then changes
-    what is there. output: the kernel's name of its output. first_column: the first column that it sees of each of its
-    buffers. out_column: the first column that it writes of its output and reads of its residual."""
+    """One kernel: method `kernel` of _native.Program with `buffers` (None: absent) and `constants`, or a torch
+    `function`. over: buffer whose place the output may take, or must if `in_place` (the kernel then modifies it).
+    output: the output's parameter name. first_column: first column read of each buffer. out_column: first column
+    written of the output and read of the residual."""
 
     kernel: str
     buffers: dict[str, Buffer | None]
@@ -92,7 +87,7 @@ class Call:
     function: TorchFunction | None = None
 
     def column_of(self, buffer: str) -> int:
-        """The first column that it sees of one of its buffers, by the kernel's name of it."""
+        """First column read of a buffer, by its parameter name."""
         return self.first_column + (self.out_column if buffer in (self.output, "residual") else 0)
 
 
@@ -105,15 +100,15 @@ class Recorder:
     num_areas: int = 1
     has_gathered: bool = False
     state_layers: list[int] = field(default_factory=list)
-    """Layers whose states the calls read and write, in the order of the plan that a run brings."""
+    """Layers whose states the calls use, in the order of a run's plan."""
 
     def external(self, width: int, stride: int) -> Buffer:
-        """A buffer whose memory each run brings: the next area."""
+        """A buffer in the next area, whose memory each run brings."""
         self.num_areas += 1
         return Buffer(self, width, self.num_areas - 1, stride)
 
     def redirect(self, buffer: Buffer, target: Buffer) -> None:
-        """Let the call that makes `buffer` write to `target`'s memory, and the calls over whose results it writes."""
+        """Make the call that produces `buffer`, and those it writes over, write to `target`'s memory."""
         makers = {call.out: call for call in self.calls}
         over: Buffer | None = buffer
         while over is not None and over.area == ARENA:
@@ -136,21 +131,21 @@ class Recorder:
         buffers: dict[str, Buffer | None] | None = None,
         **constants: Any,
     ) -> Buffer:
-        """Add a kernel; returns its output, `width` wide, which takes the place of `over` if no later kernel reads that
-        (in_place: always; no later kernel may). The others are as Call has them."""
+        """Add a kernel; returns its output of `width` columns, which takes the place of `over` if no later kernel reads
+        that (in_place: always). For the rest see Call."""
         out = self._output(width, buffers)
         call = Call(kernel, buffers or {}, constants, out, over, in_place, output, first_column, out_column)
         self.calls.append(call)
         return call.out
 
     def state_layer(self, layer: int) -> int:
-        """The place in a run's plan of the states of `layer`."""
+        """Index of `layer`'s states in a run's plan."""
         if layer not in self.state_layers:
             self.state_layers.append(layer)
         return self.state_layers.index(layer)
 
     def gather(self, x: Buffer) -> Buffer:
-        """The rows of `x` that are read, in its place. All that is recorded from here on is of those rows."""
+        """The read rows of `x`, in its place. Everything recorded later has only these rows."""
         assert not x.is_gathered, "rows are gathered once"
         self.has_gathered = True
         out = self._output(x.width, {})
@@ -158,8 +153,8 @@ class Recorder:
         return out
 
     def call_torch(self, function: TorchFunction, width: int, inputs: Sequence[Buffer]) -> Buffer:
-        """Call back, from inside the program, for one operation that has no kernel: `function` of the inputs' rows
-        gives the output's, `width` wide. It may run other programs."""
+        """Add a callback for an operation without a kernel: `function` of the inputs' rows returns the output's,
+        `width` columns. It may run other programs."""
         buffers: dict[str, Buffer | None] = {str(index): buffer for index, buffer in enumerate(inputs)}
         out = self._output(width, buffers)
         self.calls.append(Call("torch", buffers, {}, out, function=function))
@@ -174,9 +169,9 @@ class Recorder:
         arena: Scratch | None = None,
         others: Sequence[Buffer] = (),
     ) -> RecordedProgram:
-        """Place the buffers and build the program. result, others: kept whole to the end of a run. scratch: working
-        memory of the kernels, arena: memory of the placeholders, shared with other programs (None: of its own). A
-        result in a shared arena is overwritten by any of them: `redirect` it."""
+        """Place the buffers and build the program. result, others: kept to the end of a run. scratch: kernels' working
+        memory; arena: placeholders' memory; shared between programs (None: own). A result in a shared arena can be
+        overwritten by any of them: `redirect` it."""
         results = (result, *others)
         calls = hand_over_rows(fuse_norms(self.calls, results), results)
         elements = place_buffers(calls, results)
@@ -202,18 +197,17 @@ class Recorder:
 
 
 class TorchCall:
-    """A function of torch over rows that lie where a program has them. Runs of one size follow one another, over the
-    same memory: the tensors of the last are kept."""
+    """A torch function over rows in a program's memory; keeps the tensors of the last run for runs of equal size."""
 
     def __init__(self, function: TorchFunction, buffers: Sequence[Buffer | None]) -> None:
-        """buffers: the inputs, then the output."""
+        """buffers: inputs, then the output."""
         self._function = function
         self._sizes = [(buffer.width, buffer.stride) for buffer in buffers if buffer is not None]
         self._place: tuple[int, list[int]] = (0, [])
         self._rows: list[torch.Tensor] = []
 
     def __call__(self, num_rows: int, addresses: list[int]) -> None:
-        """Compute the operation over rows in a program's memory. addresses: one for the first row of each buffer."""
+        """Compute over rows in a program's memory. addresses: first row of each buffer."""
         if self._place != (num_rows, addresses):
             self._place = (num_rows, addresses)
             self._rows = [
@@ -230,7 +224,7 @@ def _rows_at(address: int, num_rows: int, width: int, stride: int) -> torch.Tens
 
 
 def address_of(vector: torch.Tensor | None) -> int:
-    """The address of a vector that a kernel reads; 0 for None."""
+    """Address of a vector; 0 for None."""
     if vector is None:
         return 0
     assert vector.dtype == torch.float32, "kernels take float32 vectors"
@@ -244,8 +238,8 @@ def rounded_rows(num_rows: int) -> int:
 
 
 def fuse_norms(calls: Sequence[Call], results: Sequence[Buffer]) -> list[Call]:
-    """`calls`, where a linear layer that alone reads the norm before it normalises its rows itself, packing them: the
-    same bits, without writing the norm and reading it again. results: are kept."""
+    """Merge a norm into the linear layer that is its only reader, which then normalises rows while packing them: the
+    same bits with less memory traffic. results: buffers that are kept."""
     num_readers = _count_readers(calls)
     fused: list[Call] = []
     for call in calls:
@@ -261,8 +255,8 @@ def fuse_norms(calls: Sequence[Call], results: Sequence[Buffer]) -> list[Call]:
 
 
 def hand_over_rows(calls: Sequence[Call], results: Sequence[Buffer]) -> list[Call]:
-    """`calls`, where a linear layer that only the next one reads, as its rows, says so: kernels may then lay out what
-    it gives as the next one wants it. results: are kept."""
+    """Mark linear layers whose only reader is the next one, so that kernels may write the layout that it wants.
+    results: buffers that are kept."""
     num_readers = _count_readers(calls)
     handed = list(calls)
     for place, (call, following) in enumerate(pairwise(calls)):
@@ -280,8 +274,8 @@ def _count_readers(calls: Sequence[Call]) -> Counter[Buffer]:
 
 
 def _is_input_norm(norm: Call, call: Call) -> bool:
-    """True where `call` is a linear layer of the rows that `norm` gives. A layer writes its output while others may
-    still read the rows: that must not go where they lie."""
+    """True if `call` is a linear layer over the rows of `norm`, and its output is not placed on them, as other threads
+    may still read them."""
     return (
         (norm.kernel, call.kernel) == ("norm", "linear")
         and not norm.in_place
@@ -294,11 +288,8 @@ def _is_input_norm(norm: Call, call: Call) -> bool:
 
 
 def place_buffers(calls: Sequence[Call], results: Sequence[Buffer]) -> int:
-    """Set `offset` of every arena buffer; returns the elements per row of the arena that they take together.
-
-    Buffers that live at the same time never overlap. A call's output takes the place of `over` if that is read for the
-    last time there, else the first gap that is wide enough.
-    """
+    """Set `offset` of every arena buffer; returns the total elements per row. Buffers that live at the same time do not
+    overlap. A call's output takes the place of `over` after its last read, else the first wide enough gap."""
     last_use: dict[Buffer, int] = {}
     for index, call in enumerate(calls):
         for buffer in (*call.buffers.values(), call.out, call.over):
@@ -338,7 +329,7 @@ def _ref(buffer: Buffer, max_rows: int, first_column: int) -> _native.Ref:
 
 
 class Scratch:
-    """Working memory, of kernels or for placeholders, which one program at a time uses."""
+    """Working memory for one program at a time."""
 
     def __init__(self) -> None:
         self._memory = allocate(0)
@@ -348,22 +339,20 @@ class Scratch:
         return self._memory.data_ptr()
 
     def floats(self, first: int, count: int) -> torch.Tensor:
-        """`count` float32 of it from number `first` on; of no use once it has grown."""
+        """`count` float32 from index `first` on; invalid once the memory has grown."""
         return self._memory.view(torch.float32)[first : first + count]
 
     def reserve(self, num_bytes: int) -> None:
-        """Have at least as much."""
         if num_bytes > len(self._memory):
             self._memory = allocate(num_bytes)
 
     def release(self) -> None:
-        """Free the memory. Programs that use it must be recorded again."""
+        """Free the memory; programs that use it must be recorded again."""
         self._memory = allocate(0)
 
 
 class FirstRows:
-    """The first rows of a matrix. Steps of one size follow one another: the view of the last is kept, for what a step
-    does between two runs of a model finds nothing of itself in the caches."""
+    """View of a matrix's first rows, cached for steps of equal size."""
 
     def __init__(self, rows: torch.Tensor) -> None:
         self.rows = self._first = rows
@@ -376,7 +365,7 @@ class FirstRows:
 
 
 class RecordedProgram:
-    """A program over an arena. Not for two runs at a time."""
+    """A program over an arena. One run at a time."""
 
     def __init__(
         self,
@@ -406,10 +395,9 @@ class RecordedProgram:
         read_rows: torch.Tensor | None = None,
         states: _native.StatePlan | None = None,
     ) -> None:
-        """columns: by number, [num_rows] int64, contiguous; None: no kernel reads it. plans: one for each KV group, or
-        the plan of a step without a KV pool. externals: the external buffers' rows, float32. read_rows: [R] int64,
-        contiguous, ascending: the rows that gathers leave (None: all rows). states: a plan of the recorder's
-        `state_layers` (None: there are none)."""
+        """Run the program. columns: by number, [num_rows] int64, contiguous; None: unused. plans: one per KV group, or
+        the plan of a step without a KV pool. externals: rows of the external buffers, float32. read_rows: [R] int64,
+        contiguous, ascending, rows that gathers keep (None: all). states: plan of `state_layers` (None: none)."""
         self.bind(num_rows, columns, plans, externals, read_rows, states)()
 
     def bind(
@@ -421,9 +409,8 @@ class RecordedProgram:
         read_rows: torch.Tensor | None = None,
         states: _native.StatePlan | None = None,
     ) -> Callable[[], None]:
-        """A call that runs the program over the memory of these arguments, as often as it is made, asking nothing
-        again. Valid while the caller keeps them, and until another program has the working memory that they share
-        grow."""
+        """A function that runs the program repeatedly over the memory of these arguments. Valid while the caller keeps
+        them and shared working memory does not grow."""
         addresses = [0 if column is None else column.data_ptr() for column in columns]
         areas = [self._arena.address, *(rows.data_ptr() for rows in externals)]
         read_address, num_read = (0, 0) if read_rows is None else (read_rows.data_ptr(), len(read_rows))
@@ -433,12 +420,12 @@ class RecordedProgram:
         return run
 
     def result(self, num_rows: int) -> torch.Tensor:
-        """[num_rows, width] float32 of the last run; overwritten by the next."""
+        """[num_rows, width] float32 of the last run; the next overwrites it."""
         return self._results[0][0].get(num_rows)
 
     def results(self, num_rows: int, num_read: int) -> list[torch.Tensor]:
-        """The rows of all buffers that are kept, in the order of `finish_program`: [num_rows, width] each, [num_read,
-        width] for those behind a gather. The next run overwrites them."""
+        """Rows of all kept buffers, in the order of `finish_program`: [num_rows, width] each, [num_read, width] after a
+        gather. The next run overwrites them."""
         return [rows.get(num_read if is_gathered else num_rows) for rows, is_gathered in self._results]
 
     def _rows_of(self, buffer: Buffer) -> FirstRows:

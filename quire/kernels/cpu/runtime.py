@@ -1,4 +1,4 @@
-"""The native kernels that a worker computes with: an instruction set and a pool of threads."""
+"""A worker's native runtime: instruction set and thread pool."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ _PRECISIONS = {"float32": _native.MatmulPrecision.FLOAT32, "bfloat16": _native.M
 
 
 class NativeRuntime:
-    """isa: name of an instruction set that this machine has, or "auto" for the best. num_threads: threads of the pool,
-    the calling thread included. matmul_precision: "float32"; "bfloat16" rounds activations before they multiply
-    weights, keys or values that are stored in it (and others: `rounds_for_quantised`); "auto" does so where that is
-    faster (quire/kernels/cpu/precision.py). The attribute says which of the two it is, precision_reason why (empty
-    where there was no choice). Raises ConfigError for an instruction set that is not available, and for a precision
-    that it does not have."""
+    """isa: available instruction set, or "auto" for the best. num_threads: threads of the pool, the caller included.
+    matmul_precision: "float32"; "bfloat16", which rounds activations before products with bfloat16 weights, keys and
+    values (and others, see `rounds_for_quantised`); "auto", the faster one (quire/kernels/cpu/precision.py). The
+    attribute holds the result, precision_reason the reason ("" without a choice). Raises ConfigError for an unavailable
+    instruction set or precision."""
 
     def __init__(self, isa: str, num_threads: int, matmul_precision: str = "float32") -> None:
         try:
@@ -42,18 +41,17 @@ class NativeRuntime:
         self._versions = itertools.count(1)
 
     def next_version(self) -> int:
-        """A version that no memory of a step's inputs has had (ForwardBatch)."""
+        """A new version for memory of step inputs (ForwardBatch)."""
         return next(self._versions)
 
     @property
     def native_precision(self) -> _native.MatmulPrecision:
-        """`matmul_precision` as programs take it."""
         return _PRECISIONS[self.matmul_precision]
 
     @property
     def rounds_for_quantised(self) -> bool:
-        """True where "bfloat16" concerns quantised weights, too: activations are rounded to bfloat16 for the tiles of
-        AMX, and to two digits of eight bits for products on vectors."""
+        """True if "bfloat16" also applies to quantised weights: activations are rounded to bfloat16 for AMX tiles, and
+        to two 8-bit digits for vector products."""
         return self.isa in ("amx", "amx_emulated", "avx512_bf16")
 
     @property

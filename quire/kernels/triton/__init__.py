@@ -1,1 +1,1 @@
-"""Kernels for GPUs, in Triton. Nothing here is imported unless the Triton back end computes."""
+"""Triton kernels for GPUs; imported only by the Triton back end."""

@@ -1,8 +1,5 @@
-"""The activation functions of `quire.kernels.activation`, alone or times another half of the row (gated).
-
-Limit: memory. Gated, 6 bytes for each element of the result in 16 bits; else 4. All that exist are x * sigmoid(f(x)),
-except for relu and the exact gelu.
-"""
+"""Activation functions of `quire.kernels.activation`, alone or gated (times the other half of the row). Limit: memory
+bandwidth. All but relu and the exact gelu are x * sigmoid(f(x))."""
 
 from __future__ import annotations
 
@@ -29,10 +26,10 @@ KINDS: Mapping[str, int] = {
     "gelu_pytorch_tanh": GELU_TANH.value,
     "quick_gelu": QUICK_GELU.value,
 }
-"""Numbers of the activations that kernels know, by their names in `quire.kernels.activation.ACTIVATIONS`."""
+"""Activation numbers for kernels, by name in `quire.kernels.activation.ACTIVATIONS`."""
 
 BLOCK = 1024
-"""Elements of a program of 4 warps: one load of 16 bytes a thread in 16 bits, two when gated."""
+"""Elements of a program of 4 warps: one 16-byte load per thread in 16 bits, two if gated."""
 
 SQRT_HALF = tl.constexpr(0.7071067811865476)
 TWICE_SQRT_2_OVER_PI = tl.constexpr(1.5957691216057308)
@@ -70,8 +67,8 @@ def _activation_kernel(x, out, x_stride, width, KIND: tl.constexpr, GATED: tl.co
 
 
 def activation(x: torch.Tensor, name: str, *, gated: bool) -> torch.Tensor:
-    """x: [T, width], or [T, 2 * width] with the gate's half first; rows may lie apart; any float dtype. name: a key of
-    KINDS. Returns activation(x) or activation(gate) * up, [T, width] in x's dtype, computed in float32."""
+    """activation(x) or activation(gate) * up, [T, width] in x's dtype, computed in float32. x: [T, width], or [T, 2 *
+    width] with the gate first; rows may be strided; any float dtype. name: a key of KINDS."""
     num_rows, columns = x.shape
     width = columns // 2 if gated else columns
     out = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)

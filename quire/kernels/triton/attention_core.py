@@ -1,13 +1,10 @@
-"""Functions that the attention kernels share: softmax over a range of a sequence's keys, read block by block, and its
+"""Shared functions of the attention kernels: softmax over a range of a sequence's keys, block by block, and its
 merging.
 
-A tile of queries is BLOCK_M rows: some consecutive new tokens of one sequence times the GROUP query heads that share a
-key head, so that every key is loaded once for all of them. Keys come in tiles of BLOCK_N positions that begin at
-multiples of BLOCK_N, wherever the queries are; a key that a row does not see has weight exactly zero there, and a
-tile of which a row sees nothing changes no bit of the row's result. So the result does not depend on which rows share
-a tile. Where a product is followed by a sum it is written as a fused multiply-add: no compiler chooses.
-
-Exponentials are powers of two; the scale of the scores has log2(e) in it.
+A tile of queries is BLOCK_M rows: consecutive new tokens of one sequence times the GROUP query heads of a key head, so
+that each key is loaded once for all. Keys come in tiles of BLOCK_N at multiples of BLOCK_N. An unseen key has weight
+exactly zero, so a row's result does not depend on the rows in its tile. A product followed by a sum is an explicit
+fused multiply-add, so the compiler does not choose. Exponentials are powers of two; the score scale includes log2(e).
 """
 
 from __future__ import annotations
@@ -20,14 +17,14 @@ from quire.kernels.triton.float8 import operand, widen_pairs
 from quire.kernels.triton.runtime import bound, dot
 
 NOTHING = tl.constexpr(-1.0e30)
-"""The maximum of a row that has seen no key. Finite, so that no difference is NaN."""
+"""Maximum of a row without keys; finite, so that no difference is NaN."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def first_seen(position, window, WINDOW: tl.constexpr):
-    """The first position, possibly below 0, that tokens at these positions see. WINDOW: 1: the last `window` ones; 2: a
-    chunk of `window`."""
+    """First position (possibly < 0) that tokens at these positions see. WINDOW: 1: the last `window`; 2: a chunk of
+    `window`."""
     if WINDOW == 2:
         first = position // window * window
     else:
@@ -36,7 +33,7 @@ def first_seen(position, window, WINDOW: tl.constexpr):
 
 
 def score_constants(layer: LayerAttention) -> tuple[float, float, int]:
-    """`scale`, `cap` and `window` as the kernels take them."""
+    """`scale`, `cap` and `window` for the kernels."""
     log2_e = LOG2_E.value
     if layer.soft_cap is None:
         return layer.stored_scale * log2_e, 0.0, layer.window or 0
@@ -45,8 +42,8 @@ def score_constants(layer: LayerAttention) -> tuple[float, float, int]:
 
 @triton.jit
 def row_tokens(BLOCK_M: tl.constexpr, GROUP: tl.constexpr):
-    """Token and head within the tile of each row, [BLOCK_M] each, and whether there is one: rows that are left over
-    when GROUP does not divide BLOCK_M hold nothing."""
+    """Token and head of each row in the tile, [BLOCK_M] each, and whether the row is used (GROUP may not divide
+    BLOCK_M)."""
     row = tl.arange(0, BLOCK_M)
     token = row // GROUP
     return token, row % GROUP, token < BLOCK_M // GROUP
@@ -74,10 +71,9 @@ def load_queries(
 
 @triton.jit
 def split_queries(queries, ELEMENT: tl.constexpr, PAIRS: tl.constexpr):
-    """Queries as they are multiplied with elements of pages: whole, something in place of a second half, and the
-    factor of their scores. With pairs (`float8.as_pairs`) their even dims, their odd ones, [BLOCK_M, DIM / 2] each, and
-    the factor by row, [BLOCK_M, 1]: in float16, which products take pairs in, a row is divided by the power of two that
-    makes its largest number less than 2."""
+    """Queries as multiplied with page elements: queries, odd half, and factor of the scores. With pairs
+    (`float8.as_pairs`) the halves are even and odd dims, [BLOCK_M, DIM / 2] each in float16, and the factor, [BLOCK_M,
+    1], undoes the power of two that scales a row below 2."""
     if PAIRS:
         wide = queries.to(tl.float32)
         bits = tl.max(tl.abs(wide), 1).to(tl.int32, bitcast=True) & 0x7F800000
@@ -103,7 +99,7 @@ def no_keys(BLOCK_M: tl.constexpr, DIM: tl.constexpr):
 
 @triton.jit
 def _blocks_of(table, tile, stop, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The physical blocks of a tile's keys before `stop`: one, or [BLOCK_N] if blocks are smaller than a tile."""
+    """Physical blocks of a tile's keys before `stop`: one, or [BLOCK_N] if blocks are smaller than a tile."""
     if BLOCK_SIZE >= BLOCK_N:
         blocks = tl.load(table + tile // BLOCK_SIZE, mask=tile < stop, other=0)
     else:
@@ -115,7 +111,7 @@ def _blocks_of(table, tile, stop, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexp
 
 @triton.jit
 def _key_offsets(blocks, tile, TOKEN: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """[BLOCK_N] int64: where the keys of a tile begin in the pages, of TOKEN elements a position."""
+    """[BLOCK_N] int64: offsets of a tile's keys in pages with TOKEN elements per position."""
     offsets = tl.arange(0, BLOCK_N)
     if BLOCK_SIZE >= BLOCK_N:
         within = tile % BLOCK_SIZE + offsets
@@ -126,11 +122,8 @@ def _key_offsets(blocks, tile, TOKEN: tl.constexpr, BLOCK_SIZE: tl.constexpr, BL
 
 @triton.jit
 def _weigh(scores, visible, maximum, scale, cap, SOFT_CAP: tl.constexpr, MASKED: tl.constexpr):
-    """Weights of a tile's keys relative to the new maximum, that maximum, and the factor of what was summed before.
-
-    scale: multiplies scores; with a soft cap c it has a factor of 2 log2(e) / c as well, so that tanh is made of one
-    power. cap: c log2(e).
-    """
+    """Weights of a tile's keys relative to the new maximum, that maximum, and the factor of earlier sums. scale: factor
+    of scores; with a soft cap c it includes 2 log2(e) / c, so that tanh needs one power. cap: c log2(e)."""
     if SOFT_CAP:
         # tanh(x) = 1 - 2 / (e^2x + 1), right at both ends.
         scores = tl.fma(-2.0, 1.0 / (tl.exp2(scores * scale) + 1.0), 1.0)
@@ -171,12 +164,9 @@ def _attend_tiles(
     PAIRS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Add the tiles that begin in [start, stop). Not MASKED: every row sees every key of them. PAIRS: queries are
-    halves (`split_queries`), and so are `values` and `odd_values`; else `odd_values` is nothing's.
-
-    Block numbers are read one tile ahead: an address that waits for a load of its own iteration would take the loads of
-    keys and values out of the compiler's software pipeline.
-    """
+    """Add the tiles that begin in [start, stop). Without MASKED, every row sees every key. PAIRS: queries, `values` and
+    `odd_values` are halves (`split_queries`). Block numbers are read one tile ahead, because a load that depends on one
+    in its own iteration would break software pipelining."""
     # Elements of a head: numbers, or pairs of them.
     WIDTH: tl.constexpr = HEAD_DIM // 2 if PAIRS else HEAD_DIM
     TOKEN: tl.constexpr = NUM_KV_HEADS * WIDTH
@@ -248,13 +238,10 @@ def attend_range(
     SOFT_CAP: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """Add the keys at [start, stop) to the running softmax of a tile of queries; `start` a multiple of BLOCK_N.
-
-    queries, odd_queries, query_factor: results of `split_queries`. pages: one layer's, at the first element of the key
-    head. table: the sequence's row. positions: [BLOCK_M] of the rows, between first_position and last_position. Keys
-    that no row sees, and blocks that hold nothing else, are not read. Tiles that all rows see whole, nearly all of a
-    long context, go through a loop without masks.
-    """
+    """Add the keys at [start, stop) to a tile's running softmax; `start` is a multiple of BLOCK_N. queries,
+    odd_queries, query_factor: from `split_queries`. pages: one layer's, at the key head's first element. table: the
+    sequence's row. positions: [BLOCK_M], from first_position to last_position. Keys that no row sees are skipped; tiles
+    that all rows see fully, most of a long context, run without masks."""
     odd_values = total
     if PAIRS:
         values, odd_values = tl.split(tl.reshape(values, (values.shape[0], DIM // 2, 2)))
@@ -291,7 +278,7 @@ def attend_range(
 
 @triton.jit
 def merged(maximum, total, values, part_maximum, part_total, part_values):
-    """The softmax over the keys of both. Merging with what saw nothing changes no bit. values: [rows, dims]."""
+    """Softmax over the keys of both parts. Merging an empty part changes no bit. values: [rows, dims]."""
     new_maximum = tl.maximum(maximum, part_maximum)
     old, new = tl.exp2(maximum - new_maximum), tl.exp2(part_maximum - new_maximum)
     total = tl.fma(part_total, new, total * old)
@@ -301,7 +288,7 @@ def merged(maximum, total, values, part_maximum, part_total, part_values):
 
 @triton.jit
 def load_sinks(sinks, heads, SINKS: tl.constexpr):
-    """[rows] float32, of each row's query head; -inf where there are none."""
+    """[rows] float32, per row's query head; -inf without sinks."""
     if SINKS:
         found = tl.load(sinks + heads).to(tl.float32)
     else:
@@ -311,8 +298,8 @@ def load_sinks(sinks, heads, SINKS: tl.constexpr):
 
 @triton.jit
 def normalised(maximum, total, values, sink, value_scale):
-    """Divide by the sum of weights, the sink's included. sink: [rows], natural units; -inf for none. value_scale:
-    multiplies values as they are stored."""
+    """Divide by the sum of weights, sink included. sink: [rows], natural units; -inf for none. value_scale: factor of
+    stored values."""
     new_maximum = tl.maximum(maximum, sink * LOG2_E)
     factor = tl.exp2(maximum - new_maximum)
     total = tl.fma(total, factor, tl.exp2(tl.fma(sink, LOG2_E, -new_maximum)))
@@ -332,7 +319,7 @@ def store_rows(
     DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """The inverse of load_queries."""
+    """Inverse of load_queries."""
     token, head, inside = row_tokens(BLOCK_M, GROUP)
     dims = tl.arange(0, DIM)
     at = (first_token + token).to(tl.int64) * out_stride + (kv_head * GROUP + head) * HEAD_DIM

@@ -1,8 +1,5 @@
-"""Copies of whole blocks in every page tensor at once: copy-on-write, and to and from a buffer in one piece (swapping).
-
-Limit: memory. Twice the bytes that are copied. The page tensors' addresses lie in a table on the device, so that one
-launch serves all layers.
-"""
+"""Copies of whole blocks in all page tensors: copy-on-write, and to and from a contiguous buffer (swapping). Limit:
+memory bandwidth. The page addresses are in a device table, so one launch serves all layers."""
 
 from __future__ import annotations
 
@@ -17,13 +14,13 @@ import triton.language as tl
 from quire.kernels.triton.runtime import launch
 
 CHUNK_BYTES = 16384
-"""Bytes of a page that one program of 4 warps copies: 8 loads of 16 bytes a thread are in flight."""
+"""Bytes of a page per program of 4 warps: eight 16-byte loads per thread."""
 ALIGNMENT = 16
 
 Pairs = Sequence[tuple[int, int]]
 """(source, destination) blocks; destinations are distinct."""
 Upload = Callable[[np.ndarray], torch.Tensor]
-"""An int32 array on the host to a tensor like it on the device."""
+"""Function from an int32 host array to an equal device tensor."""
 
 
 @triton.jit
@@ -50,9 +47,8 @@ def _copy_kernel(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PageTable:
-    """The places of each block's pages. addresses: [num_pages] int64, on the device: addresses of block 0's pages.
-    block_bytes: from a page to the same page of the next block. page_bytes: bytes that are copied of each page. memory:
-    kept alive."""
+    """Places of each block's pages. addresses: [num_pages] int64 on the device, of block 0's pages. block_bytes:
+    distance to the next block. page_bytes: copied bytes per page. memory: kept alive."""
 
     addresses: torch.Tensor
     block_bytes: int
@@ -61,8 +57,7 @@ class PageTable:
 
     @classmethod
     def of_pages(cls, pages: Sequence[torch.Tensor]) -> PageTable:
-        """pages[j]: [num_blocks, ...], contiguous, all alike: the tensors of a pool. Waits for the device: made
-        once."""
+        """pages[j]: [num_blocks, ...], contiguous, all alike. Waits for the device; make it once."""
         first = pages[0]
         assert all(page.is_contiguous() and page.shape == first.shape for page in pages), (
             "pages are alike, in one piece"
@@ -84,13 +79,12 @@ class PageTable:
 
     @property
     def num_pages(self) -> int:
-        """Pages of a block."""
         return len(self.addresses)
 
 
 def copy_pages(source: PageTable, destination: PageTable, pairs: torch.Tensor) -> None:
-    """Copy all pages of block pairs[i, 0] of the source to block pairs[i, 1] of the destination. pairs: [n, 2] int32 on
-    the device, contiguous. In one launch and in no order: no block may be read and written."""
+    """Copy all pages of block pairs[i, 0] of the source to block pairs[i, 1] of the destination, in any order: no block
+    may be both read and written. pairs: [n, 2] int32 on the device, contiguous."""
     assert source.num_pages == destination.num_pages, "both have the same pages"
     assert source.page_bytes == destination.page_bytes, "of the same size"
     if not len(pairs):
@@ -117,7 +111,7 @@ _TRITON_WORDS = {torch.int32: tl.int32, torch.int16: tl.int16, torch.int8: tl.in
 
 
 def _word(*tables: PageTable) -> torch.dtype:
-    """The widest word that all strides are multiples of."""
+    """Widest word that divides all strides."""
     for word in _TRITON_WORDS:
         if all(size % word.itemsize == 0 for table in tables for size in (table.block_bytes, table.page_bytes)):
             return word
@@ -125,15 +119,14 @@ def _word(*tables: PageTable) -> torch.dtype:
 
 
 def gather_blocks(pool: PageTable, blocks: torch.Tensor) -> torch.Tensor:
-    """blocks: [n] int32 on the device. Returns their bytes, [n, num_pages, page bytes] uint8, in one piece."""
+    """Gather blocks: [n] int32 on the device -> [n, num_pages, page bytes] uint8, contiguous."""
     buffer = torch.empty(len(blocks), pool.num_pages, pool.page_bytes, dtype=torch.uint8, device=blocks.device)
     copy_pages(pool, PageTable.of_buffer(buffer), torch.stack((blocks, _counted(blocks)), dim=1))
     return buffer
 
 
 def scatter_blocks(buffer: torch.Tensor, pool: PageTable, blocks: torch.Tensor) -> None:
-    """The way back: buffer [n, num_pages, page bytes] uint8 to `blocks`, [n] int32 on the device, which are
-    distinct."""
+    """Scatter buffer [n, num_pages, page bytes] uint8 to distinct `blocks`, [n] int32 on the device."""
     copy_pages(PageTable.of_buffer(buffer), pool, torch.stack((_counted(blocks), blocks), dim=1))
 
 
@@ -142,19 +135,16 @@ def _counted(blocks: torch.Tensor) -> torch.Tensor:
 
 
 class BlockCopier:
-    """Copy-on-write inside a pool. All sources are read before any destination is written, so that chains and swaps of
-    blocks mean what they say."""
+    """Copy-on-write inside a pool; all sources are read before any destination is written."""
 
     def __init__(self, pages: Sequence[torch.Tensor], upload: Upload) -> None:
-        """pages: the pool's, for PageTable.of_pages. upload: copies integers to the device without waiting for it."""
+        """pages: see PageTable.of_pages. upload: asynchronous copy of integers to the device."""
         self._pool = PageTable.of_pages(pages)
         self._upload = upload
 
     def __call__(self, copies: Pairs) -> None:
-        """Copies block `source` to block `destination`, for each (source, destination).
-
-        As a rule one launch. Blocks that are read here and written as well are gathered first and scattered last.
-        """
+        """Copy blocks by (source, destination), normally in one launch; blocks that are both read and written are
+        gathered first and scattered last."""
         written = {destination for _, destination in copies}
         assert len(written) == len(copies), "each block is written once"
         direct = [pair for pair in copies if pair[0] not in written]

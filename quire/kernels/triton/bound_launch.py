@@ -1,11 +1,9 @@
-"""Launches of compiled kernels without Triton's work of finding out each time which compiled kernel is meant.
+"""Launches of compiled kernels without Triton's dispatch.
 
-Triton compiles a kernel for its arguments: for their types, for pointers and integers that 16 divides, for integers
-that are 1 or that need 64 bits. `kernel[grid](...)` works all of that out anew at each launch, looks the compiled
-kernel up by a string of it, and asks the driver about every pointer: 10 to 30 us of the host. Here the compiled kernels
-that a call site has met are kept by a key at least as fine as Triton's own, so that arguments which would mean another
-compiled kernel never get the one at hand; what is found goes straight to the launcher that Triton made for the kernel.
-What is not found is launched by Triton, and then kept.
+Triton compiles a kernel per argument types, divisibility of pointers and integers by 16, and integers equal to 1 or of
+64 bits. `kernel[grid](...)` works this out at each launch and queries the driver about every pointer: 10 to 30 us on
+the host. Here each call site keeps compiled kernels under a key at least as fine as Triton's, so wrong reuse is
+impossible, and calls Triton's compiled launcher directly. Unknown combinations are launched by Triton first.
 """
 
 from __future__ import annotations
@@ -25,10 +23,10 @@ from quire.logging import get_logger
 
 logger = get_logger(__name__)
 ALIGNMENT = 16
-"""Bytes, and integers: Triton tells apart what is a multiple of it."""
+"""Alignment in bytes, and factor of integers, that Triton specialises on."""
 Launcher: TypeAlias = tuple[Callable[..., object], tuple[Any, ...]]
-"""A function that enqueues a compiled kernel, and settings: the call is (the three sizes of the grid, stream,
-*settings, an argument for each parameter; compile-time ones are ignored)."""
+"""A launcher and its settings: called as (three grid sizes, stream, *settings, one argument per parameter; compile-time
+ones are ignored)."""
 _BELOW = ALIGNMENT - 1
 _POINTERS_OF = torch.Tensor.data_ptr
 _DTYPE_OF = attrgetter("dtype")
@@ -43,16 +41,13 @@ class UnknownLauncherError(Exception):
 
 
 class CompiledLaunches:
-    """The compiled kernels of one call site, and how its arguments are handed over.
-
-    A pointer is not asked about: after a first launch of its kind a tensor of the host is not refused, the kernel
-    faults. Profilers that hook into Triton's launches get what they expect: Triton launches as long as there is a hook.
-    """
+    """Compiled kernels of one call site. Pointers are not checked after the first launch of a kind: a host tensor then
+    makes the kernel fault. While a profiler hooks into Triton's launches, Triton launches."""
 
     __slots__ = ("_fixed", "_kinds", "_last", "_open", "_parameters", "is_tritons")
 
     def __init__(self, kernel: Any, fixed: Mapping[str, Any], constants: Mapping[str, Any]) -> None:
-        """kernel: a JITFunction. As BoundKernel."""
+        """kernel: a JITFunction. The rest is as for BoundKernel."""
         self._parameters = list(kernel.params)
         self._fixed: dict[int, Any] = {}
         self._open: list[int] = []
@@ -69,7 +64,7 @@ class CompiledLaunches:
         self.is_tritons = False
 
     def launch(self, grid: Sequence[int], args: tuple[Any, ...]) -> bool:
-        """Enqueue the kernel, if a compiled one for such arguments is known; returns whether it is."""
+        """Enqueue the kernel if a compiled one for such arguments is known; returns whether it is."""
         kinds = (*map(type, args),)
         kind = self._last
         if kind is None or kind.kinds != kinds:
@@ -96,8 +91,8 @@ class CompiledLaunches:
         return True
 
     def add_compiled(self, args: tuple[Any, ...], compiled: Any) -> None:
-        """Keep `compiled`, which Triton has launched with `args`. Where its launcher cannot be called directly, which
-        is logged, `is_tritons` is set, and Triton launches from then on."""
+        """Keep `compiled`, which Triton has launched with `args`. If its launcher cannot be called directly, log that,
+        set `is_tritons`, and leave launches to Triton."""
         if self.is_tritons:
             return
         try:
@@ -117,12 +112,9 @@ class CompiledLaunches:
 
 
 class _Kind:
-    """Arguments of one combination of types.
-
-    tensors, numbers: pick those out of the open arguments (None counts as a number). fixed: values of the other
-    parameters. order: brings fixed + pointers + numbers into the order of the kernel's parameters. compiled: launchers
-    of compiled kernels, by `key`; last: the entry used last, which a comparison finds sooner than a hash.
-    """
+    """Arguments of one combination of types. tensors, numbers: pickers for these among the open arguments (None counts
+    as a number). fixed: values of the other parameters. order: maps fixed + pointers + numbers to parameter order.
+    compiled: launchers by `key`; last: the last used entry, for a quick comparison."""
 
     __slots__ = (
         "_aligned",
@@ -160,7 +152,7 @@ class _Kind:
     def key(
         self, device: int, tensors: tuple[Any, ...], pointers: tuple[int, ...], numbers: tuple[Any, ...]
     ) -> tuple[Any, ...]:
-        """Equal for two calls only if Triton compiles the same kernel for both."""
+        """Key that is equal only if Triton compiles the same kernel."""
         # Numbers are the same as last time, as a rule: the layers of a model differ in pointers alone. One assignment,
         # so that a thread never sees the numbers of another with classes of its own.
         last, classes = self._numbers
@@ -174,7 +166,7 @@ class _Kind:
 
 
 def _class_of(number: Any, is_literal: bool) -> object:
-    """All of a number that a kernel may be compiled for."""
+    """Properties of a number that a kernel may be compiled for."""
     if is_literal:
         return number
     if type(number) is not int:
@@ -185,7 +177,6 @@ def _class_of(number: Any, is_literal: bool) -> object:
 
 
 def _picker(indices: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    """A function that picks the items at `indices` out of a tuple."""
     if not indices:
         return lambda items: ()
     if len(indices) == 1:
@@ -195,11 +186,8 @@ def _picker(indices: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ..
 
 
 def launcher_of(compiled: Any, num_parameters: int) -> Launcher:
-    """compiled: Triton's CompiledKernel, which has been launched once. Raises UnknownLauncherError.
-
-    What the launcher takes differs between versions of Triton, and is found by watching: a copy of Triton's wrapper,
-    called as Triton calls it, hands marks to a function that stands for the compiled launcher.
-    """
+    """Launcher of a CompiledKernel that was launched once. Raises UnknownLauncherError. Its signature differs between
+    Triton versions, so it is found by calling a copy of Triton's wrapper with markers."""
     launcher, handed = compiled.run, list[tuple[Any, ...]]()
     if getattr(launcher, "global_scratch_size", 0) or getattr(launcher, "profile_scratch_size", 0):
         raise UnknownLauncherError("kernels want scratch memory, which Triton allocates for each launch")
@@ -225,7 +213,7 @@ def _are(values: Sequence[object], others: Sequence[object]) -> bool:
 
 
 def _contains(settings: Iterable[object], marks: set[object]) -> bool:
-    """True where a mark stands among the settings, or in a sequence that is one of them."""
+    """True if a mark is among the settings, or in a sequence among them."""
     return any(
         _contains(each, marks) if isinstance(each, list | tuple) else any(each is mark for mark in marks)
         for each in settings
@@ -234,5 +222,5 @@ def _contains(settings: Iterable[object], marks: set[object]) -> bool:
 
 @cache
 def _report_launches_by_triton(version: str, reason: str) -> None:
-    """Once for a process: every call site would say the same."""
+    """Log once per process."""
     logger.warning("Triton %s launches kernels itself, at 10 to 30 us of the host each: %s", version, reason)

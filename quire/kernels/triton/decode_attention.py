@@ -1,4 +1,4 @@
-"""Paged attention of sequences with few new tokens: the keys of one sequence shared out over programs (split-KV)."""
+"""Paged attention of sequences with few new tokens: a sequence's keys are split over programs (split-KV)."""
 
 from __future__ import annotations
 
@@ -28,16 +28,15 @@ from quire.kernels.triton.paged_attention import BATCH_COLUMNS, PagedAttention, 
 from quire.kernels.triton.runtime import bind, bound, next_power_of_2
 
 UNROLLED = 8
-"""Fixed splits that the reduction loads at a time: they are merged one after the other, but fetched together."""
+"""Fixed splits that the reduction loads together; they are merged in order."""
 FEW_PARTS = 8
-"""Splits of a plan, at most, with which one program merges all heads of a group; with more, a program merges one
-head."""
+"""Maximum splits with which one program merges all heads of a group; with more, one program merges one head."""
 
 
 @dataclass(frozen=True, slots=True)
 class SplitScratch:
-    """Partial results of all splits, allocated once and used by every layer in turn. float32: values [rows, head_dim],
-    maxima and totals [rows], rows as `attention_tiles.scratch_rows` counts them."""
+    """Partial results of all splits, used by every layer in turn. float32: values [rows, head_dim], maxima and totals
+    [rows]; rows from `attention_tiles.scratch_rows`."""
 
     values: torch.Tensor
     maxima: torch.Tensor
@@ -54,8 +53,8 @@ class SplitScratch:
 @triton.jit
 def _splits(seq_len, num_new, num_programs, min_keys, window, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
             FIXED_KEYS: tl.constexpr):  # fmt: skip
-    """The first key of a sequence's first split, keys of a split, and number of splits. Fixed splits begin at multiples
-    of their length; others share the tiles that any query sees out equally."""
+    """First key of a sequence's first split, keys per split, and number of splits. Fixed splits begin at multiples of
+    their length; others divide the visible tiles equally."""
     begin = 0
     if WINDOW:
         begin = tl.maximum(first_seen(seq_len - num_new, window, WINDOW), 0)
@@ -108,8 +107,8 @@ def _split_kernel(
     PAIRS: tl.constexpr,
     FIXED_KEYS: tl.constexpr,
 ):
-    """Program (key head, sequence, split and every num_programs-th after it). Key heads of a token lie side by side in
-    memory, so neighbours read neighbouring bytes. A sequence that is one split whole needs no merging."""
+    """Program (key head, sequence, split and every num_programs-th after it). Neighbouring programs read neighbouring
+    key heads. A sequence with one split needs no merging."""
     kv_head = tl.program_id(0)
     sequence = tl.program_id(1)
     begin = tl.load(query_start + sequence)
@@ -158,7 +157,7 @@ def _split_kernel(
 @triton.jit
 def _merged_at_once(part_values, part_maxima, part_totals, place, stride, num_splits, inside, HEAD_DIM: tl.constexpr,
                     DIM: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
-    """The softmax over all splits of some heads. place: [heads], of their first split; the next is `stride` rows on."""
+    """Softmax over all splits of some heads. place: [heads], of their first split; the next is `stride` rows later."""
     part = tl.arange(0, PARTS)
     dims = tl.arange(0, DIM)
     present = (part < num_splits)[:, None] & inside[None, :]
@@ -206,8 +205,8 @@ def _merge_kernel(
     HEADS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Program (HEADS query heads of a group: one, or at least all; sequence; token of it). PARTS: at least the splits
-    of a sequence, which are loaded all at once; fixed ones are merged in order, first to last."""
+    """Program (HEADS query heads of a group: one or at least all; sequence; its token). PARTS: at least the number of
+    splits, which are loaded at once; fixed ones are merged in order."""
     sequence = tl.program_id(1)
     token = tl.program_id(2)
     begin = tl.load(query_start + sequence)
@@ -257,7 +256,7 @@ def _merge_kernel(
 
 
 class SplitAttention:
-    """Both kernels for one layer with its pages, and one kind of tiles. tokens: `SplitPlan.tokens`."""
+    """Both kernels for one layer, its pages and one kind of tiles. tokens: see `SplitPlan.tokens`."""
 
     def __init__(
         self,
@@ -340,6 +339,5 @@ class SplitAttention:
 
 
 def split_attention(work: PagedAttention, plan: SplitPlan, scratch: SplitScratch) -> None:
-    """Compute what `varlen_attention` computes, for sequences with at most `plan.tokens` new tokens; others are left
-    alone."""
+    """`varlen_attention` for sequences with at most `plan.tokens` new tokens; others are skipped."""
     SplitAttention(work.layer, work.pages, work.sinks, plan.tiles, plan.tokens, scratch).launch(work, plan)

@@ -1,9 +1,6 @@
-"""Drafts on a device: they are put behind the known tokens of their sequences, which are then counted, and looked up
-for the next step. quire/worker/drafts.py has the rules, and their twins on the host.
-
-Of each row the arena has the number of its computed tokens, which the host knows within bounds only, and the drafts
-that were found for it.
-"""
+"""Drafts on a device: writing after the known tokens, acceptance, and look-up for the next step. quire/worker/drafts.py
+has the rules and the host version. For each row the arena holds the number of computed tokens, which the host knows
+only within bounds, and the found drafts."""
 
 from __future__ import annotations
 
@@ -16,17 +13,17 @@ import triton.language as tl
 from quire.kernels.triton.runtime import blocks_of, bound, launch, next_power_of_2
 
 SEQUENCES = 64
-"""Sequences of a program that places or accepts."""
+"""Sequences per program that places or accepts."""
 POSITIONS = 1024
-"""Positions that a program looks at in one go."""
+"""Positions that a program examines at once."""
 NOT_COMPUTED = 2**31 - 1
-"""The count of a row whose tokens no step has sampled: its plans say where it starts."""
+"""Count of a row without a sampled token; its plans give its start."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftTables:
-    """Places of the rows' words in the arena. token_width: words of a row of the token table, which is at the arena's
-    beginning. computed: first word of [num_rows]. found: first word of [num_rows, most drafts]."""
+    """Places of the rows' words in the arena. token_width: words per row of the token table, which starts the arena.
+    computed: first word of [num_rows]. found: first word of [num_rows, max drafts]."""
 
     token_width: int
     computed: int
@@ -65,12 +62,10 @@ def place_drafts(
     drafts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     shifts: torch.Tensor,
 ) -> None:
-    """Write the drafts of S scheduled sequences to the token table, and correct where they start. All int32.
-
-    columns: rows and starts, [S], and query_start, [S + 1], as a step brings them. drafts: how many of its last tokens
-    are drafts, [S]; where the scheduler's begin among `given`, [S] (-1: those that were found); and `given`. shifts:
-    [S], gets by how many tokens a sequence starts earlier than the plan says.
-    """
+    """Write the drafts of S sequences to the token table, and correct their starts. All int32. columns: rows and
+    starts, [S], and query_start, [S + 1]. drafts: number of draft tokens, [S]; index of the scheduler's drafts in
+    `given`, [S] (-1: found ones); and `given`. shifts: [S], output: tokens by which a sequence starts earlier than
+    planned."""
     num_seqs = len(columns[0])
     launch(
         _place_kernel,
@@ -121,10 +116,10 @@ def accept_drafts(
     samples: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     token_ids: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Count the tokens that N samples get, and note them as computed. chosen: [R, 2] int32, a token for each of the
-    samples' rows and whether its scores are sound. samples, int32: rows (request slots) and lengths, [R]; where the
-    rows of each sample begin, [N + 1]; and which of the step's tokens each reads, [R]. token_ids: [T] int64 of the
-    step. Returns counts and lengths behind them, [N] int32."""
+    """Count the tokens that N samples get, and record them as computed. chosen: [R, 2] int32, token of each row and
+    whether its scores are finite. samples, int32: rows (request slots) and lengths, [R]; first row of each sample, [N +
+    1]; token of the step that each row reads, [R]. token_ids: [T] int64. Returns counts and resulting lengths, [N]
+    int32."""
     rows, lengths, firsts, tokens_at = samples
     num_samples = len(firsts) - 1
     counts, ends = (torch.empty(num_samples, dtype=torch.int32, device=arena.device) for _ in range(2))
@@ -184,9 +179,8 @@ def find_drafts(
     samples: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     lookup: tuple[int, int],
 ) -> torch.Tensor:
-    """Look up drafts for N samples' rows. samples: rows of all, [R], where each one's begin, [N + 1], and their
-    tokens, [N], int32. lookup: how many of the last tokens at least and at most. Returns [N] int32, how many drafts
-    each has."""
+    """Find drafts for N samples. samples, int32: rows, [R], first row of each sample, [N + 1], and token counts, [N].
+    lookup: minimum and maximum number of last tokens to match. Returns the number of drafts of each, [N] int32."""
     rows, firsts, ends = samples
     num_found = torch.empty_like(ends)
     launch(

@@ -1,10 +1,6 @@
-"""Attention in both directions over sequences of different lengths, without padding between them.
-
-One program computes TILE_M rows of one sequence and one head: it reads the keys that the rows see in tiles of TILE_N,
-which begin at multiples of TILE_N in the sequence, so that a row's bits do not depend on the other sequences. A head is
-read as two halves, which a rotation turns against each other. Limit: arithmetic, 4 * head_dim operations for each pair
-of tokens.
-"""
+"""Bidirectional attention over sequences of different lengths, without padding. One program computes TILE_M rows of one
+sequence and head, over visible keys in tiles of TILE_N at multiples of TILE_N in the sequence, so a row's bits do not
+depend on other sequences. A head is read as two halves, which the rotation combines. Limit: arithmetic."""
 
 from __future__ import annotations
 
@@ -33,7 +29,7 @@ def _load_halves(
     BLOCK: tl.constexpr,
     ROTATES: tl.constexpr,
 ):
-    """[rows, BLOCK] float32 each: the halves of a head of some tokens, turned."""
+    """Rotated halves of a head of some tokens, [rows, BLOCK] float32 each."""
     dims = tl.arange(0, BLOCK)
     mask = inside[:, None] & (dims < HALF)[None, :]
     at = heads + token.to(tl.int64)[:, None] * stride + dims[None, :]
@@ -124,10 +120,9 @@ def attend_both_ways(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """qkv: [T, 3 * num_heads * head_dim], head_dim even. rotation: cos and sin of the tokens' positions, [T, head_dim /
-    2] float32 each (None: none is applied). query_start: [S + 1] int32, where sequences begin and the last ends. scale:
-    multiplies q·k. window: most positions between a row and a key, on either side (None: any). Returns [T, num_heads *
-    head_dim] in qkv's dtype."""
+    """qkv: [T, 3 * num_heads * head_dim], head_dim even. rotation: cos and sin of the positions, [T, head_dim / 2]
+    float32 each (None: no rotation). query_start: [S + 1] int32, starts of sequences, then T. scale: factor of q·k.
+    window: maximum distance on either side (None: any). Returns [T, num_heads * head_dim] in qkv's dtype."""
     width = qkv.shape[1] // 3
     half, odd = divmod(width // num_heads, 2)
     assert not odd, "a head has two halves"

@@ -1,11 +1,7 @@
-"""Mixtures of experts: products of rows with the matrix of the expert that each row chose.
-
-Limits: the weights' bytes of all chosen experts for few rows, 2 M N K operations for many. Pairs of a row and an
-expert are sorted by expert on the device, in tiles of which each belongs to one expert. Grids are sized for the most
-tiles that there can be and those beyond the last return at once, so the host never waits for what was chosen. Every
-result is added up from the first k to the last, in tiles that depend on the matrix alone: a row's bits do not depend
-on the batch.
-"""
+"""Mixtures of experts: products of rows with their chosen experts' matrices. Limits: the chosen experts' weight bytes
+for few rows, arithmetic for many. (Row, expert) pairs are sorted by expert on the device, in tiles of one expert each.
+Grids cover the maximum number of tiles, and unused ones return at once, so the host never waits for the routing.
+Additions run in order, in tiles that depend only on the matrix, so a row's bits do not depend on the batch."""
 
 from __future__ import annotations
 
@@ -22,23 +18,23 @@ from quire.kernels.triton.runtime import blocks_of, launch, narrow
 from quire.kernels.triton.weight_formats import StoredMatrix, product
 
 COLUMNS = 1024
-"""Elements of a row that one program of `combine` adds up."""
+"""Elements of a row per program of `combine`."""
 EXPERT_COLUMNS = 64
-"""Columns of a tile of results; a tile of gate and up is twice as wide before the activation."""
+"""Columns of a result tile; a gate-and-up tile is twice as wide before the activation."""
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertTiles:
-    """pairs: [P] int32, numbers row * top_k + place of the pairs, sorted by expert. tiles: [M, 3] int32, of each tile
-    its expert (-1: it is none), its first pair in that order and the end of its expert's."""
+    """pairs: [P] int32, row * top_k + place, sorted by expert. tiles: [M, 3] int32: expert (-1: unused), first pair,
+    end of the expert's pairs."""
 
     pairs: torch.Tensor
     tiles: torch.Tensor
 
 
 def sort_by_expert(routing: torch.Tensor, num_experts: int, block_m: int) -> ExpertTiles:
-    """routing: [T, 2 * top_k] float32, of `kernels/experts.py:route`. block_m: pairs of a tile."""
+    """routing: [T, 2 * top_k] float32, from `kernels/experts.py:route`. block_m: pairs per tile."""
     top_k = routing.shape[1] // 2
     ordered, pairs = routing[:, :top_k].flatten().long().sort(stable=True)
     experts = torch.arange(num_experts + 1, device=routing.device)
@@ -89,9 +85,9 @@ def _experts_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """FIRST: gate and up of the rows of x, activation(gate) * up to the pair's row of out. Else: the pair's row of x
-    through down, to the pair's row of out, which is float32. WEIGHS: the pair's share multiplies what it reads (FIRST)
-    or writes. A tile of gate and up has their columns by turns: one product for both."""
+    """FIRST: activation(gate) * up of x's rows, to the pair's row of out; else down of the pair's row of x, to the
+    pair's row of out in float32. WEIGHS: the pair's weight multiplies the input (FIRST) or the output. Gate and up
+    columns alternate in a tile, for one product."""
     tile = tl.program_id(0)
     expert = tl.load(tiles + 3 * tile).to(tl.int64)
     if expert >= 0:
@@ -137,7 +133,7 @@ def _experts_kernel(
 def _combine_kernel(
     results, residual, out, width, residual_stride, TOP_K: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """out[row] = residual[row] + the row's results, added in the order of the experts."""
+    """out[row] = residual[row] + the row's results, added in order of experts."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
@@ -152,7 +148,7 @@ def _combine_kernel(
 @dataclass(frozen=True, slots=True)
 class ExpertMatrices:
     """gate_up: [E, 2 * intermediate, size], gate above up; down: [E, size, intermediate]; biases [E, 2 * intermediate]
-    and [E, size] of the activations' dtype, or None. rounds_activations: that of `matmul`, for matrices that can."""
+    and [E, size] in the activations' dtype, or None. rounds_activations: see `matmul`, for matrices that can."""
 
     gate_up: StoredMatrix
     down: StoredMatrix
@@ -176,9 +172,8 @@ def apply_experts(
     limit: float | None,
     weighs_input: bool,
 ) -> torch.Tensor:
-    """residual + the weighted sum of what each row's experts give for x. x, residual: [T, size] of one dtype, in which
-    plain matrices are. routing: [T, 2 * top_k] float32. activation, limit, weighs_input: fields of Gating and
-    ExpertWeights."""
+    """residual + the weighted sum of the experts' results for x. x, residual: [T, size] of one dtype, also of plain
+    matrices. routing: [T, 2 * top_k] float32. activation, limit, weighs_input: see Gating and ExpertWeights."""
     num_rows, size = x.shape
     if num_rows == 0:
         return x.new_empty(0, size)

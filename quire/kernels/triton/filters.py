@@ -1,28 +1,19 @@
-"""top-k, top-p and min-p: the lowest weight that stays, found without a sort, and a draw from what stays.
+"""top-k, top-p and min-p without sorting: find the lowest kept weight, then sample.
 
-The meaning is that of `quire.sampling.filters`: tokens stay whose weight is at least some value, equal weights live or
-die together. With C(v) and S(v), the number and the sum of the weights of at least v, the value is the larger of
+As in `quire.sampling.filters`, tokens with at least some weight stay; equal weights are kept or dropped together. With
+C(v) and S(v), number and sum of the weights >= v, that weight is the larger of
+    top-k: the largest v with C(v) >= k; the mass of k tokens is S above v plus v for each missing one;
+    top-p: the largest v with S(v) >= p * mass;
+or min-p, if larger. C and S are monotonic, so v is found by bisecting its bits.
 
-    top-k: the largest v with C(v) >= k; the mass is what k tokens weigh: S above v, and as many times v as are missing;
-    top-p: the largest v with S(v) >= p * mass,
+Bisection over a whole row would read it thirty times. Instead, `cutoff` takes the r-th largest of the row's 1,024 lane
+maxima (from `scan`; r = k or 960): at least r weights are as large, seldom more than three times r. `collect` lists
+their tokens and sums all weights in float64, so that shares near 1 differ. `pick_filtered` ranks the list in registers.
+That is two passes over the row, then about twenty rounds, each of which leaves a ninth of the range of v.
 
-or min-p, if that is larger. C and S fall as v grows, so v is found by halving the range of its bits.
-
-Halving over the whole row would read it thirty times. Instead `cutoff` takes the r-th largest of the row's 1,024 lane
-maxima (`scan` leaves them), r = k or 960: at least r weights are as large, and seldom more than three times r.
-`collect` lists the tokens of such weights and sums up all (float64, so that shares near 1 are told apart);
-`pick_filtered` ranks the list in registers. Two passes over the row, whatever k and p are, then about twenty rounds of
-two reductions, of four sums over 4,096 numbers each: a round leaves a ninth of the range of v.
-
-When the list is too long, or does not reach the share (a nucleus of thousands of tokens, k above 960), the row is
-ranked by passes, three bits of v in each: ten passes of one program, or twenty with both filters. The outcome is the
-same. Such a pass is bound by arithmetic, some 50 instructions per entry for eight values of v: 40 us of a
-multiprocessor for a row of 151,936, so 0.4 ms for up to 132 such rows. That is what models with random weights pay.
-
-Least traffic for 256 rows of 151,936 tokens: `scan` and `collect` read the logits once each, 2 * 78 MB in bfloat16,
-2 * 156 MB in float32, 36 and 72 us at 4.3 TB/s; the lane maxima of 19 segments are 20 MB, written and read, 9 us; lists
-and their scores some 3 MB. Arithmetic of `collect`: one exponential, one float64 addition and a step of a prefix sum
-per entry.
+If the list is too long or misses the share (a nucleus of thousands of tokens, k above 960), passes over the row rank
+it, three bits of v each: ten, or twenty with both filters, with the same result. Such passes are bound by arithmetic;
+random-weight models need them.
 """
 
 from __future__ import annotations
@@ -49,7 +40,7 @@ from quire.kernels.triton.sampling_words import (
 )
 
 PIVOTS = tl.constexpr(8)
-"""Values of v that one pass over a row, or one round over a list, tries."""
+"""Values of v tried per pass over a row or round over a list."""
 
 
 @triton.jit
@@ -64,9 +55,8 @@ def _sum_from(bits, amounts, value):
 
 @triton.jit
 def _num_reached(bits, amounts, low, stride, goal):
-    """At how many of low + stride, low + 2 stride, low + 3 stride and low + 4 stride the amounts of at least such bits
-    add up to `goal`. Threads wait for one another once for all four; each sum is added up in the order that it would
-    have alone."""
+    """Number of low + stride, ... low + 4 stride at which the amounts of bits >= it reach `goal`. One synchronisation
+    serves all four; each sum has the order it would have alone."""
     if INTERPRETED:
         # The interpreter reduces several numbers at a time in Python, element by element.
         s1, s2 = _sum_from(bits, amounts, low + stride), _sum_from(bits, amounts, low + 2 * stride)
@@ -87,10 +77,8 @@ def _num_reached(bits, amounts, low, stride, goal):
 
 @triton.jit
 def _largest_reached(weights, amounts, goal):
-    """The largest v > 0 at which the amounts of the weights of at least v add up to `goal`; 0 if there is none.
-
-    weights: [N] float32 in [0, 1]; amounts: [N] float32, not negative, added up in float64; goal: float64.
-    """
+    """Largest v > 0 at which the amounts of weights >= v reach `goal`; 0 if none. weights: [N] float32 in [0, 1];
+    amounts: [N] float32, >= 0, added in float64; goal: float64."""
     bits = weights.to(tl.int32, bitcast=True)
     low = tl.full([], 0, tl.int32)
     high = tl.full([], 0, tl.int32) + (ONE + 1)
@@ -131,7 +119,7 @@ def _largest_reached_by_passes(
 
 @triton.jit
 def _sums_above(row, VOCAB: tl.constexpr, largest, temperature, value, LANES: tl.constexpr):
-    """Number of weights above `value`, and their sum; the sum of the weights of at least `value`. All float64."""
+    """Number and sum of the weights above `value`, and sum of those >= `value`. All float64."""
     counts = tl.zeros([LANES], tl.float64)
     above = tl.zeros([LANES], tl.float64)
     from_value = tl.zeros([LANES], tl.float64)
@@ -232,7 +220,7 @@ def _listed_tokens(
     SEGMENT: tl.constexpr,
     LISTED: tl.constexpr,
 ):
-    """The row's listed tokens, segment after segment: [LISTED] int32, -1 beyond the last; and how many there are."""
+    """The row's listed tokens by segment, [LISTED] int32, -1 after the last; and their number."""
     places = tl.arange(0, LISTED)
     segments = tl.arange(0, SEGMENTS)
     # All in one load: one after the other, each would wait for memory.
@@ -252,7 +240,7 @@ def _listed_tokens(
 
 @triton.jit
 def _lowest_by_passes(row, VOCAB: tl.constexpr, largest, temperature, top_k, top_p, mass, LANES: tl.constexpr):
-    """The lowest weight that top-k (0: off) and top-p keep, from passes over the row."""
+    """Lowest weight that top-k (0: off) and top-p keep, by passes over the row."""
     lowest = tl.full([], 0.0, tl.float32)
     if top_k > 0:
         goal = top_k.to(tl.float64)
@@ -268,8 +256,8 @@ def _lowest_by_passes(row, VOCAB: tl.constexpr, largest, temperature, top_k, top
 
 @triton.jit
 def _lowest_in_list(weights, amounts, top_k, top_p, mass, LISTED: tl.constexpr):
-    """The lowest weight that top-k (0: off) and top-p keep, from a list of the largest weights; whether the list
-    reaches the share, if it is one of the whole row. weights: [LISTED] float32; amounts: the same as float64."""
+    """Lowest weight that top-k (0: off) and top-p keep, from a list of the largest weights, and whether the list
+    reaches the share of the whole row. weights: [LISTED] float32; amounts: the same in float64."""
     lowest = tl.full([], 0.0, tl.float32)
     reaches = top_p >= 0.0
     if top_k > 0:
@@ -425,13 +413,10 @@ def process(
     impossible: float,
     lanes: int,
 ) -> None:
-    """The logits of the distribution that tokens were drawn from: by temperature (greedy rows have 1), and minus
-    infinity for what filters and rules leave no probability.
-
-    scores: [R, vocab_size]; targets: [R] int32, the tokens that were drawn; processed: [R, vocab_size] float32, which
-    may be `scores`. features: that of the rows that are wanted, the only ones that are written, and that of filtered
-    rows. impossible: scores that are not above it belong to banned tokens.
-    """
+    """Logits of the sampled distribution: divided by temperature (greedy: 1), minus infinity for filtered and banned
+    tokens. scores: [R, vocab_size]; targets: [R] int32, sampled tokens; processed: [R, vocab_size] float32, may be
+    `scores`. features: bits of the rows to write, and of filtered rows. impossible: scores not above it are of banned
+    tokens."""
     launch(
         _process_kernel,
         (len(scores),),
@@ -461,7 +446,7 @@ def cutoff(
     shapes: SamplingShapes,
     filtered: int,
 ) -> None:
-    """Estimate a weight down to which each filtered row must be listed. rows: [R] int32; filtered: the feature of
+    """Estimate the weight down to which each filtered row must be listed. rows: [R] int32; filtered: feature of
     filtered rows."""
     launch(
         _cutoff_kernel,
@@ -488,7 +473,7 @@ def collect(
     shapes: SamplingShapes,
     filtered: int,
 ) -> None:
-    """List, in each segment of each filtered row, the tokens whose weights reach the cutoff, and sum up all weights."""
+    """List the tokens that reach the cutoff in each segment of each filtered row, and sum all weights."""
     count, vocab_size = logits.shape
     launch(
         _collect_kernel,
@@ -521,7 +506,7 @@ def pick_filtered(
     shapes: SamplingShapes,
     filtered: int,
 ) -> None:
-    """`quire.kernels.triton.sampling.pick` for the rows that are filtered."""
+    """`quire.kernels.triton.sampling.pick` for filtered rows."""
     count, vocab_size = logits.shape
     num_segments = shapes.num_segments(vocab_size)
     launch(

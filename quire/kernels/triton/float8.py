@@ -1,6 +1,5 @@
-"""8-bit floats (e4m3) in kernels: of Triton's type where the hardware converts them (compute capability 8.9), else as
-bits. In the interpreter, whose conversions round otherwise, always bits.
-"""
+"""8-bit floats (e4m3) in kernels: Triton's type if the hardware converts them (capability 8.9), else bits; always bits
+in the interpreter, which rounds differently."""
 
 from __future__ import annotations
 
@@ -12,27 +11,27 @@ E4M3_LARGEST = tl.constexpr(448.0)
 
 
 def as_bits(pages: torch.Tensor) -> torch.Tensor:
-    """The pages as kernels write them: `to_cache` makes bits."""
+    """View of the pages as `to_cache` writes them."""
     return pages.view(torch.uint8) if pages.dtype == torch.float8_e4m3fn else pages
 
 
 def as_pairs(pages: torch.Tensor) -> torch.Tensor:
-    """The pages as attention reads them: two e4m3 numbers of a head as one integer, signed where they are bits and no
-    hardware converts them. Pages of wider dtypes as they are."""
+    """View of the pages for attention: two e4m3 numbers of a head as one integer, signed if they are bits that no
+    hardware converts. Wider dtypes are unchanged."""
     if pages.dtype.itemsize > 1:
         return pages
     return pages.view(torch.int16 if pages.dtype == torch.uint8 else torch.uint16)
 
 
 def multiplied_bytes(dtype: torch.dtype, page_dtype: torch.dtype) -> int:
-    """Bytes of an element that attention multiplies, which `operand` makes."""
+    """Bytes of an element that attention multiplies, as `operand` makes it."""
     return dtype.itemsize if page_dtype.itemsize == 1 or page_dtype == dtype else 4
 
 
 @triton.jit
 def widen_e4m3(codes, DTYPE: tl.constexpr):
-    """codes: e4m3 numbers, or their bits (no NaN). Moved to where float16 has its exponent, the bits are those of the
-    number / 256, subnormal ones too."""
+    """codes: e4m3 numbers or their bits (no NaN). Shifted to float16's exponent, the bits are number / 256, subnormals
+    included."""
     if codes.dtype == tl.uint8:
         bits = codes.to(tl.uint16)
         values = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
@@ -44,7 +43,7 @@ def widen_e4m3(codes, DTYPE: tl.constexpr):
 
 @triton.jit
 def e4m3_bits(x):
-    """float32 -> uint8: to the nearest e4m3 number, ties to even; beyond the largest one that; not finite: NaN."""
+    """float32 -> uint8: nearest e4m3 number, ties to even, saturating; non-finite -> NaN."""
     bits = x.to(tl.uint32, bitcast=True)
     magnitude = tl.minimum((bits & 0x7FFFFFFF).to(tl.float32, bitcast=True), E4M3_LARGEST)
     low = magnitude.to(tl.uint32, bitcast=True)
@@ -58,7 +57,7 @@ def e4m3_bits(x):
 
 @triton.jit
 def to_cache(x, ELEMENT: tl.constexpr):
-    """x as an element of pages: e4m3 bits if that is a byte. As the torch back end rounds them."""
+    """x as a page element: e4m3 bits for bytes, rounded as in the torch back end."""
     if tl.uint8 == ELEMENT:
         stored = e4m3_bits(x.to(tl.float32))
     else:
@@ -68,7 +67,7 @@ def to_cache(x, ELEMENT: tl.constexpr):
 
 @triton.jit
 def from_cache(x, DTYPE: tl.constexpr):
-    """Elements of pages in DTYPE, which holds every e4m3 number; of two wide dtypes DTYPE is float32."""
+    """Page elements in DTYPE, which holds every e4m3 number; float32 for two different wide dtypes."""
     if x.dtype == tl.uint8:
         x = tl.where((x & 0x7F) == 0x7F, float("nan"), widen_e4m3(x, tl.float32))
     return x.to(DTYPE)
@@ -76,8 +75,8 @@ def from_cache(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def widen_pairs(pairs, DTYPE: tl.constexpr):
-    """Both numbers of each pair (`as_pairs`), the first one first, in DTYPE, float16 or float32. Bytes are moved and
-    converted two at a time, in three instructions for four numbers."""
+    """Both numbers of each pair (`as_pairs`), in order, in DTYPE (float16 or float32); three instructions convert four
+    numbers."""
     if pairs.dtype == tl.int16:
         first = from_cache((pairs & 0xFF).to(tl.uint8), DTYPE)
         second = from_cache(((pairs >> 8) & 0xFF).to(tl.uint8), DTYPE)
@@ -103,8 +102,7 @@ def widen_pairs(pairs, DTYPE: tl.constexpr):
 
 @triton.jit
 def operand(queries, ELEMENT: tl.constexpr):
-    """Queries as they are multiplied with elements of pages: of two wide dtypes, both in float32; bytes are widened to
-    the queries' dtype."""
+    """Queries as multiplied with page elements: two wide dtypes in float32; bytes are widened to the queries' dtype."""
     if queries.dtype != ELEMENT and ELEMENT.primitive_bitwidth > 8:
         queries = queries.to(tl.float32)
     return queries

@@ -1,14 +1,8 @@
-"""Latent attention over a device's pages: all heads of a token read one vector of each key.
-
-Limit: the tensor cores. A token of H heads does 2 H (width + rank) operations for each key of width b bytes (H = 128,
-512 + 64 elements of bfloat16: 242 for each byte, above an H200's 180), so a program takes 64 rows (token x head) and
-every key is fetched from the L2 cache once for all of them. A tile of 64 rows has 64 x 512 sums in float32, half of a
-multiprocessor's registers.
-
-Keys are added up in tiles that begin at multiples of BLOCK_N. The keys of single tokens of long sequences are shared
-out in parts of SPLIT_KEYS. In batch-invariant mode the softmax of every row is merged from these parts, in one program
-or from several: a row's bits depend on its own sequence alone.
-"""
+"""Latent attention over a device's pages: all heads of a token read one vector per key. Limit: the tensor cores. A
+program takes 64 rows (token x head), so that each key is fetched from L2 once for all; their 64 x 512 float32 sums fill
+half of a multiprocessor's registers. Keys are added in tiles at multiples of BLOCK_N. Single tokens of long sequences
+are split into parts of SPLIT_KEYS. In batch-invariant mode every row is merged from these parts, so its bits depend
+only on its own sequence."""
 
 from __future__ import annotations
 
@@ -28,21 +22,21 @@ from quire.kernels.triton.paged_attention import BATCH_COLUMNS, find_sequence, s
 from quire.kernels.triton.runtime import bind, blocks_of, bound, dot, next_power_of_2
 
 MOST_ROWS = 64
-"""Rows of a tile. With more, sums and scores would not fit the registers."""
+"""Rows of a tile; more would not fit the registers."""
 SMALLEST_TILE = 16
 """Rows of the matrix units' smallest tile."""
 SPLIT_KEYS = 1024
-"""Keys of a part. A multiple of every tile."""
+"""Keys of a part; a multiple of every tile."""
 AHEAD = 8
-"""Parts that the reduction has on their way at a time: they are merged one after the other."""
+"""Parts that the reduction loads ahead; they are merged in order."""
 PROGRAMS_WANTED = 2
-"""Programs for each multiprocessor: with fewer, single tokens of long sequences are cut into parts."""
+"""Programs per multiprocessor below which single tokens of long sequences are split."""
 
 
 @dataclass(frozen=True, slots=True)
 class LatentTiles:
-    """block_m: rows of queries; group: heads in a tile, so that it holds block_m // group tokens. block_n: keys.
-    is_fixed: the softmax is merged from parts of SPLIT_KEYS keys wherever it is computed."""
+    """block_m: query rows; group: heads per tile, which holds block_m // group tokens. block_n: keys. is_fixed: the
+    softmax is always merged from parts of SPLIT_KEYS keys."""
 
     block_m: int
     group: int
@@ -53,11 +47,8 @@ class LatentTiles:
 
 
 def latent_tiles(shape: LatentShape, itemsize: int, limits: DeviceLimits, *, batch_invariant: bool) -> LatentTiles:
-    """One kind of tile for prompts and for single tokens. itemsize: bytes of an element that is multiplied.
-
-    Merging parts takes a second set of sums: batch-invariant tiles have half as many rows. So do those of cards on
-    which the queries of 64 rows would leave no shared memory for keys.
-    """
+    """Tiles for prompts and single tokens. itemsize: bytes of a multiplied element. Batch-invariant tiles have half the
+    rows, because merging needs a second set of sums; so do cards whose shared memory 64 rows of queries would fill."""
     width = next_power_of_2(shape.rank) + next_power_of_2(shape.rope_dim)
     is_small = batch_invariant or limits.shared_memory < 2 * MOST_ROWS * width * itemsize
     most_rows = MOST_ROWS // 2 if is_small else MOST_ROWS
@@ -89,7 +80,7 @@ def _prepare_kernel(
     BLOCK_SIZE: tl.constexpr,
     TURNS: tl.constexpr,
 ):
-    """Program (token, HEADS of its heads; the last: the token's own vector). Queries are turned where they are."""
+    """Program (token, HEADS of its heads; the last: the token's vector). Queries are rotated in place."""
     token = tl.program_id(0).to(tl.int64)
     half = tl.arange(0, HALF_BLOCK)
     inside = half < HALF
@@ -151,7 +142,7 @@ def _attend_part(
     SELECTS: tl.constexpr,
 ):
     """Softmax over the keys at [start, stop): maximum and sum of weights ([rows]), weighted values ([rows, DIM]).
-    SELECTS: if is_sparse, these are places in `chosen`, which has the keys' positions."""
+    SELECTS: if is_sparse, start and stop index `chosen`, which holds key positions."""
     maximum, total, values = no_keys(queries.shape[0], DIM)
     dims, turns = tl.arange(0, DIM), tl.arange(0, ROPE_BLOCK)
     for tile in range(bound(start), bound(stop), BLOCK_N):
@@ -181,7 +172,7 @@ def _attend_part(
 
 @triton.jit
 def _load_rows(query, at, inside, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAGES: tl.constexpr):
-    """The rows `at` of [rows, WIDTH] as a product with pages takes them; zeros outside. [BLOCK_M, BLOCK]."""
+    """Rows `at` of [rows, WIDTH] for a product with pages, zeros outside: [BLOCK_M, BLOCK]."""
     dims = tl.arange(0, BLOCK)
     mask = inside[:, None] & (dims < WIDTH)[None, :]
     return operand(tl.load(query + at[:, None] * WIDTH + dims[None, :], mask=mask, other=0.0), PAGES)
@@ -195,9 +186,9 @@ def _latent_kernel(
     ROPE_BLOCK: tl.constexpr, TOKEN: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, SPLIT_KEYS: tl.constexpr, IS_SPLIT: tl.constexpr, IS_FIXED: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of tokens, GROUP heads, part). The last tiles, which have most keys, come first. IS_SPLIT: parts go
-    to [tokens, heads, capacity] of part_values and its companions; else a program has all keys of its rows, which
-    IS_FIXED adds up in the same parts."""
+    """Program (tile of tokens, GROUP heads, part); tiles with most keys come first. IS_SPLIT: parts go to [tokens,
+    heads, capacity] of part_values etc.; else a program has all keys of its rows, added in the same parts if
+    IS_FIXED."""
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     sequence = find_sequence(query_start, tile, num_seqs, TOKENS)
@@ -254,7 +245,7 @@ def _sparse_kernel(
     ROPE_BLOCK: tl.constexpr, TOKEN: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, SPLIT_KEYS: tl.constexpr, TOP: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, GROUP heads). A token that sees more than TOP keys reads those of its row of `selected`."""
+    """Program (token, GROUP heads). A token that sees more than TOP keys reads those in its row of `selected`."""
     token = tl.program_id(0)
     if token >= tl.load(query_start + num_seqs):
         return
@@ -298,8 +289,7 @@ def _merge_kernel(
     SPLIT_KEYS: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """Program (head, sequence of one new token): its parts in order, first to last, while the next ones are
-    loaded."""
+    """Program (head, sequence of one new token): merges its parts in order while loading the next."""
     sequence = tl.program_id(1)
     token = tl.load(query_start + sequence)
     if tl.load(query_start + sequence + 1) == token:
@@ -325,8 +315,8 @@ def _merge_kernel(
 
 @dataclass(frozen=True, slots=True)
 class LatentScratch:
-    """Parts of single tokens of long sequences, float32: values [num_seqs * heads * capacity * rank] (or more), maxima
-    and totals of each. All layers use it in turn. capacity: parts of a sequence."""
+    """Parts of single tokens of long sequences, float32: values [num_seqs * heads * capacity * rank] or more, with
+    maxima and totals. Layers use it in turn. capacity: parts per sequence."""
 
     values: torch.Tensor
     maxima: torch.Tensor
@@ -356,14 +346,13 @@ class LatentScratch:
 
 
 def is_cut(num_heads: int, num_seqs: int, max_seq_len: int, limits: DeviceLimits) -> bool:
-    """True where single tokens of `num_seqs` sequences are cut into parts: whole they would leave the device idle."""
+    """True if single tokens of `num_seqs` sequences are split, because they would not fill the device."""
     tiles = num_seqs * blocks_of(num_heads, MOST_ROWS)
     return max_seq_len > SPLIT_KEYS and tiles < PROGRAMS_WANTED * limits.num_multiprocessors
 
 
 class LatentKernels:
-    """The kernels of one layer, bound to its pages ([num_blocks, block_size, rank + rope_dim and what else a token
-    has there])."""
+    """Kernels of one layer, bound to its pages ([num_blocks, block_size, rank + rope_dim + further elements])."""
 
     def __init__(
         self, shape: LatentShape, pages: torch.Tensor, tiles: LatentTiles, scratch: LatentScratch, limits: DeviceLimits
@@ -424,8 +413,8 @@ class LatentKernels:
         group: int,
         selected: torch.Tensor | None = None,
     ) -> None:
-        """The work of `AttentionStep.attend_latent`. Inputs are contiguous; queries are turned in place. out: [T,
-        num_heads * rank]. group: the layer's KV group. Padding rows are not written."""
+        """See `AttentionStep.attend_latent`. Inputs are contiguous; queries are rotated in place. out: [T, num_heads *
+        rank]. group: the layer's KV group. Padding rows are not written."""
         query, turned_query, latent, turned_key = inputs
         self.prepare(turned_query, latent, turned_key, rotation, batch, group)
         self.attend_written(query, turned_query, out, batch, group, selected)
@@ -439,7 +428,7 @@ class LatentKernels:
         batch: DeviceBatch,
         group: int,
     ) -> None:
-        """The first half of `launch`: turn, and write the tokens' latents."""
+        """First half of `launch`: rotate, and write the latents."""
         slots = batch.slot_mapping[group]
         # Slots in place of angles, which are then not followed.
         cos, sin = (slots, slots) if rotation is None else (rotation.cos, rotation.sin)
@@ -455,7 +444,7 @@ class LatentKernels:
         group: int,
         selected: torch.Tensor | None = None,
     ) -> None:
-        """The second half, over what is written."""
+        """Second half of `launch`: attend."""
         tables = batch.block_tables[group]
         if self._attend_selected is not None and selected is not None and batch.max_seq_len > self._shape.top:
             columns = batch.rows, batch.query_start, batch.seq_lens, tables, batch.num_seqs, tables.stride(0)

@@ -1,12 +1,7 @@
-"""The indexer of sparse latent attention on a device: scores of all keys that a token sees, and the best of them.
-
-The positions of a token's best keys are found without sorting: the score that just enough others reach is built two
-bits at a time, by counting, and what reaches it is written in the order of positions. Of equal scores the earlier win.
-Scores of some tokens at a time lie in scratch memory. A token's bits depend on its own sequence alone.
-
-Limits: the tensor cores for scores (2 H dim operations for each key and token); the L2 cache for choosing, which reads
-the scores 18 times.
-"""
+"""Indexer of sparse latent attention on a device: scores of all visible keys, and the best of them. Without sorting:
+the threshold score is built two bits at a time by counting, and positions that reach it are written in order; ties go
+to earlier ones. Scores of some tokens at a time are in scratch memory. A token's bits depend only on its own sequence.
+Limits: the tensor cores for scores, the L2 cache for choosing, which reads the scores 18 times."""
 
 from __future__ import annotations
 
@@ -25,13 +20,13 @@ from quire.kernels.triton.runtime import blocks_of, bound, dot, launch, next_pow
 SMALLEST_TILE = 16
 """Rows of the matrix units' smallest tile."""
 KEYS = 64
-"""Keys of a tile of scores."""
+"""Keys per tile of scores."""
 PART = 1024
-"""Keys that one program scores."""
+"""Keys per program that scores."""
 BLOCK = 1024
-"""Scores that are compared at a time."""
+"""Scores compared at a time."""
 SCRATCH_ELEMENTS = 2**24
-"""Scores that are kept at a time, at least those of one token."""
+"""Scores kept at a time, at least those of one token."""
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
@@ -53,8 +48,8 @@ def _prepare_kernel(
     BLOCK_SIZE: tl.constexpr,
     TURNS: tl.constexpr,
 ):
-    """Program (token; 0: its queries, which are turned where they are, 1: its key, to the page). The first 2 HALF
-    elements of a head are turned, HALF apart."""
+    """Program (token; 0: its queries, rotated in place, 1: its key, to the page). The first 2 HALF elements of a head
+    rotate in pairs HALF apart."""
     token = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, DIM_BLOCK)
     is_turned = dims < 2 * HALF
@@ -113,7 +108,7 @@ def _scores_kernel(
     KEYS: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """Program (token behind `first_token`, PART keys). scores: [tokens, scores_stride] float32."""
+    """Program (token after `first_token`, PART keys). scores: [tokens, scores_stride] float32."""
     token = first_token + tl.program_id(0)
     if token >= tl.load(query_start + num_seqs):
         return
@@ -143,7 +138,7 @@ def _scores_kernel(
 
 @triton.jit
 def _ordered(scores, at, length):
-    """Numbers from 0 to 2^32 in the order of the scores; -1 behind the last. [n] int64."""
+    """Scores as ordered integers from 0 to 2^32; -1 after the last. [n] int64."""
     bits = tl.load(scores + at, mask=at < length, other=0.0).to(tl.int32, bitcast=True)
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) + 2147483648
     return tl.where(at < length, bits, -1)
@@ -161,7 +156,7 @@ def _choose_kernel(
     TOP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (token behind `first_token`)."""
+    """Program (token after `first_token`)."""
     token = first_token + tl.program_id(0)
     if token >= tl.load(query_start + num_seqs):
         return
@@ -209,12 +204,9 @@ def select_keys(
     group: int,
     selected: torch.Tensor,
 ) -> None:
-    """Rotate, write the tokens' keys to their pages, and choose the keys that each token reads:
-    `AttentionStep.select_keys`.
-
-    inputs: contiguous; queries are turned in place. pages: [num_blocks, block_size, latent_width + dim]. group: the
-    layer's KV group. selected: [T, top] int32, of which only rows of tokens that see more than `top` keys are written.
-    """
+    """See `AttentionStep.select_keys`: rotate, write the keys to their pages, choose the keys that each token reads.
+    inputs: contiguous; queries are rotated in place. pages: [num_blocks, block_size, latent_width + dim]. group: the
+    layer's KV group. selected: [T, top] int32; only rows of tokens with more than `top` visible keys are written."""
     query, key, weights = inputs
     slots, tables = batch.slot_mapping[group], batch.block_tables[group]
     # Slots in place of angles, which are then not followed.

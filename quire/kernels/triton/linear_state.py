@@ -1,17 +1,10 @@
-"""Layers that keep a state, on a device: a short convolution, the gated delta rule, and the gated norm behind it.
-
-What is computed, and in which order, is said in `layers/states.py`: chunks of STATE_BORDER tokens at absolute multiples
-of it. One program of the delta rule takes some columns of one value head of a sequence and keeps their state, keys and
-updates in registers from chunk to chunk; a step of one token is a chunk of which one row is computed. Tiles have one
-shape in prompts and in decodes, and what a row does not see is multiplied by zero, so a token's bits depend on its own
-sequence alone.
-
-Reads and writes of a page that a step changes in place are apart: programs that share a page's keys, decays or inputs
-read them in one launch, and the next launch writes them.
-
-Limits: the state's bytes for single tokens (it is written at a border only); for prompts the matrix units at a third
-of their rate for tf32, and the rows of a chunk, which follow from one another.
-"""
+"""Layers with recurrent state on a device: short convolution, gated delta rule, and the gated norm after it.
+`layers/states.py` defines the computation, in chunks of STATE_BORDER tokens at absolute multiples. A program of the
+delta rule takes some columns of a sequence's value head and keeps state, keys and updates in registers across chunks; a
+decode computes one row of a chunk. Tiles are the same for prompts and decodes, and unseen values are multiplied by
+zero, so a token's bits depend only on its sequence. In-place pages are read in one launch and written in the next,
+because programs share them. Limits: the state's bytes for single tokens; for prompts a third of the matrix units' tf32
+rate, and the sequential rows of a chunk."""
 
 from __future__ import annotations
 
@@ -27,13 +20,13 @@ from quire.kernels.triton.paged_attention import BATCH_COLUMNS, sequence_of_toke
 from quire.kernels.triton.runtime import INTERPRETED, blocks_of, bound, interpreted_dot, launch, narrow, next_power_of_2
 
 CHANNELS = 1024
-"""Channels of a program of the convolution."""
+"""Channels per program of the convolution."""
 NORM_ELEMENTS = 2048
-"""Elements of a program of the gated norm: whole heads."""
+"""Elements per program of the gated norm: whole heads."""
 COLUMNS = 32
-"""Columns of a state in one program, at most: with 128 rows, 16 registers of each of 256 threads."""
+"""Maximum state columns per program: with 128 rows, 16 registers in each of 256 threads."""
 SMALLEST_TILE = 16
-"""Rows of a product's smallest tile."""
+"""Rows of the smallest product tile."""
 NO_ACTIVATION = tl.constexpr(-1)
 BORDER = tl.constexpr(STATE_BORDER)
 ROWS = tl.constexpr(TILE)
@@ -41,7 +34,7 @@ ROWS = tl.constexpr(TILE)
 
 @triton.jit
 def _step_of(query_start, seq_lens, sequence):
-    """A sequence's first token in the step, and its tokens before and after the step."""
+    """A sequence's first token in the step, and its token counts before and after."""
     first = tl.load(query_start + sequence)
     length = tl.load(seq_lens + sequence)
     return first, length - (tl.load(query_start + sequence + 1) - first), length
@@ -117,8 +110,8 @@ def _keep_inputs_kernel(
     KEPT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (sequence, BLOCK channels): the last inputs of every block that the step writes. The block that was read
-    comes last: until then the others may need what it held."""
+    """Program (sequence, BLOCK channels): writes the last inputs of every block of the step. The block that was read
+    comes last, because the others may need its content."""
     sequence = tl.program_id(0)
     first, start, length = _step_of(query_start, seq_lens, sequence)
     if length == start:
@@ -144,8 +137,8 @@ def _keep_inputs_kernel(
 
 
 def short_convolution(weights: ConvolutionWeights, x: torch.Tensor, out: torch.Tensor, states: DeviceStateStep) -> None:
-    """A causal convolution of each channel: `Operations.short_convolution`. x: rows of elements side by side. out: [T,
-    channels], contiguous; rows of padding are not written."""
+    """See `Operations.short_convolution`. x: rows of contiguous elements. out: [T, channels], contiguous; padding rows
+    are not written."""
     width, channels = weights.kernel.shape
     assert x.stride(1) == 1, "the elements of a row lie side by side"
     batch, pages, table = states.batch, states.floats(weights.layer), states.tables[weights.layer]
@@ -188,18 +181,17 @@ def short_convolution(weights: ConvolutionWeights, x: torch.Tensor, out: torch.T
 
 @triton.jit
 def compiled_product(a, b, accumulator):
-    """`product`, on a GPU: the matrix units' short floats, three times, keep 22 bits. (In registers, with all of K at
-    once, float32 itself would spill.)"""
+    """`product` on a GPU: three products of short floats keep 22 bits; float32 itself would spill registers."""
     return tl.dot(a, b, accumulator, input_precision="tf32x3")
 
 
 product = interpreted_dot if INTERPRETED else compiled_product
-"""accumulator + a @ b, float32 all."""
+"""accumulator + a @ b, all float32."""
 
 
 @triton.jit
 def _unit(heads, EPSILON: tl.constexpr):
-    """Each row divided by its length."""
+    """Rows divided by their lengths."""
     return heads * tl.rsqrt(tl.sum(heads * heads, 1) + EPSILON)[:, None]
 
 
@@ -230,8 +222,8 @@ def _prepare_kernel(
     HEADS_BLOCK: tl.constexpr,
     EPSILON: tl.constexpr,
 ):
-    """Program (ROWS tokens, key head; the last: the decays of all value heads). keys: [T, KEY_HEADS, KEY_DIM], decays:
-    [T, VALUE_HEADS] float32."""
+    """Program (ROWS tokens, key head; the last: decays of all value heads). keys: [T, KEY_HEADS, KEY_DIM], decays: [T,
+    VALUE_HEADS] float32."""
     token = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     head = tl.program_id(1)
     if head < KEY_HEADS:
@@ -254,8 +246,7 @@ def _key_rows(
     kept, new, first, start, length, border, row, key_head,
     KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, KEY_LINE: tl.constexpr, KEY_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Keys of rows behind a border, [rows, KEY_BLOCK]: from the page that was read, or the step's own; zeros for
-    later tokens."""
+    """Keys of rows after a border, [rows, KEY_BLOCK], from the read page or the step; zeros for later tokens."""
     place, dims = border + row, tl.arange(0, KEY_BLOCK)[None, :]
     is_old = (place < start)[:, None] & (dims < KEY_DIM)
     is_new = ((place >= start) & (place < length))[:, None] & (dims < KEY_DIM)
@@ -268,9 +259,9 @@ def _key_rows(
 def _tile_results(
     query, own_key, key, value, beta, old, is_own_new, state, updates, is_new, decay, sums, tile, count
 ):  # fmt: skip
-    """ROWS tokens of a chunk, from row `tile` on: the chunk's updates with theirs, and their results. old: updates that
-    are computed already. is_own_new: [ROWS, 1], is_new: [BORDER], True for tokens whose updates are not. sums: running
-    sums of `decay`. count: rows of the chunk."""
+    """ROWS tokens of a chunk from row `tile` on: the chunk's updates including theirs, and their results. old: known
+    updates. is_own_new: [ROWS, 1], is_new: [BORDER], True for tokens with unknown updates. sums: running sums of
+    `decay`. count: rows of the chunk."""
     row, own_row = tl.arange(0, BORDER), tl.arange(0, ROWS)
     own = tile + own_row
     beta = 1.0 / (tl.exp(-beta) + 1.0)
@@ -311,7 +302,7 @@ def _rule_kernel(
     INTERVAL: tl.constexpr, EPSILON: tl.constexpr,
 ):  # fmt: skip
     """Program (BLOCK columns, value head, sequence). states, kept_updates, kept_keys, kept_decays: the layer's pages at
-    these parts, the latter with BORDER - 1 rows of each head."""
+    these parts; the last three have BORDER - 1 rows per head."""
     head, sequence = tl.program_id(1), tl.program_id(2)
     first, start, length = _step_of(query_start, seq_lens, sequence)
     if start == length:
@@ -405,7 +396,7 @@ def _keep_rows_kernel(
     HEADS_BLOCK: tl.constexpr,
     INTERVAL: tl.constexpr,
 ):
-    """Program (sequence, key head; the last: the decays): the rows of the tokens behind the last border."""
+    """Program (sequence, key head; the last: decays): writes the rows of tokens after the last border."""
     sequence, head = tl.program_id(0), tl.program_id(1)
     first, start, length = _step_of(query_start, seq_lens, sequence)
     if start == length or length % BORDER == 0:
@@ -431,8 +422,8 @@ def _keep_rows_kernel(
 def gated_delta_rule(
     rule: DeltaRule, qkv: torch.Tensor, gates: torch.Tensor, out: torch.Tensor, states: DeviceStateStep
 ) -> None:
-    """The gated delta rule over a step's states: `Operations.gated_delta_rule`. qkv, gates: rows of elements side by
-    side. out: [T, num_value_heads * value_dim], contiguous; rows of padding are not written."""
+    """See `Operations.gated_delta_rule`. qkv, gates: rows of contiguous elements. out: [T, num_value_heads *
+    value_dim], contiguous; padding rows are not written."""
     assert qkv.stride(1) == gates.stride(1) == 1, "the elements of a row lie side by side"
     batch, pages, table = states.batch, states.floats(rule.layer), states.tables[rule.layer]
     columns = batch.rows, batch.query_start, batch.seq_lens, table
@@ -505,7 +496,7 @@ def gated_delta_rule(
 
 
 def _part(pages: torch.Tensor, part: StatePart) -> torch.Tensor:
-    """The pages of a layer from a part's first element on."""
+    """A layer's pages from a part's first element on."""
     return pages[:, part.offset // 4 :]
 
 
@@ -534,7 +525,7 @@ def _gated_norm_kernel(
 
 
 def gated_norm(weights: GatedNormWeights, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """The norm of each head times the SiLU of a gate: `Operations.gated_norm`. x, gate: contiguous."""
+    """See `Operations.gated_norm`. x, gate: contiguous."""
     assert x.is_contiguous(), "heads lie one behind the other"
     assert gate.is_contiguous(), "and so do their gates"
     out, num_heads, block = torch.empty_like(x), x.numel() // weights.size, next_power_of_2(weights.size)

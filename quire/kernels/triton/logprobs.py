@@ -1,16 +1,7 @@
-"""Log-probabilities of tokens, their ranks, and the best tokens of a row.
-
-A program owns a row and reads it once. Tokens t with equal t % LANES are a lane; per lane it keeps the best score with
-its token, and a sum of exponentials relative to that score (one exponential per entry: whichever of the two scores is
-larger, the difference is minus their distance). The best tokens then come one after the other: the best of the lanes is
-taken out, and its lane is read again (38 entries of 151,936) for the next one in the order of falling scores and rising
-tokens. No entry is sorted, equal scores come in the order of their tokens however many there are, and nothing but the
-row decides.
-
-Least traffic for 256 rows of 151,936 tokens: the logits once, 78 MB in bfloat16, 156 MB in float32: 18 and 36 us at
-4.3 TB/s. A best token takes one reduction over 4,096 lanes and one dependent read: about 1 us, 20 us for 20 tokens,
-during which other rows read. `normalize` reads twice and writes once, but only beams' rows.
-"""
+"""Log-probabilities of tokens, their ranks, and the best tokens of a row. A program reads its row once. Tokens t with
+equal t % LANES form a lane, which keeps its best score and token, and a sum of exponentials relative to that score.
+Best tokens come one by one: the best lane's entry is removed and the lane read again for its next. Ties are in token
+order, and a row's result depends only on the row. `normalize` reads twice and writes once, but only for beams."""
 
 from __future__ import annotations
 
@@ -27,8 +18,8 @@ LANES = 4096
 
 @triton.jit
 def _scan_lanes(row, VOCAB: tl.constexpr, chosen, LANES: tl.constexpr):
-    """Best score of each lane, its first token, sum of exponentials relative to it, entries above `chosen`, and whether
-    a score is not finite."""
+    """Best score of each lane, its first token, sum of exponentials relative to it, number of entries above `chosen`,
+    and whether a score is non-finite."""
     lanes = tl.arange(0, LANES)
     best = tl.full([LANES], float("-inf"), tl.float32)
     best_token = tl.minimum(lanes, VOCAB)
@@ -51,7 +42,7 @@ def _scan_lanes(row, VOCAB: tl.constexpr, chosen, LANES: tl.constexpr):
 
 @triton.jit
 def _next_of_lane(row, VOCAB: tl.constexpr, lane, score, token, LANES: tl.constexpr, DEPTH: tl.constexpr):
-    """The best entry of a lane behind (score, token), in the order of falling scores and rising tokens."""
+    """The lane's best entry after (score, token), by falling score, then rising token."""
     tokens = lane + LANES * tl.arange(0, DEPTH)
     scores = load_scores(row, tokens, tokens < VOCAB)
     is_behind = (scores < score) | ((scores == score) & (tokens > token))
@@ -143,11 +134,10 @@ def _normalize_kernel(
 
 
 FIRST_PAIR = 2
-"""Words of a result before its pairs: whether the row is sound, and the rank of the target."""
+"""Words of a result before its pairs: whether the row is finite, and the target's rank."""
 
 
 def result_words(num_best: int) -> int:
-    """Words of a row in the result of `rank`."""
     return FIRST_PAIR + 2 * (1 + num_best)
 
 
@@ -162,15 +152,13 @@ def rank(
     *,
     normalized: bool,
 ) -> None:
-    """The best tokens of each row, best first, of equal ones the lowest first.
+    """The best tokens of each row, best first, ties by token id.
 
-    logits: [N, vocab_size], bfloat16, float16 or float32, the elements of a row side by side. targets: [N] int32, a
-    token of each row. normalized: values are log-probabilities, else the logits themselves.
-    rows: [N] int32, words: the table of parameters; where `feature` is not 0, only rows that have it are written.
-
-    result: [N, result_words(num_best)] int32, num_best at most vocab_size: whether the row is sound (neither NaN nor
-    plus infinity, and its target is possible); the target's rank, 1 for the best; then pairs (token, bits of a
-    float32): the target, and the best.
+    logits: [N, vocab_size], bfloat16, float16 or float32, contiguous rows. targets: [N] int32, a token per row.
+    normalized: values are log-probabilities, else logits. rows: [N] int32, words: parameter table; with `feature` != 0,
+    only rows with it are written. result: [N, result_words(num_best)] int32, num_best <= vocab_size: whether the row is
+    sound (no NaN or plus infinity, and a possible target); the target's rank, 1 for the best; then pairs (token,
+    float32 bits) of the target and the best.
     """
     vocab_size = logits.shape[1]
     num_best = (result.shape[1] - FIRST_PAIR) // 2 - 1
@@ -198,7 +186,7 @@ def rank(
 
 
 def normalize(scores: torch.Tensor, rows: torch.Tensor, words: torch.Tensor, feature: int, lanes: int = LANES) -> None:
-    """Turn, in place, the rows that have `feature` into log-probabilities. scores: [R, vocab_size] float32; rows: [R]
-    int32, places in `words`."""
+    """Turn rows with `feature` into log-probabilities, in place. scores: [R, vocab_size] float32; rows: [R] int32,
+    indices in `words`."""
     strides = (scores.stride(0), words.stride(0), scores.shape[1])
     launch(_normalize_kernel, (len(rows),), scores, rows, words, *strides, FEATURE=feature, LANES=lanes, num_warps=16)

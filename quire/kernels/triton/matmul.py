@@ -1,12 +1,8 @@
-"""A matrix product whose rows do not depend on how many there are: one tile size, one order of additions over K.
-
-Limits: the weights' bytes for few rows, 2 M N K operations on the tensor cores for many. Libraries pick another kernel,
-split over K in another way, for another number of rows, and a row's last bits change with it; here one program adds up
-each result from the first k to the last, in tiles that depend on the matrix alone. That costs speed, so for matrices of
-floating point it is what `batch_invariant` asks for and not the default. Matrices of small numbers have this kernel
-alone: they are fewer bytes, and are widened in registers; or rows of 8-bit numbers, e4m3 or integers, are multiplied
-with matrices of such numbers as they are.
-"""
+"""Matrix products whose rows do not depend on their number: one tile size and order of additions over K. Limits: weight
+bytes for few rows, tensor cores for many. Libraries choose kernels by the number of rows, which changes a row's last
+bits; here one program adds each result in order, in tiles that depend only on the matrix. That is slower, so
+floating-point matrices use it only with `batch_invariant`. Quantised matrices always use it: they are widened in
+registers, or 8-bit rows are multiplied with 8-bit matrices directly."""
 
 from __future__ import annotations
 
@@ -24,7 +20,7 @@ from quire.kernels.triton.weight_formats import I4, LEAST_K, PAIRED, PLAIN, Stor
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Rows and columns of the result that a program computes, and how much of K at once."""
+    """Rows and columns of a program's result, and columns of K per step."""
 
     block_m: int
     block_n: int
@@ -34,15 +30,14 @@ class Tiles:
 
 
 GROUP_M = 8
-"""Row tiles in a group; a group's tiles share a column of the weights while it is in the second-level cache."""
+"""Row tiles in a group, which shares a column of weights in the L2 cache."""
 WIDE = 8192
-"""Results that are narrower are cut finer, so that one row of tiles still fills most of a large GPU."""
+"""Result width below which tiles are narrower, so that one row of tiles still fills a large GPU."""
 
 
 def tiles_for(num_columns: int, dtype: torch.dtype) -> Tiles:
-    """A function of the matrix alone. 64 rows are what the smallest product of Hopper's tensor cores takes. In 16 bits
-    five stages of (64 + 64) * 64 elements are 80 KiB of shared memory, four of (64 + 128) * 64 are 96: what cards of
-    compute capability 8.6 and 8.9 have at most."""
+    """Tiles by the matrix alone: 64 rows, the minimum of Hopper's products, and stages that fit the 96 KiB of shared
+    memory of capabilities 8.6 and 8.9."""
     if dtype == torch.float32:
         return Tiles(block_m=64, block_n=64, block_k=32, num_warps=8, num_stages=3)
     if num_columns <= WIDE:
@@ -51,7 +46,7 @@ def tiles_for(num_columns: int, dtype: torch.dtype) -> Tiles:
 
 
 def stored_tiles(matrix: StoredMatrix, dtype: torch.dtype, *, rounds_activations: bool) -> Tiles:
-    """The tiles of a stored matrix, a function of it alone. dtype: x's. A tile of K lies in one group of scales."""
+    """Tiles of a stored matrix, by it alone. dtype: x's. A tile of K lies in one group of scales."""
     num_columns = matrix.shape[1]
     tiles = tiles_for(num_columns, dtype)
     if matrix.kind == PLAIN.value:
@@ -96,7 +91,7 @@ def _matmul_kernel(
     BLOCK_K: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """TILES: row tiles that share a column of the weights while it is in the second-level cache."""
+    """TILES: row tiles that share a column of weights in the L2 cache."""
     program = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     x += head * x_head_stride
@@ -134,10 +129,9 @@ def matmul(
     *,
     rounds_activations: bool = False,
 ) -> torch.Tensor:
-    """residual + x W^T + bias, added up in float32. x: [M, K], rows may lie apart. weight: [N, K], contiguous, or
-    stored. bias: [N] or None. residual: [M, N] or None; used up, the result is written over it. All of one dtype.
-    rounds_activations: x is rounded by `round_rows`, and 8-bit numbers are multiplied as such, where the matrix can
-    (`multiplies_bytes`). Returns [M, N]."""
+    """residual + x W^T + bias, added in float32. x: [M, K], rows may be strided. weight: [N, K], contiguous, or stored.
+    bias: [N] or None. residual: [M, N] or None; overwritten with the result. All of one dtype. rounds_activations:
+    round x by `round_rows` and multiply 8-bit numbers, if the matrix can (`multiplies_bytes`). Returns [M, N]."""
     matrix = weight if isinstance(weight, StoredMatrix) else StoredMatrix.plain(weight)
     n = matrix.shape[1]
     out = torch.empty(x.shape[0], n, dtype=x.dtype, device=x.device) if residual is None else residual
@@ -148,8 +142,8 @@ def matmul(
 
 
 def head_matmul(x: torch.Tensor, weight: torch.Tensor | StoredMatrix) -> torch.Tensor:
-    """Each head's columns times its own matrix. x: [M, H * K]; weight: [H, N, K], contiguous, or stored. Returns
-    [M, H * N]."""
+    """Each head's columns times its matrix. x: [M, H * K]; weight: [H, N, K], contiguous, or stored. Returns [M, H *
+    N]."""
     matrix = weight if isinstance(weight, StoredMatrix) else StoredMatrix.plain(weight)
     heads, n, _ = matrix.shape
     out = torch.empty(x.shape[0], heads * n, dtype=x.dtype, device=x.device)
@@ -179,7 +173,7 @@ def tiled_product(
     out: torch.Tensor,
     tiles: Tiles,
 ) -> None:
-    """The product of `matmul` or `head_matmul`, into `out`, in these tiles. rounded: x rounded, or None."""
+    """Product of `matmul` or `head_matmul` into `out`, with these tiles. rounded: x rounded, or None."""
     m, (heads, n, k) = x.shape[0], matrix.shape
     assert x.stride(1) == out.stride(1) == 1, "the elements of a row lie side by side"
     source, scales = (x, None) if rounded is None else (rounded.codes, rounded.scales)

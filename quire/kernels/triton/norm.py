@@ -1,8 +1,5 @@
-"""RMSNorm and LayerNorm over rows, optionally of a sum that is written back.
-
-Limit: memory. A row is read once and written once (4 bytes an element in 16 bits), with a residual read and written
-twice over (8 bytes). One program computes a row, so that a row's bits depend on its width and on nothing else.
-"""
+"""RMSNorm and LayerNorm over rows, optionally of a sum that is written back. Limit: memory bandwidth. One program
+computes a row, so its bits depend only on its width."""
 
 from __future__ import annotations
 
@@ -13,8 +10,7 @@ import triton.language as tl
 from quire.kernels.triton.runtime import launch, narrow, next_power_of_2
 
 ELEMENTS_PER_WARP = 512
-"""Elements of a row for each warp: two loads of 16 bytes a thread in 16 bits, enough in flight to fill the memory's
-latency."""
+"""Elements of a row per warp: two 16-byte loads per thread in 16 bits."""
 MAX_WARPS = 16
 
 
@@ -70,9 +66,9 @@ def norm(
     centred: bool,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x: [T, size], rows may lie apart, any float dtype. weight, bias: [size] or None, in x's dtype or (RMSNorm) in
-    float32, which multiplies what is not rounded yet. centred: LayerNorm, else RMSNorm. residual: [T, size] in x's
-    dtype or None; becomes residual + x, and that is normalised. Returns [T, size]."""
+    """x: [T, size], rows may be strided, any float dtype. weight, bias: [size] or None, in x's dtype or (RMSNorm)
+    float32, which multiplies the unrounded value. centred: LayerNorm, else RMSNorm. residual: [T, size] in x's dtype or
+    None; becomes residual + x, which is normalised. Returns [T, size]."""
     num_rows, size = x.shape
     out = torch.empty(num_rows, size, dtype=x.dtype, device=x.device)
     if num_rows == 0:

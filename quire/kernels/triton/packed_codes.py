@@ -1,8 +1,6 @@
-"""Codes of weights widened four at a time, in words of 32 bits: two values of 16 bits take 5 instructions at most.
-
-Triton widens a tensor of bytes one by one, several instructions each, which for few rows takes longer than to read
-the bytes. Every value is exact. The interpreter, and float32, have the ways of `weight_formats`.
-"""
+"""Exact widening of weight codes four at a time in 32-bit words, with at most 5 instructions per two 16-bit values.
+Triton widens bytes one by one, which for few rows takes longer than reading them. The interpreter and float32 use
+`weight_formats`."""
 
 from __future__ import annotations
 
@@ -19,13 +17,13 @@ _SPREAD = """
 
 
 def _text(body: str, num_results: int, *, low: str, high: str) -> str:
-    """A block of PTX. low, high: how the input's bytes 0 and 1, or 2 and 3, are put into halves of a word."""
+    """A block of PTX. low, high: how the input's bytes 0 and 1, or 2 and 3, enter halves of a word."""
     spread = _SPREAD.replace("$IN", f"${num_results}").replace("LOW", low).replace("HIGH", high)
     return f"{{ .reg .b32 low, high, t, u, one, two; {spread}{body} }}"
 
 
 def _nibbles(magic: int, one: int, minus: int, kind: str) -> str:
-    """Integers 0 to 15: the bits of a large number's last places, less that number."""
+    """Integers 0 to 15 as the last bits of a large number, minus that number."""
     lines = [f"mov.b32 one, {one:#010x}; mov.b32 two, {minus:#010x};"]
     for index, (word, shift) in enumerate([("low", 0), ("high", 0), ("low", 4), ("high", 4)]):
         lines.append(f"shr.u32 t, {word}, {shift};" if shift else f"mov.b32 t, {word};")
@@ -35,8 +33,8 @@ def _nibbles(magic: int, one: int, minus: int, kind: str) -> str:
 
 
 def _bytes_lie_above(shift: int, mask: int, factor: int, kind: str, lefts: tuple[int, ...]) -> str:
-    """Floats whose sign is the highest bit of a byte, or of a half: the other bits are moved to where the wide exponent
-    ends, and the difference of biases is a factor. lefts: by how much a word is first moved to the left."""
+    """Floats whose sign is the top bit of a byte or nibble: the other bits move to the wide exponent's place, and a
+    factor corrects the bias. lefts: initial left shifts of a word."""
     lines = [f"mov.b32 one, {factor:#010x}; mov.b32 two, 0x80008000;"]
     for index in range(2 * len(lefts)):
         word, left = ("low", "high")[index % 2], lefts[index // 2]
@@ -58,7 +56,7 @@ I4_I8 = tl.constexpr("{ .reg .b32 t; and.b32 $0, $2, 0x0f0f0f0f; shr.u32 t, $2, 
 
 @triton.jit
 def widen_e2m1(codes, DTYPE: tl.constexpr):
-    """codes: uint8, 0 to 15. As widen_e4m3, with a factor of 2 ** 14."""
+    """codes: uint8, 0 to 15. See widen_e4m3, with a factor of 2 ** 14."""
     bits = codes.to(tl.uint16)
     return ((((bits & 8) << 12) | ((bits & 7) << 9)).to(tl.float16, bitcast=True) * 16384.0).to(DTYPE)
 
@@ -77,7 +75,7 @@ def _both_as_fp16(TEXT: tl.constexpr, pairs):
 
 @triton.jit
 def halves_as_integers(pairs, DTYPE: tl.constexpr):
-    """The lower and the upper halves of bytes in DTYPE, a type of 16 bits, float32 or int8."""
+    """Low and high nibbles of bytes as integers in DTYPE: a 16-bit type, float32 or int8."""
     if INTERPRETED or tl.float32 == DTYPE:
         low, high = (pairs & 0xF).to(tl.int8), (pairs >> 4).to(tl.int8)
         if tl.int8 != DTYPE:
@@ -93,7 +91,7 @@ def halves_as_integers(pairs, DTYPE: tl.constexpr):
 
 @triton.jit
 def halves_as_e2m1(pairs, DTYPE: tl.constexpr):
-    """The lower and the upper halves of bytes as numbers of 4 bits."""
+    """Low and high nibbles of bytes as 4-bit floats."""
     if INTERPRETED or tl.float32 == DTYPE:
         low, high = widen_e2m1(pairs & 0xF, DTYPE), widen_e2m1(pairs >> 4, DTYPE)
     elif tl.bfloat16 == DTYPE:
@@ -105,7 +103,7 @@ def halves_as_e2m1(pairs, DTYPE: tl.constexpr):
 
 @triton.jit
 def words_of_e4m3(codes, DTYPE: tl.constexpr):
-    """e4m3 numbers, or their bits (no NaN), in DTYPE."""
+    """e4m3 numbers or their bits (no NaN) in DTYPE."""
     if INTERPRETED or tl.float32 == DTYPE:
         wide = widen_e4m3(codes, DTYPE)
     else:
@@ -119,8 +117,8 @@ def words_of_e4m3(codes, DTYPE: tl.constexpr):
 
 @triton.jit
 def ones_beside(codes, DTYPE: tl.constexpr):
-    """Ones of the shape of `codes`, bytes. That they come from these makes Triton lay them out as what codes become, so
-    that both are multiplied with the same operand as it lies in shared memory."""
+    """Ones in the shape of `codes` (bytes), computed from them so that Triton gives both the same layout for products
+    with one operand."""
     if INTERPRETED or tl.float32 == DTYPE:
         ones = tl.full(codes.shape, 1, tl.float32).to(DTYPE)
     elif tl.int8 == DTYPE:

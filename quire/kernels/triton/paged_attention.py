@@ -1,4 +1,4 @@
-"""Paged attention over batches of sequences of any number of new tokens: one launch, nothing prepared on the host."""
+"""Paged attention over sequences with any number of new tokens, in one launch without host preparation."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from quire.kernels.triton.float8 import as_pairs
 from quire.kernels.triton.runtime import BoundKernel, bind, bound
 
 BATCH_COLUMNS = ("rows", "query_start", "seq_lens", "tables")
-"""Views of one buffer, at any multiple of four bytes: no kernel is compiled anew for another alignment of theirs."""
+"""Arguments that are views of one buffer at any multiple of four bytes; no kernel is recompiled for their alignment."""
 
 
 @triton.jit
 def find_sequence(query_start, tile, num_seqs, TOKENS: tl.constexpr):
-    """The sequence that query tile number `tile` belongs to: the last s with query_start[s] // TOKENS + s <= tile. A
-    sequence has at least as many numbers as it needs; the last may be left over."""
+    """Sequence of query tile `tile`: the last s with query_start[s] // TOKENS + s <= tile. A sequence has at least as
+    many tile numbers as it needs."""
     low = 0
     high = num_seqs - 1
     while low < high:
@@ -49,7 +49,7 @@ def find_sequence(query_start, tile, num_seqs, TOKENS: tl.constexpr):
 
 @triton.jit
 def sequence_of_token(query_start, token, num_seqs):
-    """The last sequence that begins at or before a token of the batch."""
+    """Sequence of a token of the batch."""
     low = 0
     high = num_seqs - 1
     while low < high:
@@ -63,7 +63,7 @@ def sequence_of_token(query_start, token, num_seqs):
 
 @triton.jit
 def sequence_and_keys(query_start, seq_lens, token, num_seqs):
-    """The sequence of a token of the batch, and how many keys the token sees: its own and all before it."""
+    """Sequence of a token of the batch, and number of keys it sees, its own included."""
     sequence = sequence_of_token(query_start, token, num_seqs)
     return sequence, tl.load(seq_lens + sequence) - tl.load(query_start + sequence + 1) + token + 1
 
@@ -100,9 +100,8 @@ def _varlen_kernel(
     PAIRS: tl.constexpr,
     FIXED_KEYS: tl.constexpr,
 ):
-    """Program (tile of queries, key head). The last tiles, which have most keys, come first; the tiles of one key head
-    run side by side and share its keys in the L2 cache. skipped: sequences with at most this many new tokens are
-    another kernel's."""
+    """Program (tile of queries, key head). Tiles with most keys come first; tiles of one key head run together and
+    share its keys in L2. skipped: sequences with at most this many new tokens belong to another kernel."""
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -148,13 +147,10 @@ def _varlen_kernel(
 
 @dataclass(frozen=True, slots=True)
 class PagedAttention:
-    """The work of an attention kernel: causal attention of a step's tokens over all that their sequences have in pages.
-
-    query: [T, at least num_heads * head_dim], rows of any stride: heads first, what follows is ignored. pages: the
-    layer's, [num_blocks, 2, block_size, num_kv_heads, head_dim]; the step's keys and values are written. out: [T,
-    num_heads * head_dim], written for tokens of sequences alone. group: KV group of the layer. sinks: [num_heads],
-    logits that take part in each head's softmax and have no value.
-    """
+    """Causal attention of a step's tokens over their sequences' pages. query: [T, >= num_heads * head_dim], heads
+    first, any row stride. pages: [num_blocks, 2, block_size, num_kv_heads, head_dim], with the step's keys and values
+    written. out: [T, num_heads * head_dim], not written for padding. group: the layer's KV group. sinks: [num_heads],
+    logits without a value in each head's softmax."""
 
     query: torch.Tensor
     pages: torch.Tensor
@@ -182,8 +178,8 @@ def layer_constants(layer: LayerAttention, sinks: torch.Tensor | None) -> dict[s
 
 
 def launch_over(kernel: BoundKernel, work: PagedAttention, tokens: int, skipped: int) -> None:
-    """Launch a kernel with a program for each tile of a batch's queries and each key head. tokens: number of them in a
-    tile. skipped: sequences with at most that many new tokens are left out."""
+    """Launch a program per query tile and key head. tokens: per tile. skipped: sequences with at most that many new
+    tokens are skipped."""
     batch, query, out, tables = work.batch, work.query, work.out, work.tables
     kernel(
         (batch.num_tokens // tokens + batch.num_seqs, work.layer.num_kv_heads),
@@ -202,7 +198,7 @@ def launch_over(kernel: BoundKernel, work: PagedAttention, tokens: int, skipped:
 
 
 class VarlenAttention:
-    """The kernel for one layer with its pages, and one kind of tiles."""
+    """The kernel for one layer, its pages and one kind of tiles."""
 
     def __init__(self, layer: LayerAttention, pages: torch.Tensor, sinks: torch.Tensor | None, tiles: Tiles) -> None:
         self._tokens = tiles.tokens(layer.num_heads // layer.num_kv_heads)
@@ -228,10 +224,10 @@ class VarlenAttention:
         )
 
     def launch(self, work: PagedAttention, skipped: int) -> None:
-        """skipped: sequences with at most that many new tokens are left out."""
+        """skipped: sequences with at most that many new tokens are skipped."""
         launch_over(self._launch, work, self._tokens, skipped)
 
 
 def varlen_attention(work: PagedAttention, tiles: Tiles, skipped: int = 0) -> None:
-    """skipped: sequences with at most that many new tokens are left out."""
+    """skipped: sequences with at most that many new tokens are skipped."""
     VarlenAttention(work.layer, work.pages, work.sinks, tiles).launch(work, skipped)

@@ -1,14 +1,7 @@
-"""Repetition, presence and frequency penalties, counted afresh from the token table in every step.
-
-A table of zeros, [R, vocab_size] int32, is borrowed: `count_tokens` adds up the tokens of each row in it, `apply` takes
-every count out again with an atomic exchange, which leaves zeros. Of all threads that hold the same token, the one
-whose exchange returned the count changes the score, so a token is penalised once without sorting or removing
-repetitions.
-
-Per token of a row's history: two reads of 4 bytes from the token table, two atomic operations on the counts, and a
-score read and written where the token is new. For 256 rows of 4,096 tokens: 1 million tokens, 2 million atomics spread
-over 156 MB, each of which moves a sector of 32 bytes both ways: 130 MB, 30 us at 4.3 TB/s.
-"""
+"""Repetition, presence and frequency penalties, counted from the token table in every step. In a borrowed zero table,
+[R, vocab_size] int32, `count_tokens` counts each row's tokens, and `apply` takes the counts out with atomic exchanges,
+which restores zeros. The thread whose exchange returns the count changes the score, so each token is penalised once
+without sorting."""
 
 from __future__ import annotations
 
@@ -26,10 +19,10 @@ from quire.kernels.triton.sampling_words import (
 )
 
 IN_PROMPT = tl.constexpr(1 << 30)
-"""Marks a token of the prompt in its count, which says how often it was generated."""
+"""Flag of prompt tokens in a count; the rest is the number of generated occurrences."""
 BLOCK = 1024
 PROGRAMS = 8
-"""Programs that share a row's tokens. How many those are the host need not know."""
+"""Programs that share a row's tokens; the host need not know their number."""
 
 
 @triton.jit
@@ -114,8 +107,8 @@ def apply_penalties(
     histories: Histories,
     counts: torch.Tensor,
 ) -> None:
-    """Apply, in place, each row's penalties to its tokens. scores: [R, vocab_size] float32. rows: [R] int32, places in
-    `words`. counts: [at least R, vocab_size] int32, zeros before and after."""
+    """Apply each row's penalties in place. scores: [R, vocab_size] float32. rows: [R] int32, indices in `words`.
+    counts: [>= R, vocab_size] int32, zeros before and after."""
     lengths, num_prompt_tokens, token_table = histories
     vocab_size = scores.shape[1]
     grid = (len(rows), PROGRAMS)

@@ -1,12 +1,6 @@
-"""The work between the projection's output and attention's input, in one launch: norms over heads, rotation, and keys
-and values into their pages.
-
-Limit: every element of queries, keys and values is read once and written once. For T tokens of H + 2 Hkv heads of D
-elements of b bytes that is 2 T (H + 2 Hkv) D b bytes, and 4 T rotary_dim of cosines and sines (H = 32, Hkv = 8,
-D = 128, bfloat16: 25 KB a token; 8192 tokens: 0.2 GB, 47 us at 4.3 TB/s; a decode of 256 tokens: 1.5 us, less than its
-launch). A program takes ELEMENTS elements: up to HEADS heads, contiguous bytes, of as many tokens as that makes; each
-thread loads 16 bytes at a time.
-"""
+"""Head norms, rotation, and writing of keys and values to pages, in one launch between projection and attention. Limit:
+memory bandwidth (for decodes, the launch). A program takes at least ELEMENTS elements: up to HEADS contiguous heads of
+several tokens, with 16-byte loads."""
 
 from __future__ import annotations
 
@@ -20,14 +14,14 @@ from quire.kernels.triton.float8 import as_bits, to_cache
 from quire.kernels.triton.runtime import bind
 
 HEADS = 8
-"""Heads of one program, at most."""
+"""Maximum heads per program."""
 ELEMENTS = 2048
-"""Elements of one program, at least: 32 for each thread of two warps."""
+"""Minimum elements per program: 32 per thread of two warps."""
 
 
 @triton.jit
 def _normed(part, scale, weight, dims, mask, NORM: tl.constexpr):
-    """One part of the heads times their scale and the norm's weight."""
+    """Part of the heads times their scale and the norm's weight."""
     if NORM:
         gain = tl.load(weight + dims, mask=mask, other=0.0).to(tl.float32)
         part = part * scale[:, None] * gain[None, :]
@@ -36,7 +30,7 @@ def _normed(part, scale, weight, dims, mask, NORM: tl.constexpr):
 
 @triton.jit
 def _stored(x, divisor, ELEMENT: tl.constexpr, SCALED: tl.constexpr):
-    """x, divided by `divisor` if SCALED, as pages have it."""
+    """x in the pages' format, divided by `divisor` if SCALED."""
     if SCALED:
         x = tl.div_rn(x.to(tl.float32), tl.zeros(x.shape, tl.float32) + divisor)
     return to_cache(x, ELEMENT)
@@ -59,10 +53,9 @@ def _write_heads(
     NORM: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """Norm and rotation of heads, float32 throughout, rounded once. source, target, cos, sin: [rows] pointers to each
-    head's first element and its token's first angle. HALF: elements of each rotated half; the rest of a head is not
-    rotated. SCALED: results are divided by `divisor`. All is loaded before any is stored, so that source and target may
-    be one."""
+    """Norm and rotate heads in float32, rounding once. source, target, cos, sin: [rows] pointers to each head's first
+    element and its token's first angle. HALF: elements of each rotated half; the rest is not rotated. SCALED: divide
+    results by `divisor`. Everything is loaded before stores, so source and target may be equal."""
     REST: tl.constexpr = HEAD_DIM - 2 * HALF
     squares = tl.zeros((inside.shape[0],), tl.float32)
     if HALF:
@@ -129,8 +122,8 @@ def _write_kernel(
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """Program (TOKENS tokens, HEADS of their query, key or value heads). NUM_HEADS: 0 if queries stay as they are.
-    SCALED: keys and values are divided by their scales."""
+    """Program (TOKENS tokens, HEADS query, key or value heads). NUM_HEADS: 0 leaves queries unchanged. SCALED: divide
+    keys and values by their scales."""
     QUERY_PARTS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     KEY_PARTS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
     row = tl.arange(0, TOKENS * HEADS)
@@ -165,7 +158,7 @@ def _write_kernel(
 
 
 class HeadPreparation:
-    """`prepare_heads` for one layer and its pages, bound once."""
+    """`prepare_heads` bound to one layer and its pages."""
 
     def __init__(self, heads: HeadWeights, pages: torch.Tensor) -> None:
         self._norms = (heads.query_norm, heads.key_norm)
@@ -191,18 +184,16 @@ class HeadPreparation:
 def prepare_heads(
     heads: HeadWeights, qkv: torch.Tensor, rotation: DeviceRotation | None, pages: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    """Norm and rotate queries in place; norm and rotate keys, and write keys and values to their pages.
-
-    qkv: [T, (num_heads + 2 num_kv_heads) * head_dim], contiguous rows; its keys and values stay as they were. rotation:
-    that of the T tokens' positions, or None. pages: the layer's, [num_blocks, 2, block_size, num_kv_heads, head_dim],
-    of any float dtype, or e4m3 bits. slots: [T] int64, block * block_size + offset; below 0: neither is written.
-    """
+    """Norm and rotate queries in place; norm and rotate keys, and write keys and values to their pages. qkv: [T,
+    (num_heads + 2 num_kv_heads) * head_dim], contiguous rows; its keys and values are not changed. rotation: cos and
+    sin at the T positions, or None. pages: [num_blocks, 2, block_size, num_kv_heads, head_dim], any float dtype or e4m3
+    bits. slots: [T] int64, block * block_size + offset; < 0: not written."""
     HeadPreparation(heads, pages).launch(qkv, rotation, slots)
 
 
 class _WriteKernel:
-    """The kernel over one layer's pages. num_heads: query heads, 0 if queries stay as they are. half: angles of a
-    token, 0 for no rotation."""
+    """The kernel over one layer's pages. num_heads: query heads, 0 leaves them unchanged. half: angles per token, 0 for
+    no rotation."""
 
     def __init__(
         self,

@@ -1,8 +1,5 @@
-"""Activations rounded to 8 bits row by row, e4m3 or integers, for products with weights of such numbers.
-
-Limit: the bytes, each element read twice (the second time from a cache) and written once as a byte. A row's scales
-depend on that row alone, so its bits do not depend on the batch.
-"""
+"""Rounding of activations to 8 bits (e4m3 or integers) row by row, for products with such weights. Limit: memory
+bandwidth. A row's scales depend only on the row."""
 
 from __future__ import annotations
 
@@ -19,17 +16,17 @@ from quire.kernels.triton.weight_formats import StoredMatrix
 BLOCK = 4096
 """Elements that a program holds at once."""
 LARGEST = tl.constexpr(127.0)
-"""The largest of rounded integers."""
+"""Largest rounded integer."""
 LEAST_PEAK = tl.constexpr(2.0**-119)
-"""127 over a smaller magnitude would overflow."""
+"""Smallest magnitude; 127 over a smaller one would overflow."""
 INFINITY_BITS = tl.constexpr(0x7F800000)
-"""The bits of infinity in float32."""
+"""Bits of float32 infinity."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundedRows:
-    """x = codes * scales. codes: [T, K] int8, or float8_e4m3fn (in the interpreter the bits of these, uint8). scales:
-    [T, groups] float32; of integers one a row."""
+    """x = codes * scales. codes: [T, K] int8, or float8_e4m3fn (interpreter: their bits, uint8). scales: [T, groups]
+    float32; one per row for integers."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -87,13 +84,13 @@ def _round_integers_kernel(x, codes, scales, width, x_stride, BLOCK: tl.constexp
 
 
 def round_rows(x: torch.Tensor, matrix: StoredMatrix) -> RoundedRows:
-    """x: [T, K], rows may lie apart, as a product with that matrix multiplies it: to e4m3 or to integers."""
+    """Round x, [T, K] (rows may be strided), to e4m3 or integers, as the matrix needs."""
     return _round_to_integers(x) if matrix.is_integer else round_to_e4m3(x, matrix.group_size)
 
 
 def round_to_e4m3(x: torch.Tensor, group_size: int) -> RoundedRows:
-    """x: [T, K], rows may lie apart. Each group of `group_size` elements of a row (0: the row) is divided by its
-    largest magnitude / 448 and rounded to the nearest. What is not finite becomes NaN."""
+    """x: [T, K], rows may be strided. Each group of `group_size` elements (0: the row) is divided by its largest
+    magnitude / 448 and rounded to nearest; non-finite becomes NaN."""
     num_rows, width = x.shape
     group = group_size or width
     groups = blocks_of(width, group)
@@ -117,8 +114,8 @@ def round_to_e4m3(x: torch.Tensor, group_size: int) -> RoundedRows:
 
 
 def _round_to_integers(x: torch.Tensor) -> RoundedRows:
-    """Each row is multiplied with 127 over its largest magnitude and rounded to the nearest, ties to even, as on a CPU.
-    A row with what is not finite gets a scale that is not a number; one of all but zeros the scale 0."""
+    """Each row is multiplied by 127 over its largest magnitude and rounded to nearest, ties to even, as on a CPU. A
+    non-finite row gets a NaN scale, a zero row the scale 0."""
     num_rows, width = x.shape
     codes = torch.empty(num_rows, width, dtype=torch.int8, device=x.device)
     scales = torch.empty(num_rows, 1, dtype=torch.float32, device=x.device)

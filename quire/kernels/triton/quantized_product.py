@@ -1,8 +1,6 @@
-"""Products with matrices of small numbers in the way that is fastest for a number of rows.
-
-Limits: the weights' bytes for few rows; the tensor cores for many. So a row's last bits depend on the range that the
-number of rows lies in, but not on the number within it. `matmul` is the same for all.
-"""
+"""The fastest product with quantised matrices for a number of rows. Limits: weight bytes for few rows, tensor cores
+for many. A row's last bits depend on the range of the row count, not on the count within it; `matmul` is the same
+for all."""
 
 from __future__ import annotations
 
@@ -16,22 +14,18 @@ from quire.kernels.triton.weight_formats import E4M3, I4, PLAIN, StoredMatrix
 from quire.kernels.triton.widen import widen
 
 FEW = 16
-"""Rows up to which K of 4-bit numbers is cut into the same slices, so that bits do not depend on their number."""
+"""Rows up to which K of 4-bit matrices is split into the same slices, so that bits do not depend on the count."""
 SLICES = 8
 MEDIUM = 128
-"""Rows from which on the matrix units bound a product, and the time of widening a matrix of 4-bit numbers is paid."""
+"""Rows from which the matrix units bound a product, so that widening a 4-bit matrix pays."""
 COLUMNS = (16, 32, 64)
-"""Rows of x in a program, of which the fewest that hold all are taken: a row's bits are the same with each."""
+"""Rows of x per program; the smallest fitting one is used, and gives the same bits."""
 
 
 def skinny_tiles(m: int, matrix: StoredMatrix, *, rounds_activations: bool) -> SkinnyTiles:
-    """Tiles of products with fewer than MEDIUM rows. m: rows.
-
-    They are those with which an H200 is fastest with Qwen3-8B's matrices (`benchmarks.gpu.experiments --what
-    products`). 8-bit numbers that are multiplied as such go through Hopper's larger products at any number of rows, and
-    a narrow matrix occupies the card by splits; so do 4-bit numbers and widened ones from FEW rows on, of which fewer
-    are better cut into slices.
-    """
+    """Tiles for fewer than MEDIUM rows, measured on an H200 with Qwen3-8B's matrices (`benchmarks.gpu.experiments
+    --what products`). m: rows. 8-bit products use Hopper's larger instructions at any count, and narrow matrices fill
+    the card by splits; so do 4-bit and widened ones from FEW rows on, below which slices of K are better."""
     is_narrow = matrix.shape[1] <= WIDE
     if not rounds_activations and m <= FEW:
         if m > 8:
@@ -43,14 +37,12 @@ def skinny_tiles(m: int, matrix: StoredMatrix, *, rounds_activations: bool) -> S
 
 
 def many_tiles(tiles: Tiles, matrix: StoredMatrix) -> Tiles:
-    """Tiles of products with MEDIUM rows or more, both operands of 8 bits. tiles: the usual ones for any number of
-    rows."""
+    """Tiles for MEDIUM rows or more with both operands of 8 bits. tiles: the usual ones."""
     return tiles if matrix.kind == E4M3.value else Tiles(128, 256, tiles.block_k, 8, 3)
 
 
 def multiplies_by_library(x: torch.Tensor, matrix: StoredMatrix) -> bool:
-    """The library has a product of e4m3 numbers with a scale for each row of both operands: on cards that multiply
-    them, with results in bfloat16."""
+    """True if the library multiplies e4m3 operands with row scales: on cards that support it, for bfloat16 results."""
     if not x.is_cuda or x.dtype != torch.bfloat16 or matrix.codes.dtype != torch.float8_e4m3fn or matrix.group_size:
         return False
     _, n, k = matrix.shape
@@ -58,8 +50,7 @@ def multiplies_by_library(x: torch.Tensor, matrix: StoredMatrix) -> bool:
 
 
 def library_product(rounded: RoundedRows, matrix: StoredMatrix, dtype: torch.dtype) -> torch.Tensor:
-    """Rows of e4m3 numbers by a matrix of such: [M, N] of `dtype`, added up in float32 (`use_fast_accum` keeps fewer
-    bits for a tenth of the time)."""
+    """Product of e4m3 rows and matrix: [M, N] of `dtype`, added in float32 (`use_fast_accum` would keep fewer bits)."""
     assert rounded.scales is not None, "e4m3 rows have scales"
     assert matrix.scales is not None, "a scale for each row"
     codes, scales = matrix.codes[0].t(), matrix.scales[0].t()
@@ -76,11 +67,8 @@ def quantized_matmul(
     *,
     rounds_activations: bool = False,
 ) -> torch.Tensor:
-    """The product of `matmul`. matrix: one, of small numbers.
-
-    Many rows times a matrix of 4-bit numbers go through the matrix in x's dtype, which lives as long as this takes: a
-    layer's largest matrix, 200 MB of an 8B model, once for all layers.
-    """
+    """See `matmul`. matrix: one quantised matrix. For many rows, 4-bit matrices are first widened to x's dtype in
+    temporary memory (200 MB for an 8B model's largest)."""
     m, n = x.shape[0], matrix.shape[1]
     widened = matrix.kind >= I4.value and not rounds_activations
     if m >= MEDIUM and widened:

@@ -1,7 +1,4 @@
-"""cos and sin of one step's positions, computed once and read by every layer.
-
-Limit: the launch. 8 bytes an element are written, a few hundred kilobytes for the largest step.
-"""
+"""cos and sin of a step's positions, computed once for all layers. Limit: the launch."""
 
 from __future__ import annotations
 
@@ -46,9 +43,9 @@ def rotation_angles(
     grid: Sequence[torch.Tensor] = (),
     axes: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """positions: [T] int32 or int64. inverse_frequencies: [rotary_dim / 2] float32, on the same device. grid, axes:
-    those of `Operations.rotation` and RotaryFrequencies. Returns cos and sin of position * frequency, times the
-    magnitude: [T, rotary_dim / 2] float32 each."""
+    """positions: [T] int32 or int64. inverse_frequencies: [rotary_dim / 2] float32, same device. grid, axes: see
+    `Operations.rotation` and RotaryFrequencies. Returns cos and sin of position * frequency, times the magnitude: [T,
+    rotary_dim / 2] float32 each."""
     assert axes is not None or not grid, "a rotation by a grid says which elements turn by which of its axes"
     num_rows, half = len(positions), len(inverse_frequencies)
     heights, widths = grid or (positions, positions)

@@ -1,9 +1,6 @@
-"""Kernels over the rows of live sequences: what a step writes to them, copies between them and reads out of them.
-
-All rows lie in one arena of 32-bit words (quire/worker/platform/state_arena.py), so that one launch serves all tables.
-Each kernel is bound by its launch: a step of 256 sequences moves a few kilobytes, far below what a microsecond of
-memory bandwidth carries. Hence flat grids, few programs, and nothing compiled for the sizes of a step.
-"""
+"""Kernels over the rows of live sequences: writes, copies and reads. All rows are in one arena of 32-bit words
+(quire/worker/platform/state_arena.py), so one launch serves all tables. Limit: the launch; hence few programs, and
+nothing compiled for a step's sizes."""
 
 from __future__ import annotations
 
@@ -16,9 +13,9 @@ import triton.language as tl
 from quire.kernels.triton.runtime import blocks_of, launch
 
 WORDS = 1024
-"""Words that one program writes or copies."""
+"""Words that a program writes or copies."""
 TOKENS = 256
-"""Tokens, and sequences, that one program prepares."""
+"""Tokens, and sequences, that a program prepares."""
 
 
 @triton.jit(do_not_specialize=["num_writes"])
@@ -30,7 +27,7 @@ def _write_kernel(arena, destinations, values, num_writes, BLOCK: tl.constexpr):
 
 
 def write_words(arena: torch.Tensor, destinations: torch.Tensor, values: torch.Tensor) -> None:
-    """arena[destinations[i]] = values[i]. All int32, [words], [N], [N]; destinations are distinct."""
+    """arena[destinations[i]] = values[i]. All int32: [words], [N], [N]; destinations are distinct."""
     num_writes = len(destinations)
     grid = (blocks_of(num_writes, WORDS),)
     launch(_write_kernel, grid, arena, destinations, values, num_writes, BLOCK=WORDS)
@@ -47,8 +44,8 @@ def _copy_kernel(arena, copies, BLOCK: tl.constexpr):
 
 
 def copy_words(arena: torch.Tensor, copies: torch.Tensor, longest: int) -> None:
-    """Copy words inside the arena: for each of `copies` ([N, 3] int32) from the first offset to the second, as many as
-    the third says, at most `longest`. What one writes no other reads or writes. arena: [words] int32."""
+    """Copy words inside the arena: for each of `copies` ([N, 3] int32) source, destination, count <= `longest`. Copies
+    must not overlap. arena: [words] int32."""
     launch(_copy_kernel, (len(copies), blocks_of(longest, WORDS)), arena, copies, BLOCK=WORDS)
 
 
@@ -110,12 +107,10 @@ def _prepare_kernel(
 
 @dataclass(frozen=True, slots=True)
 class RowTables:
-    """Places of the tables in the arena, in words: the token table at its beginning, then the block tables.
-
-    token_width: words of a row of the token table. blocks: [groups, 2] int32 on the device, for each KV group that
-    keeps tokens where its table begins, and the words of a row. values: first word of the rows' values of step columns,
-    [num_rows, columns]. rules: [columns] int32 on the device (quire/worker/columns.py).
-    """
+    """Places of the tables in the arena, in words: token table first, then block tables. token_width: words per row
+    of the token table. blocks: [groups, 2] int32 on the device, start and row words of each table of tokens. values:
+    first word of the step-column values, [num_rows, columns]. rules: [columns] int32 on the device
+    (quire/worker/columns.py)."""
 
     token_width: int
     blocks: torch.Tensor
@@ -125,12 +120,9 @@ class RowTables:
 
 @dataclass(frozen=True, slots=True)
 class StepColumns:
-    """The host's columns of S scheduled sequences with T tokens. int32, on the device.
-
-    rows, starts: [S], the sequence's row, and the first position that this step computes. query_start: [S + 1], where
-    the sequence's tokens begin among the T. listed, values: [L], [columns, L], tokens with values of step columns that
-    no rule gives, and these (None: there are none).
-    """
+    """Host columns of S sequences with T tokens, int32, on the device. rows, starts: [S], row and first computed
+    position. query_start: [S + 1]. listed, values: [L], [columns, L], tokens with listed step-column values, and these
+    (None: none)."""
 
     rows: torch.Tensor
     starts: torch.Tensor
@@ -141,11 +133,9 @@ class StepColumns:
 
 @dataclass(frozen=True, slots=True)
 class InputBuffers:
-    """The inputs of any step, at full capacity; a step uses their beginnings. As DeviceBatch describes them.
-
-    token_ids, slot_positions: [T] int64. slots: [groups that keep tokens, T] int64. others: [columns, T] int64, those
-    that the model reads besides. rows, seq_lens: [S] int32. query_start: [S + 1] int32.
-    """
+    """Inputs of any step, at full capacity; see DeviceBatch. token_ids, slot_positions: [T] int64. slots: [groups of
+    tokens, T] int64. others: [columns, T] int64, the model's further columns. rows, seq_lens: [S] int32. query_start:
+    [S + 1] int32."""
 
     token_ids: torch.Tensor
     slot_positions: torch.Tensor
@@ -165,7 +155,7 @@ def prepare_inputs(
     padded: tuple[int, int],
     block_size: int,
 ) -> None:
-    """Gather the inputs of a step. arena: [words] int32. num_tokens: T. padded: sequences and tokens with padding."""
+    """Gather a step's inputs. arena: [words] int32. num_tokens: T. padded: sequences and tokens with padding."""
     num_seqs, (padded_seqs, padded_tokens) = len(columns.rows), padded
     assert num_seqs <= padded_seqs <= len(inputs.rows), "more sequences than there is room for"
     assert num_tokens <= padded_tokens <= len(inputs.token_ids), "more tokens than there is room for"

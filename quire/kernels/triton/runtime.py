@@ -1,9 +1,6 @@
-"""Functions that all Triton kernels share: whether they run compiled or interpreted, products that are right in both,
-and launches.
-
-Compiled, a kernel runs on tensors of a GPU. With `TRITON_INTERPRET=1`, set before this is imported, Triton runs the
-same source block by block in NumPy on host tensors, which is how its correctness is tested where there is no GPU.
-"""
+"""Common parts of all Triton kernels: compiled or interpreted mode, products that are right in both, and launches. With
+`TRITON_INTERPRET=1`, set before import, Triton runs the source block by block in NumPy on host tensors, which tests
+correctness without a GPU."""
 
 from __future__ import annotations
 
@@ -26,47 +23,39 @@ Grid: TypeAlias = tuple[int, ...]
 
 
 def blocks_of(size: int, block: int) -> int:
-    """Number of blocks that cover `size`. (Triton's own `cdiv` takes the host 2 us a call, which is half a launch.)"""
+    """Number of blocks that cover `size`. (Triton's `cdiv` takes 2 us on the host.)"""
     return -(-size // block)
 
 
 def next_power_of_2(number: int) -> int:
-    """The smallest power of two that is at least `number`, which is positive. (As above.)"""
+    """Smallest power of two >= `number` > 0."""
     return 1 << (number - 1).bit_length()
 
 
 class LaunchRecorder(Protocol):
-    """Stands between `launch` and the kernels: what a capture of CUDA graphs does on a GPU, for tests on a host."""
+    """Replaces launches, as a CUDA graph capture does on a GPU; for tests on a host."""
 
-    def launch(self, kernel: Any, grid: Grid, args: Sequence[Any], constants: Mapping[str, Any]) -> None:
-        """Called instead of the kernel."""
-        ...
+    def launch(self, kernel: Any, grid: Grid, args: Sequence[Any], constants: Mapping[str, Any]) -> None: ...
 
 
 _RECORDER: ContextVar[LaunchRecorder | None] = ContextVar("launch recorder", default=None)
 
 
 def launch(kernel: Any, grid: Grid, /, *args: Any, **constants: Any) -> None:
-    """`kernel[grid](*args, **constants)`: all launches of Triton kernels go through here or through `bind`, so that
-    they can be recorded.
-
-    grid: numbers of programs, up to three. args: tensors and numbers, in the kernel's order. constants: compile-time
-    arguments and launch settings (`num_warps`, `num_stages`).
-    """
+    """`kernel[grid](*args, **constants)`; all launches go through this or `bind`, so that they can be recorded. grid:
+    numbers of programs, up to three. args: tensors and numbers in the kernel's order. constants: compile-time arguments
+    and launch settings (`num_warps`, `num_stages`)."""
     _unfixed(kernel, **constants)(grid, *args)
 
 
 class BoundKernel:
-    """A kernel with its compile-time arguments, and with those others that are the same at every launch.
-
-    Calling it with a grid and the remaining arguments, in the kernel's order, is `kernel[grid](...)`. Fixed tensors
-    stay alive and must stay where they are.
-    """
+    """A kernel with its compile-time and other fixed arguments. Calling it with a grid and the remaining arguments, in
+    order, is `kernel[grid](...)`. Fixed tensors stay alive and must not move."""
 
     __slots__ = ("_compiled", "_fixed", "_open", "constants", "kernel")
 
     def __init__(self, kernel: Any, fixed: Mapping[str, Any], constants: Mapping[str, Any]) -> None:
-        """fixed, constants: by the names of the kernel's parameters; constants may have launch settings as well."""
+        """fixed, constants: by parameter name; constants may include launch settings."""
         self.kernel = kernel
         self.constants = dict(constants)
         names = [name for name in kernel.arg_names if name not in constants]
@@ -93,7 +82,7 @@ class BoundKernel:
 
 
 def bind(kernel: Any, fixed: Mapping[str, Any], /, **constants: Any) -> BoundKernel:
-    """A kernel with its fixed arguments, for callers that launch it again and again: see BoundKernel."""
+    """A BoundKernel for callers that launch repeatedly."""
     return BoundKernel(kernel, fixed, constants)
 
 
@@ -104,7 +93,7 @@ def _unfixed(kernel: Any, **constants: Any) -> BoundKernel:
 
 @contextmanager
 def recorded_launches(recorder: LaunchRecorder | None) -> Iterator[None]:
-    """While this is open, launches of this thread go to `recorder`; None: they run."""
+    """Send launches of this thread to `recorder` (None: run them)."""
     token = _RECORDER.set(recorder)
     try:
         yield
@@ -114,17 +103,13 @@ def recorded_launches(recorder: LaunchRecorder | None) -> Iterator[None]:
 
 @triton.jit
 def compiled_dot(a, b, accumulator):
-    """`dot`, on a GPU."""
+    """`dot` on a GPU."""
     return tl.dot(a, b, accumulator, input_precision="ieee")
 
 
 def interpreted_dot(a, b, accumulator):
-    """`dot`, in the interpreter.
-
-    tl.dot would hand the blocks to np.matmul, and with some BLAS a row's order of additions depends on its place in the
-    block: the same row would have other bits in another batch, which no kernel here is to blame for. Here every element
-    adds its products in order of k. And tl.dot would multiply the bits of bfloat16 as if they were integers.
-    """
+    """`dot` in the interpreter: adds products in order of k. tl.dot would use np.matmul, whose order may depend on a
+    row's place in the block, and would multiply bfloat16 bits as integers."""
     rows, columns = (np.ascontiguousarray(block.to(tl.float32).handle.data) for block in (a, b))
     indices = "mk,kn->mn" if rows.ndim == 2 else "smk,skn->smn"
     products = np.einsum(indices, rows, columns, optimize=False)  # optimize=True would ask BLAS
@@ -133,13 +118,13 @@ def interpreted_dot(a, b, accumulator):
 
 
 dot = interpreted_dot if INTERPRETED else compiled_dot
-"""accumulator + a @ b, added in float32. a: [M, K], b: [K, N] of one dtype, or stacks of such; float32 operands are
-multiplied as such (no tf32). accumulator: float32, [M, N]."""
+"""accumulator + a @ b in float32. a: [M, K], b: [K, N] of one dtype, or stacks; float32 operands are not rounded (no
+tf32). accumulator: float32, [M, N]."""
 
 
 @triton.jit
 def narrow(x, DTYPE: tl.constexpr):
-    """x, float32, in DTYPE: rounded to the nearest, ties to even."""
+    """x, float32, rounded to DTYPE, ties to even."""
     if INTERPRETED and tl.bfloat16 == DTYPE:
         # The interpreter would cut the last bits off.
         bits = x.to(tl.uint32, bitcast=True)
@@ -150,6 +135,6 @@ def narrow(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def bound(scalar):
-    """The scalar as `range` takes it for a start or an end that is computed on the device: itself. (NumPy no longer
-    takes the interpreter's scalars, arrays of one element, for integers.)"""
+    """The scalar as `range` accepts it for a bound computed on the device. (NumPy no longer converts the interpreter's
+    one-element arrays.)"""
     return int((scalar + tl.zeros((1,), tl.int32)).handle.data[0]) if INTERPRETED else scalar

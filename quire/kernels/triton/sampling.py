@@ -1,18 +1,9 @@
-"""Choosing a token for each row: the best one, or one drawn from the whole vocabulary, in one pass over the logits.
-
-`scan` cuts each row into segments of a fixed size. A program holds its segment in registers and leaves three numbers:
-the largest score, its token, and the segment's sum of weights relative to that score. `pick` puts a row's segments
-together, chooses a segment, looks for the token inside, and writes it to the results and to the token table.
-
-A draw is the inverse of the cumulative distribution, as on a host, with the same uniform number. (Gumbel's trick needs
-a random number and two logarithms for every entry of the row; they would take three times as long as reading it.)
-Segments do not depend on the batch, and sums run in a fixed order inside them: neither do the tokens.
-
-Least traffic for 256 rows of 151,936 tokens: the logits once, 78 MB in bfloat16, 156 MB in float32: 18 and 36 us at
-4.3 TB/s. `scan` writes 12 bytes per segment of 8,192 tokens, and `pick` reads one segment of a drawn row again (1/19 of
-the logits, often still in the cache). Arithmetic: about 10 operations and one exponential per entry; 39 million
-exponentials take 10 us of an H200's 132 * 16 a cycle.
-"""
+"""Token choice in one pass over the logits: the best token, or one sampled from the whole vocabulary. `scan` splits
+each row into fixed-size segments; a program holds one in registers and leaves its largest score, that token, and the
+sum of weights relative to it. `pick` combines a row's segments, chooses one, finds the token inside, and writes it to
+the results and the token table. Sampling inverts the cumulative distribution with the host's uniform number (Gumbel
+noise for every entry would take three times the reading time). Segments and summation order are fixed, so tokens do not
+depend on the batch. Limit: memory bandwidth."""
 
 from __future__ import annotations
 
@@ -80,8 +71,8 @@ def _scan_kernel(
 
 @triton.jit
 def finish_row(token, is_sound, index, position, token_table, chosen, table_stride, row):
-    """Write a token to the results and, behind the row's last one, to the token table. A row that is not sound gets
-    token 0: whatever reads it next must find a token that exists."""
+    """Write a token to the results and after the row's last token in the table. An unsound row gets token 0, because
+    later steps read a valid token."""
     token = tl.where(is_sound, token, 0)
     tl.store(chosen + index * 2, token)
     tl.store(chosen + index * 2 + 1, is_sound.to(tl.int32))
@@ -154,12 +145,9 @@ def scan(
     random: bool,
     filtered: int,
 ) -> None:
-    """Reduce each segment of each row. logits: [R, vocab_size], bfloat16, float16 or float32, the elements of a row
-    side by side. rows: [R] int32, each row's place in `words` ([num_rows, NUM_WORDS] int32).
-
-    random: sums of weights are wanted. filtered: the feature of rows that are filtered, whose lane maxima are wanted;
-    0: none are.
-    """
+    """Reduce each segment of each row. logits: [R, vocab_size], bfloat16, float16 or float32, contiguous rows. rows:
+    [R] int32, index in `words` ([num_rows, NUM_WORDS] int32). random: compute sums of weights. filtered: feature of
+    filtered rows, which get lane maxima; 0: none."""
     count, vocab_size = logits.shape
     launch(
         _scan_kernel,
@@ -193,9 +181,8 @@ def pick(
     random: bool,
     filtered: int,
 ) -> None:
-    """Choose a token for each row that is not filtered, from what `scan` left. It is written to `buffers.chosen`, and
-    to the token table at the row's length.
-    """
+    """Choose a token for each unfiltered row from the results of `scan`, and write it to `buffers.chosen` and to the
+    token table at the row's length."""
     count, vocab_size = logits.shape
     num_segments = shapes.num_segments(vocab_size)
     launch(

@@ -1,8 +1,6 @@
-"""Parts of the sampling kernels: scores, weights, the uniform number of a token, and drawing inside a stretch of a row.
-
-A weight is exp((score - largest) / temperature), as in `quire.sampling.draw`: the largest of a row is 1. Weights are
-never stored. Computing them again costs less than writing them and reading them back.
-"""
+"""Parts of the sampling kernels: scores, weights, uniform numbers, and sampling within a stretch of a row. A weight is
+exp((score - largest) / temperature), as in `quire.sampling.draw`. Weights are recomputed, which is cheaper than storing
+them."""
 
 from __future__ import annotations
 
@@ -10,27 +8,27 @@ import triton
 import triton.language as tl
 
 ONE = tl.constexpr(0x3F800000)
-"""The bits of 1.0, the largest weight. Bits of floats that are not negative are in the order of their values."""
+"""Bits of 1.0, the largest weight. Bits of non-negative floats are ordered as their values."""
 LOWEST = tl.constexpr(-3.4028234663852886e38)
-"""The lowest finite float32."""
+"""Lowest finite float32."""
 
 
 @triton.jit
 def load_scores(row, tokens, mask):
-    """Scores of tokens as float32, minus infinity where masked. row: pointer to the row's first score."""
+    """Scores as float32, minus infinity where masked. row: pointer to the row's first score."""
     scores = tl.load(row + tokens, mask=mask, other=0).to(tl.float32)
     return tl.where(mask, scores, float("-inf"))
 
 
 @triton.jit
 def weigh(scores, largest, temperature):
-    """Weights. largest: the finite maximum of the row; temperature: above 0."""
+    """Weights. largest: finite maximum of the row; temperature: > 0."""
     return tl.exp((scores - largest) / temperature)
 
 
 @triton.jit
 def load_weights(row, tokens, mask, largest, temperature):
-    """Weights of tokens, 0 where masked."""
+    """Weights, 0 where masked."""
     return weigh(load_scores(row, tokens, mask), largest, temperature)
 
 
@@ -43,8 +41,8 @@ def _mix(x):
 
 @triton.jit
 def uniform(seed, index):
-    """Number `index` of the stream of a seed (uint64), a float64 strictly between 0 and 1: bit for bit that of
-    quire/sampling/draw.py, so that a request's seed means the same numbers on every device."""
+    """Number `index` of a seed's (uint64) stream: float64 in (0, 1), bit for bit that of quire/sampling/draw.py, so
+    seeds mean the same on every device."""
     golden = tl.full([], 0x9E3779B97F4A7C15, tl.uint64)
     state = _mix(seed + golden) + (index.to(tl.uint64) + 1) * golden
     bits = (_mix(state) >> 12).to(tl.int64)  # 52 bits: the conversion of signed integers is the shorter one
@@ -53,8 +51,8 @@ def uniform(seed, index):
 
 @triton.jit
 def position_of(cumulative, amounts, target, SIZE: tl.constexpr):
-    """Index of the first entry whose cumulative amount exceeds the target, at most the last one that has an amount: for
-    targets that rounding has pushed to the total. Never one without an amount. All [SIZE] float64."""
+    """Index of the first entry whose cumulative amount exceeds the target, at most the last with an amount (if rounding
+    pushed the target to the total). All [SIZE] float64."""
     places = tl.arange(0, SIZE)
     first = tl.min(tl.where((amounts > 0) & (cumulative > target), places, SIZE))
     last = tl.max(tl.where(amounts > 0, places, 0))
@@ -63,10 +61,8 @@ def position_of(cumulative, amounts, target, SIZE: tl.constexpr):
 
 @triton.jit
 def draw_within(row, start, end, likeliest, target, lowest, largest, temperature, TILE: tl.constexpr):
-    """The token of start..end at which the weights of at least `lowest`, added up in order, exceed `target` (float64).
-
-    likeliest: the token to take if all weights vanish in rounding.
-    """
+    """Token of start..end at which the ordered sum of weights >= `lowest` exceeds `target` (float64). likeliest:
+    fallback if all weights vanish in rounding."""
     token = likeliest
     position = tl.full([], 0, tl.int32) + start
     while position < end:

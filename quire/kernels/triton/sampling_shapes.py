@@ -1,5 +1,4 @@
-"""The division of a row among the sampling kernels' programs, and the memory in which one kernel leaves results for the
-next."""
+"""Division of a row among the sampling kernels' programs, and the buffers between them."""
 
 from __future__ import annotations
 
@@ -11,14 +10,11 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class SamplingShapes:
-    """Powers of two, the same for every batch: a row's sums and so its draws depend on them in the last bits.
-
-    segment: tokens that one program of `scan` holds in registers (32 for each of 256 threads: 64 bytes of bfloat16 a
-    thread in flight, two programs a multiprocessor). lanes: a row's tokens t with equal t % lanes are a lane; maxima of
-    lanes are what filters estimate thresholds from. tile: tokens looked at together inside a segment. listed: most
-    tokens of a row that are ranked in registers. ranked: up to this rank lane maxima lead to a list that is short
-    enough: the r largest maxima of L lanes are reached by about L * log(L / (L - r)) tokens, 2,800 for 960 of 1,024.
-    """
+    """Sizes (powers of two) that are the same for every batch, because a row's sums depend on them. segment: tokens per
+    program of `scan`, in registers (32 for each of 256 threads). lanes: tokens with equal t % lanes form a lane; lane
+    maxima estimate filter thresholds. tile: tokens examined together in a segment. listed: maximum tokens of a row
+    ranked in registers. ranked: maximum rank for which lane maxima give a short enough list: the r largest of L maxima
+    are reached by about L * log(L / (L - r)) tokens, 2,800 for 960 of 1,024."""
 
     segment: int = 8192
     lanes: int = 1024
@@ -39,8 +35,8 @@ class SamplingShapes:
 
 
 class Histories(NamedTuple):
-    """The tokens of R rows. lengths: [R] int32, how many there are. num_prompt_tokens: [R] int32. token_table:
-    [num_rows, capacity] int32, of all rows."""
+    """Tokens of R rows. lengths: [R] int32. num_prompt_tokens: [R] int32. token_table: [num_rows, capacity] int32, of
+    all rows."""
 
     lengths: torch.Tensor
     num_prompt_tokens: torch.Tensor
@@ -49,15 +45,14 @@ class Histories(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SamplingBuffers:
-    """Results that one sampling kernel leaves for the next, of R rows of S segments. Tensors that a batch does not use
-    are empty.
+    """Results that sampling kernels pass on, for R rows of S segments; unused tensors are empty.
 
-    chosen: [R, 2] int32, the token and whether the row is sound. maxima, sums: [R, S] float32, tokens: [R, S] int32, of
-    `scan`: largest score, sum of weights relative to it, and the score's first token, -1 for a segment with NaN or plus
-    infinity.
-    For filters: lane_maxima: [R, S, lanes] float32. cutoffs: [R, 3] float32, the row's largest score, the lowest weight
-    listed, and the lowest weight that stays. counts: [R, S] int32, masses: [R, S] float64, of `collect`: tokens listed
-    and sum of all weights. lists: [R, S, listed] int16, places inside the segment, in order.
+    chosen: [R, 2] int32, token and whether the row is sound. maxima, sums: [R, S] float32, tokens: [R, S] int32, from
+    `scan`: largest score, relative sum of weights, and the score's first token, -1 for NaN or plus infinity.
+
+    For filters: lane_maxima: [R, S, lanes] float32. cutoffs: [R, 3] float32: largest score, lowest weight listed,
+    lowest weight kept. counts: [R, S] int32, masses: [R, S] float64, from `collect`: listed tokens and sum of all
+    weights. lists: [R, S, listed] int16, places in the segment, in order.
     """
 
     chosen: torch.Tensor
@@ -74,7 +69,7 @@ class SamplingBuffers:
 def allocate_buffers(
     num_rows: int, vocab_size: int, shapes: SamplingShapes, device: torch.device, *, filtered: bool
 ) -> SamplingBuffers:
-    """The buffers of one batch; the allocator hands them out in the order of the stream."""
+    """Buffers of one batch, allocated in stream order."""
     num_segments = shapes.num_segments(vocab_size)
     segments = (num_rows, num_segments)
     some = (num_rows, num_segments) if filtered else (0, 0)

@@ -1,4 +1,4 @@
-"""Loads of a row's sampling parameters: 32-bit words, laid out as `quire.sampling.parameters` says."""
+"""Loads of a row's sampling parameters: 32-bit words (layout: `quire.sampling.parameters`)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def load_float(words, COLUMN: tl.constexpr):
 
 @triton.jit
 def load_bits(words, COLUMN: tl.constexpr):
-    """Two words as one uint64."""
+    """Two words as a uint64."""
     low = tl.load(words + COLUMN).to(tl.uint32, bitcast=True).to(tl.uint64)
     high = tl.load(words + COLUMN + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
     return (high << 32) | low
@@ -41,5 +41,5 @@ def load_bits(words, COLUMN: tl.constexpr):
 
 @triton.jit
 def load_double(words, COLUMN: tl.constexpr):
-    """Two words as one float64."""
+    """Two words as a float64."""
     return load_bits(words, COLUMN).to(tl.float64, bitcast=True)

@@ -1,10 +1,7 @@
-"""Products of few rows with matrices of small numbers: the matrix is read once, as fast as memory gives it.
-
-Limit: the weights' bytes. Rows of the matrix are the tensor cores' rows and those of x their columns, 8 at the least:
-little is multiplied for rows that are not there. Weights are widened in registers, right where the tensor cores
-take them. A program has few rows of the matrix, so that a narrow one too occupies all multiprocessors, and each of its
-warps has slices of K of its own; their sums are added at the end, in one order. Scales are loaded a step ahead.
-"""
+"""Products of few rows with quantised matrices, at memory bandwidth. Rows of the matrix are the tensor cores' rows,
+rows of x their columns (at least 8), so little is wasted. Weights are widened in registers in place. A program has few
+matrix rows, so narrow matrices fill the device too; each warp has slices of K, added at the end in one order. Scales
+are loaded a step ahead."""
 
 from __future__ import annotations
 
@@ -34,9 +31,9 @@ SUMMED = 512
 
 @dataclass(frozen=True, slots=True)
 class SkinnyTiles:
-    """The tiles of a product of few rows. rows: rows of the matrix in a program. block_m: rows of x in a program.
-    slices: parts of K that are multiplied at once, block_k columns each, or as many as divide a group of scales; in
-    paired formats PAIRED. splits: programs that share a program's columns of K; another kernel adds their sums."""
+    """Tiles of a product of few rows. rows, block_m: rows of the matrix and of x per program. slices: parts of K
+    multiplied at once, block_k columns each, or as many as divide a group of scales; PAIRED in paired formats. splits:
+    programs that share K; another kernel adds their sums."""
 
     rows: int
     block_m: int
@@ -65,7 +62,7 @@ def _multiply(w, x, accumulator, ROUNDED: tl.constexpr):
 
 @triton.jit
 def _zeros(SLICES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DTYPE: tl.constexpr):
-    """[slices, rows, columns]; one slice has no axis: Hopper's larger products are those of matrices alone."""
+    """[slices, rows, columns]; no slice axis for one slice, because Hopper's larger products need matrices."""
     if SLICES == 1:
         zeros = tl.zeros((ROWS, COLUMNS), DTYPE)
     else:
@@ -75,7 +72,8 @@ def _zeros(SLICES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DTYP
 
 @triton.jit
 def _scale(at, column, K: tl.constexpr, GROUP: tl.constexpr, FORMAT: tl.constexpr):
-    """[slices, rows]: of a column's group. at: [rows], pointers to the rows' first. column: [slices, 1]."""
+    """[slices, rows]: scales of a column's group. at: [rows], pointers to the rows' first scales. column: [slices,
+    1]."""
     scale = tl.load(at + column // GROUP, mask=column < K, other=0)
     return exponent(scale) if FORMAT == MXFP4 else scale.to(tl.float32)
 
@@ -91,8 +89,7 @@ def _scales(
     GROUP: tl.constexpr,
     HAS_OFFSETS: tl.constexpr,
 ):
-    """Scales and offsets of a step's groups, [slices, rows] each: of the lower halves and of the upper ones; 0 where a
-    format has no such."""
+    """Scales and offsets of a step's groups, [slices, rows] each, of the low and high nibbles; 0 if absent."""
     scale, scale_2, offset, offset_2 = 0, 0, 0, 0
     if GROUP > 0 and FORMAT != NVFP4:
         scale = _scale(scale_at, column, K, GROUP, FORMAT)
@@ -116,7 +113,7 @@ def _inputs(
     EVEN: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """[slices, columns, rows] of x: of pairs those of the lower halves and of the upper ones, else the same twice."""
+    """[slices, columns, rows] of x: for pairs, inputs of the low and of the high nibbles; else the same twice."""
     NOTHING: tl.constexpr = 0 if WHOLE else 0.0
     a = tl.load(from_x, mask=tl.expand_dims((columns < K) | EVEN, -1) & present, other=NOTHING)
     b = a
@@ -138,8 +135,8 @@ def _stored(
     ROUNDED: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """[slices, rows, columns] of the matrix: as it is stored, the columns in DTYPE, and those of the upper halves.
-    columns: [slices, columns]; first: [slices, 1], of the slices. EVEN: K ends with a step."""
+    """[slices, rows, columns] of the matrix: as stored, in DTYPE, and the high nibbles'. columns: [slices, columns];
+    first: [slices, 1]. EVEN: K ends with a step."""
     inside = tl.expand_dims((columns < K) | EVEN, -2)
     if FORMAT < I4:
         w = tl.load(from_row, mask=inside, other=0 if FORMAT == I8 else 0.0)
@@ -173,8 +170,8 @@ def _add_scaled(total, part, scale):
 
 @triton.jit
 def _add_group(total, w, x, ones, of_x, scale, offset, zeros, HAS_OFFSETS: tl.constexpr, ROUNDED: tl.constexpr):
-    """total + (w @ x) * scale * of_x + (ones @ x) * offset: every row of ones @ x is the sum that an offset takes, and
-    lies where the sum is that it is added to. of_x: e4m3 rows' scales of this group, else 1."""
+    """total + (w @ x) * scale * of_x + (ones @ x) * offset; rows of ones @ x hold the sum that an offset needs, in the
+    same layout. of_x: scales of e4m3 rows for this group, else 1."""
     part = _multiply(w, x, zeros, ROUNDED)
     if ROUNDED and part.dtype != tl.int32:
         part = part * of_x
@@ -202,8 +199,7 @@ def _add_step(
     ROUNDED: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """total with low @ a, and high @ b of pairs; sums: running sums of x, for offsets of whole rows. scales: results of
-    `_scales`."""
+    """total plus low @ a, and high @ b for pairs; sums: running sums of x, for row offsets. scales: from `_scales`."""
     PAIRS: tl.constexpr = FORMAT >= I4
     scale, scale_2, offset, offset_2 = scales
     if GROUP == 0 or FORMAT == NVFP4:
@@ -227,7 +223,7 @@ def _add_step(
 
 @triton.jit
 def _scaled_rows(result, of_row, scale_at, offset_at, HAS_OFFSETS: tl.constexpr):
-    """result, [rows, columns], times a scale for each row, plus of_row times an offset for each."""
+    """result, [rows, columns], times a scale per row, plus of_row times an offset per row."""
     scaled = result.to(tl.float32) * tl.load(scale_at).to(tl.float32)[:, None]
     if HAS_OFFSETS:
         scaled = scaled + of_row.to(tl.float32) * tl.load(offset_at).to(tl.float32)[:, None]
@@ -236,7 +232,7 @@ def _scaled_rows(result, of_row, scale_at, offset_at, HAS_OFFSETS: tl.constexpr)
 
 @triton.jit
 def _columns(SLICES: tl.constexpr, PART: tl.constexpr, BLOCK_K: tl.constexpr):
-    """A step's columns, or those of lower halves: the slices' first, and all."""
+    """A step's columns (or those of low nibbles): first of each slice, and all."""
     if SLICES == 1:
         first = 0
         columns = tl.arange(0, PART)
@@ -248,7 +244,7 @@ def _columns(SLICES: tl.constexpr, PART: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def _bounds(K: tl.constexpr, STEP: tl.constexpr, SPLITS: tl.constexpr):
-    """The first column of a split, and the one behind its last."""
+    """First column of a split, and its end."""
     LENGTH: tl.constexpr = (K + STEP * SPLITS - 1) // (STEP * SPLITS) * STEP
     begin, end = 0, K
     if SPLITS > 1:
@@ -259,7 +255,7 @@ def _bounds(K: tl.constexpr, STEP: tl.constexpr, SPLITS: tl.constexpr):
 
 @triton.jit
 def _store(result, out, bias, residual, columns, tokens, m, n, stride, HAS_BIAS, HAS_RESIDUAL, DTYPE: tl.constexpr):
-    """Narrowed to DTYPE, and put where it belongs. result: [rows of the matrix, rows of x]."""
+    """Convert to DTYPE and store. result: [rows of the matrix, rows of x]."""
     within = columns < n
     inside = within[:, None] & (tokens < m)[None, :]
     to = tokens.to(tl.int64)[None, :] * stride + columns[:, None]
@@ -300,8 +296,8 @@ def _skinny_kernel(
     BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Program (rows of the matrix, rows of x, split). Step by step, each slice multiplies BLOCK_K columns, which are
-    neighbours of the next slice's. Of several splits `out` is [splits, m, n]. DTYPE: of x before it is rounded."""
+    """Program (rows of the matrix, rows of x, split). In each step, each slice multiplies BLOCK_K columns next to the
+    next slice's. With splits `out` is [splits, m, n]. DTYPE: of x before rounding."""
     PAIRS: tl.constexpr = FORMAT >= I4
     PART: tl.constexpr = BLOCK_K // 2 if PAIRS else BLOCK_K
     WHOLE: tl.constexpr = ROUNDED and FORMAT != E4M3
@@ -366,7 +362,7 @@ def _sum_kernel(
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (columns, row): the splits' sums, from the first to the last."""
+    """Program (columns, row): adds the splits in order."""
     row = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     within = columns < n
@@ -389,7 +385,7 @@ def skinny_product(
     out: torch.Tensor,
     tiles: SkinnyTiles,
 ) -> None:
-    """The product of `matmul`, into `out`. x: [M, K]; rounded: x rounded, or None. matrix: one, not a stack."""
+    """See `matmul`; writes to `out`. x: [M, K]; rounded: x rounded, or None. matrix: one, not a stack."""
     m, n = x.shape[0], matrix.shape[1]
     source, scales = (x, None) if rounded is None else (rounded.codes, rounded.scales)
     paired, group = matrix.kind >= I4.value, matrix.group_size

@@ -1,8 +1,6 @@
-"""Matrices of weights as kernels read them: floating point, or small numbers that are widened in registers.
-
-Small numbers are kept as their codes, and every product of a code is exact in bfloat16, float16 and float32: what a
-group's scale is multiplied with is a sum of exact products in float32, in one order whatever the batch.
-"""
+"""Weight matrices for kernels: floating point, or small codes that are widened in registers. Products of codes are
+exact in bfloat16, float16 and float32, and are summed in float32 in one order, whatever the batch, before the group's
+scale applies."""
 
 from __future__ import annotations
 
@@ -19,23 +17,21 @@ from quire.kernels.triton.packed_codes import widen_e2m1
 from quire.kernels.triton.runtime import INTERPRETED, dot, narrow
 
 PLAIN, E4M3, I8, I4, MXFP4, NVFP4 = (tl.constexpr(number) for number in range(6))
-"""Numbers of the formats. I4 and all behind it have two codes in a byte."""
+"""Format numbers. From I4 on, a byte has two codes."""
 PAIRED = 64
-"""Input features of a run of bytes in paired formats: byte i of 32 has feature i in its lower half, i + 32 above."""
+"""Input features per run of bytes in paired formats: byte i of 32 has feature i in its low nibble, i + 32 in its high
+one."""
 LEAST_K = 16
-"""Input features that a product of matrix units takes at least; of 8-bit numbers and of a run's half twice as many."""
+"""Minimum input features of a matrix-unit product; twice as many for 8-bit numbers and halves of a run."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredMatrix:
-    """A matrix, or a stack of `count` matrices, on a device.
-
-    codes: [count, rows, columns] of PLAIN's dtype, int8 (I8), float8_e4m3fn or its bits as uint8 (E4M3: bits where the
-    hardware does not convert them); of paired formats [count, rows, runs * 32] uint8, runs = columns / 64 rounded up.
-    scales: [count, rows, groups], float32; codes uint8 of MXFP4 (e8m0) and NVFP4 (e4m3); None of PLAIN. group_size:
-    columns of a group, 0: one scale for a row. offsets: [count, rows, groups] float32 or None (w = scale * code +
-    offset). row_scales: [count, rows] float32, of NVFP4 alone. All contiguous.
-    """
+    """A matrix, or a stack of `count`, on a device. codes: [count, rows, columns] of PLAIN's dtype, int8 (I8),
+    float8_e4m3fn or its bits as uint8 (E4M3: bits if the hardware does not convert); paired formats: [count, rows, runs
+    * 32] uint8, runs = columns / 64 rounded up. scales: [count, rows, groups], float32; uint8 codes for MXFP4 (e8m0)
+    and NVFP4 (e4m3); None for PLAIN. group_size: columns per group, 0: the row. offsets: [count, rows, groups] float32
+    or None (w = scale * code + offset). row_scales: [count, rows] float32, NVFP4 only. All contiguous."""
 
     kind: int
     columns: int
@@ -47,7 +43,7 @@ class StoredMatrix:
 
     @classmethod
     def plain(cls, weight: torch.Tensor) -> StoredMatrix:
-        """weight: [rows, columns], or [count, rows, columns]; contiguous."""
+        """weight: [rows, columns] or [count, rows, columns]; contiguous."""
         assert weight.is_contiguous(), "the matrix lies in one piece"
         return cls(PLAIN.value, weight.shape[-1], weight if weight.dim() == 3 else weight[None])
 
@@ -62,7 +58,7 @@ class StoredMatrix:
 
     @property
     def multiplies_bytes(self) -> bool:
-        """True where rows of numbers of 8 bits, e4m3 or integers as it has them, can be multiplied with it as such."""
+        """True if rows of its own kind of 8-bit numbers can be multiplied with it directly."""
         return (self.kind == E4M3.value or self.is_integer) and self.group_size % (2 * LEAST_K) == 0
 
     @property
@@ -71,7 +67,7 @@ class StoredMatrix:
         return self.codes, self.scales, self.offsets, self.row_scales
 
     def with_tensors(self, tensors: Sequence[torch.Tensor | None]) -> StoredMatrix:
-        """Another stack of the same format. tensors: its arguments, in the order of `tensors`."""
+        """Another stack of the same format. tensors: in the order of `tensors`."""
         codes, scales, offsets, row_scales = tensors
         assert codes is not None, "every matrix has codes"
         return replace(self, codes=codes, scales=scales, offsets=offsets, row_scales=row_scales)
@@ -96,8 +92,8 @@ def exponent(codes):
 
 @triton.jit
 def _add_products(a, b, accumulator, ROUNDED: tl.constexpr, PARTIAL: tl.constexpr):
-    """accumulator + a @ b: of int8 to int32; of e4m3 numbers (ROUNDED); as `dot`. PARTIAL: products of e4m3 numbers
-    that the tensor cores may add up at less than float32's precision."""
+    """accumulator + a @ b: int8 to int32; e4m3 (ROUNDED); else `dot`. PARTIAL: e4m3 products that the tensor cores may
+    add below float32 precision."""
     if accumulator.dtype == tl.int32:
         total = tl.dot(a, b, accumulator, out_dtype=tl.int32)
     elif not ROUNDED:
@@ -122,8 +118,8 @@ def _tile(
     GROUP: tl.constexpr,
     ROUNDED: tl.constexpr,
 ):
-    """[features, rows] of a matrix in DTYPE, or ROUNDED as e4m3 numbers or int8. from_row: [1, rows] pointers. pairs:
-    of paired formats the bytes, loaded before, of which `half` is read."""
+    """[features, rows] of a matrix in DTYPE, or e4m3 or int8 if ROUNDED. from_row: [1, rows] pointers. pairs: loaded
+    bytes of paired formats, of which nibble `half` is used."""
     inside = ks[:, None] < K
     if FORMAT <= E4M3:
         w = tl.load(from_row + ks[:, None], mask=inside, other=0.0)
@@ -167,13 +163,10 @@ def product(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """[BLOCK_M, BLOCK_N] float32: rows of x times rows of a StoredMatrix, added from the first k to the last.
-
-    x_rows: [BLOCK_M] pointers to the rows' first elements. ROUNDED: these are e4m3 numbers (or their bits), or int8 for
-    matrices of integers, whose sums are exact; x_scales: [BLOCK_M] pointers to the rows' first scales, of e4m3 numbers
-    one for each group of the matrix, of integers one for the row. share: [BLOCK_M] float32; SHARED: x is multiplied
-    with it. rows: [BLOCK_N] int64, counted through the stack. DTYPE: of x before it is rounded.
-    """
+    """[BLOCK_M, BLOCK_N] float32: rows of x times rows of a StoredMatrix, added in order of k. x_rows: [BLOCK_M]
+    pointers. ROUNDED: x is e4m3 (or bits), or int8 for integer matrices, with exact sums; x_scales: [BLOCK_M] pointers
+    to the rows' scales, one per group for e4m3, one per row for integers. share: [BLOCK_M] float32, factor of x if
+    SHARED. rows: [BLOCK_N] int64, counted through the stack. DTYPE: of x before rounding."""
     PAIRS: tl.constexpr = FORMAT >= I4
     WHOLE: tl.constexpr = ROUNDED and FORMAT != E4M3
     SUMS: tl.constexpr = tl.int32 if WHOLE else tl.float32

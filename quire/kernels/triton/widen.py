@@ -1,7 +1,5 @@
-"""A matrix of small numbers in floating point: for products of many rows, which the library multiplies faster.
-
-Limit: the codes are read and two bytes a weight are written, once. Codes times scales are rounded to the dtype.
-"""
+"""Conversion of a quantised matrix to floating point, for library products of many rows. Limit: memory bandwidth. Codes
+times scales are rounded to the dtype."""
 
 from __future__ import annotations
 
@@ -15,9 +13,9 @@ from quire.kernels.triton.runtime import blocks_of, launch, narrow
 from quire.kernels.triton.weight_formats import E4M3, I4, I8, MXFP4, NVFP4, PAIRED, StoredMatrix, exponent
 
 ROWS = 8
-"""Rows of a program."""
+"""Rows per program."""
 RUNS = 4
-"""Runs of PAIRED columns of a program."""
+"""Runs of PAIRED columns per program."""
 
 
 @triton.jit
@@ -36,7 +34,7 @@ def _widen_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (columns, rows). ROUNDED: without a meaning here."""
+    """Program (columns, rows). ROUNDED is unused."""
     rows = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     row = tl.minimum(rows, n - 1)[:, None]
     within = (rows < n)[:, None]
@@ -70,7 +68,7 @@ def _widen_kernel(
 
 
 def widen(matrix: StoredMatrix, dtype: torch.dtype) -> torch.Tensor:
-    """[rows, columns] in dtype, each rounded to the nearest. matrix: one, not a stack, of small numbers."""
+    """[rows, columns] in dtype, rounded to nearest. matrix: one quantised matrix, not a stack."""
     _, n, k = matrix.shape
     out = torch.empty(n, k, dtype=dtype, device=matrix.codes.device)
     block = RUNS * PAIRED

@@ -1,4 +1,4 @@
-"""Which KV connector an engine has."""
+"""Choice of an engine's KV connector."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from quire.kv_cache.connectors.offload import OffloadConnector
 
 
 def connector_of(config: CacheConfig) -> ConnectorFactory:
-    """The connector of the disk tier, where it has a directory."""
+    """The disk tier's connector if it has a directory."""
     return no_connector if config.offload_dir is None else OffloadConnector

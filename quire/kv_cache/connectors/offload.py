@@ -1,14 +1,13 @@
-"""The KV connector to host memory and disk: stores cached blocks outside the device, and loads them back.
+"""The KV connector to host memory and disk.
 
-A block that enters the prefix index is copied to the host and from there to disk, a little later and beside
-computation; the host keeps its copy until the memory is needed. A prompt whose next blocks are on the host gets them
-copied to the device by one plan. Blocks that are only on disk are staged first: fetched to the host, while the request
-waits.
+A block that enters the prefix index is copied to the host, then to disk, a little later and beside computation; the
+host copy stays until its memory is needed. One plan copies a prompt's next blocks from the host to the device. Blocks
+that are only on disk are first fetched to the host while the request waits.
 
-This module only decides which block is copied where and owns it meanwhile. The worker executes the copies and the file
-access, which travel in the plan. A host block is owned (has a reference count) by a swapped sequence, by a store or a
-load until its end is reported, by a deferred request that waits for it, and in a pass that orders its copy to the
-device; otherwise it is evictable, so that swapped requests get it whenever they need it.
+This module decides on copies and owns their blocks; the worker executes the plan's copies and file accesses. A host
+block is owned by a swapped sequence, by a store or load until its end is reported, by a deferred request that waits for
+it, and in a pass that orders its copy to the device. Otherwise it is evictable, so swapped requests get it when they
+need it.
 """
 
 from __future__ import annotations
@@ -28,12 +27,11 @@ LOADING_SHARE = 2
 
 RETRY = 16
 MAX_BACKLOG = 2**16
-"""Most blocks that wait to be copied; the oldest are dropped, as they are probably evicted already."""
+"""Largest number of blocks waiting to be copied. The oldest are dropped, as they are probably evicted already."""
 
 
 class Fetch:
-    """A PendingLoad: the blocks that one request fetches from disk, together with those that are on the host
-    already."""
+    """A PendingLoad: blocks that one request fetches from disk, and those already on the host."""
 
     __slots__ = ("_connector", "held", "num_loading", "wanted")
 
@@ -42,7 +40,7 @@ class Fetch:
         self.wanted: list[BlockKey] = []
         """Blocks whose load is not ordered yet."""
         self.held: list[int] = []
-        """Host blocks that the fetch shares, those still being loaded included."""
+        """Host blocks that the fetch shares, those being loaded included."""
         self.num_loading = 0
 
     @property
@@ -54,7 +52,7 @@ class Fetch:
 
 
 class TransferCounters:
-    """Counters of a connector's transfers, in blocks."""
+    """Counters of transfers, in blocks."""
 
     __slots__ = (
         "num_bytes",
@@ -71,32 +69,32 @@ class TransferCounters:
         self.num_host_hits = 0
         """Blocks that were swapped in for a prompt ..."""
         self.num_disk_hits = 0
-        """... and of those, the ones that were fetched from disk before."""
+        """... of which these were fetched from disk before."""
         self.num_bytes = 0
-        """In the directory now."""
+        """Bytes in the directory now."""
 
 
 class OffloadConnector(KVConnector):
-    """A KVConnector to host memory and disk. It uses the host blocks of the pool that swapped requests use."""
+    """A KVConnector to host memory and disk. It uses host blocks of the pool for swapped requests."""
 
     def __init__(self, pools: Pools) -> None:
         self._device, self._host, self._indexes, self._blocks = pools
         self._disk = DiskIndex(len(self._device))
         self._backlog: dict[BlockKey, None] = {}
-        """To be copied, oldest first."""
+        """Blocks to copy, oldest first."""
         self._storing: dict[int, BlockKey] = {}
         self._storing_keys: set[BlockKey] = set()
         self._loading: dict[int, BlockKey] = {}
         self._loading_to: dict[BlockKey, int] = {}
         self._void: set[BlockKey] = set()
-        """Content that was forgotten while it was being stored or loaded."""
+        """Content that was removed from the cache while it was being stored or loaded."""
         self._fetches: dict[Fetch, None] = {}
         self._waiters: dict[int, list[Fetch]] = {}
-        """Host block that is being loaded -> the fetches that wait for it."""
+        """Host block that is being loaded -> fetches that wait for it."""
         self._from_disk: dict[int, BlockKey] = {}
-        """Host blocks that were loaded, and with what."""
+        """Loaded host block -> its content."""
         self._bringing: list[tuple[int, int]] = []
-        """(host block, device block): copies for the plan at hand."""
+        """(host block, device block): copies for this plan."""
         self._load_seconds = self._token_seconds = 0.0
         self._num_declined = 0
         self._was_reset = False
@@ -107,12 +105,12 @@ class OffloadConnector(KVConnector):
 
     @property
     def has_content(self) -> bool:
-        """Whether anything could be found."""
+        """True if any content is stored."""
         return bool(self._disk) or any(self._indexes)
 
     @property
     def has_work(self) -> bool:
-        # Where swapped requests hold all of the host there is nothing to order, nor to wait for.
+        # With all host blocks held by swapped requests there is nothing to order or wait for.
         return bool(self._backlog) and (bool(self._storing) or self._host.num_allocatable > 0)
 
     @property
@@ -124,12 +122,12 @@ class OffloadConnector(KVConnector):
 
     @property
     def num_busy(self) -> int:
-        """Host blocks that a transfer, or a request that waits, has a share of."""
+        """Number of host blocks shared by a transfer or a waiting request."""
         return len(self._wanted_blocks().union(self._storing))
 
     @property
     def num_loadable(self) -> int:
-        """Most blocks that a fetch can bring from disk now."""
+        """Largest number of blocks that a fetch can bring from disk now."""
         held = len(self._wanted_blocks())
         wanted = sum(len(fetch.wanted) for fetch in self._fetches)
         return max(0, min(self._max_loading - held, self._host.num_allocatable) - wanted)
@@ -159,7 +157,7 @@ class OffloadConnector(KVConnector):
         return None
 
     def find(self, key: BlockKey) -> int | None:
-        """The host block with this content."""
+        """The host block with this content, or None."""
         return self._indexes[key[0]].find(key[1])
 
     def is_on_disk(self, key: BlockKey) -> bool:
@@ -200,8 +198,8 @@ class OffloadConnector(KVConnector):
         self.counters.num_disk_hits += self._from_disk.pop(source, None) == key
 
     def _is_worthwhile(self, num_disk_blocks: int, num_tokens: int) -> bool:
-        """Whether loading the blocks takes less time than computing the tokens. One negative answer in RETRY is turned
-        into a positive one, so that the disk's speed is measured again."""
+        """True if loading the blocks takes less time than computing the tokens. One negative answer in RETRY becomes
+        positive, so that the disk's speed is measured again."""
         loading, computing = num_disk_blocks * self._load_seconds, num_tokens * self._token_seconds
         if not computing or loading < computing:
             return True
@@ -222,7 +220,7 @@ class OffloadConnector(KVConnector):
         return fetch
 
     def drop(self, fetch: Fetch) -> None:
-        """End a fetch. Blocks still being loaded are kept like other content."""
+        """End a fetch. Blocks still being loaded stay cached."""
         if fetch not in self._fetches:
             return
         del self._fetches[fetch]
@@ -332,7 +330,7 @@ class OffloadConnector(KVConnector):
         counters.num_bytes = report.num_bytes
 
     def forget(self, key: BlockKey) -> None:
-        """A file stays, and is found at the next start."""
+        """See `KVConnector.forget`. A file stays, and is found at the next start."""
         self._backlog.pop(key, None)
         self._disk.remove([key])
         if key in self._storing_keys or key in self._loading_to:
@@ -342,8 +340,8 @@ class OffloadConnector(KVConnector):
             self._host.forget(block)
 
     def reset(self) -> None:
-        """Files stay, and are found at the next start. Until then one is not read before its content was computed again
-        (and then not written a second time)."""
+        """See `KVConnector.reset`. Files stay and are found at the next start; until then a file is read only after its
+        content was computed again (and not written again)."""
         self._was_reset = True
         self._backlog.clear()
         self._storing_keys.clear()
@@ -396,10 +394,8 @@ def _count_in(blocks: Iterable[int], owners: dict[int, int]) -> None:
 
 
 class DiskIndex:
-    """The hashes of block contents on disk, per KV group: of the scan at the start and the worker's reports since.
-
-    Another engine that shares the directory may remove a file meanwhile: its load fails, and the block is computed.
-    """
+    """Hashes of the blocks on disk, per KV group: from the scan at the start and the worker's reports since. Another
+    engine on the same directory may remove a file; then its load fails, and the block is computed."""
 
     def __init__(self, num_groups: int) -> None:
         self._hashes: tuple[set[bytes], ...] = tuple(set() for _ in range(num_groups))
@@ -414,7 +410,7 @@ class DiskIndex:
         return key[1] in self._hashes[key[0]]
 
     def insert(self, keys: Iterable[BlockKey]) -> None:
-        """Keys of groups that the engine does not have (a foreign file) are left out."""
+        """Add keys; those of groups that the engine lacks (a foreign file) are ignored."""
         for group, block_hash in keys:
             if group < len(self._hashes):
                 self._hashes[group].add(block_hash)

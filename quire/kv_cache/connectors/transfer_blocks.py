@@ -1,12 +1,11 @@
-"""The device blocks that transfers of the KV connector own, and how far a prefix hit goes with stored blocks.
+"""Device blocks owned by transfers of the KV connector, and the extension of prefix hits by stored blocks.
 
-- A block that is being loaded is owned by its transfer until that ends, even if no request waits for it any more: until
-  then its memory may still be written. A load ends once, by its number, which is never used again, so that a report
-  that comes twice, or late, changes nothing.
-- A loaded block enters the prefix index, and is kept for the next pass of the scheduler, in which the request that
-  waited for it starts with a plain hit. If the request does not start then, or a running request needs the memory, the
-  block is released, and stays cached without an owner.
-- The blocks of a finished sequence that are being sent are owned until the connector says that they were.
+- A load owns its block until it ends, even without waiting requests, because the memory may still be written. Each load
+has a unique number and ends once, so a repeated or late report changes nothing.
+- A loaded block enters the prefix index and is kept for the scheduler's next pass, in which its request starts with a
+plain hit. If the request does not start, or a running request needs the memory, the block is released and stays cached
+without an owner.
+- Blocks of a finished sequence are owned until the connector has sent them.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from quire.kv_cache.prefix_index import PrefixIndex
 from quire.step import BlockKey
 
 MIN_BLOCKS = 2
-"""Fewer blocks are computed: loading them takes a step, which reads all weights and costs about as much as a block."""
+"""Fewest blocks worth loading: a load takes a step, which reads all weights and costs about as much as a block."""
 
 
 class DeviceLoad:
-    """A PendingLoad: the blocks that one request loads to the device, and the hits that it keeps meanwhile."""
+    """A PendingLoad: blocks that one request loads to the device, and the hits that it keeps meanwhile."""
 
     __slots__ = ("_owner", "hits", "numbers", "orders")
 
@@ -35,9 +34,9 @@ class DeviceLoad:
         self._owner = owner
         self.hits: list[int] = []
         self.numbers: set[int] = set()
-        """Loads that have not ended, those that other requests have begun included."""
+        """Numbers of unfinished loads, those begun by other requests included."""
         self.orders: list[tuple[int, BlockKey, int]] = []
-        """(number of the load, content, device block): what the connector has to load for this request."""
+        """(number of the load, content, device block): loads for the connector to order."""
 
     @property
     def is_pending(self) -> bool:
@@ -57,30 +56,30 @@ class _Arrival:
         self.block = block
         self.waiters: list[DeviceLoad] = []
         self.is_void = False
-        """Its content was forgotten meanwhile."""
+        """True if its content was removed from the cache meanwhile."""
 
 
 class TransferBlocks:
-    """Shares the device's pool, prefix indexes (one per KV group) and coordinator with the KV manager."""
+    """Uses the pool, prefix indexes (one per KV group) and coordinator of the KV manager."""
 
     def __init__(self, pool: BlockPool, indexes: Sequence[PrefixIndex], groups: Coordinator) -> None:
         self._pool = pool
         self._indexes = indexes
         self._groups = groups
         self.block_size = groups.block_size
-        """Tokens of a hash block; of every block, where all groups have one size."""
+        """Tokens of a hash block."""
         self._numbers = itertools.count()
         self._arrivals: dict[int, _Arrival] = {}
-        """By the number of the load."""
+        """Number of a load -> its block."""
         self._arriving: dict[BlockKey, int] = {}
-        """Content that can be waited for -> the number of its load."""
+        """Content that can be waited for -> number of its load."""
         self._in_this_plan: list[int] = []
-        """Loads that end with the plan at hand."""
+        """Loads that end with this plan."""
         self._waiting: dict[DeviceLoad, None] = {}
         self._held: list[int] = []
-        """Blocks that requests own through this pass and the next, one entry for each share."""
+        """Blocks that requests own through this pass and the next, one entry per share."""
         self._due: list[int] = []
-        """Shares of the pass before, released at the end of this one."""
+        """Shares from the pass before, released at the end of this one."""
         self._sending: dict[int, list[int]] = {}
         """Ended sequence -> its blocks."""
 
@@ -93,10 +92,9 @@ class TransferBlocks:
         max_tokens: int,
         is_stored: Callable[[BlockKey], bool],
     ) -> Lookup | None:
-        """How far a hit goes when all blocks that are stored, or on their way, are loaded; None when that is less than
-        MIN_BLOCKS further.
+        """Length of a hit when all blocks that are stored or arriving are loaded; None below MIN_BLOCKS more.
 
-        num_cached_tokens: as `match_prefix` returned it for at least `max_tokens`.
+        num_cached_tokens: result of `match_prefix` for at least `max_tokens`.
         """
         if chain is None:
             return None
@@ -117,18 +115,17 @@ class TransferBlocks:
         return found
 
     def is_arriving(self, key: BlockKey) -> bool:
-        """Whether a load of this content is under way."""
         return key in self._arriving
 
     def num_taken(self, found: Lookup) -> int:
-        """How many of the allocatable blocks `allocate` takes."""
+        """Number of allocatable blocks that `allocate` takes."""
         hits = (self._indexes[group].find(block_hash) for group, block_hash in found.on_device)
         num_evictable = sum(block is not None and self._pool.is_evictable(block) for block in hits)
         return num_evictable + sum(key not in self._arriving for key in found.to_load)
 
     def allocate(self, found: Lookup) -> DeviceLoad:
-        """Own the hits of a lookup, and allocate the blocks that are loaded and not on their way yet. The caller has
-        made sure that there is room (`num_taken`)."""
+        """Own a lookup's hits, and allocate the blocks that are to be loaded and not arriving yet. The caller has
+        checked the room (`num_taken`)."""
         load = DeviceLoad(self)
         for group, block_hash in found.on_device:  # all of them before one is allocated, which could evict them
             block = self._indexes[group].find(block_hash)
@@ -150,8 +147,7 @@ class TransferBlocks:
         return load
 
     def end_load(self, number: int, *, is_loaded: bool) -> None:
-        """A load has ended. is_loaded: the block holds the content that was asked for. Ignores the number of a load
-        that has ended before."""
+        """End a load. is_loaded: the block holds the requested content. Ignores ended loads."""
         arrival = self._arrivals.pop(number, None)
         if arrival is None:
             return
@@ -169,7 +165,7 @@ class TransferBlocks:
                 self._keep_hits(load)
 
     def stop_waiting(self, load: DeviceLoad) -> None:
-        """The request of a load goes on, or has ended. The transfers go on."""
+        """Stop waiting, because the request continues or has ended. The transfers continue."""
         for number in load.numbers:
             self._arrivals[number].waiters.remove(load)
         load.numbers.clear()
@@ -182,7 +178,7 @@ class TransferBlocks:
             load.hits = []
 
     def begin_pass(self) -> None:
-        """Start a pass of the scheduler: the blocks that the plan before copied in are there."""
+        """Begin a pass of the scheduler: the copies of the plan before are done."""
         if self._in_this_plan:
             for number in self._in_this_plan:
                 self.end_load(number, is_loaded=True)
@@ -192,8 +188,8 @@ class TransferBlocks:
             self._held = []
 
     def release(self) -> bool:
-        """Release what requests own since the pass before; those that started have shares of their own. Returns whether
-        there was anything."""
+        """Release the requests' shares from the pass before; started requests have shares of their own. Returns False
+        if there were none."""
         if not self._due:
             return False
         for block in reversed(self._due):
@@ -202,14 +198,13 @@ class TransferBlocks:
         return True
 
     def forget(self, key: BlockKey) -> None:
-        """Content that is on its way does not enter the prefix index."""
+        """Keep arriving content out of the prefix index."""
         number = self._arriving.pop(key, None)
         if number is not None:
             self._arrivals[number].is_void = True
 
     def reset(self) -> None:
-        """Forget all content that is on its way; no request waits for it any more. Transfers keep their blocks until
-        they end."""
+        """`forget` all arriving content, and end the requests' waits. Transfers keep their blocks until they end."""
         for load in list(self._waiting):
             self.stop_waiting(load)
         for key in list(self._arriving):
@@ -218,14 +213,14 @@ class TransferBlocks:
     # -- sending ----------------------------------------------------------------------------------------------------
 
     def hold(self, seq_id: int, tables: Iterable[Sequence[int]]) -> None:
-        """Own the blocks of a sequence that has ended until `end_send`."""
+        """Own the blocks of an ended sequence until `end_send`."""
         assert seq_id not in self._sending, "a sequence ends twice"
         self._sending[seq_id] = [block for table in tables for block in table if block != NULL_BLOCK]
         for block in self._sending[seq_id]:
             self._pool.share(block)
 
     def end_send(self, seq_id: int) -> None:
-        """The blocks of a sequence were sent, or cannot be. Ignores a sequence of which that was said before."""
+        """Release a sequence's blocks, which were sent or cannot be. Ignores repetitions."""
         for block in reversed(self._sending.pop(seq_id, ())):
             self._pool.release(block)
 
@@ -233,12 +228,12 @@ class TransferBlocks:
 
     @property
     def is_holding(self) -> bool:
-        """Whether transfers own blocks, or did until this pass."""
+        """True if transfers own blocks, or did until this pass."""
         return bool(self._held or self._due or self._arrivals or self._sending)
 
     @property
     def is_transferring(self) -> bool:
-        """Whether transfers are under way that end with a report."""
+        """True if transfers are under way that end with a report."""
         return bool(self._sending) or len(self._arrivals) > len(self._in_this_plan)
 
     def check(self, owners: dict[int, int]) -> None:
@@ -259,7 +254,7 @@ class TransferBlocks:
 
 
 class _View:
-    """A KV group's contents on the device and elsewhere, for `agreed_hit`, which only tests for None."""
+    """Contents of a KV group on the device and elsewhere, for `agreed_hit`, which only tests for None."""
 
     def __init__(self, blocks: TransferBlocks, group: int, is_stored: Callable[[BlockKey], bool]) -> None:
         self._blocks = blocks

@@ -1,1 +1,1 @@
-"""GGUF checkpoints: quantised blocks to integer weights, tensors under Hugging Face's names."""
+"""GGUF checkpoints: quantised blocks to weights, tensors under Hugging Face's names."""

@@ -1,4 +1,4 @@
-"""What the formats of GGUF's blocks have in common."""
+"""Common parts of GGUF's block formats."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _LOW_HALVES, _HALF_BITS = np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(4)
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """bits, group_size, has_offsets: of the integer weight that the blocks become. has_half_scales: the blocks store
-    each group's scale and offset as such, in half precision; those of the others are products, which need float32.
-    half_places: the bytes at which a block has half-precision numbers, of formats that are packed as they are. unpack:
-    takes whole blocks apart, as `quire.models.gguf.blocks` says."""
+    """One block format. bits, group_size, has_offsets: the integer weight made from it. has_half_scales: True if blocks
+    store each group's scale and offset in half precision; in other formats these are products, which need float32.
+    half_places: byte positions of half-precision numbers in a block that is packed as it is. unpack: see
+    `quire.models.gguf.blocks`."""
 
     bits: int
     group_size: int
@@ -32,12 +32,12 @@ class BlockFormat:
 
 
 def halves(blocks: Bytes, start: int) -> Floats:
-    """[n, 1]: the half-precision number at byte `start` of each block."""
+    """[n, 1]: half-precision number at byte `start` of each block."""
     return blocks[:, start : start + 2].view("<f2").astype(np.float32)
 
 
 def split_halves(packed: Bytes) -> Bytes:
-    """[n, w] -> [n, 2 w], w a multiple of 8: the low halves of all bytes, then the high halves."""
+    """[n, w] -> [n, 2 w], w a multiple of 8: low nibbles of all bytes, then high nibbles."""
     words = packed.view("<u8")
     count, width = words.shape
     out = np.empty((count, 2 * width), dtype="<u8")

@@ -1,13 +1,8 @@
-"""The block formats of GGUF that hold integers, taken apart into these, scales and offsets. Exact: w = scale * value +
-offset.
+"""Exact unpacking of GGUF's integer block formats: w = scale * value + offset.
 
-Each function takes the bytes of whole blocks and returns what one block holds, in the order of the row:
-
-    blocks [n, bytes of a block] uint8 -> values [n, V] (int8, or uint8 for four bits), scales [n, V / group] float32,
-    offsets likewise or None
-
-Half-precision numbers become float32; products of a block's scale with the six or eight bits of a group's are exact
-in float32, so these scales and offsets are the format's own.
+Each function maps blocks [n, bytes of a block] uint8 -> values [n, V] (int8, or uint8 for four bits), scales [n, V /
+group] float32, and offsets likewise or None. Half-precision numbers and their products with six or eight bits are exact
+in float32.
 """
 
 from __future__ import annotations
@@ -31,42 +26,40 @@ def _q8_0(blocks: Bytes) -> Parts:
 
 
 def _q4_0(blocks: Bytes) -> Parts:
-    """Scale, 16 bytes: values 0 to 15 in their low halves, 16 to 31 in their high halves, all 8 too large."""
+    """Scale, then 16 bytes: values 0 to 15 in the low nibbles, 16 to 31 in the high nibbles, offset by 8."""
     scales = halves(blocks, 0)
     return split_halves(blocks[:, 2:]), scales, np.float32(-8) * scales
 
 
 def _q4_1(blocks: Bytes) -> Parts:
-    """Scale, offset, and 16 bytes as in Q4_0."""
+    """Scale, offset, then 16 bytes as in Q4_0."""
     return split_halves(blocks[:, 4:]), halves(blocks, 0), halves(blocks, 2)
 
 
 def _q5_0(blocks: Bytes) -> Parts:
-    """Scale, the fifth bits of the 32 values, and the others as in Q4_0, all 16 too large."""
+    """Scale, fifth bits of the 32 values, the others as in Q4_0, offset by 16."""
     return _five_bits(blocks[:, 2:6], blocks[:, 6:]) - np.int8(16), halves(blocks, 0), None
 
 
 def _q5_1(blocks: Bytes) -> Parts:
-    """Scale, offset, and the values as in Q5_0."""
+    """Scale, offset, then values as in Q5_0."""
     return _five_bits(blocks[:, 4:8], blocks[:, 8:]), halves(blocks, 0), halves(blocks, 2)
 
 
 def _q2_k(blocks: Bytes) -> Parts:
-    """16 groups of 16: a byte for each with four bits of scale below four of subtrahend, 64 bytes of values, and the
-    halves that all scales and all subtrahends are multiplied by. Each half of the values has 32 of the bytes, its
-    quarters two bits after another of them."""
+    """16 groups of 16: one byte each with four bits of scale (low) and subtrahend (high), 64 bytes of values, and the
+    factors of scales and subtrahends as halves. Each half of the values has 32 bytes; its quarters use successive bit
+    pairs."""
     grid = blocks[:, :16]
     scales, offsets = halves(blocks, 80) * (grid & 15), -halves(blocks, 82) * (grid >> 4)
     return _quarters(blocks[:, 16:80]), scales, offsets
 
 
 def _q3_k(blocks: Bytes) -> Parts:
-    """16 groups of 16. 32 bytes of third bits (bit r of byte i is that of value i of run r of 32), 64 bytes of lower
-    two bits as in Q2_K, 12 bytes of scales in six bits, 32 too large, and a half. Values are 4 too large.
-
-    The scales' lower four bits are the low and then the high halves of eight bytes, the upper two are in the last four:
-    those of four groups after another in two bits after another.
-    """
+    """16 groups of 16: 32 bytes of third bits (bit r of byte i: value i of run r of 32), 64 bytes of lower bit pairs as
+    in Q2_K, 12 bytes of six-bit scales offset by 32, and a half. Values are offset by 4. The scales' lower four bits
+    are the low, then the high nibbles of eight bytes; the last four bytes hold the upper bit pairs, of four groups per
+    pair."""
     runs = np.arange(8, dtype=np.uint8)[:, None]
     third = (blocks[:, None, :32] >> runs & 1).reshape(-1, 256)
     values = (_quarters(blocks[:, 32:96]) | third << 2).view(np.int8) - np.int8(4)
@@ -76,19 +69,19 @@ def _q3_k(blocks: Bytes) -> Parts:
 
 
 def _iq4_nl(blocks: Bytes) -> Parts:
-    """Scale, and 16 bytes as in Q4_0 of places in a table of values."""
+    """Scale, then 16 bytes as in Q4_0 that index a table of values."""
     return NONLINEAR[split_halves(blocks[:, 2:])], halves(blocks, 0), None
 
 
 def _q4_k(blocks: Bytes) -> Parts:
-    """Eight groups of 32. Scales and offsets as `_group_grid` says, and 128 bytes: in each run of 32, one group in the
-    low halves and the next in the high halves."""
+    """Eight groups of 32: scales and offsets (see `_group_grid`), then 128 bytes; in each run of 32, one group in the
+    low nibbles, the next in the high ones."""
     scales, offsets = _group_grid(blocks)
     return _runs(blocks[:, 16:]), scales, offsets
 
 
 def _q5_k(blocks: Bytes) -> Parts:
-    """As Q4_K, with 32 bytes between: bit g of byte i is the fifth bit of value i of group g."""
+    """Like Q4_K, with 32 bytes in between: bit g of byte i is the fifth bit of value i of group g."""
     scales, offsets = _group_grid(blocks)
     groups = np.arange(8, dtype=np.uint8)[:, None]
     fifth = blocks[:, 16:48].reshape(-1, 1, 32) >> groups & 1
@@ -97,12 +90,9 @@ def _q5_k(blocks: Bytes) -> Parts:
 
 
 def _q6_k(blocks: Bytes) -> Parts:
-    """16 groups of 16. 128 bytes of lower four bits, 64 of upper two, a signed byte for each group, and a scale. Values
-    are 32 too large.
-
-    Each half of the 256 values has 64 of the lower and 32 of the upper bytes: its values 0 to 63 are in the low halves
-    of the former, 64 to 127 in the high halves; its quarters take two bits after another of the latter.
-    """
+    """16 groups of 16: 128 bytes of lower four bits, 64 of upper two, a signed byte per group, and a scale. Values are
+    offset by 32. Each half of the 256 values has 64 lower bytes (values 0 to 63 in low, 64 to 127 in high nibbles) and
+    32 upper ones, whose bit pairs serve its quarters."""
     count = len(blocks)
     lower = blocks[:, :128].reshape(count, 2, 1, 64)
     lower = np.concatenate((lower & 15, lower >> 4), axis=2).reshape(count, 2, 4, 32)
@@ -112,13 +102,13 @@ def _q6_k(blocks: Bytes) -> Parts:
 
 
 def _quarters(packed: Bytes) -> Bytes:
-    """[n, 64] -> [n, 256]: of each 32 bytes the lowest two bits, then the next two, and so on."""
+    """[n, 64] -> [n, 256]: per 32 bytes, the lowest bit pairs, then the next, and so on."""
     shifts = np.array([0, 2, 4, 6], dtype=np.uint8)[:, None]
     return (packed.reshape(-1, 2, 1, 32) >> shifts & np.uint8(3)).reshape(-1, 256)
 
 
 def _side_by_side(packed: Bytes) -> Bytes:
-    """[n, w], w a multiple of 8 -> the same in one piece."""
+    """[n, w], w a multiple of 8 -> a contiguous copy."""
     words = packed.view("<u8")
     out = np.empty(words.shape, dtype="<u8")
     for column in range(words.shape[1]):
@@ -127,24 +117,21 @@ def _side_by_side(packed: Bytes) -> Bytes:
 
 
 def _five_bits(fifth: Bytes, packed: Bytes) -> npt.NDArray[np.int8]:
-    """32 values from their fifth bits ([n, 4], lowest first) and the other four ([n, 16]) -> [n, 32]."""
+    """32 values from their fifth bits ([n, 4], lowest first) and lower four bits ([n, 16]) -> [n, 32]."""
     bits = np.unpackbits(np.ascontiguousarray(fifth), axis=1, bitorder="little")
     return (split_halves(packed) | bits << 4).view(np.int8)
 
 
 def _runs(packed: Bytes) -> Bytes:
-    """[n, 128] -> [n, 256]: of each 32 bytes the low halves, then the high halves."""
+    """[n, 128] -> [n, 256]: per 32 bytes, low nibbles, then high ones."""
     runs = packed.reshape(-1, 4, 1, 32)
     return np.concatenate((runs & 15, runs >> 4), axis=2).reshape(-1, 256)
 
 
 def _group_grid(blocks: Bytes) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """Scales and offsets of eight groups: two halves, by which all scales and all subtrahends are multiplied, and 12
-    bytes with six bits of each for each group.
-
-    Of the 12 bytes, four have the scales of groups 0 to 3 and four their subtrahends, in six bits; the last four have
-    the lower four bits of both for groups 4 to 7, whose upper two bits are on top of the first eight bytes.
-    """
+    """Scales and offsets of eight groups: two halves (factors of scales and subtrahends), then 12 bytes with six bits
+    of each per group. Four bytes hold the scales of groups 0 to 3, four their subtrahends; the last four hold the lower
+    four bits of both for groups 4 to 7, whose upper two bits top the first eight bytes."""
     first, second, last = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = np.concatenate((first & 63, (last & 15) | first >> 6 << 4), axis=1)
     subtrahends = np.concatenate((second & 63, last >> 4 | second >> 6 << 4), axis=1)
@@ -154,7 +141,7 @@ def _group_grid(blocks: Bytes) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.
 WHOLE_BLOCKS: tuple[BlockFormatName, ...] = (
     "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"
 )  # fmt: skip
-"""Types of blocks that packed matrices hold as they are."""
+"""Block types that packed matrices keep unchanged."""
 FORMATS: Mapping[str, BlockFormat] = {
     "Q4_0": BlockFormat(4, 32, _q4_0, has_offsets=True, has_half_scales=True),
     "Q4_1": BlockFormat(4, 32, _q4_1, has_offsets=True, has_half_scales=True, half_places=(0, 2)),

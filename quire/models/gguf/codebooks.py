@@ -1,5 +1,4 @@
-"""The tables of GGUF's IQ types: a few bits of a block name a run of neighbouring weights, out of a list that is a part
-of the format."""
+"""Codebooks of GGUF's IQ types: a few bits of a block select an entry of neighbouring weights."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 _GO_ON = 255
-"""In a list of gaps: this much more, and what the next byte says."""
+"""Marker in a list of gaps: add this and the next byte."""
 _SIZES: Mapping[str, tuple[int, int]] = {
     "IQ2_XXS": (3, 8),
     "IQ2_XS": (3, 8),
@@ -22,7 +21,7 @@ _SIZES: Mapping[str, tuple[int, int]] = {
     "IQ3_S": (8, 4),
     "IQ1_S": (3, 8),
 }
-"""How many sizes a weight may have, and the weights of an entry."""
+"""Number of weight magnitudes, and weights per entry."""
 # An entry is a number whose digits, the lowest first, say which size each weight has. Numbers ascend, and are stored as
 # distances from the one before.
 _GAPS: Mapping[str, str] = {
@@ -70,7 +69,7 @@ _GAPS: Mapping[str, str] = {
 
 @cache
 def codebook(name: str, sizes: Sequence[int]) -> npt.NDArray[np.int8]:
-    """[entries, 8 or 4]: the weights of each entry. sizes: what the digits stand for."""
+    """Entries of a codebook, [entries, 8 or 4]. sizes: magnitudes that the digits stand for."""
     base, width = _SIZES[name]
     gaps = np.frombuffer(zlib.decompress(base64.b85decode(_GAPS[name])), dtype=np.uint8)
     numbers = np.cumsum(gaps, dtype=np.int64)[gaps != _GO_ON]
@@ -79,6 +78,6 @@ def codebook(name: str, sizes: Sequence[int]) -> npt.NDArray[np.int8]:
 
 
 def words(name: str, sizes: Sequence[int]) -> npt.NDArray[Any]:
-    """[entries]: the same, the bytes of an entry as one number of 64 or 32 bits."""
+    """Entries as words of 64 or 32 bits, [entries]."""
     entries = codebook(name, sizes)
     return entries.view("<u8" if entries.shape[1] == 8 else "<u4")[:, 0]

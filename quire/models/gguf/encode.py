@@ -1,9 +1,6 @@
-"""Weights written as blocks of GGUF files: the way back of `quire.models.gguf.blocks`.
-
-A type's encoder takes whole blocks, [B, values] float32, and how much each weight counts, likewise; it gives their
-bytes, [B, bytes of a block] uint8. Scales are searched (`quire.models.gguf.fits`), rounded as the format stores them,
-and codes are those that are nearest with the stored ones.
-"""
+"""Encoding of weights as GGUF blocks, the inverse of `quire.models.gguf.blocks`. A type's encoder takes blocks [B,
+values] float32 and the weights of their errors, likewise, and returns [B, bytes of a block] uint8. Scales are searched
+(`quire.models.gguf.fits`) and rounded as stored; codes are the nearest for the stored scales."""
 
 from __future__ import annotations
 
@@ -22,9 +19,9 @@ from quire.utils.gguf import BLOCK_TYPES, BlockType
 
 TYPES: Mapping[str, BlockType] = {block.name: block for block in BLOCK_TYPES.values()}
 NUMBERS: Mapping[str, int] = {block.name: number for number, block in BLOCK_TYPES.items()}
-"""Of types in the format."""
+"""Type number by name."""
 WORKING_VALUES = 2**17
-"""Weights that are searched at once: what that needs stays in a processor's cache."""
+"""Weights that are searched at once, so that the work stays in the cache."""
 _LARGEST_HALF = 65504.0
 _TABLE = torch.from_numpy(NONLINEAR).float()
 
@@ -32,9 +29,9 @@ _TABLE = torch.from_numpy(NONLINEAR).float()
 def encode(
     rows: torch.Tensor, type_name: str, importance: torch.Tensor | None = None, pool: Executor | None = None
 ) -> Bytes:
-    """[N, K] of any floating dtype -> [N, bytes of a row]. importance: [K] float32, how much the errors of each column
-    count (the mean square of what the column is multiplied with); None: all the same. pool: does the work. Raises
-    ModelLoadError for infinities and NaN, and for what a format does not hold."""
+    """Encode rows [N, K] of any floating dtype -> [N, bytes of a row]. importance: [K] float32, weight of each column's
+    error (mean square of its inputs); None: equal. pool: runs the work. Raises ModelLoadError for infinities, NaN, and
+    values outside the format."""
     block, encoder = TYPES[type_name], _ENCODERS[type_name]
     num_rows, columns = rows.shape
     out = np.empty((num_rows, columns // block.values * block.num_bytes), dtype=np.uint8)
@@ -82,7 +79,7 @@ def _q5_k(x: torch.Tensor, counts: torch.Tensor | None) -> Bytes:
 
 
 def _affine_blocks(x: torch.Tensor, counts: torch.Tensor | None, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Eight groups of 32: the first 16 bytes of each block, and codes [B, 256] uint8."""
+    """First 16 bytes of blocks of eight groups of 32, and codes [B, 256] uint8."""
     groups = x.reshape(-1, 32)
     weights = _weights(x, counts, 32)
     found = fit_affine(groups, weights, most, is_positive=True)
@@ -96,8 +93,7 @@ def _affine_blocks(x: torch.Tensor, counts: torch.Tensor | None, most: int) -> t
 
 
 def _six_bits(scales: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """[B, 8] each, 0 to 63 -> [B, 12]: four bytes of each, with the upper bits of the last four on top, and the lower
-    four bits of the last four of both."""
+    """Pack two [B, 8] of values 0 to 63 -> [B, 12], the inverse of `blocks._group_grid`."""
     first, second = scales.byte(), offsets.byte()
     return torch.cat(
         (
@@ -155,8 +151,7 @@ def _q5_1(x: torch.Tensor, counts: torch.Tensor | None) -> Bytes:
 
 
 def _weights(x: torch.Tensor, counts: torch.Tensor | None, size: int, *, is_affine: bool = True) -> torch.Tensor:
-    """[groups, size]: how much the error of each weight counts. Large weights count more; what the columns are
-    multiplied with counts where it is known."""
+    """Weight of each value's error, [groups, size]: grows with the value, and with `counts` if known."""
     groups = x.reshape(-1, size)
     if counts is not None:
         spread = 2 * x.square().mean(1, keepdim=True)
@@ -167,33 +162,33 @@ def _weights(x: torch.Tensor, counts: torch.Tensor | None, size: int, *, is_affi
 
 
 def _codes(x: torch.Tensor, scales: torch.Tensor, least: int, most: int) -> torch.Tensor:
-    """[B, n], scales [B] -> the nearest whole numbers; 0 where the scale is 0."""
+    """[B, n], scales [B] -> nearest integers; 0 where the scale is 0."""
     return (x / torch.where(scales == 0, torch.inf, scales)[:, None]).round_().clamp_(least, most)
 
 
 def _nibbles(codes: torch.Tensor) -> torch.Tensor:
-    """[n, 32] -> [n, 16]: of two halves the first below the second."""
+    """[n, 32] -> [n, 16]: first half in the low nibbles, second in the high ones."""
     return codes[:, :16] | codes[:, 16:] << 4
 
 
 def _runs(codes: torch.Tensor) -> torch.Tensor:
-    """[B, 256] -> [B, 128]: of each 64 the first 32 below the others."""
+    """[B, 256] -> [B, 128]: per 64, the first 32 in the low nibbles."""
     runs = codes.view(-1, 4, 2, 32)
     return (runs[:, :, 0] | runs[:, :, 1] << 4).flatten(1)
 
 
 def _fifth_bits(codes: torch.Tensor) -> torch.Tensor:
-    """[B, 32] -> [B, 4], the bit of the first in the lowest place."""
+    """[B, 32] -> [B, 4], lowest bit first."""
     return ((codes >> 4).view(-1, 4, 8) << torch.arange(8, dtype=torch.uint8)).sum(2, dtype=torch.uint8)
 
 
 def _halves(x: torch.Tensor) -> torch.Tensor:
-    """As half precision has them."""
+    """Round to half precision."""
     return x.clamp(-_LARGEST_HALF, _LARGEST_HALF).half().float()
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """[B] float32 that half precision holds -> [B, 2]; [B, n] of bytes as they are."""
+    """[B] float32 representable in half precision -> [B, 2] bytes; bytes [B, n] unchanged."""
     return x.half().unsqueeze(1).view(torch.uint8) if x.is_floating_point() else x.view(torch.uint8)
 
 

@@ -1,10 +1,7 @@
-"""Scales for groups of weights that become a few bits each: the search behind the blocks that are written.
-
-Weights x of a group are to be scale * code - offset, with whole codes in a range. Rounding with a given scale says
-codes, and codes say the scale and the offset with the smallest weighted squared error, by least squares. The search
-rounds with some scales around the one that the group's largest weight asks for, fits each, and takes the best. All
-groups of a batch are searched at once.
-"""
+"""Search for the scales of groups of quantised weights. A weight is about scale * code - offset, with integer codes in
+a range. Rounding with given scales yields codes, and weighted least squares yields scale and offset for given codes.
+The search starts from scales around the one that the largest weight needs and keeps the best. All groups of a batch are
+searched at once."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 STRETCHES = 20
-"""Scales that are tried, a tenth of a code apart at the largest weight."""
+"""Number of scales that are tried, a tenth of a code apart at the largest weight."""
 TINY = 1e-30
 
 
@@ -25,7 +22,7 @@ class Affine(NamedTuple):
 
 
 def fit_affine(x: torch.Tensor, weights: torch.Tensor, most: int, *, is_positive: bool) -> Affine:
-    """Of codes from 0 to `most`. x, weights: [M, G] float32. is_positive: offsets must not be negative."""
+    """Fit codes from 0 to `most`. x, weights: [M, G] float32. is_positive: offsets must not be negative."""
     low, high = x.amin(1), x.amax(1)
     if is_positive:
         low = low.clamp(max=0.0)
@@ -51,7 +48,7 @@ def _better(
     best: tuple[Affine, torch.Tensor],
     is_positive: bool,
 ) -> tuple[Affine, torch.Tensor]:
-    """The better of the best so far and of what the codes that `start` gives ask for."""
+    """The better of the best so far and the fit for the codes of `start`."""
     codes = _round((x + start.offsets[:, None]) / start.scales[:, None].clamp(min=TINY), 0, most)
     scales, offsets = _least_squares(codes, x, weights, *sums, is_positive=is_positive)
     error = (weights * (codes * scales[:, None] - offsets[:, None] - x).square()).sum(1)
@@ -70,7 +67,7 @@ def _least_squares(
     *,
     is_positive: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and offset of given codes. total, sum_x: of the weights, and of the weights times x."""
+    """Scale and offset for given codes. total, sum_x: sums of the weights and of the weights times x."""
     weighted = weights * codes
     sum_q, sum_qq, sum_xq = weighted.sum(1), (weighted * codes).sum(1), (weighted * x).sum(1)
     determinant = (total * sum_qq - sum_q * sum_q).clamp(min=TINY)
@@ -83,7 +80,7 @@ def _least_squares(
 
 
 def fit_symmetric(x: torch.Tensor, weights: torch.Tensor, half: int) -> torch.Tensor:
-    """Scales [M], of either sign, of codes from -half to half - 1."""
+    """Scales [M], of either sign, for codes from -half to half - 1."""
     largest = x.gather(1, x.abs().argmax(1, keepdim=True))[:, 0]
     best, most = torch.zeros_like(largest), torch.full_like(largest, -1.0)
     starts = [-half - 0.1 * step for step in range(-STRETCHES // 2, STRETCHES // 2 + 1)]
@@ -98,7 +95,7 @@ def fit_symmetric(x: torch.Tensor, weights: torch.Tensor, half: int) -> torch.Te
 
 
 def fit_table(x: torch.Tensor, weights: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Scales [M], of either sign, of codes that stand for the whole numbers of an ascending table."""
+    """Scales [M], of either sign, for codes that index an ascending table of integers."""
     first, last = float(table[0]), float(table[-1])
     by_half = table[nearest(torch.arange(2 * first, 2 * last + 1) / 2, table)]  # a look is faster than a search
 
@@ -117,15 +114,15 @@ def fit_table(x: torch.Tensor, weights: torch.Tensor, table: torch.Tensor) -> to
 
 
 def nearest(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Places of the nearest numbers in an ascending table."""
+    """Indices of the nearest numbers in an ascending table."""
     return torch.bucketize(x, (table[1:] + table[:-1]) / 2)
 
 
 def _stronger(
     values: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, best: torch.Tensor, most: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The better scale of the best so far and of what `values` ask for, and by how much it lowers the squared error
-    below that of zeros."""
+    """The better scale of the best so far and the fit for `values`, and its gain: reduction of the squared error
+    against zeros."""
     weighted = weights * values
     sum_xq, sum_qq = (weighted * x).sum(1), (weighted * values).sum(1).clamp(min=TINY)
     gain = sum_xq * sum_xq / sum_qq
@@ -134,10 +131,8 @@ def _stronger(
 
 
 def fit_factor(scales: torch.Tensor, weights: torch.Tensor, least: int, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales of a block's groups as whole numbers from `least` to `most` times a number in half precision.
-
-    scales, weights: [B, groups]. -> ([B] float32, [B, groups]), such that the weighted squared error is small.
-    """
+    """Fit a block's scales as a half-precision factor times integers from `least` to `most`. scales, weights: [B,
+    groups]. Returns factors [B] float32 and integers [B, groups] with a small weighted squared error."""
     largest = scales.gather(1, scales.abs().argmax(1, keepdim=True))[:, 0]
     factors, error = torch.zeros_like(largest), torch.full_like(largest, torch.inf)
     codes = torch.zeros_like(scales)
@@ -155,7 +150,7 @@ def fit_factor(scales: torch.Tensor, weights: torch.Tensor, least: int, most: in
 
 
 def _half(x: torch.Tensor) -> torch.Tensor:
-    """As half precision has it."""
+    """Round to half precision."""
     return x.clamp(-65504, 65504).half().float()
 
 

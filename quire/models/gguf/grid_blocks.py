@@ -1,10 +1,6 @@
-"""The block formats of GGUF's IQ and TQ types, taken apart as `quire.models.gguf.blocks` says.
-
-Most hold numbers of entries of a table (`quire.models.gguf.codebooks`), and signs, and weights are put together eight
-bytes at a time. Where the weights of each group lie at equal distances (IQ3_S, IQ1, TQ) they become four bits with an
-offset, else int8. Scales and offsets are products of a half with a few bits, and so is each weight: float32 holds
-them all exactly.
-"""
+"""Exact unpacking of GGUF's IQ and TQ block formats, as in `quire.models.gguf.blocks`. Most formats hold codebook
+indices (`quire.models.gguf.codebooks`) and signs; weights are assembled eight bytes at a time. Equidistant weights
+(IQ3_S, IQ1, TQ) become four bits with an offset, others int8."""
 
 from __future__ import annotations
 
@@ -19,14 +15,14 @@ from quire.models.gguf.codebooks import words
 
 Words = npt.NDArray[np.uint64]
 NONLINEAR = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.int8)
-"""What four bits stand for in IQ4 types."""
+"""Values of the four-bit codes of IQ4 types."""
 _TWO_BITS = (8, 25, 43)
 _THREE_BITS = (4, 12, 20, 28, 36, 44, 52, 62)
 _UPPER_HALVES = tuple(range(8, 16))
-"""Of IQ3_S, whose sizes are the odd numbers up to 15: as four bits, where 0 to 7 are the negative ones."""
+"""Four-bit codes of IQ3_S's magnitudes, the odd numbers up to 15; codes 0 to 7 are the negative ones."""
 _TERNARY = (0, 1, 2)
 _DELTA = np.float32(0.125)
-"""IQ1: what is added to all weights of a run, or taken off."""
+"""Shift that IQ1 adds to all weights of a run, or subtracts."""
 _HALF = np.float32(0.5)
 _TWO_BIT_SHIFTS = np.array([0, 2, 4, 6], dtype=np.uint8)
 _SEVEN_BIT_SHIFTS = np.array([0, 7, 14, 21], dtype="<u4")
@@ -35,8 +31,8 @@ _POWERS_OF_3 = np.array([1, 3, 9, 27, 81], dtype=np.uint8)
 
 
 def _iq4_xs(blocks: Bytes) -> Parts:
-    """A scale, 16 bits with the upper two of each of eight groups' scales, four bytes with their lower four bits, and
-    16 bytes for each group as in IQ4_NL. Scales are 32 too large."""
+    """Scale, 16 bits with the upper two of eight group scales, four bytes with their lower four bits, and 16 bytes per
+    group as in IQ4_NL. Group scales are offset by 32."""
     upper = blocks[:, 2:4].view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
     scales = (_nibbles(blocks[:, 4:8]) | upper.astype(np.uint8) << 4).view(np.int8) - np.int8(32)
     codes = split_halves(np.ascontiguousarray(blocks[:, 8:]).reshape(-1, 16))
@@ -44,7 +40,7 @@ def _iq4_xs(blocks: Bytes) -> Parts:
 
 
 def _iq2_xxs(blocks: Bytes) -> Parts:
-    """A scale, and for each of eight groups four bytes with entries and 32 bits: signs of these, and four of scale."""
+    """Scale, then eight bytes per group: four entries, and 32 bits with their signs and four bits of scale."""
     pairs = blocks[:, 2:].view("<u4").reshape(-1, 8, 2)
     entries = np.ascontiguousarray(pairs[:, :, 0]).view(np.uint8)
     values, steps = _with_even_signs(words("IQ2_XXS", _TWO_BITS)[entries], pairs[:, :, 1])
@@ -52,7 +48,7 @@ def _iq2_xxs(blocks: Bytes) -> Parts:
 
 
 def _iq2_xs(blocks: Bytes) -> Parts:
-    """A scale, 32 times 16 bits (nine of an entry, seven of signs), and 16 groups' scales in four bits."""
+    """Scale, 32 x 16 bits (nine of an entry, seven of signs), then four-bit scales of 16 groups."""
     codes = blocks[:, 2:66].view("<u2")
     signs = _sign_masks()[_even_signs()[codes >> 9]]
     values = _signed(words("IQ2_XS", _TWO_BITS)[codes & 511], signs)
@@ -60,7 +56,7 @@ def _iq2_xs(blocks: Bytes) -> Parts:
 
 
 def _iq2_s(blocks: Bytes) -> Parts:
-    """A scale, 32 entries, the signs of each in a byte, the entries' upper two bits, and scales as in IQ2_XS."""
+    """Scale, 32 entries, a byte of signs for each, the entries' upper bit pairs, then scales as in IQ2_XS."""
     upper = (blocks[:, 66:74, None] >> _TWO_BIT_SHIFTS & 3).reshape(-1, 32)
     entries = words("IQ2_S", _TWO_BITS)[blocks[:, 2:34] | upper.astype(np.uint16) << 8]
     values = _signed(entries, _sign_masks()[blocks[:, 34:66]])
@@ -68,15 +64,15 @@ def _iq2_s(blocks: Bytes) -> Parts:
 
 
 def _iq3_xxs(blocks: Bytes) -> Parts:
-    """A scale, 64 entries of four weights, and for each of eight groups 32 bits as in IQ2_XXS."""
+    """Scale, 64 entries of four weights, then 32 bits per group as in IQ2_XXS."""
     entries = words("IQ3_XXS", _THREE_BITS)[blocks[:, 2:66]].view("<u8")
     values, steps = _with_even_signs(entries, blocks[:, 66:].view("<u4"))
     return values, halves(blocks, 0) * steps * _HALF, None
 
 
 def _iq3_s(blocks: Bytes) -> Parts:
-    """A scale, 64 entries of four weights, their ninth bits, the signs of each eight weights in a byte, and eight
-    groups' scales in four bits."""
+    """Scale, 64 entries of four weights, their ninth bits, a byte of signs per eight weights, and four-bit scales of
+    eight groups."""
     ninth = np.unpackbits(np.ascontiguousarray(blocks[:, 66:74]), axis=1, bitorder="little")
     entries = words("IQ3_S", _UPPER_HALVES)[blocks[:, 2:66] | ninth.astype(np.uint16) << 8].view("<u8")
     codes = entries ^ (_sign_masks()[blocks[:, 74:106]] & np.uint64(0x0F0F0F0F0F0F0F0F))
@@ -85,8 +81,8 @@ def _iq3_s(blocks: Bytes) -> Parts:
 
 
 def _iq1_s(blocks: Bytes) -> Parts:
-    """A scale, 32 entries, and 16 bits for each of eight groups: three more for each of its entries, three of scale,
-    and whether the delta is taken off."""
+    """Scale, 32 entries, then 16 bits per group: three more for each entry, three of scale, and the sign of the
+    delta."""
     grid = blocks[:, 34:].view("<u2")
     upper = (grid[:, :, None] >> _THREE_BIT_SHIFTS & 7).reshape(-1, 32)
     codes = words("IQ1_S", _TERNARY)[blocks[:, 2:34] | upper << 8]
@@ -96,9 +92,8 @@ def _iq1_s(blocks: Bytes) -> Parts:
 
 
 def _iq1_m(blocks: Bytes) -> Parts:
-    """32 entries, four bits for each (three more, and whether the delta is taken off), and four times 16 bits: three of
-    each of 16 groups' scales, and four of the scale of all. A run's delta is in its codes: 4 for 1, and 1 for twice the
-    delta."""
+    """32 entries, four bits for each (three more, and the delta's sign), and four times 16 bits: three per group scale,
+    and four of the overall scale. A code includes the delta: 4 stands for 1, and 1 for twice the delta."""
     grid = blocks[:, 48:].view("<u2")
     half = np.bitwise_or.reduce(grid >> 12 << np.array([0, 4, 8, 12], dtype=np.uint16), axis=1, keepdims=True)
     scale = half.astype("<u2").view("<f2").astype(np.float32)
@@ -113,7 +108,7 @@ def _iq1_m(blocks: Bytes) -> Parts:
 
 
 def _tq1_0(blocks: Bytes) -> Parts:
-    """48 bytes of five weights in base 3, four of four, and a scale. A byte is a fraction of 256: times three it
+    """48 bytes of five base-3 weights, four bytes of four, and a scale. A byte is a fraction of 256: tripled, it
     overflows by the first digit."""
     runs = [(blocks[:, :32], 5), (blocks[:, 32:48], 5), (blocks[:, 48:52], 4)]
     shifted = [(part[:, None] * _POWERS_OF_3[:count, None]).reshape(len(blocks), -1) for part, count in runs]
@@ -123,39 +118,39 @@ def _tq1_0(blocks: Bytes) -> Parts:
 
 
 def _tq2_0(blocks: Bytes) -> Parts:
-    """64 bytes of two bits, in each 32 the lowest first, and a scale. Weights are 1 too large."""
+    """64 bytes of bit pairs, per 32 bytes lowest first, and a scale. Weights are offset by 1."""
     values = (blocks[:, :64].reshape(-1, 2, 1, 32) >> _TWO_BIT_SHIFTS[:, None] & np.uint8(3)).reshape(-1, 256)
     scales = halves(blocks, 64)
     return values, scales, -scales
 
 
 def _nibbles(packed: Bytes) -> Bytes:
-    """[n, w] -> [n, 2 w]: of each byte the low half, then the high half."""
+    """[n, w] -> [n, 2 w]: low nibble, then high nibble of each byte."""
     return np.stack((packed & 15, packed >> 4), axis=2).reshape(len(packed), -1)
 
 
 def _with_even_signs(entries: Words, grid: npt.NDArray[np.uint32]) -> tuple[npt.NDArray[np.int8], Floats]:
-    """entries: [n, 32]. grid: [n, 8], of each group four times seven bits of signs below four of scale. -> weights [n,
-    256], and scales as they are multiplied with [n, 8]."""
+    """Apply signs and scales. entries: [n, 32]. grid: [n, 8], four times seven bits of signs below four of scale.
+    Returns weights [n, 256] and scales [n, 8]."""
     codes = (grid[:, :, None] >> _SEVEN_BIT_SHIFTS & 127).reshape(-1, 32)
     return _signed(entries, _sign_masks()[_even_signs()[codes]]), _HALF + (grid >> 28).astype(np.float32)
 
 
 def _signed(sizes: Words, masks: Words) -> npt.NDArray[np.int8]:
-    """[n, w] of eight bytes each -> [n, 8 w], those with a mask of ones negative."""
+    """Words of eight bytes [n, w] -> [n, 8 w] int8, negated where the mask is ones."""
     return (sizes ^ masks).view(np.int8) - masks.view(np.int8)
 
 
 @cache
 def _sign_masks() -> Words:
-    """[256]: for each bit that is set a byte of ones."""
+    """Masks by byte, [256]: a byte of ones for each set bit."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     return (bits * np.uint8(255)).view("<u8")[:, 0]
 
 
 @cache
 def _even_signs() -> Bytes:
-    """[128]: eight signs by the first seven, such that the number of minus signs is even."""
+    """Eight signs by the first seven, [128]: the number of minus signs is even."""
     seven = np.arange(128, dtype=np.uint8)
     return seven | np.bitwise_xor.reduce(np.unpackbits(seven[:, None], axis=1), axis=1) << np.uint8(7)
 

@@ -1,9 +1,6 @@
-"""Importance matrices: how much the errors of each input feature of a matrix count, as llama.cpp's tools store it.
-
-For each matrix the mean square of what its columns were multiplied with over some text. Files are either GGUF (tensors
-`NAME.in_sum2` and `NAME.counts`) or of the older format: the number of matrices, and for each its name's length and
-name, the number of calls, the number of columns, and sums in float32, which are that many times too large.
-"""
+"""Importance matrices of llama.cpp's tools: per matrix, the mean square of each input column over some text. Files are
+GGUF (tensors `NAME.in_sum2` and `NAME.counts`) or the older format: number of matrices, then per matrix its name's
+length and name, number of calls, number of columns, and float32 sums over the calls."""
 
 from __future__ import annotations
 
@@ -20,15 +17,14 @@ from quire.utils.gguf import MAGIC, GGUFFile
 from quire.utils.model_files import read_model_file
 
 Importance = dict[str, torch.Tensor]
-"""By a matrix's name in the file: [columns] float32, 0 or more. Of stacks of matrices one after the other."""
+"""Importance by a matrix's name in the file: [columns] float32, >= 0; stacked matrices are concatenated."""
 MAX_BYTES = 2**30
 MAX_ENTRIES = 2**16
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 
 
 def read_importance(path: Path) -> Importance:
-    """Raises ModelLoadError, naming the file, for one of neither format, a broken one, and numbers that no squares
-    have."""
+    """Read a file. Raises ModelLoadError naming it for another format, a broken file, or invalid numbers."""
     try:
         with path.open("rb") as file:
             is_gguf = file.read(len(MAGIC)) == MAGIC
@@ -95,8 +91,8 @@ def _read_older(path: Path) -> Importance:
 
 
 def by_tensor(means: Mapping[str, torch.Tensor], places: Mapping[str, Place]) -> Importance:
-    """The same by the tensors' names in the file. means: by Hugging Face's names; a matrix of which nothing is known
-    beside others of its stack has zeros."""
+    """Rename importance to the tensors' names in the GGUF file. means: by Hugging Face's names. A matrix without data
+    in a stack gets zeros."""
     known = {places[source].name: means[source] for source in means}
     parts: dict[str, list[torch.Tensor]] = {name: [] for name in known}
     for source, place in places.items():
@@ -106,7 +102,7 @@ def by_tensor(means: Mapping[str, torch.Tensor], places: Mapping[str, Place]) ->
 
 
 def importance_of(importance: Importance, place: Place, columns: int, where: str) -> torch.Tensor | None:
-    """What counts for a matrix; None where nothing is known. Raises ModelLoadError for another number of columns."""
+    """Importance of a matrix, [columns]; None if unknown. Raises ModelLoadError for another number of columns."""
     found = importance.get(place.name)
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""GGUF files made of Hugging Face directories: tensor by tensor, so that no more than one is in memory."""
+"""GGUF files from Hugging Face directories, one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ from quire.utils.gguf_writer import GGUFWriter, PlannedTensor, Value
 
 @dataclass(frozen=True)
 class Recipe:
-    """mix: a name of `MIXES`. importance: of the matrices' columns; None: all count the same. importance_from: where it
-    comes from, for errors."""
+    """mix: a name of `MIXES`. importance: per column; None: equal. importance_from: its file, for errors."""
 
     mix: str
     importance: Importance | None = None
@@ -37,8 +36,7 @@ class Recipe:
 
 
 def open_weights(config: ModelConfig) -> tuple[ModelConfig, WeightFiles]:
-    """The weights of a directory, and the configuration with or without a head of its own, as they are. Raises
-    ModelLoadError."""
+    """Weights of a directory, and the configuration with the head that they have. Raises ModelLoadError."""
     files = find_weights(config.path, "auto")
     if not isinstance(files, WeightFiles):
         raise ModelLoadError(
@@ -49,7 +47,7 @@ def open_weights(config: ModelConfig) -> tuple[ModelConfig, WeightFiles]:
 
 
 def plan_tensors(config: ModelConfig, description: Description, recipe: Recipe) -> list[PlannedTensor]:
-    """The tensors of the file, each with its type."""
+    """Tensors of the file with their types."""
     experts = config.shape.layers[0].experts
     model = MixedModel(
         config.num_layers,
@@ -76,9 +74,8 @@ def write_gguf(
     report: Progress,
     num_threads: int,
 ) -> Counter[str]:
-    """Write the file. output: its path, and the metadata besides the description's. check: is given the file when its
-    header is there, and raises where that is not what it must be. Returns bytes by type. Raises ModelLoadError,
-    UserError."""
+    """Write the file. output: path and extra metadata. check: called with the file once its header is written; raises
+    if that is wrong. Returns bytes by type. Raises ModelLoadError and UserError."""
     path, more = output
     planned = plan_tensors(config, description, recipe)
     by_name = {tensor.name: tensor for tensor in planned}
@@ -106,8 +103,8 @@ def write_gguf(
 def _placed(
     config: ModelConfig, files: WeightFiles, description: Description, report: Progress
 ) -> Iterator[tuple[str, Place, torch.Tensor]]:
-    """Every tensor once, with its place in the file, and as the file has it. Raises ModelLoadError for one that is
-    missing, of another shape or of no model like this."""
+    """Every tensor once, with its place and layout in the file. Raises ModelLoadError for a missing, misshapen or
+    unknown one."""
     names, seen = CheckpointNames.of(config), set()
     for source, tensor in checkpoint_tensors(files, config, report):
         own = names.find(source, description.places, (), tensor)
@@ -131,7 +128,7 @@ def _placed(
 
 
 def _as_file_has(tensor: torch.Tensor, name: str, config: ModelConfig, description: Description) -> torch.Tensor:
-    """Rows of rotated pairs side by side where files have them so, and norms with what files add."""
+    """The tensor in the file's layout: rotated pairs interleaved and norms offset, if the architecture asks for it."""
     names, own = description.names, name.split(".")[-2]
     heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}.get(own)
     if names.interleaved and heads is not None:

@@ -1,9 +1,6 @@
-"""The memory that a GGUF file's weights take, packed for the native CPU kernels: counted from the file's header.
-
-Matrices that share an input are packed as one. Those in blocks of several formats become a matrix each, and hold the
-file's bytes; where gate and up of experts differ, which the kernels want as one matrix, both are brought to a format
-that holds them (`quire.quantization.merge`), which takes more memory than disk. Imports no torch.
-"""
+"""Memory of a GGUF file's weights packed for the CPU kernels, computed from the file's header. Matrices that share an
+input are packed as one. With several block formats they stay separate and keep the file's bytes; but gate and up of
+experts must share a format, and are converted to a wider one (`quire.quantization.merge`). Imports no torch."""
 
 from __future__ import annotations
 
@@ -28,14 +25,14 @@ _JOINED = (
 """Tensors of a layer that are packed as one matrix."""
 _VECTOR_BYTES = 4
 _TABLES = ("token_embd", "output")
-"""The vocabulary's: quantising at load leaves them at eight bits."""
+"""Vocabulary tables; quantising at load leaves them at eight bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A matrix of a file as its reader hands it out. kind: "integer", "float8", "mxfp4", or "plain" for floating point.
-    stored_as: the file's name of its type. in_blocks: the bytes of the file, where they can be packed as they are
-    (None: they cannot). bits, group_size, has_offsets, has_half_scales: of integers; of other kinds the first two."""
+    """One matrix of a file as read. kind: "integer", "float8", "mxfp4", or "plain" (floating point). stored_as: the
+    file's name of its type. in_blocks: bytes in the file if it can be packed unchanged, else None. bits to
+    has_half_scales: layout of integers; other kinds use the first two."""
 
     kind: str
     elements: int
@@ -48,8 +45,7 @@ class _Part:
 
 
 def packed_weight_bytes(path: Path, model: ModelConfig) -> int:
-    """Bytes of all weights of the model in memory. path: its GGUF file. Raises ModelLoadError for one that is not
-    valid."""
+    """Bytes of all weights in memory. path: the GGUF file. Raises ModelLoadError for an invalid one."""
     with GGUFFile(path) as file:
         layout = head_layout(file)
         matrices: dict[str, list[_Part]] = {}
@@ -74,21 +70,20 @@ def packed_weight_bytes(path: Path, model: ModelConfig) -> int:
 
 
 def _matrix_of(name: str) -> str:
-    """The name of the packed matrix that a tensor is a part of."""
+    """Name of the packed matrix that contains a tensor."""
     place, _, own = name.removesuffix(".weight").rpartition(".")
     return f"{place}.{next((group[0] for group in _JOINED if own in group), own)}"
 
 
 def _key_elements(model: ModelConfig, elements: int) -> int:
-    """Elements of keys in the matrix that expands keys and values of all heads."""
+    """Elements for keys in the matrix that expands latent keys and values."""
     attention = model.shape.attention
     keys = attention.key_dim - attention.rotated_dim
     return elements * keys // (keys + attention.value_dim)
 
 
 def _part(model: ModelConfig, entry: TensorEntry, elements: int, is_reordered: bool) -> _Part:
-    """elements: those of the tensor that are packed together. is_reordered: its columns change places, for which blocks
-    are taken apart."""
+    """elements: number packed together. is_reordered: its columns are permuted, so blocks are unpacked."""
     kind = entry.type.name
     if entry.type.values == 1:
         return _plain_part(model.quantization, entry, elements)
@@ -109,7 +104,7 @@ def _part(model: ModelConfig, entry: TensorEntry, elements: int, is_reordered: b
 
 
 def _plain_part(quantization: QuantizationConfig | None, entry: TensorEntry, elements: int) -> _Part:
-    """A matrix of floating point, or what it is quantised to while it is loaded."""
+    """A floating-point matrix, or its type after quantising at load."""
     if quantization is None:
         return _Part("plain", elements)
     columns = entry.shape[-1]
@@ -122,7 +117,7 @@ def _plain_part(quantization: QuantizationConfig | None, entry: TensorEntry, ele
 
 
 def _matrix_bytes(model: ModelConfig, name: str, parts: list[_Part]) -> int:
-    """Bytes of the parts in their own blocks, or in the one format that holds them all. name: of the first."""
+    """Bytes of the parts in their own blocks, or in one common format. name: the first part's tensor."""
     elements, kinds = sum(part.elements for part in parts), {part.kind for part in parts}
     blocks = [part.in_blocks for part in parts if part.in_blocks is not None]
     are_experts = name.rpartition(".")[2] == GATE_EXPERTS

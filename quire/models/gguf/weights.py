@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file, streamed under Hugging Face's names."""
+"""Streaming of a GGUF file's tensors under Hugging Face's names."""
 
 from __future__ import annotations
 
@@ -27,26 +27,22 @@ from quire.utils.gguf import BlockType, GGUFFile, TensorEntry, parts_of
 T = TypeVar("T")
 _PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _BEHIND_KEYS = ("attn_qkv", "ssm_conv1d")
-"""Tensors of delta nets with rows of queries and keys in front of those of values."""
+"""Tensors of delta nets with rows of queries and keys before those of values."""
 _OF_ELEMENTS = (*_BEHIND_KEYS, "attn_gate")
-"""Those with a row for each element of a value head."""
+"""Tensors with a row per element of a value head."""
 _VALUE_ROWS = (*_OF_ELEMENTS, "ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt")
-"""Those with rows of value heads at all."""
+"""Tensors with rows of value heads."""
 _WHOLE_BLOCKS: Mapping[str, BlockFormatName] = {name: name for name in WHOLE_BLOCKS}
 _MOST_HALF, _NAN_EXPONENT = 0x7C00, 0xFF
-"""Bits that are set in a half-precision number that is not finite, and the code of an exponent that is none."""
+"""Exponent bits of a non-finite half-precision number, and the code of an invalid exponent."""
 _CHUNK_BYTES = 2**18
-"""Blocks taken apart at once: what that needs besides the result stays in the processor's cache."""
+"""Bytes of blocks unpacked at once, so that the work stays in the cache."""
 
 
 class GGUFWeights:
-    """One file, or the files of a split model. directory: where error messages place the weights, here the (first)
-    file itself.
-
-    Plain tensors are views of the file, and so are blocks that are packed as they are; others are taken apart two
-    ahead. The pages of a tensor are dropped when all of it is made or packed, so that the file is never in memory as a
-    whole.
-    """
+    """Weights of one GGUF file or split model. directory: the (first) file, for error messages. Plain tensors and
+    blocks that are packed unchanged are views of the file; others are unpacked two ahead. A tensor's pages are dropped
+    after use, so the whole file is never in memory."""
 
     def __init__(self, path: Path) -> None:
         self.directory = path
@@ -55,15 +51,14 @@ class GGUFWeights:
 
     @property
     def paths(self) -> list[Path]:
-        """The files, in the order of their parts."""
+        """Files in the order of their parts."""
         return parts_of(self.directory)
 
     def stream(
         self, report: Callable[[int, int], None], elsewhere: Collection[str] = ()
     ) -> Iterator[tuple[str, WeightTensor]]:
-        """All tensors, quantised matrices as integers; the next one is made while the last is stored. report: called
-        with (bytes done, bytes in all). elsewhere: names that only other ranks have, which are left out. Raises
-        ModelLoadError."""
+        """All tensors; the next is unpacked while the last is stored. report: called with (bytes done, bytes in all).
+        elsewhere: names of other ranks' tensors, which are skipped. Raises ModelLoadError."""
         try:
             for each in read_ahead(self._read(elsewhere), 2):
                 if isinstance(each, _Done):
@@ -76,7 +71,7 @@ class GGUFWeights:
             raise
 
     def _read(self, elsewhere: Collection[str]) -> Generator[tuple[Path, str, WeightTensor] | _Done, None, None]:
-        """Tensors with their files; behind the tensors of an entry, how far it is."""
+        """Tensors with their files, and progress after each entry."""
         with GGUFFile(self.directory) as file:
             layout = head_layout(file)
             done, total = 0, sum(entry.num_bytes for entry in file.tensors.values())
@@ -99,7 +94,7 @@ class GGUFWeights:
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """Bytes, of all."""
+    """Progress in bytes."""
 
     done: int
     total: int
@@ -108,8 +103,7 @@ class _Done:
 def _named(
     file: GGUFFile, entry: TensorEntry, layout: HeadLayout, name: str, elsewhere: Collection[str]
 ) -> Iterator[tuple[str, WeightTensor]]:
-    """A tensor under its name; of a stack of experts' matrices or biases, or of heads' matrices, each under its own.
-    None of `elsewhere` is read."""
+    """Tensors of one entry under their names; a stack of experts' or heads' matrices yields each. Skips `elsewhere`."""
     if entry.name.endswith(f"{JOINED_EXPERTS}.weight"):
         yield from _gate_and_up(file, entry, layout, elsewhere)
         return
@@ -142,7 +136,7 @@ def _named(
 def _gate_and_up(
     file: GGUFFile, entry: TensorEntry, layout: HeadLayout, elsewhere: Collection[str]
 ) -> Iterator[tuple[str, WeightTensor]]:
-    """Of a tensor that has gate above up for each expert, both matrices of each."""
+    """Gate and up of each expert from a tensor that stacks them."""
     count, rows, columns = entry.shape
     size = entry.num_bytes // count // 2
     for index in range(count):
@@ -158,7 +152,7 @@ def _gate_and_up(
 
 
 def _weight(file: GGUFFile, entry: TensorEntry, layout: HeadLayout) -> WeightTensor:
-    """[rows, columns] for a matrix, [size] for a norm's weight or a bias."""
+    """[rows, columns] of a matrix, or [size] of a norm's weight or bias."""
     # The elements of a vector may be permuted like the rows of a matrix.
     num_rows = entry.shape[0] if len(entry.shape) == 2 or entry.type.name in _PLAIN_DTYPES else 1
     rows = np.frombuffer(file.data(entry), dtype=np.uint8).reshape(num_rows, -1)
@@ -186,7 +180,7 @@ def _weight(file: GGUFFile, entry: TensorEntry, layout: HeadLayout) -> WeightTen
 
 
 def _block_weight(file: GGUFFile, entry: TensorEntry, rows: Bytes) -> BlockWeight:
-    """Raises ModelLoadError for scales that are not finite."""
+    """Keep the blocks unchanged. Raises ModelLoadError for non-finite scales."""
     blocks = rows.reshape(-1, entry.type.num_bytes)
     for first in range(0, len(blocks), _CHUNK_BYTES // entry.type.num_bytes):
         some = blocks[first : first + _CHUNK_BYTES // entry.type.num_bytes]
@@ -207,15 +201,15 @@ def _block_weight(file: GGUFFile, entry: TensorEntry, rows: Bytes) -> BlockWeigh
 
 
 def _taken_apart(rows: Bytes, block: BlockType) -> IntegerWeight | Float4Weight:
-    """rows: [n, bytes of a row], whole blocks. Raises ModelLoadError for scales that are not finite."""
+    """Unpack rows [n, bytes of a row]. Raises ModelLoadError for non-finite scales."""
     if block.name == "MXFP4":
         return _mxfp4_weight(rows, rows.shape[1] // block.num_bytes * block.values)
     return _integer_weight(rows, block)
 
 
 def _mxfp4_weight(rows: Bytes, num_columns: int) -> Float4Weight:
-    """The codes as they are, neighbours in a byte: a block has an exponent, and the codes of its second 16 values above
-    those of the first. rows: [n, bytes of a row]. Raises ModelLoadError for exponents that are not numbers."""
+    """Reorder codes so that neighbours share a byte; the file has a block's second 16 values in the high nibbles. rows:
+    [n, bytes of a row]. Raises ModelLoadError for invalid exponents."""
     blocks = rows.reshape(len(rows), -1, 1 + MX_GROUP // 2)
     codes = np.concatenate((blocks[:, :, 1:] & 15, blocks[:, :, 1:] >> 4), axis=2)
     pairs = codes[:, :, 0::2] | codes[:, :, 1::2] << 4
@@ -224,8 +218,8 @@ def _mxfp4_weight(rows: Bytes, num_columns: int) -> Float4Weight:
 
 
 def _halves_apart(rows: Bytes, num_heads: int, name: str) -> Bytes:
-    """Of each head the even rows first, then the odd ones: the elements of a rotated pair are neighbours in the file
-    and half a head apart in Hugging Face's order. [n, bytes of a row] -> the same, a copy."""
+    """Move even rows before odd ones in each head: rotated pairs are neighbours in the file and half a head apart in
+    Hugging Face's order. rows: [n, bytes of a row]; returns a copy."""
     count = len(rows)
     if count % (2 * num_heads):
         raise ModelLoadError(f"tensor {name!r} has {count} rows, which {num_heads} heads cannot share in pairs")
@@ -233,15 +227,15 @@ def _halves_apart(rows: Bytes, num_heads: int, name: str) -> Bytes:
 
 
 def _by_key(heads: StateHeads, size: int) -> npt.NDArray[np.intp]:
-    """Where the rows of values are in a file that has the first value head of every key head, then the second of every
-    one, in the order in which those of a key head are together. size: rows of a value head."""
+    """Permutation from the file's order of value heads (the first of every key head, then the second ...) to Hugging
+    Face's (heads of one key head together). size: rows per value head."""
     places = np.arange(heads.num_values * size).reshape(heads.num_values // heads.num_keys, heads.num_keys, size)
     return places.swapaxes(0, 1).flatten()
 
 
 def _value_rows(rows: Bytes, name: str, heads: StateHeads) -> Bytes:
-    """The rows of a tensor with those of value heads, or with queries and keys in front of them, in Hugging Face's
-    order. [n, bytes of a row] -> the same, a copy."""
+    """Rows of value heads, with any queries and keys before them, in Hugging Face's order. rows: [n, bytes of a row];
+    returns a copy."""
     own = name.split(".")[2]
     size = heads.value_dim if own in _OF_ELEMENTS else 1
     first = heads.key_rows if own in _BEHIND_KEYS else 0
@@ -251,8 +245,8 @@ def _value_rows(rows: Bytes, name: str, heads: StateHeads) -> Bytes:
 
 
 def _value_columns(weight: WeightTensor, heads: StateHeads) -> WeightTensor:
-    """The matrix that takes values, with its columns in Hugging Face's order. Raises ModelLoadError where value heads
-    do not make up the columns, where they cut through groups, and for formats of floating-point blocks."""
+    """Columns for value heads in Hugging Face's order. Raises ModelLoadError if the heads do not fill the columns or
+    split groups, and for floating-point blocks."""
     if weight.shape[1] != heads.num_values * heads.value_dim:
         raise ModelLoadError(f"{heads.num_values} value heads cannot share its {weight.shape[1]} columns")
     columns = torch.from_numpy(_by_key(heads, heads.value_dim))
@@ -268,7 +262,7 @@ def _value_columns(weight: WeightTensor, heads: StateHeads) -> WeightTensor:
 
 
 def _integer_weight(rows: Bytes, block: BlockType) -> IntegerWeight:
-    """rows: [n, bytes of a row], whole blocks. Raises ModelLoadError for scales that are not finite."""
+    """Unpack rows [n, bytes of a row]. Raises ModelLoadError for non-finite scales."""
     stored = FORMATS[block.name]
     num_rows, row_bytes = rows.shape
     num_columns = row_bytes // block.num_bytes * block.values
@@ -295,8 +289,8 @@ def _integer_weight(rows: Bytes, block: BlockType) -> IntegerWeight:
 
 
 def read_ahead(items: Generator[T, None, None], depth: int) -> Iterator[T]:
-    """The same items in their order, `depth` of them made in advance, on a thread of their own. What making one raises
-    is raised where it would have come. Ended early, it waits for the item in the making and closes `items`."""
+    """Iterate with `depth` items made in advance on another thread. Errors are raised in place. Closing early waits for
+    the item in the making and closes `items`."""
 
     def make() -> tuple[T, ...]:
         for item in items:

@@ -1,1 +1,1 @@
-"""The bodies of requests and responses, as msgspec structs: OpenAI's fields, then vLLM's extras."""
+"""Request and response bodies as msgspec structs: OpenAI's fields, then vLLM's extensions."""

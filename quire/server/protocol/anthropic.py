@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's bodies, and the chat completion that they mean."""
+"""Bodies of Anthropic's Messages API, and their conversion to chat completions."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ NAMES = {
     "reasoning_effort": "output_config.effort",
     "thinking_token_budget": "thinking.budget_tokens",
 }
-"""The chat endpoint's names of fields -> the ones here, for errors."""
+"""The chat endpoint's field names -> Anthropic's, for errors."""
 
 PASSED_ON = ("model", "max_tokens", "temperature", "top_p", "top_k", "chat_template_kwargs", "request_id", "priority")
-"""Fields that the chat endpoint has under the same name; the last three are ours."""
+"""Fields with the same name at the chat endpoint; the last three are extensions."""
 
 _BLOCK_NO_EFFECT = MESSAGE_NO_EFFECT | {"caller", "context", "title", "toolset_name"}
 
@@ -36,11 +36,11 @@ _NEEDED = {
     "tool_use": "name",
     "tool_result": "tool_use_id",
 }
-"""Type of a block -> the field that it cannot be without."""
+"""Type of a block -> its required field."""
 
 
 class Source(msgspec.Struct, frozen=True):
-    """Where an image is: base64 of its file, or a URL."""
+    """Source of an image: base64 of its file, or a URL."""
 
     type: str
     media_type: str | None = None
@@ -51,7 +51,7 @@ class Source(msgspec.Struct, frozen=True):
     NO_EFFECT: ClassVar[frozenset[str]] = MESSAGE_NO_EFFECT
 
     def picture(self, where: str) -> Picture:
-        """Raises UserError for a source that is not supported, and for data that is none of an image."""
+        """Raises UserError for an unsupported source or invalid data."""
         check_type(self.type, ("base64", "url"), f"{where}: sources of images")
         if self.type == "url":
             return Picture.of_url(self.url, f"{where}.url")
@@ -61,8 +61,7 @@ class Source(msgspec.Struct, frozen=True):
 
 
 class Block(msgspec.Struct, frozen=True):
-    """A block of a message: text, image, thinking, tool_use or tool_result. Others are refused where
-    messages are made."""
+    """Block of a message: text, image, thinking, tool_use or tool_result. Others are refused when messages are made."""
 
     type: str
     text: str | None = None
@@ -96,7 +95,7 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class Tool(msgspec.Struct, frozen=True):
-    """A tool of the client. The server's own tools of Anthropic's API have other types."""
+    """Tool of the client. Anthropic's server tools have other types."""
 
     name: ShortString
     input_schema: dict[str, Any] | None = None
@@ -135,7 +134,7 @@ class ToolChoice(msgspec.Struct, frozen=True):
 
 
 class Thinking(msgspec.Struct, frozen=True):
-    """budget_tokens: most tokens of thoughts."""
+    """budget_tokens: maximum of thinking tokens."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Int32 | None = None
@@ -156,7 +155,7 @@ class OutputConfig(msgspec.Struct, frozen=True):
 
 
 class CountTokensRequest(msgspec.Struct, kw_only=True, frozen=True):
-    """The conversation. system: text, or blocks of text."""
+    """Conversation whose tokens are counted. system: text, or blocks of text."""
 
     model: str
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -192,12 +191,12 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, frozen=True):
     }
 
     def ignored(self, *, reasons: bool) -> list[str]:
-        """Fields that were given and have no effect here. reasons: whether it is known how the model reasons."""
+        """Given fields without effect. reasons: the server separates the model's reasoning."""
         budget = self.thinking is not None and self.thinking.budget_tokens is not None
         return ["thinking.budget_tokens"] if budget and not reasons else []
 
     def to_chat(self, *, reasons: bool = False) -> dict[str, Any]:
-        """The body of the chat completion, but for its messages. reasons: as for `ignored`. Raises UserError."""
+        """Body of the chat completion, without messages. reasons: see `ignored`. Raises UserError."""
         fields: dict[str, Any] = {name: getattr(self, name) for name in PASSED_ON if getattr(self, name, None)}
         if self.messages[-1].role == "assistant":  # what the answer begins with
             fields |= {"add_generation_prompt": False, "continue_final_message": True}
@@ -226,7 +225,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, frozen=True):
 
     @property
     def chat_messages(self) -> list[dict[str, Any]]:
-        """What `messages_of` is given. Raises UserError."""
+        """Input of `messages_of`. Raises UserError."""
         found: list[dict[str, Any]] = []
         if self.system:
             found.append({"role": "system", "content": _texts(self.system, "system")})
@@ -240,7 +239,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True, frozen=True):
-    """A conversation to answer, with Anthropic's fields and `chat_template_kwargs`, `request_id` and `priority`."""
+    """Conversation to answer, with Anthropic's fields and `chat_template_kwargs`, `request_id` and `priority`."""
 
     max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     stop_sequences: list[str] | None = None
@@ -262,7 +261,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True, frozen=True):
 
 
 def _texts(content: str | list[Block], where: str) -> str | list[dict[str, str] | Picture]:
-    """The content of a message of the chat endpoint that is text alone. Raises UserError for other blocks."""
+    """Content of a text-only chat message. Raises UserError for other blocks."""
     if isinstance(content, str):
         return content
     _check_blocks(content, ("text",), where)
@@ -270,7 +269,7 @@ def _texts(content: str | list[Block], where: str) -> str | list[dict[str, str] 
 
 
 def _parts(blocks: Iterable[tuple[int, Block]], where: str) -> list[dict[str, str] | Picture]:
-    """Blocks of text and images, with their places, as parts of a message of the chat endpoint."""
+    """Convert (place, block of text or image) to parts of a chat message."""
     found: list[dict[str, str] | Picture] = []
     for index, block in blocks:
         if block.type == "image":
@@ -282,7 +281,7 @@ def _parts(blocks: Iterable[tuple[int, Block]], where: str) -> list[dict[str, st
 
 
 _SHOWN = ("text", "image")
-"""Types of blocks that are parts of a message or of a tool's result."""
+"""Types of blocks allowed in a message or tool result."""
 
 
 def _check_blocks(blocks: list[Block], known: Collection[str], where: str, place: str = "here") -> None:
@@ -291,7 +290,7 @@ def _check_blocks(blocks: list[Block], known: Collection[str], where: str, place
 
 
 def _user(message: Message, where: str) -> list[dict[str, Any]]:
-    """Results of tools are messages of their own, before the text beside them."""
+    """Convert a message; tool results become messages of their own, before its text."""
     found: list[dict[str, Any]] = []
     known = ("text", "image", "tool_result") if message.role == "user" else ("text",)
     _check_blocks(message.blocks, known, where, f"in a message of the {message.role}")
@@ -340,7 +339,7 @@ def _assistant(message: Message, where: str) -> dict[str, Any]:
 
 
 class MessageUsage(msgspec.Struct):
-    """input_tokens: those that were not cached."""
+    """input_tokens: tokens that were not cached."""
 
     input_tokens: int
     output_tokens: int
@@ -349,13 +348,13 @@ class MessageUsage(msgspec.Struct):
 
 
 class TextBlock(msgspec.Struct, tag="text"):
-    """`citations` are left out, as by Anthropic where there are none: clients want a list, or nothing."""
+    """Text. `citations` are omitted, because clients accept a list or nothing."""
 
     text: str
 
 
 class ThinkingBlock(msgspec.Struct, tag="thinking"):
-    """signature: empty, for nothing here checks thoughts that come back."""
+    """signature: empty, because returned thinking is not verified."""
 
     thinking: str
     signature: str = ""

@@ -44,8 +44,8 @@ MAX_CONVERSATIONS = 1024
 
 
 class TemplateInputs(NamedTuple):
-    """documents: to answer from. source: of a template to take instead of the model's. options: further variables.
-    mm_processor_kwargs, media_io_kwargs: how images are taken, where the server lets requests say it."""
+    """Inputs of a chat template. documents: for retrieval. source: template instead of the model's. options: further
+    variables. mm_processor_kwargs, media_io_kwargs: image options, if the server allows them in requests."""
 
     documents: list[dict[str, Any]] | None = None
     source: str | None = None
@@ -60,7 +60,7 @@ class PredictedText(msgspec.Struct, frozen=True):
 
 
 class Prediction(msgspec.Struct, frozen=True):
-    """The text that a client expects, whole or in parts: OpenAI's predicted output."""
+    """Text that the client expects, whole or in parts: OpenAI's predicted output."""
 
     content: str | list[PredictedText]
     type: Literal["content"] = "content"
@@ -72,14 +72,12 @@ class Prediction(msgspec.Struct, frozen=True):
 
 
 class ChatRequest(ToolFields, kw_only=True, frozen=True):
-    """max_completion_tokens: the newer name of max_tokens, which counts where both are given. logprobs: whether;
-    top_logprobs: how many alternatives. echo: the answer begins with the last message, where that has its role.
-    documents, reasoning_effort: for templates that know them; reasoning_effort also sets `enable_thinking`, unless
-    chat_template_kwargs does. chat_template: the source of a template to take instead of the model's.
-    return_prompt_text: the answer has what the template wrote. use_beam_search: search with n beams.
-    prediction: drafts come from this text, which changes no token.
-    functions, function_call: OpenAI's former names of tools and tool_choice, which are answered in their form.
-    """
+    """max_completion_tokens: newer name of max_tokens; it wins if both are given. logprobs: return log-probabilities,
+    with `top_logprobs` alternatives. echo: begin the answer with the last message if it has the same role. documents,
+    reasoning_effort: for templates that know them; reasoning_effort also sets `enable_thinking`, unless
+    chat_template_kwargs does. chat_template: source of a template instead of the model's. return_prompt_text: return
+    the rendered prompt. use_beam_search: search with n beams. prediction: source of drafts; the output stays the same.
+    functions, function_call: OpenAI's old tools and tool_choice, answered in the old form."""
 
     messages: Messages
     max_tokens: Int32 | None = None
@@ -119,7 +117,7 @@ class ChatRequest(ToolFields, kw_only=True, frozen=True):
         check_continuation(self.add_generation_prompt, self.continue_final_message, self.messages)
 
     def check_functions(self) -> None:
-        """Raises UserError for a `function_call` that does not fit the functions."""
+        """Raises UserError if `function_call` does not fit the functions."""
         choice = self.function_call
         if self.functions and (self.tools or self.tool_choice):
             raise UserError("functions and function_call go without tools and tool_choice", param="functions")
@@ -132,7 +130,7 @@ class ChatRequest(ToolFields, kw_only=True, frozen=True):
 
     @property
     def with_tools(self) -> ChatRequest:
-        """The request with `tools` for `functions`, at most one of which is called."""
+        """The request with `functions` as `tools`, at most one of which is called."""
         if not self.functions:
             return self
         choice = self.function_call
@@ -147,7 +145,7 @@ class ChatRequest(ToolFields, kw_only=True, frozen=True):
 
     @property
     def chat_messages(self) -> list[dict[str, Any]]:
-        """What `messages_of` is given."""
+        """Input of `messages_of`."""
         messages = with_tool_calls(self.messages) if self.functions else self.messages
         return [message.to_dict() for message in messages]
 
@@ -157,7 +155,7 @@ class ChatRequest(ToolFields, kw_only=True, frozen=True):
 
     @property
     def template_inputs(self) -> TemplateInputs:
-        """What the template is given besides what every conversation has."""
+        """Template inputs that only some conversations have."""
         options: dict[str, Any] = {}
         if self.reasoning_effort is not None:
             options["reasoning_effort"] = self.reasoning_effort
@@ -167,7 +165,7 @@ class ChatRequest(ToolFields, kw_only=True, frozen=True):
         return TemplateInputs(self.documents, self.chat_template, options, *media)
 
     def echoed(self, role: str) -> str:
-        """The text that an answer in `role` begins with."""
+        """Text that an answer in `role` begins with."""
         last = self.messages[-1]
         return last.text if self.echo and last.role == role else ""
 
@@ -188,7 +186,7 @@ class ChatRequest(ToolFields, kw_only=True, frozen=True):
 
     @property
     def names(self) -> dict[str, str]:
-        """Our names of fields -> the client's, where SamplingParams and tools word them differently."""
+        """Engine field names -> the client's, where they differ."""
         names = {"logprobs": "top_logprobs"}
         if self.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
@@ -198,7 +196,7 @@ class ChatRequest(ToolFields, kw_only=True, frozen=True):
 
 
 class ChatBatchRequest(ChatRequest, kw_only=True, frozen=True):
-    """Conversations that are answered once each with the same settings, and without tools."""
+    """Conversations with the same settings, one answer each, without tools."""
 
     messages: Annotated[list[Messages], Meta(min_length=1, max_length=MAX_CONVERSATIONS)]  # type: ignore[assignment]
 
@@ -217,7 +215,7 @@ class ChatBatchRequest(ChatRequest, kw_only=True, frozen=True):
 
     @property
     def conversations(self) -> list[ChatRequest]:
-        """A request for each, with an id of its own."""
+        """One request for each, with its own id."""
         fields = {name: getattr(self, name) for name in ChatRequest.__struct_fields__}
         return [ChatRequest(**{**fields, "messages": each, "request_id": None}) for each in self.messages]
 
@@ -241,8 +239,8 @@ class ChatLogprobs(msgspec.Struct):
 
 
 class AssistantMessage(msgspec.Struct):
-    """reasoning, reasoning_content: two names of the model's thoughts, vLLM's today and DeepSeek's. function_call:
-    where the request has `functions`. tool_calls: left out where there are none, as OpenAI does."""
+    """reasoning, reasoning_content: two names of the model's reasoning, vLLM's current and DeepSeek's. function_call:
+    only if the request has `functions`. tool_calls: omitted if empty, as by OpenAI."""
 
     role: str
     content: str | None

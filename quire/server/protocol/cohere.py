@@ -1,4 +1,4 @@
-"""/v2/embed: Cohere's embeddings of texts."""
+"""Bodies of Cohere's /v2/embed."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ EmbeddingType = Literal["float", "binary", "ubinary", "base64"]
 
 
 class CohereEmbedRequest(PooledFields, kw_only=True, frozen=True):
-    """input_type: the name of the prompt of the model's files that stands before each text. output_dimension: leading
-    elements of each vector. embedding_types: forms of the vectors, floats where there are none. truncate: whether a
-    text longer than `max_tokens`, or than the model's context, loses its end or is an error."""
+    """input_type: name of the model's prompt to put before each text. output_dimension: number of leading elements to
+    keep. embedding_types: forms of the vectors; floats by default. truncate: cut the end of texts longer than
+    `max_tokens` or the context, or refuse them ("NONE")."""
 
     texts: Annotated[list[str], Meta(max_length=MAX_INPUTS)] | None = None
     input_type: ShortString | None = None
@@ -41,13 +41,13 @@ class CohereEmbedRequest(PooledFields, kw_only=True, frozen=True):
 
     @property
     def num_kept(self) -> int | None:
-        """Most tokens that are left of a text, -1 for the model's context; None: longer texts are errors."""
+        """Maximum of tokens kept from a text, -1 for the model's context; None: longer texts are errors."""
         return None if self.truncate == "NONE" else self.max_tokens or -1
 
 
 class CohereEmbeddings(msgspec.Struct, rename={"floats": "float"}):
-    """The vectors in each form that was asked for. binary, ubinary: a bit for each element, set where it is not
-    negative, eight in a number, the first one the highest; of `binary` less 128."""
+    """Vectors in each requested form. binary, ubinary: a bit for each element, set unless negative; eight per number,
+    the highest bit first; `binary` subtracts 128."""
 
     floats: list[list[float]] | UnsetType = UNSET
     binary: list[list[int]] | UnsetType = UNSET

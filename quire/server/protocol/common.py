@@ -1,4 +1,4 @@
-"""What requests and answers of several endpoints have in common: types of fields, fields, usage."""
+"""Types of fields, fields, and usage shared by several endpoints."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ from quire.server.protocol.foreign import CHANGES_ANSWER, NO_EFFECT
 
 MAX_STRING = 1024
 MAX_SEQUENCES = 4096
-"""Most sequences (prompts times n) of one request."""
+"""Maximum of sequences (prompts times n) in one request."""
 
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 MAX_TOKEN_ID = 2**31 - 1
 TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
 Priority = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-"""Lower is earlier. The server's range bounds it where the engine takes priorities."""
+"""Priority; lower is earlier. The server limits its range."""
 ShortString = Annotated[str, Meta(max_length=MAX_STRING)]
 Identifier = Annotated[str, Meta(pattern=r"^[!-~]{1,128}$(?!\n)")]
-"""Printable ASCII without spaces: safe in a header, a log line and a response id. (`$` alone lets a line feed follow in
-Python; `\\Z` would say the same, but JSON Schema's regular expressions do not have it.)"""
+r"""Printable ASCII without spaces: safe in a header, a log line and a response id. (Python's `$` alone allows a final
+line feed; JSON Schema's regular expressions lack `\Z`.)"""
 
 
 class RequestStruct(msgspec.Struct, frozen=True):
-    """`UNSUPPORTED`: fields that are known and not supported -> the values that ask for nothing and so are accepted.
-    `NO_EFFECT`: fields that are known and mean nothing here. `EXTENSIONS`: objects for extensions, of which there are
-    none: each of their keys is an unknown field."""
+    """Request body. `UNSUPPORTED`: known but unsupported fields -> harmless values. `NO_EFFECT`: known fields without
+    meaning here. `EXTENSIONS`: objects for extensions, whose keys are all unknown fields."""
 
     UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = {}
     NO_EFFECT: ClassVar[frozenset[str]] = NO_EFFECT
@@ -35,8 +34,8 @@ class RequestStruct(msgspec.Struct, frozen=True):
 
 
 class SharedFields(RequestStruct, kw_only=True, frozen=True):
-    """Fields that completions, chats and responses have under the same names. None means "not given": SamplingParams
-    holds the defaults and the checks."""
+    """Fields common to completions, chats and responses. None means "not given": SamplingParams has the defaults and
+    checks."""
 
     model: str | None = None
     temperature: float | None = None
@@ -75,7 +74,7 @@ UNSUPPORTED_FIELDS: dict[str, tuple[object, ...]] = {
     "use_beam_search": (False,),
     "watermarking": (False,),
 }
-"""Known fields of OpenAI and vLLM that are refused, with the values that ask for nothing and so are accepted."""
+"""Known fields of OpenAI and vLLM that are refused -> harmless values, which are accepted."""
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -83,9 +82,8 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class SpeculativeDecoding(msgspec.Struct, omit_defaults=True):
-    """The drafts of a request, by vLLM's names. A step counts here when it had drafts; of a step with drafts one token
-    more than the accepted ones comes. acceptance_histogram[j]: steps of which j drafts were accepted. num_spec_tokens:
-    most drafts of a step."""
+    """Drafts of a request, by vLLM's names. Only steps with drafts count; each yields its accepted drafts and one token
+    more. acceptance_histogram[j]: steps with j accepted drafts. num_spec_tokens: maximum of drafts per step."""
 
     mean_acceptance_length: float
     draft_acceptance_rate: float
@@ -99,7 +97,7 @@ class SpeculativeDecoding(msgspec.Struct, omit_defaults=True):
 
     @classmethod
     def of(cls, steps: bytes, most: int, *, is_detailed: bool) -> SpeculativeDecoding:
-        """steps: as `RequestMetrics.draft_steps`."""
+        """steps: `RequestMetrics.draft_steps`."""
         drafted, accepted = list(steps[::2]), list(steps[1::2])
         num_steps, num_drafts, num_accepted = len(drafted), sum(drafted), sum(accepted)
         return cls(
@@ -116,11 +114,9 @@ class SpeculativeDecoding(msgspec.Struct, omit_defaults=True):
 
 
 class AnswerTimes(msgspec.Struct, omit_defaults=True):
-    """What the phases of a request took, in milliseconds, and its speed; each left out where there was no such phase.
-
-    time_to_first_token_ms: from the first step. generation_time_ms: from the first token to the last. mean_itl_ms:
-    between two tokens. tokens_per_second: from the first step to the last token.
-    """
+    """Durations of a request's phases in milliseconds, and its speed. time_to_first_token_ms: from the first step.
+    generation_time_ms: from the first token to the last. mean_itl_ms: mean time between tokens. tokens_per_second: from
+    the first step to the last token."""
 
     time_to_first_token_ms: float | None = None
     generation_time_ms: float | None = None
@@ -131,7 +127,7 @@ class AnswerTimes(msgspec.Struct, omit_defaults=True):
 
 
 class CompletionTokensDetails(msgspec.Struct, omit_defaults=True):
-    """reasoning_tokens: of models that reason. The others: of a request with a prediction."""
+    """reasoning_tokens: only for models that reason. Others: only for requests with a prediction."""
 
     reasoning_tokens: int | UnsetType = UNSET
     accepted_prediction_tokens: int | UnsetType = UNSET
@@ -139,8 +135,8 @@ class CompletionTokensDetails(msgspec.Struct, omit_defaults=True):
 
 
 class Usage(msgspec.Struct):
-    """Tokens of one request; a prompt counts once however many completions it gets. completion_tokens_details: of
-    models that reason, and requests with a prediction."""
+    """Tokens of one request; a prompt counts once for all its completions. completion_tokens_details: only with
+    reasoning or a prediction."""
 
     prompt_tokens: int
     completion_tokens: int

@@ -25,18 +25,17 @@ Prompt = str | list[int]
 
 MAX_PROMPTS = 1024
 NO_PROMPT = "Either prompt or prompt_embeds must be provided and non-empty."
-"""vLLM's words, which programs look for."""
+"""vLLM's message, which programs look for."""
 
 
 class CompletionRequest(SamplingFields, kw_only=True, frozen=True):
     """prompt: a string, token ids, a list of strings or a list of token-id lists.
-
-    max_tokens: 0 is allowed with `echo`: the prompt is scored and nothing generated.
-    logprobs: number of alternatives; the chosen token's logprob always comes with them.
-    best_of: completions to generate; the n of the highest cumulative log-probability are returned.
-    use_beam_search: search with `beam_width` beams (also called best_of; if neither is given, n) and return the n best
-    hypotheses; length_penalty and early_stopping as in SamplingParams. Neither can be streamed.
-    suffix: what comes behind the completion, for models that were trained to infill.
+    max_tokens: 0 is allowed with `echo`: score the prompt and generate nothing.
+    logprobs: number of alternatives besides the chosen token.
+    best_of: completions to generate; the n with the highest cumulative log-probability are returned.
+    use_beam_search: search with `beam_width` beams (or best_of, or n) and return the n best hypotheses; length_penalty
+        and early_stopping as in SamplingParams. Neither ranking can be streamed.
+    suffix: text after the completion, for models trained to infill.
     """
 
     prompt: str | list[str | TokenId | list[TokenId]] = ""
@@ -76,7 +75,7 @@ class CompletionRequest(SamplingFields, kw_only=True, frozen=True):
             )
 
     def _check_ranking(self) -> None:
-        """What is compared at its end cannot be streamed."""
+        """Check best_of and beam search; ranked answers cannot be streamed."""
         if not self.use_beam_search and self.beam_width is not None:
             raise UserError("beam_width needs use_beam_search", param="beam_width")
         if self.beam_width is not None and self.best_of not in (None, self.beam_width):
@@ -90,13 +89,13 @@ class CompletionRequest(SamplingFields, kw_only=True, frozen=True):
 
     @property
     def _num_sequences(self) -> tuple[str, int]:
-        """(what the request calls it, sequences that run for each prompt)."""
+        """Return (field name, sequences that run for each prompt)."""
         given = ((name, getattr(self, name)) for name in ("beam_width", "best_of", "n"))
         return next(((name, value) for name, value in given if value is not None), ("n", 1))
 
     @property
     def prompts(self) -> list[Prompt]:
-        """The prompts one by one. Raises UserError for a list that mixes kinds."""
+        """List of prompts. Raises UserError for mixed kinds."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         kinds = {type(entry) for entry in self.prompt}
@@ -108,12 +107,12 @@ class CompletionRequest(SamplingFields, kw_only=True, frozen=True):
 
     @property
     def tokenises_prompts(self) -> bool:
-        """Whether the server makes the prompts' tokens itself, and not the engine."""
+        """True if the server tokenizes the prompts instead of the engine."""
         return not self.add_special_tokens or bool(self.suffix) or self.repeats_prompts
 
     @property
     def repeats_prompts(self) -> bool:
-        """Whether the answer holds something for each token of the prompts."""
+        """True if the answer has an entry for each prompt token."""
         return self.echo or self.return_token_ids or self.prompt_logprobs is not None
 
     @property
@@ -140,7 +139,7 @@ class CompletionRequest(SamplingFields, kw_only=True, frozen=True):
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Four columns with one entry per token; the first token of an echoed prompt has no logprob (null)."""
+    """Four columns with one entry per token; an echoed prompt's first token has no log-probability (null)."""
 
     tokens: list[str] = []
     token_logprobs: list[float | None] = []
@@ -160,8 +159,8 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
 
 
 class CompletionResponse(msgspec.Struct, kw_only=True):
-    """A whole answer, or one chunk of a stream (both have the same `object`). What is absent from a chunk is null in a
-    whole answer, where clients look for it."""
+    """Whole answer or chunk of a stream (both have the same `object`). Fields absent from a chunk are null in a whole
+    answer, where clients look for them."""
 
     id: str
     object: str = "text_completion"

@@ -1,8 +1,7 @@
-"""Request fields that other servers know and this one does not: OpenAI's, llama.cpp's, Ollama's and OpenRouter's.
+"""Request fields of other servers that this one lacks: OpenAI's, llama.cpp's, Ollama's and OpenRouter's.
 
-A client written for one of them sends its fields everywhere. Those that do not change the answer are taken without a
-word. Those that would change it are an error, unless their value is the one that changes nothing. Neither kind is ever
-taken for a misspelling of another field.
+Clients send them everywhere. Fields that do not change the answer are accepted silently; those that would change it are
+errors, unless their value is harmless. None counts as a misspelling.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ NO_EFFECT: frozenset[str] = frozenset(
         "usage",
     }
 )
-"""Fields that are accepted and mean nothing here."""
+"""Accepted fields without meaning here."""
 
 CHANGES_ANSWER: dict[str, tuple[object, ...]] = {
     # OpenAI.
@@ -109,7 +108,7 @@ CHANGES_ANSWER: dict[str, tuple[object, ...]] = {
     "top_a": (0.0, 0),
     "transforms": ([],),
 }
-"""Fields that this server cannot give -> the values that ask for nothing and are accepted."""
+"""Unsupported fields -> harmless values, which are accepted."""
 
 MESSAGE_NO_EFFECT: frozenset[str] = frozenset(
     {
@@ -145,4 +144,4 @@ MESSAGE_NO_EFFECT: frozenset[str] = frozenset(
         "type",
     }
 )
-"""Fields that answers of servers and clients' libraries bring, and that come back with the history."""
+"""Fields of answers by servers and client libraries, which return with the history."""

@@ -1,4 +1,4 @@
-"""llama.cpp's API: its requests, the completions that they mean, and its answers (docs/doors.md: all fields)."""
+"""Bodies of llama.cpp's API, and their conversion to completions (docs/doors.md lists all fields)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.server.protocol.common import Int32, RequestStruct, ShortString, Toke
 from quire.server.protocol.pooling import MAX_INPUTS, PooledFields
 
 SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
-"""llama.cpp's defaults, for requests and models that say nothing."""
+"""llama.cpp's defaults, if neither request nor model has any."""
 NAMES = {
     "max_tokens": "n_predict",
     "repetition_penalty": "repeat_penalty",
@@ -21,9 +21,9 @@ NAMES = {
     "response_format": "json_schema",
     "suffix": "input_suffix",
 }
-"""Our names of fields -> llama.cpp's, for errors."""
+"""The engine's field names -> llama.cpp's, for errors."""
 MAX_EXTRA = 1024
-"""Texts of `input_extra`."""
+"""Maximum of texts in `input_extra`."""
 MAX_RESPONSE_FIELDS = 64
 CHANGES_ANSWER: dict[str, tuple[object, ...]] = {
     "adaptive_target": (-1.0, -1),
@@ -43,7 +43,7 @@ CHANGES_ANSWER: dict[str, tuple[object, ...]] = {
     "typical_p": (1.0, 1),
     "xtc_probability": (0.0, 0),
 }
-"""Fields that this server cannot give -> the values that ask for nothing."""
+"""Unsupported fields -> harmless values."""
 NOTED = frozenset(
     {
         "cache_prompt",
@@ -62,7 +62,7 @@ NOTED = frozenset(
         "timings_per_token",
     }
 )
-"""Fields of slots, of their cache and of the order of samplers."""
+"""Fields about slots, their cache and the order of samplers."""
 IDLE = frozenset(
     {
         "dry_allowed_length",
@@ -79,8 +79,8 @@ IDLE = frozenset(
 
 
 class SamplerFields(RequestStruct, kw_only=True, frozen=True):
-    """Fields of sampling that llama.cpp and Ollama have under one name. repeat_penalty: of all tokens so far, or of
-    none where repeat_last_n is 0. seed: below 0: a random one."""
+    """Sampling fields common to llama.cpp and Ollama. repeat_penalty: covers all tokens so far, or none if
+    repeat_last_n is 0. seed: negative for a random one."""
 
     temperature: float | None = None
     top_k: Int32 | None = None
@@ -94,7 +94,7 @@ class SamplerFields(RequestStruct, kw_only=True, frozen=True):
     repeat_last_n: Int32 | None = None
 
     def sampler_fields(self, usual: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-        """Fields of a chat or completion. usual: the API's defaults, where the model's, `defaults`, say nothing."""
+        """Fields of a chat or completion. usual: the API's defaults. defaults: the model's, which win."""
         names = ("temperature", "top_k", "top_p", "min_p", "stop", "presence_penalty", "frequency_penalty")
         found: dict[str, Any] = {name: value for name, value in usual.items() if name not in defaults}
         found |= {name: value for name in names if (value := getattr(self, name)) is not None}
@@ -106,10 +106,9 @@ class SamplerFields(RequestStruct, kw_only=True, frozen=True):
 
 
 class LlamaFields(SamplerFields, kw_only=True, frozen=True):
-    """Fields of completions and infilling. n_predict: most tokens; below 0: as many as the context holds; 0: the prompt
-    is computed and nothing is said. t_max_predict_ms: time after the first token, behind which the answer ends at its
-    next line. response_fields: paths of the fields of the answer that are told (`a/b`: b of a). num_drafts: most drafts
-    of a step."""
+    """Fields of completions and infilling. n_predict: maximum of tokens; 0: only compute the prompt; negative: fill the
+    context. t_max_predict_ms: time after the first token, after which the answer ends at its next line break.
+    response_fields: paths of the answer's fields to return (`a/b`: b of a). num_drafts: maximum of drafts per step."""
 
     model: str | None = None
     stream: bool = False
@@ -127,11 +126,11 @@ class LlamaFields(SamplerFields, kw_only=True, frozen=True):
 
     @property
     def noted(self) -> list[str]:
-        """Fields without effect: a penalty of the last tokens alone is one of all of them."""
+        """Fields without effect: the penalty covers all tokens, not just the last ones."""
         return ["repeat_last_n"] if (self.repeat_last_n or 0) > 0 else []
 
     def to_completion(self, prompt: str | list[int], defaults: Mapping[str, Any], longest: int) -> dict[str, Any]:
-        """The body of the completion of `prompt`. defaults: of the model; longest: tokens of its context."""
+        """Body of the completion. defaults: the model's. longest: context length in tokens."""
         found = self.sampler_fields(SAMPLING, defaults)
         if self.ignore_eos is not None:
             found["ignore_eos"] = self.ignore_eos
@@ -147,7 +146,7 @@ class LlamaFields(SamplerFields, kw_only=True, frozen=True):
 
 
 class LlamaCompletionRequest(LlamaFields, kw_only=True, frozen=True):
-    """prompt: a text, or token ids."""
+    """prompt: text or token ids."""
 
     prompt: str | list[TokenId]
 
@@ -157,7 +156,7 @@ class LlamaCompletionRequest(LlamaFields, kw_only=True, frozen=True):
 
 
 class LlamaExtra(msgspec.Struct, frozen=True):
-    """A text of another file, for infilling."""
+    """Text of another file, for infilling."""
 
     text: str
     filename: str = ""
@@ -166,7 +165,7 @@ class LlamaExtra(msgspec.Struct, frozen=True):
 
 
 class LlamaInfillRequest(LlamaFields, kw_only=True, frozen=True):
-    """What stands between two texts. prompt: the beginning of the answer. input_extra: texts of other files."""
+    """Infilling between two texts. prompt: beginning of the answer. input_extra: texts of other files."""
 
     input_prefix: str = ""
     input_suffix: str = ""
@@ -175,8 +174,7 @@ class LlamaInfillRequest(LlamaFields, kw_only=True, frozen=True):
 
 
 class LlamaEmbeddingRequest(PooledFields, kw_only=True, frozen=True):
-    """content: a text, or several. embd_normalize: -1: vectors are not brought to length 1; 2 and by default: as the
-    model has them."""
+    """content: one text or several. embd_normalize: -1 for raw vectors, 2 (default) for the model's normalization."""
 
     content: str | Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
     embd_normalize: int = 2
@@ -191,7 +189,7 @@ class LlamaEmbeddingRequest(PooledFields, kw_only=True, frozen=True):
 
 
 class LlamaTimings(msgspec.Struct):
-    """Tokens and milliseconds: of the cache, of the prompt, and behind the first token."""
+    """Numbers of tokens and milliseconds: from the cache, of the prompt, and after the first token."""
 
     cache_n: int
     prompt_n: int
@@ -205,8 +203,8 @@ class LlamaTimings(msgspec.Struct):
 
 
 class LlamaResponse(msgspec.Struct, kw_only=True):
-    """An answer, or a piece of one that is streamed. stop_type: eos, limit, word or none; tokens_cached: of the prompt;
-    tokens_evaluated: of the prompt; has_new_line: whether the text has one."""
+    """Answer or streamed piece. stop_type: eos, limit, word or none. tokens_cached, tokens_evaluated: prompt tokens.
+    has_new_line: the text has one."""
 
     index: int = 0
     content: str
@@ -225,7 +223,7 @@ class LlamaResponse(msgspec.Struct, kw_only=True):
 
 
 class LlamaChosenFields(msgspec.Struct):
-    """The fields of an answer that `response_fields` names, by their own names."""
+    """Fields of an answer that `response_fields` names."""
 
 
 class LlamaEmbedding(msgspec.Struct):
@@ -243,7 +241,7 @@ class LlamaGenerationSettings(msgspec.Struct):
 
 
 class LlamaProps(msgspec.Struct, kw_only=True):
-    """chat_template: told where the settings let clients see it; model_path: never."""
+    """chat_template: empty unless the settings show it. model_path: always empty."""
 
     default_generation_settings: LlamaGenerationSettings
     total_slots: int
@@ -258,7 +256,7 @@ class LlamaProps(msgspec.Struct, kw_only=True):
 
 
 class LlamaSlot(msgspec.Struct):
-    """A place of the batch, without what runs there."""
+    """Place in the batch, without its contents."""
 
     id: int
     n_ctx: int
@@ -267,7 +265,7 @@ class LlamaSlot(msgspec.Struct):
 
 
 class LlamaPiece(msgspec.Struct):
-    """A token, and its text."""
+    """Token and its text."""
 
     id: int
     piece: str

@@ -1,4 +1,4 @@
-"""The messages of a conversation, as clients send them: chat completions and tokenize."""
+"""Messages of a conversation in requests of chat completions and tokenize."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 MAX_ROLE = 64
-"""Characters of a role."""
+"""Maximum of characters in a role."""
 
 
 def check_role(role: str) -> None:
-    """Raise UserError for a role that no template can know, or that is a misspelt one."""
+    """Raise UserError for a role of invalid length or a misspelled one."""
     if not 1 <= len(role) <= MAX_ROLE:
         raise UserError(f"a role has 1 to {MAX_ROLE} characters", param="role")
     if role not in KNOWN_ROLES and (meant := near_miss(role, KNOWN_ROLES)) is not None:
@@ -32,8 +32,7 @@ def check_role(role: str) -> None:
 
 
 class ContentPart(msgspec.Struct, frozen=True, gc=False):
-    """A part of a message: a text, or an image. `messages_of` refuses others; they are known here so that they can be
-    named."""
+    """Part of a message: text or image. `messages_of` refuses other kinds by name."""
 
     type: str | None = None
     text: str | None = None
@@ -55,7 +54,7 @@ class ContentPart(msgspec.Struct, frozen=True, gc=False):
                 raise UserError(f"{other} does not belong into a content part of type {self.type!r}", param=other)
 
     def to_dict(self) -> dict[str, Any]:
-        """What was given."""
+        """Given fields."""
         return {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
 
 
@@ -63,14 +62,14 @@ _MEDIA = ("image_url", "image_embeds", "input_audio", "audio_url", "video_url", 
 
 
 class CalledFunction(msgspec.Struct, frozen=True, gc=False):
-    """arguments: JSON of an object, or the object."""
+    """arguments: an object, or its JSON."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
 class MessageToolCall(msgspec.Struct, frozen=True, gc=False):
-    """A call that the assistant made in an earlier turn."""
+    """Earlier call by the assistant."""
 
     function: CalledFunction
     id: str | None = None
@@ -87,11 +86,10 @@ class MessageToolCall(msgspec.Struct, frozen=True, gc=False):
 
 
 class ChatMessage(msgspec.Struct, frozen=True, gc=False):
-    """One message. What servers add to their answers (`refusal`, `annotations`, ...) may come back, without effect.
+    """One message. Fields that servers add to answers (`refusal`, `annotations`, ...) may return, without effect.
 
-    role: any that the template knows. reasoning, reasoning_content: two names of the assistant's thoughts.
-    tools: of a developer's message; task: a template's own; both are given to the template. function_call: OpenAI's
-    former `tool_calls`.
+    role: any that the template knows. reasoning, reasoning_content: two names of the assistant's reasoning. tools: part
+        of a developer's message. task: passed to the template. function_call: OpenAI's old `tool_calls`.
     """
 
     role: str
@@ -114,14 +112,14 @@ class ChatMessage(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def text(self) -> str:
-        """The content as a string."""
+        """Content as a string."""
         content = self.to_dict()["content"] or ""
         if isinstance(content, str):
             return content
         return "\n".join(text_of_part(part, "content") for part in content if picture_of(part, "content") is None)
 
     def to_dict(self) -> dict[str, Any]:
-        """What `messages_of` is given."""
+        """Input of `messages_of`."""
         content: Any = self.content
         if isinstance(content, list):
             content = [part if isinstance(part, str) else part.to_dict() for part in content]
@@ -143,8 +141,8 @@ class ChatMessage(msgspec.Struct, frozen=True, gc=False):
 
 
 class ReadMessages(list[Any]):
-    """The messages of a body that was read (quire/server/reading.py): all of them are in `found`, as a conversation has
-    them; the last one alone is in the list, of a large body without its text unless the answer repeats that."""
+    """Messages of a parsed body (quire/server/reading.py): `found` has all of them; the list has only the last, for a
+    large body without text unless the answer repeats it."""
 
     def __init__(self, last: Any, found: conversation.Messages) -> None:
         super().__init__([last])
@@ -152,7 +150,7 @@ class ReadMessages(list[Any]):
 
 
 def found_messages(messages: list[Any] | None) -> conversation.Messages:
-    """The messages of a body that `read_request` has read."""
+    """Messages of a body that `read_request` has read."""
     assert isinstance(messages, ReadMessages)
     return messages.found
 
@@ -161,8 +159,8 @@ Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAG
 
 
 def with_tool_calls(messages: list[ChatMessage]) -> list[ChatMessage]:
-    """The messages with `tool_calls` for `function_call`, and messages of a tool for those of a function. The ids are
-    as long as Mistral's templates want them."""
+    """Replace `function_call` by `tool_calls`, and function messages by tool messages. The ids have the length that
+    Mistral's templates require."""
     found = []
     number = 0
     for message in messages:
@@ -179,7 +177,7 @@ def with_tool_calls(messages: list[ChatMessage]) -> list[ChatMessage]:
 def check_continuation(
     add_generation_prompt: bool | None, continue_final_message: bool, messages: list[ChatMessage]
 ) -> None:
-    """Raise UserError when the last message can not be continued as asked."""
+    """Raise UserError if the last message cannot be continued as requested."""
     if not continue_final_message:
         return
     if add_generation_prompt:

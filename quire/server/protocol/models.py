@@ -1,4 +1,4 @@
-"""GET /v1/models: OpenAI's words, and Anthropic's."""
+"""Bodies of GET /v1/models, OpenAI's and Anthropic's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class ModelPermission(msgspec.Struct, kw_only=True):
-    """What clients of older versions of OpenAI's API read."""
+    """Permissions that clients of OpenAI's older API read."""
 
     id: str
     object: str = "model_permission"
@@ -39,7 +39,7 @@ class ModelList(msgspec.Struct):
 
 
 class ModelInfo(msgspec.Struct, kw_only=True):
-    """A model in Anthropic's words."""
+    """Model in Anthropic's form."""
 
     id: str
     type: str = "model"

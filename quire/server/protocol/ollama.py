@@ -1,4 +1,4 @@
-"""Ollama's API: its requests, the chats and completions that they mean, and its answers (docs/doors.md: all fields)."""
+"""Bodies of Ollama's API, and their conversion to chats and completions (docs/doors.md lists all fields)."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from quire.server.protocol.structured import ConstraintText
 from quire.server.protocol.tools import Tools
 
 VERSION = "0.13.5"
-"""Ollama's version whose API this is. Copilot asks for 0.6.4 at least."""
+"""Ollama version that the API follows. Copilot requires 0.6.4."""
 SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
-"""Ollama's defaults, for requests and models that say nothing."""
+"""Ollama's defaults, if neither request nor model has any."""
 LOADING = frozenset(
     {
         "embedding_only",
@@ -42,10 +42,10 @@ LOADING = frozenset(
         "vocab_only",
     }
 )
-"""Options of how a model is loaded: here the server's own options say that."""
+"""Options for loading a model, which the server's own options decide."""
 CHANGES_ANSWER: dict[str, tuple[object, ...]] = {"mirostat": (0, 0.0), "tfs_z": (1.0, 1), "typical_p": (1.0, 1)}
 UNWANTED: dict[str, tuple[object, ...]] = {"width": (0,), "height": (0,), "steps": (0,)}
-"""Fields of models that make images."""
+"""Fields of image generation."""
 NAMES = {
     "max_tokens": "options.num_predict",
     "repetition_penalty": "options.repeat_penalty",
@@ -66,13 +66,13 @@ NAMES = {
     "reasoning_effort": "think",
     "structured_outputs": "format",
 }
-"""Our names of fields -> Ollama's, for errors."""
+"""The engine's field names -> Ollama's, for errors."""
 
 Think = bool | Literal["low", "medium", "high", "max"]
 
 
 class OllamaOptions(SamplerFields, kw_only=True, frozen=True):
-    """Options of sampling. num_predict: most tokens; none above 0: as many as the context holds."""
+    """Sampling options. num_predict: maximum of tokens; not positive: as many as the context holds."""
 
     num_predict: Int32 | None = None
 
@@ -82,11 +82,11 @@ class OllamaOptions(SamplerFields, kw_only=True, frozen=True):
 
     @property
     def noted(self) -> list[str]:
-        """Options without effect: a penalty of the last tokens alone is one of all of them."""
+        """Options without effect: the penalty covers all tokens, not just the last ones."""
         return ["options.repeat_last_n"] if (self.repeat_last_n or 0) > 0 else []
 
     def sampling(self, defaults: Mapping[str, Any], longest: int) -> dict[str, Any]:
-        """Fields of a chat or completion. defaults: of the model; longest: tokens of its context."""
+        """Fields of a chat or completion. defaults: the model's. longest: context length in tokens."""
         limit = self.num_predict if (self.num_predict or 0) > 0 else longest
         return self.sampler_fields(SAMPLING, defaults) | {"max_tokens": limit}
 
@@ -95,8 +95,8 @@ NO_OPTIONS = OllamaOptions()
 
 
 class OllamaFields(RequestStruct, kw_only=True, frozen=True):
-    """Fields of chats and completions. format: "json", or a JSON schema. think: whether the model thinks, or how much.
-    Answers are streamed unless `stream` is false."""
+    """Fields of chats and completions. format: "json" or a JSON schema. think: turn thinking on or off, or its effort.
+    stream: on by default."""
 
     model: str
     stream: bool = True
@@ -117,7 +117,7 @@ class OllamaFields(RequestStruct, kw_only=True, frozen=True):
             raise UserError("top_logprobs is only allowed together with logprobs", param="top_logprobs")
 
     def to_fields(self, model: str, defaults: Mapping[str, Any], longest: int) -> dict[str, Any]:
-        """Fields that chats and completions have under one name. model: the served name."""
+        """Fields common to chats and completions. model: the served name."""
         found = {"model": model, **self.options.sampling(defaults, longest)}
         if self.format == "json":
             found["response_format"] = {"type": "json_object"}
@@ -127,7 +127,7 @@ class OllamaFields(RequestStruct, kw_only=True, frozen=True):
         return found
 
     def to_chat(self, model: str, defaults: Mapping[str, Any], longest: int) -> dict[str, Any]:
-        """The body of the chat completion, but for its messages."""
+        """Body of the chat completion, without messages."""
         found = self.to_fields(model, defaults, longest)
         if self.logprobs:
             found |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
@@ -139,7 +139,7 @@ class OllamaFields(RequestStruct, kw_only=True, frozen=True):
 
 
 class OllamaFunction(msgspec.Struct, frozen=True):
-    """A call of a function. arguments: the object, or its JSON."""
+    """Function call. arguments: an object, or its JSON."""
 
     name: ShortString
     arguments: dict[str, Any] | str | None = None
@@ -155,7 +155,7 @@ class OllamaCall(msgspec.Struct, frozen=True):
 
 
 class OllamaMessage(msgspec.Struct, frozen=True):
-    """A message. images: base64 of their files. tool_name, tool_call_id: of a tool's result, the call that it is of."""
+    """Message. images: base64 of their files. tool_name, tool_call_id: call that a tool's result belongs to."""
 
     role: str
     content: str | None = None
@@ -172,7 +172,7 @@ class OllamaMessage(msgspec.Struct, frozen=True):
 
 
 class OllamaChatRequest(OllamaFields, kw_only=True, frozen=True):
-    """A conversation. messages: without any, the request only asks for the model to be loaded."""
+    """Conversation. messages: if empty, the request only loads the model."""
 
     messages: Annotated[list[OllamaMessage], Meta(max_length=MAX_MESSAGES)] = []  # noqa: RUF012  # msgspec copies it
     tools: Tools = []  # noqa: RUF012
@@ -188,8 +188,8 @@ class OllamaChatRequest(OllamaFields, kw_only=True, frozen=True):
 
     @property
     def chat_messages(self) -> list[dict[str, Any]]:
-        """What `messages_of` is given. Calls get ids as long as Mistral's templates want them; results that name none
-        are those of the calls before them, by name, else in order."""
+        """Input of `messages_of`. Calls get ids of the length that Mistral's templates require. Results without an id
+        belong to the calls before them, by name or in order."""
         found: list[dict[str, Any]] = []
         waiting: dict[str, str] = {}
         number = 0
@@ -213,8 +213,7 @@ class OllamaChatRequest(OllamaFields, kw_only=True, frozen=True):
 
 
 def image_parts(images: list[str], text: str, where: str) -> str | list[dict[str, Any] | Picture]:
-    """Images, base64 of their files, and a text as the content of a message. where: the images' path, for errors.
-    Raises UserError."""
+    """Content of a message from base64 images and a text. where: path of the images, for errors. Raises UserError."""
     if not images:
         return text
     paths = [f"{where}[{index}]" for index in range(len(images))]
@@ -223,7 +222,7 @@ def image_parts(images: list[str], text: str, where: str) -> str | list[dict[str
 
 
 def _result(message: OllamaMessage, waiting: dict[str, str]) -> dict[str, Any]:
-    """Name and id of a tool's result. waiting: id -> name of the calls without one, which loses this one's."""
+    """Name and id of a tool's result. waiting: id -> name of calls without a result; this call is removed."""
     named = [call_id for call_id, name in waiting.items() if name == message.tool_name]
     call_id = message.tool_call_id or next(iter(named or waiting), None)
     name = message.tool_name or waiting.get(call_id or "")
@@ -232,8 +231,8 @@ def _result(message: OllamaMessage, waiting: dict[str, str]) -> dict[str, Any]:
 
 
 class OllamaGenerateRequest(OllamaFields, kw_only=True, frozen=True):
-    """A prompt, which the chat template makes a conversation of unless `raw` is true. suffix: what comes behind the
-    answer, of a model that infills. prompt: without any, the request only asks for the model to be loaded."""
+    """Prompt, rendered by the chat template unless `raw`. suffix: text after the answer, for infilling. prompt: if
+    empty, the request only loads the model."""
 
     prompt: str = ""
     suffix: str = ""
@@ -259,7 +258,7 @@ class OllamaGenerateRequest(OllamaFields, kw_only=True, frozen=True):
 
     @property
     def chat_messages(self) -> list[dict[str, Any]]:
-        """What `messages_of` is given."""
+        """Input of `messages_of`."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         content = image_parts(self.images, self.prompt, "images")
         return [*system, {"role": "user", "content": content}]
@@ -270,7 +269,7 @@ class OllamaGenerateRequest(OllamaFields, kw_only=True, frozen=True):
         return len(self.prompt) + sum(map(len, self.images))
 
     def to_completion(self, model: str, defaults: Mapping[str, Any], longest: int) -> dict[str, Any]:
-        """The body of the completion that a prompt without a template means."""
+        """Body of the completion for a prompt without a template."""
         found = self.to_fields(model, defaults, longest) | {"prompt": self.prompt}
         if self.logprobs:
             found["logprobs"] = self.top_logprobs or 0
@@ -291,7 +290,7 @@ class OllamaPooledFields(PooledFields, kw_only=True, frozen=True):
 
 
 class OllamaEmbedRequest(OllamaPooledFields, kw_only=True, frozen=True):
-    """truncate: whether the end of a text that is longer than the model's context is left out, or is an error."""
+    """truncate: cut the end of texts longer than the model's context, or refuse them."""
 
     input: str | Annotated[list[str], Meta(max_length=MAX_INPUTS)]
     truncate: bool = True
@@ -307,13 +306,13 @@ class OllamaEmbedRequest(OllamaPooledFields, kw_only=True, frozen=True):
 
 
 class OllamaEmbeddingsRequest(OllamaPooledFields, kw_only=True, frozen=True):
-    """The former route of embeddings: of one text."""
+    """Old route of embeddings, for one text."""
 
     prompt: str = ""
 
 
 class OllamaModelRequest(RequestStruct, kw_only=True, frozen=True):
-    """A request about a model. name: the former name of `model`."""
+    """Request about a model. name: old name of `model`."""
 
     model: str | None = None
     name: str | None = None
@@ -351,9 +350,8 @@ class OllamaAnswerMessage(msgspec.Struct):
 
 
 class OllamaResponse(msgspec.Struct, kw_only=True):
-    """A line of a stream, or a whole answer. message: of a chat; response, thinking: of a prompt. Durations are
-    nanoseconds: of the whole answer, of loading the model (which is loaded), of the prompt and of the tokens behind the
-    first."""
+    """Line of a stream, or whole answer. message: for chats. response, thinking: for prompts. Durations in nanoseconds:
+    total, model load (0), prompt, and tokens after the first."""
 
     model: str
     created_at: str
@@ -393,7 +391,7 @@ class OllamaDetails(msgspec.Struct, kw_only=True):
 
 
 class OllamaModel(msgspec.Struct, kw_only=True):
-    """size: bytes of its files of weights. digest: a fingerprint of their names, sizes and times."""
+    """size: bytes of the weight files. digest: fingerprint of their names, sizes and times."""
 
     name: str
     model: str
@@ -423,8 +421,8 @@ class OllamaRunningModels(msgspec.Struct):
 
 
 class OllamaModelInfo(msgspec.Struct, kw_only=True):
-    """template: the texts of a prompt, in Ollama's notation, without the chat template's own. parameters: the model's
-    defaults of sampling, a line each."""
+    """template: parts of a prompt in Ollama's notation, without the chat template's text. parameters: sampling
+    defaults, one per line."""
 
     modelfile: str
     parameters: str

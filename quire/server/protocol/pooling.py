@@ -1,4 +1,4 @@
-"""Requests for vectors, labels and scores: OpenAI's embeddings, and the rest in vLLM's and Jina's shapes."""
+"""Bodies of requests for vectors, labels and scores: OpenAI's embeddings, and vLLM's and Jina's shapes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.server.protocol.common import MAX_STRING, Identifier, Int32, Priority
 from quire.server.protocol.messages import Messages, check_continuation
 
 MAX_INPUTS = 2048
-"""Texts of one request, as OpenAI has it."""
+"""Maximum of texts in one request; OpenAI's."""
 
 EncodingFormat = Literal["float", "base64", "bytes", "bytes_only"]
 NumberType = Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"]
@@ -26,7 +26,7 @@ Inputs = str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)
 
 
 class PooledFields(RequestStruct, kw_only=True, frozen=True):
-    """Fields of every request for what a model makes of texts."""
+    """Fields of all pooling requests."""
 
     model: str | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_STRING)] | None = None
@@ -36,8 +36,8 @@ class PooledFields(RequestStruct, kw_only=True, frozen=True):
 
 
 class PoolingFields(PooledFields, kw_only=True, frozen=True):
-    """Fields of every request here. truncate_prompt_tokens, dimensions, normalize, use_activation: as PoolingParams
-    have them."""
+    """Fields shared by all routes here. truncate_prompt_tokens, dimensions, normalize, use_activation: see
+    PoolingParams."""
 
     truncate_prompt_tokens: Int32 | None = None
     use_activation: bool | None = None
@@ -49,15 +49,15 @@ class PoolingFields(PooledFields, kw_only=True, frozen=True):
     }
 
     def params(self, **more: Any) -> PoolingParams:
-        """The engine's settings. more: those of one route."""
+        """Parameters for the engine. more: parameters of one route."""
         cut = self.truncate_prompt_tokens
         return PoolingParams(truncate_prompt_tokens=cut, use_activation=self.use_activation, **more)
 
 
 class InputFields(PoolingFields, kw_only=True, frozen=True):
-    """input: a text, token ids, a list of texts or a list of token-id lists. messages: in its place a conversation,
-    written with the model's template. add_special_tokens: default true for texts, false for a conversation. padding: as
-    PoolingParams has it."""
+    """input: a text, token ids, a list of texts or a list of token-id lists. messages: conversation instead, rendered
+    with the model's template. add_special_tokens: default true for texts, false for a conversation. padding: see
+    PoolingParams."""
 
     input: Inputs | None = None
     messages: Messages | None = None
@@ -77,7 +77,7 @@ class InputFields(PoolingFields, kw_only=True, frozen=True):
 
     @property
     def field_name(self) -> str:
-        """The request's own name of the field of its texts."""
+        """Name of the field with the texts."""
         return "input" if self.messages is None else "messages"
 
     def params(self, **more: Any) -> PoolingParams:
@@ -93,7 +93,7 @@ class InputFields(PoolingFields, kw_only=True, frozen=True):
 
     @property
     def inputs(self) -> list[str | list[int]]:
-        """The texts, one by one."""
+        """List of texts."""
         if self.input is None:
             return []
         if isinstance(self.input, str):
@@ -106,8 +106,8 @@ class InputFields(PoolingFields, kw_only=True, frozen=True):
 
 
 class VectorFields(InputFields, kw_only=True, frozen=True):
-    """encoding_format: numbers, or the base64 of their bytes, or the bytes as the response's body; embed_dtype and
-    endianness describe them."""
+    """encoding_format: numbers, base64 of their bytes, or raw bytes as the response's body; embed_dtype and endianness
+    describe the bytes."""
 
     encoding_format: EncodingFormat = "float"
     embed_dtype: NumberType = "float32"
@@ -121,7 +121,7 @@ class VectorFields(InputFields, kw_only=True, frozen=True):
 
 
 class EmbeddingRequest(VectorFields, kw_only=True, frozen=True):
-    """Texts whose vectors are wanted. use_activation: vLLM's name of `normalize`, which counts before it."""
+    """Texts to embed. use_activation: vLLM's name of `normalize`, which wins."""
 
     @property
     def normalizes(self) -> bool | None:
@@ -129,19 +129,18 @@ class EmbeddingRequest(VectorFields, kw_only=True, frozen=True):
 
 
 class PoolingRequest(VectorFields, kw_only=True, frozen=True):
-    """What the model makes of texts, a vector each or the scores of its labels. task: what the model must be for, one
-    of POOLING_TASKS; None: whatever it is for."""
+    """Texts to pool, into a vector or label scores each. task: required task of the model, one of POOLING_TASKS; None:
+    any."""
 
     task: ShortString | None = None
 
 
 class ClassificationRequest(InputFields, kw_only=True, frozen=True):
-    """Texts whose labels are wanted."""
+    """Texts to classify."""
 
 
 class PairFields(PoolingFields, kw_only=True, frozen=True):
-    """Requests for scores of pairs of texts. max_tokens_per_query, max_tokens_per_doc: longer texts are cut; 0: none
-    is."""
+    """Pairs of texts to score. max_tokens_per_query, max_tokens_per_doc: cut longer texts; 0: no limit."""
 
     max_tokens_per_query: MaxTokens = 0
     max_tokens_per_doc: MaxTokens = 0
@@ -155,12 +154,12 @@ class PairFields(PoolingFields, kw_only=True, frozen=True):
 
     @property
     def field_names(self) -> tuple[str, str]:
-        """The request's own names of the fields of its pairs' first and second texts."""
+        """Names of the fields with the pairs' first and second texts."""
         return "query", "documents"
 
 
 class ScoreRequest(PairFields, kw_only=True, frozen=True):
-    """text_1: one text for all, or as many as text_2. The others are vLLM's newer names of the same."""
+    """text_1: one text for all, or as many as text_2. The other fields are vLLM's newer names."""
 
     text_1: Texts | None = None
     text_2: Texts | None = None
@@ -204,7 +203,7 @@ SECOND_NAMES = ("text_2", "documents", "items", "data_2")
 
 
 class RerankRequest(PairFields, kw_only=True, frozen=True):
-    """top_n: results to return, the best; 0: all. return_documents: with the texts."""
+    """top_n: number of best results to return; 0: all. return_documents: include the texts."""
 
     query: str
     documents: Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
@@ -231,7 +230,7 @@ class PoolingItem(msgspec.Struct):
 
 
 class ClassificationItem(msgspec.Struct):
-    """label: the most probable; probs: of all."""
+    """label: the most probable. probs: probability of each label."""
 
     index: int
     label: str
@@ -246,7 +245,7 @@ class ScoreItem(msgspec.Struct):
 
 
 class ListResponse(msgspec.Struct, kw_only=True):
-    """created: seconds since 1970."""
+    """created: Unix time in seconds."""
 
     id: str
     created: int
@@ -276,7 +275,7 @@ class RerankDocument(msgspec.Struct):
 
 
 class RerankResult(msgspec.Struct, omit_defaults=True):
-    """index: of the document in the request."""
+    """index: position of the document in the request."""
 
     index: int
     relevance_score: float
@@ -284,7 +283,7 @@ class RerankResult(msgspec.Struct, omit_defaults=True):
 
 
 class RerankResponse(msgspec.Struct):
-    """results: the best first; of equal scores, the earlier document."""
+    """results: best first; equal scores in order of the documents."""
 
     id: str
     model: str

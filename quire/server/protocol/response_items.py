@@ -1,4 +1,4 @@
-"""The items of /v1/responses that a conversation consists of: as requests send them, as chat messages, as listed."""
+"""Items of a /v1/responses conversation: as requested, as chat messages, as listed."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _NEEDED = {
     "reasoning": (),
     "item_reference": ("id",),
 }
-"""Type of an item -> the fields that it cannot be without."""
+"""Type of an item -> its required fields."""
 _ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
 class Part(msgspec.Struct, frozen=True):
-    """A part of a message, of a tool's output or of thoughts."""
+    """Part of a message, tool output or reasoning."""
 
     type: str
     text: str | None = None
@@ -54,14 +54,13 @@ class Part(msgspec.Struct, frozen=True):
     UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = dict.fromkeys(_MEDIA, ())
 
     def to_dict(self) -> dict[str, Any]:
-        """What was given."""
+        """Given fields."""
         return {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
 
 
 class InputItem(msgspec.Struct, frozen=True):
-    """message, function_call, function_call_output, reasoning, or item_reference to one of a stored response; without a
-    type a message. id: of an item_reference; other items get ids of their own. namespace: of the function that a
-    function_call calls."""
+    """Item of type message (the default), function_call, function_call_output, reasoning, or item_reference to a stored
+    item. id: only for item_reference; other items get new ids. namespace: that of the called function."""
 
     type: str = "message"
     id: ShortString | None = None
@@ -91,15 +90,14 @@ Items = Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
 def items_of(given: str | list[InputItem]) -> list[InputItem]:
-    """The items that the `input` of a request stands for."""
+    """Items of a request's `input`."""
     return [InputItem(role="user", content=given)] if isinstance(given, str) else given
 
 
 def chat_messages_of(items: Sequence[InputItem], num_before: int = 0) -> list[dict[str, Any]]:
-    """The chat messages that items mean; no item_reference may be among them. Thoughts, text and calls that follow one
-    another are one message of the assistant. num_before: leading items that are not of the request's `input`.
-
-    Raises UserError with the place in `input`."""
+    """Convert items, without item_references, to chat messages. Consecutive reasoning, text and calls form one message
+    of the assistant. num_before: number of leading items that precede `input`. Raises UserError with the place in
+    `input`."""
     found: list[dict[str, Any]] = []
     for index, item in enumerate(items, -num_before):
         where = f"input[{index}]"
@@ -114,14 +112,13 @@ def chat_messages_of(items: Sequence[InputItem], num_before: int = 0) -> list[di
 
 
 def messages_of_items(items: Sequence[InputItem], instructions: str | None, num_before: int = 0) -> Messages:
-    """The conversation that goes on from `items`: those of the conversation before, of which there are `num_before`,
-    and those of `input`. Raises UserError."""
+    """Return the conversation of `items`: `num_before` from earlier, then those of `input`. Raises UserError."""
     system = [] if instructions is None else [{"role": "system", "content": instructions}]
     return messages_of([*system, *chat_messages_of(items, num_before)], "input")
 
 
 def listed(item: InputItem, item_id: str) -> dict[str, Any]:
-    """An item as /input_items lists it and as the store keeps it."""
+    """Item in the form of /input_items and of the store."""
     head = {"id": item_id, "type": item.type, "status": "completed"}
     match item.type:
         case "message":
@@ -139,18 +136,18 @@ def listed(item: InputItem, item_id: str) -> dict[str, Any]:
 
 
 def input_item_id(item: InputItem, name: str, index: int) -> str:
-    """The id of the `index`th input item of the response resp_`name`. `response_of_item` finds the response again."""
+    """Id of input item `index` of the response resp_`name`; `response_of_item` inverts it."""
     return f"{_ID_PREFIXES[item.type]}_{name}_in{index}"
 
 
 def response_of_item(item_id: str) -> str:
-    """The id of the response that an item, of its input or its output, belongs to."""
+    """Id of the response that an input or output item belongs to."""
     return "resp_" + item_id.partition("_")[2].rpartition("_")[0]
 
 
 class Listing(NamedTuple):
-    """The conversation that a response answers, as /input_items lists it. items: a JSON list of `num_items`, in whose
-    ids `name` stands for the name of the response: large ones are stored as a helper has written them."""
+    """Conversation of a response, in the form of /input_items. items: JSON list of `num_items`, as the helper wrote it;
+    `name` in its ids stands for the response's name."""
 
     items: bytes = b"[]"
     num_items: int = 0
@@ -158,7 +155,6 @@ class Listing(NamedTuple):
     response_id: str = ""
 
     def decoded(self) -> list[dict[str, Any]]:
-        """The items."""
         written = self.items
         if self.name:
             written = written.replace(self.name.encode(), _encoder.encode(self.response_id.removeprefix("resp_"))[1:-1])
@@ -167,8 +163,7 @@ class Listing(NamedTuple):
 
 
 class ListedItems(msgspec.Struct, tag=True):
-    """The Listing of a request that was read, before the response has an id: `name` stands in the items' ids for that
-    of the response."""
+    """Listing of a parsed request that has no response id yet: `name` stands for it in the items' ids."""
 
     items: bytes
     num_items: int
@@ -176,7 +171,7 @@ class ListedItems(msgspec.Struct, tag=True):
 
     @classmethod
     def of(cls, given: list[InputItem], before: Sequence[Any] = ()) -> ListedItems:
-        """before: the conversation that is gone on from, as listed."""
+        """before: listed items of the earlier conversation."""
         name = secrets.token_hex(16)  # found nowhere in the items, and in need of no escapes
         added = [listed(item, input_item_id(item, name, index)) for index, item in enumerate(given)]
         return cls(_encoder.encode([*before, *added]), len(before) + len(added), name)
@@ -186,16 +181,16 @@ class ListedItems(msgspec.Struct, tag=True):
 
 
 class UnresolvedItems(msgspec.Struct, tag=True):
-    """The items of a request that goes on from stored responses, as JSON. response_ids: of the responses that its
-    item_references are of."""
+    """Items of a request that continues stored responses, as JSON. response_ids: responses that its item_references
+    point into."""
 
     items: bytes
     response_ids: list[str]
 
 
 class ReadInput(str):
-    """The `input` of a body that was read (quire/server/reading.py): its conversation and the items to list, or where
-    it goes on from stored responses, no messages yet."""
+    """Parsed `input` (quire/server/reading.py): messages and items to list; no messages yet if it continues stored
+    responses."""
 
     messages: Messages | None
     items: ListedItems | UnresolvedItems
@@ -207,7 +202,7 @@ class ReadInput(str):
 
 
 class StoredItems(NamedTuple):
-    """The conversation up to the end of a response. added: the items of the answer, a JSON list."""
+    """Conversation up to the end of a response. added: the answer's items, a JSON list."""
 
     before: Listing = Listing()
     added: bytes = b"[]"
@@ -217,13 +212,13 @@ class StoredItems(NamedTuple):
         return len(self.before.items) + len(self.added)
 
     def decoded(self) -> list[dict[str, Any]]:
-        """All items, as they are listed."""
+        """All items, in listed form."""
         return [*self.before.decoded(), *msgspec.json.decode(self.added)]
 
 
 class Continuation(msgspec.Struct):
-    """How the items of a request go on from stored responses: the one before, and those of `response_ids`, which its
-    item_references are of. marks: name and response of each one's Listing. lengths: of the parts of the content."""
+    """Join of a request's items with stored responses: the previous one, and `response_ids` of its item_references.
+    marks: name and response id of each Listing. lengths: sizes of the content's parts."""
 
     instructions: str | None
     response_ids: list[str]
@@ -234,15 +229,15 @@ class Continuation(msgspec.Struct):
     def of(
         cls, instructions: str | None, given: UnresolvedItems, before: StoredItems, known: list[StoredItems]
     ) -> tuple[Continuation, list[bytes]]:
-        """With the content, in its parts. known: of `given.response_ids`."""
+        """Return the continuation and its content in parts. known: stored items of `given.response_ids`."""
         stored = [before, *known]
         content = [given.items, *(part for each in stored for part in (each.before.items, each.added))]
         marks = [(each.before.name, each.before.response_id) for each in stored]
         return cls(instructions, given.response_ids, marks, [len(part) for part in content]), content
 
     def join(self, content: bytes) -> tuple[Messages, ListedItems]:
-        """The whole conversation, and what there is to list. Raises UserError, and ApiError (404) for an
-        item_reference to an item that is not stored."""
+        """Return the whole conversation, and its listing. Raises UserError; ApiError (404) for a reference to an
+        unknown item."""
         ends = itertools.accumulate(self.lengths)
         given_items, *parts = (content[end - size : end] for size, end in zip(self.lengths, ends, strict=True))
         pairs = zip(self.marks, parts[::2], parts[1::2], strict=True)
@@ -278,7 +273,7 @@ def _listed_parts(content: str | Sequence[Part] | None, kind: str) -> list[dict[
 
 
 def _add_to_assistant(found: list[dict[str, Any]], item: InputItem, where: str) -> None:
-    """Add thoughts, text or a call to the last message, or begin a new one where that has such a part already."""
+    """Add reasoning, text or a call to the last message, or begin a new one if it already has such a part."""
     last = found[-1] if found and found[-1]["role"] == "assistant" else None
     if item.type == "function_call":
         if last is None:

@@ -1,6 +1,7 @@
-"""Tools of /v1/responses, and the functions of the chat endpoint that they mean.
+"""Tools of /v1/responses, and their conversion to the chat endpoint's functions.
 
-The functions of a namespace are called by the model as namespace__name; clients see them as name and namespace."""
+The model calls functions of a namespace as namespace__name; clients see name and namespace.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +19,12 @@ SEPARATOR = "__"
 
 
 def flat_name(namespace: str, name: str) -> str:
-    """A function of a namespace as the model calls it."""
+    """Name by which the model calls a function of a namespace."""
     return f"{namespace}{SEPARATOR}{name}"
 
 
 class ResponseTool(msgspec.Struct, frozen=True):
-    """A function of the client, or a namespace with a list of them as `tools`. The server's own tools of OpenAI's API
-    have other types."""
+    """Function of the client, or a namespace with functions in `tools`. OpenAI's server tools have other types."""
 
     type: str
     name: ShortString | None = None
@@ -45,7 +45,7 @@ class ResponseTool(msgspec.Struct, frozen=True):
             raise UserError("the tools of a namespace must be of type 'function'", param="tools")
 
     def to_chat(self) -> list[dict[str, Any]]:
-        """The functions that the model is shown."""
+        """Functions shown to the model."""
         if self.tools is not UNSET:
             assert self.name is not None
             members = [msgspec.structs.replace(tool, name=flat_name(self.name, tool.name or "")) for tool in self.tools]
@@ -56,7 +56,7 @@ class ResponseTool(msgspec.Struct, frozen=True):
 
 
 def namespaces_of(tools: Sequence[ResponseTool]) -> dict[str, tuple[str, str]]:
-    """For each function of a namespace: as the model calls it -> (namespace, name)."""
+    """Functions of namespaces: name for the model -> (namespace, name)."""
     return {
         flat_name(tool.name or "", member.name or ""): (tool.name or "", member.name or "")
         for tool in tools
@@ -66,8 +66,8 @@ def namespaces_of(tools: Sequence[ResponseTool]) -> dict[str, tuple[str, str]]:
 
 
 class NamedTool(msgspec.Struct, frozen=True):
-    """tool_choice: a function, or `allowed_tools` with a mode and a list of them. A function of a namespace is named as
-    the model calls it, or by its own name where no other tool has that."""
+    """tool_choice: a function, or `allowed_tools` with a mode and a list. A function of a namespace has its name for
+    the model, or its own if unique."""
 
     type: str
     name: ShortString | None = None
@@ -75,7 +75,7 @@ class NamedTool(msgspec.Struct, frozen=True):
     tools: list[dict[str, Any]] | None = None
 
     def to_chat(self, tools: Sequence[ResponseTool]) -> dict[str, Any]:
-        """tools: those of the request."""
+        """tools: all tools of the request."""
         if self.type == "function" and self.name is not None:
             return {"type": "function", "function": {"name": _meant(self.name, tools)}}
         if self.type == "allowed_tools" and self.tools:
@@ -90,7 +90,7 @@ class NamedTool(msgspec.Struct, frozen=True):
 
 
 def _meant(name: Any, tools: Sequence[ResponseTool]) -> Any:
-    """The function that a choice names, as the model calls it; an unknown name as it is."""
+    """Resolve a chosen name to the model's; unknown names stay unchanged."""
     if any(tool.name == name and tool.type == "function" for tool in tools):
         return name
     found = [flat for flat, (_, own) in namespaces_of(tools).items() if own == name]

@@ -1,4 +1,4 @@
-"""/v1/responses: OpenAI's Responses API, and the chat completion that a request means."""
+"""Bodies of OpenAI's /v1/responses, and their conversion to chat completions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMES = {
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
-"""The chat endpoint's names of fields -> the ones here, for errors."""
+"""The chat endpoint's field names -> the ones here, for errors."""
 
 PASSED_ON = (
     *SharedFields.__struct_fields__,
@@ -31,7 +31,7 @@ PASSED_ON = (
     "stop_token_ids",
     "structured_outputs",
 )
-"""Fields that the chat endpoint has under the same name."""
+"""Fields with the same name at the chat endpoint."""
 
 LOGPROBS = "message.output_text.logprobs"
 
@@ -51,7 +51,7 @@ class TextConfig(msgspec.Struct, frozen=True):
 
 
 class Reasoning(msgspec.Struct, frozen=True):
-    """summary: whether the thoughts are in the answer as a summary, too. Whatever is asked for, it has all of them."""
+    """summary: also return the reasoning as a summary, always in full."""
 
     effort: ShortString | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -60,11 +60,11 @@ class Reasoning(msgspec.Struct, frozen=True):
 
 
 class ResponsesRequest(SharedFields, kw_only=True, frozen=True):
-    """input: a text of the user, or items. instructions: the system's message. store: whether the response can be gone
-    on from. background: the answer says only that the response is queued, and it is made whether the client waits or
-    not. max_tool_calls: bounds the calls of the server's own tools, of which there are none: only echoed. truncation:
-    whether the beginning of a prompt that is too long is cut off. enable_response_messages: whether the response tells
-    the texts and tokens that the model was given and gave. Sampling fields as the chat endpoint has them."""
+    """input: a user's text, or items. instructions: system message. store: keep the response for later requests.
+    background: return at once; the response is made whether or not the client waits. max_tool_calls: only echoed,
+    because there are no server tools. truncation: "auto" cuts the beginning of a prompt that is too long.
+    enable_response_messages: return the texts and tokens of prompt and answer. Sampling fields as at the chat
+    endpoint."""
 
     input: str | Items
     instructions: str | None = None
@@ -125,7 +125,7 @@ class ResponsesRequest(SharedFields, kw_only=True, frozen=True):
             raise UserError("background can only be used when `store` is true", param="background")
 
     def to_chat(self) -> dict[str, Any]:
-        """The body of the chat completion, but for its messages. Raises UserError."""
+        """Body of the chat completion, without messages. Raises UserError."""
         fields = {name: value for name in PASSED_ON if (value := getattr(self, name)) is not None}
         if self.truncation == "auto":
             fields["truncate_prompt_tokens"] = -1
@@ -195,7 +195,7 @@ OutputItem = OutputReasoning | OutputMessage | OutputCall
 
 
 class RawMessage(msgspec.Struct, tag="raw_message_tokens"):
-    """What the model was given or gave."""
+    """Raw text and tokens of the prompt or the answer."""
 
     message: str
     tokens: list[int]
@@ -228,9 +228,8 @@ class ResponseError(msgspec.Struct):
 
 
 class ResponseBody(msgspec.Struct, kw_only=True):
-    """A response, as it is or as it was stored. status: queued, in_progress, completed, incomplete, failed or
-    cancelled. temperature, top_p, presence_penalty, frequency_penalty: those that were sampled with, the model's own
-    defaults where the request has none."""
+    """Response. status: queued, in_progress, completed, incomplete, failed or cancelled. temperature, top_p,
+    presence_penalty, frequency_penalty: effective values."""
 
     id: str
     object: str = "response"
@@ -278,7 +277,7 @@ class InputTokens(msgspec.Struct):
 
 
 class ItemList(msgspec.Struct):
-    """A page of the items that a response was made from. first_id, last_id: of the page; null where it is empty."""
+    """Page of a response's input items. first_id, last_id: null if it is empty."""
 
     data: list[dict[str, Any]]
     has_more: bool

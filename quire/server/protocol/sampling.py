@@ -1,4 +1,4 @@
-"""What completions and chat completions have in common: sampling fields and stream options."""
+"""Sampling fields and stream options common to completions and chats."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from quire.server.protocol.structured import StructuredFields
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """include_usage: a last chunk with the usage. continuous_usage_stats: the usage so far in each chunk too. Null
-    means no, and UNSET that the field was not given: clients send an empty object without a stream."""
+    """include_usage: send a last chunk with the usage. continuous_usage_stats: usage so far in each chunk. Null means
+    no; UNSET means not given, because clients send an empty object without a stream."""
 
     include_usage: bool | UnsetType | None = UNSET
     continuous_usage_stats: bool | UnsetType | None = UNSET
@@ -25,10 +25,10 @@ class StreamOptions(msgspec.Struct, frozen=True):
 class SamplingFields(StructuredFields, kw_only=True, frozen=True):
     """Fields of completions and chats.
 
-    logprob_token_ids: tokens whose log-probabilities are told in place of the best ones. stream_interval: tokens of
-    each chunk after the first. return_tokens_as_token_ids: log-probabilities name tokens as token_id:N. Both as the
-    server is set where they are None. spaces_between_special_tokens: where there are none, there is nothing to leave
-    out. vllm_xargs: arguments of the engine's logits processors.
+    logprob_token_ids: tokens whose log-probabilities are returned instead of the best ones. stream_interval: tokens of
+        each chunk after the first. return_tokens_as_token_ids: name tokens token_id:N in log-probabilities. Both
+        default to the server's settings. spaces_between_special_tokens: false only while special tokens are skipped.
+        vllm_xargs: arguments of logits processors.
     """
 
     n: Int32 | None = None
@@ -70,13 +70,13 @@ class SamplingFields(StructuredFields, kw_only=True, frozen=True):
             raise UserError("stream_options is only allowed together with stream", param="stream_options")
 
     def check_listed(self, asks: bool) -> None:
-        """asks: whether the request asks for log-probabilities."""
+        """asks: the request asks for log-probabilities."""
         if self.logprob_token_ids is not None and not asks:
             raise UserError("logprob_token_ids is only allowed together with logprobs", param="logprob_token_ids")
 
     @property
     def max_kept_tokens(self) -> int | None:
-        """Tokens that are left of a prompt; None for all that fit."""
+        """Maximum of tokens kept from a prompt; None for all that fit."""
         return None if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
 
     def check_special_tokens(self) -> None:
@@ -88,7 +88,7 @@ class SamplingFields(StructuredFields, kw_only=True, frozen=True):
             )
 
     def sampling_params(self, **more: Any) -> SamplingParams:
-        """Build the engine's settings from what was given; `more` holds what the endpoint words differently."""
+        """Build SamplingParams from the given fields; `more` overrides them."""
         values = zip(_SAMPLING_NAMES, _sampling_values(self), strict=True)
         given = {name: value for name, value in values if value is not None}
         given["structured_outputs"] = self.to_structured_outputs()

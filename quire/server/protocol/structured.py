@@ -1,4 +1,4 @@
-"""Fields that say what the text of an answer must look like, under OpenAI's names and under vLLM's, new and old."""
+"""Fields that constrain an answer's text, under OpenAI's names and vLLM's new and old ones."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from quire.structured_outputs_params import CONSTRAINTS, StructuredOutputsParams
 MAX_CONSTRAINT = 2**20
 FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 WITHOUT_EFFECT = ("_backend", "_backend_was_auto", "backend", "disable_fallback")
-"""Fields of `structured_outputs` that choose between libraries: here there is one."""
+"""Fields of `structured_outputs` that select a library; there is only one."""
 
 ConstraintText = Annotated[str, Meta(max_length=MAX_CONSTRAINT)]
 
 
 class JsonSchemaFormat(msgspec.Struct, frozen=True):
-    """schema: of the answer. It is always followed to the letter, so `strict` makes no difference."""
+    """schema: schema of the answer. It is always enforced, so `strict` makes no difference."""
 
     schema: dict[str, Any] | None = None
     name: str | None = None
@@ -30,8 +30,8 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True):
 
 
 class ResponseFormat(msgspec.Struct, frozen=True):
-    """type: "text", "json_object" (perhaps with `schema`, as llama.cpp takes it), "json_schema" (with `json_schema`, or
-    with `schema`) or "structural_tag" (with `format`, or with `structures` and `triggers`)."""
+    """type: "text", "json_object" (optionally with `schema`, as in llama.cpp), "json_schema" (with `json_schema` or
+    `schema`) or "structural_tag" (with `format`, or with `structures` and `triggers`)."""
 
     type: str
     json_schema: JsonSchemaFormat | None = None
@@ -63,8 +63,8 @@ class ResponseFormat(msgspec.Struct, frozen=True):
 
 
 class StructuredFields(SharedFields, kw_only=True, frozen=True):
-    """response_format: OpenAI's. structured_outputs: the fields of StructuredOutputsParams. guided_*: their old names;
-    `guided_decoding_backend` has no effect, because there is one. At most one constraint may be given."""
+    """response_format: OpenAI's. structured_outputs: fields of StructuredOutputsParams. guided_*: their old names;
+    `guided_decoding_backend` has no effect. At most one constraint may be given."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -77,14 +77,14 @@ class StructuredFields(SharedFields, kw_only=True, frozen=True):
 
     @property
     def constraint_field(self) -> str:
-        """What the client calls the constraint."""
+        """Field that sets the constraint."""
         form = self.response_format
         if form is not None and (form.type != "text" or form.schema is not None):
             return "response_format"
         return next((f"guided_{name}" for name in self._guided()), "structured_outputs")
 
     def to_structured_outputs(self) -> StructuredOutputsParams | None:
-        """The constraint, if there is one. Raises UserError about the field that the client gave."""
+        """The constraint, if any. Raises UserError with the given field."""
         try:
             found = [options for options in self._options() if options]
             if len(found) > 1:
@@ -110,7 +110,7 @@ class StructuredFields(SharedFields, kw_only=True, frozen=True):
 
 
 _GUIDED = tuple(name for name in CONSTRAINTS if f"guided_{name}" in StructuredFields.__struct_fields__)
-"""Constraints that have a field `guided_*`."""
+"""Constraints with a field `guided_*`."""
 _guided_values = attrgetter(*(f"guided_{name}" for name in _GUIDED))
 
 

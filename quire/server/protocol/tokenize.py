@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, in vLLM's shapes."""
+"""Bodies of POST /tokenize and /detokenize, in vLLM's shapes."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ _OF_MESSAGES = (
 
 
 class TokenizeRequest(RequestStruct, kw_only=True, frozen=True):
-    """Either `prompt` or `messages`, and with these what the chat endpoint's template is given. add_special_tokens:
-    default true for a prompt, false for messages. return_token_strs: also each token as the vocabulary has it.
-
-    content: a text in llama.cpp's words, which is answered in them: with add_special as add_special_tokens (default
-    false), and with_pieces as return_token_strs."""
+    """Either `prompt` or `messages` with inputs of the chat template. add_special_tokens: default true for a prompt,
+    false for messages. return_token_strs: also return each token's vocabulary entry. content: text of a llama.cpp
+    client, answered in its form; add_special (default false) and with_pieces mean add_special_tokens and
+    return_token_strs."""
 
     model: str | None = None
     prompt: str | None = None

@@ -1,4 +1,4 @@
-"""Tools of a chat request, and the calls in its answer."""
+"""Tools of a chat request, and calls in its answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FunctionName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.:/-]{1,256}$(?!\n)")]
 
 
 class FunctionDefinition(msgspec.Struct, frozen=True):
-    """parameters: the JSON schema of an object; None: the function takes nothing."""
+    """parameters: JSON schema of an object; None: no parameters."""
 
     name: FunctionName
     description: str | None = None
@@ -44,7 +44,7 @@ class Tool(msgspec.Struct, frozen=True):
         check_type(self.type, ("function",), "tools")
 
     def to_dict(self) -> dict[str, Any]:
-        """What the chat template is given: vLLM's fields, absent ones as None."""
+        """Input of the chat template: vLLM's fields, absent ones as None."""
         function: dict[str, Any] = {
             "name": self.function.name,
             "description": self.function.description,
@@ -79,7 +79,7 @@ class AllowedTools(msgspec.Struct, frozen=True):
 
 
 class ToolChoice(msgspec.Struct, frozen=True):
-    """One function by name, or those that are allowed."""
+    """Function by name, or allowed functions."""
 
     type: str = "function"
     function: NamedFunction | None = None
@@ -93,12 +93,11 @@ class ToolChoice(msgspec.Struct, frozen=True):
 
 
 class ToolFields(SamplingFields, kw_only=True, frozen=True):
-    """A generating request that may have tools.
+    """Generating request that may have tools.
 
-    tools: None, or one at least. tool_choice: none, auto, required, a function, or allowed tools; None: auto where
-    there are tools.
-    parallel_tool_calls: false keeps the first call only. include_reasoning: whether the answer shows the model's
-    thoughts."""
+    tools: at least one, if given. tool_choice: none, auto (default with tools), required, a function, or allowed tools.
+        parallel_tool_calls: false keeps only the first call. include_reasoning: show the model's reasoning.
+    """
 
     tools: Tools | None = None
     tool_choice: str | ToolChoice | None = None
@@ -106,7 +105,7 @@ class ToolFields(SamplingFields, kw_only=True, frozen=True):
     include_reasoning: bool = True
 
     def check_tools(self) -> None:
-        """Raises UserError for a choice that does not fit the tools, and for an empty list of tools, as OpenAI does."""
+        """Raises UserError if the choice does not fit the tools; for an empty list of tools, as OpenAI does."""
         choice = self.tool_choice
         if isinstance(choice, str) and choice not in CHOICES:
             raise UserError(
@@ -127,7 +126,7 @@ class ToolFields(SamplingFields, kw_only=True, frozen=True):
 
     @property
     def chosen_names(self) -> list[str]:
-        """The functions that tool_choice names."""
+        """Functions that tool_choice names."""
         if not isinstance(self.tool_choice, ToolChoice):
             return []
         if self.tool_choice.type == "function":
@@ -137,13 +136,13 @@ class ToolFields(SamplingFields, kw_only=True, frozen=True):
 
     @property
     def usable_tools(self) -> list[Tool]:
-        """Those that may be called."""
+        """Tools that may be called."""
         names, tools = self.chosen_names, self.tools or []
         return [tool for tool in tools if tool.function.name in names] if names else tools
 
     @property
     def choice_mode(self) -> str:
-        """none, auto, required or function."""
+        """Mode: none, auto, required or function."""
         if not self.tools:
             return "none"
         choice = self.tool_choice
@@ -153,7 +152,7 @@ class ToolFields(SamplingFields, kw_only=True, frozen=True):
 
 
 class FunctionCall(msgspec.Struct):
-    """arguments: the text of a JSON object, as the model wrote it."""
+    """arguments: JSON of an object, as the model wrote it."""
 
     name: str
     arguments: str
@@ -171,7 +170,7 @@ class FunctionCallDelta(msgspec.Struct, omit_defaults=True):
 
 
 class ToolCallDelta(msgspec.Struct, omit_defaults=True):
-    """A piece of call number `index`; the first has id, type and name."""
+    """Piece of call `index`; the first piece has id, type and name."""
 
     index: int
     id: str | None = None

@@ -42,8 +42,7 @@ class BlockFileError(Exception):
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """The constants that the files of one engine have in common. namespace: 32 bytes. page_bytes: bytes of each of
-    `num_pages` pages."""
+    """Constants of one engine's files. namespace: 32 bytes. page_bytes: bytes of each of the `num_pages` pages."""
 
     namespace: bytes
     num_pages: int
@@ -59,10 +58,8 @@ class BlockLayout:
 
 
 def write_block(path: Path, layout: BlockLayout, group: int, block_hash: bytes, pages: Sequence[Buffer]) -> None:
-    """Write to `path`, which must not exist. Raises OSError, having removed what was written.
-
-    The file is not forced to the disk: after a power failure it may be corrupt, which its checksums reveal.
-    """
+    """Write a block to `path`, which must not exist. Raises OSError, with the partial file removed. The file is not
+    synced: a power failure may corrupt it, which its checksums reveal."""
     header = layout.header(group, block_hash, _checksum(pages))
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -78,8 +75,8 @@ def write_block(path: Path, layout: BlockLayout, group: int, block_hash: bytes, 
 
 
 def read_block(path: Path, layout: BlockLayout, group: int, block_hash: bytes, pages: Sequence[Buffer]) -> None:
-    """Fill `pages` from `path`. Raises OSError, or BlockFileError when the file is not this block, complete and intact;
-    the content of the pages is then undefined."""
+    """Read a block into `pages`. Raises OSError, or BlockFileError if the file is not this block, complete and intact;
+    `pages` are then undefined."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         size = os.fstat(descriptor).st_size

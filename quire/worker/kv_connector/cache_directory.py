@@ -27,9 +27,9 @@ from quire.errors import ConfigError
 from quire.step import BlockKey
 
 LEVEL_AFTER_EVICTION = 0.9
-"""Share of the limit that an eviction keeps, so that one scan of the directory makes room for many blocks."""
+"""Share of the limit that an eviction keeps, so that one scan makes room for many blocks."""
 STALE_SECONDS = 3600.0
-"""An unfinished file that is older than this belongs to an engine that no longer runs."""
+"""Age in seconds from which an unfinished file counts as left by a dead engine."""
 
 LOCK = "lock"
 _NAMESPACE = re.compile(r"[0-9a-f]{64}")
@@ -38,7 +38,7 @@ _NEW = ".new-"
 
 
 def require_writable(directory: Path) -> None:
-    """Create a directory, if need be, and a file in it. Raises ConfigError (`kv_offload_dir`) when that fails."""
+    """Create a directory if needed, and a file in it. Raises ConfigError (`kv_offload_dir`) on failure."""
     probe = directory / f"{_NEW}probe-{secrets.token_hex(8)}"
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -53,7 +53,7 @@ def require_writable(directory: Path) -> None:
 
 
 class StoredBlock(NamedTuple):
-    """A block's file. used: when it was last stored or loaded, seconds since the epoch."""
+    """A block's file. used: time of the last store or load, in seconds since the epoch. size: bytes."""
 
     used: float
     size: int
@@ -61,22 +61,22 @@ class StoredBlock(NamedTuple):
 
 
 class CacheDirectory:
-    """One engine's view of a directory. Used by several threads: `path_of` by all, the rest by one."""
+    """One engine's view of a directory. `path_of` is thread-safe; one thread uses the rest."""
 
     def __init__(self, path: Path, limit: int, namespace: bytes) -> None:
-        """limit: bytes. Creates what is missing. Raises ConfigError (`kv_offload_dir`) when nothing can be stored."""
+        """limit: bytes. Creates the directories. Raises ConfigError (`kv_offload_dir`) if nothing can be stored."""
         self.path = path
         self.limit = limit
         self.own = path / namespace.hex()
         self.num_bytes = 0
-        """Bytes of all blocks, those of other engines included, as of the last scan."""
+        """Bytes of all blocks of all engines, at the last scan."""
         self.num_foreign = 0
-        """Files, found by the last scan, that Quire did not write."""
+        """Foreign files at the last scan."""
         self._written = 0
         self._number = 0
         self._name = secrets.token_hex(8)
-        """Part of the names of this engine's unfinished files. Process ids would repeat where containers share a
-        directory."""
+        """Part of the names of this engine's unfinished files. It is random, because process ids repeat across
+        containers."""
         require_writable(path)
         require_writable(self.own)
 
@@ -86,12 +86,12 @@ class CacheDirectory:
         return self.own / name[:2] / f"{name}-{group}"
 
     def new_path(self) -> Path:
-        """A path, different for every engine and call, where a file is written before it is renamed."""
+        """A unique path for a file that is later renamed."""
         self._number += 1
         return self.own / f"{_NEW}{self._name}-{self._number}"
 
     def scan(self) -> Iterator[BlockKey]:
-        """Count everything in the directory; yield the keys of our own namespace."""
+        """Scan the directory, count bytes, and yield the keys of the own namespace."""
         self.num_bytes = self.num_foreign = self._written = 0
         for block in self._blocks():
             self.num_bytes += block.size
@@ -100,8 +100,8 @@ class CacheDirectory:
                 yield key
 
     def has_room(self) -> bool:
-        """True where a block can be stored without calling `make_room`. False as well after limit / 8 bytes of stores,
-        because only a scan finds what other engines have written."""
+        """True if a block can be stored without `make_room`. Becomes False after limit / 8 bytes of stores, because
+        only a scan finds other engines' blocks."""
         return self.num_bytes <= self.limit and self._written <= self.limit // 8
 
     def count_stored(self, num_bytes: int) -> None:
@@ -109,8 +109,8 @@ class CacheDirectory:
         self._written += num_bytes
 
     def make_room(self) -> list[BlockKey]:
-        """Scan the directory and, if it is over its limit, remove the least recently used blocks. Returns the removed
-        keys of our own namespace. One engine removes at a time; in the others this call then removes nothing."""
+        """Scan the directory and, beyond its limit, remove the least recently used blocks. Returns removed keys of the
+        own namespace. Only one engine removes at a time; in others this removes nothing."""
         blocks = list(self._blocks())
         self.num_bytes = sum(block.size for block in blocks)
         self._written = 0
@@ -132,7 +132,7 @@ class CacheDirectory:
         return gone
 
     def _blocks(self) -> Iterator[StoredBlock]:
-        """Every block of every namespace. Removes the stale unfinished files that it meets."""
+        """Every block of every namespace; stale unfinished files are removed on the way."""
         self.num_foreign = 0
         for namespace in _entries(self.path):
             if not _NAMESPACE.fullmatch(namespace.name) or not namespace.is_dir(follow_symlinks=False):
@@ -167,7 +167,7 @@ class CacheDirectory:
 
 
 def _entries(path: Path | str) -> Iterator[os.DirEntry[str]]:
-    """The entries of a directory; none when it is gone or not ours to read."""
+    """Entries of a directory; none if it is missing or unreadable."""
     try:
         with os.scandir(path) as entries:
             yield from entries
@@ -185,7 +185,7 @@ def _remove_if_stale(entry: os.DirEntry[str]) -> None:
 
 
 class _Lock:
-    """An advisory lock that is not waited for; the system drops it when its process ends."""
+    """A non-blocking advisory lock; the system drops it when its process ends."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

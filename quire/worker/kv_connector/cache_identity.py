@@ -1,10 +1,7 @@
-"""A hash of all that a stored KV block depends on besides its tokens: engines with the same hash may share blocks.
-
-Everything that could change a bit of a block or its place in the pages is in it: the model's configuration and weights,
-how they are quantised, the types of cache and computation, the code that computes, and the layout. Paths and names are
-not, so a model that is moved or copied finds its blocks again. The tokens before a block and the tenant's salt are in
-the block's own hash (quire/kv_cache/block_hash.py).
-"""
+"""Hash of everything besides its tokens that determines a stored KV block; engines with equal hashes share blocks. It
+covers the model's configuration and weights, quantisation, dtypes, the computing code, and the layout, but not paths or
+names, so a moved model finds its blocks. Earlier tokens and the tenant's salt are in the block's own hash
+(quire/kv_cache/block_hash.py)."""
 
 from __future__ import annotations
 
@@ -27,20 +24,19 @@ from quire.models.weight_files import WeightFiles, find_weights
 from quire.version import __version__
 
 WHOLE_FILE_BYTES = 64 * 2**20
-"""Files up to this size are read whole ..."""
+"""Size up to which files are hashed whole ..."""
 SAMPLE_STRIDE = 2**16
 SAMPLE_BYTES = 512
-"""... and of larger files this many bytes at every stride. Any changed tensor of at least SAMPLE_STRIDE bytes is
-noticed, for a hundredth of the reading, from pages that loading the model has just brought into memory."""
+"""... and number of bytes sampled per stride of larger files. Any changed tensor of at least SAMPLE_STRIDE bytes is
+noticed, for a hundredth of the reading."""
 
 _NOT_CONTENT = {"name", "path", "hf", "max_model_len", "eos_token_ids", "sampling_defaults", "shape", "draft_layers"}
 _NOT_CONTENT_HF = {"_name_or_path", "name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype"}
 _NOT_RESULT = {"num_threads", "cpu_isa", "cuda_graphs", "cuda_graph_sizes"}
-"""Options of the device that are no part of the identity: `code` says them more exactly, or they choose graphs, whose
-padding changes no more than the rest of a batch."""
+"""Device options outside the identity: `code` covers them, or they only choose graphs, whose padding changes no
+result."""
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope", "su", "yarn"}
-"""Rotations that depend on `max_model_len` (quire/layers/rotary.py), under all of their names: Phi 3 says yarn of
-longrope."""
+"""Rotation types that depend on `max_model_len` (quire/layers/rotary.py), with aliases."""
 
 
 def cache_namespace(
@@ -51,9 +47,8 @@ def cache_namespace(
     code: dict[str, str],
     draft: ModelConfig | None = None,
 ) -> bytes:
-    """32 bytes. code: the code that computes, from `native_code` or `torch_code`. draft: the model that makes drafts,
-    whose layers' keys and values are in the blocks too. Raises ModelLoadError or OSError when the weight files cannot
-    be read."""
+    """32 bytes. code: from `native_code`, `torch_code` or `device_code`. draft: draft model, whose keys and values
+    share the blocks. Raises ModelLoadError or OSError for unreadable weight files."""
     identity = {
         **_model_identity(model, load),
         "draft": None if draft is None else _model_identity(draft, draft_load(load)),
@@ -82,20 +77,21 @@ def _model_identity(model: ModelConfig, load: LoadConfig) -> dict[str, Any]:
 
 
 def native_code(isa: str, matmul_precision: str, binary: Path) -> dict[str, str]:
-    """The native kernels: the instruction set and precision in use, and the build. Neither threads nor batches change a
-    result."""
+    """Identity of the native kernels: instruction set, precision and build. Threads and batches do not change
+    results."""
     build = hashlib.sha256(binary.read_bytes()).hexdigest()
     return {"isa": isa, "products": matmul_precision, "build": build}
 
 
 def torch_code(num_threads: int) -> dict[str, str]:
-    """Plain operators: their sums may depend on torch's version, the processor and the number of threads."""
+    """Identity of plain operators, whose sums may depend on torch's version, the processor and the number of
+    threads."""
     capability = torch.backends.cpu.get_cpu_capability()
     return {"torch": torch.__version__, "isa": capability, "threads": str(num_threads)}
 
 
 def device_code(device: str, capability: tuple[int, int], triton: str) -> dict[str, str]:
-    """A device's kernels and libraries. device: its name. triton: version."""
+    """Identity of a device's kernels and libraries. device: its name. triton: version."""
     return {"device": device, "capability": str(capability), "torch": torch.__version__, "triton": triton}
 
 
@@ -118,7 +114,7 @@ def _weights(model: ModelConfig, load: LoadConfig) -> dict[str, Any]:
 
 
 def _cache_scales(model: ModelConfig, load: LoadConfig) -> dict[str, list[float]]:
-    """The factors of an fp8 cache's elements: too few bytes for samples of a file to meet."""
+    """Scales of an fp8 cache, which are too small for sampled hashing to notice."""
     if model.kv_cache_dtype != "fp8" or load.load_format == "dummy":
         return {}
     files = find_weights(model.path, load.load_format)
@@ -126,7 +122,7 @@ def _cache_scales(model: ModelConfig, load: LoadConfig) -> dict[str, list[float]
 
 
 def _fingerprint(path: Path) -> str:
-    """Hash of a file's size and content, the content of a large file in samples."""
+    """Hash of a file's size and content, sampled if large."""
     digest = hashlib.sha256(str(path.stat().st_size).encode())
     for piece in _pieces(path):
         digest.update(piece)
@@ -144,7 +140,7 @@ def _pieces(path: Path) -> Iterator[bytes]:
 
 
 def _plain(value: object) -> object:
-    """Dataclasses and read-only mappings as JSON."""
+    """Convert dataclasses and mappings for JSON."""
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     if hasattr(value, "items"):

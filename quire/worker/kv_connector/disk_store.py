@@ -1,9 +1,6 @@
-"""The files of OffloadConnector: moves blocks between host memory and files, on threads of its own.
-
-A StoreReport, which travels with a step's result, tells which transfers ended. One thread stores (and first scans the
-directory), NUM_LOADERS others load, so that a load, for which a request waits, never queues behind a store, for which
-none does. Reading, writing and checksums release the interpreter.
-"""
+"""Files of OffloadConnector: transfers between host memory and files, on separate threads. A StoreReport, which travels
+with a step's result, tells which transfers ended. One thread stores (and first scans the directory); NUM_LOADERS others
+load, so that a load, for which a request waits, never queues behind a store. I/O and checksums release the GIL."""
 
 from __future__ import annotations
 
@@ -26,23 +23,22 @@ logger = get_logger(__name__)
 
 NUM_LOADERS = 2
 MAX_KEYS_IN_REPORT = 16384
-"""The longest list of keys in one report; later reports carry the rest."""
+"""Maximum keys per report; later reports carry the rest."""
 SMOOTHING = 0.1
 MAX_FULL_STORES = 64
-"""Stores that are skipped after the disk was found full, before the next one is tried."""
+"""Stores that are skipped after the disk was full."""
 
 HostPages = Callable[[int], Sequence[Buffer]]
-"""Host block -> its pages, writable."""
+"""Host block -> its writable pages."""
 
 
 class DiskStore:
-    """Takes orders from one thread (`store_block`, `load_block`, `take_report`, `wait`, `close`); reports in any order.
-
-    From an order until the report that names its host block, the caller must not use that block.
-    """
+    """Store with asynchronous transfers, used by one thread (`store_block`, `load_block`, `take_report`, `wait`,
+    `close`); reports come in any order. The caller must not use a host block from its order until the report that names
+    it."""
 
     def __init__(self, directory: Path, limit: int, layout: BlockLayout, host_pages: HostPages) -> None:
-        """Raises ConfigError when nothing can be stored in `directory`, or `limit` is less than a block."""
+        """Raises ConfigError if nothing can be stored in `directory`, or `limit` is below one block."""
         if limit < layout.file_bytes:
             raise ConfigError(
                 f"kv_offload_size ({format_bytes(limit)}) is less than one block ({format_bytes(layout.file_bytes)})",
@@ -53,7 +49,7 @@ class DiskStore:
         self._host_pages = host_pages
         self._warnings = _Warnings(directory)
         self._damaged: set[BlockKey] = set()
-        """Keys whose file could not be read: storing the block again replaces the file."""
+        """Keys with unreadable files; storing the block again replaces the file."""
         self._stores_to_skip = 0
         self._is_closing = False
         self._changed = threading.Condition()
@@ -73,7 +69,7 @@ class DiskStore:
         self._loads.submit(lambda: self._load((group, block_hash), host_block))
 
     def take_report(self) -> StoreReport | None:
-        """The transfers that ended since the last call; None when none did."""
+        """Transfers that ended since the last call; None if none."""
         with self._changed:
             if not self._has_news:
                 return None
@@ -91,14 +87,12 @@ class DiskStore:
         return report
 
     def wait(self, timeout: float) -> None:
-        """Return when there is something to report and all loads have ended (waking for each would slow the others), or
-        after `timeout` seconds."""
+        """Wait until there is a report and all loads have ended, or for `timeout` seconds."""
         with self._changed:
             self._changed.wait_for(lambda: self._has_news and not self._num_loading, timeout)
 
     def close(self, timeout: float) -> None:
-        """Finish what was ordered to be stored, but return after `timeout` seconds. Loads that have not begun are
-        dropped. Idempotent."""
+        """Finish ordered stores, within `timeout` seconds. Loads that have not started are dropped. Idempotent."""
         self._is_closing = True
         self._loads.close(0.0)
         if not self._stores.close(timeout):
@@ -167,7 +161,7 @@ class DiskStore:
             self._tell(tell)
 
     def _write(self, host_block: int, key: BlockKey) -> bool:
-        """Write the file of a block. Returns False if another engine has stored the same content."""
+        """Write a block's file. Returns False if another engine has stored it."""
         path = self._directory.path_of(key)
         if key not in self._damaged:
             try:
@@ -223,12 +217,12 @@ class DiskStore:
 
 
 def smoothed(mean: float, value: float) -> float:
-    """The mean of the last values, recent ones counting most. mean 0: `value` is the first."""
+    """Exponential mean; mean 0: `value` is the first."""
     return value if mean == 0.0 else mean + SMOOTHING * (value - mean)
 
 
 class _WorkerThreads:
-    """Runs calls in order on daemon threads, so that a disk that hangs does not keep the process from ending."""
+    """Daemon threads that run calls in order, so that a hanging disk cannot block process exit."""
 
     def __init__(self, name: str, num_threads: int) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -242,8 +236,7 @@ class _WorkerThreads:
         self._calls.put(call)
 
     def close(self, timeout: float) -> bool:
-        """End the threads after the calls submitted so far. Returns whether they ended within `timeout` seconds
-        each."""
+        """End the threads after the submitted calls. Returns whether each ended within `timeout` seconds."""
         for _ in self._threads:
             self._calls.put(None)
         for thread in self._threads:
@@ -262,7 +255,7 @@ def _run(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
 
 
 class _Warnings:
-    """Logs each kind of failure once, because a damaged directory would otherwise fill the log."""
+    """Logs each kind of failure once."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

@@ -1,5 +1,5 @@
-"""The worker's half of a KV connector: it moves blocks as the scheduler's half orders
-(quire/kv_cache/connectors/interface.py), and reports what has ended."""
+"""The worker's half of a KV connector: moves blocks as the scheduler's half orders
+(quire/kv_cache/connectors/interface.py) and reports ended transfers."""
 
 from __future__ import annotations
 
@@ -8,53 +8,50 @@ from collections.abc import Sequence
 from quire.step import HostTransfers, StepPlan, TransferReport
 
 PATIENCE = 0.02
-"""The longest time, in seconds, that a plan without tokens waits for transfers: it delays the next plan's new
-requests."""
+"""Maximum seconds that a plan without tokens waits for transfers; it delays the next plan's new requests."""
 
 
 class WorkerConnector:
-    """Executes the orders of `StepPlan.transfers` that are of the connector's own type. The copies between the pools of
-    device and host, which every type of orders has, are the runner's (quire/worker/kv_transfer.py).
-
-    Each transfer must end after a bounded time, and be reported: as done or as failed. Until then the scheduler leaves
-    its blocks alone. The thread that runs a plan calls the methods once for it, in the order below.
-    """
+    """Executes the connector's own orders in `StepPlan.transfers`. The runner does the copies between device and host
+    pools (quire/worker/kv_transfer.py). Each transfer must end within a bounded time and be reported as done or failed;
+    until then the scheduler leaves its blocks alone. The plan's thread calls the methods once per plan, in the order
+    below."""
 
     layers: Sequence[int] = ()
-    """The layers for which `wait_layer` and `save_layer` are called, each time in this order; none costs nothing."""
+    """Layers for which `wait_layer` and `save_layer` are called, in order."""
 
     def begin_plan(self, plan: StepPlan) -> None:
-        """The model of a plan is about to run, as a whole."""
+        """Called before the model runs a plan as a whole."""
         self.start_load(plan)
         for layer in self.layers:
             self.wait_layer(layer)
 
     def end_plan(self, plan: StepPlan) -> TransferReport | None:
-        """The model of a plan has run, as a whole. Returns what its result reports."""
+        """Called after the model has run a plan as a whole. Returns the report for its result."""
         for layer in self.layers:
             self.save_layer(layer)
         return self.finished(plan)
 
     def start_load(self, plan: StepPlan) -> None:
-        """Start the plan's loads. Called before the plan runs, when the copies of all plans before it were started."""
+        """Start the plan's loads, after the copies of all earlier plans were started."""
 
     def wait_layer(self, layer: int) -> None:
-        """Order what earlier plans have loaded of a layer before whatever this plan computes with it."""
+        """Make this plan's computation of a layer wait for earlier loads of it."""
 
     def save_layer(self, layer: int) -> None:
-        """The plan's work on a layer is computed, or ordered before what the connector does next."""
+        """Called when the plan's work on a layer is computed or enqueued."""
 
     def finished(self, plan: StepPlan) -> TransferReport | None:
-        """Start what follows the plan, such as stores; return what has ended since the last report. Waits for a report,
-        up to PATIENCE, where the plan awaits one. Called after the plan has run; its copies may still be under way."""
+        """Start what follows the plan, such as stores; return the transfers that ended since the last report. If the
+        plan awaits a report, wait up to PATIENCE. The plan's copies may still be in progress."""
         return None
 
     def close(self) -> None:
-        """Finish what is being stored or sent, within a bounded time. Idempotent."""
+        """Finish stores and sends within a bounded time. Idempotent."""
 
 
 class NoWorkerConnector(WorkerConnector):
-    """The worker's half of an engine that keeps blocks in its own pools alone."""
+    """The worker's half without a KV connector."""
 
     def begin_plan(self, plan: StepPlan) -> None:
         transfers = plan.transfers
@@ -63,4 +60,4 @@ class NoWorkerConnector(WorkerConnector):
         )
 
     def end_plan(self, plan: StepPlan) -> None:
-        """There is nothing to report."""
+        """Return no report."""

@@ -1,5 +1,5 @@
 """The worker's half of OffloadConnector: loads from disk start with a plan, stores after its copies; its result reports
-what ended."""
+ended transfers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from quire.worker.kv_connector.interface import PATIENCE, WorkerConnector
 from quire.worker.kv_transfer import BlockTransfers
 
 TIMED_TOKENS = 64
-"""Steps of at least this many tokens are timed to estimate the seconds per token of a prompt."""
+"""Minimum tokens of a step that is timed to estimate the seconds per prompt token."""
 CLOSE_SECONDS = 3.0
-"""The longest time that closing waits for stores that were ordered."""
+"""Maximum seconds that closing waits for stores."""
 
 
 class OffloadWorker(WorkerConnector):
-    """Keeps blocks in files, through a DiskStore. What it loads comes to the device with the copies of a later plan."""
+    """Keeps blocks in files through a DiskStore. Loaded blocks reach the device with a later plan's copies."""
 
     def __init__(self, store: DiskStore, transfers: BlockTransfers) -> None:
         self._store = store
@@ -67,8 +67,8 @@ def offload_worker(
     pages: Sequence[torch.Tensor],
     transfers: BlockTransfers,
 ) -> OffloadWorker:
-    """Open the directory of `config.cache`. code: the code that computes (see cache_identity.py). pages: the host
-    pool's, which HostBlocks takes. Raises ConfigError when nothing can be stored there."""
+    """Open the directory of `config.cache`. code: identity of the computing code (cache_identity.py). pages: the host
+    pool's, as for HostBlocks. Raises ConfigError if nothing can be stored."""
     directory = config.cache.offload_dir
     assert directory is not None, "no directory is configured"
     draft = config.speculation.draft
@@ -78,7 +78,7 @@ def offload_worker(
 
 
 class HostBlocks:
-    """Host memory for the DiskStore: a callable from a host block to its pages."""
+    """Host memory for the DiskStore: callable from a host block to its pages."""
 
     def __init__(self, pages: Sequence[torch.Tensor]) -> None:
         """pages[j]: [num_blocks, page bytes] uint8, on the CPU."""

@@ -1,1 +1,1 @@
-"""The kinds of devices that a worker computes on, behind one interface."""
+"""Hardware platforms of a worker, behind one interface."""

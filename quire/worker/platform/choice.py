@@ -1,4 +1,4 @@
-"""The platform that a configuration asks for."""
+"""Choice of the platform."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ PLATFORMS = Registry(
 
 
 def make_platform(config: EngineConfig, group: ProcessGroup | None = None, stage: Stage = WHOLE_MODEL) -> Platform:
-    """The platform of `config.device.platform`: a name of PLATFORMS, or "module:class" of another one, which takes the
-    same arguments; the last one only if it runs stages. Only that one's module is imported. group: the ranks that share
-    each layer (None: one has it alone). stage: the layers that it computes."""
+    """Make the platform `config.device.platform`: a name of PLATFORMS, or "module:class" with the same arguments (the
+    last only if it supports stages). Only its module is imported. group: ranks that share each layer (None: one rank).
+    stage: layers to compute."""
     name = config.device.platform
     make = load_target(name) if ":" in name else PLATFORMS.load(name)
     group = SINGLE_RANK if group is None else group

@@ -1,4 +1,4 @@
-"""The platform of a CPU: native kernels, or plain torch operators."""
+"""The CPU platform: native kernels or plain torch operators."""
 
 from __future__ import annotations
 
@@ -64,11 +64,10 @@ from quire.worker.platform.interface import DraftModel, HostPool, Mode
 
 
 class CpuPlatform:
-    """Implements Platform. Nothing is enqueued: work has run when a call returns."""
+    """Platform whose work has run when a call returns."""
 
     def __init__(self, config: EngineConfig, group: ProcessGroup = SINGLE_RANK, stage: Stage = WHOLE_MODEL) -> None:
-        """group: the ranks that share each layer of a stage. Raises ConfigError for kernels that this CPU does not
-        have."""
+        """group: ranks that share each layer of a stage. Raises ConfigError for kernels that this CPU lacks."""
         device = config.device
         self.stage = stage
         self._group = group
@@ -100,8 +99,7 @@ class CpuPlatform:
         return "thread" if queue_depth > 1 else "inline"  # torch releases the interpreter while it computes
 
     def computing(self) -> AbstractContextManager[object]:
-        """torch keeps its number of threads per calling thread, and another engine of this process may have set another
-        one."""
+        """torch's number of threads is per calling thread, and another engine in this process may have changed it."""
         if torch.get_num_threads() != self._num_threads:
             torch.set_num_threads(self._num_threads)
         return torch.inference_mode()
@@ -110,7 +108,7 @@ class CpuPlatform:
         return torch.is_inference_mode_enabled() and torch.get_num_threads() == self._num_threads
 
     def synchronize(self) -> None:
-        """Return at once: work has run when a call returns."""
+        """Does nothing."""
 
     def describe(self) -> str:
         model, device, runtime = self._config.model, self._config.device, self._runtime
@@ -172,7 +170,7 @@ class CpuPlatform:
 
     @property
     def _draft_group(self) -> ProcessGroup:
-        """The ranks that share the layers of the model that makes drafts."""
+        """Ranks that share the draft model's layers."""
         chosen = self._config.speculation.draft_model
         return self._group if chosen is not None and chosen.num_ranks == self._group.size else SINGLE_RANK
 
@@ -201,7 +199,7 @@ class CpuPlatform:
         return CpuMeter(self.make_backends, self._make_sampling_kernels, samples_tokens=samples_tokens, deal=deal)
 
     def _make_draft_backends(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> CacheBackends:
-        """layout: with the layers of the draft model alone, counted from 0."""
+        """layout: the draft model's layers, numbered from 0."""
         draft = self._config.speculation.draft
         assert draft is not None, "a model makes drafts"
         config, num_heads = replace(self._config, model=draft), draft.num_heads // self._draft_group.size
@@ -290,10 +288,10 @@ class CpuPlatform:
         return HostDrafts(num_rows, speculation.max_drafts, finder, has_states=has_states)
 
     def offload_weights(self, model: CausalLM) -> None:
-        """The weights are in host memory."""
+        """Does nothing: weights are in host memory."""
 
     def release_reserve(self) -> None:
-        """Freed memory goes back to the system by itself."""
+        """Does nothing."""
 
     def _make_sampling_kernels(self, rows: SamplingRows) -> SamplingKernels[np.ndarray]:
         if self._runtime is None:
@@ -304,9 +302,8 @@ class CpuPlatform:
 
 
 def keep_to_own_cores(rank: int, size: int) -> None:
-    """Let this thread, and those that it starts, run on this rank's share of the cores alone: helpers of a pool are
-    pinned one by one from the first core on, and two ranks' would meet there. Without a core for each rank nothing
-    changes."""
+    """Pin this thread and its children to this rank's share of the cores, because ranks' thread pools would otherwise
+    use the same cores. No effect with fewer cores than ranks."""
     cores = envs.affinity_numbers()
     count = len(cores) // size
     if count and hasattr(os, "sched_setaffinity"):
@@ -322,8 +319,8 @@ def make_attention(
     is_native: bool,
     dealt: DealtTokens | None = None,
 ) -> AttentionBackend:
-    """num_heads: this rank's query heads of every layer. is_native: over native kernels, else over plain torch
-    operators. dealt: as NativeAttention's. An encoder's has no pool."""
+    """num_heads: this rank's query heads per layer. is_native: native kernels, else torch operators. dealt: as
+    NativeAttention's. An encoder has no pool."""
     model = config.model
     if not is_native:
         if model.is_encoder:

@@ -1,4 +1,4 @@
-"""Whole blocks on a CPU: copies inside the pool, for copy-on-write, and swapping between the pools, on a thread."""
+"""Whole-block copies on a CPU: inside the pool for copy-on-write, and between the pools for swapping, on a thread."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ if TYPE_CHECKING:
     from quire.kernels.cpu.runtime import NativeRuntime
 
 BlockCopier: TypeAlias = Callable[[Pairs], None]
-"""Copies block `source` to block `destination` in every page tensor, for each (source, destination). All sources are
-read before any destination is written; destinations are distinct."""
+"""Copies block `source` to block `destination` in every page tensor, for each pair. All sources are read before any
+destination is written; destinations are distinct."""
 BlockMover: TypeAlias = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], Pairs], None]
-"""(source pages, destination pages, pairs): copies block by block, in every page tensor."""
+"""(source pages, destination pages, pairs): copies blocks in every page tensor."""
 
 
 def block_copier(pages: Sequence[torch.Tensor], runtime: NativeRuntime | None) -> BlockCopier:
-    """pages[j]: [num_blocks, page bytes] uint8. runtime: the native kernels to copy with; None: plain torch. Without
-    pages there is nothing to copy."""
+    """pages[j]: [num_blocks, page bytes] uint8. runtime: native kernels; None: torch."""
     if runtime is None or not pages:
         return lambda copies: copy_blocks(pages, copies)
     from quire.kernels.cpu import paged_attention
@@ -32,14 +31,14 @@ def block_copier(pages: Sequence[torch.Tensor], runtime: NativeRuntime | None) -
 
 
 def copy_blocks(pages: Sequence[torch.Tensor], copies: Pairs) -> None:
-    """The plain BlockCopier. pages[j]: [num_blocks, ...]."""
+    """BlockCopier in torch. pages[j]: [num_blocks, ...]."""
     sources, destinations = torch.tensor(copies, dtype=torch.int64).unbind(dim=1)
     for page in pages:
         page.index_copy_(0, destinations, page.index_select(0, sources))
 
 
 def block_mover(runtime: NativeRuntime | None) -> BlockMover:
-    """The copy function. runtime: the native kernels to copy with; None: plain torch."""
+    """runtime: native kernels; None: torch."""
     if runtime is None:
         return move_blocks
     from quire.kernels.cpu import paged_attention
@@ -48,7 +47,7 @@ def block_mover(runtime: NativeRuntime | None) -> BlockMover:
 
 
 def move_blocks(sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor], pairs: Pairs) -> None:
-    """The plain BlockMover. Raises IndexError for a block that does not exist."""
+    """BlockMover in torch. Raises IndexError for an invalid block."""
     with torch.inference_mode():
         read, written = torch.tensor(pairs, dtype=torch.int64).unbind(dim=1)
         for source, destination in zip(sources, destinations, strict=True):
@@ -56,20 +55,20 @@ def move_blocks(sources: Sequence[torch.Tensor], destinations: Sequence[torch.Te
 
 
 class HostPages:
-    """The HostPool of a CPU: memory like the rest."""
+    """HostPool of a CPU."""
 
     def __init__(self, pages: Sequence[torch.Tensor]) -> None:
         self.pages = pages
 
     def close(self) -> None:
-        """The memory is freed with this object."""
+        """Does nothing."""
 
 
 class ThreadTransfers:
-    """BlockTransfers in the memory of this process, on one thread, which ends with this object."""
+    """BlockTransfers on one thread, which ends with this object."""
 
     def __init__(self, device: Sequence[torch.Tensor], host: Sequence[torch.Tensor], move: BlockMover) -> None:
-        """device[j], host[j]: [num_blocks, page bytes] uint8, of both pools."""
+        """device[j], host[j]: [num_blocks, page bytes] uint8."""
         self._device = device
         self._host = host
         self._move = move

@@ -1,4 +1,4 @@
-"""The inputs of a step on a CPU: gathered from the host's columns, without a Python loop over sequences or tokens."""
+"""Inputs of a step on a CPU, gathered without a Python loop over sequences or tokens."""
 
 from __future__ import annotations
 
@@ -23,16 +23,14 @@ if TYPE_CHECKING:
 
 
 class CpuColumns:
-    """Implements RequestColumns. token_ids: [num_rows, max_model_len + 1] int32 (one more, because a sequence that has
-    just reached its end may be run once more before the scheduler knows).
-
-    The token table is reserved and not touched, so a row takes physical memory only as far as it was ever filled.
-    """
+    """RequestColumns on a CPU. token_ids: [num_rows, max_model_len + 1] int32; one extra, because a sequence at its end
+    may run once more before the scheduler knows. The table is reserved and untouched, so it takes physical memory only
+    as far as it was filled."""
 
     def __init__(
         self, num_rows: int, max_model_len: int, values: ColumnValues, drafts: HostDrafts | None = None
     ) -> None:
-        """drafts: None: plans have none."""
+        """drafts: None if plans have no drafts."""
         self.values = values
         self.drafts = drafts
         self.finder: Finder = NO_FINDER if drafts is None else drafts.finder
@@ -55,13 +53,13 @@ class CpuColumns:
         self.finder.end_text(row, self.token_ids[row, :num_tokens])
 
     def write_blocks(self, row: int, group: int, start: int, entries: Sequence[int] | np.ndarray) -> None:
-        """Kernels read BlockTables."""
+        """Does nothing: kernels read BlockTables."""
 
     def copy_blocks(self, source: int, destination: int, group: int, num_entries: int) -> None:
-        """Kernels read BlockTables."""
+        """Does nothing: kernels read BlockTables."""
 
     def write_sampling(self, row: int) -> None:
-        """Kernels read SamplingRows."""
+        """Reset the row's drafts; kernels read SamplingRows."""
         if self.drafts is not None:
             self.drafts.forget(row)
 
@@ -74,7 +72,7 @@ class CpuColumns:
             self.drafts.copy(source, destination)
 
     def gather_again(self, batch: InputBatch) -> None:
-        """Take note that tokens of the batch that was gathered last have changed in the table."""
+        """Note that tokens of the last gathered batch have changed in the table."""
 
     def place_drafts(self, plan: StepPlan, requests: RequestState) -> Placed:
         assert self.drafts is not None, "the plan has drafts, and the engine makes none"
@@ -89,8 +87,8 @@ class CpuColumns:
 def prepare_inputs(
     batch: InputBatch, token_table: np.ndarray, tables: BlockTables
 ) -> tuple[torch.Tensor, AttentionBatch]:
-    """token_table: [num_rows, capacity] int32. Returns the token ids, [T] int64, and the attention batch. At least one
-    sequence is scheduled."""
+    """Gather token ids, [T] int64, and the attention batch of at least one sequence. token_table: [num_rows, capacity]
+    int32."""
     rows, positions, sequence_index = batch.rows, batch.starts, np.arange(len(batch.rows))
     if batch.num_tokens != len(rows):  # otherwise each sequence has one token: most steps are decodes
         positions, sequence_index = batch.positions, batch.sequence_index
@@ -112,7 +110,7 @@ def prepare_inputs(
 
 
 class CacheBackends(NamedTuple):
-    """The back ends that find what layers keep: tokens, and states."""
+    """Back ends of attention and of recurrent states."""
 
     attention: AttentionBackend
     states: StateBackend
@@ -124,22 +122,22 @@ class CacheBackends(NamedTuple):
         logits_rows: torch.Tensor | None = None,
         columns: Mapping[str, torch.Tensor] = NO_COLUMNS,
     ) -> ForwardBatch:
-        """The input of a forward pass. token_ids: [T]. logits_rows, columns: for the fields of ForwardBatch."""
+        """Input of a forward pass. token_ids: [T]. logits_rows, columns: see ForwardBatch."""
         attention, states = self.attention.plan(batch), self.states.plan(batch)
         return ForwardBatch(token_ids, batch.slot_positions, attention, logits_rows, states, columns)
 
 
 class StepInputs(Protocol):
-    """Gathers what a forward pass reads."""
+    """Gathers the inputs of forward passes."""
 
     def forward_batch(self, batch: InputBatch, logits_rows: torch.Tensor | None) -> ForwardBatch:
-        """The input of the forward pass over a batch of the columns, valid until the next. logits_rows: for the field
-        of ForwardBatch."""
+        """Input of a forward pass over a batch of the columns, valid until the next call. logits_rows: see
+        ForwardBatch."""
         ...
 
 
 class PlainInputs(NamedTuple):
-    """Implements StepInputs with NumPy."""
+    """StepInputs in NumPy."""
 
     columns: CpuColumns
     tables: BlockTables

@@ -1,4 +1,4 @@
-"""Measuring memory on a CPU, where the pools and everything else are memory of this process."""
+"""Memory measurement on a CPU, where everything is memory of this process."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from quire.worker.platform.host_memory import available_memory, measure_peak
 from quire.worker.platform.interface import StepLimits
 
 PROFILED_TOKENS, PROFILED_ROWS = 64, 16
-"""Tokens and sampled rows of the profiling step: enough for the growth to stand out from the allocator's noise. What
-does not grow with them is scaled as well, which errs on the safe side."""
+"""Tokens and sampled rows of the profiling step: enough to stand out from allocator noise. Constant parts are scaled
+too, which is conservative."""
 
 BackendFactory = Callable[[KVCacheLayout, Sequence[torch.Tensor]], CacheBackends]
 
 
 class CpuMeter:
-    """Implements MemoryMeter."""
+    """MemoryMeter for a CPU."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class CpuMeter:
         samples_tokens: bool = True,
         deal: Deal = ALL_TOKENS,
     ) -> None:
-        """samples_tokens: the largest step samples for every sequence; a model that pools does not. deal: the tokens
+        """samples_tokens: True if the largest step samples for every sequence; False for pooling models. deal: tokens
         that this rank keeps."""
         self._make_backends = make_backends
         self._make_sampling_kernels = make_sampling_kernels
@@ -55,13 +55,9 @@ class CpuMeter:
         return available_memory()
 
     def step_bytes(self, model: CausalLM, limits: StepLimits, estimate: int) -> int | None:
-        """A forward pass over the token budget in as few sequences as the context allows, then logits and random
-        sampling for the most sequences.
-
-        Measured as the growth of the resident memory. What a pass takes grows with its tokens and rows (at most: the
-        working memory of attention and of sampling is bounded), so it is measured on PROFILED_TOKENS and PROFILED_ROWS
-        and scaled: a pass over the whole budget would be most of a start's time.
-        """
+        """Measure a forward pass over the token budget in the fewest sequences, then logits and random sampling for the
+        most sequences, as growth of resident memory. Since this grows at most linearly, it is measured on
+        PROFILED_TOKENS and PROFILED_ROWS and scaled; a full pass would dominate the start."""
         num_tokens = min(limits.max_num_tokens, PROFILED_TOKENS)
         num_rows = min(limits.max_num_rows, PROFILED_ROWS)
         prompt = InputBatch.dummy_prompts(num_tokens, min(num_tokens, limits.longest))

@@ -1,4 +1,4 @@
-"""Plans on a CPU: what kernels read are the host's columns themselves, and a step has run when a call returns."""
+"""Plans on a CPU: kernels read the host's columns, and a step has run when a call returns."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ PROMPT_LOGITS_ELEMENTS = 2**22
 
 
 class NoCopy:
-    """The PendingCopy of a CPU: results are on the host."""
+    """PendingCopy of a CPU, whose results are on the host."""
 
     def wait(self) -> list[torch.Tensor]:
         return []
 
 
 class CpuCompute:
-    """Implements StepCompute."""
+    """StepCompute for a CPU."""
 
     def __init__(
         self,
@@ -45,8 +45,8 @@ class CpuCompute:
         has_head: bool = False,
         samples: bool = True,
     ) -> None:
-        """inputs: gathered from `columns`. has_head: pooled samples go through the model's own projection
-        (`CausalLM.compute_logits`). samples: as that of StepCompute."""
+        """inputs: gathered from `columns`. has_head: pooled samples go through `CausalLM.compute_logits`. samples: see
+        StepCompute."""
         self.samples = samples
         self.columns = columns
         self.has_drafts = columns.drafts is not None
@@ -73,14 +73,14 @@ class CpuCompute:
         return self._no_copy
 
     def warm_up(self, launch: Callable[[StepPlan], object]) -> None:
-        """Return at once: no kernel is compiled."""
+        """Does nothing: no kernel is compiled."""
 
     def capture_next(self) -> bool:
         return False
 
 
 class CpuStep(NamedTuple):
-    """Implements ComputeStep."""
+    """ComputeStep for a CPU."""
 
     compute: CpuCompute
     plan: StepPlan
@@ -134,7 +134,7 @@ class CpuStep(NamedTuple):
         return accepted._replace(found=ready(found), token_ids=tokens)
 
     def _lengths(self, requests: RequestState) -> np.ndarray:
-        """Tokens of the sequences of the batch, [S]."""
+        """Tokens of the batch's sequences, [S]."""
         return np.fromiter(map(requests.lengths.__getitem__, self.plan.seq_ids), np.int64, len(self.plan.seq_ids))
 
     def pool(self, hidden: torch.Tensor, pooled: PooledRows) -> Deferred[np.ndarray]:

@@ -1,5 +1,5 @@
-"""The platform of a GPU: the model, the KV cache and the request state are on the device, plans are enqueued, results
-are waited for later. In Triton's interpreter the same code runs, and the device is the host."""
+"""The GPU platform: model, KV cache and request state are on the device; plans are enqueued and results awaited later.
+In Triton's interpreter the same code runs with the host as the device."""
 
 from __future__ import annotations
 
@@ -55,17 +55,17 @@ INTERPRETED_MULTIPROCESSORS = 8
 
 
 class CudaPlatform:
-    """Implements Platform. compiles: kernels are compiled, so that a start warms them up; the interpreter compiles
-    none."""
+    """Platform for CUDA devices. compiles: True if kernels are compiled and need a warm-up; False in the
+    interpreter."""
 
     adapters: ModelAdapters | None = None
-    """None are taken yet."""
+    """Not supported yet."""
     draft_model: DraftModel | None = None
-    """None makes drafts here yet."""
+    """Not supported yet."""
     stage = WHOLE_MODEL
 
     def __init__(self, config: EngineConfig, group: ProcessGroup = SINGLE_RANK) -> None:
-        """group: the ranks that share each layer."""
+        """group: ranks that share each layer."""
         self._config = config
         self._group = group
         self._num_heads = config.model.num_heads // group.size
@@ -91,7 +91,7 @@ class CudaPlatform:
             yield
 
     def is_computing(self) -> bool:
-        """Every call enters the stream anew: the caller's own code may have entered another one."""
+        """Always False: every call enters the stream again, because the caller's code may have entered another."""
         return False
 
     def synchronize(self) -> None:
@@ -129,7 +129,7 @@ class CudaPlatform:
         return model
 
     def load_images(self) -> None:
-        """`image_inputs` says that a device is given none."""
+        """Always None: `image_inputs` rejects images on devices."""
 
     def meter(self) -> DeviceMeter:
         model = self._config.model
@@ -266,13 +266,12 @@ class CudaPlatform:
         return CudaGraphRunner(model, backends, shape, settings, self.make_capture() if has_graphs else None)
 
     def make_capture(self) -> GraphCapture:
-        """A capture for the graphs of one request state."""
         return CudaGraphCapture()
 
 
 def device_limits(device: torch.device) -> DeviceLimits:
-    """The properties that decide the shapes of kernels. For the interpreter, which runs one program at a time, work is
-    cut into few programs."""
+    """Properties that determine kernel shapes. For the interpreter, which runs one program at a time, work is split
+    into few programs."""
     if device.type != "cuda":
         return DeviceLimits(num_multiprocessors=INTERPRETED_MULTIPROCESSORS)
     properties = torch.cuda.get_device_properties(device)
@@ -280,7 +279,6 @@ def device_limits(device: torch.device) -> DeviceLimits:
 
 
 def device_name(device: torch.device) -> str:
-    """The name of the device for logs and `describe`."""
     if device.type != "cuda":
         return "the host, interpreted"
     name: str = torch.cuda.get_device_name(device)

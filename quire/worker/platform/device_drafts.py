@@ -1,4 +1,4 @@
-"""Drafts on a device, where the host knows how many tokens a sequence has within bounds only."""
+"""Drafts on a device, where the host knows a sequence's token count only within bounds."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from quire.worker.sample_rows import SampleRows
 
 @dataclass(frozen=True, slots=True)
 class DraftSections:
-    """What a step's drafts have in the upload: the arguments of `place_drafts`; and of `accept_drafts` (None: nothing
-    is sampled), with the sources of the sampled rows. tells_tokens: the host is to know what is found."""
+    """A step's draft data in the upload: arguments of `place_drafts`, and of `accept_drafts` (None: nothing is sampled)
+    with the sources of sampled rows. tells_tokens: the host needs the drafts that are found."""
 
     placed: Sequence[Section]
     accepted: Sequence[Section] | None
@@ -34,22 +34,21 @@ class DraftSections:
 
 
 class DeviceDrafts:
-    """The drafts of a device's rows."""
+    """Drafts of a device's rows."""
 
     def __init__(self, arena: StateArena, config: SpeculationConfig, queue_depth: int, *, has_states: bool) -> None:
-        """has_states: as that of HostDrafts: no draft may be the last token before a border, wherever its sequence
-        starts."""
+        """has_states: see HostDrafts; no draft may be the last token before a border, for any possible start."""
         self._arena = arena
         self._lookup = config.lookup_min, config.lookup_max
         self._has_states = has_states
         self._in_flight: deque[dict[int, int]] = deque(maxlen=queue_depth - 1)
-        """Drafts of the plans whose results the scheduler may not have seen, by sequence."""
+        """Drafts by sequence of plans whose results the scheduler may not have seen."""
         self._given: dict[int, list[int]] = {}
         self._shifts = torch.zeros(0, dtype=torch.int32, device=arena.words.device)
         self._token_ids = torch.zeros(0, dtype=torch.int64, device=arena.words.device)
 
     def place(self, plan: StepPlan, requests: RequestState) -> Placed:
-        """How many drafts each sequence computes; where it starts the device knows."""
+        """Number of drafts per sequence; only the device knows the start positions."""
         counts, num_drafts = list(plan.num_tokens), list(plan.num_drafts or [0] * len(plan.seq_ids))
         self._given = {}
         for index, (seq_id, start) in enumerate(zip(plan.seq_ids, plan.start_positions, strict=True)):
@@ -69,7 +68,7 @@ class DeviceDrafts:
         return Placed(plan.start_positions, counts, np.array(num_drafts, np.int64))
 
     def stage(self, plan: StepPlan, batch: InputBatch, samples: SampleRows | None, upload: Upload) -> DraftSections:
-        """Add what the kernels read to a step's upload."""
+        """Add the kernels' inputs to a step's upload."""
         num_seqs = len(batch.rows)
         num_drafts = np.zeros(num_seqs, np.int64) if batch.num_drafts is None else batch.num_drafts
         given, given_at = [0], np.full(num_seqs, -1)
@@ -91,7 +90,7 @@ class DeviceDrafts:
         return DraftSections(placed, accepted, bool(plan.expects_sampling_inputs))
 
     def apply(self, columns: StepColumns, sections: DraftSections, upload: Upload) -> None:
-        """Enqueue the writing of drafts, behind what earlier steps sample; it corrects `columns`."""
+        """Enqueue the writing of drafts after earlier steps' sampling; corrects `columns`."""
         self._shifts = torch.empty_like(columns.starts)
         num_drafts, given_at, given = map(upload.view, sections.placed)
         place_drafts(
@@ -103,18 +102,18 @@ class DeviceDrafts:
         )
 
     def keep_token_ids(self, token_ids: torch.Tensor) -> None:
-        """token_ids: [T] int64 of the step, at an address that stays."""
+        """token_ids: [T] int64 of the step, at a stable address."""
         self._token_ids = token_ids
 
     def correct_lengths(self, lengths: torch.Tensor, sections: DraftSections, upload: Upload) -> torch.Tensor:
-        """Lengths of the sampled rows, [R], as they are."""
+        """Actual lengths of the sampled rows, [R]."""
         assert sections.accepted is not None, "rows are sampled"
         return lengths - self._shifts.index_select(0, upload.view(sections.accepted[2]))
 
     def accept(
         self, chosen: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, sections: DraftSections, upload: Upload
     ) -> Accepted:
-        """As `ComputeStep.accept`. chosen: [R, 2] int32, as kernels choose."""
+        """See `ComputeStep.accept`. chosen: [R, 2] int32, from the sampling kernels."""
         assert sections.accepted is not None, "rows are sampled"
         arena = self._arena
         firsts, tokens_at, _ = map(upload.view, sections.accepted)

@@ -1,4 +1,4 @@
-"""The inputs of a step on the device: static buffers, filled by one kernel from the columns that the host sends."""
+"""Inputs of a step on the device: static buffers that one kernel fills from the host's columns."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ from quire.worker.platform.upload import Section, Upload
 
 
 def add_columns(batch: InputBatch, upload: Upload, values: ColumnValues) -> list[Section]:
-    """Put what the device must know of the batch into the upload: the fields of StepColumns, in order."""
+    """Add the batch to the upload: the fields of StepColumns, in order."""
     columns = (batch.rows, batch.starts, batch.query_start, *(values.listed.of_batch(batch) or ()))
     return [upload.add(column) for column in columns]
 
 
 class DeviceInputs:
-    """The static buffers, at full capacity: addresses that stay the same for the life of a CUDA graph. A step uses
-    their beginnings."""
+    """Static buffers at full capacity, whose addresses CUDA graphs rely on. A step uses their beginnings."""
 
     def __init__(
         self, arena: StateArena, block_size: int, max_seqs: int, max_tokens: int, names: Sequence[str] = ()
     ) -> None:
-        """block_size: tokens of the kernels' blocks. max_seqs, max_tokens: most of a step, padding included. names: the
-        columns whose rules the arena has."""
+        """block_size: tokens of the kernels' blocks. max_seqs, max_tokens: maximum of a step, padding included. names:
+        step columns in the order of the arena's rules."""
         device = arena.words.device
         self._names = names
         self._arena = arena
@@ -48,8 +47,7 @@ class DeviceInputs:
     def prepare(
         self, batch: InputBatch, on_device: StepColumns, num_seqs: int, num_tokens: int
     ) -> tuple[DeviceBatch, TokenColumns]:
-        """Enqueue the kernel; returns the batch and what the model reads of its tokens. num_seqs, num_tokens: with
-        padding."""
+        """Enqueue the kernel; returns the batch and the model's token columns. num_seqs, num_tokens: with padding."""
         buffers = self._buffers
         prepare_inputs(
             self._arena.words,
@@ -82,7 +80,7 @@ class DeviceInputs:
         return on_device_batch, self._columns
 
     def padding(self, num_seqs: int, num_tokens: int) -> tuple[DeviceBatch, TokenColumns]:
-        """The same tensors for a batch that is nothing but padding, to capture graphs with."""
+        """The same tensors for a padding-only batch, for graph capture."""
         none = np.zeros(0, np.int64)
         batch = InputBatch.of(none, none, none)
         empty = torch.zeros(1, dtype=torch.int32, device=self._arena.words.device)

@@ -1,5 +1,4 @@
-"""A device's memory: its size, the peak of a piece of work, the pools' pages, and errors that state the needed and free
-bytes."""
+"""A device's memory: sizes, peaks, the pools' pages, and errors with needed and free bytes."""
 
 from __future__ import annotations
 
@@ -18,38 +17,34 @@ from quire.worker.platform.host_memory import available_memory
 
 
 class DeviceMemory(Protocol):
-    """Measuring and pinning memory for a device; all sizes in bytes."""
+    """Measures and pins memory; all sizes are in bytes."""
 
     @property
     def is_measured(self) -> bool:
-        """True where `measure_peak` is supported; elsewhere callers estimate instead."""
+        """True if `measure_peak` is supported."""
         ...
 
-    def total(self) -> int:
-        """Bytes of the device's memory."""
-        ...
+    def total(self) -> int: ...
 
     def free(self) -> int:
-        """Free bytes of the device, those that torch only keeps in reserve included."""
+        """Free bytes, torch's reserve included."""
         ...
 
     def measure_peak(self, work: Callable[[], object]) -> int:
-        """Run `work` to its end; return the peak of the additional bytes that were reserved meanwhile."""
+        """Run `work` and return the peak of additionally reserved bytes."""
         ...
 
     def pin(self, memory: torch.Tensor) -> None:
-        """Pin host memory, so that the device copies from and to it at the link's speed, in parallel with other work.
-        Raises InsufficientMemoryError when the system refuses."""
+        """Pin host memory, for full-speed copies in parallel with other work. Raises InsufficientMemoryError if the
+        system refuses."""
         ...
 
     def unpin(self, memory: torch.Tensor) -> None:
-        """Unpin memory. Call it before the memory is freed; no copy from or to it may be under way."""
+        """Unpin memory before it is freed; no copy may be in progress."""
         ...
 
 
 class CudaMemory:
-    """The memory of one CUDA device."""
-
     is_measured = True
 
     def __init__(self, device: torch.device) -> None:
@@ -88,7 +83,7 @@ class CudaMemory:
 
 
 class HostMemory:
-    """The host as its own device, in Triton's interpreter."""
+    """The host as the device, in Triton's interpreter."""
 
     is_measured = False
 
@@ -102,10 +97,10 @@ class HostMemory:
         raise AssertionError("the interpreter's memory says nothing about a device's")
 
     def pin(self, memory: torch.Tensor) -> None:
-        """Do nothing: the host's memory is the device's."""
+        """Does nothing."""
 
     def unpin(self, memory: torch.Tensor) -> None:
-        """Do nothing: `pin` did nothing."""
+        """Does nothing."""
 
 
 def make_memory(device: torch.device) -> DeviceMemory:
@@ -113,8 +108,8 @@ def make_memory(device: torch.device) -> DeviceMemory:
 
 
 def allocate_device_pages(layout: KVCacheLayout, memory: DeviceMemory, device: torch.device) -> list[torch.Tensor]:
-    """`layers_per_group` tensors [num_blocks, page bytes] uint8, zero: unwritten slots must be finite, since
-    masked keys are multiplied as well. Raises InsufficientMemoryError."""
+    """`layers_per_group` zeroed tensors [num_blocks, page bytes] uint8. Unwritten slots must be finite, since masked
+    keys are multiplied too. Raises InsufficientMemoryError."""
     if device.type == "cpu":
         return allocate_pages(layout)
     shape = (layout.num_blocks, layout.block_bytes // layout.layers_per_group)
@@ -123,10 +118,8 @@ def allocate_device_pages(layout: KVCacheLayout, memory: DeviceMemory, device: t
 
 
 class PinnedPool:
-    """The HostPool of a device: each block in one piece, all of them pinned.
-
-    blocks: [num_host_blocks + 1, num_pages, page bytes] uint8. pages[j]: [num_host_blocks + 1, page bytes], views.
-    """
+    """HostPool of a device: contiguous, pinned blocks. blocks: [num_host_blocks + 1, num_pages, page bytes] uint8.
+    pages[j]: views [num_host_blocks + 1, page bytes]."""
 
     def __init__(self, layout: KVCacheLayout, memory: DeviceMemory) -> None:
         """Raises InsufficientMemoryError."""
@@ -144,14 +137,14 @@ class PinnedPool:
         return self.blocks.unbind(1)
 
     def close(self) -> None:
-        """Unpin the memory. No copy from or to it may be under way."""
+        """Unpin the memory; no copy may be in progress."""
         self._memory.unpin(self.blocks)
 
 
 @contextmanager
 def arithmetic(memory: DeviceMemory, purpose: str, num_bytes: int | None = None) -> Iterator[None]:
-    """Turn torch.OutOfMemoryError of the block into InsufficientMemoryError with purpose, needed and free bytes.
-    num_bytes: needed (None: not known)."""
+    """Turn torch.OutOfMemoryError into InsufficientMemoryError with purpose, needed and free bytes. num_bytes: needed
+    (None: unknown)."""
     free = memory.free()
     try:
         yield

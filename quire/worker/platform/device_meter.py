@@ -1,4 +1,4 @@
-"""Measuring a device's memory: what weights, a step at the full budget, graphs and tables take of it."""
+"""Measurement of a device's memory: weights, a step at the full budget, graphs and tables."""
 
 from __future__ import annotations
 
@@ -25,19 +25,17 @@ from quire.worker.platform.upload import NUM_DEVICE_BUFFERS, buffer_capacity
 BackendFactory = Callable[[KVCacheLayout, Sequence[torch.Tensor]], DeviceBackends]
 
 SAMPLER_COPIES = 3
-"""Copies of the logits, in float32, that the sampler's kernels keep at once, beside the logits themselves."""
+"""float32 copies of the logits that the sampler keeps at once."""
 CONTEXT_BYTES = 640 << 20
-"""Bytes, at most, that the CUDA context of this process has taken before anything could be measured: of the memory in
-use then, so much counts as this engine's; the rest is others'."""
+"""Maximum bytes of memory in use before measuring that count as this process's CUDA context; the rest is others'."""
 GRAPH_BYTES_PER_LAYER = 256 * 2**10
-"""An estimate of what the driver keeps for one layer's kernels in one graph."""
+"""Estimated bytes that the driver keeps per layer and graph."""
 COLUMNS_PER_SEQUENCE = 8
-"""Words of an upload: four columns of the batch, four of its samples."""
+"""Upload words per sequence: four columns of the batch, four of its samples."""
 
 
 class DeviceMeter:
-    """Implements MemoryMeter, with torch's arithmetic of a device. In Triton's interpreter, where the device is the
-    host, nothing is measured."""
+    """MemoryMeter for a device; measures nothing in Triton's interpreter."""
 
     def __init__(
         self,
@@ -49,7 +47,7 @@ class DeviceMeter:
         device: torch.device,
         num_ranks: int = 1,
     ) -> None:
-        """free_at_start: bytes, before the weights were loaded. num_ranks: that share each layer."""
+        """free_at_start: bytes before the weights were loaded. num_ranks: ranks that share each layer."""
         self._make_backends = make_backends
         self._config = config
         self._settings = settings
@@ -62,8 +60,8 @@ class DeviceMeter:
         return self._memory.free()
 
     def step_bytes(self, model: CausalLM, limits: StepLimits, estimate: int) -> int | None:
-        """Run the largest steps there can be: a prompt's, over the whole token budget; a decode, of the most sequences;
-        and their logits."""
+        """Run the largest steps: a prompt over the whole token budget, a decode of the most sequences, and their
+        logits."""
         memory = self._memory
         if not memory.is_measured:
             return None
@@ -117,8 +115,8 @@ class DeviceMeter:
 def graph_bytes(
     config: ModelConfig, settings: ExecutionSettings, activations: int, max_num_tokens: int, num_ranks: int = 1
 ) -> int:
-    """Bytes that are kept for CUDA graphs: the driver's share of each, which is estimated; the memory of the largest,
-    which all share; and their static results."""
+    """Bytes for CUDA graphs: the driver's estimated share of each, the largest one's memory, which all share, and
+    static results."""
     sizes = [each.num_tokens for each in settings.executions()]
     if not sizes:
         return 0
@@ -130,17 +128,16 @@ def graph_bytes(
 
 
 def table_bytes(limits: StepLimits, num_groups: int, num_columns: int = 0) -> int:
-    """Rows of token ids, of block tables and of step columns' values, and the inputs of a step: words of 4 and of 8
-    bytes; and the buffers that the inputs are copied to."""
+    """Bytes of the rows' token ids, block tables and column values, of a step's inputs, and of the upload buffers."""
     row = num_columns + limits.longest + 1 + num_groups * -(-(limits.longest + 1) // limits.block_size)
     inputs = limits.max_num_tokens * (3 + num_groups + num_columns)
     return 4 * limits.max_num_seqs * row + 8 * inputs + upload_bytes(limits, num_groups)
 
 
 def upload_bytes(limits: StepLimits, num_groups: int) -> int:
-    """The device buffers of uploads, for a step that spends its budget on new prompts and begins one more that is as
-    long as may be. Many long prompts that the prefix cache holds can come in one step and need more: a copy of all rows
-    as pairs, at most, which comes out of what gpu_memory_utilization leaves."""
+    """Bytes of the device's upload buffers, for a step that spends its budget on new prompts and starts one more of
+    maximum length. Many prompts from the prefix cache in one step may need more, out of what gpu_memory_utilization
+    leaves."""
     num_tokens = min(limits.max_num_tokens + limits.longest, limits.max_num_seqs * (limits.longest + 1))
     entries = num_groups * (num_tokens // limits.block_size + limits.max_num_seqs)
     written = num_tokens + entries + limits.max_num_seqs * NUM_WORDS
@@ -149,7 +146,7 @@ def upload_bytes(limits: StepLimits, num_groups: int) -> int:
 
 
 def dummy_batch(layout: KVCacheLayout, batch: InputBatch, device: torch.device) -> DeviceBatch:
-    """Sequences that share one block, over and over. No token is written: every slot is padding's. States are."""
+    """Sequences that share one block. Token slots are padding; states are written."""
 
     def column(values: np.ndarray, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.from_numpy(values).to(device, dtype)

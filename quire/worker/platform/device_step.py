@@ -1,5 +1,4 @@
-"""Plans on a device: staged writes bring the request state up to date, kernels read it, and nothing here waits for the
-device or asks it for a value."""
+"""Plans on a device: staged writes update the request state, kernels read it, and nothing here waits for the device."""
 
 from __future__ import annotations
 
@@ -41,12 +40,12 @@ Launch = Callable[[StepPlan], object]
 
 
 class StagedColumns:
-    """Implements RequestColumns: columns that lie in the arena, and are written by the step that takes `writes`."""
+    """RequestColumns in the arena; the step that takes `writes` writes them."""
 
     def __init__(
         self, arena: StateArena, sampling: SamplingRows, values: ColumnValues, drafts: DeviceDrafts | None = None
     ) -> None:
-        """drafts: None: plans have none."""
+        """drafts: None if plans have no drafts."""
         self.arena = arena
         self.drafts = drafts
         self.sampling = sampling
@@ -54,7 +53,7 @@ class StagedColumns:
         self._writes = RowWrites()
 
     def take_writes(self) -> RowWrites:
-        """The writes that were staged since the last call, in order."""
+        """Writes staged since the last call, in order."""
         writes, self._writes = self._writes, RowWrites()
         return writes
 
@@ -66,13 +65,13 @@ class StagedColumns:
         self._writes.copy(arena.token_offset(source), arena.token_offset(destination), num_tokens)
 
     def begin_text(self, row: int, num_tokens: int, scope: str, prediction: Sequence[int]) -> None:
-        """On a device drafts are looked up in a sequence's own tokens alone."""
+        """Does nothing: on a device only a sequence's own tokens are searched."""
 
     def copy_text(self, source: int, destination: int, num_tokens: int) -> None:
-        """As `begin_text`."""
+        """Does nothing."""
 
     def end_text(self, row: int, num_tokens: int) -> None:
-        """As `begin_text`."""
+        """Does nothing."""
 
     def write_blocks(self, row: int, group: int, start: int, entries: Sequence[int] | np.ndarray) -> None:
         self._writes.write(self.arena.block_offset(row, group, start), entries)
@@ -105,7 +104,7 @@ class StagedColumns:
 
 
 class DeviceCompute:
-    """Implements StepCompute."""
+    """StepCompute for a device."""
 
     def __init__(
         self,
@@ -119,8 +118,7 @@ class DeviceCompute:
         *,
         has_head: bool,
     ) -> None:
-        """pages: the pool's on the device (None: there is none). has_head: pooled samples go through the model's own
-        projection (`CausalLM.compute_logits`)."""
+        """pages: the device pool (None: no pool). has_head: pooled samples go through `CausalLM.compute_logits`."""
         self.prepare: Callable[[Launch], None] | None = None
         self.samples = True
         self.has_drafts = columns.drafts is not None
@@ -172,14 +170,14 @@ class DeviceCompute:
         return self.passes.capture_next(self.padding)
 
     def padding(self, execution: Execution) -> tuple[DeviceBatch, TokenColumns]:
-        """A batch of an execution's size that is nothing but padding."""
+        """A padding-only batch of an execution's size."""
         return self.inputs.padding(execution.num_seqs, execution.num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
-    """Implements ComputeStep. copies and the others: where the upload has them; columns, sampled: in the order of
-    StepColumns and `SampleRows.columns`."""
+    """ComputeStep for a device. Sections are places in the upload; columns, sampled: in the order of StepColumns and
+    `SampleRows.columns`."""
 
     compute: DeviceCompute
     batch: InputBatch
@@ -249,13 +247,9 @@ class DeviceStep:
 
 
 def copy_rounds(copies: Pairs) -> Iterator[Pairs]:
-    """Cut (source, destination) pairs into rounds in which no block is both, so that a round may run in any order, and
-    so that one round after the other reads every source as it was before all of them.
-
-    As a rule there is one round. A block that is freed and allocated again in the same plan is the source of one pair
-    and the destination of another, which then goes into a later round. Pairs form no cycles, because a destination was
-    free when the scheduler chose it.
-    """
+    """Split (source, destination) pairs into rounds in which no block is both, so that each round may run in any order
+    and sources are read before they are overwritten. Usually there is one round; a block that is freed and reallocated
+    in one plan needs another. Cycles are impossible, because a destination was free when it was chosen."""
     remaining = copies
     while remaining:
         sources = {source for source, _ in remaining}

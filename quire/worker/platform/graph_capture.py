@@ -1,4 +1,4 @@
-"""Capturing CUDA graphs behind an interface, so that tests can record graphs where there is no GPU."""
+"""CUDA graph capture behind an interface that tests can implement without a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.utils.garbage import without_collections
 
 
 class Graph(Protocol):
-    """Work that was recorded once, on tensors at fixed addresses."""
+    """Recorded work on tensors at fixed addresses."""
 
     def replay(self) -> None:
         """Enqueue the recorded work on the current stream."""
@@ -21,35 +21,31 @@ class Graph(Protocol):
 
 
 class GraphCapture(Protocol):
-    """Makes graphs. Work between `begin_capture` and `end_capture` is recorded and not run, so its results do not
-    exist.
-
-    Graphs of one GraphCapture share memory for intermediate results, so only the results of the graph that was replayed
-    last (with those that continue it) are valid. The tensors that a graph reads from outside must outlive it.
-    """
+    """Makes graphs. Work between `begin_capture` and `end_capture` is recorded, not run. Graphs of one GraphCapture
+    share memory, so only results of the last replayed graph and its continuations are valid. Outside tensors that a
+    graph reads must outlive it."""
 
     def begin_capture(self) -> None: ...
 
     def end_capture(self) -> Graph: ...
 
     def abandon(self) -> None:
-        """End the capture after an error between `begin_capture` and `end_capture`."""
+        """End the capture after an error."""
         ...
 
     def make_room(self) -> None:
-        """Free the memory that torch keeps in reserve: a capture allocates from the device and cannot use the
-        reserve."""
+        """Free torch's reserve, which a capture cannot use."""
         ...
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A view that does not keep the memory alive: once `tensor` is freed, later captures may use it again."""
+        """A view that does not keep the memory alive, so that later captures can reuse it."""
         ...
 
 
 @contextmanager
 def capturing(capture: GraphCapture) -> Iterator[None]:
-    """A context for captures: an error in it abandons the open one, and the garbage collector is off, because freeing
-    another graph's memory is an error during a capture."""
+    """Context for captures: an error abandons the open one. Garbage collection is off, because freeing another graph's
+    memory is an error during a capture."""
     with without_collections():
         try:
             yield
@@ -59,7 +55,7 @@ def capturing(capture: GraphCapture) -> Iterator[None]:
 
 
 class CudaGraphCapture:
-    """Captures torch.cuda.CUDAGraph objects on the current stream, which must not be the default stream."""
+    """Captures torch.cuda.CUDAGraph objects on the current stream, which must not be the default one."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -102,7 +98,7 @@ class CudaGraphCapture:
 
 
 class _Memory:
-    """Device memory with another owner, described by `__cuda_array_interface__` so that torch can wrap it."""
+    """Device memory of another owner, described by `__cuda_array_interface__` so that torch can wrap it."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__: dict[str, Any] = {

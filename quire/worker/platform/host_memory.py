@@ -1,4 +1,4 @@
-"""Measuring memory on Linux: what this process could still take, and how much a piece of work takes at its peak."""
+"""Memory measurement on Linux: available memory, and the peak of a piece of work."""
 
 from __future__ import annotations
 
@@ -13,19 +13,17 @@ GROUP_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""(limit, use, field of memory.stat) of a group, by the second and the first version."""
+"""(limit, usage, field of memory.stat) of a cgroup, version 2 and 1."""
 RESET_PEAK = "5"
-"""Written to clear_refs, this resets the peak of the resident set to its present size."""
+"""Value for clear_refs that resets the peak of the resident set."""
 RESET_TOLERANCE = 16 * 2**20
-"""Bytes that other threads may have allocated between the reset and the check of it."""
+"""Bytes that other threads may allocate between the reset and its check."""
 
 
 def available_memory(root: Path = ROOT) -> int:
-    """Bytes that this process could still take: the smaller of what the system has available and what the limits of its
-    control groups (v1 or v2, every level) leave, page cache that can be dropped counted as free.
-
-    root: the folder of /proc and /sys. Where there is no /proc/meminfo, all physical memory is counted.
-    """
+    """Bytes available to this process: the minimum of the system's and its cgroups' (v1 or v2, every level), with
+    reclaimable page cache counted as free. root: folder of /proc and /sys. Without /proc/meminfo, all physical memory
+    counts."""
     meminfo = root / "proc/meminfo"
     if not meminfo.exists():
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -33,16 +31,13 @@ def available_memory(root: Path = ROOT) -> int:
 
 
 def resident_memory(root: Path = ROOT) -> int | None:
-    """Bytes of this process in physical memory, None where the system does not say."""
+    """Resident bytes of this process; None if unknown."""
     return _status(root, "VmRSS:")
 
 
 def measure_peak(work: Callable[[], object], root: Path = ROOT) -> int | None:
-    """Run `work`; return how many bytes the resident memory grew at its peak.
-
-    Exact (the kernel keeps the peak), except that other threads of the process count as well, which errs on the safe
-    side. Returns None, having run `work`, where the system does not let a process reset its peak.
-    """
+    """Run `work` and return the peak growth of resident memory in bytes; None if the system cannot reset the peak.
+    Exact, except that other threads count too."""
     can_reset = _reset_peak(root)
     before = resident_memory(root)
     with without_collections():  # which would free what was there before, and hide what is taken
@@ -54,7 +49,7 @@ def measure_peak(work: Callable[[], object], root: Path = ROOT) -> int | None:
 
 
 def _reset_peak(root: Path) -> bool:
-    """Set the peak of the resident memory to its present size. Returns whether the system did."""
+    """Reset the peak of resident memory; returns whether that worked."""
     try:
         (root / "proc/self/clear_refs").write_text(RESET_PEAK)
     except OSError:
@@ -65,7 +60,7 @@ def _reset_peak(root: Path) -> bool:
 
 
 def _status(root: Path, name: str) -> int | None:
-    """A size in bytes from this process's status."""
+    """Size in bytes from this process's status."""
     try:
         return _field(root / "proc/self/status", name) * 1024
     except (OSError, ValueError):
@@ -73,7 +68,7 @@ def _status(root: Path, name: str) -> int | None:
 
 
 def _cgroup_headroom(root: Path) -> Iterator[int]:
-    """Bytes left in each control group that limits this process: limit - use + page cache that can be dropped."""
+    """Bytes left in each cgroup of this process, with reclaimable page cache."""
     for directory in group_directories("memory", root):
         for limit_name, use_name, cache_field in GROUP_FILES:
             limit, use = directory / limit_name, directory / use_name
@@ -82,7 +77,7 @@ def _cgroup_headroom(root: Path) -> Iterator[int]:
 
 
 def _field(path: Path, name: str) -> int:
-    """The number after `name` in a file of lines `name number ...`."""
+    """Number after `name` in a file of lines `name number ...`."""
     for line in path.read_text().splitlines():
         words = line.split()
         if words and words[0] == name:

@@ -1,8 +1,5 @@
-"""The interface between the worker and what it computes on: a CPU, or a device with memory and streams of its own.
-
-A Platform serves the worker's life (memory, weights, pools). It makes the StepCompute, which serves the plans: the
-model runner tells it what a plan computes, and it knows the kernels, and where the request state lies that they read.
-"""
+"""Interface between the worker and the hardware it computes on. A Platform serves the worker's life cycle (memory,
+weights, pools) and makes the StepCompute, which runs plans: it knows the kernels and where the request state is."""
 
 from __future__ import annotations
 
@@ -40,119 +37,112 @@ if TYPE_CHECKING:
     from quire.worker.request_state import RequestState
 
 Mode = Literal["inline", "thread", "queued"]
-"""The way in which plans run: inside the call that starts them, on a thread of the executor, or enqueued on a device,
-which the host waits for when it asks for a result."""
+"""Execution of plans: in the calling thread, on an executor's thread, or enqueued on a device."""
 
 
 class PendingCopy(Protocol):
     """Tensors on their way to the host."""
 
     def wait(self) -> list[torch.Tensor]:
-        """Wait for this copy alone; return the host tensors, in the order they were given."""
+        """Wait for this copy; return the host tensors in order."""
         ...
 
 
 class RequestColumns(Protocol):
-    """Columns of the request state that kernels read: tokens, block tables, sampling parameters, the step's columns.
-
-    On a CPU they are the host's columns. On a device each call records a staged write, which the next step sends; no
-    word may be written twice in one plan without a copy in between. BlockTables and SamplingRows hold what is written
-    of theirs already.
-    """
+    """Columns of the request state for kernels: tokens, block tables, sampling parameters, step columns. On a CPU these
+    are the host's columns. On a device each call stages a write, which the next step sends; within a plan no word may
+    be written twice without a copy in between. BlockTables and SamplingRows already hold what is written here."""
 
     def write_tokens(self, row: int, position: int, token_ids: Sequence[int]) -> None: ...
 
     def copy_tokens(self, source: int, destination: int, num_tokens: int) -> None:
-        """The first tokens of row `source` become those of row `destination`."""
+        """Copy the first tokens of row `source` to row `destination`."""
         ...
 
     def begin_text(self, row: int, num_tokens: int, scope: str, prediction: Sequence[int]) -> None:
-        """The row, whose tokens are written, begins a text that drafts are looked up in (`Finder.begin_text`)."""
+        """Start a text for draft look-up in a row with written tokens (`Finder.begin_text`)."""
         ...
 
     def copy_text(self, source: int, destination: int, num_tokens: int) -> None:
-        """Row `destination` begins such a text with the first tokens of row `source`."""
+        """Start such a text in row `destination` with the first tokens of row `source`."""
         ...
 
     def end_text(self, row: int, num_tokens: int) -> None:
-        """The row's text is over, with as many tokens."""
+        """End the row's text of `num_tokens` tokens."""
         ...
 
     def write_blocks(self, row: int, group: int, start: int, entries: Sequence[int] | np.ndarray) -> None:
-        """Entries of a block table (quire/worker/block_tables.py), from index `start` on."""
+        """Write block-table entries from index `start` on (quire/worker/block_tables.py)."""
         ...
 
     def copy_blocks(self, source: int, destination: int, group: int, num_entries: int) -> None:
-        """Copy the first entries of a row's block table to another row's."""
+        """Copy the first entries of a row's block table to another row."""
         ...
 
     def write_sampling(self, row: int) -> None:
-        """The row's sampling parameters."""
+        """Write the row's sampling parameters."""
         ...
 
     def write_values(self, row: int, values: Mapping[str, int], lists: Mapping[str, TokenValues] = ...) -> None:
-        """The row's values of the step's columns, as `NewSequence.columns` and `token_columns` have them."""
+        """Write the row's step-column values (`NewSequence.columns` and `token_columns`)."""
         ...
 
     def copy_values(self, source: int, destination: int) -> None:
-        """Copy the values of a row's step columns to another row."""
+        """Copy a row's step-column values to another row."""
         ...
 
     def place_drafts(self, plan: StepPlan, requests: RequestState) -> Placed:
-        """Bring the step's drafts to the token table, behind the known tokens of their sequences."""
+        """Write the step's drafts to the token table, after the known tokens."""
         ...
 
     def input_batch(
         self, rows: np.ndarray, starts: Sequence[int], counts: Sequence[int], rows_version: int
     ) -> InputBatch:
-        """The batch of a step whose tokens are all read (`InputBatch.of`), valid until the next call. rows: [S] int64.
-        rows_version: for the field of InputBatch."""
+        """Batch of a step whose tokens are all read (`InputBatch.of`), valid until the next call. rows: [S] int64.
+        rows_version: see InputBatch."""
         ...
 
 
 class ComputeStep(Protocol):
-    """The work of one plan, in the order that the model runner calls for it. No call waits for a device."""
+    """Work of one plan, in the order of the model runner's calls. No call waits for a device."""
 
     def copy_blocks(self) -> None:
-        """Run the plan's block copies, every source as it was before all of them."""
+        """Run the plan's block copies; all sources are read first."""
         ...
 
     def forward(self) -> torch.Tensor:
-        """Run the model over the scheduled tokens. Returns [R or more, hidden size], of the rows that are read."""
+        """Run the model over the scheduled tokens. Returns at least [R, hidden size], the rows read."""
         ...
 
     def sample(self, hidden: torch.Tensor, samples: SampleRows, masks: TokenMasks | None) -> Samples:
-        """Choose a token for each sampled row, of those that its mask allows, and write it to the row."""
+        """Sample a token for each row, within its mask, and write it to the row."""
         ...
 
     def accept(
         self, hidden: torch.Tensor, samples: Samples | None, sampled: SampleRows | None, requests: RequestState
     ) -> Accepted:
-        """Keep those drafts of the step that were drawn as well, and find drafts for the next one. hidden: as `forward`
-        returned it. samples, sampled: None in a step that samples nothing. Called where `StepCompute.has_drafts`."""
+        """Accept drafts that were sampled as well, and find drafts for the next step. hidden: result of `forward`.
+        samples, sampled: None if nothing is sampled. Only called if `StepCompute.has_drafts`."""
         ...
 
     def pool(self, hidden: torch.Tensor, pooled: PooledRows) -> Deferred[np.ndarray]:
-        """The pooled samples, [P, width] float32. pooled: the rows that `stage` was given."""
+        """Pooled samples, [P, width] float32. pooled: the argument to `stage`."""
         ...
 
 
 class StepCompute(Protocol):
-    """Computes plans over the request state that it keeps.
-
-    prompt_logits_elements: the logits of prompt positions are computed by slices of at most this many elements (at
-    least one position).
-    """
+    """Computes plans over its request state. prompt_logits_elements: maximum logits of prompt positions computed at
+    once (at least one position)."""
 
     prompt_logits_elements: int
     has_drafts: bool
-    """True where plans may have drafts."""
+    """True if plans may have drafts."""
     writes_ahead: bool
-    """Blocks of a step's sequences are written beside those of its tokens: a model makes drafts."""
+    """True if a draft model writes to further blocks of the step's sequences."""
     reads_all: bool
-    """The hidden states of all tokens are read: drafts are made from them."""
+    """True if the hidden states of all tokens are read, for drafts."""
     samples: bool
-    """The last layer is computed here, and samples are drawn here."""
+    """True if the last layer and sampling are computed here."""
 
     @property
     def columns(self) -> RequestColumns: ...
@@ -160,42 +150,42 @@ class StepCompute(Protocol):
     def stage(
         self, plan: StepPlan, batch: InputBatch, samples: SampleRows | None, pooled: PooledRows | None
     ) -> ComputeStep:
-        """Begin a plan: bring what it changes in the columns, and the columns of its batch, to the device."""
+        """Start a plan: bring its column changes and its batch to the device."""
         ...
 
     def score_prompt(self, hidden: torch.Tensor, row: int, start: int, num_top: int) -> Logprobs:
-        """Log-probabilities of the row's tokens from position `start` on. hidden: [N, hidden size], the positions
-        before each of them."""
+        """Log-probabilities of the row's tokens from position `start` on. hidden: [N, hidden size], the preceding
+        positions."""
         ...
 
     def copy_out(self, tensors: Iterable[torch.Tensor]) -> PendingCopy:
-        """Send what the steps so far have computed to the host."""
+        """Start the copy of computed tensors to the host."""
         ...
 
     def warm_up(self, launch: Callable[[StepPlan], object]) -> None:
-        """Compile and capture what the first steps would have to wait for. The request state must be empty."""
+        """Compile and capture what the first steps need. The request state must be empty."""
         ...
 
     def capture_next(self) -> bool:
-        """Capture one more graph, while no plan is outstanding; returns whether there was one left."""
+        """Capture one more graph while no plan is outstanding; returns whether one was left."""
         ...
 
 
 class HostPool(Protocol):
-    """The pool of blocks on the host. pages[j]: [num_host_blocks + 1, page bytes] uint8."""
+    """Pool of blocks on the host. pages[j]: [num_host_blocks + 1, page bytes] uint8."""
 
     @property
     def pages(self) -> Sequence[torch.Tensor]: ...
 
     def close(self) -> None:
-        """Release what the system keeps for it. No copy from or to it may be under way."""
+        """Release system resources; no copy may be in progress."""
         ...
 
 
 @dataclass(frozen=True)
 class StepLimits:
-    """Sizes of the largest step: tokens and sequences. longest: most tokens of one sequence. max_drafts: most drafts of
-    a sequence in a step."""
+    """Sizes of the largest step. longest: maximum tokens of a sequence. max_drafts: maximum drafts of a sequence per
+    step."""
 
     block_size: int
     max_num_tokens: int
@@ -205,35 +195,34 @@ class StepLimits:
 
     @property
     def max_num_rows(self) -> int:
-        """Rows of logits, at most: each sequence has one, and one for each of its drafts."""
+        """Maximum rows of logits: one per sequence and draft."""
         return max(self.max_num_seqs, min(self.max_num_tokens, self.max_num_seqs * (1 + self.max_drafts)))
 
 
 class MemoryMeter(Protocol):
-    """Measures what the pools can have, before they exist."""
+    """Measures memory for the pools before they exist."""
 
     def free(self) -> int:
-        """Bytes that this process could still take where the model computes."""
+        """Bytes still available where the model computes."""
         ...
 
     def step_bytes(self, model: CausalLM, limits: StepLimits, estimate: int) -> int | None:
-        """The peak of the largest step, measured by running dummy steps; None where it cannot be measured. estimate:
-        what it will be about. Raises InsufficientMemoryError."""
+        """Peak bytes of the largest step from dummy steps; None if not measurable. estimate: approximate result, for
+        errors. Raises InsufficientMemoryError."""
         ...
 
     def device_share(self, model: CausalLM, limits: StepLimits, available: int, activations: int) -> DeviceShare | None:
-        """The arithmetic of a device with memory of its own; None for a CPU."""
+        """Memory of a separate device; None for a CPU."""
         ...
 
     def dummy_pass(self, model: CausalLM, limits: StepLimits, batch: InputBatch) -> Callable[[], torch.Tensor]:
-        """A forward pass over a dummy batch, with a small pool of its own: what it computes means nothing, what it
-        takes is what a real step takes. Returns its hidden states."""
+        """A forward pass over a dummy batch with a small pool, to measure; it returns hidden states."""
         ...
 
 
 class DraftModel(NamedTuple):
-    """A model that makes another one's drafts, or that one's head. Its layers are behind that one's in the KV cache.
-    meter: measures what it takes; None: it is a head, whose weights are counted with the other's."""
+    """A draft model, or the model's draft head, with layers after the model's in the KV cache. meter: measures its
+    memory; None for a head, whose weights count with the model's."""
 
     config: ModelConfig
     model: CausalLM
@@ -241,60 +230,57 @@ class DraftModel(NamedTuple):
 
 
 class Platform(Protocol):
-    """A kind of hardware, as a worker uses it. Calls come one after the other, inside `computing` where nothing else is
-    said."""
+    """Hardware as used by one worker. Calls are sequential, and inside `computing` unless stated otherwise."""
 
     def mode(self, queue_depth: int) -> Mode:
-        """The way in which an executor runs plans here. Called anywhere."""
+        """Mode in which an executor runs plans here. May be called anywhere."""
         ...
 
     def computing(self) -> AbstractContextManager[object]:
-        """The context of the worker's calls: torch's inference mode, threads or streams of this platform. Whichever
-        thread calls, also inside such a context."""
+        """Context of the worker's calls: inference mode, threads or streams. Re-entrant, for any thread."""
         ...
 
     def is_computing(self) -> bool:
-        """True where the thread that calls is known to be in such a context, which is then not entered again: between
-        two steps of a model on a CPU that takes 35 microseconds."""
+        """True if the calling thread is known to be in this context, which is then not entered again; on a CPU entering
+        takes 35 microseconds."""
         ...
 
     def synchronize(self) -> None:
-        """Return when everything enqueued has run. Called anywhere."""
+        """Wait for all enqueued work. May be called anywhere."""
         ...
 
     def describe(self) -> str:
-        """One line for users: kernels, device, formats of weights and KV cache. Called anywhere."""
+        """One line for users: kernels, device, formats. May be called anywhere."""
         ...
 
     def code_identity(self) -> dict[str, str]:
-        """The code that computes: blocks on disk are shared only between engines whose code computes the same bits."""
+        """Identity of the computing code; only engines with equal bits share blocks on disk."""
         ...
 
     stage: Stage
-    """The layers that it computes."""
+    """Layers to compute."""
     expert_counts: ExpertCounters | None
-    """Rows that each expert of each layer has computed, by the expert's number: int64, where the model computes. None
-    without the option of that name."""
+    """Rows computed per layer and expert, int64, on the model's device; None if not counted."""
 
     adapters: ModelAdapters | None
-    """Of the model that was loaded last; None without the option `enable_lora`."""
+    """Adapters of the loaded model; None without `enable_lora`."""
 
     draft_model: DraftModel | None
-    """Makes drafts for the model that was loaded last; None: nothing does."""
+    """Draft model of the loaded model, or None."""
 
     def load_model(self, progress: Progress) -> CausalLM:
-        """Fills `expert_counts` and `draft_model`. Raises ModelLoadError, or InsufficientMemoryError."""
+        """Load the model and set `expert_counts` and `draft_model`. Raises ModelLoadError or
+        InsufficientMemoryError."""
         ...
 
     def load_images(self) -> ImageOverlays | None:
-        """The encoder of the images of prompts; None for a model that is given none. Raises as `load_model`."""
+        """Encoder of images; None for a model without. Raises as `load_model`."""
         ...
 
     def meter(self) -> MemoryMeter: ...
 
     def allocate_pages(self, layout: KVCacheLayout) -> list[torch.Tensor]:
-        """The pool where the model computes: [num_blocks, page bytes] uint8 each, zero. Raises
-        InsufficientMemoryError."""
+        """The device pool: zeroed [num_blocks, page bytes] uint8 each. Raises InsufficientMemoryError."""
         ...
 
     def allocate_host_pool(self, layout: KVCacheLayout) -> HostPool:
@@ -312,15 +298,15 @@ class Platform(Protocol):
         sampling: SamplingRows,
         values: ColumnValues,
     ) -> StepCompute:
-        """Empty columns, and kernels over them and over `tables`, `sampling` and `values`, the host's columns. Raises
-        ConfigError when the columns cannot be addressed."""
+        """Empty columns, with kernels over them and the host's `tables`, `sampling` and `values`. Raises ConfigError if
+        the columns are too large to address."""
         ...
 
     def offload_weights(self, model: CausalLM) -> DeviceWeights | None:
-        """Move the weights to the host and free the device's memory; None where they are on the host anyway. Raises
-        InsufficientMemoryError, without any change."""
+        """Move the weights to the host and free device memory; None if they are on the host. Raises
+        InsufficientMemoryError with nothing changed."""
         ...
 
     def release_reserve(self) -> None:
-        """Free memory that is only kept in reserve."""
+        """Free memory kept in reserve."""
         ...

@@ -1,4 +1,4 @@
-"""The request state that native kernels compute from: one native call gathers a step and plans its attention."""
+"""Request state for native kernels: one native call gathers a step and plans its attention."""
 
 from __future__ import annotations
 
@@ -19,17 +19,13 @@ from quire.worker.input_batch import InputBatch
 from quire.worker.platform.cpu_inputs import CacheBackends, CpuColumns
 
 FIRST_CAPACITY = 256
-"""Tokens of a step that there is memory for at the start."""
+"""Initial capacity in tokens of a step."""
 
 
 class NativeColumns(CpuColumns):
-    """Columns, and the inputs of a step that is gathered from them: into the same memory each time and, for decodes of
-    one number of sequences, into the same objects. The weights of a step push everything else out of the processor's
-    caches, so code that is not run is what saves time between two runs of the model.
-
-    `PlainInputs` computes the same. Of the gathered tables (here as wide as a row's own), entries behind those of a
-    sequence's tokens have no meaning.
-    """
+    """Columns and step inputs in the same memory each time and, for decodes of equal size, in the same objects: between
+    two model runs the caches are cold, so skipping code saves time. `PlainInputs` computes the same. Gathered tables
+    are as wide as a row's own; entries beyond a sequence's tokens are undefined."""
 
     def __init__(
         self,
@@ -73,7 +69,7 @@ class NativeColumns(CpuColumns):
     def input_batch(
         self, rows: np.ndarray, starts: Sequence[int], counts: Sequence[int], rows_version: int
     ) -> InputBatch:
-        """Raises ValueError for whatever would be read outside the tables, or read or written outside the pool."""
+        """Raises ValueError for accesses outside the tables or the pool."""
         if self._batch.rows_version != rows_version or not rows_version:
             self._native.set_rows(rows)
             num_seqs = len(rows)
@@ -99,7 +95,7 @@ class NativeColumns(CpuColumns):
                 column[listed[0]] = values
 
     def forward_batch(self, batch: InputBatch, logits_rows: torch.Tensor | None) -> ForwardBatch:
-        """The input of the forward pass over the batch that was gathered last."""
+        """Input of a forward pass over the last gathered batch."""
         assert batch.rows_version == self._batch.rows_version, "another batch was gathered meanwhile"
         size = len(batch.rows), self._num_tokens
         if size != self._size or size[0] != size[1]:  # others of one size may divide their tokens otherwise
@@ -109,7 +105,7 @@ class NativeColumns(CpuColumns):
         return self._forward_batch._replace(logits_rows=logits_rows, version=0)
 
     def _view(self, num_seqs: int, num_tokens: int) -> ForwardBatch:
-        """The input of a step of this size, of a new version."""
+        """Input of a step of this size, with a new version."""
         token_ids, positions, sequence_index, *slots = (torch.from_numpy(each[:num_tokens]) for each in self._tokens)
         names = self.values.names
         slots, others = slots[: len(slots) - len(names)], slots[len(slots) - len(names) :]
@@ -129,7 +125,7 @@ class NativeColumns(CpuColumns):
         return ForwardBatch(token_ids, positions, step, states=states, columns=columns, version=version)
 
     def _reserve(self, num_tokens: int) -> None:
-        """Have memory for a step of `num_tokens`."""
+        """Allocate memory for a step of `num_tokens`."""
         num_groups = sum(shape.has_slots for shape in self._shapes)
         capacity = 1 << (num_tokens - 1).bit_length()
         num_columns = 3 + num_groups + len(self.values.names)

@@ -1,8 +1,5 @@
-"""The device's memory for rows: every table that has a row for each live sequence, in one piece.
-
-One piece, because whatever a step changes in any of the tables then goes up as one list of (offset, value) and is
-written by one kernel.
-"""
+"""Device memory for rows: all tables with a row per live sequence, in one allocation, so that a step's changes are one
+list of (offset, value) for one kernel."""
 
 from __future__ import annotations
 
@@ -18,20 +15,18 @@ from quire.kernels.triton.rows import RowTables
 from quire.worker.block_tables import TableShape
 
 ROW_ALIGNMENT = 4
-"""Words: rows begin at multiples of 16 bytes, so that kernels can load them by whole vectors."""
+"""Row alignment in words (16 bytes), for vector loads."""
 MAX_WORDS = 2**31 - 1
-"""Offsets are 32-bit."""
+"""Limit of 32-bit offsets."""
 NO_RULES = np.zeros(0, np.int32)
 
 
 class StateArena:
-    """words: [N] int32, zero. token_ids: [num_rows, width] int32 (width >= max_model_len + 1: a sequence that has just
-    reached its end may be run once more before the scheduler knows). block_tables: per KV group [num_rows, entries]
-    int32; token_tables and state_tables: those of groups that keep tokens, and of those that keep states. parameters:
-    [num_rows, parameter_words] int32. All of these are views of `words`, where rows' values of step columns lie too.
-
-    Raises ConfigError when the tables are too large to be addressed.
-    """
+    """Tables as views of `words`, [N] int32, zeroed. token_ids: [num_rows, width] int32, width >= max_model_len + 1,
+    because a sequence at its end may run once more before the scheduler knows. block_tables: per KV group [num_rows,
+    entries] int32; token_tables and state_tables: those of groups with tokens and with states. parameters: [num_rows,
+    parameter_words] int32. Step-column values are in `words` too. Raises ConfigError if the tables are too large to
+    address."""
 
     def __init__(
         self,
@@ -43,8 +38,7 @@ class StateArena:
         rules: np.ndarray = NO_RULES,
         max_drafts: int = 0,
     ) -> None:
-        """rules: [columns] int32, one for each step column that the model reads. max_drafts: most drafts of a sequence
-        in a step."""
+        """rules: [columns] int32, per step column of the model. max_drafts: maximum drafts of a sequence per step."""
         token_width, parameter_width = _aligned(max_model_len + 1), _aligned(parameter_words)
         entries = [shape.width(max_model_len + 1) for shape in shapes]
         self._widths = [_aligned(count) for count in entries]
@@ -75,14 +69,14 @@ class StateArena:
         self.parameters = self.words[self._parameters : values].view(num_rows, parameter_width)[:, :parameter_words]
 
         self.drafts = DraftTables(token_width, computed, found, max_drafts)
-        """Places of the rows' numbers of computed tokens, and of the drafts that were found for them."""
+        """Places of the rows' computed-token counts and found drafts."""
 
     def token_offset(self, row: int, position: int = 0) -> int:
-        """Index in `words` of a token of a row."""
+        """Index in `words` of a row's token."""
         return row * self.tables.token_width + position
 
     def block_offset(self, row: int, group: int, logical_index: int = 0) -> int:
-        """Index in `words` of an entry of a row's block table."""
+        """Index in `words` of a row's block-table entry."""
         return self._starts[group] + row * self._widths[group] + logical_index
 
     def parameters_offset(self, row: int) -> int:
@@ -90,7 +84,7 @@ class StateArena:
         return self._parameters + row * self.parameters.stride(0)
 
     def values_offset(self, row: int) -> int:
-        """Index in `words` of a row's first value of the step columns."""
+        """Index in `words` of a row's first step-column value."""
         return self.tables.values + row * len(self.tables.rules)
 
 

@@ -1,9 +1,6 @@
-"""Swapping on a device: blocks between its pool and pinned memory of the host, on a stream beside the model's.
-
-A block lies in one piece on the host. On the device its pages lie apart, so that it is gathered into a staging buffer
-there and goes over in one copy, with its neighbours where they are neighbours on the host; and the same way back.
-Limit: the link (about 50 GB/s each way on PCIe 5); the device's own memory moves twice the bytes, fifty times as fast.
-"""
+"""Swapping on a device: between its pool and pinned host memory, on a separate stream. A block is contiguous on the
+host, but its pages are apart on the device, so it is gathered into a staging buffer and copied together with host
+neighbours; and likewise back. The link is the limit (about 50 GB/s each way on PCIe 5)."""
 
 from __future__ import annotations
 
@@ -17,13 +14,12 @@ from quire.worker.kv_transfer import Pairs
 from quire.worker.platform.streams import DeviceStreams, StreamEvent
 
 STAGING_BYTES = 64 * 2**20
-"""Bytes of the staging buffer, unless a block is larger: milliseconds of the link, beside which starting a copy costs
-nothing."""
+"""Bytes of the staging buffer, unless a block is larger."""
 
 
 class StreamTransfers:
-    """Implements BlockTransfers. Orders run one after the other on the transfer stream, each behind everything that was
-    computed when it was given. `wait` makes the compute stream wait, the host goes on."""
+    """BlockTransfers on the transfer stream, in order, each after what was computed when it was ordered. `wait` makes
+    the compute stream wait, not the host."""
 
     def __init__(
         self,
@@ -33,7 +29,7 @@ class StreamTransfers:
         staging_bytes: int = STAGING_BYTES,
     ) -> None:
         """pages[j]: [num_blocks, page bytes] uint8 on the device. host: [num_host_blocks, num_pages, page bytes] uint8,
-        pinned. Called and used in the context of the compute stream."""
+        pinned. Use it in the compute stream's context."""
         self._streams = streams
         self._host = host
         self._pool = PageTable.of_pages(pages)
@@ -84,7 +80,7 @@ class StreamTransfers:
             self._done.synchronize()
 
     def _check(self, swap_out: Pairs, swap_in: Pairs) -> None:
-        """A block that does not exist is a bug of the scheduler; a device would write somewhere."""
+        """Raise IndexError for an invalid block, which a device would access silently."""
         num_blocks, num_host_blocks = self._limits
         pairs = [*swap_out, *((block, host_block) for host_block, block in swap_in)]
         for block, host_block in pairs:
@@ -92,8 +88,7 @@ class StreamTransfers:
                 raise IndexError(f"block {block} or host block {host_block} does not exist")
 
     def _chunks(self, pairs: Pairs) -> Iterator[Pairs]:
-        """The pairs, cut into lots that the staging buffer holds. The buffer is used again without waiting: one stream
-        does one thing after the other."""
+        """Pairs in chunks that fit the staging buffer; stream order makes its reuse safe."""
         for start in range(0, len(pairs), self._staged_blocks):
             yield pairs[start : start + self._staged_blocks]
 
@@ -109,7 +104,7 @@ class StreamTransfers:
 
 
 def runs(blocks: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """Runs of consecutive numbers in `blocks`: index, first number and length of each."""
+    """Runs of consecutive numbers in `blocks`: index, first number, length."""
     starts = np.flatnonzero(np.diff(blocks, prepend=blocks[0] - 2) != 1)
     for start, end in zip(starts, [*starts[1:], len(blocks)], strict=True):
         yield int(start), int(blocks[start]), int(end - start)

@@ -1,9 +1,6 @@
-"""A device's streams, as the worker uses them: compute, transfers of blocks, the copies of inputs to the device, and
-the copies of results to the host.
-
-On a GPU these are four CUDA streams, ordered by events. In Triton's interpreter the device is the host, and everything
-has happened when a call returns. `torch.cuda` is called in this folder only.
-"""
+"""A device's streams: compute, block transfers, input copies and result copies. On a GPU these are four CUDA streams,
+ordered by events; in Triton's interpreter everything has run when a call returns. `torch.cuda` is called only in this
+folder."""
 
 from __future__ import annotations
 
@@ -17,60 +14,55 @@ from quire.worker.platform.interface import PendingCopy
 
 
 class StreamEvent(Protocol):
-    """A point in a stream: everything enqueued there before."""
+    """A point in a stream."""
 
     def wait(self) -> None:
-        """Order all that is enqueued from now on, in the context one is in, behind the event. The host goes on."""
+        """Order later work in the current context after the event; the host continues."""
         ...
 
     def synchronize(self) -> None:
-        """The host waits. Costs next to nothing when the point was passed."""
+        """Wait on the host."""
         ...
 
 
 class DeviceStreams(Protocol):
-    """Used by one thread at a time; which one does not matter, for every use names its context."""
+    """Streams of a device, used by one thread at a time, any thread."""
 
     @property
     def device(self) -> torch.device: ...
 
     def computing(self) -> AbstractContextManager[object]:
-        """Inside, work is enqueued on the compute stream and memory is allocated for it."""
+        """Context for work and allocations on the compute stream."""
         ...
 
     def transferring(self) -> AbstractContextManager[object]:
-        """Inside, work is enqueued on the transfer stream, which runs beside the compute stream."""
+        """Context for work on the transfer stream."""
         ...
 
     def copying_in(self) -> AbstractContextManager[object]:
-        """Inside, work is enqueued on the stream of input copies, which runs beside the other streams. Memory for it
-        is allocated outside, for the compute stream, which reads it."""
+        """Context for work on the input-copy stream. Allocate its memory outside, for the compute stream, which reads
+        it."""
         ...
 
     def record(self) -> StreamEvent:
-        """A point in the stream of the context that one is in."""
+        """The current point in the context's stream."""
         ...
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Host memory, not initialised, that copies from and to the device can use beside the host's work."""
+        """Uninitialised pinned host memory, for asynchronous copies."""
         ...
 
     def copy_out(self, tensors: Iterable[torch.Tensor]) -> PendingCopy:
-        """Copy to the host what the compute stream has computed by this point, on a stream of its own.
-
-        Until the copy was waited for the caller keeps the returned object, which keeps the tensors' memory, and
-        overwrites none of them.
-        """
+        """Copy what the compute stream has computed so far to the host, on a separate stream. Until the copy was waited
+        for, keep the returned object and do not overwrite the tensors."""
         ...
 
     def synchronize(self) -> None:
-        """The host waits for everything enqueued on any of the streams."""
+        """Wait on the host for all streams."""
         ...
 
 
 class CudaStreams:
-    """Streams of one CUDA device."""
-
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._compute = torch.cuda.Stream(device)
@@ -110,7 +102,7 @@ class CudaStreams:
 
 
 class CudaCopy:
-    """See PendingCopy."""
+    """PendingCopy on a GPU."""
 
     def __init__(self, event: StreamEvent, hosts: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         self._event = event
@@ -124,7 +116,7 @@ class CudaCopy:
 
 
 class HostStreams:
-    """The streams of a device that is the host: what is enqueued has run when the call returns."""
+    """Streams of a device that is the host."""
 
     device = torch.device("cpu")
 
@@ -147,21 +139,21 @@ class HostStreams:
         return HostCopy([tensor.clone() for tensor in tensors])
 
     def synchronize(self) -> None:
-        """Return at once: everything has happened when a call returns."""
+        """Does nothing."""
 
 
 class PassedEvent:
-    """An event that has already passed: waiting for it returns at once."""
+    """An event that has passed."""
 
     def wait(self) -> None:
-        """It has passed."""
+        """Does nothing."""
 
     def synchronize(self) -> None:
-        """It has passed."""
+        """Does nothing."""
 
 
 class HostCopy:
-    """See PendingCopy."""
+    """PendingCopy on the host."""
 
     def __init__(self, hosts: list[torch.Tensor]) -> None:
         self._hosts = hosts
@@ -171,5 +163,5 @@ class HostCopy:
 
 
 def make_streams(device: torch.device) -> DeviceStreams:
-    """The streams of the worker's device; to be made once."""
+    """Streams of the worker's device; call once."""
     return CudaStreams(device) if device.type == "cuda" else HostStreams()

@@ -1,5 +1,5 @@
-"""The upload of a step to the device: one host buffer, one copy. It holds the columns of the batch and everything that
-the step changes in the rows: single words, and copies between rows."""
+"""Upload of a step to the device, in one copy: the batch's columns and all changes of rows (single words, and copies
+between rows)."""
 
 from __future__ import annotations
 
@@ -14,37 +14,34 @@ from quire.kernels.triton.rows import copy_words, write_words
 from quire.worker.platform.streams import DeviceStreams, StreamEvent
 
 SECTION_ALIGNMENT = 16
-"""Words: columns begin at multiples of 64 bytes, whatever stands before them."""
+"""Alignment of columns in words (64 bytes)."""
 FIRST_CAPACITY = 2**16
-"""Words of a buffer at the start: hundreds of sequences, and prompts of thousands of tokens."""
+"""Initial buffer size in words: hundreds of sequences and prompts of thousands of tokens."""
 NUM_DEVICE_BUFFERS = 2
-"""Kernels of one step read one buffer while the next step's copy fills the other."""
+"""Device buffers: one is read while the next step's copy fills the other."""
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A column of the upload: where it begins, in words, and its shape."""
+    """A column of the upload: start in words, and shape."""
 
     start: int
     shape: tuple[int, ...]
 
 
 def buffer_capacity(num_words: int) -> int:
-    """Words of the smallest buffer that takes `num_words`."""
+    """Words of the smallest buffer for `num_words`."""
     return max(FIRST_CAPACITY, 1 << (num_words - 1).bit_length())
 
 
 class Upload:
-    """The buffers of a step: `add` columns, `send` once, then `view` them on the device, until the next `send`.
-
-    The copy has a stream of its own, so that step N+1's runs while step N computes. Buffers take turns. On the device,
-    the copy waits for the kernels that read the buffer two steps ago, and this step's kernels wait for the copy. On
-    the host, there are as many buffers as keep `begin` from waiting for a copy.
-    """
+    """Buffers of a step: `add` columns, `send` once, then `view` them on the device until the next `send`. The copy has
+    its own stream and overlaps the previous step; events order it after the kernels that read the same buffer two steps
+    ago, and before this step's kernels. There are enough host buffers that `begin` need not wait."""
 
     def __init__(self, streams: DeviceStreams, num_buffers: int) -> None:
-        """num_buffers: host buffers; steps that may be under way at the same time, and one more, or filling waits.
-        Called and used in the context of the compute stream."""
+        """num_buffers: host buffers; one more than the steps in progress, or filling waits. Use it in the compute
+        stream's context."""
         self._streams = streams
         self._hosts = [streams.pinned((FIRST_CAPACITY,), torch.int32) for _ in range(num_buffers)]
         self._copied: list[StreamEvent | None] = [None] * num_buffers
@@ -56,7 +53,6 @@ class Upload:
         self._device_turn = 0
 
     def begin(self) -> None:
-        """Begin a step's upload."""
         self._turn = (self._turn + 1) % len(self._hosts)
         copied = self._copied[self._turn]
         if copied is not None:
@@ -74,7 +70,7 @@ class Upload:
         return Section(start, values.shape)
 
     def send(self) -> None:
-        """Enqueue the copy. The compute stream reads what was added from here on."""
+        """Enqueue the copy; later work on the compute stream can read it."""
         streams, host = self._streams, self._hosts[self._turn]
         previous, self._device_turn = self._device_turn, (self._device_turn + 1) % NUM_DEVICE_BUFFERS
         # What reads the previous step's buffer was enqueued before this call, whichever kernels these are.
@@ -90,7 +86,7 @@ class Upload:
         copied.wait()
 
     def view(self, section: Section) -> torch.Tensor:
-        """A column that was added, int32, on the device."""
+        """An added column on the device, int32."""
         size = math.prod(section.shape)
         return self._devices[self._device_turn][section.start : section.start + size].view(section.shape)
 
@@ -98,7 +94,7 @@ class Upload:
         return torch.empty(num_words, dtype=torch.int32, device=self._streams.device)
 
     def _grow(self, num_words: int) -> None:
-        """Go on in a larger host buffer."""
+        """Continue in a larger host buffer."""
         larger = self._streams.pinned((buffer_capacity(num_words),), torch.int32)
         larger[: self._used] = self._hosts[self._turn][: self._used]
         self._hosts[self._turn] = larger
@@ -106,7 +102,7 @@ class Upload:
 
 @dataclass(slots=True)
 class Round:
-    """Writes, then copies, none of which depends on another one of its kind."""
+    """Independent writes, then independent copies."""
 
     offsets: list[int] = field(default_factory=list)
     values: list[np.ndarray | Sequence[int]] = field(default_factory=list)
@@ -115,7 +111,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class RoundSections:
-    """A round in an upload. destinations, values: [N]. copies: [C, 3], of at most `longest` words each."""
+    """A round in an upload. destinations, values: [N]. copies: [C, 3], at most `longest` words each."""
 
     destinations: Section | None
     values: Section | None
@@ -124,7 +120,7 @@ class RoundSections:
 
 
 class RowWrites:
-    """Changes of a step in the rows, in order. Most steps have a single round of writes and no copies."""
+    """Changes of a step in the rows, in order; mostly a single round of writes."""
 
     def __init__(self) -> None:
         self._rounds = [Round()]
@@ -132,8 +128,8 @@ class RowWrites:
         self._sections: list[RoundSections] = []
 
     def write(self, offset: int, values: np.ndarray | Sequence[int]) -> None:
-        """Words at an offset of the arena. values: [N] int32, or plain integers where they are few. No word is written
-        twice without a copy in between."""
+        """Write words at an offset of the arena. values: [N] int32, or a few integers. No word may be written twice
+        without a copy in between."""
         if len(values) == 0:
             return
         current = self._rounds[-1]
@@ -143,8 +139,8 @@ class RowWrites:
         current.values.append(values)
 
     def copy(self, source: int, destination: int, length: int) -> None:
-        """Copy `length` words between offsets, after the writes so far. A source is a row's beginning or, as a whole,
-        an earlier destination."""
+        """Copy `length` words after the writes so far. A source is a row's beginning or an entire earlier
+        destination."""
         if length == 0:
             return
         if source in self._copied_to:
@@ -153,7 +149,6 @@ class RowWrites:
         self._copied_to.add(destination)
 
     def add_to(self, upload: Upload) -> None:
-        """Put everything into the upload."""
         self._sections = [_add_round(each, upload) for each in self._rounds]
 
     def apply(self, upload: Upload, arena: torch.Tensor) -> None:

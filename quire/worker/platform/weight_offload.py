@@ -1,9 +1,5 @@
-"""Weight offload: the weights of a sleeping model, moved to host memory and back into the tensors of the model's
-layers.
-
-The tensor objects stay; their device memory is freed, and allocated again later at other addresses. CUDA graphs and
-tables of addresses must be made again.
-"""
+"""Weight offload: moves a sleeping model's weights to host memory and back into the same tensor objects. Device
+addresses change, so CUDA graphs and address tables must be rebuilt."""
 
 from __future__ import annotations
 
@@ -21,12 +17,11 @@ PACKAGE = "quire."
 
 
 class DeviceWeights:
-    """Implements OffloadedWeights: the content of every tensor of `model` on `device`, in pinned host memory, so that
-    copies run at the link's speed. A process has one device of each type."""
+    """Contents of every tensor of `model` on `device`, in pinned host memory. A process has one device of each type."""
 
     def __init__(self, model: object, device: torch.device, num_bytes: int, memory: DeviceMemory) -> None:
-        """Copy the weights to the host; the device's memory stays until `release`. num_bytes: bytes of the model's
-        weights, which must all have been found. Raises InsufficientMemoryError when the host lacks the memory."""
+        """Copy the weights to the host; device memory stays until `release`. num_bytes: bytes of the model's weights,
+        to check that all were found. Raises InsufficientMemoryError if the host lacks memory."""
         storages = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage()
             for tensor in tensors_of(model)
@@ -50,12 +45,11 @@ class DeviceWeights:
             start += _aligned(storage.nbytes())
 
     def release(self) -> None:
-        """Free the device's memory."""
         for storage, _ in self._offloaded:
             storage.resize_(0)
 
     def restore(self) -> None:
-        """Copy everything back to the device; may be called again after an error. Raises InsufficientMemoryError."""
+        """Copy everything back; may be repeated after an error. Raises InsufficientMemoryError."""
         with arithmetic(self._memory, "the weights of a sleeping model", self.num_bytes):
             while self._offloaded:
                 storage, host = self._offloaded[-1]
@@ -64,7 +58,7 @@ class DeviceWeights:
                 self._offloaded.pop()
 
     def close(self) -> None:
-        """Free the host's memory, whether the weights are back or not. Idempotent."""
+        """Free the host memory. Idempotent."""
         self._offloaded.clear()
         if len(self._host):
             self._memory.unpin(self._host)
@@ -72,7 +66,7 @@ class DeviceWeights:
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """[bytes] uint8, a view."""
+    """[bytes] uint8 view."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
@@ -81,7 +75,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 def tensors_of(root: object) -> Iterator[torch.Tensor]:
-    """Every tensor that is reachable from `root` by attributes of this package's objects and by containers."""
+    """Tensors reachable from `root` through this package's objects and containers."""
     seen: set[int] = set()
     waiting: list[object] = [root]
     while waiting:
