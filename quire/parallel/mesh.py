@@ -1,7 +1,8 @@
 """Ranks and their groups: arithmetic, without processes.
 
-Ranks are numbered with tensor parallelism fastest, then context, pipeline and data parallelism: the ranks that exchange
-most are neighbours, and a replica is a run of consecutive ranks.
+Ranks are numbered with tensor parallelism fastest, then context, pipeline and data parallelism: ranks that exchange
+most
+are neighbours, and a replica is a run of consecutive ranks.
 """
 
 from __future__ import annotations
@@ -47,16 +48,17 @@ class Mesh:
         return ((place.dp * sizes.pp + place.pp) * sizes.cp + place.cp) * sizes.tp + place.tp
 
     def groups(self, kind: str) -> tuple[tuple[int, ...], ...]:
-        """The groups of a kind of `KINDS`, ascending; every rank is in exactly one, and a group lists its ranks in
-        ascending order, which is the order of their shares.
+        """Groups of a kind of `KINDS`, ascending. Every rank is in exactly one; its ranks ascend, in the order of their
+        shares.
 
-        A group of "tp", "cp", "pp" or "dp" has that coordinate from 0 on and shares the others. A group of "ep" has
-        `ep` ranks of one stage: the tp ranks of neighbouring replicas.
+        A group of "tp", "cp", "pp" or "dp" varies that coordinate and shares the others. A group of "ep" has `ep` ranks
+        of one
+        stage: the tp ranks of neighbouring replicas.
         """
         return tuple(sorted(self._groups(kind)))
 
     def group_of(self, rank: int, kind: str) -> tuple[int, ...]:
-        """The group of that kind which the rank is in."""
+        """The rank's group of that kind."""
         return next(group for group in self.groups(kind) if rank in group)
 
     def _groups(self, kind: str) -> Iterator[tuple[int, ...]]:

@@ -30,7 +30,9 @@ class PlainParameters:
 @dataclass(frozen=True, slots=True)
 class PlainStack(Sequence[PlainParameters]):
     """Matrices of one shape in one tensor. weights: [count, out_features, in_features]. biases: [count, out_features],
-    or None."""
+    or
+    None.
+    """
 
     shape: LinearShape
     weights: torch.Tensor
@@ -51,7 +53,7 @@ class PlainStack(Sequence[PlainParameters]):
 
 
 class UnquantizedLinear:
-    """The plain instance of LinearMethod: torch tensors in `dtype`."""
+    """LinearMethod of plain torch tensors in `dtype`."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
