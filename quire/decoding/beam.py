@@ -114,9 +114,7 @@ class BeamSearch:
 
     def give_up(self, sequence: Sequence, reason: str) -> None:
         """End a beam that has no next token; the last beam ends the search. reason: reported if the search has no
-        hypothesis
-        then.
-        """
+        hypothesis then."""
         self._why_stuck = reason
         for beam in self.beams:
             beam.is_stuck |= beam.sequence is sequence
@@ -139,9 +137,8 @@ class BeamSearch:
 
     def expand(self) -> list[Child] | None:
         """Rank all continuations, keep those of the first `width` that end, and return those that go on: at most
-        `width`, best
-        first, none when the search is done. Returns None if matchers have yet to answer; then it must be called again.
-        """
+        `width`, best first, none when the search is done. Returns None if matchers have yet to answer; then it must be
+        called again."""
         length = self.beams[0].sequence.num_output_tokens + 1
         ranked = self._ranked()
         if not self._ask(ranked, length):
@@ -180,9 +177,7 @@ class BeamSearch:
 
     def _ranked(self) -> list[tuple[float, Beam, int]]:
         """All continuations as (cumulative log-probability, beam, number of its candidate), best first. Ties go to the
-        better
-        beam, then to the better candidate.
-        """
+        better beam, then to the better candidate."""
         continuations = [
             (beam.cumulative_logprob + score, beam, number)
             for beam in self.beams
@@ -194,9 +189,7 @@ class BeamSearch:
 
     def _ask(self, ranked: list[tuple[float, Beam, int]], length: int) -> bool:
         """Ask the matchers of the continuations that `expand` looks at, in portions because the answers decide which
-        those are.
-        Returns True if all have answered.
-        """
+        those are. Returns True if all have answered."""
         num_children = 0
         for rank, (_, beam, number) in enumerate(ranked):
             if rank >= self.width and num_children == self.width:
@@ -231,9 +224,7 @@ class BeamSearch:
 
     def _end_of(self, token_id: int, matcher: Matcher | None, length: int) -> tuple[FinishReason, int | None] | None:
         """End of a beam, if any. A text that its constraint ends waits for the score of an end token, if there is one
-        and room
-        for it.
-        """
+        and room for it."""
         request = self.request
         if token_id in request.stop_token_ids:
             return FinishReason.STOP, token_id

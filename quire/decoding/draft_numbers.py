@@ -16,9 +16,7 @@ RARE = 16
 
 class DraftRecord:
     """Acceptance of one sequence's drafts. most: largest number of drafts in a step. mean: accepted drafts expected of
-    the
-    first trial.
-    """
+    the first trial."""
 
     __slots__ = ("_most", "_num_left_out", "mean")
 

@@ -40,15 +40,11 @@ class Drafter(Protocol):
     """Largest number of drafts of a sequence in one step; 0: `propose` is never called."""
     asks_always: bool
     """True: `propose` is called for every token. False: not for a sequence without `num_found_drafts`, which takes the
-    fast
-    path.
-    """
+    fast path."""
 
     def propose(self, sequence: Sequence, limit: int, batch_size: int) -> Drafts:
         """Propose at most `limit` (>= 1) drafts while `batch_size` sequences run. If some tokens of the sequence are
-        unknown
-        (`num_pending_tokens` > 0), the drafts have no `token_ids`, or there are none.
-        """
+        unknown (`num_pending_tokens` > 0), the drafts have no `token_ids`, or there are none."""
         ...
 
 
@@ -68,9 +64,7 @@ NO_DRAFTER = NoDrafter()
 class WorkerDrafts:
     """Drafter for drafts that the workers make. Each result says which sequences have drafts; the others are planned
     without. For a constrained sequence the workers send the drafts, and the scheduler proposes them when the masks
-    after
-    them are known.
-    """
+    after them are known."""
 
     asks_always = False
 
@@ -102,9 +96,7 @@ class WorkerDrafts:
 
 def note_found_drafts(samples: list[Sequence], result: StepResult) -> None:
     """Note which sequences of a result have drafts on the workers. A sequence whose drafts are hardly ever accepted
-    skips
-    most of them on the fast path.
-    """
+    skips most of them on the fast path."""
     for index, sequence in enumerate(samples):
         num_found, record = result.found_drafts.get(index, 0), sequence.draft_record
         if num_found and (record is None or record.wants_trial()):
@@ -138,9 +130,7 @@ def take_masked_drafts(sequence: Sequence) -> None:
 
 def propose_drafts(drafter: Drafter, sequence: Sequence, budget: int, max_chunk: int, batch_size: int) -> Drafts:
     """Drafts for a running sequence about to compute its last token. budget: tokens that the sequence may have in the
-    step,
-    including that one. batch_size: running sequences.
-    """
+    step, including that one. batch_size: running sequences."""
     request = sequence.request
     if request.beam_search is not None or request.fork_position is not None or request.pooling or request.is_processed:
         return NO_DRAFTS
@@ -159,8 +149,7 @@ def take_back_rejected(
     plan: StepPlan, samples: list[Sequence], token_ids: list[list[int]], kv: KVCacheManager
 ) -> dict[int, list[int]]:
     """Correct the counts of sequences whose drafts were rejected or whose samples were discarded, and free the blocks
-    that
-    they no longer need. Returns seq_id -> table entries kept per KV group, for sequences with freed blocks.
+    that they no longer need. Returns seq_id -> table entries kept per KV group, for sequences with freed blocks.
 
     samples, token_ids: aligned with the plan's `sample_seq_ids`.
     """
@@ -198,8 +187,7 @@ def take_back_token(sequence: Sequence, kv: KVCacheManager) -> dict[int, list[in
 
 def take_accepted(sequence: Sequence, token_ids: list[int], kv: KVCacheManager) -> list[int]:
     """Append the tokens of a step with accepted drafts, up to the one that ends the sequence (`max_tokens` or an end
-    token), and offer the filled blocks to the prefix index. Returns the appended tokens.
-    """
+    token), and offer the filled blocks to the prefix index. Returns the appended tokens."""
     token_ids = token_ids[: sequence.max_total_tokens - len(sequence.token_ids)]
     ends = sequence.request.end_token_ids
     token_ids = next((token_ids[: number + 1] for number, token in enumerate(token_ids) if token in ends), token_ids)

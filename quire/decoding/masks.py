@@ -3,9 +3,8 @@
 The engine core gets a `Constraint` from its `MaskSource` for each request, and a `Matcher` from it for each sequence.
 Matchers run outside the core: `advance` sends tokens, the answer comes later (`Matcher.is_ready`). A request waits at a
 gate for the first answers of its matchers (`quire.scheduler.gates.ConstraintGate`); a running sequence without an
-answer
-stays out of the next step. The core sends masks to the workers, whose forward pass may already run (`SamplingInputs` in
-quire/step.py).
+answer stays out of the next step. The core sends masks to the workers, whose forward pass may already run
+(`SamplingInputs` in quire/step.py).
 """
 
 from __future__ import annotations
@@ -54,9 +53,7 @@ class Matcher(Protocol):
     @property
     def num_accepted(self) -> int:
         """Leading tokens of the last `advance` that the constraint allows. If fewer than all, the sequence ends before
-        the next
-        one.
-        """
+        the next one."""
         ...
 
     @property
@@ -85,39 +82,31 @@ class Matcher(Protocol):
         """Advance by the next tokens of the sequence; `MaskSource.flush` sends them. Only while `is_ready`.
 
         num_forced: most forced tokens that the matcher may accept after them. with_mask: the answer may wait for the
-        mask.
-        drafts: guesses of the tokens after `token_ids`; the matcher makes a mask after each.
+        mask. drafts: guesses of the tokens after `token_ids`; the matcher makes a mask after each.
         """
         ...
 
     def goes_on_behind(self, token_id: int) -> bool:
         """True if the token is known from this constraint's sequences, where nothing was forced after it and it ended
-        none. May
-        be called at any time.
-        """
+        none. May be called at any time."""
         ...
 
     @property
     def has_mask(self) -> bool:
         """True if `mask` and `draft_masks` return at once. May be False although the masks have come: ask again after
-        `MaskSource.wait`.
-        """
+        `MaskSource.wait`."""
         ...
 
     def mask(self) -> bytes | None:
         """Tokens that may come next: packed bits, [ceil(vocab size / 32)] little-endian uint32, token t at bit t % 32
-        of word
-        t // 32; None: all. Waits for a mask that has not come, briefly unless `is_slow`; afterwards `is_ready` is
-        valid. Raises
-        UserError if no token may follow, or if that takes too much work to tell.
-        """
+        of word t // 32; None: all. Waits for a mask that has not come, briefly unless `is_slow`; afterwards `is_ready`
+        is valid. Raises UserError if no token may follow, or if that takes too much work to tell."""
         ...
 
     def draft_masks(self) -> list[bytes]:
         """Masks after the first drafts that remain after `forced` (`drafts_behind`), in the format of `mask`, empty for
-        all
-        tokens. They stop at a draft that violates the constraint, ends the text, or has no mask. Only while `has_mask`.
-        """
+        all tokens. They stop at a draft that violates the constraint, ends the text, or has no mask. Only while
+        `has_mask`."""
         ...
 
     def mask_of(self, *token_ids: int) -> bytes:
@@ -131,14 +120,11 @@ class Matcher(Protocol):
 
 class Constraint(Protocol):
     """Constraint of one request, whose matchers share a limit of work. Compiled when first asked for a matcher, and
-    dropped with its last matcher.
-    """
+    dropped with its last matcher."""
 
     def matcher(self, spec: ConstraintSpec, token_ids: SequenceOf[int]) -> Matcher:
         """Matcher of a new sequence that already has these generated tokens; returns at once. `flush` sends it. It
-        `is_ready`
-        when the constraint is compiled and the tokens are followed.
-        """
+        `is_ready` when the constraint is compiled and the tokens are followed."""
         ...
 
 
@@ -147,8 +133,7 @@ class MaskSource(Protocol):
 
     def constraint(self, text: str, client: str = "") -> Constraint:
         """Constraint of one request; returns at once. client: clients take turns in compilation. Raises UserError for a
-        constraint known to be invalid.
-        """
+        constraint known to be invalid."""
         ...
 
     def flush(self) -> None:
@@ -165,9 +150,7 @@ class MaskSource(Protocol):
 
     def idle(self) -> None:
         """Prepare for the first constraint, and drop constraints not used lately. Called repeatedly while the engine is
-        idle;
-        returns at once.
-        """
+        idle; returns at once."""
         ...
 
     def close(self) -> None:
@@ -197,8 +180,7 @@ def drafts_behind(forced: SequenceOf[int], drafts: SequenceOf[int]) -> list[int]
 
 def num_forceable(sequence: Sequence) -> int:
     """Tokens that a sequence's constraint may force after its last one: 0 if that token ends the sequence, or if the
-    request asks for log-probabilities, which only sampled tokens have.
-    """
+    request asks for log-probabilities, which only sampled tokens have."""
     params = sequence.request.params
     ends = sequence.token_ids[-1] in sequence.request.end_token_ids
     if ends or params.logprobs is not None or params.ranks_samples:
@@ -210,8 +192,7 @@ def take_forced(sequence: Sequence) -> list[int]:
     """Append and return the tokens that a sequence's matcher has forced, up to one that ends the sequence.
 
     No step samples them: the next one computes them all (`StepPlan.appended`). Exception: a step in flight that
-    computes the
-    sequence's last token samples the first of them (`Sequence.foreseen`).
+    computes the sequence's last token samples the first of them (`Sequence.foreseen`).
     """
     request, matcher = sequence.request, sequence.matcher
     if matcher is None or not matcher.forced:

@@ -1,6 +1,5 @@
 """Sequences of a request, and forks of siblings from the first one: parallel samples at the end of the prompt (paper
-§4.4), preempted beams at their first difference.
-"""
+§4.4), preempted beams at their first difference."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ def create_sequences(
     request: Request, source: EngineRequest, seq_ids: Iterator[int], kv: KVCacheManager | None = None
 ) -> None:
     """Create the sequences of a request, one for each sample or beam, with ids from `seq_ids`, and its beam search. kv:
-    finds their cached blocks; None: no prefix cache.
-    """
+    finds their cached blocks; None: no prefix cache."""
     params = source.params
     num_sequences = params.num_sequences
     stop_token_ids = sorted({*source.eos_token_ids, *(params.stop_token_ids or ())})
@@ -63,8 +61,7 @@ def create_sequences(
 
 def _resume(sequences: list[Sequence], point: ResumePoint) -> None:
     """Give new sequences the tokens that another engine generated. The workers draw token i from (seed, i), so they
-    continue with the tokens that the other engine would have drawn.
-    """
+    continue with the tokens that the other engine would have drawn."""
     for sequence, token_ids in zip(sequences, point.token_ids, strict=True):
         sequence.token_ids += token_ids
     for index in point.ended:
@@ -89,9 +86,7 @@ def waiting_siblings(request: Request) -> list[Sequence]:
 
 def fork_siblings(parent: Sequence, kv: KVCacheManager) -> list[tuple[Sequence, SequenceFork]]:
     """Fork the waiting siblings off `parent`, whose computed tokens are exactly the shared ones. A preempted sibling
-    keeps
-    its own tokens and goes on from there.
-    """
+    keeps its own tokens and goes on from there."""
     request, num_shared = parent.request, parent.num_computed_tokens
     assert num_shared == request.fork_position
     assert parent.blocks is not None

@@ -41,8 +41,7 @@ class Deferral(NamedTuple):
     """Ends the work that the gate began for the request. Called once, at the end of the deferral."""
     reserves_slots: bool = True
     """True to reserve the request's slots meanwhile. False for an event outside the engine, which may take seconds: the
-    engine would idle if waiting requests held every slot.
-    """
+    engine would idle if waiting requests held every slot."""
 
 
 class RequestStatus(enum.Enum):
@@ -57,8 +56,8 @@ class Sequence:
 
     `num_computed_tokens` counts tokens whose KV is written by plans already made (executed or in flight);
     `num_pending_tokens` counts tokens that such plans sample but whose values have not come back. While
-    `num_pending_drafts` (drafts of plans in flight, part of both) is not 0, both are upper bounds.
-    The target of a step is `len(token_ids) + num_pending_tokens`; there is no prefill or decode phase.
+    `num_pending_drafts` (drafts of plans in flight, part of both) is not 0, both are upper bounds. The target of a step
+    is `len(token_ids) + num_pending_tokens`; there is no prefill or decode phase.
     """
 
     __slots__ = (
@@ -112,14 +111,10 @@ class Sequence:
         reports_all = request.params.stop or request.each_step
         self.report_times_until = self.max_total_tokens if reports_all else request.num_prompt_tokens + 1
         """Updates report times up to this number of tokens. With stop strings any token may be the last, and only the
-        front
-        end knows.
-        """
+        front end knows."""
         self.fast_path_until = 0
         """While fewer tokens than this are computed, every step computes the token that the step before sampled, and
-        needs no
-        decision: its slot is allocated and unshared, and it is not the last token.
-        """
+        needs no decision: its slot is allocated and unshared, and it is not the last token."""
         self.blocks: BlockTable | None = None
         """Handle to the KV blocks; None while waiting or preempted."""
         self.swapped: BlockTable | None = None
@@ -130,17 +125,13 @@ class Sequence:
         """Last known tokens that the workers have neither sampled nor received."""
         self.foreseen: Foreseen | None = None
         """One of `token_ids` that a plan in flight is still to sample. It is not pending: the sequence goes on from it,
-        and
-        the plan's result adds nothing.
-        """
+        and the plan's result adds nothing."""
         self.finish_reason: FinishReason | None = None
         self.matcher: Matcher | None = None
         """Follows the known tokens under the request's constraint, from its first mask to its end."""
         self.awaits_matcher = False
         """True while the matcher has not said whether the last token ends the sequence, and what it forces next. Then
-        no step
-        computes the token, unless the sequence `goes_ahead`, and it is not reported.
-        """
+        no step computes the token, unless the sequence `goes_ahead`, and it is not reported."""
         self.goes_ahead = False
         """True if a step may compute the last token before the matcher's answer, and be sampled after it."""
 
@@ -160,10 +151,8 @@ class Request:
     """A request and its sequences, which are scheduled, preempted and resumed together.
 
     Until the prompt is computed the scheduler has only the first live sequence; the others fork from it at the prompt's
-    end
-    and share its blocks (paper §4.4). The sequences of a beam search are beam slots: their tokens change as beams die
-    and
-    fork, and slots without a beam come last.
+    end and share its blocks (paper §4.4). The sequences of a beam search are beam slots: their tokens change as beams
+    die and fork, and slots without a beam come last.
     """
 
     __slots__ = (
@@ -223,9 +212,7 @@ class Request:
     ) -> None:
         """arrival_number: orders requests of the same instant. order_time: arrival time that counts for the order
         (quire/scheduler/fair_order.py); None: `arrival_time`. priority_seconds: see SchedulerConfig. constraint: the
-        request's
-        constraint.
-        """
+        request's constraint."""
         self.request_id = request.request_id
         self.prompt_token_ids = request.prompt_token_ids
         self.num_prompt_tokens = len(request.prompt_token_ids)
@@ -258,9 +245,7 @@ class Request:
         self.order_time = arrival_time if order_time is None else order_time
         self.order_key: OrderKey = (self.order_time + request.priority * priority_seconds, arrival_number)
         """Smallest is served first. A level of priority counts as `priority_seconds` of waiting: requests age without
-        being
-        sorted again, and overtake only those that arrived shortly before.
-        """
+        being sorted again, and overtake only those that arrived shortly before."""
         self.first_scheduled_time: float | None = None
         self.status = RequestStatus.WAITING
         self.eos_token_ids = frozenset(request.eos_token_ids)
@@ -277,9 +262,7 @@ class Request:
         self.sequences: list[Sequence] = []
         self.pending_forks: list[Sequence] = []
         """Live sequences with a reserved request slot: siblings that wait for the shared tokens, and beam slots without
-        a
-        beam.
-        """
+        a beam."""
         self.fork_position: int | None = None
         """Tokens after which siblings fork from the first sequence; None: none waits for that."""
         self.beam_search: BeamSearch | None = None
@@ -288,9 +271,7 @@ class Request:
 
     def extra_keys(self, block_size: int) -> Mapping[int, tuple[bytes, ...]]:
         """Keys that separate its blocks in the prefix cache from those of the same tokens, in HashChain's format. A
-        value
-        counts from the block that first reads it.
-        """
+        value counts from the block that first reads it."""
         if not self.columns and not self.token_columns and not self.images and self.adapter is None:
             return NO_KEYS
         keys: defaultdict[int, tuple[bytes, ...]] = defaultdict(tuple)

@@ -1,7 +1,5 @@
 """Calls to ranks over any transport. Calls go out in order, and answers come back. A rank that ends, for any reason,
-ends
-the others: none can compute without it.
-"""
+ends the others: none can compute without it."""
 
 from __future__ import annotations
 
@@ -24,8 +22,7 @@ from quire.step import SamplingInputs, StepPlan, StepResult
 
 GRACE_SECONDS = 2.0
 """Seconds after a rank's error for the other ranks to answer or to be found ended. After it they count as waiting for
-the failed rank, and are ended.
-"""
+the failed rank, and are ended."""
 
 
 class PendingCall:
@@ -57,9 +54,7 @@ class PendingCall:
 
     def settle(self, death: EngineDeadError | None = None) -> None:
         """Complete the future with `death`, which explains the errors of others, else an error among the answers, else
-        the
-        answers.
-        """
+        the answers."""
         if self.future.done():
             return
         error = death or self.error()
@@ -114,9 +109,7 @@ class RankCalls(ABC):
     @abstractmethod
     def _arrived(self, seconds: float | None) -> Iterable[tuple[int, bytes | None]]:
         """Wait for at most `seconds` (None: for ever). Messages since the last call; None for a rank that has ended.
-        Called
-        only on the reader's thread.
-        """
+        Called only on the reader's thread."""
 
     @abstractmethod
     def _explain_exit(self, rank: int) -> str:
@@ -212,9 +205,7 @@ class RankCalls(ABC):
 
     def _take(self, rank: int, answer: RankAnswer) -> QuireError | None:
         """Note a rank's answer to its oldest call, and complete the call after the last answer. Returns the error of a
-        failed
-        step: the ranks' request states are undefined then.
-        """
+        failed step: the ranks' request states are undefined then."""
         with self._lock:
             call = next(call for call in self._pending if call.answers[rank] is None)
             call.answers[rank] = answer

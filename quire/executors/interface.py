@@ -68,16 +68,12 @@ class Executor(Protocol):
 
     def expert_counts(self) -> list[list[int]]:
         """Rows computed by each expert since the start, per layer with experts, once for all ranks. Empty without the
-        option
-        `expert_counts`.
-        """
+        option `expert_counts`."""
         ...
 
     def computing(self) -> AbstractContextManager[object]:
         """Context that `execute` enters on the caller's thread. A driver of many steps may enter it once for all, which
-        is
-        quicker with the same results.
-        """
+        is quicker with the same results."""
         ...
 
     def execute(self, plan: StepPlan) -> StepFuture:
@@ -86,9 +82,8 @@ class Executor(Protocol):
 
     def send_sampling_inputs(self, inputs: SamplingInputs) -> None:
         """Give the last executed plan the inputs that it announced. Until then no other plan may be executed, and its
-        result is
-        not available. The future carries errors of sampling. Raises QuireError if no plan awaits these inputs.
-        """
+        result is not available. The future carries errors of sampling. Raises QuireError if no plan awaits these
+        inputs."""
         ...
 
     def idle(self) -> bool:
@@ -101,15 +96,12 @@ class Executor(Protocol):
 
     def sleep(self, level: int) -> None:
         """Free memory, while no plan is outstanding. Level 1: all of the KV cache; a device's weights move to the host.
-        Level
-        2: the weights too. A worker may go from level 1 to level 2.
-        """
+        Level 2: the weights too. A worker may go from level 1 to level 2."""
         ...
 
     def wake_weights(self) -> None:
         """Restore the weights after `sleep`, without the KV cache: `wake_up` follows, or `sleep`. Raises the same as
-        `wake_up`.
-        """
+        `wake_up`."""
         ...
 
     def wake_up(self) -> None:
@@ -134,16 +126,12 @@ class Workers(Protocol):
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of `Executor` (not `execute`) on every rank; the results in rank order. Raises the first rank's
-        error,
-        or EngineDeadError if a rank has ended.
-        """
+        error, or EngineDeadError if a rank has ended."""
         ...
 
     def execute(self, plan: StepPlan) -> Future[list[StepResult]]:
         """Start a plan on every rank. The results are in rank order; all but the first hold only the step's number, the
-        tokens
-        and the pooled vectors.
-        """
+        tokens and the pooled vectors."""
         ...
 
     def send_sampling_inputs(self, inputs: SamplingInputs) -> None:

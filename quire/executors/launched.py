@@ -36,8 +36,7 @@ OPTION = "distributed_executor_backend"
 
 class AgreedClock:
     """Implements Clock: the first rank's time. All ranks look at it equally often. Raises QuireError if this rank has
-    planned other steps than the first one.
-    """
+    planned other steps than the first one."""
 
     def __init__(self, group: ProcessGroup, clock: Clock) -> None:
         self._group = group
@@ -64,9 +63,7 @@ class LaunchedRank(LocalExecutor):
 
     def __init__(self, config: EngineConfig) -> None:
         """Return when all ranks have met. Raises ConfigError if the launcher started another number of processes than
-        there
-        are ranks.
-        """
+        there are ranks."""
         sums, self._agreement = _join(config)
         super().__init__(config, make_platform(config, sums))
         self.agreed_clock = AgreedClock(self._agreement, SystemClock())

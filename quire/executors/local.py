@@ -29,9 +29,7 @@ Result = TypeVar("Result")
 
 class Unsent(NamedTuple):
     """A plan that lacks its sampling inputs. launched: the worker's pending step, which is the result as well; on a
-    thread,
-    the future of that.
-    """
+    thread, the future of that."""
 
     step_id: int
     result: PendingStep | Future[StepResult]
@@ -42,10 +40,8 @@ class LocalExecutor:
     """Implements `Executor`. The platform chooses how plans run.
 
     Inline: inside `execute`, whose future is then complete. On a thread: everything runs there, in order, while the
-    caller
-    plans the next step (torch releases the interpreter while it computes). Queued: `execute` enqueues the plan; its
-    future
-    waits for the device when asked, so no thread is needed.
+    caller plans the next step (torch releases the interpreter while it computes). Queued: `execute` enqueues the plan;
+    its future waits for the device when asked, so no thread is needed.
     """
 
     def __init__(
@@ -168,9 +164,7 @@ class WorkerThread:
 
     def submit(self, call: Callable[..., Result], *arguments: Any) -> Future[Result]:
         """Start `call(*arguments)`; the future carries its result or exception. It cannot be cancelled: every later
-        plan relies
-        on its effects.
-        """
+        plan relies on its effects."""
         future: Future[Result] = Future()
         future.set_running_or_notify_cancel()
         self._calls.put((future, call, arguments))

@@ -48,8 +48,7 @@ STEPS = (EXECUTE, LAUNCH, SAMPLE)
 class RankLaunch(msgspec.Struct):
     """Start message of the process: one line of JSON. socket_fd: socket for messages in both directions. meeting_point:
     beginning of the names of files for the ranks' addresses, one per stage. beats_fd: write end of a pipe for beats
-    (quire/utils/heartbeat.py). incoming, outgoing: links to neighbouring stages.
-    """
+    (quire/utils/heartbeat.py). incoming, outgoing: links to neighbouring stages."""
 
     rank: int
     socket_fd: int
@@ -65,8 +64,7 @@ class RankLaunch(msgspec.Struct):
 
 class RankEnds(NamedTuple):
     """A rank's ways to other ranks. meeting_point: `join_group`'s, for its stage's ranks. collectives: a name of GROUPS
-    (None: the configuration's). incoming, outgoing: see RankLaunch.
-    """
+    (None: the configuration's). incoming, outgoing: see RankLaunch."""
 
     meeting_point: Path | NetworkMeeting
     incoming: LinkFiles | None = None
@@ -76,8 +74,7 @@ class RankEnds(NamedTuple):
 
 class RankCall(msgspec.Struct, array_like=True):
     """body: a StepPlan to `execute` or `launch`, SamplingInputs to `sample`; for any other method its arguments, in the
-    format of quire/executors/wire.py.
-    """
+    format of quire/executors/wire.py."""
 
     method: str
     body: msgspec.Raw
@@ -236,9 +233,7 @@ class Answers:
 
     def add_outcome(self, outcome: Outcome) -> None:
         """Add a running or finished call; a finished one is answered at once, unless an earlier one is not. Raises
-        OSError if
-        the parent has closed its end.
-        """
+        OSError if the parent has closed its end."""
         with self._lock:
             waits = self._num_awaited > 1
         if waits or not (isinstance(outcome, msgspec.Raw | BaseException) or outcome.done()):

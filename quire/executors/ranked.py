@@ -21,9 +21,7 @@ from quire.step import BlockKey, SamplingInputs, StepPlan, StepResult, StoreRepo
 
 class SampledTokens:
     """Tokens that the last stage of a pipeline has sampled and the others do not have yet. Except for prompts, a
-    sequence is
-    in at most one plan in flight, so its token is known here before its next plan.
-    """
+    sequence is in at most one plan in flight, so its token is known here before its next plan."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -120,9 +118,7 @@ class RankedExecutor:
 
     def idle(self) -> bool:
         """Return False: no rank has deferred work. Raises EngineDeadError if a rank has ended, so that an idle engine
-        notices
-        it.
-        """
+        notices it."""
         self._workers.check()
         return False
 
@@ -162,8 +158,7 @@ def slowest(costs: Sequence[PreemptionCosts]) -> PreemptionCosts:
 
 def reduce_profiles(profiles: Sequence[MemoryProfile]) -> MemoryProfile:
     """One profile of all ranks: the least free memory, the largest activations and weights. The ranks share the host's
-    memory evenly: all of it on a CPU, only swapped blocks' if each has a device of its own.
-    """
+    memory evenly: all of it on a CPU, only swapped blocks' if each has a device of its own."""
     first = profiles[0]
     available = min(each.available for each in profiles)
     shares = [each.device for each in profiles if each.device is not None]
@@ -188,9 +183,7 @@ def reduce_profiles(profiles: Sequence[MemoryProfile]) -> MemoryProfile:
 
 def agree(results: Sequence[StepResult]) -> StepResult:
     """The first rank's result, with the failures of all. results: from the ranks that sample. Raises QuireError if
-    another
-    rank sampled other tokens (their KV caches would diverge) or computed another vector.
-    """
+    another rank sampled other tokens (their KV caches would diverge) or computed another vector."""
     first, *others = results
     for rank, other in enumerate(others, start=1):
         if (other.step_id, other.token_ids) != (first.step_id, first.token_ids):
@@ -204,8 +197,7 @@ def agree(results: Sequence[StepResult]) -> StepResult:
 
 class TransferReports:
     """Merges the transfer reports of all ranks, which end transfers at their own times. A block is on disk, loaded or
-    released when it is on every rank, and gone or failed when it is on one.
-    """
+    released when it is on every rank, and gone or failed when it is on one."""
 
     def __init__(self) -> None:
         self._last: list[StoreReport] = []

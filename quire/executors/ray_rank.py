@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 
 class RankHost(NamedTuple):
     """Place of an actor. node_id: Ray's. address: reachable from the other nodes. memory: equal for processes that can
-    share
-    memory.
-    """
+    share memory."""
 
     node_id: str
     address: str
@@ -31,8 +29,7 @@ class RankHost(NamedTuple):
 
 class RayRank:
     """One rank. Calls are methods with messages, one at a time and in order: Ray queues them. `live` and `beat` answer
-    beside them, on threads of their own.
-    """
+    beside them, on threads of their own."""
 
     def __init__(self) -> None:
         configure_logging()

@@ -64,9 +64,7 @@ class RayRanks(RankCalls):
     def __init__(self, config: EngineConfig, *, may_share_memory: bool = True) -> None:
         """Connect to the cluster of this process or host, or start one; place the ranks, and return when they have met.
         may_share_memory: False: ranks use the network alone. Raises ConfigError if the cluster has no place for the
-        ranks, or a
-        rank's error.
-        """
+        ranks, or a rank's error."""
         sizes, device = config.parallel, config.device
         super().__init__(sizes.num_devices)
         self._events: queue.SimpleQueue[tuple[int, Future[bytes] | None]] = queue.SimpleQueue()

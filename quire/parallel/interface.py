@@ -9,9 +9,7 @@ import torch
 
 class ProcessGroup(Protocol):
     """A fixed set of ranks. All of them call the collectives in the same order, with tensors of the same shape and
-    dtype;
-    results are new tensors, or the argument if there is one rank.
-    """
+    dtype; results are new tensors, or the argument if there is one rank."""
 
     @property
     def rank(self) -> int:

@@ -1,8 +1,7 @@
 """Ranks and their groups: arithmetic, without processes.
 
 Ranks are numbered with tensor parallelism fastest, then context, pipeline and data parallelism: ranks that exchange
-most
-are neighbours, and a replica is a run of consecutive ranks.
+most are neighbours, and a replica is a run of consecutive ranks.
 """
 
 from __future__ import annotations
@@ -52,8 +51,7 @@ class Mesh:
         shares.
 
         A group of "tp", "cp", "pp" or "dp" varies that coordinate and shares the others. A group of "ep" has `ep` ranks
-        of one
-        stage: the tp ranks of neighbouring replicas.
+        of one stage: the tp ranks of neighbouring replicas.
         """
         return tuple(sorted(self._groups(kind)))
 

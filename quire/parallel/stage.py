@@ -50,9 +50,7 @@ class Link:
 @dataclass(frozen=True)
 class Stage:
     """The run of a model's layers on this rank, by their numbers. count: stages of the model. incoming, outgoing: links
-    from
-    the stage before and to the next one (None: this is the first, or the last).
-    """
+    from the stage before and to the next one (None: this is the first, or the last)."""
 
     number: int = 0
     count: int = 1

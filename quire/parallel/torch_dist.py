@@ -1,6 +1,5 @@
 """Collectives of torch.distributed over gloo: on the loopback interface for one host, on an address that the others
-reach
-for several.
+reach for several.
 
 Groups are objects: torch's process-wide default group is not used, so two engines can live side by side.
 """
@@ -23,8 +22,7 @@ COLLECTIVE_TIMEOUT = timedelta(hours=1)
 @dataclass(frozen=True)
 class NetworkMeeting:
     """The place where ranks of several hosts exchange their addresses: a store on the first one. address: this rank's,
-    reachable from the others. Neither store nor collectives authenticate: the network must be private.
-    """
+    reachable from the others. Neither store nor collectives authenticate: the network must be private."""
 
     store: Any
     address: str
@@ -54,9 +52,7 @@ class GlooGroup:
 
     def __init__(self, meeting_point: Path | NetworkMeeting, rank: int, size: int) -> None:
         """Return when all ranks have joined. meeting_point: for ranks of one host a file that they create to exchange
-        their
-        addresses, in a directory that only this user can enter.
-        """
+        their addresses, in a directory that only this user can enter."""
         self.rank = rank
         self.size = size
         library: Any = torch.distributed  # its type stubs leave out what makes a group by itself
@@ -70,9 +66,7 @@ class GlooGroup:
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Add all parts in rank order on every rank. gloo's own sum splits a tensor among the ranks by its size and
-        adds each
-        part in another order: a row's bits would depend on the batch.
-        """
+        adds each part in another order: a row's bits would depend on the batch."""
         parts = self._gather(tensor)
         total = parts[0]
         for part in parts[1:]:

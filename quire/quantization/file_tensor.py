@@ -15,8 +15,7 @@ ReadSlice = Callable[[int, int, int], torch.Tensor]
 @dataclass(frozen=True, eq=False)
 class FileTensor:
     """shape: the whole tensor. dtype: stored dtype. Reading may raise ModelLoadError, and is possible until the next
-    tensor of the file is asked for.
-    """
+    tensor of the file is asked for."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -51,22 +51,17 @@ class LinearMethod(Protocol):
         self, parameters: Parameters, suffix: str, tensor: WeightTensor, first_row: int, num_rows: int
     ) -> None:
         """Store a checkpoint's tensor ([num_rows, in_features], or [num_rows] for a bias; any dtype) as the output rows
-        first_row .. first_row + num_rows.
-        """
+        first_row .. first_row + num_rows."""
         ...
 
     def apply(self, parameters: Parameters, x: AnyValue, residual: AnyValue | None = None) -> Value:
         """x: [T, in_features] -> [T, shape.width] in x's dtype: residual + activation(x W^T + bias). A row's result
-        depends on
-        that row alone. The result may overwrite the residual.
-        """
+        depends on that row alone. The result may overwrite the residual."""
         ...
 
     def products(self, parameters: Parameters, x: AnyValue, residual: AnyValue | None = None) -> Value:
         """`apply` before the activation: residual + x W^T + bias, [T, out_features]. If `is_interleaved`, gate and up
-        alternate
-        every 16 columns, and there may be padding columns.
-        """
+        alternate every 16 columns, and there may be padding columns."""
         ...
 
     def is_interleaved(self, parameters: Parameters) -> bool:
@@ -83,27 +78,20 @@ class LinearMethod(Protocol):
 
     def lookup_share(self, parameters: Parameters, indices: AnyValue, first_row: int, num_rows: int) -> Value:
         """`lookup` in a table of `num_rows` rows shared among ranks; this matrix holds those from `first_row` on. Rows
-        of other
-        ranks are zeros.
-        """
+        of other ranks are zeros."""
         ...
 
     def apply_heads(self, stack: Sequence[Parameters], x: AnyValue) -> Value:
         """x: [T, heads * in_features] -> [T, heads * out_features]: each head's columns times its own matrix of a stack
-        without
-        biases and activations. A row's result depends on that row alone.
-        """
+        without biases and activations. A row's result depends on that row alone."""
         ...
 
     def apply_experts(
         self, weights: ExpertWeights, x: AnyValue, routing: AnyValue, residual: AnyValue | None = None
     ) -> Value:
         """x: [T, size], routing: [T, 2 * top_k] of `Operations.route` -> [T, size] in x's dtype: residual + the
-        weighted sum of
-        the chosen experts' results, in the order of the experts. A row's result depends on that row alone. The result
-        may
-        overwrite the residual.
-        """
+        weighted sum of the chosen experts' results, in the order of the experts. A row's result depends on that row
+        alone. The result may overwrite the residual."""
         ...
 
     def stored_bytes(self, shape: Sequence[int]) -> int:

@@ -23,9 +23,7 @@ ROUNDED_BITS = 8
 
 def runs_of_blocks(parts: Sequence[QuantizedWeight]) -> list[list[QuantizedWeight]]:
     """The stacked parts of a matrix in runs, each packed as a matrix: blocks of different formats apart, since no
-    common
-    format is as small. One run if there are parts other than blocks.
-    """
+    common format is as small. One run if there are parts other than blocks."""
     runs: list[list[QuantizedWeight]] = []
     last = None
     for part in parts:
@@ -47,8 +45,7 @@ def pack_parts(
 ) -> PackedMatrix | None:
     """Packed matrix of the stacked parts. None if no format holds them all. rounded_activations: round activations to 8
     bits, with a scale per row for integers and per group for blocks; floats never round them. memory: allocates zeroed
-    memory.
-    """
+    memory."""
     blocks = [part for part in parts if isinstance(part, BlockWeight)]
     if len(blocks) == len(parts) and len({part.format for part in blocks}) == 1:
         return _pack_blocks(blocks, shape, rounded_activations, memory)

@@ -48,9 +48,7 @@ PANEL = 16
 @dataclass(eq=False, slots=True)
 class PackedParameters:
     """matrices: stacked, empty until the format of the weights is known; a gated layer has one, or gate and up. whole:
-    one
-    matrix is required. pending: quantised parts by first row, until all have come.
-    """
+    one matrix is required. pending: quantised parts by first row, until all have come."""
 
     shape: LinearShape
     whole: bool = False

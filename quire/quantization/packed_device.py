@@ -33,9 +33,7 @@ logger = get_logger(__name__)
 @dataclass(eq=False, slots=True)
 class DeviceStack(Sequence["DevicePart"]):
     """Matrices of one shape and format. matrix: None until the first one is known. biases: [count, out_features] or
-    None.
-    column_order: see StoredParts. pending: by matrix, its quantised parts by first row until all have come.
-    """
+    None. column_order: see StoredParts. pending: by matrix, its quantised parts by first row until all have come."""
 
     shape: LinearShape
     size: int
@@ -77,17 +75,13 @@ class DevicePart:
 
 class PackedDeviceLinear:
     """LinearMethod of quantised weights on a GPU. The product depends on the number of rows, and so do a row's last
-    bits,
-    unless `plain` is batch-invariant: then tiles and order of additions depend on the matrix alone. Experts and heads
-    are
-    always batch-invariant.
+    bits, unless `plain` is batch-invariant: then tiles and order of additions depend on the matrix alone. Experts and
+    heads are always batch-invariant.
 
     plain: computes matrices that are not quantised. weight_format: see PackedLinear. stored_bits: bits per weight, for
     estimates of memory. converts_e4m3: the device has e4m3 conversions (compute capability 8.9). rounds_activations:
-    round
-    rows of x to e4m3, with scales of their own, for products with e4m3 matrices on tensor cores, except in
-    `apply_heads`;
-    weight_format decides for integers.
+    round rows of x to e4m3, with scales of their own, for products with e4m3 matrices on tensor cores, except in
+    `apply_heads`; weight_format decides for integers.
     """
 
     def __init__(

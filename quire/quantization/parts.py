@@ -61,9 +61,8 @@ class Parts:
 class MatrixFormat:
     """required: part names of a matrix. harmless: parts without effect that a checkpoint may hold, each with a test for
     that. build: makes the matrix from the required parts. weight_dtype: dtype of a part called "weight". aliases:
-    further
-    names of parts. separator: between the names of matrix and part; if a dot, the matrix is called `<name>.weight`.
-    """
+    further names of parts. separator: between the names of matrix and part; if a dot, the matrix is called
+    `<name>.weight`."""
 
     required: frozenset[str]
     build: Callable[[Parts], QuantizedWeight]
@@ -135,8 +134,7 @@ def _build(parts: Parts, name: str, matrix_format: MatrixFormat) -> QuantizedWei
 
 def by_group(values: torch.Tensor, group_of: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Bring columns of the same group side by side. values: [N, K]; group_of: [K], the group of each input feature.
-    Returns the values and the column order (None: unchanged). Raises ModelLoadError for groups of unequal size.
-    """
+    Returns the values and the column order (None: unchanged). Raises ModelLoadError for groups of unequal size."""
     columns = values.shape[1]
     if torch.equal(group_of, torch.arange(columns) // group_size):
         return values, None

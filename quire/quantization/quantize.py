@@ -18,22 +18,18 @@ NUDGES = (
     (1.06, 0.0), (0.94, 0.0), (1.0, 0.3), (1.0, -0.3), (1.03, 0.0), (0.97, 0.0), (1.0, 0.15), (1.0, -0.15),
 )  # fmt: skip
 """Changes tried next on the best so far: (factor of the step, shift in steps). On trained weights they lower the
-squared error by a further 7 %; 64 more starts instead do no better.
-"""
+squared error by a further 7 %; 64 more starts instead do no better."""
 LEAST_HALF_STEP = 2.0**-18
 MOST_STEPS_FROM_ZERO = 256
 """Least step, and most steps in an offset, that float16 keeps well: a step of 64 units or more, an offset off by a
-sixteenth of a step. (4-bit rounding errs by a quarter of a step on average.)
-"""
+sixteenth of a step. (4-bit rounding errs by a quarter of a step on average.)"""
 WORKING_ELEMENTS = 2**20
 """Weights searched at once: limits the working memory to some megabytes."""
 
 
 class FittedGroups(NamedTuple):
     """values: [M, G], 0 to 15. steps, offsets, means: [M, 1] float32: weight = offset + step * value, and the mean of
-    the
-    values.
-    """
+    the values."""
 
     values: torch.Tensor
     steps: torch.Tensor
@@ -47,8 +43,7 @@ Fit = Callable[[torch.Tensor], FittedGroups | None]
 
 def fitting_group_size(in_features: int, requested: int) -> int:
     """Largest of 128, 64 and 32 that is at most `requested` and divides `in_features`. Raises ModelLoadError, with the
-    arithmetic, if none does.
-    """
+    arithmetic, if none does."""
     for size in GROUP_SIZES:
         if size <= requested and in_features % size == 0:
             return size
@@ -69,8 +64,7 @@ def quantize_rows(
 
     8 bits: symmetric, one scale per group from its largest magnitude (group_size None: per row); the same bits on each
     device. 4 bits: a scale and an offset per group of `fitting_group_size(K, group_size)`, chosen for a small squared
-    error
-    and rounded to float16 in groups that allow it.
+    error and rounded to float16 in groups that allow it.
 
     name: the tensor's name for errors (None: the caller adds it). fit: 4-bit rounding (None: `fit_groups`). Raises
     ModelLoadError for infinities, NaN and sizes that do not fit.
@@ -128,9 +122,7 @@ def _int4(groups: torch.Tensor, fit: Fit) -> tuple[torch.Tensor, torch.Tensor, t
 
 def fit_groups(groups: torch.Tensor) -> FittedGroups | None:
     """Round groups by search. A candidate is a step and a start: the group is rounded to them, and both are fitted to
-    the
-    rounded values by least squares. The candidate with the smallest squared error wins, per group.
-    """
+    the rounded values by least squares. The candidate with the smallest squared error wins, per group."""
     if (peak := _peaks(groups)) is None:
         return None
     x = groups / peak
@@ -152,9 +144,7 @@ def fit_groups(groups: torch.Tensor) -> FittedGroups | None:
 
 def _in_halves(found: FittedGroups) -> tuple[torch.Tensor, torch.Tensor]:
     """Steps rounded to float16, and offsets fitted to them, if float16 keeps both well. If all groups of a matrix are
-    so,
-    it is stored with 5 bits per weight in groups of 32 instead of 6.
-    """
+    so, it is stored with 5 bits per weight in groups of 32 instead of 6."""
     _, steps, offsets, means = found
     half_steps = steps.half().float()
     half_offsets = (offsets + (steps - half_steps) * means).half().float()

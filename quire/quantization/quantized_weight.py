@@ -17,9 +17,7 @@ BLOCK_ELEMENTS = 2**20
 
 class QuantizedWeight(ABC):
     """A matrix of small numbers with scales for groups of input features; in some formats also a stack of such
-    matrices,
-    one per expert of a layer.
-    """
+    matrices, one per expert of a layer."""
 
     @property
     @abstractmethod
@@ -40,9 +38,7 @@ class QuantizedWeight(ABC):
 
     def narrow(self, dim: int, start: int, length: int) -> Self:
         """View of [start, start + length) of the first dimension (dim 0) or of a matrix's input features (dim 1).
-        Raises
-        ModelLoadError like `columns`.
-        """
+        Raises ModelLoadError like `columns`."""
         if (start, length) == (0, self.shape[dim]):
             return self
         return self[start : start + length] if dim == 0 else self.columns(start, length)
@@ -57,9 +53,7 @@ class QuantizedWeight(ABC):
 
 def group_range(group_size: int, start: int, length: int, columns: int) -> slice:
     """Groups of the input features [start, start + length) of a matrix with `columns` of them. Raises ModelLoadError
-    unless
-    the part starts and ends with a group (the last one may be shorter).
-    """
+    unless the part starts and ends with a group (the last one may be shorter)."""
     end = start + length
     if start % group_size or (end % group_size and end != columns):
         raise ModelLoadError(f"input features {start} to {end} do not start and end with a group of {group_size}")

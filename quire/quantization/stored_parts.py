@@ -21,9 +21,7 @@ HALF = PAIRED // 2
 @dataclass(frozen=True, slots=True)
 class StoredParts:
     """matrix: the stacked parts, as a stack of one. column_order: column k of it belongs to input feature
-    column_order[k];
-    None: to k.
-    """
+    column_order[k]; None: to k."""
 
     matrix: StoredMatrix
     column_order: torch.Tensor | None
@@ -31,8 +29,7 @@ class StoredParts:
 
 def store_parts(parts: Sequence[QuantizedWeight], *, converts_e4m3: bool) -> StoredParts | None:
     """Stored matrix of the stacked parts. None if no format holds them all. converts_e4m3: the device has e4m3
-    conversions.
-    """
+    conversions."""
     merged = merge_rows(parts)
     if merged is None:
         return None

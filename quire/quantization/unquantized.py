@@ -30,9 +30,7 @@ class PlainParameters:
 @dataclass(frozen=True, slots=True)
 class PlainStack(Sequence[PlainParameters]):
     """Matrices of one shape in one tensor. weights: [count, out_features, in_features]. biases: [count, out_features],
-    or
-    None.
-    """
+    or None."""
 
     shape: LinearShape
     weights: torch.Tensor
