@@ -82,7 +82,7 @@ class SharedClient(RemoteClient[EngineFailed | Ask | Answer | Ended]):
         self.questions.hear(death)
 
     def _hear_ticks(self) -> None:
-        """Read from shared memory whether the parent is alive, and the engine's silence."""
+        """Read the parent's life and the engine's silence from shared memory."""
         num_ticks = self.state.engine.num_ticks
         if num_ticks == self._num_ticks:
             self._heartbeat.look()
@@ -92,7 +92,7 @@ class SharedClient(RemoteClient[EngineFailed | Ask | Answer | Ended]):
 
 
 class Questions:
-    """Questions to services of the parent and to other sessions, and answers to theirs. They share the sockets with
+    """Questions to services of the parent and to other sessions, and answers to theirs, over the sockets of the
     requests. The parent forwards them without keeping state."""
 
     def __init__(self, send: Callable[[Ask | Answer], None]) -> None:

@@ -64,9 +64,8 @@ class SharedEngine:
         on_stats: Callable[[EngineStats], None],
         on_change: Callable[[], None],
     ) -> None:
-        """directory: location of the sockets. services: the parent's, by name (SharedClient.questions). on_stats:
-        called with each snapshot. on_change: called when the engine is ready and when it has ended. All are called on
-        threads."""
+        """directory: location of the sockets. services: the parent's, by name (SharedClient.questions). on_stats: gets
+        each snapshot. on_change: called when the engine is ready and when it has ended. All run on threads."""
         self._fleet = fleet
         self._directory = directory
         self._state = state
