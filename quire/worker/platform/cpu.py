@@ -175,7 +175,6 @@ class CpuPlatform:
 
     @property
     def _draft_group(self) -> ProcessGroup:
-        """Ranks that share the draft model's layers."""
         chosen = self._config.speculation.draft_model
         return self._group if chosen is not None and chosen.num_ranks == self._group.size else SINGLE_RANK
 
