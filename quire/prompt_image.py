@@ -13,9 +13,9 @@ class ReadyImage(msgspec.Struct, frozen=True, array_like=True):
     key: bytes
     """Identity of the content (quire/multimodal/processors.py)."""
     pixels: bytes
-    """Resized pixels, [height, width, 3] uint8."""
+    """Resized picture, [height, width, 3] uint8."""
     size: tuple[int, int]
-    """Height and width in pixels."""
+    """(height, width) in pixels."""
 
     @property
     def num_tokens(self) -> int:
