@@ -25,20 +25,18 @@ NULL_BLOCK = 0
 """Block that is never handed out: table entries outside a sliding window point to it."""
 
 PADDING_GOAL = 0.05
-"""Largest share of padding in the pages' bytes that ends the search for a size. Larger pages have less padding, but
+"""Largest padding, as a share of the pages' bytes, that ends the search for a size. Larger pages have less padding, but
 leave more slots of last blocks empty."""
 MOST_GROWTH = 8
-"""Largest factor by which a page exceeds its least size."""
+"""Largest factor between a page and its least size."""
 ALIGNMENT = 64
-"""Alignment in bytes of pages of different kinds, which hold arrays of different dtypes."""
+"""Alignment in bytes of pages of different kinds, whose arrays have different dtypes."""
 
 
 @dataclass(frozen=True)
 class KVGroup:
-    """Layers that share a block table. `layers[j]` uses page j of the group's blocks.
-
-    block_size: tokens of a block; for states, tokens between snapshots. page_bytes: bytes of a page that a layer uses.
-    """
+    """Layers that share a block table; `layers[j]` uses page j of the group's blocks. block_size: tokens of a block;
+    for states, tokens between snapshots. page_bytes: bytes of a page that a layer uses."""
 
     spec: LayerSpec
     layers: tuple[int, ...]
@@ -48,12 +46,9 @@ class KVGroup:
 
 @dataclass(frozen=True)
 class KVCacheLayout:
-    """The pool: `num_blocks` blocks (block 0 reserved) of `layers_per_group` pages, and the groups that use them.
-
-    block_size: tokens of the kernels' blocks (the option); every group's block size is a multiple. layers_per_group:
-    pages of a block, in the largest pipeline stage. num_host_blocks: blocks of the same shape in host memory, numbered
-    from 1, for swapped requests; 0: none.
-    """
+    """The pool: `num_blocks` blocks (block 0 reserved) of `layers_per_group` pages. block_size: tokens of the kernels'
+    blocks (the option); every group's block size is a multiple. layers_per_group: pages of a block, in the largest
+    pipeline stage. num_host_blocks: blocks of the same shape in host memory, numbered from 1, for swapped requests."""
 
     block_size: int
     num_blocks: int
@@ -63,7 +58,7 @@ class KVCacheLayout:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of every page of the pool, padding included."""
+        """Bytes of a page, padding included."""
         return page_bytes(self.groups)
 
     @property
@@ -89,7 +84,7 @@ class KVCacheLayout:
 
 
 def page_bytes(groups: Sequence[KVGroup]) -> int:
-    """Bytes of every page: the largest that a group uses, aligned if groups differ."""
+    """Bytes of a page: the largest that a group uses, aligned if groups differ."""
     sizes = {group.page_bytes for group in groups} or {0}
     return max(sizes) if len(sizes) == 1 else _aligned(max(sizes))
 
@@ -102,13 +97,11 @@ def block_bytes(groups: Sequence[KVGroup], layers_per_group: int) -> int:
 def group_layers(
     specs: Sequence[LayerSpec], block_size: int, snapshot_interval: int = SNAPSHOT_INTERVAL
 ) -> tuple[tuple[KVGroup, ...], int]:
-    """Partition layers (by index) into groups of one kind and equal size; returns (groups, size).
-
-    block_size: groups get multiples of it; itself if all kinds have equal bytes per token. snapshot_interval: least
-    number of tokens in a block of states. Their block size is the next multiple of STATE_BORDER and of the other
-    groups' block sizes, because a snapshot is useful only where all other groups have full blocks. size: the greatest
-    common divisor of the kinds' layer counts if at least half of the smallest count, else the smallest count.
-    """
+    """Partition layers (by index) into groups of one kind and equal size; returns (groups, size). block_size: groups
+    get multiples of it; itself if all kinds have equal bytes per token. snapshot_interval: least tokens in a block of
+    states. Their block size is the next multiple of STATE_BORDER and of the other groups' block sizes, because a
+    snapshot is useful only where all other groups have full blocks. size: the greatest common divisor of the kinds'
+    layer counts if at least half of the smallest count, else the smallest count."""
     if not specs:
         return (), 0
     kinds: dict[LayerSpec, list[int]] = {}
@@ -131,11 +124,8 @@ def group_layers(
 
 
 def _block_sizes(counts: Mapping[LayerSpec, int], block_size: int) -> dict[LayerSpec, int]:
-    """Tokens of a block for each kind with something per token. counts: layers of each kind.
-
-    Such kinds fill their pages exactly. With states, the smallest pages with at most PADDING_GOAL of padding are taken,
-    or those with the least.
-    """
+    """Tokens of a block for each kind with something per token; these fill their pages exactly. counts: layers of each
+    kind. With states, the smallest pages with at most PADDING_GOAL of padding are taken, or those with the least."""
     quanta = {spec: spec.page_bytes(block_size) for spec in counts if spec.token_bytes}
     if not quanta:
         return {}

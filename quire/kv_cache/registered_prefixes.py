@@ -1,9 +1,7 @@
-"""Registered prefixes: the paper's shared prefixes (§4.4), computed once and kept whatever else needs memory.
-
-A registered prefix owns its blocks like a sequence, so they are never evicted. The prefix index finds its full blocks.
+"""Registered prefixes: the paper's shared prefixes (§4.4), computed once and kept whatever else needs memory. A
+registered prefix owns its blocks like a sequence, so they are never evicted. The prefix index finds its full blocks.
 The last, partly filled block has no hash: `RegisteredPrefixes` finds it for longer prompts that start with the whole
-prefix, and the sequence copies it before its first write, as after a fork.
-"""
+prefix, and the sequence copies it before its first write, as after a fork."""
 
 from __future__ import annotations
 
@@ -16,8 +14,6 @@ from quire.kv_cache.layout import NULL_BLOCK
 
 
 class RegisteredPrefix:
-    """One prefix and its blocks."""
-
     __slots__ = ("blocks", "num_tokens", "tail")
 
     def __init__(self, blocks: BlockTable, num_tokens: int, tail: list[int]) -> None:
@@ -52,7 +48,7 @@ class RegisteredPrefixes:
 
     @property
     def num_blocks(self) -> int:
-        """Number of distinct blocks."""
+        """Distinct blocks."""
         return len(self._counts)
 
     @property
@@ -68,7 +64,7 @@ class RegisteredPrefixes:
         self._counts.update(_blocks_of(prefix))
 
     def remove(self, name: str) -> RegisteredPrefix:
-        """Remove and return a prefix. Raises KeyError."""
+        """Raises KeyError."""
         prefix = self._registered.pop(name)
         siblings = self._by_parent[self._parent(prefix)]
         siblings.remove(prefix)

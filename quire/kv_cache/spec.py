@@ -1,8 +1,6 @@
-"""KV specs: frozen values that say what one layer keeps in the KV cache.
-
-`kind` names the manager of its blocks (quire/kv_cache/coordinator.py). All kinds have the other attributes, so no code
-asks for the kind: `token_bytes` (0 for a state), `page_bytes`, `page_shape`, and `window` or None.
-"""
+"""KV specs: frozen values that say what one layer keeps in the KV cache. `kind` names the manager of its blocks
+(coordinator.py). All kinds have the other attributes, so no code asks for the kind: `token_bytes` (0 for a state),
+`page_bytes`, `page_shape`, and `window` or None."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ class _KeyValueSpec:
         return block_size * self.token_bytes
 
     def page_shape(self, block_size: int) -> tuple[int, ...]:
-        """Shape of a page: [2, block_size, heads, dim], or [block_size, heads, key_dim + value_dim] if these differ."""
+        """[2, block_size, heads, dim], or [block_size, heads, key_dim + value_dim] if these differ."""
         if self.key_dim == self.value_dim:
             return 2, block_size, self.num_kv_heads, self.key_dim
         return block_size, self.num_kv_heads, self.key_dim + self.value_dim
@@ -42,7 +40,7 @@ class _KeyValueSpec:
 
 @dataclass(frozen=True)
 class AttentionSpec(_KeyValueSpec):
-    """Full attention: keys and values of every token."""
+    """Full attention."""
 
     kind: ClassVar[str] = "full"
     window: ClassVar[int | None] = None
@@ -95,8 +93,8 @@ class LatentSpec:
 
 @dataclass(frozen=True)
 class StateSpec:
-    """A recurrent layer: a state of fixed size. num_bytes: bytes of a page, with one sequence's state in one layer;
-    only the layer knows its content (quire/layers/functional.py)."""
+    """A recurrent layer's state of fixed size. num_bytes: bytes of a page, with one sequence's state in one layer; only
+    the layer knows its content (quire/layers/functional.py)."""
 
     kind: ClassVar[str] = "state"
     window: ClassVar[int | None] = None
@@ -130,7 +128,7 @@ def layer_spec(attention: AttentionShape, dtype_bytes: int, scale_bytes: int = 0
 
 
 def layer_specs(config: ModelConfig, num_ranks: int = 1) -> list[LayerSpec]:
-    """Specs of all layers on one of `num_ranks` ranks, by layer index, for models and `quire plan`."""
+    """Specs of all layers on one of `num_ranks` ranks, by layer index."""
     return _specs(config, config.shape.layers, num_ranks)
 
 
