@@ -30,8 +30,6 @@ from quire.step import StepResult
 
 
 class Ends:
-    """Ends sequences and requests in all of the scheduler's collections."""
-
     def __init__(
         self,
         kv: KVCacheManager,
@@ -73,7 +71,6 @@ class Ends:
         return updates
 
     def end_expired(self, expired: list[Request], now: float) -> list[SequenceUpdate]:
-        """End requests whose time is over."""
         self._stats.timed_out_requests_total += len(expired)
         return self.end_requests(expired, FinishReason.TIMEOUT, now)
 

@@ -151,7 +151,6 @@ class Matching:
 
 
 def first_matchers(request: Request) -> list[Matcher]:
-    """Matchers that a request needs to start."""
     found = [] if request.first_matcher is None else [request.first_matcher]
     return found + [each.matcher for each in request.live_sequences if each.matcher is not None]
 

@@ -29,7 +29,6 @@ class PlanChanges:
         return not (self.released or self.trimmed) and self.beam_reorder.is_empty
 
     def release_slot(self, sequence: Sequence) -> None:
-        """Release a sequence's request slot with the next plan."""
         sequence.fast_path_until = sequence.num_unsent_tokens = 0
         self.trimmed.pop(sequence.seq_id, None)
         if self.beam_reorder.forget(sequence):
@@ -37,7 +36,7 @@ class PlanChanges:
 
 
 class PlanBuilder:
-    """Collects the columns of one plan during one pass of `Scheduler.schedule`."""
+    """Collects the columns of one plan during a pass of `Scheduler.schedule`."""
 
     def __init__(self, step_id: int, budget: int) -> None:
         self.step_id = step_id
@@ -71,14 +70,12 @@ class PlanBuilder:
         self.resumed: list[tuple[Sequence, BlockTable, int]] = []
         """Sequences that are swapped in, with their blocks and numbers of computed tokens."""
         self.transfers: Transfers | None = None
-        """Orders of the KV connector."""
         self.adapters: AdapterOrders | None = None
         self.images: ImageOrders | None = None
         self.forks: list[SequenceFork] = []
         self.forked: list[tuple[Sequence, list[Sequence]]] = []
 
     def grow(self, sequence: Sequence, allocation: BlockAllocation) -> None:
-        """Record an allocation for a sequence with a request slot."""
         self.grown.append((sequence, allocation))
         if any(allocation.new_blocks):
             self.new_blocks[sequence.seq_id] = allocation.new_blocks
@@ -182,7 +179,6 @@ class PlanBuilder:
         return index
 
     def sample(self, sequence: Sequence, batch_index: int) -> None:
-        """Sample a token for `sequence` from the logits of a batch entry."""
         self.samples.append(sequence)
         self.sample_from.append(batch_index)
         sequence.num_pending_tokens += 1

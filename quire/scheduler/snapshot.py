@@ -14,10 +14,8 @@ from quire.kv_cache.registered_prefixes import RegisteredPrefix
 
 
 class SequenceView(msgspec.Struct):
-    """One live sequence and its block tables."""
-
     index: int
-    """Index of the request's completion, 0 .. n - 1."""
+    """Index of the completion, 0 .. n - 1."""
     num_output_tokens: int
     num_stored_tokens: int
     """Tokens with keys and values in the cache, those of plans in flight included."""
@@ -42,7 +40,7 @@ class RequestView(msgspec.Struct):
     """Prompt tokens found in the prefix cache at its first start."""
     num_preemptions: int
     waits_for_prefix: bool
-    """True while another request computes a prefix that this one will share."""
+    """Another request computes a prefix that this one will share."""
     sequences: list[SequenceView]
 
 
