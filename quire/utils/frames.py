@@ -34,7 +34,7 @@ class Deadline:
         self._end = time.monotonic() + seconds
 
     def apply(self, connection: socket.socket) -> None:
-        """Let the next operation of `connection` wait until the deadline. Raises TimeoutError after it."""
+        """The next operation of `connection` may wait until the deadline. Raises TimeoutError after it."""
         remaining = self._end - time.monotonic()
         if remaining <= 0:
             raise TimeoutError
@@ -55,7 +55,7 @@ def encode_frame(message: msgspec.Struct) -> bytearray:
 
 
 def encode(value: Any) -> bytes:
-    """A frame's encoding of a value. Raises as `encode_frame`."""
+    """Raises as `encode_frame`."""
     return _ENCODER.encode(value)
 
 
