@@ -264,7 +264,6 @@ def _serve(namespace: argparse.Namespace) -> int:
 
 
 def _serve_prompts(namespace: argparse.Namespace) -> list[PromptSpec]:
-    """Prompts in the endpoint's form."""
     if namespace.endpoint == "chat":
         if namespace.prompt_format == "ids":
             raise UserError("the chat endpoint takes no token ids: --prompt-format text", param="prompt_format")
