@@ -64,7 +64,7 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """percentiles: percent -> value, linear between neighbours (numpy's default)."""
+    """Distribution of one quantity. percentiles: percent -> value, linear between neighbours (numpy's default)."""
 
     count: int
     mean: float
@@ -116,7 +116,7 @@ class ServingReport:
     num_requests: int
     num_completed: int
     failures: Mapping[str, int]
-    """Reason -> requests."""
+    """Reason -> number of requests."""
     num_prompt_tokens: int
     num_output_tokens: int
     num_good: int | None

@@ -205,7 +205,7 @@ def _message(content: Any) -> str:
 
 
 async def first_model(base_url: str, api_key: str | None) -> str:
-    """Raises UserError if the server is unreachable or lists none."""
+    """First model that the server lists. Raises UserError if it is unreachable or lists none."""
     headers = authorization(api_key)
     try:
         async with httpx.AsyncClient(base_url=base_url, headers=headers, timeout=30, trust_env=False) as client:

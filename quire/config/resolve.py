@@ -101,8 +101,6 @@ MAX_OUTPUT_WINDOW = 1.0
 
 @dataclass(frozen=True)
 class Defaults:
-    """Defaults of one kind of device."""
-
     max_num_seqs: int
     max_num_batched_tokens: int
     memory_utilization: float
@@ -446,7 +444,6 @@ def _check_pooling(options: EngineOptions, model: ModelConfig) -> None:
 
 
 def _parallel(options: EngineOptions) -> ParallelConfig:
-    """Ranks of one replica."""
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
         positive(name, getattr(options, name))
     tp = options.tensor_parallel_size

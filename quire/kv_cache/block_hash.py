@@ -77,7 +77,6 @@ class HashChain:
         return bisect.bisect_left(known, True, key=lambda block: mine[block] != others[block])
 
     def fork(self, num_blocks: int) -> HashChain:
-        """A chain with the first `num_blocks` blocks of this one."""
         child = HashChain.__new__(HashChain)
         child._block_size = self._block_size
         child._extra_keys = self._extra_keys

@@ -27,7 +27,6 @@ class BlockPool:
         self._group_of = [0] * num_blocks
         """KV group that a block serves, or served last."""
         self.num_used_of = [0] * max(1, len(self._indexes))
-        """Used blocks of each KV group."""
         self.num_references = 0
         """Sum of all reference counts: the blocks that owners would need without sharing."""
         self.num_evictions = 0
@@ -120,7 +119,7 @@ class BlockPool:
         return bytes(states)
 
     def check(self, owners: dict[int, int]) -> None:
-        """Compare with `owners` (block -> number of table entries that name it). Raises AssertionError."""
+        """Compare with `owners` (block -> table entries that name it). Raises AssertionError."""
         free = set(self._free)
         assert len(free) == len(self._free), "a block is in the free list twice"
         assert free.isdisjoint(self._evictable), "a block is free and evictable at once"

@@ -55,14 +55,13 @@ class Coordinator:
         self.managers = tuple(MANAGERS[group.spec.kind](group) for group in groups)
         self.sizes = sizes = tuple(manager.block_size for manager in self.managers)
         self.block_size = gcd(*sizes) or 1
-        """Tokens of a hash block."""
         self.hit_size = lcm(*sizes)
         """Tokens; every hit is a multiple of it."""
         self.strides = tuple(size // self.block_size for size in sizes)
         """Hash blocks in each group's block."""
 
     def most_blocks(self, num_tokens: int, max_chunk: int) -> int:
-        """`GroupManager.most_blocks`, summed over all groups."""
+        """Sum over all groups."""
         return sum(manager.most_blocks(num_tokens, max_chunk) for manager in self.managers)
 
     def num_kept_blocks(self, num_tokens: int) -> int:

@@ -115,7 +115,6 @@ class HostPool:
         return list(fresh.items())
 
     def free(self, blocks: BlockTable) -> None:
-        """Release a swapped sequence's blocks at its end."""
         del self._swapped[id(blocks)]
         for table in blocks.tables:
             for block in table:
@@ -127,7 +126,7 @@ class HostPool:
         return id(blocks) in self._swapped
 
     def footprint(self, sequences: Sequence[BlockTable]) -> Footprint:
-        """Costs of swapping a request that is on the device. Changes nothing."""
+        """Costs of swapping a request that is on the device."""
         distinct = _distinct_blocks(sequences)
         owned = dict.fromkeys(distinct, 0)
         for block in _blocks(sequences):
@@ -178,5 +177,5 @@ def _blocks(sequences: Iterable[BlockTable]) -> Iterator[int]:
 
 
 def _distinct_blocks(sequences: Iterable[BlockTable]) -> list[int]:
-    """Their blocks, in order of first occurrence."""
+    """Distinct blocks of the sequences, in order of first occurrence."""
     return list(dict.fromkeys(_blocks(sequences)))

@@ -20,8 +20,6 @@ from quire.kv_cache.registered_prefixes import RegisteredPrefix, RegisteredPrefi
 
 
 class KVCacheManager:
-    """Allocates, shares, copies on write, caches and evicts the blocks of one pool."""
-
     def __init__(
         self,
         layout: KVCacheLayout,
@@ -32,7 +30,6 @@ class KVCacheManager:
         """make_connector: makes the KV connector, which stores cached blocks outside the device."""
         self.groups = Coordinator(layout.groups)
         self.block_size = self.groups.block_size
-        """Tokens of a hash block."""
         self.block_bytes = layout.block_bytes
         self.enable_prefix_caching = enable_prefix_caching
         self.num_groups = len(layout.groups)
@@ -186,7 +183,6 @@ class KVCacheManager:
         return allocation
 
     def _shared_at(self, tables: Sequence[list[int]], position: int) -> list[int]:
-        """Groups whose block at a position has several owners."""
         places = [position // size for size in self._sizes]
         ref_counts = self.pool.ref_counts
         return [
@@ -395,7 +391,6 @@ class KVCacheManager:
 
     @property
     def num_unregistered_blocks(self) -> int:
-        """Blocks of the pool that sequences can have."""
         return self.pool.num_usable - self._registered.num_blocks
 
     @property

@@ -24,8 +24,6 @@ class RegisteredPrefix:
 
 
 class RegisteredPrefixes:
-    """All registered prefixes, by name and by content."""
-
     def __init__(self, block_size: int) -> None:
         """block_size: tokens of a hash block."""
         self._block_size = block_size
@@ -48,7 +46,7 @@ class RegisteredPrefixes:
 
     @property
     def num_blocks(self) -> int:
-        """Distinct blocks."""
+        """Number of distinct blocks."""
         return len(self._counts)
 
     @property
@@ -64,7 +62,7 @@ class RegisteredPrefixes:
         self._counts.update(_blocks_of(prefix))
 
     def remove(self, name: str) -> RegisteredPrefix:
-        """Raises KeyError."""
+        """Raises KeyError for an unknown name."""
         prefix = self._registered.pop(name)
         siblings = self._by_parent[self._parent(prefix)]
         siblings.remove(prefix)

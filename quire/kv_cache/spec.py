@@ -25,7 +25,6 @@ class _KeyValueSpec:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's key and value in one layer."""
         return self.num_kv_heads * ((self.key_dim + self.value_dim) * self.dtype_bytes + 2 * self.scale_bytes)
 
     def page_bytes(self, block_size: int) -> int:
@@ -40,8 +39,6 @@ class _KeyValueSpec:
 
 @dataclass(frozen=True)
 class AttentionSpec(_KeyValueSpec):
-    """Full attention."""
-
     kind: ClassVar[str] = "full"
     window: ClassVar[int | None] = None
 

@@ -25,7 +25,7 @@ class Load(NamedTuple):
 
 
 class EngineStats(msgspec.Struct, kw_only=True):
-    """Fields that end in `_total` only grow; the others are the present state."""
+    """Snapshot of the counters and gauges. Fields that end in `_total` only grow; the others are the present state."""
 
     block_size: int = 0
     """Tokens for which a block has slots."""
@@ -52,7 +52,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     num_used_host_blocks: int = 0
     num_running: int = 0
     num_waiting: int = 0
-    """Preempted ones included."""
+    """Waiting requests, preempted ones included."""
     num_deferred: int = 0
     """Waiting requests that a gate held back in the last pass (quire/scheduler/gates.py). The others wait for request
     slots, blocks or tokens of a step."""
@@ -89,7 +89,6 @@ class EngineStats(msgspec.Struct, kw_only=True):
     disk_cache_hit_blocks_total: int = 0
     """Blocks of prefix hits that came from disk."""
     offload_stored_blocks_total: int = 0
-    """Blocks written to disk, without those already there."""
     offload_stored_bytes_total: int = 0
     offload_store_failures_total: int = 0
     offload_loaded_blocks_total: int = 0

@@ -19,7 +19,6 @@ from quire.scheduler.gates import Stage
 from quire.scheduler.running import RunningSet
 
 LOADING = "loading adapter"
-"""Reason of the deferral."""
 PATIENCE = 1.0
 """Seconds that a request waits for requests of other adapters before the least used of these drains."""
 
@@ -109,7 +108,6 @@ class AdapterSlots:
                     self.refused.append((request, UserError(error, param="lora_request")))
 
     def take_refused(self) -> list[tuple[Request, UserError]]:
-        """Requests to end, with reasons."""
         refused, self.refused = self.refused, []
         return [(request, error) for request, error in refused if request.live_sequences]
 

@@ -17,8 +17,6 @@ WATERMARK = 0.01
 
 
 class Limits(NamedTuple):
-    """Limits of one step."""
-
     max_num_seqs: int
     max_num_tokens: int
     max_chunk: int

@@ -27,7 +27,6 @@ PIECE_TOKENS = 2**14
 SHORT_TOKENS = 2**10
 """Unhashed tokens up to which prompts never wait for hashing."""
 HASHING_PROMPT = "hashing prompt"
-"""Reason of the deferral."""
 
 
 class Admitter:
@@ -141,7 +140,6 @@ class Admitter:
         self._stats.num_deferred = reserved.num_requests
 
     def preempt(self, builder: PlanBuilder, request: Request) -> None:
-        """Release a running request's blocks and slots."""
         for sequence in request.live_sequences:
             if sequence.blocks is not None:
                 self._changes.release_slot(sequence)

@@ -17,7 +17,6 @@ from quire.scheduler.admission import Quote
 from quire.scheduler.gates import Stage
 
 ENCODING = "encoding image"
-"""Reason of the deferral."""
 
 
 class Wanted:
@@ -37,8 +36,6 @@ class Wanted:
 
 
 class ImageEncodings:
-    """The images of the scheduler's requests, by content."""
-
     def __init__(self, costs: EncoderCosts | None) -> None:
         """costs: None for models without images."""
         self._costs, self.are_any = costs, costs is not None
@@ -102,7 +99,6 @@ class ImageEncodings:
         return ImageOrders(dropped, slices) if dropped or slices else None
 
     def forget(self, request: Request) -> None:
-        """Drop an ended request's need of images."""
         current = () if self._current is None else (self._current,)
         for wanted in (*self._kept.values(), *self._wanted.values(), *current):
             wanted.requests.pop(request, None)

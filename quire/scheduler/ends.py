@@ -49,7 +49,6 @@ class Ends:
     # -- before their time ------------------------------------------------------------------------------------------
 
     def end(self, request: Request, ended: list[Sequence], reason: FinishReason) -> None:
-        """End some or all sequences of a request early."""
         self._admitter.forget_rejection()  # with one running sequence fewer, the waiting request may fit
         lost_leader = bool(request.pending_forks) and any(s.blocks is not None for s in ended)
         for sequence in ended:
@@ -63,7 +62,6 @@ class Ends:
         self._running.drop_finished()
 
     def end_requests(self, requests: Iterable[Request], reason: FinishReason, now: float) -> list[SequenceUpdate]:
-        """End requests early; the updates report it."""
         updates = []
         for request in requests:
             updates += early_end(request, reason, now)

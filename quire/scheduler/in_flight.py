@@ -18,8 +18,6 @@ Sampled: TypeAlias = tuple[Sequence, list[int], list[TokenLogprobs] | None]
 
 
 class InFlight(msgspec.Struct, frozen=True):
-    """One plan in flight."""
-
     plan: StepPlan
     sequences: list[Sequence]
     """Aligned with the plan's columns of the batch."""

@@ -26,8 +26,6 @@ Asked: TypeAlias = tuple[Sequence, list[int], list[TokenLogprobs] | None]
 
 
 class Matching:
-    """Unanswered questions to matchers."""
-
     def __init__(self) -> None:
         self.starting: list[Request] = []
         """Requests that cannot start before their matchers have answered."""

@@ -66,7 +66,7 @@ class RequestQueue:
 
     @property
     def num_returned(self) -> int:
-        """Waiting requests that ran before."""
+        """Number of waiting requests that ran before."""
         return len(self._returned)
 
     def report_stats(self, stats: EngineStats) -> None:

@@ -45,8 +45,6 @@ class RequestView(msgspec.Struct):
 
 
 class KVSnapshot(msgspec.Struct):
-    """The whole KV cache between two steps."""
-
     block_size: int
     """Tokens of a block; the greatest common divisor if KV groups have different sizes."""
     block_sizes: list[int]

@@ -57,9 +57,9 @@ class SimulatedExecutor:
         self._layout: KVCacheLayout | None = None
         self._swap_seconds = 0.0
         self.busy_seconds = 0.0
-        """Seconds in which the device has computed."""
+        """Seconds of the device's computation."""
         self.swap_seconds = 0.0
-        """Seconds in which the host link was busy."""
+        """Seconds of the host link's copies."""
         self.num_steps = 0
 
     # -- the protocol -----------------------------------------------------------------------------------------------

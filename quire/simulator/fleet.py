@@ -25,7 +25,6 @@ UNREPORTED_SECONDS = 60.0
 """Seconds of a window when the router needs no reports."""
 
 Shares = Sequence[list[TraceRequest]]
-"""A window's requests for each replica."""
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,6 @@ class Hardware:
         return self.peaks[name]
 
     def with_factors(self, **changes: float) -> Hardware:
-        """The device with other factors."""
         return replace(self, factors=replace(self.factors, **changes))
 
 

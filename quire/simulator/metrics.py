@@ -208,7 +208,6 @@ class Metrics:
     num_slo_met: int = 0
     """Finished requests that met every objective."""
     end: float = 0.0
-    """Time of the last request's end."""
     num_steps: int = 0
     busy_seconds: float = 0.0
     """Seconds of the device's computation."""

@@ -178,11 +178,9 @@ class _Live:
 
 @dataclass(frozen=True)
 class Observer:
-    """Callbacks during a run."""
-
     on_record: Callable[[Record], None] | None = None
     on_refusal: Callable[[TraceRequest, str], None] | None = None
-    """Called with the reason."""
+    """Called for a refused request, with the reason."""
     on_step: Callable[[EngineCore, float], None] | None = None
     """Called after every step with the core and the step's seconds. Slows a run."""
 
@@ -218,7 +216,6 @@ class Replica:
         self._live: dict[str, _Live] = {}
         self._num_offered = 0
         self._load = self.core.scheduler.current_load()
-        """The scheduler's load after the last step."""
 
     # -- running ----------------------------------------------------------------------------------------------------
 

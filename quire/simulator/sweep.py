@@ -50,7 +50,6 @@ class Point:
 
     @property
     def tokens_per_device(self) -> float:
-        """Output tokens per second of one device."""
         return self.tokens_per_second / self.layout.num_devices
 
 

@@ -40,8 +40,6 @@ def first_of_group(group: str) -> int:
 
 
 class Streams:
-    """Generated token ids of an executor's sequences."""
-
     def __init__(self) -> None:
         self._first_tokens: dict[int, int] = {}
         """seq_id -> token at position 0, for turns of conversations."""

@@ -80,7 +80,6 @@ class StepWork(msgspec.Struct, kw_only=True):
 
 
 def _decode_context(starts: Sequence[int], count: int, window: int | Chunk | None) -> int:
-    """Positions that single tokens at `starts` read."""
     if window is None:
         return sum(starts) + count
     if isinstance(window, Chunk):
@@ -89,7 +88,6 @@ def _decode_context(starts: Sequence[int], count: int, window: int | Chunk | Non
 
 
 def _chunk_context(start: int, count: int, window: int | Chunk | None) -> int:
-    """Positions that a chunk of tokens reads."""
     end = start + count
     if isinstance(window, Chunk):
         return end - start // window.size * window.size

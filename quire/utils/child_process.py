@@ -72,7 +72,7 @@ def _children(parent: int, stack: contextlib.ExitStack) -> list[int]:
 
 
 def is_stopped(process: subprocess.Popen[bytes]) -> bool:
-    """False if it has ended."""
+    """True for a stopped process (SIGSTOP), False for an ended one."""
     try:
         return os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
     except ChildProcessError:

@@ -27,7 +27,7 @@ class _Item:
     number: int
     is_long: bool = field(compare=False)
     work: list[Callable[[], Any]] = field(compare=False)
-    """Empty once the work has begun or was cancelled."""
+    """Callable; empty once the work has begun or was cancelled."""
     future: Future[Any] = field(compare=False)
 
 

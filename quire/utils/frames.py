@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import msgspec
 
 HEADER = struct.Struct("<Q")
-"""Header of each message: its length in bytes."""
+"""Length of the message in bytes."""
 READ_BYTES = 2**16
 
 
@@ -23,7 +23,7 @@ class Waiting(Protocol):
         ...
 
     def send(self, connection: socket.socket, content: bytes | bytearray | memoryview) -> None:
-        """Send all content. Raises TimeoutError after the limit."""
+        """Raises TimeoutError after the limit."""
         ...
 
 
@@ -55,7 +55,7 @@ def encode_frame(message: msgspec.Struct) -> bytearray:
 
 
 def encode(value: Any) -> bytes:
-    """Raises as `encode_frame`."""
+    """Encode a value as in a frame. Raises as `encode_frame`."""
     return _ENCODER.encode(value)
 
 

@@ -31,7 +31,7 @@ class Lookup(NamedTuple):
     num_blocks: int
     """Leading hash blocks of the prompt, those on the device included."""
     on_device: list[BlockKey]
-    """Hits to keep meanwhile."""
+    """Hits that must stay meanwhile."""
     to_load: list[BlockKey]
     """Blocks to load, each into a device block of its own."""
     staged: Sequence[BlockKey] = ()
@@ -39,7 +39,7 @@ class Lookup(NamedTuple):
     is_asynchronous: bool = False
     """True if blocks arrive with a later report, False if they are there for the next plan."""
     is_worthwhile: bool = True
-    """True if loading takes less time than computing."""
+    """Loading takes less time than computing."""
 
 
 class PendingLoad(Protocol):
@@ -58,7 +58,7 @@ class KVConnector:
     a bounded time; the worker's half ensures that. The defaults here store nothing."""
 
     is_ready: bool = True
-    """True after the scan of what was stored before the start."""
+    """False until what was stored before the start is scanned."""
 
     @property
     def has_work(self) -> bool:

@@ -50,8 +50,6 @@ class Fetch:
 
 
 class TransferCounters:
-    """Transfers, counted in blocks."""
-
     __slots__ = (
         "num_bytes",
         "num_disk_hits",
@@ -73,7 +71,7 @@ class TransferCounters:
 
 
 class OffloadConnector(KVConnector):
-    """It uses host blocks of the pool for swapped requests."""
+    """KV connector to host memory and disk; it uses host blocks of the pool for swapped requests."""
 
     def __init__(self, pools: Pools) -> None:
         self._device, self._host, self._indexes, self._blocks = pools
@@ -154,7 +152,6 @@ class OffloadConnector(KVConnector):
         return None
 
     def find(self, key: BlockKey) -> int | None:
-        """The host block with this content."""
         return self._indexes[key[0]].find(key[1])
 
     def is_on_disk(self, key: BlockKey) -> bool:

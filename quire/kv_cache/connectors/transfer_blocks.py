@@ -65,10 +65,8 @@ class TransferBlocks:
         self._indexes = indexes
         self._groups = groups
         self.block_size = groups.block_size
-        """Tokens of a hash block."""
         self._numbers = itertools.count()
         self._arrivals: dict[int, _Arrival] = {}
-        """Number of a load -> its block."""
         self._arriving: dict[BlockKey, int] = {}
         """Content that can be waited for -> number of its load."""
         self._in_this_plan: list[int] = []
@@ -143,7 +141,7 @@ class TransferBlocks:
         return load
 
     def end_load(self, number: int, *, is_loaded: bool) -> None:
-        """is_loaded: the block holds the requested content. Ended loads are ignored."""
+        """End a load. is_loaded: the block holds the requested content. Ended loads are ignored."""
         arrival = self._arrivals.pop(number, None)
         if arrival is None:
             return
@@ -161,7 +159,7 @@ class TransferBlocks:
                 self._keep_hits(load)
 
     def stop_waiting(self, load: DeviceLoad) -> None:
-        """Stop waiting, because the request continues or has ended. The transfers continue."""
+        """Stop waiting: the request continues or has ended. The transfers continue."""
         for number in load.numbers:
             self._arrivals[number].waiters.remove(load)
         load.numbers.clear()
@@ -209,7 +207,6 @@ class TransferBlocks:
     # -- sending ----------------------------------------------------------------------------------------------------
 
     def hold(self, seq_id: int, tables: Iterable[Sequence[int]]) -> None:
-        """Own the blocks of an ended sequence until `end_send`."""
         assert seq_id not in self._sending, "a sequence ends twice"
         self._sending[seq_id] = [block for table in tables for block in table if block != NULL_BLOCK]
         for block in self._sending[seq_id]:
