@@ -45,6 +45,7 @@ class FairOrder:
         self._waiting.setdefault(request.priority, {}).setdefault(request.client, []).append(request)
 
     def discard(self, request: Request) -> None:
+        """Remove a request that runs or has ended."""
         clients = self._waiting.get(request.priority, {})
         waiting = clients.get(request.client, [])
         if request in waiting:
