@@ -105,8 +105,6 @@ MAX_OUTPUT_WINDOW = 1.0
 
 @dataclass(frozen=True)
 class Defaults:
-    """Defaults of one kind of device."""
-
     max_num_seqs: int
     max_num_batched_tokens: int
     memory_utilization: float
