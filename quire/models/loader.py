@@ -133,7 +133,8 @@ def load_model(
 
 def _packed_share(files: GGUFWeights, config: ModelConfig, model: LoadableModel, context: LayerContext) -> int:
     """Bytes of this rank's weights: the file's total, scaled by the rank's share of the elements."""
-    total = packed_weight_bytes(files.directory, config)
+    assert files.header is not None, "the weights have been read"
+    total = packed_weight_bytes(files.header, config)
     if context.group.size == context.stage.count == 1:
         return total
     own, whole = (sum(slot.nbytes for slot in each.slots.values()) for each in (model, outline(config)))

@@ -283,6 +283,8 @@ class Worker:
         result = launched.collect()
         result.transfers = self._connector.end_plan(launched.plan)
         result.adapters = self._adapters.end_plan(launched.plan)
+        if self._images is not None and launched.plan.images is not None:
+            result.encoder_seconds = self._images.take_seconds()
         return result
 
     def _drop_offloaded(self) -> None:
