@@ -223,6 +223,7 @@ class Scheduler:
             ends.fail(samples[index], reason)
         if result.transfers is not None:
             self.kv.connector.update(result.transfers)
+        self._stats.encoder_seconds_total += result.encoder_seconds
         if result.adapters:
             self._adapters.update(result.adapters, self._requests.values())
         logprobs = map(result.logprobs.get, count()) if result.logprobs else repeat(None)
@@ -402,6 +403,7 @@ class Scheduler:
         describe_kv(stats, self.kv, self._running.sequences, self._in_flight.values())
         self._waiting.report_stats(stats)
         self._adapters.report_stats(stats, self._waiting)
+        self._images.report_stats(stats)
         stats.num_running = len(self._requests) - stats.num_waiting
         return copy.copy(stats)
 
