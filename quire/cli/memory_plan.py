@@ -60,7 +60,8 @@ class MemoryPlan:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes per token over all layers of a device, while every layer keeps the token."""
-        return sum(group.spec.token_bytes * len(group.layers) for group in self.layout.groups)
+        kept = (group.spec.token_bytes // group.spec.dealt_to * len(group.layers) for group in self.layout.groups)
+        return sum(kept)
 
     @property
     def kv_padding(self) -> float:
