@@ -18,8 +18,8 @@ MOST_PADDING = 1024
 
 
 def draft_options(options: EngineOptions, chosen: DraftModelConfig, model: ModelConfig, backend: str) -> EngineOptions:
-    """Options of the draft model as an engine of its own. Its keys and values have the types of `model`, in whose
-    blocks they lie. backend: attention backend of `model`."""
+    """The draft model's options. Its keys and values have the types of `model`, in whose blocks they lie. backend:
+    attention backend of `model`."""
     given: dict[str, Any] = {
         "model": chosen.name,
         "runner": "generate",

@@ -95,8 +95,8 @@ class StateHeads:
 
 
 def read_gguf_config(path: Path) -> dict[str, Any]:
-    """The config.json for a GGUF file's model. Raises ModelLoadError for unsupported models, and for metadata that is
-    missing, absurd or contradicts the tensors."""
+    """Raises ModelLoadError for unsupported models, and for metadata that is missing, absurd or contradicts the
+    tensors."""
     with GGUFFile(path) as file:
         keys = _Keys(file)
         family, layout = keys.family, _layout(keys)
@@ -135,7 +135,7 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
 
 
 def read_gguf_pooling(path: Path) -> Method | None:
-    """Pooling method of a GGUF file. Raises ModelLoadError for an unsupported one."""
+    """Raises ModelLoadError for an unsupported method."""
     with GGUFFile(path) as file:
         keys = _Keys(file)
         kind = keys.optional_integer("pooling_type", minimum=0)

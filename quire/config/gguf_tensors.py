@@ -94,8 +94,8 @@ def _layer_norm(name: str, size: int) -> Shapes:
 
 
 def with_joined_experts(expected: Shapes, present: Collection[str]) -> Shapes:
-    """Shapes for a file in which some layers have gate above up in one tensor for each expert. present: tensor names of
-    the file."""
+    """Shapes for a file in which some layers have gate above up in one tensor for each expert. present: names in the
+    file."""
     found = dict(expected)
     for name in expected:
         joined = name.replace(GATE_EXPERTS, JOINED_EXPERTS)

@@ -51,7 +51,7 @@ _MOST_DRAFT_LAYERS = 16
 
 @dataclass(frozen=True)
 class ModelChoices:
-    """Choices about a model besides its dtypes and its length; fields have the options' names."""
+    """Further choices about a model; fields have the options' names."""
 
     runner: str = "auto"
     model_impl: str = "auto"

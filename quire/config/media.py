@@ -22,8 +22,7 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 @dataclass(frozen=True)
 class ProcessorOptions:
-    """Options of an image processor that override its files. min_pixels, max_pixels: pixels of a resized picture; None:
-    as in the files."""
+    """Options that override an image processor's files. min_pixels, max_pixels: pixels of a resized picture."""
 
     min_pixels: int | None = None
     max_pixels: int | None = None

@@ -214,7 +214,7 @@ class ModelShape:
 
     @cached_property
     def experts(self) -> Experts | None:
-        """The experts, which are alike in all layers that have some."""
+        """Experts, alike in all layers that have some."""
         return next((layer.experts for layer in self.layer_counts if layer.experts is not None), None)
 
     @property
@@ -305,7 +305,7 @@ class ModelShape:
 
     @property
     def routed_parameters(self) -> int:
-        """Elements of all experts that tokens are routed to."""
+        """Elements of the experts that tokens are routed to."""
         return 0 if self.experts is None else self.num_moe_layers * self.experts.num_experts * self.expert_parameters
 
     @property

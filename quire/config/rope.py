@@ -150,7 +150,7 @@ def read_rope(config: Fields, head_dim: int, defaults: RopeDefaults, kind: str =
 def read_layer_ropes(
     config: Fields, head_dim: int, defaults: RopeDefaults, windows: Sequence[int | None]
 ) -> tuple[RopeConfig | None, ...]:
-    """Rotation of each layer, or None. windows: window of each layer; None: full attention."""
+    """Rotation of each layer. windows: window of each layer; None: full attention."""
     by_kind = {kind: read_rope(config, head_dim, defaults, kind) for kind in (FULL, SLIDING)}
     ropes = [by_kind[FULL if window is None else SLIDING] for window in windows]
     if not defaults.skips_rotation:
