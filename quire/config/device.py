@@ -41,17 +41,18 @@ def why_no_latents(rank: int, rope_dim: int) -> str | None:
 
 @dataclass(frozen=True)
 class DeviceConfig:
-    """device: "cpu" or "cuda". num_threads: compute threads of the CPU back ends. attention_backend: "native" (the
-    whole model runs on the native CPU kernels), "torch" (plain operators on the CPU) or "triton" (Triton kernels: on
-    "cuda", or on "cpu" in Triton's interpreter, for tests). cpu_isa: highest instruction set for the native kernels;
-    "auto": the best one. matmul_precision: rounding of activations before they multiply bfloat16 weights, keys or
-    values, and quantised weights (to 14 bits or more without AMX): "float32": none; "bfloat16"; "auto": the faster one,
-    which the native kernels find at the start. Plain operators and devices multiply in the model's dtype, which is then
-    the value here; "fp8": a device multiplies FP8 weights with activations rounded to FP8 row by row. cuda_graphs: one
-    of CUDA_GRAPHS. cuda_graph_sizes: numbers of tokens with captured graphs, ascending. batch_invariant: a row's bits
-    depend on its own tokens only, which CPU back ends always ensure. platform: the worker's half
-    (quire/worker/platform/choice.py). collectives: transport of tensors between a model's ranks
-    (quire/parallel/choice.py)."""
+    """Fields with an option's name have its meaning, resolved. attention_backend: "native" (the whole model runs on the
+    native CPU kernels), "torch" (plain operators on the CPU) or "triton" (on "cuda", or on "cpu" in Triton's
+    interpreter, for tests). cpu_isa: highest instruction set for the native kernels.
+
+    matmul_precision: rounding of activations before they multiply bfloat16 weights, keys or values, and quantised
+    weights (to 14 bits or more without AMX): "float32": none; "bfloat16"; "auto": the faster one, which the native
+    kernels find at the start. Plain operators and devices multiply in the model's dtype, which is then the value here;
+    "fp8": a device multiplies FP8 weights with activations rounded to FP8 row by row.
+
+    platform: the worker's half (quire/worker/platform/choice.py). collectives: transport of tensors between a model's
+    ranks (quire/parallel/choice.py).
+    """
 
     device: str
     num_threads: int

@@ -147,9 +147,8 @@ class Experts:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """projections: the attention's matrices. intermediate: width of the MLP. experts: its replacement, or None.
-    is_gated: an MLP or expert has three matrices, not two. num_vectors: elements of norms, biases, sinks and
-    convolutions."""
+    """projections: the attention's matrices. intermediate: width of the MLP. experts: its replacement. is_gated: an MLP
+    or expert has three matrices, not two. num_vectors: elements of norms, biases, sinks and convolutions."""
 
     attention: AttentionShape
     projections: tuple[Matrix, ...]

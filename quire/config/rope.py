@@ -101,8 +101,8 @@ class RopeConfig:
 
 
 def read_rope(config: Fields, head_dim: int, defaults: RopeDefaults, kind: str = FULL) -> RopeConfig:
-    """RoPE settings for layers of a kind, FULL or SLIDING, read as in Transformers. Raises ModelLoadError for an
-    unknown type or a missing or absurd value."""
+    """Settings for layers of a kind, FULL or SLIDING, read as in Transformers. Raises ModelLoadError for an unknown
+    type or a missing or absurd value."""
     raw, is_nested = _settings(config, defaults, kind)
     rope = Fields(raw, f"{config.where} (RoPE settings)")
     max_positions = config.integer("max_position_embeddings", maximum=MAX_POSITIONS)
