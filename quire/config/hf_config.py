@@ -140,9 +140,10 @@ def load_model_config(
     )
 
 
-def read_config(name: str, revision: str | None = None) -> dict[str, Any]:
+def read_config(name: str, revision: str | None = None, download_dir: str | None = None) -> dict[str, Any]:
     """The config.json of any model, also of an unknown architecture. Fetches no weights. Raises ModelLoadError."""
-    return _read_described(_described(find_model(name, revision=revision, config_only=True))).config
+    found = find_model(name, revision=revision, config_only=True, download_dir=download_dir)
+    return _read_described(_described(found)).config
 
 
 def find_model(name: str, *, revision: str | None, config_only: bool, download_dir: str | None = None) -> Path:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import torch
 
@@ -16,9 +18,8 @@ from quire.worker.overlays import StepOverlay
 
 
 class ImageOverlays:
-    """OverlaySource of a model with images. Plans order encoding, and features are kept until a plan drops them, so
-    every worker holds what the scheduler knows of (quire/scheduler/encoding.py). An image's bits do not depend on how
-    its encoding is sliced."""
+    """OverlaySource of a model with images. Plans order encoding and dropping, so the scheduler knows every worker's
+    features (quire/scheduler/encoding.py). An image's bits do not depend on how its encoding is sliced."""
 
     def __init__(self, encoder: VisionEncoder, processor: ImageProcessor) -> None:
         self._encoder = encoder
@@ -27,6 +28,7 @@ class ImageOverlays:
         """Features by image key, [tokens, feature_size] float32."""
         self._run: tuple[bytes, EncoderRun] | None = None
         """Key and run of the partly encoded image."""
+        self._seconds = 0.0
         self._shown: dict[int, list[ImagePlace]] = {}
         """Images by sequence."""
 
@@ -37,8 +39,15 @@ class ImageOverlays:
             if new.images:
                 self._shown[new.seq_id] = new.images
         if plan.images is not None:
+            since = time.perf_counter()
             self._follow(plan.images)
+            self._seconds += time.perf_counter() - since
         return self._overlay(plan, batch) if self._shown else None
+
+    def take_seconds(self) -> float:
+        """Seconds of encoding since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
     def weight_bytes(self) -> int:
         """Bytes of the tower's parameters."""
