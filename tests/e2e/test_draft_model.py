@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +18,13 @@ from tests.e2e.test_drafts import BORDERS, KINDS, PROMPTS, TORCH
 from tests.e2e.test_drafts_in_text import CONSTRAINTS, OPTIONS, VARIED, Engines, params
 from tests.e2e.test_drafts_in_text import KINDS as KINDS_OF_TEXT
 from tests.e2e.test_drafts_in_text import PROMPTS as TEXTS
+from tests.e2e.test_restart import GUARD_SECONDS, compare, fates, open_engine, think
+from tests.e2e.test_restart import OPTIONS as FEW_BLOCKS_OF_TEXT
+from tests.fakes.fates import Fates
 from tests.long import all_but_long
 from tests.models.conftest import SavedModel
+
+__all__ = ["fates"]
 
 Saved = Callable[[str], SavedModel]
 PAIRS = {
@@ -234,3 +240,21 @@ def test_ranks(saved_model: Saved, ranks: int) -> None:
     accepted, drafts = counts(stats)
     assert 0 < accepted <= drafts
     assert accepted == drafts or ranks == 1  # one rank adds in another order
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("queue_depth", [1, 2])
+async def test_an_engine_that_is_killed(
+    fates: Fates, queue_depth: int, bundled_model_path: Path, tmp_path: Path
+) -> None:
+    """Requests go on with the same tokens, and have drafts again behind the death."""
+    other = changed(bundled_model_path, tmp_path / "noisy", noisy)
+    engine = open_engine({**FEW_BLOCKS_OF_TEXT, "queue_depth": queue_depth, **drafting(other)})
+    try:
+        async with asyncio.timeout(GUARD_SECONDS):
+            await think(engine)
+            await compare(engine, fates, [("die", 23)], 18)
+            stats = await engine.stats()
+        assert 0 < stats.accepted_draft_tokens_total < stats.draft_tokens_total
+    finally:
+        engine.shutdown()
