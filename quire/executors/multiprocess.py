@@ -173,7 +173,6 @@ class RankProcesses(RankCalls):
 
 
 def _hang_up(connection: Connection) -> None:
-    """End the stream in both directions."""
     with socket.socket(fileno=os.dup(connection.fileno())) as same, suppress(OSError):  # the rank may have ended
         same.shutdown(socket.SHUT_RDWR)
 

@@ -102,7 +102,6 @@ class RayRanks(RankCalls):
         return self._hosts
 
     def _place(self, num_threads: int, strategy: str) -> list[Any]:
-        """An actor in each bundle."""
         bundles = [{"CPU": num_threads}] * self._num_ranks
         self._placement = placement_group(bundles, strategy=STRATEGIES[strategy])
         if not self._placement.wait(PLACEMENT_SECONDS):

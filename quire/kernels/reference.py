@@ -1,6 +1,6 @@
 """Reference functions that define the kernels: norms, writes to pages, block copies, paged attention. The torch back
-end also runs `norm`, `write_kv` and `copy_blocks`. `paged_attention_dense` is for tests: it goes token by token and
-supports float64."""
+end also runs `norm`, `write_kv` and `copy_blocks`. `paged_attention_dense` is for tests: token by token, also in
+float64."""
 
 from __future__ import annotations
 

@@ -87,7 +87,6 @@ class GlooGroup:
         self._group.barrier().wait()
 
     def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's tensor, in rank order, in memory of its own."""
         tensor = tensor.contiguous()
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
         self._group.allgather([parts], [tensor]).wait()

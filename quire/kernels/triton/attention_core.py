@@ -1,10 +1,10 @@
 """Shared functions of the attention kernels: softmax over a range of a sequence's keys, block by block, and its
 merging.
 
-A tile of queries is BLOCK_M rows: consecutive new tokens of one sequence times the GROUP query heads of a key head, so
-that each key is loaded once for all. Keys come in tiles of BLOCK_N at multiples of BLOCK_N. An unseen key has weight
-exactly zero, so a row's result does not depend on the rows in its tile. A product followed by a sum is an explicit
-fused multiply-add, so the compiler does not choose. Exponentials are powers of two; the score scale includes log2(e).
+A tile of queries is BLOCK_M rows: consecutive new tokens of one sequence times the GROUP query heads of a key head,
+which share each loaded key. Keys come in tiles of BLOCK_N at multiples of BLOCK_N. An unseen key has weight exactly
+zero, so a row's result does not depend on the rows in its tile. A product followed by a sum is an explicit fused
+multiply-add, so the compiler does not choose. Exponentials are powers of two; the score scale includes log2(e).
 """
 
 from __future__ import annotations

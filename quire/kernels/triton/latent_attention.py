@@ -1,8 +1,7 @@
 """Latent attention over a device's pages: all heads of a token read one vector per key. Limit: the tensor cores. A
 program takes 64 rows (token x head), so that each key is fetched from L2 once for all; their 64 x 512 float32 sums fill
 half of a multiprocessor's registers. Keys are added in tiles at multiples of BLOCK_N. Single tokens of long sequences
-are split into parts of SPLIT_KEYS. In batch-invariant mode every row is merged from these parts, so its bits depend
-only on its own sequence."""
+are split into parts of SPLIT_KEYS. In batch-invariant mode every row is merged from these parts."""
 
 from __future__ import annotations
 

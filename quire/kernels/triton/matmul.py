@@ -1,8 +1,7 @@
 """Matrix products whose rows do not depend on their number: one tile size and order of additions over K. Limits: weight
 bytes for few rows, tensor cores for many. Libraries choose kernels by the number of rows, which changes a row's last
-bits; here one program adds each result in order, in tiles that depend only on the matrix. That is slower, so
-floating-point matrices use it only with `batch_invariant`. Quantised matrices always use it: they are widened in
-registers, or 8-bit rows are multiplied with 8-bit matrices directly."""
+bits. These are slower, so floating-point matrices use them only with `batch_invariant`. Quantised matrices always use
+them: they are widened in registers, or 8-bit rows are multiplied with 8-bit matrices directly."""
 
 from __future__ import annotations
 

@@ -224,10 +224,9 @@ class VarlenAttention:
         )
 
     def launch(self, work: PagedAttention, skipped: int) -> None:
-        """skipped: sequences with at most that many new tokens are skipped."""
         launch_over(self._launch, work, self._tokens, skipped)
 
 
 def varlen_attention(work: PagedAttention, tiles: Tiles, skipped: int = 0) -> None:
-    """skipped: sequences with at most that many new tokens are skipped."""
+    """See VarlenAttention. skipped: see `launch_over`."""
     VarlenAttention(work.layer, work.pages, work.sinks, tiles).launch(work, skipped)

@@ -287,5 +287,4 @@ class WarpGroupAttention:
         )
 
     def launch(self, work: PagedAttention, skipped: int) -> None:
-        """skipped: sequences with at most that many new tokens are skipped."""
         launch_over(self._launch, work, self._tokens, skipped)
