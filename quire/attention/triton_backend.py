@@ -288,6 +288,7 @@ class DeviceLatents:
             )
 
     def layer(self, shape: LatentShape) -> tuple[LatentKernels, int]:
+        """A layer's kernels and its group."""
         group, pages = self.pages[shape.layer]
         found = self._kernels.get(shape.layer)
         if found is None:

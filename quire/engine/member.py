@@ -63,6 +63,7 @@ class Entry:
         return len(self.ended) == len(self.generated)
 
     def note(self, update: SequenceUpdate) -> None:
+        """Record an engine's update."""
         self.generated[update.index] += update.new_token_ids
         if update.prompt_logprobs is not None:
             self.num_prompt_logprobs = update.prompt_logprobs.start + len(update.prompt_logprobs.entries)

@@ -75,6 +75,7 @@ class RequestRejected(msgspec.Struct, array_like=True):
     is_culprit: bool = False
 
     def error(self) -> QuireError:
+        """The exception for the caller."""
         if self.is_culprit:
             summary = "the engine died whenever it ran this request, which is not tried again"
             return InternalError(self.message, summary=summary)

@@ -160,6 +160,7 @@ class _PackedLogprobs:
             self._texts.append(alternative.decoded_token)
 
     def entries(self) -> list[dict[int, Logprob]]:
+        """The entries in order."""
         alternatives = zip(self._token_ids, self._values, self._ranks, self._texts, strict=True)
         return [
             {

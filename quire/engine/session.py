@@ -59,6 +59,7 @@ class Outbox:
         self._unsent.append((message, fail))
 
     def flush(self) -> None:
+        """Send the waiting requests now."""
         unsent, self._unsent = self._unsent, []
         if unsent:
             self._send(unsent)
@@ -112,6 +113,7 @@ class Session:
         self._all_finished = asyncio.Event()
 
     def start(self) -> None:
+        """Start the receiver thread."""
         threading.Thread(
             target=_receive, args=(self.client, weakref.ref(self)), name="quire-receiver", daemon=True
         ).start()

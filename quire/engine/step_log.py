@@ -111,6 +111,7 @@ class StepLog(Observer):
         self._lines.write([_header(self._config, layout, backend)])
 
     def executes(self, plan: StepPlan) -> StepEnd:
+        """Record the plan's hand-over and end."""
         handed_over = self._clock.now()
 
         def note(future: StepFuture) -> None:

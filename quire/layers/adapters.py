@@ -73,7 +73,9 @@ class AdapterStorage(Protocol):
         """Store an adapter's matrices. No running step may have rows of the slot."""
         ...
 
-    def clear(self, stack: AdapterStack, slot: int) -> None: ...
+    def clear(self, stack: AdapterStack, slot: int) -> None:
+        """Clear the slot."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

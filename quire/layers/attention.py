@@ -78,6 +78,7 @@ class Attention:
         return self._output(attended, residual)
 
     def cache_spec(self) -> LayerSpec:
+        """KV-cache spec of this rank's share."""
         shape, dtype = self._heads.shape, self._cache_dtype
         widths = (shape.num_kv_heads, shape.head_dim, shape.value_width)
         sizes = (*widths, CACHE_DTYPE_BYTES[dtype], CACHE_SCALE_BYTES.get(dtype, 0))

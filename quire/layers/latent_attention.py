@@ -134,6 +134,7 @@ class LatentAttention:
         return self._output(self._expand(attended) if self._expanded is None else attended, residual)
 
     def cache_spec(self) -> LatentSpec:
+        """KV-cache spec of the layer, on every rank."""
         dtype = self._context.cache_dtype
         sizes = self._shape.width, CACHE_DTYPE_BYTES[dtype], CACHE_SCALE_BYTES.get(dtype, 0)
         return (

@@ -209,6 +209,7 @@ class _Frames:
         out[tiles.tokens[piece, column]] = results[piece, :, column]
 
     def pass_borders(self, tiles: _Tiles) -> None:
+        """Advance the states of tiles that end at a border."""
         passing = tiles.sequences[tiles.ends % STATE_BORDER == 0]
         if not len(passing):
             return

@@ -35,12 +35,14 @@ class Mesh:
         return self.sizes.num_devices
 
     def place(self, rank: int) -> Place:
+        """The coordinates of a rank."""
         rest, tp = divmod(rank, self.sizes.tp)
         rest, cp = divmod(rest, self.sizes.cp)
         dp, pp = divmod(rest, self.sizes.pp)
         return Place(dp, pp, cp, tp)
 
     def rank(self, place: Place) -> int:
+        """The rank at these coordinates."""
         sizes = self.sizes
         return ((place.dp * sizes.pp + place.pp) * sizes.cp + place.cp) * sizes.tp + place.tp
 

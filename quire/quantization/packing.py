@@ -17,6 +17,7 @@ def unpack_rows(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def per_word(bits: int) -> int:
+    """Fields per word."""
     return WORD_BITS // bits
 
 

@@ -24,6 +24,7 @@ class TableShape(NamedTuple):
         return -(-num_tokens // (self.block_size * self.kernel_blocks)) * self.kernel_blocks
 
     def entries(self, block_ids: Sequence[int]) -> Sequence[int] | np.ndarray:
+        """Entries of some blocks, in order."""
         if self.kernel_blocks == 1:
             return block_ids
         first = np.array(block_ids, np.int32)[:, None] * self.kernel_blocks
@@ -31,6 +32,7 @@ class TableShape(NamedTuple):
 
 
 def table_shapes(layout: KVCacheLayout) -> list[TableShape]:
+    """Table shapes of a layout's groups, in order."""
     return [
         TableShape(layout.block_size, layout.kernel_blocks(group))
         if group.spec.token_bytes
@@ -60,6 +62,7 @@ class BlockTables:
         return len(self._tables)
 
     def num_entries(self, row: int) -> list[int]:
+        """Entries of a row's tables, per group."""
         counts: list[int] = self._num_entries[:, row].tolist()
         return counts
 
@@ -100,6 +103,7 @@ class BlockTables:
                 self._num_entries[group, row] = count
 
     def copy(self, source: int, destination: int) -> None:
+        """Copy all tables of row `source` to row `destination`."""
         for table in self._tables:
             table[destination] = table[source]
         self._num_entries[:, destination] = self._num_entries[:, source]

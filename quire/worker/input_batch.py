@@ -79,14 +79,17 @@ class InputBatch(NamedTuple):
 
     @property
     def max_seq_len(self) -> int:
+        """Tokens of the longest sequence after this step."""
         return int(self.ends.max(initial=0))
 
     @property
     def sequence_index(self) -> np.ndarray:
+        """Sequence index of each token, [T] int64."""
         return np.repeat(np.arange(len(self.rows)), self.counts)
 
     @property
     def positions(self) -> np.ndarray:
+        """Position of each token in its sequence, [T] int64."""
         return np.arange(self.num_tokens) + np.repeat(self.starts - self.query_start[:-1], self.counts)
 
 
