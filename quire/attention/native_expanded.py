@@ -110,7 +110,7 @@ class ExpandingAttention(AttentionStep):
         layer = LayerAttention(0, num_heads, num_heads, dim, shape.scale)
         found = self._scratch.get(num_heads)
         if found is None or found.num_keys < num_keys:
-            self._scratch.pop(num_heads, None)  # freed first
+            self._scratch.pop(num_heads, None)  # free the old pages before allocating
             found = _Scratch(layer, 1 << (num_keys - 1).bit_length(), self.backend, self._runtime)
             self._scratch[num_heads] = found
         return found
@@ -171,7 +171,7 @@ class _Scratch:
 
     def _record_write(self, key_value: Buffer) -> Buffer:
         recorder, width = key_value.recorder, key_value.width
-        scale = _native.Elementwise.SCALE  # copies what a kernel may not write over
+        scale = _native.Elementwise.SCALE  # copy: a kernel may not overwrite the input
         copied = recorder.call(
             "elementwise", width, buffers={"x": key_value, "y": None}, kind=scale, factor=1.0, width=width
         )

@@ -204,7 +204,7 @@ class TorchAttentionStep(AttentionStep):
                 block_table=batch.block_tables[group].numpy(),
                 block_size=self._block_size,
             )
-            # Keys and values, and for each row its scores, their exponentials and the weighted value, in float32.
+            # Bytes in float32: keys and values; per row its scores, their exponentials and the weighted value.
             heads, dim = 4 * layer.num_kv_heads, layer.head_dim
             self._lists[key] = plan_tiles(
                 sequences,

@@ -71,7 +71,7 @@ class Outbox:
             for _, fail in unsent:
                 fail(error.again())
         except Exception as error:
-            if len(unsent) > 1:  # nothing was sent: which of them cannot be?
+            if len(unsent) > 1:  # nothing was sent: send one by one to find the invalid request
                 for one in unsent:
                     self._send([one])
                 return
@@ -131,7 +131,7 @@ class Session:
         if self.control.is_asleep:
             raise EngineAsleepError("the engine is asleep: wake it up first")
 
-    # What there is to do.
+    # Load.
 
     @property
     def num_pending(self) -> int:
@@ -183,7 +183,7 @@ class Session:
                     token_ids = request.prompt_token_ids
                     pieces = await self._texts.off_loop(len(token_ids), partial(encode_pieces, token_ids))
                     request = await stack.enter_async_context(turn_of(part, request))
-                # Not inside: another process, which may look at any moment, would count it twice and refuse its own.
+                # After the counting above: another process must not count the request twice and reject its own.
                 self._submit(AddRequest(request, pieces), text, stream, delta)
                 try:
                     finished = False
@@ -320,7 +320,7 @@ class Session:
             except InternalError as error:
                 stream.fail(error)
                 output = None
-        self._outbox.flush()  # an abort comes behind its request
+        self._outbox.flush()  # the request must be sent before its abort
         self._send_aborts([Abort(stream.key)])
         if output is not None:
             output.request_id = stream.request_id

@@ -136,7 +136,7 @@ class Questions:
                 task.add_done_callback(self._tasks.discard)
             case Answer(number, _, payload):
                 _, future = self._asked.get(number, (None, None))
-                if future is not None and not future.done():  # else the task that asked was cancelled
+                if future is not None and not future.done():  # done if the asking task was cancelled
                     future.set_result(payload)
             case _:
                 for peer, future in self._asked.values():
@@ -153,5 +153,5 @@ class Questions:
             payload = await self._answer(question.payload)
         except Exception:
             logger.exception("a question of another API process was not answered")
-        with contextlib.suppress(EngineDeadError):  # then the asker hears of that itself
+        with contextlib.suppress(EngineDeadError):  # the asker gets the same error
             self._send(Answer(question.number, question.peer, payload))

@@ -112,7 +112,7 @@ class SharedEngine:
             self._heard.pop(number, None)
             with contextlib.suppress(QuireError):  # the thread that carries outputs tells all sessions
                 self._fleet.close_session(number)
-                # It may have been about to change these: the engine knows how far it came.
+                # The ended session may have changed these states: ask the engine for them.
                 self._fleet.submit(PARENT, *(Call(number, method) for number, method in enumerate(OWN_CALLS)))
             for session in self._sessions:
                 self._send(session, Ended(number))
@@ -195,7 +195,7 @@ class SharedEngine:
                             take_piece(message)
                         for_fleet.append(message)
             with self._lock:
-                if for_fleet and session in self._sessions:  # else its process has ended
+                if for_fleet and session in self._sessions:  # its process may have ended
                     with contextlib.suppress(EngineDeadError):  # the thread that carries outputs tells all sessions
                         rejections = self._fleet.submit(session, *for_fleet)
                         if rejections:

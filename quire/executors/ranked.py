@@ -105,7 +105,7 @@ class RankedExecutor:
                     sampled.take(result)
                 result.transfers = self._transfers.reduce([part.transfers for part in parts])
                 agreed.set_result(result)
-            except BaseException as error:  # whatever it is, the core waits for this future
+            except BaseException as error:  # the core waits for this future, so it must be completed
                 agreed.set_exception(error)
 
         started.add_done_callback(settle)
@@ -225,7 +225,7 @@ class TransferReports:
             token_seconds=max(last.token_seconds for last in self._last),
             is_scanning=any(last.is_scanning for last in self._last),
         )
-        for rank, report in new:  # removed first, as the scheduler's half does
+        for rank, report in new:  # removals first, like in the scheduler's half
             for key in report.gone:
                 if all(key in found for found in self._found):
                     merged.gone.append(key)

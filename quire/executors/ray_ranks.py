@@ -155,7 +155,7 @@ class RayRanks(RankCalls):
         if self._reader.is_alive():
             self._events.put((0, None))
             self._reader.join()
-        with suppress(Exception):  # as above
+        with suppress(Exception):  # the cluster may have ended
             if self._placement is not None:
                 remove_placement_group(self._placement)
         if self._has_connected:

@@ -58,9 +58,9 @@ class DraftHead(Decoder):
         self._size = size = config.hidden_size
         self._tokens = embedding
         self._token_norm, self._hidden_norm, self._norm = (self.norm_class(size, epsilon, context) for _ in range(3))
-        # The two halves of one matrix, so that no kernel puts vectors side by side.
+        # Two halves of one matrix: no kernel needs to concatenate the vectors.
         self._from_token, self._from_hidden = (LocalRows(size, size, context) for _ in range(2))
-        own = {name: slot for name, slot in self.slots.items() if name.startswith("layers.")}  # the head is the model's
+        own = {name: slot for name, slot in self.slots.items() if name.startswith("layers.")}  # no head: the model's
         self.slots = own | {
             f"{self.names.joined}.weight": WeightSlot((size, 2 * size), self._load_halves, 2 * self._from_token.nbytes),
             **prefixed(self.names.token_norm, self._token_norm.slots()),

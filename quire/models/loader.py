@@ -112,7 +112,7 @@ def load_model(
     if adapters is not None:
         adapters.model_is_loaded(model.slots, CheckpointNames.of(config))
     if runtime is None or config.impl == "transformers":
-        return _staged(cast("CausalLM", model), config, context)  # which computes tensors
+        return _staged(cast("CausalLM", model), config, context)  # this model computes on tensors itself
     from quire.models.deepseek import expansion_rule
     from quire.models.native import NativeModel
     from quire.quantization.packed import PackedLinear
@@ -255,7 +255,7 @@ def _check_room(config: ModelConfig, files: WeightFiles) -> LoadableModel:
     model = outline(config)
     reason = excess(config, model, files)
     if reason is not None:
-        _load_from(model, files, config, _silent, (), {})  # loading the file fails with a more precise message
+        _load_from(model, files, config, _silent, (), {})  # usually loading fails with a more precise message
         raise ModelLoadError(f"{files.directory}: {reason}")
     return model
 
@@ -270,7 +270,7 @@ def _load_from(
 ) -> None:
     quantization = config.quantization
     with _named_errors(files):
-        if isinstance(files, GGUFWeights):  # says of each matrix how it is stored, whatever config.json says
+        if isinstance(files, GGUFWeights):  # the file, not config.json, names each matrix's format
             model.load_weights(files.stream(report, elsewhere))
             return
         tensors = load_cache_scales(checkpoint_tensors(files, config, report), cache_scales, config, files.directory)

@@ -55,7 +55,7 @@ class GlooGroup:
         their addresses, in a directory that only this user can enter."""
         self.rank = rank
         self.size = size
-        library: Any = torch.distributed  # its type stubs leave out what makes a group by itself
+        library: Any = torch.distributed  # its type stubs lack the constructors of groups
         options = library.ProcessGroupGloo._Options()
         if isinstance(meeting_point, Path):
             meeting_point = NetworkMeeting(library.FileStore(str(meeting_point), size), LOOPBACK)

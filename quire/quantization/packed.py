@@ -93,7 +93,7 @@ class PackedLinear:
             parameters.pending.clear()
             return
         part = self._format.quantize(tensor, fit_natively) if isinstance(tensor, torch.Tensor) else tensor
-        if parameters.matrices:  # of floating point: another part came as that
+        if parameters.matrices:  # another part was floating point, so this one is stored as such
             parameters.matrices[0].load_dense(part.dequantize(), first_row)
             return
         parameters.pending[first_row] = part

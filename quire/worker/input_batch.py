@@ -108,7 +108,7 @@ def build_input_batch(
             assert start + count <= lengths[seq_id], "the plan schedules a token that no step has sampled"
     rows = requests.rows_of(seq_ids)
     batch = requests.columns.input_batch(rows, start_positions, num_tokens, requests.rows_version)
-    if sum(num_tokens) == len(num_tokens):  # of one token each, all are read: most steps are decodes
+    if sum(num_tokens) == len(num_tokens):  # decodes, as in most steps: all tokens are read
         return batch
     if num_drafts is not None:
         batch = batch._replace(num_drafts=num_drafts)

@@ -187,7 +187,7 @@ class ModelRunner:
 
     def _finish(self, computed: Computed, masks: TokenMasks | None) -> None:
         launched, step, hidden, batch, sampled, pooled = computed
-        if not self._compute.samples:  # a later plan brings the tokens (`StepPlan.sampled`)
+        if not self._compute.samples:  # another stage samples; a later plan brings the tokens (`StepPlan.sampled`)
             launched.copy = self._compute.copy_out(())
             return
         if sampled is not None:

@@ -77,7 +77,7 @@ def split_queries(queries, ELEMENT: tl.constexpr, PAIRS: tl.constexpr):
     if PAIRS:
         wide = queries.to(tl.float32)
         bits = tl.max(tl.abs(wide), 1).to(tl.int32, bitcast=True) & 0x7F800000
-        # A row of zeros, and one too small for the power to have an inverse.
+        # The minimum serves rows of zeros and rows too small for the power to have an inverse.
         factor = tl.maximum(bits.to(tl.float32, bitcast=True), 1.0e-30)[:, None]
         if queries.dtype != tl.float32:
             wide = (wide / factor).to(tl.float16)

@@ -51,7 +51,7 @@ def stored_tiles(matrix: StoredMatrix, dtype: torch.dtype, *, rounds_activations
     if matrix.kind == PLAIN.value:
         return tiles
     if matrix.kind >= I4.value:
-        # Sums of x for offsets take registers besides.
+        # Matrices with offsets also need registers for sums of x.
         num_warps = tiles.num_warps if matrix.offsets is None else 8
         return replace(tiles, block_k=PAIRED, num_warps=num_warps, num_stages=3)
     wanted = 2 * PAIRED if rounds_activations else tiles.block_k

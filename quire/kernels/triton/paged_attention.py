@@ -108,7 +108,7 @@ def _varlen_kernel(
     sequence = find_sequence(query_start, tile, num_seqs, TOKENS)
     begin = tl.load(query_start + sequence)
     num_new = tl.load(query_start + sequence + 1) - begin
-    # Before any is looked at: they arrive together.
+    # Issue all loads before using any: they arrive together.
     seq_len = tl.load(seq_lens + sequence)
     table = tables + tl.load(rows + sequence).to(tl.int64) * table_stride
     first = (tile - begin // TOKENS - sequence) * TOKENS

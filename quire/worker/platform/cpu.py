@@ -87,7 +87,7 @@ class CpuPlatform:
                     "quantised weights in float32, and nothing is stored in bfloat16",
                     param="matmul_precision",
                 )
-        # Native kernels have threads of their own, which torch's would only slow down.
+        # Native kernels have their own threads, which torch's would slow down.
         self._num_threads = device.num_threads if self._runtime is None else 1
 
     def mode(self, queue_depth: int) -> Mode:
@@ -130,7 +130,7 @@ class CpuPlatform:
                 code[what] = f"{number} of {count}"
         if self.stage.count > 1:
             code["layers"] = f"{self.stage.layers.start} to {self.stage.layers.stop}"
-        if self._config.load.expert_placement is not None:  # sums of a layer have another order
+        if self._config.load.expert_placement is not None:  # placement changes the order of a layer's sums
             code["experts"] = self._config.load.expert_placement
         return code
 
