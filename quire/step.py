@@ -292,3 +292,5 @@ class StepResult(msgspec.Struct, array_like=True):
     """Index into `token_ids` -> message of a logits processor's failure, which ends the sequence."""
     pooled: dict[int, list[float]] = {}
     """Index into `token_ids` -> float32 values of a pooled sample: an embedding, or logits of labels."""
+    encoder_seconds: float = 0.0
+    """Seconds that the step's layers of images took."""

@@ -186,6 +186,7 @@ class Rank:
             transfers=result.transfers,
             nonfinite=result.nonfinite,
             pooled=result.pooled,
+            encoder_seconds=result.encoder_seconds,
         )
 
     def _join(self, config: EngineConfig) -> Executor:
