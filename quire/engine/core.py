@@ -230,7 +230,7 @@ class EngineCore:
         max_model_len = self.scheduler.longest_sequence(wanted)
         if max_model_len < 2:
             raise InsufficientMemoryError(
-                f"the KV cache has {layout.num_usable_blocks} blocks of {layout.block_size} tokens, too few for a "
+                f"the KV cache has {layout.num_usable_blocks} blocks of {layout.sequence_block} tokens, too few for a "
                 "prompt of one token and one new token: give it more memory"
             )
         if max_model_len < wanted:
@@ -239,12 +239,12 @@ class EngineCore:
                 wanted,
                 max_model_len,
                 layout.num_usable_blocks,
-                layout.block_size,
+                layout.sequence_block,
             )
         return EngineReady(
             max_model_len=max_model_len,
             num_blocks=layout.num_usable_blocks,
-            block_size=layout.block_size,
+            block_size=layout.sequence_block,
             seconds=seconds,
             backend=self._executor.describe_backend(),
             max_concurrency=layout.num_usable_blocks / max(1, self.scheduler.most_blocks(max_model_len)),

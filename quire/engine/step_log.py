@@ -208,7 +208,7 @@ def _header(config: EngineConfig, layout: KVCacheLayout, backend: str) -> StepLo
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,
         num_layers=model.num_layers,
-        block_size=layout.block_size,
+        block_size=layout.sequence_block,
         num_blocks=layout.num_usable_blocks,
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,

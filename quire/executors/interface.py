@@ -130,8 +130,8 @@ class Workers(Protocol):
         ...
 
     def execute(self, plan: StepPlan) -> Future[list[StepResult]]:
-        """Start a plan on every rank. The results are in rank order; all but the first hold only the step's number, the
-        tokens and the pooled vectors."""
+        """Start a plan on every rank. The results are in rank order; of all but the first of those that sample without
+        tokens and vectors, of which there is a checksum."""
         ...
 
     def send_sampling_inputs(self, inputs: SamplingInputs) -> None:

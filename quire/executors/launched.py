@@ -15,6 +15,7 @@ import torch.distributed
 
 from quire import envs
 from quire.clock import Clock, SystemClock
+from quire.config.device import BETWEEN_HOSTS
 from quire.config.engine import EngineConfig
 from quire.errors import ConfigError, QuireError
 from quire.executors.interface import StepFuture
@@ -23,7 +24,7 @@ from quire.executors.ranked import alike, reduce_profiles, slowest
 from quire.executors.wire import decode, encode
 from quire.kv_cache.sizing import MemoryProfile
 from quire.kv_cache.spec import LayerSpec
-from quire.parallel.choice import BETWEEN_HOSTS, join_group
+from quire.parallel.choice import join_group
 from quire.parallel.hosts import own_address, shared_memory
 from quire.parallel.interface import ProcessGroup
 from quire.parallel.torch_dist import LOOPBACK, NetworkMeeting

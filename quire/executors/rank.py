@@ -11,6 +11,7 @@ import queue
 import signal
 import sys
 import threading
+import zlib
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -177,16 +178,19 @@ class Rank:
         return self._launched
 
     def _own_part(self, result: StepResult) -> StepResult:
-        """The part of a result that the first sampling rank does not send."""
+        """What the core does not have from the first of the ranks that sample, and the checksum that tells whether this
+        rank has sampled the same."""
+        checksum = zlib.crc32(self._results.encode((result.token_ids, result.pooled)))
         if self._answers_in_full:
+            result.checksum = checksum
             return result
         return StepResult(
             result.step_id,
-            result.token_ids,
+            [],
             transfers=result.transfers,
             nonfinite=result.nonfinite,
-            pooled=result.pooled,
             encoder_seconds=result.encoder_seconds,
+            checksum=checksum,
         )
 
     def _join(self, config: EngineConfig) -> Executor:

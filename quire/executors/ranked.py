@@ -182,14 +182,14 @@ def reduce_profiles(profiles: Sequence[MemoryProfile]) -> MemoryProfile:
 
 
 def agree(results: Sequence[StepResult]) -> StepResult:
-    """The first rank's result, with the failures of all. results: from the ranks that sample. Raises QuireError if
-    another rank sampled other tokens (their KV caches would diverge) or computed another vector."""
+    """The first rank's result, with the failures of all. results: of the ranks that sample. Raises QuireError when
+    another rank sampled other tokens, because its KV cache and the first one's are then of different sequences, or
+    computed another vector, because every rank adds up the same: checksums tell."""
     first, *others = results
     for rank, other in enumerate(others, start=1):
-        if (other.step_id, other.token_ids) != (first.step_id, first.token_ids):
-            raise QuireError(f"ranks 0 and {rank} disagree on the tokens of step {first.step_id}")
-        if other.pooled != first.pooled:
-            raise QuireError(f"ranks 0 and {rank} disagree on the pooled vectors of step {first.step_id}")
+        if (other.step_id, other.checksum) != (first.step_id, first.checksum):
+            what = "pooled vectors" if first.pooled else "tokens"
+            raise QuireError(f"ranks 0 and {rank} disagree on the {what} of step {first.step_id}")
         if other.nonfinite != first.nonfinite:
             first.nonfinite = sorted({*first.nonfinite, *other.nonfinite})
     return first

@@ -13,6 +13,7 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from quire.config.device import BETWEEN_HOSTS
 from quire.config.engine import EngineConfig
 from quire.errors import ConfigError, QuireError
 from quire.executors.calls import RankCalls
@@ -77,7 +78,7 @@ class RayRanks(RankCalls):
             self._actors = self._place(device.num_threads, config.ray_placement)
             self._in_order()
             memories = {host.memory for host in self._hosts}
-            collectives = None if may_share_memory and len(memories) == 1 else "gloo"
+            collectives = None if may_share_memory and len(memories) == 1 else BETWEEN_HOSTS
             first = self._hosts[0].address
             port = ray.get(self._actors[0].open_meeting.remote(first))
             begun = [

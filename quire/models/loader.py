@@ -103,6 +103,7 @@ def load_model(
         adapters=of_layers,
         stage=stage,
         expert_placement=load.expert_placement,
+        dealt_to=load.dealt_to,
     )
     model = build_model(config, context, _native_calls(config, runtime))
     report = progress or _silent

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from quire.config.device import BETWEEN_HOSTS, WITHIN_HOST
 from quire.parallel.interface import ProcessGroup
 from quire.parallel.torch_dist import NetworkMeeting
 from quire.registry import Registry, load_target
@@ -11,12 +12,10 @@ from quire.registry import Registry, load_target
 GROUPS = Registry(
     "collectives",
     {
-        "gloo": "quire.parallel.torch_dist:GlooGroup",
-        "shared_memory": "quire.parallel.shared_memory:SharedMemoryGroup",
+        BETWEEN_HOSTS: "quire.parallel.torch_dist:GlooGroup",
+        WITHIN_HOST: "quire.parallel.shared_memory:SharedMemoryGroup",
     },
 )
-BETWEEN_HOSTS = "gloo"
-"""Collectives that need no shared memory."""
 
 
 def join_group(name: str, meeting_point: Path | NetworkMeeting, rank: int, size: int) -> ProcessGroup:

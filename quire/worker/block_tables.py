@@ -8,16 +8,18 @@ from typing import NamedTuple
 
 import numpy as np
 
+from quire.kv_cache.deal import ALL_TOKENS, Deal
 from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout
 
 
 class TableShape(NamedTuple):
-    """Shape of a KV group's table. block_size: tokens per entry. kernel_blocks: entries per block. has_slots: True if
-    each token has a slot; else an entry is a state."""
+    """Shape of a KV group's table. block_size: tokens per entry, those of other ranks included. kernel_blocks: entries
+    per block. has_slots: True if each token has a slot; else an entry is a state. deal: tokens that this rank keeps."""
 
     block_size: int
     kernel_blocks: int = 1
     has_slots: bool = True
+    deal: Deal = ALL_TOKENS
 
     def width(self, num_tokens: int) -> int:
         """Entries for `num_tokens` tokens, in whole blocks."""
@@ -30,11 +32,28 @@ class TableShape(NamedTuple):
         first = np.array(block_ids, np.int32)[:, None] * self.kernel_blocks
         return (first + np.arange(self.kernel_blocks, dtype=np.int32)).ravel()
 
+    def slots(self, table: np.ndarray, sequence_index: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Slots of tokens, [T] int64; -1 for tokens of other ranks. table: [S, entries]. sequence_index, positions:
+        [T]."""
+        if self.deal.num_ranks == 1:
+            logical, inside = np.divmod(positions, self.block_size)
+            whole: np.ndarray = table[sequence_index, logical].astype(np.int64) * self.block_size + inside
+            return whole
+        size = self.block_size // self.deal.num_ranks
+        logical, inside = positions // self.block_size, self.deal.kept(positions) % size
+        slots = table[sequence_index, logical].astype(np.int64) * size + inside
+        return np.where(self.deal.keeps(positions), slots, -1)
 
-def table_shapes(layout: KVCacheLayout) -> list[TableShape]:
-    """Table shapes of a layout's groups, in order."""
+
+def table_shapes(layout: KVCacheLayout, deal: Deal = ALL_TOKENS) -> list[TableShape]:
+    """Table shapes of a layout's groups, in order. deal: distribution of the dealt groups' tokens; native step inputs
+    take it from their plans."""
     return [
-        TableShape(layout.block_size, layout.kernel_blocks(group))
+        TableShape(
+            layout.entry_tokens(group),
+            layout.kernel_blocks(group),
+            deal=deal if group.spec.dealt_to > 1 else ALL_TOKENS,
+        )
         if group.spec.token_bytes
         else TableShape(group.block_size, has_slots=False)
         for group in layout.groups
