@@ -222,8 +222,6 @@ class StepPlan(msgspec.Struct, array_like=True):
 
 
 class SamplingInputs(msgspec.Struct, array_like=True):
-    """Inputs of sampling that follow a plan."""
-
     step_id: int
     masks: dict[int, bytes]
     """Index of a sample -> its allowed tokens: packed bits, [ceil(vocab size / 32)] little-endian uint32. A sample

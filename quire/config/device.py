@@ -83,7 +83,6 @@ class DeviceConfig:
 
 
 def has_native_kernels() -> bool:
-    """True if this installation contains the native CPU kernels."""
     return importlib.util.find_spec("quire.kernels.cpu._native") is not None
 
 

@@ -105,8 +105,6 @@ MAX_OUTPUT_WINDOW = 1.0
 
 @dataclass(frozen=True)
 class Defaults:
-    """Defaults of one kind of device."""
-
     max_num_seqs: int
     max_num_batched_tokens: int
     memory_utilization: float
@@ -239,6 +237,8 @@ def _speculation(
         raise ConfigError(
             f"{SPECULATION}.method {method!r} runs on a CPU so far: choose ngram on a GPU", param=SPECULATION
         )
+    if backend == "triton" and speculation.oracle is not None:
+        raise ConfigError(f"{SPECULATION}.oracle runs on a CPU so far", param=SPECULATION)
     if method == "mtp" and not model.shape.draft_layers:
         raise ConfigError(
             f"{SPECULATION}.method 'mtp' is of checkpoints with a head for drafts, and {model.name} has none that is "

@@ -87,6 +87,8 @@ class FrontEnd:
                     takes_priorities=self.config.scheduler.scheduling_policy == "priority",
                     pools=self.config.model.pooling is not None,
                 )
+                if self.config.speculation.oracle is not None:  # it knows places by the whole text
+                    self._input_processor.prediction_tail = self._input_processor.max_model_len
                 self._input_processor.chat_template = self._chat_template
                 self._input_processor.images = image_inputs(self.config)
                 self._input_processor.named_pictures = self.named_pictures

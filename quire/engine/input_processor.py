@@ -137,6 +137,7 @@ class InputProcessor:
         self._takes_priorities = takes_priorities
         self._pools = pools
         self.clips_max_tokens = True
+        self.prediction_tail = PREDICTION_TAIL
         self.reports_logits = False
         self.max_new_tokens: int | None = None
         self.images: ImageInputs | NoImages = NoImages()
@@ -225,7 +226,7 @@ class InputProcessor:
         if not isinstance(predicted, list):
             raise UserError(f"prediction must be a list of token ids, not {predicted!r:.100}", param="prediction")
         self.check_token_ids(predicted, "prediction")
-        return token_ids[-PREDICTION_TAIL:] + predicted[: self.max_model_len]
+        return token_ids[-self.prediction_tail :] + predicted[: self.max_model_len]
 
     def _thinking_budget(self, params: SamplingParams, token_ids: list[int]) -> ThinkingBudget:
         """The budget with the model's reasoning marks. Raises UserError if they are unknown."""
