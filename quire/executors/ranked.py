@@ -182,9 +182,9 @@ def reduce_profiles(profiles: Sequence[MemoryProfile]) -> MemoryProfile:
 
 
 def agree(results: Sequence[StepResult]) -> StepResult:
-    """The first rank's result, with the failures of all. results: of the ranks that sample. Raises QuireError when
-    another rank sampled other tokens, because its KV cache and the first one's are then of different sequences, or
-    computed another vector, because every rank adds up the same: checksums tell."""
+    """The first rank's result, with the failures of all. results: from the ranks that sample. Raises QuireError if the
+    checksum of another rank differs: it sampled other tokens (their KV caches would diverge) or computed another
+    vector."""
     first, *others = results
     for rank, other in enumerate(others, start=1):
         if (other.step_id, other.checksum) != (first.step_id, first.checksum):

@@ -337,8 +337,8 @@ def make_attention(
     is_native: bool,
     dealt: DealtTokens | None = None,
 ) -> AttentionBackend:
-    """num_heads: this rank's query heads per layer. is_native: native kernels, else torch operators. dealt: as
-    NativeAttention's. An encoder has no pool."""
+    """num_heads: this rank's query heads per layer. is_native: native kernels, else torch operators. dealt: see
+    NativeAttention. An encoder has no pool."""
     model = config.model
     if not is_native:
         if model.is_encoder:
