@@ -16,8 +16,6 @@ from quire.sampling_params import SamplingParams
 
 
 class Generator(Protocol):
-    """The timed function: prompts in, finished outputs out, in order."""
-
     def __call__(self, prompts: list[dict[str, Any]], params: list[SamplingParams], /) -> list[RequestOutput]: ...
 
 
@@ -42,7 +40,7 @@ class BatchShape:
 
 @dataclass(frozen=True, slots=True)
 class LatencyResult:
-    """seconds: time of each timed repeat. Rates use the mean."""
+    """seconds: time of each repeat. Rates use the mean."""
 
     shape: BatchShape
     seconds: tuple[float, ...]
@@ -50,12 +48,11 @@ class LatencyResult:
 
     @property
     def output_throughput(self) -> float:
-        """Generated tokens per second of a mean repeat."""
         return self.shape.batch_size * self.shape.output_len / self.distribution.mean
 
     @property
     def seconds_per_step(self) -> float:
-        """Seconds per step of a mean repeat, the prompt's computation included."""
+        """Mean seconds per step, the prompt's computation included."""
         return self.distribution.mean / self.shape.output_len
 
 
@@ -84,7 +81,7 @@ def measure_latency(
 
 @dataclass(frozen=True, slots=True)
 class ThroughputResult:
-    """One run over all prompts. Token counts are totals of all requests."""
+    """One run over all prompts. Token counts are totals."""
 
     seconds: float
     num_requests: int

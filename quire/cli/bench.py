@@ -377,7 +377,7 @@ def _generator(options: EngineOptions, *, show_progress: bool) -> Iterator[Gener
         def generate(prompts: list[dict[str, Any]], params: list[SamplingParams]) -> list[RequestOutput]:
             outputs = llm.generate(cast("list[Prompt]", prompts), params, use_tqdm=show_progress)
             for output in outputs:
-                raise_if_nonfinite(output)  # what a broken model takes is no figure
+                raise_if_nonfinite(output)  # a broken model's time is no result
             return outputs
 
         yield generate

@@ -314,7 +314,6 @@ def _latent_keys(file: GGUFFile, keys: _Keys) -> dict[str, Any]:
 
 
 def _state_keys(file: GGUFFile, keys: _Keys, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of models with delta nets."""
     heads, num_layers = _state_heads(keys), config["num_hidden_layers"]
     listed = file.numbers(keys.named("attention.recurrent_layers"))
     if listed is not None and len(listed) < num_layers:

@@ -210,7 +210,6 @@ def _token_id(config: Mapping[str, Any], key: str) -> int | None:
 
 
 def _where(path: Path) -> str:
-    """Name of the configuration in error messages."""
     return str(path if path.is_file() else path / CONFIG_FILE)
 
 

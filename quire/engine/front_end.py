@@ -33,8 +33,7 @@ MODES = ("abort", "wait", "keep")
 
 
 class FrontEnd:
-    """One engine as seen by its callers. tokenizer: None if the model has none or it is switched off. options: the
-    options that the engine was opened with."""
+    """One engine as seen by its callers. tokenizer: None if the model has none or it is switched off."""
 
     def __init__(
         self, config: EngineConfig, client: EngineClient, tokenizer: Tokenizer | None, options: EngineOptions
@@ -75,8 +74,7 @@ class FrontEnd:
 
     @property
     def input_processor(self) -> InputProcessor:
-        """Checks and tokenises prompts. Waits for the core: the maximum prompt length depends on the KV cache's
-        size."""
+        """Checks and tokenises prompts. Waits for the core: the KV cache limits the prompt length."""
         with self._making:
             if self._input_processor is None:
                 self._input_processor = InputProcessor(

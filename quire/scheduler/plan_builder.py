@@ -27,7 +27,6 @@ class PlanChanges:
         return not (self.released or self.trimmed) and self.beam_reorder.is_empty
 
     def release_slot(self, sequence: Sequence) -> None:
-        """Release a sequence's request slot with the next plan."""
         sequence.fast_path_until = sequence.num_unsent_tokens = 0
         self.trimmed.pop(sequence.seq_id, None)
         if self.beam_reorder.forget(sequence):
@@ -68,7 +67,6 @@ class PlanBuilder:
         self.forked: list[tuple[Sequence, list[Sequence]]] = []
 
     def grow(self, sequence: Sequence, allocation: BlockAllocation) -> None:
-        """Record an allocation for a sequence with a request slot."""
         self.grown.append((sequence, allocation))
         if any(allocation.new_blocks):
             self.plan.new_blocks[sequence.seq_id] = allocation.new_blocks
@@ -174,7 +172,6 @@ class PlanBuilder:
         return index
 
     def sample(self, sequence: Sequence, batch_index: int) -> None:
-        """Sample a token for `sequence` from the logits of a batch entry."""
         self.samples.append(sequence)
         self.sample_from.append(batch_index)
         sequence.num_pending_tokens += 1

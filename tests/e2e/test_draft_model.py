@@ -100,15 +100,16 @@ def test_equal_bits(pair: tuple[Variant, Path], plain: list[object], queue_depth
     assert (stats["prefix_cache_hits_total"] > 0) == ((pair[0].family, pair[1].name) not in SIZES_APART)
 
 
-@pytest.mark.parametrize("queue_depth", all_but_long([1, 2], [2]))
-def test_in_chunks_with_few_blocks(pair: tuple[Variant, Path], plain: list[object], queue_depth: int) -> None:
+@pytest.mark.parametrize(("queue_depth", "mode"), all_but_long([(1, "swap"), (2, "recompute")], [(2, "recompute")]))
+def test_in_chunks_with_few_blocks(
+    pair: tuple[Variant, Path], plain: list[object], queue_depth: int, mode: str
+) -> None:
     """Preempted requests are computed again, or swapped."""
     few: dict[str, Any] = {"block_size": 8, "max_prefill_chunk": 11, "queue_depth": queue_depth}
     few["num_blocks_override"] = FEW_BLOCKS.get((pair[0].family, pair[1].name), 34)
-    stats = check(pair, plain, preemption_mode="swap", swap_space="1MiB", **few)
-    assert stats["swap_preemptions_total"] > 0
-    stats = check(pair, plain, **few)
+    stats = check(pair, plain, preemption_mode=mode, swap_space="1MiB" if mode == "swap" else None, **few)
     assert stats["preemptions_total"] > 0
+    assert (stats["swap_preemptions_total"] > 0) == (mode == "swap")
 
 
 @pytest.fixture(scope="module", params=all_but_long(["native-2", "torch-1", "native-1", "torch-2"], ["native-2"]))
