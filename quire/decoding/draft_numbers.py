@@ -12,6 +12,8 @@ LEAST_MEAN = 0.2
 """Accepted drafts per trial below which drafts cost more than they save: trials become rare."""
 RARE = 16
 """Opportunities per rare trial, which has one draft."""
+FREE = 4
+"""Sequences of a step whose rare trials cost little, because the step waits for weights. Of more, trials are rarer."""
 
 
 class DraftRecord:
@@ -35,9 +37,10 @@ class DraftRecord:
         """Largest number of drafts of a trial, at least 1."""
         return 1 + int(1.5 * self.mean) if self.mean >= LEAST_MEAN else 1
 
-    def wants_trial(self) -> bool:
-        """True if the next step may have drafts. Called once for each step that could have some."""
+    def wants_trial(self, num_sequences: int = 1) -> bool:
+        """True if the next step may have drafts. Called once for each step that could have some. num_sequences: those
+        of the step."""
         if self.mean >= LEAST_MEAN:
             return True
         self._num_left_out += 1
-        return self._num_left_out % RARE == 0
+        return self._num_left_out % (RARE * max(1, num_sequences // FREE)) == 0
