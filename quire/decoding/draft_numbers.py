@@ -12,8 +12,10 @@ LEAST_MEAN = 0.2
 """Accepted drafts per trial below which drafts cost more than they save: trials become rare."""
 RARE = 16
 """Opportunities per rare trial, which has one draft."""
-FREE = 4
-"""Sequences of a step whose rare trials cost little, because the step waits for weights. Of more, trials are rarer."""
+MANY = 8
+"""Sequences of a step from which on it waits for arithmetic: a wrong draft costs as much as a token."""
+LEAST_MEAN_OF_MANY = 0.5
+"""LEAST_MEAN in such a step."""
 
 
 class DraftRecord:
@@ -40,7 +42,8 @@ class DraftRecord:
     def wants_trial(self, num_sequences: int = 1) -> bool:
         """True if the next step may have drafts. Called once for each step that could have some. num_sequences: those
         of the step."""
-        if self.mean >= LEAST_MEAN:
+        is_busy = num_sequences >= MANY
+        if self.mean >= (LEAST_MEAN_OF_MANY if is_busy else LEAST_MEAN):
             return True
         self._num_left_out += 1
-        return self._num_left_out % (RARE * max(1, num_sequences // FREE)) == 0
+        return self._num_left_out % (RARE * (num_sequences // 4 if is_busy else 1)) == 0
