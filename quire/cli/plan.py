@@ -17,6 +17,7 @@ from quire.cli.parser import Parser, given
 from quire.cli.simulate import DEFAULTS, engine_settings
 from quire.cli.simulate import OTHERS as NOT_SCHEDULING
 from quire.cli.speed_plan import Decoding, Speed, bandwidth_alone, bounds, predict
+from quire.config.eagle import with_verifier
 from quire.config.families import RUNNABLE
 from quire.config.hf_config import find_model, read_config
 from quire.config.mla_prompt import expands_prompts
@@ -98,6 +99,8 @@ def main(arguments: Sequence[str]) -> int:
     if namespace.kv_waste:
         print(_kv_waste(namespace, options, layout))
         return 0
+    if _is_directory(options.model):
+        options = with_verifier(options)
     target = _target(namespace)
     if target.is_profile or layout.devices_per_replica > 1 or not _runs_here(options):
         chosen = given(namespace, EngineOptions, skip=NOT_SCHEDULING)

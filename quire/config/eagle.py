@@ -156,7 +156,8 @@ def fitting_head(head: ModelConfig, eagle: EagleConfig, model: ModelConfig, long
     else:
         (size, outputs), *others = first.projections
         joined = ((eagle.width, size), (2 * size, outputs), *others)
-    layers = (replace(first, projections=joined), *shape.layers[1:])
+    norms = first.num_vectors + (shape.hidden if eagle.method == "eagle3" else -shape.hidden)
+    layers = (replace(first, projections=joined, num_vectors=norms), *shape.layers[1:])
     shape = replace(shape, layers=layers, vocab=eagle.draft_vocab_size)
     return replace(head, shape=shape, max_model_len=min(longest or model.max_model_len, model.max_model_len))
 

@@ -12,6 +12,10 @@ LEAST_MEAN = 0.2
 """Accepted drafts per trial below which drafts cost more than they save: trials become rare."""
 RARE = 16
 """Opportunities per rare trial, which has one draft."""
+MANY = 8
+"""Sequences of a step from which on it waits for arithmetic: a wrong draft costs as much as a token."""
+LEAST_MEAN_OF_MANY = 0.5
+"""LEAST_MEAN in such a step."""
 
 
 class DraftRecord:
@@ -35,9 +39,11 @@ class DraftRecord:
         """Largest number of drafts of a trial, at least 1."""
         return 1 + int(1.5 * self.mean) if self.mean >= LEAST_MEAN else 1
 
-    def wants_trial(self) -> bool:
-        """True if the next step may have drafts. Called once for each step that could have some."""
-        if self.mean >= LEAST_MEAN:
+    def wants_trial(self, num_sequences: int = 1) -> bool:
+        """True if the next step may have drafts. Called once for each step that could have some. num_sequences: those
+        of the step."""
+        is_busy = num_sequences >= MANY
+        if self.mean >= (LEAST_MEAN_OF_MANY if is_busy else LEAST_MEAN):
             return True
         self._num_left_out += 1
-        return self._num_left_out % RARE == 0
+        return self._num_left_out % (RARE * (num_sequences // 4 if is_busy else 1)) == 0

@@ -99,7 +99,7 @@ def note_found_drafts(samples: list[Sequence], result: StepResult) -> None:
     skips most of them on the fast path."""
     for index, sequence in enumerate(samples):
         num_found, record = result.found_drafts.get(index, 0), sequence.draft_record
-        if num_found and (record is None or record.wants_trial()):
+        if num_found and (record is None or record.wants_trial(len(samples))):
             sequence.fast_path_until = 0
         else:
             num_found = 0

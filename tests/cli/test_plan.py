@@ -24,6 +24,7 @@ from quire.simulator.shape import find_shape
 from quire.simulator.work import StepWork
 from quire.step import StepPlan
 from tests.fakes.gguf_model import NAMES, WIDE, to_gguf
+from tests.models.eagle_heads import HeadTwin
 from tests.models.families import deepseek_v3, llama
 
 GIB = 1024**3
@@ -94,6 +95,21 @@ def test_the_model_that_makes_drafts(model: str, capsys: pytest.CaptureFixture[s
         assert found[name] == 2 * without[name]
     assert main(["plan", model, *flags]) == 0
     assert "draft model" in capsys.readouterr().out
+
+
+def test_a_head_for_drafts(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Weights are its joined inputs, layer and logits; a checkpoint that names its model is planned with it."""
+    head = HeadTwin(32, 64, 1000, (1, 3), list(range(10)), has_tables=False, authors=False).save(
+        tmp_path / "head", Path(model)
+    )
+    flags = ["--memory", "4GiB", "--dtype", "float32"]
+    found = plan_json(capsys, str(head), *flags)
+    drafts = json.dumps({"method": "eagle3", "model": str(head), "num_speculative_tokens": 3})
+    by_hand = plan_json(capsys, model, *flags, "--speculative-config", drafts)
+    assert found["draft_weight_bytes"] == by_hand["draft_weight_bytes"]
+    layer = 2 * 32 * (64 + 2 * 32) + 64 * 32 + 3 * 32 * 56
+    norms = 4 * 32
+    assert found["draft_weight_bytes"] == 4 * (2 * 64 * 32 + layer + 10 * 32 + norms)
 
 
 def test_the_pool_is_no_larger_than_it_can_be_used(model: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,6 +31,16 @@ def test_drafts_that_are_always_wrong_become_rare() -> None:
     assert run(record, 0.0, 10 * RARE) == (10, 0)
 
 
+def test_among_many_sequences_trials_are_rarer() -> None:
+    """A step of many sequences waits for arithmetic, where a wrong draft costs as much as a token."""
+    record = DraftRecord(8)
+    run(record, 0.0, 20)
+    trials = [sum(record.wants_trial(number) for _ in range(16 * RARE)) for number in (1, 7, 16, 64)]
+    assert trials == [16, 16, 4, 1]
+    record.mean = 0.3
+    assert [record.wants_trial(number) for number in (1, 7, 8)] == [True, True, False]
+
+
 def test_a_text_that_begins_to_repeat_itself_is_found_out() -> None:
     record = DraftRecord(8)
     run(record, 0.0, 50)

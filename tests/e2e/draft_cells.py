@@ -61,8 +61,10 @@ CELLS = MappingProxyType(
             r"test_eagle.py::test_in_chunks_with_few_blocks\[eagle3-2\]",
         ),
         "random schedules, with aborts, time limits, priorities": (
-            *map(_random, ("ngram", "suffix", "hostile")),
-            "",
+            _random("ngram"),
+            _random("suffix"),
+            _random("hostile"),
+            _random("eagle3"),
         ),
         "windows": _family("qwen3-window"),
         "chunked attention": _crossing("test_layers_of_other_kinds", "-llama4"),

@@ -21,6 +21,7 @@ from quire.config.resolve import resolve
 from quire.executors.local import LocalExecutor
 from quire.request import FinishReason
 from tests.fakes.core import CoreClient
+from tests.models.eagle_heads import HeadTwin
 from tests.models.families import llama, mistral, qwen3
 from tests.models.harness import randomize, save
 
@@ -39,6 +40,8 @@ MODELS = {
 }
 POOL_TOKENS = {"full": (90,), "window": (45,), "mixed": (90, 45, 45)}
 """Tokens that the smallest pool has room for in each KV group: enough for one request of any length."""
+HEAD_TOKENS = {"full": (90, 90), "window": (90,), "mixed": (90, 90)}
+"""What the layer of a head takes besides, and layers that form more groups beside it."""
 PREFIXES = [[(13 * family + 5 * i) % 96 + 1 for i in range(40)] for family in range(2)]
 MAX_MODEL_LEN = 90
 
@@ -132,8 +135,18 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def make_client(directories: dict[str, Path]) -> MakeClient:
+def heads(directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A head for drafts of each model, which guesses ten tokens."""
+    twin = HeadTwin(48, 32, 97, (1,), [0, 6, 12, 18, *range(60, 66)], flags={"norm_before_residual": True})
+    return {name: twin.save(tmp_path_factory.mktemp(f"{name}-head")) for name in directories}
+
+
+@pytest.fixture(scope="module")
+def make_client(directories: dict[str, Path], heads: dict[str, Path]) -> MakeClient:
     def make(model: str, **options: Any) -> Client:
+        drafts = options.get("speculative_config", {})
+        if drafts.get("method") == "eagle3":
+            options["speculative_config"] = {**drafts, "model": str(heads[model])}
         config = resolve(
             EngineOptions.from_keywords(
                 {"model": str(directories[model]), "num_threads": 1, "max_model_len": MAX_MODEL_LEN, **options}
@@ -215,6 +228,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
     "suffix": {"method": "suffix", "suffix_decoding_max_spec_factor": 2.0},
     "hostile": {"method": "custom_class", "model": "tests.fakes.drafts.HostileDrafter"},
+    "eagle3": {"method": "eagle3"},
 }
 
 
@@ -246,7 +260,10 @@ def run_at_random(make_client: MakeClient, alone: Callable[..., Any], examples: 
     def check(engine: dict[str, Any], script: list[Any]) -> None:
         options = dict(engine)
         model, spare = options["model"], options.pop("spare")
-        num_blocks = sum(-(-(tokens + spare) // options["block_size"]) for tokens in POOL_TOKENS[model])
+        pool = POOL_TOKENS[model]
+        if chosen.get("speculative_config", {}).get("method") == "eagle3":
+            pool = (*pool, *HEAD_TOKENS[model])
+        num_blocks = sum(-(-(tokens + spare) // options["block_size"]) for tokens in pool)
         client = make_client(num_blocks_override=num_blocks, **options.pop("preemption"), **options, **chosen)
         try:
             made, aborted = run_script(client, script)
