@@ -116,7 +116,7 @@ def page(clients: Sequence[Client], results: Sequence[Result]) -> str:
         "`python -m benchmarks.clients --write docs/clients.md` installs them outside the repository, runs them and",
         "writes this page.",
         "",
-        "The server is `quire serve`: with the bundled model, with the same as an embedder (`--runner pooling`), or",
+        "The server is `quire serve`: with the bundled models, with one as an embedder (`--runner pooling`), or",
         "with a fake model that says what the conversation tells it to, so that every answer, call and event is known",
         "([decision 54](decisions/0054-clients-and-peers.md)). Open WebUI itself is not run: the test",
         "makes the calls of its version 0.12.4. Node's packages are the newest for Node 20. Together the clients take",

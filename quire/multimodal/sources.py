@@ -77,8 +77,6 @@ def picture_of(part: Any, where: str, *, takes_objects: bool = False) -> Picture
     if image is None and uuid is None:
         raise UserError(f"{where}: a content part of type {kind!r} needs a {name}", param=f"{where}.{name}")
     if isinstance(image, Mapping):
-        if unknown := image.keys() - {"url", "detail"}:
-            raise UserError(f"{where}.{name}: {min(map(str, unknown))!r:.50} is not supported", param=f"{where}.{name}")
         detail = image.get("detail", detail)
         image = image.get("url")
     if kind in OBJECT_OF_PART and not isinstance(image, str):

@@ -59,7 +59,11 @@ async def served(directory: Path) -> AsyncIterator[Served]:
 
 
 def b64(image: Image.Image) -> str:
-    return base64.b64encode(encoded(image)).decode()
+    return b64_of(encoded(image))
+
+
+def b64_of(data: bytes) -> str:
+    return base64.b64encode(data).decode()
 
 
 def url(image: Image.Image) -> str:
@@ -191,7 +195,7 @@ async def test_a_uuid_names_a_picture_sent_before(served: Served) -> None:
 
     assert (await ask(named("x"))).status_code == 400
     await answers(await ask({**part(WIDE), "uuid": "x"}), WIDE)
-    for form in (None, "", {}, {"url": ""}):
+    for form in (None, {}, {"url": ""}, {"url": None, "unknown": 1}):
         await answers(await ask(named("x", image_url=form)), WIDE)
     kept = served.engine.texts.pictures.kept
     assert (kept.num_queries, kept.num_hits) == (5, 4), "no file is decoded again"
@@ -213,7 +217,7 @@ async def test_a_uuid_names_a_picture_sent_before(served: Served) -> None:
         assert message in error["message"]
     both = await ask({**part(WIDE), "uuid": "z"}, named("z"))
     assert both.json()["choices"][0]["message"]["content"] == await expected(served, WIDE, WIDE, 8)
-    broken = {"type": "image_url", "image_url": "data:image/png;base64,AAAA", "uuid": "w"}
+    broken = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}, "uuid": "w"}
     assert (await ask(broken)).status_code == 400
     assert (await ask(named("w"))).status_code == 400, "a damaged picture has no name"
     await served.engine.texts.pictures.names.clear()
@@ -225,7 +229,8 @@ async def test_errors_name_the_picture(served: Served) -> None:
     cases = [
         ([part(WIDE), {"type": "image_url", "image_url": {"url": "data:image/png;base64,%"}}], "valid base64", 1),
         ([part(WIDE), {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}], "not fetched", 1),
-        ([{"type": "image_url", "image_url": f"data:image/png;base64,{base64.b64encode(cut).decode()}"}], "cut off", 0),
+        ([{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{b64_of(cut)}"}}], "cut off", 0),
+        ([part(WIDE), {"type": "image_url", "image_url": url(WIDE)}], "must be an object with a url", 1),
         ([part(WIDE)] * 3 + [{"type": "image_url", "image_url": {}}], "needs a URL", 3),
         ([part(WIDE, detail="tiny")], "detail must be one of", 0),
         ([part(draw(1, size=(900, 2)))], "200 times", 0),
@@ -322,7 +327,8 @@ async def test_urls_of_allowed_hosts_and_files(directory: Path, site: str, tmp_p
     async with serving(directory, **options) as served:
 
         async def ask(address: str) -> httpx.Response:
-            return await chat(served, [{"role": "user", "content": [{"type": "image_url", "image_url": address}]}])
+            image = {"type": "image_url", "image_url": {"url": address}}
+            return await chat(served, [{"role": "user", "content": [image]}])
 
         wanted = await expected(served, WIDE, 8)
         for address in (f"http://127.0.0.1:{site}/wide.png?x=1", f"file://{allowed}/a%20b.png"):
