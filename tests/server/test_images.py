@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import http.server
+import io
 import json
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -14,6 +15,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+import torch
 from PIL import Image
 
 from quire.config.options import EngineOptions
@@ -74,7 +76,7 @@ def part(image: Image.Image, **more: Any) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url(image), **more}}
 
 
-async def expected(served: Served, *parts: int | Image.Image) -> str:
+async def expected(served: Served, *parts: Any) -> str:
     """What the engine answers to a prompt of tokens and pictures."""
     token_ids: list[int] = []
     for each in parts:
@@ -174,6 +176,39 @@ async def test_a_large_body_goes_through_helpers(served: Served) -> None:
     metrics = (await served.client.get("/metrics")).text
     assert "vllm:mm_cache_queries_total 2.0" in metrics
     assert "vllm:mm_cache_hits_total 1.0" in metrics
+
+
+async def test_features_of_a_client(directory: Path) -> None:
+    def b64_of_tensor(value: torch.Tensor) -> str:
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        return b64_of(buffer.getvalue())
+
+    size = 48 * 3
+    given = torch.randn(18, size, generator=torch.Generator().manual_seed(1))
+    embeds = {"image_embeds": b64_of_tensor(given), "image_grid_thw": b64_of_tensor(torch.tensor([1, 6, 12]))}
+    features = {"type": "image_embeds", "image_embeds": embeds}
+    messages = [{"role": "user", "content": [features, part(TALL), {"type": "text", "text": "w5"}]}]
+    async with serving(directory, enable_mm_embeds=True) as served:
+        answer = (await chat(served, messages)).json()
+        assert answer["usage"]["prompt_tokens"] == 2 + 2 * 2 + 18 + TALL_TOKENS
+        program = {"image_embeds": given, "image_grid_thw": [1, 6, 12]}
+        assert answer["choices"][0]["message"]["content"] == await expected(served, program, TALL, 5, 8)
+        for change, path in (
+            ({"image_embeds": b64_of_tensor(given[:17])}, "image_embeds.image_embeds"),
+            ({"image_grid_thw": b64_of_tensor(torch.tensor([1, 6, 6]))}, "image_embeds.image_embeds"),
+            ({"image_grid_thw": "AAAA"}, "image_embeds.image_grid_thw"),
+        ):
+            wrong = {"type": "image_embeds", "image_embeds": {**embeds, **change}}
+            response = await chat(served, [{"role": "user", "content": [part(TALL), wrong]}])
+            error = response.json()["error"]
+            assert (response.status_code, error["param"]) == (400, f"messages[0].content[1].{path}"), error
+        alone = {"type": "image_embeds", "image_embeds": embeds["image_embeds"]}
+        response = await chat(served, [{"role": "user", "content": [alone]}])
+        assert (response.status_code, "image_grid_thw is needed" in response.text) == (400, True)
+    async with serving(directory) as served:
+        response = await chat(served, messages)
+        assert (response.status_code, "enable_mm_embeds" in response.text) == (400, True)
 
 
 def named(uuid: str, **more: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ def image(data: str) -> Any:
 
 def ask(*blocks: Any) -> Any:
     messages: Any = [{"role": "user", "content": list(blocks)}]
-    return client.messages.create(model=MODEL, messages=messages, max_tokens=20, temperature=0)
+    return client.messages.create(model=MODEL, messages=messages, max_tokens=20, extra_body={"temperature": 0})
 
 
 @case
@@ -30,7 +30,7 @@ def message_picture() -> None:
 @case
 def message_picture_stream() -> None:
     messages: Any = [{"role": "user", "content": [image(RED_SQUARE), TEXT]}]
-    with client.messages.stream(model=MODEL, messages=messages, max_tokens=20, temperature=0) as stream:
+    with client.messages.stream(model=MODEL, messages=messages, max_tokens=20, extra_body={"temperature": 0}) as stream:
         equal("".join(stream.text_stream), "A red square.")
 
 
