@@ -1,7 +1,5 @@
-"""Quire: an LLM inference and serving engine built on PagedAttention.
-
-The names below are loaded on first use, so `import quire` and `quire --help` cost milliseconds.
-"""
+"""Quire: an LLM inference and serving engine built on PagedAttention. Names are loaded on first use, so `import quire`
+and `quire --help` cost milliseconds."""
 
 from __future__ import annotations
 

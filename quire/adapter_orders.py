@@ -21,7 +21,7 @@ class AdapterOrders(msgspec.Struct, array_like=True):
 
     loads: list[tuple[int, AdapterRef]] = []
     """(slot, adapter): loads that run beside this step and later ones. No step has rows of a slot before a result
-    reports it as loaded. The slot's former adapter is dropped when the load ends."""
+    reports it as loaded. The former adapter is dropped when the load ends."""
     awaits_report: bool = False
-    """True: nothing can be computed before a load ends. The plan has no tokens; its result comes with a load's end, or
+    """A load must end before anything can be computed. The plan has no tokens; its result comes with a load's end, or
     after a short while."""

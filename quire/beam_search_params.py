@@ -1,4 +1,4 @@
-"""vLLM's types of beam search: BeamSearchParams in, BeamSearchOutput out."""
+"""vLLM's types of beam search."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from quire.sampling_params import SamplingParams
 class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of one beam search. Invalid values raise UserError with `param` set.
 
-    beam_width: number of beams (1..32) and of returned hypotheses. max_tokens: most tokens of a hypothesis.
-    temperature: 0 or 1, with the same effect: scores are the model's own probabilities and nothing is drawn.
-    length_penalty, early_stopping: see SamplingParams. ignore_eos: only max_tokens ends a hypothesis. min_tokens: least
-    tokens of a hypothesis. logprobs: alternatives (0..20) reported for each token. include_stop_str_in_output: the text
-    shows special tokens, the end token included.
+    beam_width: beams (1..32) and returned hypotheses. temperature: 0 or 1, with the same effect: scores are the model's
+    own probabilities and nothing is drawn. length_penalty, early_stopping: see SamplingParams. ignore_eos: only
+    max_tokens ends a hypothesis. logprobs: alternatives (0..20) reported for each token. include_stop_str_in_output:
+    the text shows special tokens, the end token included.
     """
 
     beam_width: int
@@ -60,10 +59,8 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 @dataclass(slots=True)
 class BeamSearchSequence:
     """One hypothesis. `tokens` and `text` begin with the prompt, as in vLLM; `logprobs` has the generated tokens only.
-
-    cum_logprob: sum of the log-probabilities of the generated tokens, an end-of-sequence token included. score: rank of
-    the hypothesis, cum_logprob / (generated tokens) ** length_penalty.
-    """
+    cum_logprob: sum over the generated tokens, an end-of-sequence token included. score: cum_logprob / (generated
+    tokens) ** length_penalty, which ranks hypotheses."""
 
     tokens: list[int]
     cum_logprob: float
@@ -90,9 +87,8 @@ class Decoder(Protocol):
 def to_beam_search_output(
     output: RequestOutput, tokenizer: Decoder | None, params: BeamSearchParams
 ) -> BeamSearchOutput:
-    """Convert the output of a finished beam search to vLLM's type. tokenizer: None when the model has none.
-    Raises ModelOutputError when the model computed NaN or infinite logits for it.
-    """
+    """Convert the output of a finished beam search to vLLM's type. Raises ModelOutputError when the model computed NaN
+    or infinite logits for it."""
     raise_if_nonfinite(output)
     prompt_text = None
     if tokenizer is not None:

@@ -13,8 +13,6 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """The machine's monotonic clock."""
-
     def now(self) -> float:
         return time.monotonic()
 

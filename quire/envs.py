@@ -30,12 +30,12 @@ def log_format() -> str:
 
 
 def keep_log_format(name: str) -> None:
-    """Set the log format of this process and of those that it starts. name: one of LOG_FORMATS."""
+    """Set the log format of this process and its later children. name: one of LOG_FORMATS."""
     os.environ["QUIRE_LOG_FORMAT"] = name
 
 
 def num_threads() -> int | None:
-    """`QUIRE_NUM_THREADS`: compute threads of the CPU backend. Unset: one per core of the affinity mask, limited by a
+    """`QUIRE_NUM_THREADS`: compute threads of the CPU backend. Default: one per core of the affinity mask, limited by a
     CPU quota."""
     value = os.environ.get("QUIRE_NUM_THREADS")
     if value is None:
@@ -46,7 +46,7 @@ def num_threads() -> int | None:
 
 
 def cpu_isa() -> str:
-    """`QUIRE_CPU_ISA`: highest instruction set for the native CPU kernels (portable, avx2, avx512, ...). Unset: the
+    """`QUIRE_CPU_ISA`: highest instruction set for the native CPU kernels (portable, avx2, avx512, ...). Default: the
     machine's best."""
     return os.environ.get("QUIRE_CPU_ISA") or "auto"
 
@@ -84,8 +84,8 @@ def keep_triton_cache() -> None:
 
 
 def triton_cache() -> Path:
-    """`QUIRE_TRITON_CACHE`: directory of compiled kernels, shared by all processes and later runs. Default:
-    `quire/triton` in the user's cache directory."""
+    """`QUIRE_TRITON_CACHE`: directory of compiled kernels, for all processes and later runs. Default: `quire/triton` in
+    the user's cache directory."""
     named = os.environ.get("QUIRE_TRITON_CACHE")
     if named:
         return Path(named).expanduser()
@@ -103,7 +103,7 @@ def state_directory() -> Path:
 
 
 def api_key() -> str | None:
-    """`QUIRE_API_KEY`: key of `quire serve` when neither `--api-key` nor `--api-key-file` is given."""
+    """`QUIRE_API_KEY`: key of `quire serve` without `--api-key` and `--api-key-file`."""
     return os.environ.get("QUIRE_API_KEY") or None
 
 
@@ -113,7 +113,7 @@ def vllm_api_key() -> str | None:
 
 
 def use_hub_token(token: str) -> None:
-    """Set the hub library's `HF_TOKEN` for this process and those that it starts."""
+    """Set the hub library's `HF_TOKEN` for this process and its later children."""
     os.environ["HF_TOKEN"] = token
 
 
@@ -132,12 +132,12 @@ def notify_socket() -> str | None:
 
 
 def affinity_cores() -> int:
-    """Number of cores that this process may run on (honours taskset and cgroup cpusets)."""
+    """Cores that this process may run on (honours taskset and cgroup cpusets)."""
     return len(affinity_numbers())
 
 
 def affinity_numbers() -> list[int]:
-    """Ids of the cores that this process may run on."""
+    """Their ids."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
@@ -146,11 +146,9 @@ OPENMP_SPIN_COUNT = "100000"
 
 def limit_openmp_spinning() -> None:
     """Shorten the time for which waiting threads of torch's OpenMP runtime (GNU's) spin before they sleep, unless the
-    user has set `GOMP_SPINCOUNT` or `OMP_WAIT_POLICY`. Only effective before torch is loaded.
-
-    On shared cores a spinning thread holds a core that the thread it waits for needs. Sleeping at once would halve the
-    speed of small models.
-    """
+    user has set `GOMP_SPINCOUNT` or `OMP_WAIT_POLICY`. Only effective before torch is loaded. On shared cores a
+    spinning thread holds a core that the awaited thread needs. Sleeping at once would halve the speed of small
+    models."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPIN_COUNT)
 

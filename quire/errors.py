@@ -29,15 +29,14 @@ class UserError(QuireError, ValueError):
         self.param = param
 
     def named(self, names: Mapping[str, str]) -> Self:
-        """A copy that uses the field names of another API (see `in_terms`)."""
+        """A copy with the field names of another API (see `in_terms`)."""
         message, param = in_terms(self.message, self.param, names)
         return type(self)(message, param=param)
 
 
 def in_terms(message: str, param: str | None, names: Mapping[str, str]) -> tuple[str, str | None]:
-    """Message and `param` of an error, with fields renamed for an API that has other names. names: our field name ->
-    the caller's path. A name without an underscore may be a plain word, so it is replaced only at the message's
-    beginning."""
+    """Message and `param` of an error, with fields renamed for another API. names: our field name -> the caller's path.
+    A name without an underscore may be a plain word, so it is replaced only at the message's beginning."""
     head = re.split(r"[.\[]", param or "", maxsplit=1)[0]
     if head in names and message.startswith(head):
         message = names[head] + message[len(head) :]
@@ -71,15 +70,13 @@ class EngineAsleepError(QuireError):
 
 
 class ModelOutputError(QuireError):
-    """The model computed NaN or infinite logits for a request. The request has ended; the engine goes on."""
+    """The model computed NaN or infinite logits for a request, which has ended; the engine goes on."""
 
 
 class InternalError(QuireError):
-    """A request or call failed through no fault of its caller; the engine goes on.
-
-    The message may hold paths and details: it is for the log and for callers in this process. Clients get `summary`.
-    `error_id` finds the record in the log.
-    """
+    """A request or call failed through no fault of its caller; the engine goes on. The message may hold paths and
+    details: it is for the log and for callers in this process. Clients get `summary`. `error_id` finds the record in
+    the log."""
 
     def __init__(self, message: str, *, summary: str = "internal error", error_id: str | None = None) -> None:
         super().__init__(message)
@@ -88,15 +85,13 @@ class InternalError(QuireError):
 
 
 class ChatTemplateProcessError(QuireError):
-    """The process that renders chat templates could not start, or ended during this conversation. The next conversation
-    gets a new one."""
+    """The process that renders chat templates could not start, or ended during this conversation. The next one gets a
+    new process."""
 
 
 class EngineDeadError(QuireError):
-    """The engine core has died. The message holds the root cause, with details as in `InternalError`.
-
-    summary: text for clients; None means that the message itself has neither paths nor stack frames.
-    """
+    """The engine core has died. The message holds the root cause, with details as in `InternalError`. summary: text for
+    clients; None: the message has neither paths nor stack frames."""
 
     def __init__(self, message: str, *, summary: str | None = None, error_id: str | None = None) -> None:
         super().__init__(message)
@@ -114,7 +109,7 @@ class EngineUnresponsiveError(QuireError):
 
 
 def named_error(name: str, message: str, param: str | None = None) -> QuireError:
-    """An exception of this module's class `name`, raised before by another process. param: field of a UserError."""
+    """An error that another process raised, as this module's class `name`. param: field of a UserError."""
     error_type: type[QuireError] = globals()[name]
     if issubclass(error_type, UserError):
         return error_type(message, param=param)
@@ -127,15 +122,15 @@ def new_error_id() -> str:
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """True for exceptions that ask the thread to stop. All others are failures, including panics of native extensions,
+    """True for exceptions that ask the thread to stop. Others are failures, including panics of native extensions,
     which derive from BaseException."""
     return isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit)
 
 
 @contextmanager
 def panics_are_errors(what: str) -> Iterator[None]:
-    """Context for calls into a native extension: its panics, which `except Exception` misses, become InternalError.
-    what: name of the callee."""
+    """Context for calls into a native extension `what`: its panics, which `except Exception` misses, become
+    InternalError."""
     try:
         yield
     except Exception:
@@ -150,8 +145,8 @@ MAX_SUGGESTED_CHARACTERS = 100
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for the closest of `known`, or "". Long names get no suggestion: comparing takes time for
-    each character."""
+    """`; did you mean 'x'?` for the closest of `known`, or "". Long names get none: comparing takes time for each
+    character."""
     if len(name) > MAX_SUGGESTED_CHARACTERS:
         return ""
     close = difflib.get_close_matches(name, list(known), n=1)
@@ -159,7 +154,7 @@ def nearest_name(name: str, known: Iterable[str]) -> str:
 
 
 def reject_unknown(names: Iterable[str], known: Iterable[str], what: str) -> None:
-    """Raise UserError for the first of `names` that is not in `known`, with the nearest name suggested."""
+    """Raise UserError, with the nearest name, for the first of `names` that is not in `known`."""
     known = list(known)
     for name in names:
         if name not in known:

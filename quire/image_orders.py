@@ -16,7 +16,7 @@ class ImagePlace(msgspec.Struct, array_like=True, frozen=True):
 
 
 class EncodeSlice(msgspec.Struct, array_like=True, frozen=True):
-    """The next layers of one image's encoding. Slices of an image follow one another; the next image begins after its
+    """The next layers of one image's encoding. An image's slices follow one another; the next image begins after its
     last."""
 
     key: bytes
@@ -26,7 +26,7 @@ class EncodeSlice(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ImageOrders(msgspec.Struct, array_like=True):
-    """Image work of a step plan. The workers do it before they read any image."""
+    """Image work of a step plan, before any image is read."""
 
     dropped: list[bytes]
     """Keys of images to drop, encoded or not, before the slices."""

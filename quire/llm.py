@@ -56,10 +56,11 @@ class ChatOptions(CallOptions, total=False):
 
 
 class LLM(OfflineEngine):
-    """An engine for batches of prompts. Several can live in one process; each is used by one thread at a time.
+    """An engine for batches of prompts. Several can live in one process; each is used by one thread at a time. Also a
+    context manager.
 
     model: a directory in Hugging Face layout, a GGUF file, a hub id, or "bundled". engine_options: see
-    `quire.config.options`. Raises ConfigError, ModelLoadError or InsufficientMemoryError. Also a context manager.
+    `quire.config.options`. Raises ConfigError, ModelLoadError or InsufficientMemoryError.
     """
 
     def __init__(self, model: str = BUNDLED_MODEL, **engine_options: Unpack[EngineKeywords]) -> None:
@@ -89,9 +90,9 @@ class LLM(OfflineEngine):
 
         prompts: a text, a list of token ids, an object with `prompt` or `prompt_token_ids`, or a list of those.
         sampling_params: one for all (default `get_default_sampling_params`) or one each. use_tqdm: show a progress bar
-        if standard error is a terminal and the call takes longer than a second. lora_request: the adapter of all
-        prompts, or one each (docs/adapters.md). priority: one for all or one each; lower is earlier
-        (docs/scheduling.md). options: see CallOptions.
+        if standard error is a terminal and the call takes longer than a second. lora_request: one adapter for all, or
+        one each (docs/adapters.md). priority: one for all or one each; lower is earlier (docs/scheduling.md). options:
+        see CallOptions.
 
         Raises UserError, with the prompt's index, before anything runs; EngineDeadError when the engine fails;
         InternalError when an output cannot be processed (the tokenizer fails). After an error or Ctrl-C nothing is left
@@ -114,11 +115,9 @@ class LLM(OfflineEngine):
         use_tqdm: bool | MakeBar = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """Search the `beam_width` best continuations of every prompt (quire/decoding/beam.py).
-
-        Arguments and errors are those of `generate`, which does the same with SamplingParams(use_beam_search=True).
-        concurrency_limit: checked only; the hypotheses do not depend on it.
-        """
+        """Search the `beam_width` best continuations of every prompt (quire/decoding/beam.py). Arguments and errors are
+        those of `generate`, which does the same with SamplingParams(use_beam_search=True). concurrency_limit: checked
+        only; the hypotheses do not depend on it."""
         if concurrency_limit is not None and concurrency_limit < 1:
             raise UserError(f"concurrency_limit must be at least 1, not {concurrency_limit}", param="concurrency_limit")
         if not isinstance(params, BeamSearchParams):
@@ -135,11 +134,9 @@ class LLM(OfflineEngine):
         chat_template: str | None = None,
         **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
-        """Answer one conversation (a list of messages) or several, by the model's chat template.
-
-        chat_template: source of a template that replaces the model's. The other arguments and errors are those of
-        `generate`; UserError also when the model has no template.
-        """
+        """Answer one conversation (a list of messages) or several, by the model's chat template. chat_template:
+        replaces the model's. Other arguments and errors are those of `generate`; UserError also when the model has no
+        template."""
         content_format = options.pop("chat_template_content_format", "auto")
         priority = options.pop("priority", None)
         of_texts = CallOptions(
@@ -162,12 +159,10 @@ class LLM(OfflineEngine):
         return self.generate(prompts, sampling_params, use_tqdm, lora_request, priority, **of_texts)
 
     def register_prefix(self, prefix: Prompt, cache_salt: str = "") -> str:
-        """Compute a prefix (a text or token ids) now and keep it until `unregister_prefix`; returns its id.
-
-        Prompts that start with all its tokens and have the same `cache_salt` reuse it (docs/prefixes.md). Raises
-        UserError when it does not fit or would leave requests no room, ModelOutputError when the model computes NaN or
-        infinite logits after it.
-        """
+        """Compute a prefix (a text or token ids) now and keep it until `unregister_prefix`; returns its id. Prompts
+        that start with all its tokens and have the same `cache_salt` reuse it (docs/prefixes.md). Raises UserError when
+        it does not fit or would leave requests no room, ModelOutputError when the model computes NaN or infinite logits
+        after it."""
         with self._busy:
             request = self._input_processor.process_prefix(
                 f"prefix-{next(self._numbers)}", prefix, cache_salt=cache_salt
@@ -186,9 +181,9 @@ class LLM(OfflineEngine):
     ) -> list[EmbeddingRequestOutput]:
         """Embed every prompt; the vectors are in the order of the prompts.
 
-        prompts: see `LLM.generate`. truncate_prompt_tokens: overrides that of the PoolingParams. pooling_params: one
-        for all, or one each. options: see PoolingOptions. Raises UserError, with the prompt's index, before anything
-        runs, and for a model that gives no vectors; else as `LLM.generate`.
+        prompts: see `LLM.generate`. truncate_prompt_tokens: overrides the PoolingParams. pooling_params: one for all,
+        or one each. options: see PoolingOptions. Raises UserError, with the prompt's index, before anything runs, and
+        for a model that gives no vectors; else as `LLM.generate`.
         """
         cut = _truncation(truncate_prompt_tokens, options)
         finish, lora = self._pooling_processor.embedding, options.get("lora_request")
@@ -237,10 +232,7 @@ class LLM(OfflineEngine):
         **options: Unpack[PoolingOptions],
     ) -> list[ScoringRequestOutput]:
         """Score how well each text of `data_2` answers that of `data_1`: the pair's score of a cross-encoder, or the
-        cosine of an embedder's two vectors.
-
-        data_1: one text for all, or as many as `data_2`. Raises as `embed`.
-        """
+        cosine of an embedder's two vectors. data_1: one text for all, or as many as `data_2`. Raises as `embed`."""
         self._pooling_processor.check_task("score")
         firsts, seconds = _texts(data_1, "data_1"), _texts(data_2, "data_2")
         if len(firsts) not in (1, len(seconds)):
@@ -288,7 +280,7 @@ class LLM(OfflineEngine):
         use_tqdm: bool | MakeBar,
         lora_request: LoRARequests,
     ) -> list[RequestOutput]:
-        """Run pooled requests to their end, in order. Each prompt may have a second text."""
+        """Run pooled requests in order. Each prompt may have a second text."""
         with self._busy:
             requests = []
             adapters = self._adapters.each(lora_request, len(prompts))

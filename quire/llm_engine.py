@@ -55,11 +55,8 @@ class LLMEngine(OfflineEngine):
         *,
         priority: int = 0,
     ) -> str:
-        """Queue a request: SamplingParams generate text, PoolingParams a vector. Returns its id.
-
-        prompt, lora_request, priority: see `LLM.generate`. Raises UserError for a bad prompt, bad parameters and an id
-        in use.
-        """
+        """Queue a request: SamplingParams generate text, PoolingParams a vector. Returns its id. prompt, lora_request,
+        priority: see `LLM.generate`. Raises UserError for a bad prompt, bad parameters and an id in use."""
         with self._busy:
             kind, adapter = RequestOutputKind.FINAL_ONLY, self._adapters.resolve(lora_request)
             if isinstance(params, PoolingParams):
@@ -103,7 +100,7 @@ class LLMEngine(OfflineEngine):
             return outputs
 
     def get_num_unfinished_requests(self) -> int:
-        """Number of requests whose last output `step` has not returned."""
+        """Requests whose last output `step` has not returned."""
         return self._output_processor.num_unfinished + sum(output.finished for output in self._outputs)
 
     def has_unfinished_requests(self) -> bool:

@@ -28,8 +28,6 @@ Conversation = Sequence[Mapping[str, Any]]
 
 
 class OfflineEngine:
-    """Base of LLM and LLMEngine, for engines in the caller's thread."""
-
     def _open(self, options: EngineOptions, executor: str = DEFAULT_EXECUTOR) -> None:
         def start(options: EngineOptions, config: EngineConfig) -> InProcessClient:
             self._client = InProcessClient(options, executor=executor, config=config)
@@ -56,7 +54,7 @@ class OfflineEngine:
 
     @property
     def ready(self) -> EngineReady:
-        """Facts found at the start: context length, number of blocks, seconds of each phase."""
+        """Facts found at the start: context length, blocks, seconds of each phase."""
         return self._client.ready
 
     def get_tokenizer(self) -> UserTokenizer:
@@ -64,23 +62,20 @@ class OfflineEngine:
         return user_tokenizer(self.tokenizer, self._input_processor)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Default settings of `generate` and `chat`: the model's generation_config.json over SamplingParams()."""
+        """The model's generation_config.json over SamplingParams()."""
         return SamplingParams(**self.model_config.sampling_defaults)
 
     def stats(self) -> dict[str, Any]:
-        """The engine's counters and gauges (fields of `EngineStats`) and the shares computed from them (`shares`)."""
+        """The engine's counters and gauges (`EngineStats`) and the shares computed from them (`shares`)."""
         with self._busy:
             stats = self._call("stats")
         assert isinstance(stats, EngineStats)
         return {**msgspec.structs.asdict(stats), **shares(stats)}
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> int:
-        """Clear the prefix cache; returns how many blocks held a prefix.
-
-        reset_running_requests: no effect; blocks of running requests are cleared in any case, and the requests go on
-        with the same tokens. reset_connector: must be False; files in `kv_offload_dir` stay and count again at the next
-        start.
-        """
+        """Clear the prefix cache; returns how many blocks held a prefix. reset_running_requests: no effect; blocks of
+        running requests are cleared in any case, and the requests go on with the same tokens. reset_connector: must be
+        False; files in `kv_offload_dir` stay and count again at the next start."""
         check_reset(reset_connector)
         with self._busy:
             value = self._call("reset_prefix_cache")
@@ -88,8 +83,8 @@ class OfflineEngine:
         return value
 
     def unregister_prefix(self, prefix_id: str) -> int:
-        """Unregister a prefix; returns how many blocks no longer belong to a registered prefix. Its blocks stay cached
-        until their memory is needed. Raises UserError for an id that is not registered."""
+        """Unregister a prefix; returns how many blocks no longer belong to a registered prefix. They stay cached until
+        their memory is needed. Raises UserError for an id that is not registered."""
         with self._busy:
             value = self._call("unregister_prefix", prefix_id)
         assert isinstance(value, int)
@@ -97,11 +92,8 @@ class OfflineEngine:
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Release memory until `wake_up`: the KV cache, and the weights, which go to host memory where there is a
-        device (level 1) or are dropped (level 2). Requests are rejected meanwhile (docs/gpu.md).
-
-        mode: one of MODES, all alike here because no request runs. Raises UserError while requests live or prefixes are
-        registered.
-        """
+        device (level 1) or are dropped (level 2). Requests are rejected meanwhile (docs/gpu.md). mode: one of MODES,
+        all alike here because no request runs. Raises UserError while requests live or prefixes are registered."""
         check_mode(mode)
         with self._busy:
             self._call("sleep", str(level))
@@ -113,7 +105,6 @@ class OfflineEngine:
             self._call("wake_up", part_of(tags))
 
     def is_sleeping(self) -> bool:
-        """True while the engine sleeps and rejects requests."""
         with self._busy:
             return bool(self._call("is_sleeping"))
 

@@ -10,8 +10,8 @@ from quire.step import PromptLogprobs, TokenLogprobs
 
 
 class SequenceUpdate(msgspec.Struct, array_like=True, gc=False):
-    """New tokens of one sequence after one step, or its end. One object per row and step, never in a cycle, hence not
-    tracked by the garbage collector."""
+    """New tokens of one sequence after one step, or its end. Never in a cycle, hence not tracked by the garbage
+    collector."""
 
     request_id: str
     index: int
@@ -21,10 +21,10 @@ class SequenceUpdate(msgspec.Struct, array_like=True, gc=False):
     prompt_logprobs: PromptLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    """Stop token that ended the sequence, when it is one of `stop_token_ids`. With FinishReason.ERROR: why the
-    constraint or a logits processor ended it; None: the logits were not finite."""
+    """Stop token that ended the sequence, if one of `stop_token_ids`. With FinishReason.ERROR: why the constraint or a
+    logits processor ended it; None: the logits were not finite."""
     ends_in_text: bool = False
-    """With FinishReason.STOP: the last token belongs to the text, because the constraint allows no further token."""
+    """With FinishReason.STOP: the last token belongs to the text, because the constraint allows no further one."""
     num_cached_tokens: int = 0
     timing: RequestTiming | None = None
     """Set with the first token, with the end, and with every token of a request that has stop strings."""
@@ -32,7 +32,7 @@ class SequenceUpdate(msgspec.Struct, array_like=True, gc=False):
     """(cumulative log-probability, score) of a beam-search hypothesis, which comes whole, with its end. An end without
     it: no hypothesis has this index."""
     pooled: list[float] | None = None
-    """A pooled request's vector of float32 values, set with the end."""
+    """A pooled request's vector (float32), set with the end."""
     drafts: tuple[int, int] | None = None
     """(drafts that the step computed, drafts accepted); None: the step had no drafts."""
 
@@ -46,8 +46,7 @@ class RequestTiming(msgspec.Struct, array_like=True):
     now: float
     num_preemptions: int = 0
     can_wait: bool = False
-    """True for updates that are neither the first token nor the end: they may be sent together with those of later
-    steps."""
+    """True for updates that are neither the first token nor the end: they may be sent with later steps'."""
 
 
 class Logprob(msgspec.Struct):
@@ -59,10 +58,8 @@ class Logprob(msgspec.Struct):
 
 
 class CompletionOutput(msgspec.Struct):
-    """One completion. `text` and `token_ids` are cumulative, or (`delta`) hold what is new since the last output.
-
-    score: cumulative_logprob / tokens ** length_penalty, which orders the hypotheses of a beam search.
-    """
+    """One completion. `text` and `token_ids` are cumulative, or (`delta`) new since the last output. score:
+    cumulative_logprob / tokens ** length_penalty, which orders the hypotheses of a beam search."""
 
     index: int
     text: str
@@ -74,7 +71,6 @@ class CompletionOutput(msgspec.Struct):
     score: float | None = None
 
     def finished(self) -> bool:
-        """True after the last output."""
         return self.finish_reason is not None
 
 
@@ -109,7 +105,6 @@ PROCESSOR_FAILED = "the logits processor "
 
 
 def is_damaged(output: RequestOutput) -> bool:
-    """True for a request that ended in an error."""
     for completion in output.outputs:  # a loop, since it is asked of every output
         if completion.finish_reason is not None and completion.finish_reason == FinishReason.ERROR:
             return True

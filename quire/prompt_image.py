@@ -13,9 +13,9 @@ class ReadyImage(msgspec.Struct, frozen=True, array_like=True):
     key: bytes
     """Identity of the content (quire/multimodal/processors.py)."""
     pixels: bytes
-    """Resized pixels, [height, width, 3] uint8; of an encoded image features, [tokens, feature size] float32."""
+    """Resized picture, [height, width, 3] uint8; of an encoded image features, [tokens, feature size] float32."""
     size: tuple[int, int]
-    """Height and width in pixels; of an encoded image the shape of the features."""
+    """(height, width) in pixels; of an encoded image the shape of the features."""
     is_encoded: bool
     """True for features."""
 

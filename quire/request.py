@@ -39,16 +39,16 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     """Resolved: `params.seed`, or drawn from the engine's seed."""
     eos_token_ids: list[int] = []
-    """Tokens that end the sequence with reason "stop" and `stop_reason` None; empty with `ignore_eos`."""
+    """Tokens that end the sequence with reason "stop" and `stop_reason` None."""
     bad_token_sequences: list[list[int]] = []
     cache_salt: str = ""
     """Requests share prefix-cache entries only if their salts are equal."""
     priority: int = 0
     """Lower is earlier; see `Request.order_key`."""
     client: str = ""
-    """Name of the client. The waiting requests of several clients take turns (quire/scheduler/fair_order.py)."""
+    """Client's name. Waiting requests of several clients take turns (quire/scheduler/fair_order.py)."""
     each_step: bool = False
-    """True: each step's tokens are sent at once, also where the engine would collect those of several steps."""
+    """Each step's tokens are sent at once, also where the engine would collect those of several steps."""
     first_index: int = 0
     """Index of its first sequence in the caller's request, of which this one is a part. Seeds count from it."""
     register_prefix: bool = False
@@ -57,23 +57,21 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Compute the prompt and return its vector (`SequenceUpdate.pooled`), no tokens. Then `max_tokens` is 1, because
     one step samples, and `params` asks for one sequence without beam search."""
     columns: dict[str, int] = {}
-    """Name of a step column -> the request's 32-bit value (quire/worker/columns.py); missing columns are 0. Requests
-    share prefix-cache entries only if their values are equal."""
+    """Step column -> the request's 32-bit value (quire/worker/columns.py); missing columns are 0. Requests share
+    prefix-cache entries only if their values are equal."""
     token_columns: dict[str, TokenValues] = {}
-    """Name of a step column -> values of prompt tokens, for example the positions of an image's patches. Tokens before
-    them have the value 0, tokens after them that of `columns`."""
+    """Step column -> values of prompt tokens, for example the positions of an image's patches. Tokens before them have
+    the value 0, tokens after them that of `columns`."""
     images: list[PromptImage] = []
     """Images in the order of the prompt. Requests share prefix-cache entries only if their images are equal."""
     is_processed: bool = False
-    """True with a logits processor: the request has no drafts, because processors see tokens one by one."""
+    """A logits processor sees the tokens one by one, so the request has no drafts."""
     prediction: list[int] = []
     """Tokens that the caller expects; drafts may come from them."""
     adapter: AdapterRef | None = None
-    """None: the model without adapter. Requests share prefix-cache entries only if their adapters' contents are
-    equal."""
+    """None: no adapter. Requests share prefix-cache entries only if their adapters' contents are equal."""
     constraint: str = ""
-    """Constraint on the generated tokens, in the form of the engine core's MaskSource (quire/decoding/masks.py); empty:
-    all are allowed."""
+    """Constraint on the generated tokens, in the form of the engine core's MaskSource (quire/decoding/masks.py)."""
     constraint_start: list[int] = []
     """Generated tokens after which the constraint begins; empty: it begins at once."""
     thinking_budget: ThinkingBudget | None = None

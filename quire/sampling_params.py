@@ -40,8 +40,8 @@ class RequestOutputKind(enum.IntEnum):
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True):
-    """Limit of a sequence's thoughts. num_tokens: most tokens of thoughts. start, end: token ids of the marks around
-    thoughts. is_open: the sequence begins inside thoughts."""
+    """Limit of a sequence's thoughts. start, end: token ids of the marks around thoughts. is_open: the sequence begins
+    inside thoughts."""
 
     num_tokens: int
     start: list[int]
@@ -51,7 +51,7 @@ class ThinkingBudget(msgspec.Struct, frozen=True):
 
 class RepetitionDetectionParams(msgspec.Struct, frozen=True, kw_only=True):
     """Rule that ends a completion which repeats itself: `min_count` copies in a row of a pattern of `min_pattern_size`
-    (0 means 1) to `max_pattern_size` tokens. max_pattern_size: 0 turns it off."""
+    (0 means 1) to `max_pattern_size` tokens (0: off)."""
 
     max_pattern_size: int = 0
     min_pattern_size: int = 0
@@ -87,8 +87,8 @@ class SamplingParams(
     repr_omit_defaults=True,
 ):
     """Sampling settings of one request. Invalid values raise UserError with `param` set, here or when a field is set. A
-    running request keeps its settings. Fields without a text below have vLLM's meaning. Values that would change an
-    answer and are not available are refused."""
+    running request keeps its settings. Fields without a text have vLLM's meaning. Values that would change an answer
+    and are not available are refused."""
 
     n: int = 1
     """Number of completions of the prompt. They share its KV blocks."""
@@ -107,11 +107,11 @@ class SamplingParams(
     temperature: float = 1.0
     """Divisor of the logits, from 0 (greedy) to 100."""
     top_p: float = 1.0
-    """Smallest total probability of the likeliest tokens that stay, above 0. Applied after `top_k`."""
+    """Smallest total probability of the likeliest tokens that stay, above 0, after `top_k`."""
     top_k: int = 0
     """Number of the likeliest tokens that stay, after the penalties. 0 and -1: all."""
     min_p: float = 0.0
-    """Least probability of a token, as a share of the likeliest one's. Applied after `top_p`."""
+    """Least probability of a token, as a share of the likeliest one's, after `top_p`."""
     presence_penalty: float = 0.0
     """Logit subtracted from each token that was generated before, from -2 to 2."""
     frequency_penalty: float = 0.0
@@ -120,25 +120,21 @@ class SamplingParams(
     """Divisor of positive logits and factor of negative ones, for tokens of the prompt and generated ones. At least
     0.01: smaller values could leave the range of the scores."""
     seed: int | None = None
-    """Seed that makes the request's tokens reproducible whatever else runs. None: drawn from the engine's seed."""
+    """Makes the request's tokens reproducible whatever else runs. None: drawn from the engine's seed."""
     stop: list[str] | str | None = None
     """Strings that end the text. The text excludes them, unless `include_stop_str_in_output`."""
     stop_token_ids: list[int] | None = None
-    """Tokens that end the text."""
     include_stop_str_in_output: bool = False
-    """Keep the stop string in the text."""
     bad_words: list[str] | None = None
-    """Strings whose token sequences are never produced."""
     logit_bias: dict[int, float] | None = None
     """Token id -> value added to its logit."""
     allowed_token_ids: list[int] | None = None
     """The only tokens that may be generated. None: all."""
     ignore_eos: bool = False
-    """Continue after end-of-sequence tokens."""
     max_tokens: int | None = 16
-    """Largest number of tokens of a completion. None: up to the model's context."""
+    """Limit of a completion's tokens. None: up to the model's context."""
     min_tokens: int = 0
-    """Number of tokens before which end-of-sequence and stop tokens are banned."""
+    """Tokens before which end-of-sequence and stop tokens are banned."""
     logprobs: int | None = None
     """Alternatives reported beside each chosen token, up to the engine's max_logprobs. -1: the whole vocabulary; None:
     no log-probabilities. They are the model's, before temperature, penalties and filters, unless the engine's
@@ -157,15 +153,12 @@ class SamplingParams(
     structured_outputs: StructuredOutputsParams | None = None
     """Constraint on the text: StructuredOutputsParams, or its fields in a dictionary."""
     thinking_token_budget: int | None = None
-    """Largest number of tokens of thoughts; then the mark that ends thoughts follows. None and -1: no limit."""
+    """Limit of tokens of thoughts; then the mark that ends thoughts follows. None and -1: no limit."""
     num_speculative_tokens: int | None = None
-    """Largest number of drafts of a step, where the engine makes drafts. 0: none; None: the engine chooses."""
+    """Limit of drafts in a step, where the engine makes drafts. 0: none; None: the engine chooses."""
     detokenize: bool = True
-    """Convert tokens to text."""
     skip_special_tokens: bool = True
-    """Leave special tokens out of the text."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    """Outputs that `AsyncLLM.generate` yields."""
     skip_reading_prefix_cache: bool | None = None
     """Compute the whole prompt, even if the prefix cache has a part of it."""
     spaces_between_special_tokens: bool = True
@@ -251,7 +244,6 @@ class SamplingParams(
             super().__setattr__(field, getattr(checked, field))
 
     def _check_for_programs(self) -> None:
-        """Check the fields that only Python callers can set."""
         for given, (name, (value, reason)) in zip(_unavailable(self), UNAVAILABLE.items(), strict=True):
             if given is not None and given is not value and (type(given) is not type(value) or given != value):
                 raise UserError(f"{name} is not supported: {reason}", param=name)
@@ -325,7 +317,7 @@ class SamplingParams(
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences that run: `n`, or `best_of`; with beam search the number of beams."""
+        """Sequences that run: `n`, or `best_of`; with beam search the number of beams."""
         return self.n if self.best_of is None else self.best_of
 
     @property
@@ -340,7 +332,7 @@ class SamplingParams(
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> SamplingParams:
-        """SamplingParams of a mapping. An unknown key raises UserError with the nearest field suggested."""
+        """SamplingParams of a mapping. Raises UserError, with the nearest field, for an unknown key."""
         for name in options:
             if name not in cls.__struct_fields__:
                 nearest = nearest_name(name, cls.__struct_fields__)
@@ -387,7 +379,7 @@ _NOT_FOR_BEAM_SEARCH: dict[str, tuple[float, ...]] = {
     "top_k": (0, -1),
     "min_p": (0.0,),
 }
-"""Settings of random draws, with the values that change nothing. (Temperature 1 is the default.)"""
+"""Settings of random draws, with the values that change nothing."""
 
 
 _booleans = attrgetter(*_BOOLEANS)

@@ -6,9 +6,9 @@ runs later. A block that left a sequence's sliding window may be handed out in t
 
 Drafts are guessed tokens after a sequence's last token. Sampling accepts the leading ones that equal its own draws, and
 adds one token: such a step yields 1 to `num_drafts` + 1 tokens. The scheduler learns the number with the result,
-perhaps after it has made later plans; until then `start_positions` are upper bounds. The workers' own count decides: a
-step starts after the tokens whose keys and values the worker has computed and kept. The workers may compute fewer
-drafts than planned. A plan's blocks suffice for the bound.
+perhaps after it has made later plans; until then `start_positions` are upper bounds, and a plan's blocks suffice for
+them. The workers' own count decides: a step starts after the tokens whose keys and values the worker has computed and
+kept. The workers may compute fewer drafts than planned.
 
 A sample is a token or a vector. A vector (`StepPlan.pooled`) is made from the sequence's last hidden states
 (`ModelConfig.pooling`; without it the last token's, after the final norm), and its row gets no token.
@@ -46,14 +46,14 @@ BlockKey: TypeAlias = tuple[int, bytes]
 
 class HostTransfers(msgspec.Struct, tag="host", array_like=True):
     """Copies between the pools of device and host, for preempted sequences and cached blocks. Orders of every KV
-    connector derive from it, because each engine with a host pool swaps; reports have no common base."""
+    connector derive from it, because each engine with a host pool swaps."""
 
     swap_out: list[tuple[int, int]] = []
     """(device block, host block): whole blocks, every page tensor. Destinations are distinct, also in `swap_in`."""
     swap_in: list[tuple[int, int]] = []
     """(host block, device block)."""
     awaits_report: bool = False
-    """True: nothing can be computed before a transfer ends. The plan has no tokens; its result comes with the
+    """A transfer must end before anything can be computed. The plan has no tokens; its result comes with the
     connector's next report, or after a short while."""
 
 
@@ -63,14 +63,14 @@ class StoreTransfers(HostTransfers, tag="store"):
 
     stores: list[tuple[int, int, bytes]] = []
     """(host block, KV group, block hash): blocks to store, after this plan's swap_out. The host block keeps its content
-    until the result of this or a later plan lists it in `released`."""
+    until a result lists it in `released`."""
     loads: list[tuple[int, bytes, int]] = []
     """(KV group, block hash, host block): blocks to load. No plan refers to the host block before a result lists it in
     `loaded` or `failed`."""
 
 
 class StoreReport(msgspec.Struct, tag="store", array_like=True):
-    """Ended transfers to and from a store since the last result. Each end is reported once, in any order."""
+    """Ended transfers to and from a store since the last result, each once, in any order."""
 
     found: list[BlockKey] = []
     """Blocks that the store has: stored now, or found there at the start."""
@@ -79,11 +79,10 @@ class StoreReport(msgspec.Struct, tag="store", array_like=True):
     loaded: list[int] = []
     """Host blocks that now hold the requested content, checked."""
     failed: list[int] = []
-    """Host blocks whose load failed (the file is missing or wrong); their content is void."""
+    """Host blocks whose load failed; their content is void."""
     released: list[int] = []
     """Host blocks whose store has ended, with success or not."""
     num_stored: int = 0
-    """Number of files written."""
     num_store_failures: int = 0
     num_bytes: int = 0
     """Known size of the directory in bytes, files of other models and engines included."""
@@ -123,7 +122,7 @@ class NewSequence(msgspec.Struct, array_like=True):
     """Physical blocks in logical order, one list per KV group, those of a prefix hit included."""
     sampling: SequenceSampling
     columns: dict[str, int] = {}
-    """Name of a step column -> the sequence's 32-bit value; missing columns are 0."""
+    """Step column -> the sequence's 32-bit value; missing columns are 0."""
     token_columns: dict[str, TokenValues] = {}
     """See `EngineRequest.token_columns`."""
     images: list[ImagePlace] = []
@@ -145,7 +144,7 @@ class SequenceSampling(msgspec.Struct, array_like=True, frozen=True):
     """End-of-sequence and stop tokens, banned before `min_tokens` are generated."""
     bad_token_sequences: list[list[int]]
     num_candidates: int = 0
-    """Number of best next tokens that a beam's step returns with scores. The first is the sequence's next token until
+    """Best next tokens that a beam's step returns with scores. The first is the sequence's next token until
     `StepPlan.token_overrides` names another."""
 
 
@@ -164,13 +163,12 @@ class SequenceFork(msgspec.Struct, array_like=True):
 
 
 class StepPlan(msgspec.Struct, array_like=True):
-    """One step. The three columns of the batch have one entry per scheduled sequence, in batch order."""
+    """One step. The batch's three columns have one entry per scheduled sequence, in batch order."""
 
     step_id: int
     seq_ids: list[int]
     start_positions: list[int]
-    """First position computed in this step, equal to the number of tokens computed before; an upper bound while drafts
-    of the sequence are in flight."""
+    """First position computed in this step; an upper bound while drafts of the sequence are in flight."""
     num_tokens: list[int]
     """Tokens computed in this step (>= 1), drafts included. A token that the scheduler does not know yet is the row's
     last sampled one."""
@@ -187,7 +185,7 @@ class StepPlan(msgspec.Struct, array_like=True):
     """(source, destination): copies of physical blocks in every layer, one batch before the forward pass."""
     forks: list[SequenceFork] = []
     released: list[int] = []
-    """Sequences whose rows are dropped before anything else: finished, aborted, preempted, or dead beams."""
+    """Sequences whose rows are dropped first: finished, aborted, preempted, or dead beams."""
     beam_reorders: list[SequenceFork] = []
     """Beams that begin as copies of others. A child may reuse the id of a sequence in `released`."""
     token_overrides: list[tuple[int, int]] = []
@@ -196,24 +194,24 @@ class StepPlan(msgspec.Struct, array_like=True):
     """seq_id -> tokens to append after a row's last one, which the step before may still sample. A constraint forces
     them, so no step samples them."""
     transfers: Transfers | None = None
-    """Transfers beside the model: preempted sequences, and orders of the KV connector."""
 
     adapters: AdapterOrders | None = None
     images: ImageOrders | None = None
 
     num_drafts: list[int] = []
-    """Number of drafts among the last of `num_tokens`, at most, per scheduled sequence; empty when no sequence has
-    drafts. Only a sequence that is sampled from its own logits has drafts."""
+    """Drafts among the last of `num_tokens`, at most, per scheduled sequence; empty: no drafts. Only a sequence that is
+    sampled from its own logits has drafts."""
     drafts: dict[int, list[int]] = {}
     """seq_id -> drafts that the scheduler proposes. The workers propose those of other sequences with `num_drafts`."""
     trimmed_tables: dict[int, list[int]] = {}
     """seq_id -> per KV group the number of leading blocks that stay in its table after drafts were rejected. This plan
     may hand the others out again."""
     pooled: list[int] = []
-    """Indices into `sample_seq_ids`, ascending: samples that are vectors. Each reads its own sequence's last token."""
+    """Indices into `sample_seq_ids`, ascending, of samples that are vectors. Each reads its own sequence's last
+    token."""
 
     expects_sampling_inputs: list[int] = []
-    """Indices into `sample_seq_ids`, ascending: samples that need a mask. Empty: no SamplingInputs follow."""
+    """Indices into `sample_seq_ids`, ascending, of samples that need a mask. Empty: no SamplingInputs follow."""
     sampled: list[tuple[int, int]] = []
     """(seq_id, token): last tokens of rows, sampled for earlier plans on the last stage of a pipeline. The executor
     adds them for the other stages."""
@@ -240,11 +238,9 @@ class SamplingInputs(msgspec.Struct, array_like=True):
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
-    """Log-probabilities at one position. Entry 0 is the chosen (or prompt) token; then the top ones, best first.
-
-    rank: 1-based rank of the chosen token in the vocabulary. num_listed: number of last entries that the request names,
-    in its order; they may repeat earlier entries.
-    """
+    """Log-probabilities at one position. Entry 0 is the chosen (or prompt) token; then the top ones, best first. rank:
+    1-based rank of the chosen token in the vocabulary. num_listed: number of last entries that the request names, in
+    its order; they may repeat earlier entries."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -253,10 +249,8 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
 
 
 class Candidates(msgspec.Struct, array_like=True):
-    """Next tokens of a beam with scores, best first, without tokens that the request's rules forbid.
-
-    A score is the token's log-probability, changed by the rules (penalties, bias) and not normalised again.
-    """
+    """Next tokens of a beam with scores, best first, without tokens that the request's rules forbid. A score is the
+    log-probability, changed by the rules (penalties, bias) and not normalised again."""
 
     token_ids: list[int]
     scores: list[float]
@@ -270,8 +264,6 @@ class PromptLogprobs(msgspec.Struct, array_like=True):
 
 
 class StepResult(msgspec.Struct, array_like=True):
-    """Result of one plan."""
-
     step_id: int
     token_ids: list[list[int]]
     """New tokens of each of the plan's `sample_seq_ids`: the accepted drafts and one more token. Empty for a vector,
@@ -283,22 +275,22 @@ class StepResult(msgspec.Struct, array_like=True):
     candidates: dict[int, Candidates] = {}
     """Index into `token_ids` -> candidates, for sequences with `num_candidates`."""
     num_drafts: int = 0
-    """Drafts that the workers computed in the step."""
+    """Drafts that the workers computed."""
     found_drafts: dict[int, int] = {}
-    """Index into `token_ids` -> number of drafts that the workers have for the sequence's next step, where above 0."""
+    """Index into `token_ids` -> drafts that the workers have for the sequence's next step, where above 0."""
     draft_token_ids: dict[int, list[int]] = {}
     """Index into `token_ids` -> those drafts, for samples in `StepPlan.expects_sampling_inputs`: the scheduler asks for
     masks after them, and proposes them itself."""
     transfers: TransferReport | None = None
-    """Set when the worker half of the KV connector has a report."""
+    """Report of the KV connector's worker half."""
     adapters: list[tuple[int, str]] = []
     """(slot, error): ended loads. "": the slot now holds the adapter, else it is empty."""
     nonfinite: list[int] = []
-    """Sequences with NaN or infinite logits, or such a vector. Their tokens here mean nothing, and their other results
-    are left out."""
+    """Sequences with NaN or infinite logits, or such a vector. Their tokens mean nothing, and their other results are
+    left out."""
     failed: dict[int, str] = {}
     """Index into `token_ids` -> message of a logits processor's failure, which ends the sequence."""
     pooled: dict[int, list[float]] = {}
-    """Index into `token_ids` -> vector of float32 values of a pooled sample: an embedding, or logits of labels."""
+    """Index into `token_ids` -> float32 values of a pooled sample: an embedding, or logits of labels."""
     encoder_seconds: float = 0.0
     """Seconds that the step's layers of images took."""

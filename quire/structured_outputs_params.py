@@ -14,8 +14,8 @@ CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_
 
 
 class Preamble(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A part of the text before the constrained one. format: structural-tag format of the part. tokens: marks in it ->
-    ids, for marks that the model writes as one token, besides special tokens."""
+    """A part of the text before the constrained one. format: its structural-tag format. tokens: marks in it -> ids, for
+    marks that the model writes as one token, besides special tokens."""
 
     format: dict[str, Any]
     tokens: dict[str, int] = {}
@@ -25,13 +25,12 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_
     """Constraint on a request's text: exactly one of the first six fields. Invalid values raise UserError.
 
     json: a JSON schema, as an object or text. regex: a pattern for the whole text (Rust's syntax: no look-around).
-    choice: the allowed texts. grammar: Lark's syntax, or llama.cpp's and xgrammar's EBNF (`root ::= ...`). json_object:
-    True for any JSON object. structural_tag: tagged parts that follow schemas, as an object or text.
-
-    disable_any_whitespace: no blanks between parts of JSON. whitespace_pattern: regular expression for those blanks.
-    disable_additional_properties: objects have only properties that the schema names. start_after_token_ids: generated
-    tokens (the end of the reasoning) after which the constraint begins; empty or None: it begins at once. preamble:
-    form of a text that comes first (thoughts and their end mark, or nothing).
+    choice: the allowed texts. grammar: Lark's syntax, or llama.cpp's and xgrammar's EBNF (`root ::= ...`).
+    structural_tag: tagged parts that follow schemas, as an object or text. disable_any_whitespace: no blanks between
+    parts of JSON. whitespace_pattern: regular expression for those blanks. disable_additional_properties: objects have
+    only properties that the schema names. start_after_token_ids: generated tokens (the end of the reasoning) after
+    which the constraint begins; empty or None: it begins at once. preamble: form of a text that comes first (thoughts
+    and their end mark, or nothing).
     """
 
     json: str | dict[str, Any] | None = None

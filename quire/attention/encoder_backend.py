@@ -1,4 +1,4 @@
-"""The attention back end of encoders in plain torch: there is no pool, so a step is where its sequences lie."""
+"""Torch attention back end of encoders, without a pool."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from quire.kernels.rotation import Rotation
 
 
 class EncoderStep(AttentionStep):
-    """A step that attends in both directions, one sequence after the other, so that no bit depends on the others.
-    Nothing is kept for later steps."""
+    """A bidirectional step, one sequence at a time, so that no bit depends on other sequences."""
 
     def __init__(self, spans: tuple[tuple[int, int], ...]) -> None:
-        """spans: the first row of each sequence and the one behind its last."""
+        """spans: first row of each sequence, and its end."""
         self._spans = spans
 
     def attend(self, heads: HeadWeights, qkv: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
@@ -40,13 +39,13 @@ class EncoderAttention:
     """AttentionBackend of encoders."""
 
     def plan(self, batch: AttentionBatch) -> EncoderStep:
-        """Every sequence must be in the batch from its first token on."""
+        """Sequences must be in the batch from their first token on."""
         assert not bool(batch.start_positions.any()), "an encoder computes whole sequences"
         bounds: list[int] = batch.query_start.tolist()
         return EncoderStep(tuple(pairwise(bounds)))
 
 
 def _window_mask(length: int, window: int) -> torch.Tensor:
-    """[length, length] bool: True where a token (row) attends to another."""
+    """[length, length] bool: True where a token (row) sees another."""
     position = torch.arange(length)
     return (position[:, None] - position).abs() <= window

@@ -1,11 +1,7 @@
-"""Prompts over latents in the ordinary form of attention, in plain torch: keys and values of each head are made from
-the latents of all earlier tokens, a few heads and a piece of the keys at a time.
-
-For each head a query and a key then cost key_dim + value_dim multiplications (320 in DeepSeek-V3), not 2 * rank +
-rope_dim (1,088). Making a key and a value costs rank * (nope_dim + value_dim), as much as absorbing a query. So a whole
-prompt is cheaper expanded; a few tokens behind a long context are not (there, 171 are needed), and stay absorbed as
-single tokens do. A token has other bits in one form than in the other.
-"""
+"""Prompts over latents with keys and values expanded per head, in torch, a few heads and a piece of the keys at a time.
+Per head, a query and a key cost key_dim + value_dim multiplications instead of 2 * rank + rope_dim, and expanding a key
+costs as much as absorbing a query. So whole prompts are cheaper expanded, but few tokens after a long context stay
+absorbed, as single tokens do. The two forms give different bits."""
 
 from __future__ import annotations
 
@@ -19,15 +15,15 @@ from quire.attention.interface import AttentionBatch
 from quire.kernels.arguments import ExpansionRule, LatentExpansion, LatentShape
 
 PIECE_KEYS = 1024
-"""Keys that are expanded at a time."""
+"""Keys that are expanded together."""
 TILE_ROWS = 128
-"""Queries whose scores are in memory at a time, for all heads of a part."""
+"""Queries whose scores are in memory together, for all heads of a part."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A sequence whose tokens in a step are expanded. sequence: its number in the batch; tokens: its tokens in the
-    step; start: the position of the first."""
+    """A sequence whose tokens in a step are expanded. sequence: index in the batch; tokens: its tokens in the step;
+    start: position of the first."""
 
     sequence: int
     tokens: slice
@@ -40,7 +36,7 @@ class Prompt:
 
 
 def expanded_prompts(rule: ExpansionRule, query_start: np.ndarray, starts: np.ndarray) -> list[Prompt]:
-    """query_start: [S + 1]; starts: [S], positions of the sequences' first tokens."""
+    """query_start: [S + 1]; starts: [S], positions of the first tokens."""
     counts = np.diff(query_start)
     chosen = np.flatnonzero((counts > 1) & rule.pays(counts.astype(np.int64), starts.astype(np.int64)))
     return [
@@ -50,8 +46,7 @@ def expanded_prompts(rule: ExpansionRule, query_start: np.ndarray, starts: np.nd
 
 
 def rest_of(batch: AttentionBatch, prompts: Sequence[Prompt]) -> tuple[torch.Tensor, AttentionBatch] | None:
-    """The tokens of the sequences that are not among the prompts, and the batch of these alone; None where there are
-    none."""
+    """Tokens of the other sequences, and their batch; None if there are none."""
     is_rest = torch.ones(len(batch.start_positions), dtype=torch.bool)
     is_rest[[prompt.sequence for prompt in prompts]] = False
     index = torch.nonzero(is_rest)[:, 0]
@@ -76,9 +71,9 @@ def attend_expanded(
     kept: torch.Tensor,
     start: int,
 ) -> torch.Tensor:
-    """Attend over one sequence, whose keys and values are made from its latents. query: the tokens from position
-    `start` on, [T, num_heads, nope_dim] and, rotated, [T, num_heads, rope_dim]. kept: latents of all its tokens, [start
-    + T, rank + rope_dim]. Returns [T, num_heads * value_dim], computed in float32."""
+    """Attend over one sequence, expanding its latents. query: tokens from position `start` on, [T, num_heads, nope_dim]
+    and, rotated, [T, num_heads, rope_dim]. kept: latents of all its tokens, [start + T, rank + rope_dim]. Returns [T,
+    num_heads * value_dim], computed in float32."""
     plain, turned = (part.transpose(0, 1).float() * shape.scale for part in query)
     latents, keys = kept[:, : shape.rank].to(query[0].dtype), kept[:, shape.rank :].float()
     out = plain.new_empty(len(kept) - start, shape.num_heads, expansion.value_dim)

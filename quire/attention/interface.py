@@ -1,8 +1,5 @@
-"""The interface between the worker and the attention back ends: a step's batch, and the calls of a back end.
-
-The worker builds one AttentionBatch a step; a back end plans once (`plan`) and returns an AttentionStep, which layers
-call. Work that depends only on lengths and tables is done once a step.
-"""
+"""Interface between worker and attention back ends. The worker builds one AttentionBatch per step; `plan` turns it into
+an AttentionStep for the layers, so that work on lengths and tables is done once per step."""
 
 from __future__ import annotations
 
@@ -18,41 +15,37 @@ from quire.kernels.value import AnyValue, Value
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """S scheduled sequences with T tokens in all, concatenated in batch order. Host tensors."""
+    """S scheduled sequences with T tokens, concatenated. Host tensors."""
 
     query_start: torch.Tensor
-    """[S + 1] int64: sequence s owns tokens query_start[s]:query_start[s + 1]."""
+    """[S + 1] int64: tokens of sequence s are query_start[s]:query_start[s + 1]."""
     start_positions: torch.Tensor
-    """[S] int64: position of the sequence's first token of this step (= tokens computed before)."""
+    """[S] int64: position of the sequence's first token in this step."""
     slot_positions: torch.Tensor
     """[T] int64: position of each token in its sequence."""
     sequence_index: torch.Tensor
-    """[T] int64: s of each token."""
+    """[T] int64: sequence index of each token."""
     block_tables: tuple[torch.Tensor, ...]
-    """Block tables, [S, max_blocks] int32, of each KV group that keeps tokens: the kernels' blocks in logical order.
-    Entries behind those of a sequence's tokens are 0 where torch reads the tables, and anything where native kernels
-    do."""
+    """Block tables, [S, max_blocks] int32 per KV group of tokens: kernel blocks in logical order. Entries beyond a
+    sequence's tokens are 0 for torch, and arbitrary for native kernels."""
     slot_mapping: tuple[torch.Tensor, ...]
-    """Slots, [T] int64, of each KV group that keeps tokens: block * block_size + offset that the token's key and value
-    are written to."""
+    """Slots, [T] int64 per KV group of tokens: block * block_size + offset to write to."""
     state_tables: tuple[torch.Tensor, ...] = ()
-    """Block tables, [S, max_blocks] int32, of each KV group that keeps states: blocks in logical order, then as in
-    `block_tables`."""
+    """Block tables, [S, max_blocks] int32 per KV group of states; see `block_tables`."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateStep:
-    """The pages in which S sequences with T tokens in all keep their states, for layers that keep a state instead of
-    each token.
+    """Pages with the recurrent states of S sequences with T tokens.
 
-    Block i of a sequence is a page of each layer: its state after (i + 1) * interval tokens, or fewer: after all. A
-    step that computes tokens a to b - 1 reads block (a - 1) // interval (none if a is 0: the state is zero, whatever
-    the pages hold) and writes every block from a // interval to (b - 1) // interval. Where a is a multiple of interval,
-    other sequences may own the block that it reads, too; it writes only blocks that the sequence owns alone.
+    Block i of a sequence is a page per layer with the state after (i + 1) * interval tokens, or after all if fewer. A
+    step that computes tokens a to b - 1 reads block (a - 1) // interval (none for a = 0: the state is zero) and writes
+    blocks a // interval to (b - 1) // interval. If a is a multiple of interval, the block it reads may be shared;
+    written blocks never are.
 
-    query_start: S + 1 numbers; sequence s owns tokens query_start[s]:query_start[s + 1]. starts: [S] int64, tokens of
-    each sequence computed before this step. tables: by layer, [S, max_blocks] int32. interval: tokens of a block, a
-    multiple of STATE_BORDER. pages: by layer, [num_blocks, page bytes] uint8, the pool. Host tensors.
+    query_start: S + 1 numbers; tokens of sequence s are query_start[s]:query_start[s + 1]. starts: [S] int64, tokens
+    computed before. tables: by layer, [S, max_blocks] int32. interval: tokens per block, a multiple of STATE_BORDER.
+    pages: by layer, [num_blocks, page bytes] uint8. Host tensors.
     """
 
     query_start: Sequence[int]
@@ -63,32 +56,25 @@ class StateStep:
 
 
 LatentInputs: TypeAlias = tuple[AnyValue, AnyValue, AnyValue, AnyValue]
-"""Inputs of latent attention for a step's T tokens: queries against the compressed part of keys [T, num_heads * rank]
-and against the rotated part [T, num_heads * rope_dim], the tokens' own compressed vectors [T, rank] and rotated keys
-[T, rope_dim]."""
+"""Inputs of latent attention for T tokens: queries for the compressed part [T, num_heads * rank] and the rotated part
+[T, num_heads * rope_dim], the tokens' compressed vectors [T, rank] and rotated keys [T, rope_dim]."""
 
 IndexInputs: TypeAlias = tuple[AnyValue, AnyValue, AnyValue]
-"""Inputs of an indexer for a step's T tokens: queries [T, num_heads * dim], keys [T, dim], and the heads' weights [T,
-num_heads]."""
+"""Inputs of an indexer for T tokens: queries [T, num_heads * dim], keys [T, dim], head weights [T, num_heads]."""
 
 
 class AttentionStep:
-    """A planned step, and the operations of layers over it. A back end implements those that its models use.
-
-    All values are rows of the step's T tokens, of the kind that the back end computes: tensors, or placeholders while a
-    program is recorded; they are used up. rotation: `Operations.rotation` of the tokens' positions (None: none is
-    applied). A token sees the positions up to its own, of its own sequence, read through the block table; an encoder's
-    token sees all positions of its sequence, which the step has whole.
-    """
+    """A planned step with the attention operations of layers; a back end implements those that its models use. Values
+    are rows of the T tokens, as tensors or placeholders, and may be overwritten. rotation: result of
+    `Operations.rotation`, or None. A token sees the positions of its sequence up to its own, through the block table;
+    an encoder's token sees its whole sequence."""
 
     __slots__ = ()
 
     def attend(self, heads: HeadWeights, qkv: AnyValue, rotation: AnyValue | None) -> Value:
         """Norm and rotate query and key heads, write keys and values to the pages of `heads.shape.layer`, and attend.
-
-        qkv: [T, (num_heads + num_kv_heads) * head_dim + num_kv_heads * value_width], query, key and value heads.
-        Returns [T, num_heads * value_width].
-        """
+        qkv: [T, (num_heads + num_kv_heads) * head_dim + num_kv_heads * value_width]. Returns [T, num_heads *
+        value_width]."""
         raise NotImplementedError
 
     def attend_latent(
@@ -98,26 +84,26 @@ class AttentionStep:
         rotation: AnyValue | None,
         selected: AnyValue | None = None,
     ) -> Value:
-        """Rotate, write the tokens' latents to their pages, and attend. selected: the result of `select_keys`, if
-        `shape.top` is set. Returns [T, num_heads * rank]."""
+        """Rotate, write the latents to their pages, and attend. selected: result of `select_keys` if `shape.top` is
+        set. Returns [T, num_heads * rank]."""
         raise NotImplementedError
 
     def attend_expanded(
         self, shape: LatentShape, expansion: LatentExpansion, inputs: LatentInputs, rotation: AnyValue | None
     ) -> Value:
-        """Attend as `attend_latent` does, but compute prompts with keys and values of each head where that is cheaper
-        (`ExpansionRule`). The queries of `inputs` are [T, num_heads * nope_dim]. Returns [T, num_heads * value_dim]."""
+        """Like `attend_latent`, but expand prompts where that is cheaper (`ExpansionRule`). The queries of `inputs` are
+        [T, num_heads * nope_dim]. Returns [T, num_heads * value_dim]."""
         raise NotImplementedError
 
     def select_keys(self, shape: IndexShape, inputs: IndexInputs, rotation: AnyValue | None) -> Value:
-        """Rotate, write the tokens' keys to their pages, and choose the keys that each token reads. Returns [T, top]:
-        positions, ascending; rows of tokens that see at most `top` keys, and read all, hold anything."""
+        """Rotate, write the keys to their pages, and choose the keys that each token reads. Returns ascending
+        positions, [T, top]; rows of tokens that see at most `top` keys are undefined."""
         raise NotImplementedError
 
 
 class AttentionBackend(Protocol):
-    """Plans the attention of a step. Made with the pool's tensors; owns no memory."""
+    """Plans the attention of a step over the pool's tensors; owns no memory."""
 
     def plan(self, batch: AttentionBatch) -> AttentionStep:
-        """The step that a model's forward pass takes."""
+        """Plan a step for a model's forward pass."""
         ...

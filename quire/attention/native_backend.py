@@ -1,4 +1,4 @@
-"""The attention back end of the native CPU kernels."""
+"""Attention back end of the native CPU kernels."""
 
 from __future__ import annotations
 
@@ -18,11 +18,9 @@ Inputs: TypeAlias = tuple[Buffer, Buffer, Buffer, Buffer]
 
 
 class NativeAttention:
-    """The memory of a pool, which recorded kernels are given, and the plan of each step.
-
-    pages[j]: [num_blocks, page bytes] uint8. cache_dtype: elements of keys and values, a key of CACHE_TYPES. num_heads:
-    query heads of every layer. num_threads: threads of the pool that runs the kernels.
-    """
+    """A pool's memory for recorded kernels, and the plan of each step. pages[j]: [num_blocks, page bytes] uint8.
+    cache_dtype: dtype of keys and values, a key of CACHE_TYPES. num_heads: query heads per layer. num_threads: threads
+    of the kernels' pool."""
 
     def __init__(
         self, layout: KVCacheLayout, pages: Sequence[torch.Tensor], cache_dtype: str, num_heads: int, num_threads: int
@@ -40,32 +38,32 @@ class NativeAttention:
         self.latent_dtype = torch.bfloat16 if cache_dtype == "bfloat16" else torch.float32
 
     def plan(self, batch: AttentionBatch) -> NativeAttentionStep:
-        """Raises ValueError for a block table that names a block outside the pool."""
+        """Raises ValueError for blocks outside the pool."""
         return NativeAttentionStep(self, self._plans.set(batch), batch)
 
     @property
     def plans(self) -> list[_native.AttentionPlan]:
-        """The plans, by KV group, of the step that was planned last, for what sets them natively
+        """Plans by KV group of the last planned step, for native code that sets them
         (quire/worker/platform/native_columns.py)."""
         return self._plans.plans
 
     def plan_beside(self, batch: AttentionBatch) -> list[_native.AttentionPlan]:
-        """The plans, by KV group, of some sequences of the step that was planned last; valid until the next call."""
+        """Plans by KV group for some sequences of the last planned step; valid until the next call."""
         return self._plans_beside.set(batch)
 
     @property
     def block_size(self) -> int:
-        """Tokens of the kernels' blocks."""
+        """Tokens per kernel block."""
         return self._layout.block_size
 
     def latent_rows(self, layer: int) -> tuple[int, torch.Tensor]:
-        """The KV group of a layer, and its latents in the order of their slots, [slots, width]."""
+        """KV group of a layer, and its latents in slot order, [slots, width]."""
         group, page = self._page_of_layer[layer]
         rows = self._pages[page].view(-1).view(self.latent_dtype)
         return group, rows.view(-1, self._layout.token_groups[group].spec.token_bytes // rows.itemsize)
 
     def head_constants(self, heads: HeadWeights, rotation: Buffer | None = None) -> dict[str, Any]:
-        """The arguments of `_native.Program.attention` for a layer, besides its buffers."""
+        """Arguments of `_native.Program.attention` for a layer, besides buffers."""
         layer, norms = heads.shape, (heads.query_norm, heads.key_norm)
         query_norm, key_norm = (0 if norm is None else address_of(norm.weight) for norm in norms)
         return {
@@ -89,7 +87,7 @@ class NativeAttention:
         }
 
     def latent_constants(self, shape: LatentShape) -> dict[str, Any]:
-        """The arguments of `_native.Program.latent` for a layer, besides its buffers."""
+        """Arguments of `_native.Program.latent` for a layer, besides buffers."""
         return {
             **self._page_constants(shape.layer),
             "num_heads": shape.num_heads,
@@ -100,7 +98,7 @@ class NativeAttention:
         }
 
     def index_constants(self, shape: IndexShape) -> dict[str, Any]:
-        """The arguments of `_native.Program.select_keys` for a layer, besides its buffers."""
+        """Arguments of `_native.Program.select_keys` for a layer, besides buffers."""
         return {
             **self._page_constants(shape.layer),
             "latent_width": shape.latent_width,
@@ -125,8 +123,7 @@ class NativeAttention:
 
 
 class RecordedAttention(AttentionStep):
-    """Operations that record kernels over the memory of a back end's pool: for any step of it, since each run of a
-    program brings the step's plans."""
+    """Operations that record kernels over a pool, for any step: each run brings its plans."""
 
     __slots__ = ("backend",)
 
@@ -153,7 +150,7 @@ class RecordedAttention(AttentionStep):
     def attend_expanded(
         self, shape: LatentShape, expansion: LatentExpansion, inputs: Inputs, rotation: Buffer | None
     ) -> Buffer:
-        """Every token in the absorbed form: a program for steps with prompts is recorded with ExpandingAttention."""
+        """All tokens absorbed; steps with prompts are recorded with ExpandingAttention."""
         absorbed = (expansion.absorb(inputs[0]), *inputs[1:])
         values: Buffer = expansion.values(self.attend_latent(shape, absorbed, rotation))
         return values
@@ -169,7 +166,7 @@ class RecordedAttention(AttentionStep):
 
 
 class NativeAttentionStep(RecordedAttention):
-    """One step. plans: one for each KV group, valid until the back end plans again."""
+    """One step. plans: one per KV group, valid until the back end plans again."""
 
     __slots__ = ("batch", "plans")
 

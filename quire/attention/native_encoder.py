@@ -1,4 +1,4 @@
-"""The attention back end of encoders on the native CPU kernels: a step's sequences, cut into work for threads."""
+"""Native attention back end of encoders."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from quire.kernels.cpu.recorder import Buffer
 
 
 class NativeEncoder:
-    """AttentionBackend without a pool. Programs are recorded for any step of it.
-
-    is_narrow: of a model whose weights are bfloat16: programs that multiply it round queries, keys, values and weights
-    to it, as plain torch does."""
+    """AttentionBackend without a pool; programs are recorded for any step. is_narrow: True for bfloat16 weights:
+    programs then round queries, keys, values and weights to bfloat16, as torch does."""
 
     def __init__(self, is_narrow: bool) -> None:
         precision = _native.MatmulPrecision
@@ -22,7 +20,7 @@ class NativeEncoder:
         self._plan = _native.EncoderPlan()
 
     def plan(self, batch: AttentionBatch) -> NativeEncoderStep:
-        """Every sequence must be in the batch from its first token on. Raises ValueError for query starts that fall."""
+        """Sequences must be in the batch from their first token on. Raises ValueError for decreasing query starts."""
         assert not bool(batch.start_positions.any()), "an encoder computes whole sequences"
         starts = batch.query_start
         assert starts.dtype == torch.int64, "query starts are int64"
@@ -32,7 +30,7 @@ class NativeEncoder:
 
 
 class NativeEncoderStep(AttentionStep):
-    """One step's plan, valid until the back end plans again; and operations that record kernels, for any step."""
+    """One step's plan, valid until the back end plans again; it also records kernels for any step."""
 
     __slots__ = ("backend", "encoder")
 

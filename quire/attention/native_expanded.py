@@ -1,8 +1,5 @@
-"""Steps of the native back end whose prompts are expanded (quire/attention/expanded.py).
-
-All products are native: keys and values of a part of the heads are written to scratch pages, over which the attention
-kernel runs as over those of any layer. torch gathers latents and puts the parts of keys side by side.
-"""
+"""Native steps with expanded prompts (quire/attention/expanded.py). All products are native: keys and values of some
+heads go to scratch pages, over which the attention kernel runs. torch gathers latents and joins the parts of keys."""
 
 from __future__ import annotations
 
@@ -26,8 +23,8 @@ from quire.kv_cache.spec import AttentionSpec
 
 
 class ExpandingAttention(AttentionStep):
-    """The AttentionStep with which a program for steps with prompts is recorded: it computes their latent attention
-    when the program runs. rule: that of the model's layers, which are alike."""
+    """AttentionStep with which programs for steps with prompts are recorded; it computes their latent attention at run
+    time. rule: the model's."""
 
     def __init__(self, backend: NativeAttention, runtime: NativeRuntime, rule: ExpansionRule) -> None:
         self.backend = backend
@@ -35,13 +32,13 @@ class ExpandingAttention(AttentionStep):
         self._runtime = runtime
         self._programs: dict[tuple[int, object], _Program] = {}
         self._scratch: dict[int, _Scratch] = {}
-        """Scratch pages by number of heads: the heads of a whole part, and of the last one."""
+        """Scratch pages by number of heads: a full part's, and the last one's."""
         self._prompts: list[Prompt] = []
         self._batch: AttentionBatch | None = None
         self._rest: tuple[torch.Tensor, list[_native.AttentionPlan]] | None = None
 
     def plan(self, batch: AttentionBatch) -> bool:
-        """Take up a step; returns whether it has prompts to expand: without any, the ordinary program computes it."""
+        """Prepare a step; returns whether it has prompts to expand. Without any, use the ordinary program."""
         self._prompts = expanded_prompts(self.rule, batch.query_start.numpy(), batch.start_positions.numpy())
         self._batch, self._rest = batch, None
         found = rest_of(batch, self._prompts) if self._prompts else None
@@ -58,7 +55,7 @@ class ExpandingAttention(AttentionStep):
         return inputs[0].recorder.call_torch(function, shape.num_heads * expansion.value_dim, (*inputs, *turned))
 
     def compute(self, shape: LatentShape, expansion: LatentExpansion, *rows: torch.Tensor) -> torch.Tensor:
-        """The result of `attend_expanded` for the step that was taken up last. rows: its inputs, and the rotation."""
+        """Result of `attend_expanded` for the prepared step. rows: its inputs, and the rotation."""
         query, turned_query, latent, turned_key = rows[:4]
         assert self._batch is not None, "plan comes before compute"
         out = query.new_empty(len(query), shape.num_heads * expansion.value_dim)
@@ -127,7 +124,7 @@ class ExpandingAttention(AttentionStep):
 
 
 class _Scratch:
-    """Pages of `layer`'s heads for one sequence of at most `num_keys` keys, in the elements of the back end's."""
+    """Pages of `layer`'s heads for one sequence of at most `num_keys` keys, in the back end's dtype."""
 
     def __init__(self, layer: LayerAttention, num_keys: int, backend: NativeAttention, runtime: NativeRuntime) -> None:
         self.num_keys = num_keys
@@ -144,7 +141,8 @@ class _Scratch:
         self._writes, self._reads = (_Program(each, runtime) for each in (self._record_write, self._record_read))
 
     def write(self, first: int, expanded: torch.Tensor, turned_keys: torch.Tensor, expansion: LatentExpansion) -> None:
-        """Keys from position `first` on. expanded: [N, heads * (nope_dim + value_dim)]; turned_keys: [N, rope_dim]."""
+        """Write keys from position `first` on. expanded: [N, heads * (nope_dim + value_dim)]; turned_keys: [N,
+        rope_dim]."""
         layer = self._layer
         keys, values = expanded.unflatten(1, (layer.num_heads, -1)).split((expansion.nope_dim, expansion.value_dim), 2)
         rows = expanded.new_zeros(len(expanded), 2, layer.num_heads, layer.head_dim)
@@ -154,8 +152,8 @@ class _Scratch:
         self._writes([rows.flatten(1)], self._backend.plan(self._batch(first, len(rows))).plans)
 
     def read(self, query: torch.Tensor, start: int) -> torch.Tensor:
-        """Attention of the queries from position `start` on over the keys that are written. query: [T, heads, key_dim].
-        Returns [T, heads, head_dim]."""
+        """Attention of the queries from position `start` on over the written keys. query: [T, heads, key_dim]. Returns
+        [T, heads, head_dim]."""
         layer = self._layer
         padded = F.pad(query, (0, layer.head_dim - query.shape[2])).flatten(1)
         plans = self._backend.plan_beside(self._batch(start, len(query)))
@@ -196,7 +194,7 @@ class _Scratch:
 
 
 class _Program:
-    """A function of buffers, recorded for rows that each call brings."""
+    """A function of buffers, recorded as a program."""
 
     def __init__(self, record: Callable[..., Buffer], runtime: NativeRuntime) -> None:
         self._record = record
@@ -225,7 +223,7 @@ class _Program:
 
 
 def _turn(rows: torch.Tensor, rope_dim: int, rotation: torch.Tensor) -> torch.Tensor:
-    """rows: [T, heads * rope_dim]; rotation: [T, rope_dim], cosines and then sines, as the native kernel makes them."""
+    """rows: [T, heads * rope_dim]; rotation: [T, rope_dim], cosines, then sines."""
     first, second = rows.unflatten(1, (-1, 2, rope_dim // 2)).unbind(2)
     cos, sin = rotation[:, None].chunk(2, dim=-1)
     return torch.stack((first * cos - second * sin, second * cos + first * sin), dim=2).flatten(1)

@@ -1,5 +1,4 @@
-"""The back end of layers that keep states: it finds their pages for a step, as the attention back ends do for layers
-that keep tokens."""
+"""Back end of layers with recurrent states: finds their pages for a step."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from quire.kv_cache.layout import KVCacheLayout
 
 
 class StateBackend:
-    """The state groups of one pool. pages: by layer, [num_blocks, page bytes] uint8."""
+    """State groups of one pool. pages: by layer, [num_blocks, page bytes] uint8."""
 
     def __init__(self, layout: KVCacheLayout, pages: Mapping[int, torch.Tensor]) -> None:
         groups = layout.state_groups
@@ -24,15 +23,15 @@ class StateBackend:
         self._interval = max(intervals, default=0)
 
     def plan(self, batch: AttentionBatch) -> StateStep | None:
-        """None where no layer keeps states."""
+        """None if no layer has states."""
         if not self._pages:
             return None
         tables = {layer: batch.state_tables[group] for layer, group in self._group_of.items()}
         return StateStep(batch.query_start.tolist(), batch.start_positions, tables, self._interval, self._pages)
 
     def plan_on_device(self, batch: DeviceBatch) -> DeviceStateStep | None:
-        """The states of a device's step; None where no layer keeps states. No device is asked and nothing is launched:
-        the result is as good for the replays of a graph as for one step."""
+        """States of a device's step; None if no layer has states. It queries and launches nothing, so it is valid for
+        graph replays too."""
         if not self._pages:
             return None
         tables = {layer: batch.state_tables[group] for layer, group in self._group_of.items()}

@@ -1,4 +1,4 @@
-"""Attention of the tiles that quire/attention/tiles.py cuts a step into, on plain torch operators."""
+"""Attention of the tiles from quire/attention/tiles.py, in torch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Partial = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def attend_tiles(tiles: TileList, layer: LayerAttention, pages: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Attention of all tokens of one tile list, [num_tiles * tile_tokens, num_heads, value_width] float32. pages: the
-    layer's, in one of the shapes that TorchAttention takes. q: [T, num_heads, head_dim], the step's queries."""
+    """Attention of one tile list's tokens, [num_tiles * tile_tokens, num_heads, value_width] float32. pages: the
+    layer's, in a shape of TorchAttention. q: [T, num_heads, head_dim]."""
     groups, dim, value_width = layer.num_kv_heads, layer.head_dim, layer.value_width
     per_group = layer.num_heads // groups
     used_rows = tiles.tile_tokens * per_group
@@ -49,7 +49,7 @@ def attend_tiles(tiles: TileList, layer: LayerAttention, pages: torch.Tensor, q:
 def _attend_chunk(
     tiles: TileList, chunk: Chunk, layer: LayerAttention, pages: torch.Tensor, queries: torch.Tensor
 ) -> Partial:
-    """Each item by itself: its queries over its keys."""
+    """Each item's queries over its keys."""
     groups, dim = layer.num_kv_heads, layer.head_dim
     num_items, rows = len(chunk.tiles), tiles.rows
     key, value = _gather(pages, chunk.key_rows, layer)
@@ -74,7 +74,8 @@ def _attend_chunk(
 
 
 def _gather(pages: torch.Tensor, key_rows: torch.Tensor, layer: LayerAttention) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of some rows and all heads, float32: [items, groups, KEY_TILE, width], flat but for the width."""
+    """Keys and values of some rows for all heads, float32: [items, groups, KEY_TILE, width], flattened except for
+    width."""
     vectors, groups = pages.view(-1, pages.shape[-1]), layer.num_kv_heads
     heads = torch.arange(groups)[:, None]
     if pages.dim() < 5:
@@ -91,7 +92,7 @@ def _gather(pages: torch.Tensor, key_rows: torch.Tensor, layer: LayerAttention) 
 
 
 def _merged(left: Partial, right: Partial) -> Partial:
-    """The softmax over the keys of both. Merging with a part that saw no key changes no bit."""
+    """Softmax over the keys of both parts. Merging an empty part changes no bit."""
     maximum = torch.maximum(left[0], right[0])
     left_scale, right_scale = torch.exp(left[0] - maximum), torch.exp(right[0] - maximum)
     return (

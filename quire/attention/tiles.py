@@ -1,12 +1,11 @@
-"""Cutting a step's attention into work items of one shape: the plan of the plain torch back end.
+"""Division of a step's attention into work items of one shape, for the torch back end.
 
-A query tile is a few consecutive new tokens of one sequence; a key tile is KEY_TILE consecutive positions, starting
-at a multiple of KEY_TILE. An item is one of each. Key tiles that no query of the tile may see are not listed.
+A query tile is a few consecutive new tokens of one sequence; a key tile is KEY_TILE consecutive positions at a multiple
+of KEY_TILE. An item is one of each; invisible key tiles are left out.
 
-What makes a query's result independent of everything around it: sums over keys happen inside a key tile, whose
-borders are fixed, and partial results are merged in an order that depends on the tiles' numbers alone. Up to
-WAVE_TILES of them (a wave, again with fixed borders) are merged pairwise as the leaves of a binary tree whose missing
-leaves are left out; waves follow each other. A key that a query may not see contributes an exact zero.
+A query's result does not depend on the batch: sums stay inside key tiles with fixed borders, and partial results merge
+in an order that depends only on tile numbers. Up to WAVE_TILES tiles (a wave, with fixed borders) merge pairwise as a
+binary tree; waves follow each other. An invisible key contributes an exact zero.
 """
 
 from __future__ import annotations
@@ -24,49 +23,49 @@ WAVE_TILES = 16
 SMALL_ROWS = 8
 LARGE_ROWS = 128
 SMALL_LIMIT = 64
-"""Sequences with at most this many rows (new tokens x query heads per key head) take small tiles."""
+"""Maximum rows (new tokens x query heads per key head) of a sequence with small tiles."""
 
 HIDDEN = -1e30
-"""Least number that is added to the score of a key that a query does not see: its weight becomes an exact zero. Finite,
-so that no difference or product is ever NaN. A maximum at or below it means that nothing was seen."""
+"""Term added to the score of an invisible key, so that its weight is exactly zero. Finite, so that nothing becomes NaN.
+A maximum at or below it means no visible key."""
 
 Levels = tuple[tuple[torch.Tensor, torch.Tensor], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Items that are computed together: whole waves of some query tiles, no query tile twice. I items."""
+    """I items computed together: whole waves of distinct query tiles."""
 
     tiles: torch.Tensor
-    """[I] int64: the query tile of each item."""
+    """[I] int64: query tile of each item."""
     key_rows: torch.Tensor
-    """[I, 1, KEY_TILE] int64: the page row of each key; one of block 0 for positions that the sequence has not
-    reached, so that no query reads keys of the block's earlier sequence."""
+    """[I, 1, KEY_TILE] int64: page row of each key; one of block 0 beyond the sequence, so that no query reads stale
+    keys."""
     edges: torch.Tensor
-    """[E] int64: items with keys that not all of their queries see."""
+    """[E] int64: items with keys that some of their queries do not see."""
     edge_bias: torch.Tensor
-    """[E, 1, rows, KEY_TILE] float32, added to their scores: 0 where the key is seen, at most HIDDEN elsewhere."""
+    """[E, 1, rows, KEY_TILE] float32, added to their scores: 0 for visible keys, at most HIDDEN for others."""
     levels: Levels
-    """Merges, in order: items `right` are merged into items `left`."""
+    """Merges in order: items `right` into items `left`."""
     roots: torch.Tensor
-    """[R] int64: the items that hold the merged result of each query tile, afterwards."""
+    """[R] int64: items with the merged result of each query tile."""
     root_tiles: torch.Tensor
     """[R] int64: those query tiles."""
     is_first: bool
-    """None of the query tiles occurs in an earlier chunk."""
+    """True if none of the query tiles is in an earlier chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class TileList:
-    """All work of the sequences that use one tile size. Q query tiles of `tile_tokens` tokens, `rows` rows each."""
+    """Work of the sequences with one tile size: query tiles of `tile_tokens` tokens and `rows` rows."""
 
     tile_tokens: int
     rows: int
     num_tiles: int
     gather: torch.Tensor
-    """[Q * tile_tokens] int64: the batch's token in each place of the tiles (any token where there is none)."""
+    """[Q * tile_tokens] int64: token of each place in the tiles (arbitrary for empty places)."""
     places: torch.Tensor
-    """[n] int64: places that hold a token ..."""
+    """[n] int64: places with a token ..."""
     tokens: torch.Tensor
     """[n] int64: ... and that token."""
     chunks: tuple[Chunk, ...]
@@ -74,8 +73,8 @@ class TileList:
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """A step's sequences as numpy columns: index of the first token in the batch, its position, number of tokens,
-    and the block table [S, max_blocks]."""
+    """Columns of a step's sequences: first token in the batch, its position, number of tokens, and block table [S,
+    max_blocks]."""
 
     first_token: np.ndarray
     start: np.ndarray
@@ -95,7 +94,7 @@ class Sequences:
 
 @dataclass(frozen=True, slots=True)
 class QueryTiles:
-    """Q query tiles while they are planned: sequence [Q], positions [Q, tile_tokens], row_positions [Q, rows]."""
+    """Query tiles while planned: sequence [Q], positions [Q, tile_tokens], row_positions [Q, rows]."""
 
     sequences: Sequences
     sequence: np.ndarray
@@ -105,13 +104,13 @@ class QueryTiles:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The earlier positions that are seen: `size` and `is_chunked` are `window` and `is_chunked` of LayerAttention."""
+    """Visible earlier positions; see `window` and `is_chunked` of LayerAttention."""
 
     size: int | None = None
     is_chunked: bool = False
 
     def first(self, positions: np.ndarray) -> np.ndarray:
-        """The first position, possibly below 0, that tokens at these positions see."""
+        """First position (possibly < 0) that tokens at these positions see."""
         assert self.size is not None, "a window of all positions has no first one"
         return first_seen(positions, self.size, is_chunked=self.is_chunked)
 
@@ -119,11 +118,9 @@ class Window:
 def plan_tiles(
     sequences: Sequences, *, heads_per_group: int, window: Window, item_bytes: tuple[int, int], limit: int
 ) -> list[TileList]:
-    """Cut a step into at most two lists: small tiles for sequences with few new tokens, large ones for the others.
-
-    heads_per_group: query heads per key head. item_bytes: (fixed, per row) bytes that one item needs while it is
-    computed; chunks are as long as `limit` bytes allow.
-    """
+    """Divide a step into at most two lists: small tiles for sequences with few new tokens, large ones for others.
+    heads_per_group: query heads per key head. item_bytes: (fixed, per row) bytes of one item's computation; chunks use
+    up to `limit` bytes."""
     few = sequences.num_tokens * heads_per_group <= SMALL_LIMIT
     lists = []
     for chosen, target_rows in ((few, SMALL_ROWS), (~few, LARGE_ROWS)):
@@ -180,7 +177,7 @@ def _plan_chunks(queries: QueryTiles, window: Window, chunk_items: int) -> tuple
 
 
 def _chunk_numbers(wave: np.ndarray, item_tile: np.ndarray, chunk_items: int) -> np.ndarray:
-    """A chunk number for each item, rising: about `chunk_items` items each, one wave, waves of a tile uncut."""
+    """Ascending chunk numbers of the items: about `chunk_items` each, within one wave, with waves of a tile uncut."""
     new_wave = np.diff(wave, prepend=-1) != 0
     new_group = new_wave | (np.diff(item_tile, prepend=-1) != 0)
     index = np.arange(len(wave))
@@ -217,8 +214,8 @@ def _chunk(queries: QueryTiles, tiles: np.ndarray, keys: np.ndarray, window: Win
 
 
 def _bias(own: np.ndarray, keys: np.ndarray, window: Window) -> torch.Tensor:
-    """own: [E, rows], keys: [E, KEY_TILE] positions -> [E, 1, rows, KEY_TILE]. The further out of sight, the lower:
-    products and minima are several times faster than comparisons and choices."""
+    """own: [E, rows], keys: [E, KEY_TILE] positions -> [E, 1, rows, KEY_TILE]. The bias falls with distance, because
+    products and minima are several times faster than comparisons."""
     wide_keys = torch.from_numpy(keys.astype(np.float32))[:, None]
     distance = torch.from_numpy(own.astype(np.float32))[:, :, None] - wide_keys
     bias = distance.clamp(max=0.0)
@@ -229,8 +226,8 @@ def _bias(own: np.ndarray, keys: np.ndarray, window: Window) -> torch.Tensor:
 
 
 def _merge_tree(tiles: np.ndarray, keys: np.ndarray) -> tuple[Levels, np.ndarray]:
-    """Pairs to merge, level by level, until one item is left of each query tile; and those items. Two nodes are
-    partners when their numbers differ in the last bit alone; a node without its partner moves up as it is."""
+    """Pairs to merge, level by level, until one item per query tile is left; and these items. Partners differ only in
+    the last bit of their numbers; a node without a partner moves up."""
     node = np.arange(len(tiles))
     number = tiles.astype(np.int64) * WAVE_TILES + keys % WAVE_TILES
     levels = []
@@ -245,7 +242,7 @@ def _merge_tree(tiles: np.ndarray, keys: np.ndarray) -> tuple[Levels, np.ndarray
 
 
 def _ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The owner of each item and its number with that owner, where owner i has counts[i] items. Counts [3, 1] give ([0,
-    0, 0, 1], [0, 1, 2, 0])."""
+    """Owner of each item and its index with that owner, where owner i has counts[i] items: [3, 1] -> ([0, 0, 0, 1], [0,
+    1, 2, 0])."""
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)

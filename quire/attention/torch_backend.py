@@ -1,4 +1,4 @@
-"""The plain torch attention back end: correct everywhere, batch-invariant, as fast as torch's operators allow."""
+"""Torch attention back end: batch-invariant, and correct on every machine."""
 
 from __future__ import annotations
 
@@ -28,17 +28,14 @@ from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout
 
 Inputs: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 CHUNK_BYTES = 4 << 20
-"""Working memory of one chunk of items: about what the caches of a core hold."""
+"""Bytes of one chunk of items: about a core's caches."""
 
 
 class TorchAttention:
-    """AttentionBackend over torch's own operators. Block 0, which no sequence owns, is zeroed: it is read (with weight
-    zero) for positions beyond a sequence's blocks.
-
-    pages: by layer, [num_blocks, 2, block_size, num_kv_heads, head_dim], or, where values are of another width,
-    [num_blocks, block_size, num_kv_heads, head_dim + value_width], or of latents [num_blocks, block_size, width], in
-    the kernels' blocks.
-    """
+    """AttentionBackend over torch operators. Block 0, which no sequence owns, is zeroed, because it is read with weight
+    zero beyond a sequence's blocks. pages: by layer, in kernel blocks: [num_blocks, 2, block_size, num_kv_heads,
+    head_dim]; for values of another width [num_blocks, block_size, num_kv_heads, head_dim + value_width]; for latents
+    [num_blocks, block_size, width]."""
 
     def __init__(self, layout: KVCacheLayout, pages: Mapping[int, torch.Tensor]) -> None:
         self._block_size = layout.block_size
@@ -53,10 +50,10 @@ class TorchAttention:
 
 
 class TorchAttentionStep(AttentionStep):
-    """One step: work lists are made for the first layer of each kind and serve all others of the kind."""
+    """One step. Work lists are made for the first layer of each kind and shared by the others."""
 
     def __init__(self, layers: dict[int, tuple[int, torch.Tensor]], block_size: int, batch: AttentionBatch) -> None:
-        """layers: the group (of those that keep tokens) and the pages of each layer."""
+        """layers: token group and pages of each layer."""
         self._layers = layers
         self._block_size = block_size
         self._batch = batch
@@ -126,7 +123,7 @@ class TorchAttentionStep(AttentionStep):
         return select_keys(shape, self._batch, group, keys, self._block_size, (query, weights))
 
     def _write_latent(self, shape: LatentShape, inputs: Inputs, rotation: Rotation | None) -> torch.Tensor:
-        """Keep the latents with their rotated keys. Returns the rotated parts of queries, [T, num_heads, rope_dim]."""
+        """Store the latents with their rotated keys. Returns the rotated queries, [T, num_heads, rope_dim]."""
         _, turned_query, latent, turned_key = inputs
         turned_key = _prepared(turned_key[:, None], None, rotation)
         group, pages = self._layers[shape.layer]
@@ -148,14 +145,14 @@ class TorchAttentionStep(AttentionStep):
         return self._splits[rule]
 
     def _latents(self, shape: LatentShape, prompt: Prompt) -> torch.Tensor:
-        """[num_keys, width]: the latents that the layer keeps of a prompt's tokens, those of the step included."""
+        """[num_keys, width]: latents of a prompt's tokens in the layer, the step's included."""
         group, pages = self._layers[shape.layer]
         blocks = self._batch.block_tables[group][prompt.sequence, : -(-prompt.num_keys // self._block_size)].long()
         return pages[blocks].flatten(0, 1)[: prompt.num_keys, : shape.width]
 
     def _attended_selected(self, layer: LayerAttention, q: torch.Tensor, selected: torch.Tensor) -> torch.Tensor:
-        """`_attended` over latents, where a token that sees more keys than `selected` is wide reads the positions in
-        its row of it alone: each token is a sequence of its own, in blocks of one token."""
+        """`_attended` over latents. A token that sees more keys than `selected` has columns reads only the positions in
+        its row: it is treated as a sequence in blocks of one token."""
         group, pages = self._layers[layer.layer]
         batch, top = self._batch, selected.shape[1]
         counts = (batch.slot_positions + 1).clamp(max=top)
@@ -184,8 +181,7 @@ class TorchAttentionStep(AttentionStep):
         return out
 
     def _attended(self, layer: LayerAttention, q: torch.Tensor) -> torch.Tensor:
-        """q: [T, num_heads, head_dim]. Returns [T, num_heads, value_width] in q's dtype, over keys and values that are
-        all written."""
+        """q: [T, num_heads, head_dim] -> [T, num_heads, value_width] in q's dtype, over written keys and values."""
         group, pages = self._layers[layer.layer]
         if layer.length_scale is not None:
             q = (q.float() * layer.length_scale.factors(self._batch.slot_positions)[:, None, None]).to(q.dtype)
@@ -221,8 +217,8 @@ class TorchAttentionStep(AttentionStep):
 
 
 class _Split(NamedTuple):
-    """A step in two. prompts: the sequences that are expanded. tokens: indices of all other tokens in the step; rest:
-    these tokens as a step of their own. Both are None where prompts are all there is."""
+    """A step in two parts. prompts: expanded sequences. tokens: indices of the other tokens; rest: their step. Both are
+    None if there are only prompts."""
 
     prompts: Sequence[Prompt]
     tokens: torch.Tensor | None = None
@@ -230,7 +226,7 @@ class _Split(NamedTuple):
 
 
 def _prepared(heads: torch.Tensor, norm: NormWeights | None, rotation: Rotation | None) -> torch.Tensor:
-    """[T, heads, dim], normed and rotated."""
+    """[T, heads, dim], normalised and rotated."""
     if norm is not None:
         heads = reference.norm(norm, heads)
     return heads if rotation is None else rotation.apply(heads)

@@ -1,8 +1,5 @@
-"""The indexer of sparse latent attention on plain torch operators: scores of keys, and the best of them.
-
-Keys come in tiles of KEY_TILE positions that begin at multiples of it, and heads are added one after the other, so that
-a score does not depend on what else is in the step.
-"""
+"""Indexer of sparse latent attention in torch: scores of keys, and the best of them. Key tiles begin at multiples of
+KEY_TILE and heads are added in order, so a score does not depend on the rest of the step."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from quire.kernels.matmul import padded_rows
 def slots_of(
     batch: AttentionBatch, group: int, sequence: int, positions: torch.Tensor, block_size: int
 ) -> torch.Tensor:
-    """The slots of a sequence's tokens at these positions in the pages of a group, int64."""
+    """Slots of a sequence's positions in a group's pages, int64."""
     blocks = batch.block_tables[group][sequence].long()[positions // block_size]
     return blocks * block_size + positions % block_size
 
@@ -33,8 +30,8 @@ def select_keys(
     block_size: int,
     inputs: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
-    """The result of `AttentionStep.select_keys`. keys: [slots, dim], of the pool, written. inputs: rotated queries [T,
-    num_heads, dim] and the heads' weights [T, num_heads]."""
+    """See `AttentionStep.select_keys`. keys: [slots, dim], the pool's, written. inputs: rotated queries [T, num_heads,
+    dim] and head weights [T, num_heads]."""
     query, weights = inputs
     chosen = torch.zeros(len(query), index.top)
     starts = batch.query_start.tolist()
@@ -54,7 +51,7 @@ def select_keys(
 
 
 def _scores(tiles: torch.Tensor, query: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Scores of one token over tiles of keys [tiles, dim, KEY_TILE]: [tiles * KEY_TILE]. query: [num_heads, dim];
+    """Scores of one token over tiles of keys [tiles, dim, KEY_TILE] -> [tiles * KEY_TILE]. query: [num_heads, dim];
     weights: [num_heads], scaled."""
     rows = F.pad(query, (0, 0, 0, padded_rows(len(query)) - len(query)))
     products = torch.bmm(rows.expand(len(tiles), -1, -1), tiles).relu_()

@@ -1,4 +1,4 @@
-"""The attention back ends of the Triton kernels: layers with pages, latent ones, and encoders, which have none."""
+"""Attention back ends of the Triton kernels: paged, latent, and encoder."""
 
 from __future__ import annotations
 
@@ -39,14 +39,11 @@ from quire.kv_cache.layout import KVCacheLayout
 
 
 class TritonAttention:
-    """Attention on a device's pool. Holds the scratch for splits, which all layers of a shape and all graphs share.
-
-    pages: by layer, [num_blocks, 2, block_size, num_kv_heads, head_dim] of bfloat16, float16, float32 or e4m3 (or its
-    bits, uint8), on the device, in the kernels' blocks; of latents [num_blocks, block_size, width]. num_heads: query
-    heads of every layer. dtype: the activations'. max_num_seqs, max_model_len: the largest batch that the scratch must
-    serve. batch_invariant: a row's bits depend on its own sequence alone, since tiles and splits are of one size and at
-    fixed positions; otherwise both are chosen for speed.
-    """
+    """Attention on a device's pool, with split scratch shared by all layers of a shape and all graphs. pages: by layer
+    in kernel blocks, [num_blocks, 2, block_size, num_kv_heads, head_dim] of bfloat16, float16, float32 or e4m3 (or its
+    bits, uint8); latents [num_blocks, block_size, width]. num_heads: query heads per layer. dtype: the activations'.
+    max_num_seqs, max_model_len: largest batch for the scratch. batch_invariant: a row's bits depend only on its
+    sequence, through fixed tiles and splits; else both are chosen for speed."""
 
     def __init__(
         self,
@@ -84,15 +81,15 @@ class TritonAttention:
         self._kernels: dict[int, _LayerKernels] = {}
 
     def plan(self, batch: DeviceBatch) -> TritonAttentionStep:
-        """No device is asked and nothing is launched: a plan is as good for the replays of a graph as for one step."""
+        """It queries and launches nothing, so a plan is valid for graph replays too."""
         return TritonAttentionStep(self, batch)
 
     def kernels(
         self, batch: DeviceBatch, shape: HeadShape, window: int | None, *, allow_warp_groups: bool = False
     ) -> tuple[Tiles | None, SplitPlan | None]:
-        """The tiles of the varlen kernel and the plan of the split kernel for a batch and heads of this shape (None:
-        that kernel does not run). Sequences with at most `SplitPlan.tokens` new tokens are the split kernel's, if it
-        runs. allow_warp_groups: passed on to `varlen_tiles`."""
+        """Tiles of the varlen kernel and plan of the split kernel for a batch and head shape (None: that kernel does
+        not run). The split kernel, if it runs, computes sequences with at most `SplitPlan.tokens` new tokens.
+        allow_warp_groups: see `varlen_tiles`."""
         split = self._split_plan(shape, batch.num_seqs, batch.max_seq_len, window)
         if split is not None and batch.max_query_len <= split.tokens:
             return None, split
@@ -105,8 +102,7 @@ class TritonAttention:
         return varlen_tiles(shape, *lengths, self._limits, allow_warp_groups=allow_warp_groups), split
 
     def layer(self, heads: HeadWeights) -> _LayerKernels:
-        """The kernels of the layer that `heads` is of: bound to its weights and pages when it first attends, and as
-        long as this back end lives."""
+        """Kernels of a layer, bound to its weights and pages at first use."""
         number = heads.shape.layer
         bound = self._kernels.get(number)
         if bound is None or bound.heads is not heads:
@@ -115,9 +111,8 @@ class TritonAttention:
         return bound
 
     def lengths_to_compile(self, longest: int) -> tuple[tuple[int, int], ...]:
-        """Values of `max_query_len` and `max_seq_len`, at most `longest`, that between them need every kernel, in
-        batches of two or more sequences, one of them shorter: a step of padding with each compiles all while
-        starting."""
+        """Values of (`max_query_len`, `max_seq_len`), at most `longest`, that together need every kernel in batches of
+        two or more sequences with one shorter; padding steps with them compile all kernels at the start."""
         if self._batch_invariant:
             return (1, longest), (2, longest)
         groups = {shape.group for shape in self.scratch} or {1}  # expanded heads share no keys
@@ -138,7 +133,7 @@ class TritonAttention:
 
 
 class LayerPages(NamedTuple):
-    """One layer's memory. group: its KV group, of those that keep tokens."""
+    """One layer's memory. group: its KV group of tokens."""
 
     group: int
     shape: HeadShape
@@ -146,8 +141,6 @@ class LayerPages(NamedTuple):
 
 
 class _LayerKernels:
-    """The kernels of one layer."""
-
     def __init__(self, heads: HeadWeights, layer: LayerPages, scratch: SplitScratch, dtype: torch.dtype) -> None:
         """dtype: the queries'."""
         self.heads = heads
@@ -180,8 +173,8 @@ class _LayerKernels:
 
 
 class TritonAttentionStep(AttentionStep):
-    """One step. Operations write to `out`, if it is given, in place of a new tensor; inputs are contiguous. Nothing is
-    allocated besides results; all launches depend on addresses and host sizes alone."""
+    """One step. Operations write to `out` if given, else to a new tensor; inputs are contiguous. Only results are
+    allocated, and launches depend only on addresses and host sizes."""
 
     def __init__(self, backend: TritonAttention, batch: DeviceBatch) -> None:
         self._backend = backend
@@ -191,7 +184,7 @@ class TritonAttentionStep(AttentionStep):
     def attend(
         self, heads: HeadWeights, qkv: torch.Tensor, rotation: DeviceRotation | None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """AttentionStep.attend. out may have any float dtype. Padding rows are not written."""
+        """See AttentionStep.attend. out: any float dtype; padding rows are not written."""
         layer = self._backend.layer(heads)
         layer.prepare(qkv, rotation, self._batch.slot_mapping[layer.group])
         self._scale_queries(heads, qkv)
@@ -229,7 +222,7 @@ class TritonAttentionStep(AttentionStep):
         rotation: DeviceRotation | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """AttentionStep.select_keys. Positions are int32."""
+        """See AttentionStep.select_keys. Positions are int32."""
         group, pages = self._backend.latents.pages[shape.layer]
         if out is None:
             out = torch.empty(len(inputs[0]), shape.top, dtype=torch.int32, device=inputs[0].device)
@@ -237,15 +230,14 @@ class TritonAttentionStep(AttentionStep):
         return out
 
     def _scale_queries(self, heads: HeadWeights, query: torch.Tensor) -> None:
-        """Multiply queries by their factors of `LengthScale`, in place. query: [T, at least num_heads * head_dim],
-        heads first."""
+        """Apply the `LengthScale` to queries in place. query: [T, >= num_heads * head_dim], heads first."""
         shape = heads.shape
         if shape.length_scale is not None:
             factors = shape.length_scale.factors(self._batch.slot_positions)[:, None]
             query[:, : shape.num_heads * shape.head_dim].mul_(factors)
 
     def _attend(self, layer: _LayerKernels, query: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-        """query: [T, at least num_heads * head_dim], heads first."""
+        """query: [T, >= num_heads * head_dim], heads first."""
         shape = layer.heads.shape
         if out is None:
             size = (query.shape[0], shape.num_heads * shape.head_dim)
@@ -265,9 +257,8 @@ class TritonAttentionStep(AttentionStep):
 
 
 class DeviceLatents:
-    """Kernels are bound to a layer's pages when it first attends, and live as long as this. max_num_seqs,
-    max_model_len: the largest batch that the scratch, which all layers share, must serve. pages: by layer, its group
-    and memory."""
+    """Latent kernels, bound to a layer's pages at first use. max_num_seqs, max_model_len: largest batch for the
+    scratch, which all layers share. pages: KV group and memory by layer."""
 
     def __init__(
         self,
@@ -289,8 +280,7 @@ class DeviceLatents:
         self._kernels: dict[int, LatentKernels] = {}
 
     def add_layer(self, layer: int, group: int, pages: torch.Tensor) -> None:
-        """group: the layer's place among the KV groups that keep tokens. pages: [num_blocks, block_size, width], in the
-        kernels' blocks."""
+        """group: index among the KV groups of tokens. pages: [num_blocks, block_size, width], in kernel blocks."""
         self.pages[layer] = group, pages
         if self._scratch is None:
             num_heads, max_num_seqs, max_model_len = self._sizes
@@ -299,7 +289,6 @@ class DeviceLatents:
             )
 
     def layer(self, shape: LatentShape) -> tuple[LatentKernels, int]:
-        """A layer's kernels and its group."""
         group, pages = self.pages[shape.layer]
         found = self._kernels.get(shape.layer)
         if found is None:
@@ -311,10 +300,10 @@ class DeviceLatents:
 
 
 class TritonEncoderStep(AttentionStep):
-    """A step that attends in both directions. Nothing is kept for later steps."""
+    """A bidirectional step."""
 
     def __init__(self, query_start: torch.Tensor) -> None:
-        """query_start: [S + 1] int32, that of DeviceBatch."""
+        """query_start: [S + 1] int32, see DeviceBatch."""
         self._query_start = query_start
 
     def attend(self, heads: HeadWeights, qkv: torch.Tensor, rotation: DeviceRotation | None) -> torch.Tensor:
@@ -323,11 +312,11 @@ class TritonEncoderStep(AttentionStep):
 
 
 class TritonEncoder:
-    """A device's attention back end without a pool. Every sequence is in a batch from its first token on."""
+    """A device's attention back end without a pool. Sequences are in a batch from their first token on."""
 
     def plan(self, batch: DeviceBatch) -> TritonEncoderStep:
         return TritonEncoderStep(batch.query_start)
 
     def lengths_to_compile(self, longest: int) -> tuple[tuple[int, int], ...]:
-        """The one pair of values: an encoder's kernel has one kind of tiles."""
+        """A single pair: the encoder kernel has one kind of tiles."""
         return ((1, longest),)

@@ -1,5 +1,5 @@
-"""Prompts over latents on a device in the ordinary form of attention: keys and values of a few heads at a time go to
-scratch pages, over which the attention kernel for prompts runs. See quire/attention/expanded.py for when that pays."""
+"""Expanded prompts over latents on a device: keys and values of a few heads go to scratch pages, over which the prompt
+kernel runs. See quire/attention/expanded.py."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Inputs: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 
 
 class DeviceExpansion:
-    """Owns the scratch, which all layers share: for a sequence of `max_num_keys` keys and a part of the heads,
-    allocated when a prompt is first expanded. limits: the device's."""
+    """Owner of the scratch, shared by all layers: for `max_num_keys` keys and a part of the heads, allocated at first
+    use."""
 
     def __init__(self, max_num_keys: int, limits: DeviceLimits) -> None:
         self._max_num_keys = max_num_keys
@@ -41,7 +41,7 @@ class DeviceExpansion:
         batch: DeviceBatch,
         layer: tuple[LatentKernels, int, torch.Tensor],
     ) -> torch.Tensor:
-        """The result of `AttentionStep.attend_expanded`. layer: its kernels, its KV group, and its pages."""
+        """See `AttentionStep.attend_expanded`. layer: its kernels, KV group and pages."""
         kernels, group, pages = layer
         query, turned_query, latent, turned_key = inputs
         kernels.prepare(turned_query, latent, turned_key, rotation, batch, group)
@@ -77,8 +77,8 @@ class DeviceExpansion:
         work: tuple[Sequence[Prompt], DeviceBatch],
         out: torch.Tensor,
     ) -> None:
-        """query: both parts of the queries of all the step's tokens, the second rotated. kept: [blocks, block_size,
-        width] of the prompts of `work`, whose batch is over the scratch pages."""
+        """query: both parts of the step's queries, the second rotated. kept: [blocks, block_size, width] of the prompts
+        of `work`, whose batch refers to the scratch pages."""
         lot, batch = work
         first = part * expansion.heads
         num_heads = min(expansion.heads, shape.num_heads - first)
@@ -127,7 +127,7 @@ class DeviceExpansion:
         return prompts if num_drafts is None else [each for each in prompts if not num_drafts[each.sequence]]
 
     def _lots(self, prompts: Sequence[Prompt], block_size: int) -> list[list[Prompt]]:
-        """Prompts whose keys the scratch holds together, in their order."""
+        """Groups of prompts whose keys fit in the scratch together, in order."""
         lots: list[list[Prompt]] = []
         room = 0
         for prompt in prompts:
@@ -140,7 +140,6 @@ class DeviceExpansion:
         return lots
 
     def _capacity(self, block_size: int) -> int:
-        """Blocks of the scratch."""
         return -(-self._max_num_keys // block_size)
 
     def _pages(
@@ -162,8 +161,7 @@ def _blocks(prompt: Prompt, block_size: int) -> int:
 def _gather(
     lot: Sequence[Prompt], pages: torch.Tensor, batch: DeviceBatch, group: int, width: int
 ) -> tuple[torch.Tensor, DeviceBatch]:
-    """The latents of some prompts, block by block, [blocks, block_size, width], and their batch over pages in that
-    order."""
+    """Latents of some prompts by block, [blocks, block_size, width], and their batch over pages in that order."""
     block_size, device = pages.shape[1], pages.device
     if pages.dtype == torch.uint8:
         pages = pages.view(torch.float8_e4m3fn)
@@ -193,8 +191,7 @@ def _gather(
 
 
 def _rest(batch: DeviceBatch, prompts: Sequence[Prompt]) -> tuple[torch.Tensor, DeviceBatch] | None:
-    """The tokens of the sequences that are not among the prompts, and the batch of these alone; None where there are
-    none."""
+    """Tokens of the other sequences, and their batch; None if there are none."""
     assert batch.host is not None, "a step with prompts says where they begin"
     starts = batch.host.query_start
     index = np.setdiff1d(np.arange(len(starts) - 1), [prompt.sequence for prompt in prompts])

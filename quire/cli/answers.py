@@ -22,8 +22,6 @@ SECONDS_WITHOUT_A_BYTE = 600.0
 
 
 class Piece(NamedTuple):
-    """New reasoning and new content of an answer."""
-
     thoughts: str
     content: str
 
@@ -133,7 +131,6 @@ class ServerAnswers:
 
 
 def _chunks(connection: ServerConnection, path: str, body: dict[str, Any]) -> Iterator[_Chunk]:
-    """Chunks of a streamed answer."""
     parser, decoder = EventParser(), msgspec.json.Decoder(_Chunk)
     body = {**body, "stream": True, "stream_options": {"include_usage": True}}
     with connection.request("POST", path, body=body) as response:

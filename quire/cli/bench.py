@@ -277,7 +277,6 @@ def _serve(namespace: argparse.Namespace) -> int:
 
 
 def _serve_prompts(namespace: argparse.Namespace) -> list[PromptSpec]:
-    """Prompts in the endpoint's form."""
     convert: Callable[[PromptSpec], PromptSpec]
     images = _random_images(namespace)
     if namespace.endpoint == "chat":

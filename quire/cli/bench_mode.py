@@ -30,7 +30,6 @@ class Mode:
 
 
 def count_flag(group: Any, flag: str, default: int | None, text: str, *, minimum: int = 1) -> None:
-    """Add a flag for an integer of at least `minimum`."""
 
     def parse(value: str) -> int:
         number = int(value)

@@ -121,7 +121,6 @@ def _value(hardware: Hardware, name: str) -> float:
 
 
 def as_text(fit: Fit, base: Hardware, hardware: Hardware, header: StepLogHeader) -> str:
-    """Report as text."""
     lines = [
         f"{header.model} ({header.backend}), {fit.num_logged:,} steps, from the profile {base.name}",
         "",
@@ -160,7 +159,6 @@ def _jitter_lines(jitter: Jitter) -> list[str]:
 
 
 SHOWN = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
-"""Percentiles of the jitter in the report."""
 _FITTED = tuple(name for name in NAMES if not name.startswith(("host", "wake")))
 
 

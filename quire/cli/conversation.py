@@ -251,8 +251,8 @@ def _is_with_pictures(content: object) -> bool:
 
 
 def read_conversation(text: str) -> tuple[list[Message], dict[str, Any]]:
-    """Messages and settings of the first conversation in a file of `/save` or of the server's page. Other settings than
-    sampling parameters are dropped. Raises UserError for other text."""
+    """Messages and settings of the first conversation in a file of `/save` or of the server's page; only sampling
+    parameters are kept. Raises UserError for other text."""
     try:
         found = json.loads(text)
     except ValueError as error:

@@ -294,7 +294,6 @@ def _dotted(pair: tuple[int, int]) -> str:
 
 
 def as_text(report: Report) -> str:
-    """Report as text."""
     cuda = report.cuda
     versions = [f"{name} {version or 'not installed'}" for name, version in report.versions.items()]
     rows = [("versions", ", ".join(versions))]
@@ -331,5 +330,4 @@ def _device_line(device: CudaDevice) -> str:
 
 
 def as_dict(report: Report) -> dict[str, Any]:
-    """Report as JSON."""
     return asdict(report)

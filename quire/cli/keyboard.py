@@ -36,7 +36,6 @@ def is_open(text: str) -> bool:
 
 
 def unquoted(text: str) -> str:
-    """Message without its triple quotes."""
     text = text.strip("\n")
     bare = text.strip()
     if len(bare) >= 2 * len(QUOTES) and bare.startswith(QUOTES) and bare.endswith(QUOTES):

@@ -24,8 +24,8 @@ OWN_GOVERNORS = ("intel_pstate", "amd-pstate-epp")
 @dataclass(frozen=True)
 class Machine:
     """Machine limits; None if unknown. cores: hardware threads of the affinity mask. physical_cores: their cores.
-    cpu_quota: cores allowed by control groups. open_files: hard limit, or none. shared_memory: bytes of /dev/shm, if
-    present. huge_pages: always, madvise or never. governor: "driver: governor" of the first core."""
+    cpu_quota: cores allowed by control groups. open_files: hard limit, or none. shared_memory: bytes of /dev/shm.
+    huge_pages: always, madvise or never. governor: "driver: governor" of the first core."""
 
     cores: int
     cpu_quota: float | None
@@ -36,7 +36,6 @@ class Machine:
     physical_cores: int | None = None
 
     def rows(self) -> list[tuple[str, str]]:
-        """(name, value) pairs of the report."""
         quota = "" if self.cpu_quota is None else f", a quota of {self.cpu_quota:g}"
         cores = f"{self.cores} cores"
         if self.physical_cores not in (None, self.cores):
@@ -104,11 +103,9 @@ def find_machine(root: Path = ROOT) -> Machine:
 
 
 def _physical_cores(directory: Path) -> int | None:
-    """Cores of the affinity mask."""
     texts = {_text(directory / f"cpu{number}/topology/thread_siblings_list") for number in envs.affinity_numbers()}
     return None if None in texts else len(texts)
 
 
 def _text(path: Path) -> str | None:
-    """Text of a file, if present."""
     return path.read_text().strip() if path.exists() else None

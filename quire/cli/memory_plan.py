@@ -73,8 +73,7 @@ class MemoryPlan:
 def plan_engine(config: EngineConfig, total_memory: int, lengths: Sequence[int]) -> MemoryPlan:
     """Plan a model as the engine runs it on this kind of machine, with `total_memory` bytes.
 
-    lengths: tokens per sequence to report. Raises InsufficientMemoryError if weights and activations leave no room for
-        a block.
+    lengths: tokens per sequence to report. Raises InsufficientMemoryError if the model leaves no room for a block.
     """
     shape = config.model.resolved_shape()
     is_native, draft = config.device.attention_backend == "native", config.speculation.draft
@@ -182,7 +181,7 @@ def stored_weight_bytes(model: ModelConfig, shape: ModelShape, *, is_native: boo
     """Bytes of all weights as native CPU kernels store them. Quantized linear layers have a scale per group of inputs
     (with 4 bits also an offset). Embeddings have 8 bits if weights are quantized while loading, else the model's dtype.
     Norms and biases count like their layers; matrices that expand prompts are extra. A GGUF file names each tensor's
-    type; without native kernels (is_native) all become floating point."""
+    type. is_native: False widens a GGUF file's types to floating point."""
     if model.is_gguf and is_native:
         from quire.models.gguf.sizes import packed_weight_bytes  # imports NumPy, for which `--help` need not wait
 
@@ -199,7 +198,6 @@ def stored_weight_bytes(model: ModelConfig, shape: ModelShape, *, is_native: boo
 
 
 def _scale_bytes(quantization: QuantizationConfig) -> int:
-    """Bytes per group of inputs."""
     if quantization.bits != 4:
         return 4
     if not quantization.is_integer:

@@ -43,7 +43,8 @@ class Parser(argparse.ArgumentParser):
             self._groups[name] = self.add_argument_group(f"{name}: {title}")
 
     def group_of(self, option: Option | None, title: str) -> argparse._ArgumentGroup:
-        """Group of an option; without own groups, the one with this title. Raises LookupError for an option in none."""
+        """Group of an option; without own groups, the one with this title. Raises LookupError for an option in no
+        group."""
         if self._groups:
             assert option is not None, "each option of a command with groups has a record"
             return self._groups[option.group.name]
@@ -110,10 +111,10 @@ def add_struct_flags(
 ) -> None:
     """Add a --kebab-case flag for each field of `struct` except `skip`; only given flags are stored.
 
-    help_lines: help of fields without a record (Option), or in the command's own words. title: heading in the help of a
-        parser without groups. defaults: command's own defaults, for the help. Annotations
-        decide the type: bool becomes --x/--no-x, a list may be repeated (integers also with commas), a mapping is
-        KEY=VALUE with commas (JSON for text keys), and `none` means None where allowed.
+    help_lines: help of fields without a record (Option), or with another one here. title: heading in the help of a
+        parser without groups. defaults: command's own defaults, for the help. Annotations decide the type: bool becomes
+        --x/--no-x, a list may be repeated (integers also with commas), a mapping is KEY=VALUE with commas (JSON for
+        text keys), and `none` means None where allowed.
     """
     annotations, options = typing.get_type_hints(struct), options_of(struct)
     for field in msgspec.structs.fields(struct):
@@ -135,13 +136,11 @@ def add_struct_flags(
 
 
 def given(namespace: argparse.Namespace, struct: type[msgspec.Struct], skip: Iterable[str] = ()) -> dict[str, Any]:
-    """Fields of `struct` given on the command line."""
     names = [name for name in struct.__struct_fields__ if name not in skip]
     return {name: getattr(namespace, name) for name in names if hasattr(namespace, name)}
 
 
 def _action(annotation: Any) -> dict[str, Any]:
-    """Keyword arguments of add_argument for a field's type."""
     choices = list(typing.get_args(annotation)) if _is_union(annotation) else [annotation]
     optional = types.NoneType in choices
     kinds = [kind for kind in choices if kind is not types.NoneType]

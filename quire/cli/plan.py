@@ -123,7 +123,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _kv_waste(namespace: argparse.Namespace, options: EngineOptions, layout: ParallelConfig) -> str:
-    """Table of the given model, or of the models that mix kinds of layers."""
     models = hybrid_models() if options.model == BUNDLED_MODEL else [options.model]
     kv_dtype = "bfloat16" if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     cache = engine_settings(given(namespace, EngineOptions, skip=NOT_SCHEDULING), USUAL_ON_CPUS)
@@ -223,7 +222,6 @@ def _lengths(tokens: Sequence[int], longest: int) -> list[int]:
 
 
 def as_text(report: Report) -> str:
-    """Report as text."""
     plan, target, devices = report.plan, report.target, report.layout
     model, cache, layout = plan.config.model, plan.config.cache, plan.layout
     weights = ", ".join(f"{name} {format_bytes(plan.weight_bytes_as(name))}" for name in DTYPE_BYTES)

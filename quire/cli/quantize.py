@@ -88,7 +88,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Raise UserError for invalid options."""
     if options.to not in MIXES:
         raise UserError(f"--to must be one of {', '.join(MIXES)}, not {options.to!r}", param="to")
     if options.output.suffix != SUFFIX:

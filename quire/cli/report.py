@@ -44,7 +44,6 @@ def console() -> Console:
 
 
 def print_rows(title: str, rows: Sequence[tuple[str, str]]) -> None:
-    """Print a table of two columns."""
     table = Table(show_header=False)
     table.add_column(justify="left")
     table.add_column(justify="right")
@@ -70,7 +69,6 @@ def print_distributions(title: str, distributions: Mapping[str, Distribution | N
 
 
 def print_serving_report(report: ServingReport, metrics: Sequence[str], *, title: str) -> None:
-    """Print the tables of `quire bench serve`."""
     rows = [
         ("requests completed", f"{report.num_completed:,} of {report.num_requests:,}"),
         ("duration", f"{report.duration:,.2f} s"),

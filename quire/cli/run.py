@@ -91,7 +91,6 @@ def _check_text_output(params: SamplingParams) -> None:
 
 
 def _picture(path: str) -> dict[str, Any]:
-    """Message part of a file."""
     try:
         return {"type": "image", "image": Path(path).read_bytes()}
     except OSError as error:

@@ -39,7 +39,6 @@ OF_THE_API = (
 )
 """Server settings that affect answers; the others concern clients."""
 OF_METRICS = ("host", "port", "allowed_hosts", "metrics_names")
-"""Settings of the metrics server."""
 MIN_CONCURRENCY = 64
 
 

@@ -85,7 +85,6 @@ class Timing:
             self.count(num_new_tokens)
 
     def count(self, num_new_tokens: int) -> None:
-        """Count tokens that came now."""
         self.last = time.perf_counter()
         self.first = self.first or self.last
         self.num_output_tokens += num_new_tokens

@@ -24,9 +24,7 @@ SCHEDULING = (
     "scheduling_policy", "priority_seconds", "kv_cache_memory", "gpu_memory_utilization", "num_blocks_override",
     "enable_prefix_caching", "state_snapshot_interval", "preemption_mode", "swap_space",
 )  # fmt: skip
-"""Engine options that affect scheduling."""
 OTHERS = tuple(name for name in EngineOptions.__struct_fields__ if name not in SCHEDULING)
-"""All other engine options."""
 DEFAULTS = {
     "max_num_seqs": 256, "max_num_batched_tokens": 8192, "queue_depth": 2, "gpu_memory_utilization": 0.9,
 }  # fmt: skip

@@ -41,7 +41,6 @@ def prepare_plots(directory: Path) -> None:
 
 
 def run(scenario: Scenario, namespace: argparse.Namespace) -> int:
-    """Answer one run."""
     metrics = scenario.simulate(namespace.rate, num_processes=namespace.processes)
     _check_objectives(scenario, metrics)
     _print_run(scenario, metrics)
@@ -52,7 +51,6 @@ def run(scenario: Scenario, namespace: argparse.Namespace) -> int:
 
 
 def rates(scenario: Scenario, namespace: argparse.Namespace) -> int:
-    """Answer a run at each rate."""
     asked = _parse_rates(namespace.rates)
     runs: dict[float, Metrics] = {}
     num_processes = namespace.processes
@@ -73,7 +71,6 @@ def rates(scenario: Scenario, namespace: argparse.Namespace) -> int:
 
 
 def find_rate(scenario: Scenario, namespace: argparse.Namespace) -> int:
-    """Find the highest rate that keeps the objectives."""
     with report.progress_bar("rates tried", 0) as tick:
 
         def run_at(rate: float) -> Metrics:
@@ -94,7 +91,6 @@ def find_rate(scenario: Scenario, namespace: argparse.Namespace) -> int:
 
 
 def sweep(scenario: Scenario, namespace: argparse.Namespace) -> int:
-    """Compare all layouts."""
     num_devices = scenario.cost.layout.num_devices if namespace.gpus is None else namespace.gpus
     candidates = sweep_module.layouts(scenario, num_devices)
     results = sweep_module.sweep(scenario, candidates, num_processes=namespace.processes)

@@ -52,8 +52,8 @@ def predict(plan: MemoryPlan, cost: CostModel) -> tuple[Speed, ...]:
 
 
 def bounds(plan: MemoryPlan, cost: CostModel) -> tuple[Speed, ...]:
-    """Upper bounds of plain decoding: each step reads the needed weights and every sequence's keys and values once, at
-    the full bandwidth of all devices, and nothing else takes time."""
+    """Upper bounds of plain decoding: each step only reads the needed weights and every sequence's keys and values
+    once, at the full bandwidth of all devices."""
     shape, bandwidth = cost.shape, cost.hardware.bandwidth * cost.layout.devices_per_replica
     per_parameter = (plan.weight_bytes - plan.draft_weight_bytes) / shape.parameters()
 
@@ -79,7 +79,6 @@ def bounds(plan: MemoryPlan, cost: CostModel) -> tuple[Speed, ...]:
 
 
 def bandwidth_alone(memory: int, bandwidth: float) -> Hardware:
-    """Device with only the bandwidth known."""
     anything = dict.fromkeys(("float32", "bfloat16", "float16", "float8", "int8"), math.inf)
     every = Factors(compute=1, bandwidth=1, attention_compute=1, attention_bandwidth=1, link=1, pcie=1)
     return Hardware(

@@ -134,7 +134,6 @@ def _client_parser(name: str, description: str) -> Parser:
 
 
 def _base(url: str) -> str:
-    """Server part of the API's `url`."""
     return url.rstrip("/").removesuffix("/v1")
 
 
@@ -215,7 +214,7 @@ def build_parser() -> Parser:
 
 
 def add_flags(parser: argparse.ArgumentParser, entries: Iterable[VllmFlag], prefix: str = "") -> None:
-    """Add flags of the table, stored under `prefix` and name if given."""
+    """Add flags of the table. Given values are stored under `prefix` and the flag's name."""
     group = parser.add_argument_group(f"flags of vLLM {VERSION}")
     for entry in entries:
         group.add_argument(
@@ -253,7 +252,6 @@ def _opposite(flag: str) -> str | None:
 
 
 def _action(entry: VllmFlag) -> dict[str, Any]:
-    """Keyword arguments of add_argument for a flag's values."""
     kinds: Mapping[str, dict[str, Any]] = {
         "flag": {"action": _Flag},
         "int": {"type": _or_none(int), "metavar": "N"},
@@ -364,7 +362,6 @@ def _json_flag(flag: str) -> VllmFlag | None:
 
 
 def _value(text: str) -> Any:
-    """JSON value, or the text itself."""
     try:
         return json.loads(text)
     except ValueError:

@@ -17,9 +17,9 @@ _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class AdaptersConfig:
-    """max_running: adapters whose requests run at a time; 0: adapters are off. max_rank: largest rank of an adapter.
-    num_slots: adapters that the workers hold, at least max_running. dtype: name of DTYPES, but "auto", for adapter
-    matrices. target_modules: last parts of the names of modules that adapters may change (None: any)."""
+    """max_running: adapters whose requests run at a time; 0: adapters are off. max_rank: largest rank. num_slots:
+    adapters that the workers hold, at least max_running. dtype: dtype of adapter matrices. target_modules: last parts
+    of the names of modules that adapters may change (None: any)."""
 
     max_running: int = 0
     max_rank: int = 16
@@ -32,7 +32,7 @@ class AdaptersConfig:
         return self.max_running > 0
 
     def slot_bytes(self, elements: int) -> int:
-        """Bytes of all slots with adapters of the largest rank. elements: one adapter's elements for each rank."""
+        """Bytes of all slots with adapters of the largest rank. elements: an adapter's elements for each rank."""
         return elements * self.max_rank * self.num_slots * _BYTES[self.dtype] if self.is_on else 0
 
 
@@ -47,7 +47,6 @@ def adapters_config(
     lora_target_modules: Sequence[str] | None,
     model_dtype: str,
 ) -> AdaptersConfig:
-    """The adapter slice from vLLM's options. Raises ConfigError."""
     if max_loras < 1:
         raise ConfigError(f"max_loras must be at least 1, not {max_loras}", param="max_loras")
     if max_lora_rank not in RANKS:

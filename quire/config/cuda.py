@@ -13,7 +13,7 @@ LEAST_CAPABILITY = (8, 0)
 
 DRIVER = "libcuda.so.1"
 _MULTIPROCESSORS, _MAJOR, _MINOR = 16, 75, 76
-"""CUdevice_attribute numbers: multiprocessors, and the two parts of the compute capability."""
+"""CUdevice_attribute numbers: multiprocessors, and both parts of the compute capability."""
 _NAME_BYTES = 256
 
 
@@ -30,8 +30,8 @@ class CudaDevice:
 @dataclass(frozen=True)
 class CudaFacts:
     """torch_cuda: CUDA version of the installed torch; None: no CUDA, or no torch. driver: newest CUDA version that the
-    driver knows; None: no driver answers. devices: devices that the driver shows to this process (CUDA_VISIBLE_DEVICES
-    counts), in its order. trouble: reason why no device can be used, or None."""
+    driver knows; None: no driver answers. devices: devices that this process sees (CUDA_VISIBLE_DEVICES
+    counts). trouble: reason why no device can be used."""
 
     torch_cuda: str | None
     driver: tuple[int, int] | None
@@ -72,7 +72,6 @@ def _torch_build() -> tuple[str | None, str | None]:
 
 
 def _assigned(text: str, name: str) -> str | None:
-    """The string in a line `name = '...'`, with or without a type."""
     found = re.search(rf"^{re.escape(name)}\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
     return None if found is None else found[1]
 

@@ -11,7 +11,7 @@ NATIVE_HEAD_MULTIPLE, NATIVE_HEAD_LIMIT = 8, 256
 """Head sizes of the native kernels: multiples of the first number up to the second."""
 
 NATIVE_RANK_LIMIT, NATIVE_LATENT_LIMIT = 512, 640
-"""Largest compressed part of a latent, and largest whole latent, in elements, that the native kernels compute."""
+"""Largest compressed part of a latent, and largest whole latent, in elements, in the native kernels."""
 
 
 NATIVE_INDEX_HEADS, NATIVE_INDEX_DIM, NATIVE_INDEX_TOP = 64, 256, 8192
@@ -19,7 +19,7 @@ NATIVE_INDEX_HEADS, NATIVE_INDEX_DIM, NATIVE_INDEX_TOP = 64, 256, 8192
 
 
 def why_no_index(num_heads: int, dim: int, top: int) -> str | None:
-    """Reason why the native kernels cannot compute an indexer, or None."""
+    """Reason why the native kernels cannot compute an indexer."""
     if num_heads > NATIVE_INDEX_HEADS or dim % NATIVE_HEAD_MULTIPLE or dim > NATIVE_INDEX_DIM or top > NATIVE_INDEX_TOP:
         return (
             f"an indexer of {num_heads} heads of {dim} elements that chooses {top} keys is not one of at most "
@@ -30,8 +30,7 @@ def why_no_index(num_heads: int, dim: int, top: int) -> str | None:
 
 
 def why_no_latents(rank: int, rope_dim: int) -> str | None:
-    """Reason why the native kernels cannot compute latents of `rank` compressed and `rope_dim` rotated elements, or
-    None."""
+    """Reason why the native kernels cannot compute latents of these sizes, in elements."""
     if rank % NATIVE_HEAD_MULTIPLE or rank > NATIVE_RANK_LIMIT or rope_dim % 2 or rank + rope_dim > NATIVE_LATENT_LIMIT:
         return (
             f"latents of {rank} + {rope_dim} elements are not a multiple of {NATIVE_HEAD_MULTIPLE} up to "
@@ -42,20 +41,17 @@ def why_no_latents(rank: int, rope_dim: int) -> str | None:
 
 @dataclass(frozen=True)
 class DeviceConfig:
-    """device: "cpu" or "cuda". num_threads: compute threads of the CPU back ends.
-    attention_backend: resolved: "native" (the whole model runs on the native CPU kernels), "torch" (plain operators on
-    the CPU) or "triton" (Triton kernels: on "cuda", or on "cpu" in Triton's interpreter, for tests).
-    cpu_isa: highest instruction set for the native kernels; "auto": the best one.
-    matmul_precision: rounding of activations before they multiply bfloat16 weights, keys or values, and quantised
-    weights (to 14 bits or more without AMX). "float32": none; "bfloat16"; "auto": the faster one, which the native
-    kernels find at the start. Plain operators and devices multiply in the model's dtype, which is then the value here;
-    "fp8": a device multiplies FP8 weights with activations rounded to FP8 row by row.
-    cuda_graphs: resolved: one of CUDA_GRAPHS. cuda_graph_sizes: numbers of tokens with captured graphs, ascending;
-    empty without graphs. batch_invariant: True if a row's bits depend on its own tokens only, which CPU back ends
-    always ensure.
-    platform: resolved: the worker's half (quire/worker/platform/choice.py). collectives: transport of tensors between a
-    model's ranks (quire/parallel/choice.py).
-    """
+    """device: "cpu" or "cuda". num_threads: compute threads of the CPU back ends. attention_backend: "native" (the
+    whole model runs on the native CPU kernels), "torch" (plain operators on the CPU) or "triton" (Triton kernels: on
+    "cuda", or on "cpu" in Triton's interpreter, for tests). cpu_isa: highest instruction set for the native kernels;
+    "auto": the best one. matmul_precision: rounding of activations before they multiply bfloat16 weights, keys or
+    values, and quantised weights (to 14 bits or more without AMX): "float32": none; "bfloat16"; "auto": the faster one,
+    which the native kernels find at the start. Plain operators and devices multiply in the model's dtype, which is then
+    the value here; "fp8": a device multiplies FP8 weights with activations rounded to FP8 row by row. cuda_graphs: one
+    of CUDA_GRAPHS. cuda_graph_sizes: numbers of tokens with captured graphs, ascending. batch_invariant: a row's bits
+    depend on its own tokens only, which CPU back ends always ensure. platform: the worker's half
+    (quire/worker/platform/choice.py). collectives: transport of tensors between a model's ranks
+    (quire/parallel/choice.py)."""
 
     device: str
     num_threads: int
@@ -70,7 +66,7 @@ class DeviceConfig:
 
     @property
     def is_accelerated(self) -> bool:
-        """True if the device worker runs the model, False on the CPU back ends."""
+        """True if the device worker runs the model."""
         return self.attention_backend == "triton"
 
     @property
@@ -90,16 +86,16 @@ def has_native_kernels() -> bool:
 
 
 LARGEST_SIZE = 1024
-"""Largest graph, in tokens. Larger passes take the device longer than the host needs to start their kernels, so a graph
+"""Largest graph, in tokens. In larger passes the device takes longer than the host needs to start kernels, so a graph
 saves nothing."""
 _STEPS = ((4, None), (64, 8), (256, 16), (512, 32), (LARGEST_SIZE, 64))
-"""(limit, distance): rungs below the limit are this far apart; None: each is twice the one before. Above 32 tokens,
-padding adds at most an eighth."""
+"""(limit, distance): rungs below the limit are this far apart; None: each doubles. Above 32 tokens, padding adds at
+most an eighth."""
 
 
 def default_ladder(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[int, ...]:
     """Graph sizes up to the larger of LARGEST_SIZE and `max_num_seqs`, within the token budget. `max_num_seqs` is one
-    of them, so a full decode batch is never padded."""
+    of them, so full decode batches are never padded."""
     limit = min(max(LARGEST_SIZE, max_num_seqs), max_num_batched_tokens)
     return tuple(sorted({*(size for size in _rungs(limit) if size <= limit), max_num_seqs}))
 

@@ -14,11 +14,11 @@ from quire.config.speculation_keys import OPTION
 from quire.errors import ConfigError
 
 MOST_PADDING = 1024
-"""Largest difference, in rows, between the vocabulary matrices of two models with one tokenizer."""
+"""Largest difference, in rows, between vocabulary matrices of two models with one tokenizer."""
 
 
 def draft_options(options: EngineOptions, chosen: DraftModelConfig, model: ModelConfig, backend: str) -> EngineOptions:
-    """Options of the draft model as of an engine of its own. Its keys and values have the types of `model`, in whose
+    """Options of the draft model as an engine of its own. Its keys and values have the types of `model`, in whose
     blocks they lie. backend: attention backend of `model`."""
     given: dict[str, Any] = {
         "model": chosen.name,
@@ -57,7 +57,7 @@ def fitting_draft(draft: ModelConfig, model: ModelConfig) -> ModelConfig:
 
 
 def draft_ranks(chosen: DraftModelConfig, num_ranks: int) -> int:
-    """Number of ranks that share the draft model's layers, in an engine of `num_ranks`."""
+    """Ranks that share the draft model's layers, in an engine of `num_ranks`."""
     wanted = num_ranks if chosen.num_ranks is None else chosen.num_ranks
     if wanted not in (1, num_ranks):
         raise _refused(f"draft_tensor_parallel_size must be 1 or that of the model, {num_ranks}, not {wanted}")

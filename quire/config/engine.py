@@ -28,18 +28,18 @@ class EngineConfig:
     device: DeviceConfig
     seed: int
     max_logprobs: int = MAX_LOGPROBS
-    """Largest number of alternatives per token that a request may ask for; -1: the vocabulary."""
+    """Limit of alternatives per token; -1: the vocabulary."""
     logprobs_mode: str = "raw_logprobs"
     """Logits that log-probabilities come from (quire/sampling/sampler.py)."""
     output_window: float = 0.0
-    """Seconds for which the engine's process may hold tokens back, to send those of several steps together."""
+    """Seconds for which the engine's process may hold tokens back, to send several steps' together."""
     step_log: Path | None = None
     """Log file of the executor's steps; None: none."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     executor: str = "uni"
-    """Executor that starts the ranks and carries calls to them; one of EXECUTORS."""
+    """One of EXECUTORS, which starts the ranks and carries calls to them."""
     ray_placement: str = "pack"
-    """Distribution of ranks over Ray's nodes; one of RAY_PLACEMENTS."""
+    """One of RAY_PLACEMENTS: distribution of ranks over Ray's nodes."""
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     adapters: AdaptersConfig = NO_ADAPTERS
     logits_processors: tuple[str, ...] = ()

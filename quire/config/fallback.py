@@ -13,7 +13,7 @@ HINT = how_to_install("transformers")
 
 
 def import_transformers() -> ModuleType:
-    """The module. Raises ConfigError with the extra's name when it is not installed."""
+    """The module. Raises ConfigError with the extra's name if it is not installed."""
     try:
         import transformers
     except ImportError:
@@ -22,10 +22,9 @@ def import_transformers() -> ModuleType:
 
 
 def has_transformers() -> bool:
-    """True if Transformers is installed. Imports nothing."""
     return find_spec("transformers") is not None
 
 
 def knows_class(name: str) -> bool:
-    """True if the installed Transformers has this language-model class. Imports none of its modelling code."""
+    """True if the installed Transformers has this language-model class. Imports no modelling code."""
     return name.endswith(("ForCausalLM", "LMHeadModel")) and name in dir(import_transformers())

@@ -1,7 +1,5 @@
-"""Parsing of `quantization_config` for 8-bit and 4-bit float weights. Imports no torch.
-
-Activations are not quantised, so their scales in the checkpoint are not used.
-"""
+"""Parsing of `quantization_config` for 8-bit and 4-bit float weights. Scales of activations in the checkpoint are not
+used, because activations stay unquantised."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ def fp8(fields: Fields) -> QuantizationConfig:
 
 
 def modelopt(fields: Fields) -> QuantizationConfig:
-    """ModelOpt's settings, from config.json or the key "quantization" of hf_quant_config.json."""
+    """ModelOpt's settings, from config.json or from "quantization" of hf_quant_config.json."""
     algorithm = known_text(fields, "quant_algo", ("fp8", "nvfp4"))
     if algorithm == "fp8":
         return QuantizationConfig("fp8", None, "fp8")
@@ -42,8 +40,8 @@ def mxfp4(fields: Fields) -> QuantizationConfig:
 
 
 def compressed_floats(scheme: Fields, weights: Fields, layout: str) -> QuantizationConfig:
-    """Float formats of compressed-tensors. scheme: the one group of `config_groups`. weights: the group's weight
-    settings. layout: format of the checkpoint."""
+    """Float formats of compressed-tensors. scheme: the one group of `config_groups`. weights: its weight settings.
+    layout: the checkpoint's format."""
     known_text(weights, "type", ("float",))
     if weights.values.get("dynamic"):
         raise unsupported(weights, "dynamic weights")

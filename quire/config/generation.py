@@ -22,15 +22,13 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "max_new_tokens": "max_tokens",
     }
 )
-"""Keys that count, as in vLLM -> field of SamplingParams."""
+"""vLLM's keys that count -> field of SamplingParams."""
 
 
 def read_generation(path: Path, source: str, overrides: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Content of generation_config.json with the user's keys over it.
-
-    path: the model. source: "auto" (the model's own file, if any), "vllm" (no file) or a directory with such a file.
-    Raises ModelLoadError for an unreadable file, ConfigError for a directory without one.
-    """
+    """Content of generation_config.json with the user's keys over it. path: the model. source: "auto" (the model's own
+    file, if any), "vllm" (no file) or a directory with such a file. Raises ModelLoadError for an unreadable file,
+    ConfigError for a directory without one."""
     if source == "vllm":
         values = {}
     elif source == "auto":

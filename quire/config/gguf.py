@@ -1,8 +1,6 @@
-"""A GGUF file's metadata as a Hugging Face config.json.
-
-Metadata keys begin with the architecture's name ("llama.block_count"); tensors have short names
-("blk.0.attn_q.weight"). Claimed sizes are compared with the file's tensors before anything of that size is made.
-"""
+"""A GGUF file's metadata as a Hugging Face config.json. Metadata keys begin with the architecture's name
+("llama.block_count"); tensors have short names ("blk.0.attn_q.weight"). Claimed sizes are compared with the file's
+tensors before anything of that size is made."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ _END_NAMES = frozenset(
         *("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>"),
     }
 )
-"""Tokens that end a text whatever the metadata says, as in llama.cpp: most files name one of a model's several."""
+"""Tokens that always end a text, as in llama.cpp: most files name one of a model's several."""
 NO_TOKEN = 2**32 - 1
 """Token id that some files write for "none"."""
 ROPE_FACTORS = "rope_freqs.weight"
@@ -70,14 +68,13 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 _POOLING: Mapping[int, Method | None] = {0: None, 1: "mean", 2: "cls", 3: "last"}
 """pooling_type -> method; 0: tokens are not pooled."""
 _LATENT_KEYS = ("expert_weights_scale", "expert_group_count", _YARN_LOG)
-"""Keys of _NEUTRAL that latent attention supports, because all such models are like DeepSeek's."""
+"""Keys of _NEUTRAL that latent attention supports: all such models are like DeepSeek's."""
 
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """num_heads, num_kv_heads: numbers of query and key heads. names: GGUF names of the architecture. num_layers: the
-    model's layers, without those that predict further tokens. state: heads of layers with a state, where the file
-    orders them differently."""
+    """num_heads, num_kv_heads: query and key heads. names: GGUF names of the architecture. num_layers: layers without
+    those that predict further tokens. state: heads of layers with a state, where the file orders them differently."""
 
     num_heads: int
     num_kv_heads: int
@@ -89,7 +86,7 @@ class HeadLayout:
 @dataclass(frozen=True)
 class StateHeads:
     """Heads of a delta net, where value heads share key heads. value_dim: elements of a value head. key_rows: rows of
-    queries and keys, which precede the rows of values."""
+    queries and keys, before those of values."""
 
     num_keys: int
     num_values: int
@@ -98,8 +95,8 @@ class StateHeads:
 
 
 def read_gguf_config(path: Path) -> dict[str, Any]:
-    """The config.json for a GGUF file's model. Raises ModelLoadError for a model that is not supported, and for
-    metadata that is missing, absurd or contradicts the tensors."""
+    """The config.json for a GGUF file's model. Raises ModelLoadError for unsupported models, and for metadata that is
+    missing, absurd or contradicts the tensors."""
     with GGUFFile(path) as file:
         keys = _Keys(file)
         family, layout = keys.family, _layout(keys)
@@ -138,7 +135,7 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
 
 
 def read_gguf_pooling(path: Path) -> Method | None:
-    """Pooling method of a GGUF file, or None. Raises ModelLoadError for a method that is not supported."""
+    """Pooling method of a GGUF file. Raises ModelLoadError for an unsupported one."""
     with GGUFFile(path) as file:
         keys = _Keys(file)
         kind = keys.optional_integer("pooling_type", minimum=0)
@@ -164,7 +161,7 @@ def _encoder_config(file: GGUFFile, keys: _Keys, layout: HeadLayout) -> dict[str
 
 
 def _in_words_of(family: Family, config: dict[str, Any]) -> dict[str, Any]:
-    """`config` with the family's keys for the number of experts, and for their width where it is that of an MLP."""
+    """`config` with the family's keys for the number and width of experts."""
     usual = family.usual_values
     if "num_experts" in config:
         count = config.pop("num_experts")
@@ -207,7 +204,6 @@ class _Keys:
                 raise fields.error(f"{key} {shown(own[key])} is not supported")
 
     def named(self, key: str) -> str:
-        """Full key in the file."""
         return self._prefix + key
 
 
@@ -282,7 +278,7 @@ def _expert_keys(keys: _Keys, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _latent_keys(file: GGUFFile, keys: _Keys) -> dict[str, Any]:
-    """Keys of models like DeepSeek's. Older files have plain key and value heads. Newer ones have the latent there, and
+    """Keys of models like DeepSeek's. Older files have plain key and value heads; newer ones have the latent there, and
     the heads under other keys."""
     turned = keys.integer("rope.dimension_count", maximum=MAX_HEAD_DIM)
     is_apart = "blk.0.attn_kv_b.weight" not in file.tensors
@@ -359,8 +355,8 @@ def end_tokens(tokens: Sequence[str]) -> dict[str, int]:
 
 
 def _check_tensors(file: GGUFFile, keys: _Keys, config: Mapping[str, Any]) -> None:
-    """Check that the file has every tensor in the shape of the metadata, and no others except layers after the last,
-    which predict further tokens."""
+    """Check that the file has every tensor in the metadata's shape, and no others except layers after the last, which
+    predict further tokens."""
     num_layers, num_blocks = config["num_hidden_layers"], keys.integer("block_count")
     if num_layers > len(file.tensors):
         raise file.error(f"block_count is {num_layers}, and there are {len(file.tensors)} tensors")

@@ -1,5 +1,4 @@
-"""GGUF metadata and tensor names of a Hugging Face model, the inverse of `quire.config.gguf`. Settings that a file
-cannot express are refused."""
+"""GGUF metadata and tensor names of a Hugging Face model, the inverse of `quire.config.gguf`."""
 
 from __future__ import annotations
 
@@ -32,9 +31,9 @@ _LARGE_LAYERS = 80
 
 @dataclass(frozen=True)
 class Description:
-    """metadata: keys without those of the tokenizer. shapes: shapes of the tensors by name in the file, in its order.
-    places: Hugging Face name of a tensor -> place in the file. rope_factors: divisors of the rotation's frequencies, a
-    tensor of the file; empty: none. is_large: True for the size that mixes treat differently."""
+    """metadata: keys without the tokenizer's. shapes: by name in the file, in its order. places: Hugging Face name of a
+    tensor -> place. rope_factors: divisors of the rotation's frequencies, a tensor of the file. is_large: True for the
+    size that mixes treat differently."""
 
     names: GGUFNames
     metadata: dict[str, Value]
@@ -46,14 +45,14 @@ class Description:
 
 @dataclass(frozen=True)
 class Place:
-    """name: tensor in the file. expert: index of the matrix in a stack; None: the tensor is the matrix."""
+    """name: tensor in the file. expert: index in a stack; None: the whole tensor."""
 
     name: str
     expert: int | None = None
 
 
 def describe(config: ModelConfig, title: str) -> Description:
-    """Describe a model's file. title: readable name of the model. Raises ModelLoadError for a family that cannot be
+    """Describe a model's file. title: readable name of the model. Raises ModelLoadError for families that cannot be
     exported, and for settings that files cannot express."""
     family = _family(config)
     names = family.gguf
@@ -119,7 +118,7 @@ def _experts(experts: Experts | None) -> dict[str, Value]:
 
 
 def check_read_back(config: ModelConfig, found: ModelConfig) -> None:
-    """Raise ModelLoadError where the file's configuration, read back, differs from the model's."""
+    """Raise ModelLoadError where the file's configuration differs from the model's."""
     ours, theirs = (_comparable(each) for each in (config, found))
     for what, value in ours.items():
         other = theirs[what]

@@ -1,8 +1,6 @@
-"""The type of each tensor in a GGUF mix, by llama.cpp's rules.
-
-A mix has a type for most matrices, and more bits where errors cost most: the value projections and last MLP matrices of
-some layers, and the head. If a type's blocks do not divide the rows, a type with smaller blocks replaces it.
-"""
+"""Type of each tensor in a GGUF mix, by llama.cpp's rules. A mix has a type for most matrices, and more bits where
+errors cost most: some layers' value projections and last MLP matrices, and the head. If a type's blocks do not divide
+the rows, a type with smaller blocks replaces it."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ SMALL_BLOCK = 32
 _FALLBACK = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL"}
 """Type -> replacement if its blocks do not divide the rows."""
 _SHARED_HEADS = 4
-"""Queries per key from which the value projection is small beside other matrices."""
+"""Queries per key from which the value projection is relatively small."""
 
 _FEW_EXPERTS = 8
 _BESIDE_FEW = {"attn_v": "Q8_0", "attn_k": "Q8_0", "attn_output": "Q5_K"}
@@ -47,8 +45,8 @@ MIXES: Mapping[str, Mix] = {
 
 @dataclass(frozen=True)
 class MixedModel:
-    """Properties of a model that the rules use. heads_per_key: queries that share a key. is_large: True for LLaMA's or
-    Qwen 2's of 80 layers. has_importance: True if the importance of the columns' errors is known."""
+    """Properties of a model for the rules. heads_per_key: queries that share a key. is_large: LLaMA or Qwen 2 of 80
+    layers. has_importance: the importance of the columns' errors is known."""
 
     num_layers: int
     heads_per_key: int

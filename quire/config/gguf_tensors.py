@@ -11,7 +11,7 @@ from quire.config.families.family import Family, GGUFNames
 Shapes = dict[str, tuple[int, ...]]
 
 SHARED = "ffn_gate_shexp"
-"""Tensor in each layer with experts of architectures with a shared expert."""
+"""Tensor in each layer with experts, in architectures with a shared expert."""
 GATE_EXPERTS, UP_EXPERTS, JOINED_EXPERTS = "ffn_gate_exps", "ffn_up_exps", "ffn_gate_up_exps"
 _WITHOUT_SUFFIX = ("attn_sinks", "exp_probs_b", "ssm_a", "ssm_dt")
 """Tensors without a suffix in Hugging Face's checkpoints."""
@@ -24,7 +24,7 @@ _INNER_NORMS = ("attn_q_norm", "attn_k_norm", "attn_q_a_norm", "attn_kv_a_norm",
 
 
 def hf_name(name: str, names: GGUFNames) -> str | None:
-    """Hugging Face's name of a tensor; None if models of the architecture do not have it."""
+    """Hugging Face's name of a tensor; None if the architecture does not have it."""
     layer = _LAYER_TENSOR.fullmatch(name)
     if layer is not None:
         own = layer["bare"] or layer["name"]
@@ -38,13 +38,12 @@ def hf_name(name: str, names: GGUFNames) -> str | None:
 
 
 def layer_of(name: str) -> int | None:
-    """Index of a tensor's layer; None outside the layers."""
     layer = re.match(r"blk\.([0-9]{1,6})\.", name)
     return None if layer is None else int(layer[1])
 
 
 def expected_shapes(family: Family, names: GGUFNames, config: Mapping[str, Any]) -> Shapes:
-    """Shape of every tensor of a model, by its name in the file. config: result of `read_gguf_config`."""
+    """Shape of every tensor, by name in the file. config: result of `read_gguf_config`."""
     hidden = config["hidden_size"]
     embedding = (config["vocab_size"], hidden)
     expected: Shapes = {"token_embd.weight": embedding, "output_norm.weight": (hidden,)}
@@ -95,8 +94,8 @@ def _layer_norm(name: str, size: int) -> Shapes:
 
 
 def with_joined_experts(expected: Shapes, present: Collection[str]) -> Shapes:
-    """The shapes for a file in which some layers have gate above up in one tensor for each expert. present: tensor
-    names of the file."""
+    """Shapes for a file in which some layers have gate above up in one tensor for each expert. present: tensor names of
+    the file."""
     found = dict(expected)
     for name in expected:
         joined = name.replace(GATE_EXPERTS, JOINED_EXPERTS)

@@ -1,5 +1,5 @@
 """The ModelConfig of a model's name: find or fetch the directory or GGUF file, read its configuration, check it.
-Imports no torch. `quire/config/families/` holds the families' keys as data."""
+`quire/config/families/` holds the families' keys as data."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _MOST_DRAFT_LAYERS = 16
 
 @dataclass(frozen=True)
 class ModelChoices:
-    """The options of these names: choices about a model besides its dtypes and its length."""
+    """Choices about a model besides its dtypes and its length; fields have the options' names."""
 
     runner: str = "auto"
     model_impl: str = "auto"
@@ -75,12 +75,10 @@ def load_model_config(
     config_only: bool,
     choices: ModelChoices = USUAL_CHOICES,
 ) -> ModelConfig:
-    """Read and check the configuration of the model `name`: "bundled", a directory, a GGUF file or a hub id.
-
-    dtype: "auto" means the checkpoint's own. kv_cache_dtype: "auto" means bfloat16 for bfloat16 weights, and for a GGUF
-    file with dtype "auto"; else float32. config_only: do not fetch a hub id's weights (dummy weights).
-    choices.model_impl: one of MODEL_IMPLS; "auto" means Quire's code where it has the model, else Transformers'.
-
+    """Read and check the configuration of the model `name`: "bundled", a directory, a GGUF file or a hub id. dtype:
+    "auto" means the checkpoint's own. kv_cache_dtype: "auto" means bfloat16 for bfloat16 weights, and for a GGUF file
+    with dtype "auto"; else float32. config_only: do not fetch a hub id's weights (dummy weights). choices.model_impl:
+    "auto" means Quire's code where it has the model, else Transformers'.
     Raises ModelLoadError for faults of the model, ConfigError for a `max_model_len`, a runner or sampling defaults that
     it cannot have.
     """
@@ -148,8 +146,8 @@ def read_config(name: str, revision: str | None = None) -> dict[str, Any]:
 
 
 def find_model(name: str, *, revision: str | None, config_only: bool, download_dir: str | None = None) -> Path:
-    """Local directory or GGUF file of a model. For other names `fetch` brings it from the hub, into `download_dir` or
-    the hub library's cache. `name` may also be the address of a repository's page. Raises ModelLoadError."""
+    """Local directory or GGUF file of a model. Other names are fetched from the hub, into `download_dir` or the hub
+    library's cache; `name` may be the address of a repository's page. Raises ModelLoadError."""
     if name in BUNDLED_DIRECTORIES:
         return BUNDLED_DIRECTORIES[name]
     name, revision = read_page(name, revision)
@@ -191,7 +189,7 @@ def _read_described(path: Path) -> dict[str, Any]:
 
 def _overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """`config` with the user's keys in place of its own. A nested part (`text_config`) keeps the keys that the user
-    does not name; any other value is replaced whole."""
+    does not name; other values are replaced whole."""
     merged = dict(config)
     for name, value in overrides.items():
         own = config.get(name)
@@ -201,19 +199,17 @@ def _overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict
 
 
 def _object(config: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:
-    """The object under a key; None for anything else."""
     value = config.get(key)
     return value if isinstance(value, Mapping) else None
 
 
 def _token_id(config: Mapping[str, Any], key: str) -> int | None:
-    """The token id under a key; None for anything else."""
     value = config.get(key)
     return value if type(value) is int and value >= 0 else None
 
 
 def _where(path: Path) -> str:
-    """Name of a model's configuration in error messages."""
+    """Name of the configuration in error messages."""
     return str(path if path.is_file() else path / CONFIG_FILE)
 
 
@@ -245,14 +241,14 @@ def _architecture(fields: Fields, model_impl: str) -> tuple[str, str]:
 
 
 def stored_dtype(raw: Mapping[str, Any]) -> str:
-    """Weight dtype of config.json (Transformers 5 calls it dtype); float32 if it has none that Quire computes with."""
+    """Weight dtype of config.json (Transformers 5 calls it dtype); float32 if Quire computes with none."""
     stored = raw.get("dtype") or raw.get("torch_dtype")
     return stored if isinstance(stored, str) and stored in DTYPE_BYTES else "float32"
 
 
 def _cache_dtype(dtype: str, *, has_free_dtype: bool) -> str:
-    """Default dtype of keys and values. dtype: dtype of the weights. has_free_dtype: True for a GGUF file without a
-    dtype option, whose weights are rounded more than bfloat16 rounds keys and values."""
+    """Default dtype of keys and values. has_free_dtype: True for a GGUF file without a dtype option, whose weights are
+    rounded more than bfloat16 rounds keys and values."""
     return "bfloat16" if dtype == "bfloat16" or has_free_dtype else "float32"
 
 
@@ -268,8 +264,8 @@ def _with_draft_head(shape: ModelShape, path: Path, prefix: str, fields: Fields)
 
 
 def _count_draft_layers(directory: Path, prefix: str) -> int:
-    """Layers of the draft head whose tensor names begin with `prefix`, by an index or safetensors headers; 0: no such
-    tensor. Reads no weights. Raises ModelLoadError for unreadable files, and for more layers than any model has."""
+    """Layers of the draft head whose tensor names begin with `prefix`, by an index or safetensors headers. Reads no
+    weights. Raises ModelLoadError for unreadable files, and for more layers than any model has."""
     layer = re.compile(rf"{re.escape(prefix)}layers\.(\d{{1,9}})\.")
     num_layers = 0
     for name in _tensor_names(directory):

@@ -13,12 +13,11 @@ from quire.errors import ModelLoadError
 from quire.utils.model_files import file_bytes, read_model_file
 
 MAX_JSON_BYTES = 2**24
-"""Largest JSON file that is parsed. The largest of models, the indexes of a trillion parameters in 100,000 tensors,
-have 10 MB."""
+"""Limit of a parsed JSON file. The largest, indexes of a trillion parameters in 100,000 tensors, have 10 MB."""
 MAX_JSON_VALUES = 2**17
-"""Largest number of values in such a file: a parsed value takes some 100 bytes, however short its text."""
+"""Limit of values in such a file: a parsed value takes some 100 bytes, however short its text."""
 MAX_INTEGER = 2**31 - 1
-"""Largest number in a config.json: kernels count in 32 bits."""
+"""Limit of integers in a config.json: kernels count in 32 bits."""
 
 _shorten = reprlib.Repr()
 _shorten.maxstring = _shorten.maxother = 120
@@ -50,11 +49,8 @@ def shown(value: Any) -> str:
 
 
 class Fields:
-    """Typed access to one JSON object. A key that is absent or null takes the default; without a default it is
-    required.
-
-    where: name of the object in errors (a path, or a path and a key).
-    """
+    """Typed access to one JSON object. A key that is absent or null takes the default; without one it is required.
+    where: name of the object in errors (a path, or a path and a key)."""
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
         self.values = values

@@ -19,7 +19,7 @@ SUBDIRECTORIES = ("*/*.bin", "*/*.safetensors", f"*/*{SUFFIX}", "*/*/*")
 """Files to skip: repositories keep other formats of the same weights in folders."""
 USUAL_TAG = "Q4_K_M"
 MAX_LISTED = 8
-"""Largest number of files named in an error."""
+"""Limit of files named in an error."""
 NO_LANGUAGE_MODEL = "mmproj"
 """Prefix of the names of image-tower files."""
 
@@ -32,8 +32,8 @@ _PAGE = re.compile(
 
 
 def read_page(name: str, revision: str | None) -> tuple[str, str | None]:
-    """(hub id, revision) of `name`, which may be the address of a page in a browser: of a repository, branch or GGUF
-    file. Other names stay. A given revision overrides the page's."""
+    """(hub id, revision) of `name`, which may be the browser address of a repository, branch or GGUF file. Other names
+    stay. A given revision overrides the page's."""
     page = _PAGE.fullmatch(name.strip())
     if page is None:
         return name, revision
@@ -55,8 +55,7 @@ def fetch(name: str, revision: str | None, config_only: bool, download_dir: str 
     """Fetch a repository and return its directory, or for "org/repo:Q4_K_M" its GGUF file with that ending (the first
     file of a split model). A repository org/repo-GGUF without config.json holds GGUF files; the default is Q4_K_M.
     config_only: leave a directory's weights out. download_dir: None means the library's cache. Raises ModelLoadError of
-    one line.
-    """
+    one line."""
     place = (revision, download_dir)
     tagged = _TAGGED.fullmatch(name)
     if tagged is not None:

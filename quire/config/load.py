@@ -11,9 +11,8 @@ EXPERT_PLACEMENTS = ("linear", "round_robin")
 @dataclass(frozen=True)
 class LoadConfig:
     """load_format: "auto" (safetensors, else .bin by weights_only, else a GGUF file), "safetensors", "pt", "gguf" or
-    "dummy" (random weights, equal for equal seeds). seed: seed of dummy weights. counts_experts: count the rows of each
-    expert. expert_placement: placement of whole experts, one of EXPERT_PLACEMENTS; None: each rank has a slice of every
-    expert."""
+    "dummy" (random weights, equal for equal seeds). counts_experts: count the rows of each expert. expert_placement:
+    one of EXPERT_PLACEMENTS; None: each rank has a slice of every expert."""
 
     load_format: str
     seed: int
@@ -22,6 +21,5 @@ class LoadConfig:
 
 
 def draft_load(load: LoadConfig) -> LoadConfig:
-    """Loading of the draft model of a target model: dummy weights if the target has them, else the model's own
-    files."""
+    """Loading of a target's draft model: dummy weights if the target has them, else the model's own files."""
     return replace(load, load_format="dummy" if load.load_format == "dummy" else "auto", counts_experts=False)

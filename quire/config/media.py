@@ -22,15 +22,15 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 @dataclass(frozen=True)
 class ProcessorOptions:
-    """Options of a model's image processor that override its files. min_pixels, max_pixels: pixels of a resized
-    picture; None: as in the files."""
+    """Options of an image processor that override its files. min_pixels, max_pixels: pixels of a resized picture; None:
+    as in the files."""
 
     min_pixels: int | None = None
     max_pixels: int | None = None
 
     @classmethod
     def of(cls, given: Mapping[str, Any], option: str = "mm_processor_kwargs") -> ProcessorOptions:
-        """The options in `mm_processor_kwargs`; `size` may hold them as `shortest_edge` and `longest_edge`. Raises
+        """Options in `mm_processor_kwargs`; `size` may hold them as `shortest_edge` and `longest_edge`. Raises
         ConfigError for unknown names and wrong values."""
         values = dict(given)
         size = values.pop("size", None) or {}
@@ -49,7 +49,6 @@ class ProcessorOptions:
 
 
 OF_FILES = ProcessorOptions()
-"""No overrides."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class MediaConfig:
     """language_model_only: take text alone and load no tower. max_images: limit per prompt. background: color under
     transparent pictures. cache_bytes: size of the front end's cache of processed pictures. domains: permitted hosts of
     http and https URLs, in lower case. networks: permitted addresses that are not public. local_path: directory whose
-    files file URLs may name; None: none. takes_features: prompts may bring features of images (`image_embeds`)."""
+    files file URLs may name. takes_features: accept a client's features of images (`image_embeds`)."""
 
     language_model_only: bool = False
     max_images: int = MAX_IMAGES
@@ -82,7 +81,7 @@ class MediaConfig:
         allowed_local_media_path: str,
         enable_mm_embeds: bool,
     ) -> MediaConfig:
-        """The slice from vLLM's options. Raises ConfigError for unknown names and wrong values."""
+        """Read vLLM's options. Raises ConfigError for unknown names and wrong values."""
         if mm_processor_cache_gb < 0:
             raise ConfigError("mm_processor_cache_gb must be at least 0", param="mm_processor_cache_gb")
         max_images = _max_images(limit_mm_per_prompt)
@@ -149,4 +148,3 @@ def _directory(text: str) -> Path | None:
 
 
 TEXT_DEFAULTS = MediaConfig()
-"""The slice without options."""

@@ -1,4 +1,4 @@
-"""The model slice: facts about a model, known before any tensor exists."""
+"""Facts about a model that are known before any tensor exists."""
 
 from __future__ import annotations
 
@@ -21,34 +21,28 @@ MAX_HEADS = 2**12
 MAX_HEAD_DIM = 2**16
 MAX_POSITIONS = 2**24
 CACHE_SCALE_BYTES = {"int8": 4}
-"""Extra bytes of a quantised cache: one float32 for each token's key and value in each head."""
+"""Extra bytes of a quantised cache: a float32 for each token's key and value in each head."""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A model, read from its Hugging Face `config.json` or from the metadata of its GGUF file.
+    """A model, read from its Hugging Face `config.json` or its GGUF file's metadata.
 
-    name: name that the user gave (path, hub id or `bundled`). path: local directory, or the GGUF file.
-    architecture: the entry of `architectures` in the model registry.
-    shape: sizes, layer by layer, with dtypes and positions as in config.json, unresolved.
-    dtype: resolved dtype of weights that are not quantised ("float32", "bfloat16" or "float16"). The native CPU kernels
-    always add in float32 (DeviceConfig says what they multiply); the plain torch path computes in it.
-    kv_cache_dtype: resolved dtype of stored keys and values (a key of CACHE_DTYPE_BYTES).
-    max_model_len: most tokens (prompt + output) of a sequence, resolved against the model's limit.
-    eos_token_ids: end-of-sequence ids of generation_config.json, else config.json. The tokenizer's own also ends a
-    sequence.
-    hf: the parsed config.json, read-only, for keys of one family; for several modalities the language model's part.
-    quantization: format of quantised weights; None: floating point.
-    activation_bits: least bits of activations where the native kernels multiply integers and 4-bit floats: 8 (whole
-    numbers, a scale for each group or 128 values of a row), 16 or 32; 0: as matmul_precision says.
-    pooling: pooling of a model that makes vectors; None: it generates.
-    expands_prompts: latent attention computes prompts with keys and values of each head. A token's bits then depend on
-    whether it is in a prompt.
-    impl: "quire", or "transformers" (that library's modelling code).
-    sampling_defaults: defaults of requests by field of SamplingParams (generation_config.json).
-    is_multimodal: the model is the language model of a multimodal one, whose other parts are not loaded.
-    vision: config.json's part on the vision tower, read-only; None: none.
-    image_token_id: placeholder of images; None: config.json names none.
+    name: the user's text (path, hub id or `bundled`). path: local directory, or the GGUF file. architecture: the
+    entry of `architectures` in the model registry. shape: sizes, layer by layer, with dtypes and positions as in
+    config.json, unresolved. dtype: resolved dtype of weights that are not quantised ("float32", "bfloat16" or
+    "float16"). The native CPU kernels always add in float32 (DeviceConfig says what they multiply); the plain torch
+    path computes in it. kv_cache_dtype: resolved dtype of stored keys and values (a key of CACHE_DTYPE_BYTES).
+    max_model_len: most tokens (prompt + output) of a sequence, within the model's limit. eos_token_ids: see hf_config;
+    the tokenizer's own also ends a sequence. hf: the parsed config.json, read-only, for keys of one family; for several
+    modalities the language model's part. quantization: format of quantised weights. activation_bits: least bits of
+    activations where the native kernels multiply integers and 4-bit floats: 8 (whole numbers, a scale for each group or
+    128 values of a row), 16 or 32; 0: as matmul_precision says. pooling: pooling of a model that makes vectors; None:
+    it generates. expands_prompts: latent attention computes prompts with keys and values of each head. A token's bits
+    then depend on whether it is in a prompt. impl: "quire", or "transformers" (that library's modelling code).
+    sampling_defaults: defaults of requests by field of SamplingParams. is_multimodal: the model is the language model
+    of a multimodal one, whose other parts are not loaded. vision: config.json's part on the vision tower, read-only.
+    image_token_id: placeholder of images.
     """
 
     name: str
@@ -84,18 +78,18 @@ class ModelConfig:
 
     @property
     def cache_format(self) -> str:
-        """Storage format of keys and values, for messages, with the reason where it is not the weights' dtype."""
+        """Storage format of keys and values, for messages, with the reason if it is not the weights' dtype."""
         is_default = self.is_gguf and self.kv_cache_dtype == "bfloat16" != self.dtype
         return f"{self.kv_cache_dtype} KV cache{' (the default for GGUF files)' if is_default else ''}"
 
     @property
     def is_encoder(self) -> bool:
-        """True if every token attends to all others of its sequence, and nothing is kept for later tokens."""
+        """True if every token attends to all others of its sequence; nothing is kept for later tokens."""
         return self.shape.attention.kind == "none"
 
     @property
     def has_pooling_head(self) -> bool:
-        """True if projections of the model turn the pooled states into logits or another vector."""
+        """True if projections turn the pooled states into logits or another vector."""
         return self.pooling is not None and (self.pooling.task == "classify" or bool(self.pooling.dense))
 
     @property
@@ -142,7 +136,7 @@ class ModelConfig:
         return self.shape.windows
 
     def resolved_shape(self) -> ModelShape:
-        """The shape with this engine's weight types and limit on sequences."""
+        """The shape with this engine's weight types and length limit."""
         stored = self.dtype if self.quantization is None else self.quantization.stored_type
         only_experts = self.quantization is not None and self.quantization.checkpoint_format == "mxfp4"
         dense = self.dtype if only_experts else stored

@@ -20,7 +20,7 @@ DTYPE_BYTES: Mapping[str, float] = {
     "mxfp4": 0.53125,
     "nvfp4": 0.5625,
 }
-"""Bytes of a weight's element in checkpoints (mxfp4 and nvfp4: scales included)."""
+"""Bytes of a weight in checkpoints (mxfp4 and nvfp4: scales included)."""
 QUANTIZED = ("float8", "int8", "int4", "mxfp4", "nvfp4")
 """Quantised types of layers' matrices; the vocabulary's tables stay in 16 bits."""
 STATE_BORDER = 64
@@ -31,8 +31,8 @@ STATE_BYTES = 4
 """Bytes of an element of a recurrent state, always float32."""
 _LINE_ELEMENTS = 16
 LAYER_OVERHEAD = 3000
-"""Time of a layer's norms, rotation and attention per token and element of hidden width, as a number of weights whose
-products take as long. Measured with a model of 135M parameters in bfloat16 on AVX512-BF16."""
+"""Time of a layer's norms, rotation and attention per token and element of hidden width, in weights whose products take
+as long. Measured with a model of 135M parameters in bfloat16 on AVX512-BF16."""
 
 Kind = Literal["full", "sliding", "chunked", "latent", "state", "none"]
 Matrix = tuple[int, int]
@@ -44,17 +44,14 @@ class AttentionShape:
     """One layer's use of earlier tokens.
 
     kind: "full", "sliding" and "chunked" keep a key and a value per token and head; "latent" one vector per token that
-    all heads share (multi-head latent attention); "state" a state of fixed size per sequence; "none" nothing.
-    num_heads, num_kv_heads: query heads, key heads. key_dim, value_dim: elements of a head's key (for "latent" with its
-    rotated part) and value.
-    window: tokens of a "sliding" window or of a chunk.
-    latent_dim: elements that "latent" keeps per token: compressed keys and values, and the rotated part. latent_rank:
-    the compressed ones.
-    index_heads, index_dim, index_top: an indexer's heads beside "latent", elements of its key per token, and tokens
-    that it chooses to be read (0: no indexer).
-    conv_channels, conv_inputs: "state": channels of the short convolution, and inputs kept of each, beside the state: a
-    matrix key_dim x value_dim for each of num_kv_heads value heads. spare_inputs: further inputs kept, so that this
-    number of drafts can be taken back.
+    all heads share (multi-head latent attention); "state" a state of fixed size per sequence; "none" nothing. key_dim,
+    value_dim: elements of a head's key (for "latent" with its rotated part) and value. window: tokens of a "sliding"
+    window or of a chunk. latent_dim: elements that "latent" keeps per token: compressed keys and values, and the
+    rotated part. latent_rank: the compressed ones. index_heads, index_dim, index_top: an indexer's heads beside
+    "latent", elements of its key per token, and tokens that it chooses to be read (0: no indexer). conv_channels,
+    conv_inputs: "state": channels of the short convolution, and inputs kept of each, beside the state: a matrix key_dim
+    x value_dim for each of num_kv_heads value heads. spare_inputs: further inputs kept, so that this number of drafts
+    can be taken back.
     """
 
     kind: Kind
@@ -79,7 +76,7 @@ class AttentionShape:
 
     @property
     def expansion_elements(self) -> int:
-        """Elements of the further matrices that expand prompts of a "latent" layer; 0 where expanding saves nothing."""
+        """Elements of the further matrices that expand prompts of a "latent" layer; 0 where it saves nothing."""
         if self.kind != "latent" or self.index_top:
             return 0
         if self.key_dim + self.value_dim >= self.latent_dim + self.latent_rank:
@@ -93,12 +90,12 @@ class AttentionShape:
 
     @property
     def reach(self) -> int | None:
-        """Positions that a token reads; None: all. A state is read as one position."""
+        """Positions that a token reads; None: all. A state counts as one."""
         return 1 if self.kind == "state" else self.window
 
     def token_elements(self, tp: int = 1) -> int:
-        """KV-cache elements of one token on one of `tp` ranks. Ranks share heads while there are enough; each rank
-        keeps the whole latent, which belongs to all heads."""
+        """KV-cache elements of a token on one of `tp` ranks. Ranks share heads while there are enough; each keeps the
+        whole latent, which belongs to all heads."""
         if self.kind in ("state", "none"):
             return 0
         if self.kind == "latent":
@@ -115,13 +112,13 @@ class AttentionShape:
         return read * self.token_elements()
 
     def matrix_bytes(self, tp: int = 1) -> int:
-        """Bytes of one sequence's state itself on one of `tp` ranks, the least that a decoding step reads."""
+        """Bytes of a sequence's state itself on one of `tp` ranks, the least that a decoding step reads."""
         if self.kind != "state":
             return 0
         return STATE_BYTES * max(1, self.num_kv_heads // tp) * self.key_dim * line_elements(self.value_dim)
 
     def state_bytes(self, tp: int = 1) -> int:
-        """Bytes that a layer keeps of one sequence on one of `tp` ranks: the state at the last border; for every token
+        """Bytes that a layer keeps of a sequence on one of `tp` ranks: the state at the last border; for every token
         after it a key of each key head, and an update and a decay of each value head; the convolution's inputs
         (quire/layers/states.py)."""
         if self.kind != "state":
@@ -139,8 +136,8 @@ def line_elements(count: int) -> int:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts that replaces an MLP. num_active: experts for each token. intermediate: width of an expert.
-    shared_intermediate: total width of the experts that every token passes; 0: none."""
+    """A mixture of experts that replaces an MLP. num_active: experts per token. intermediate: width of an expert.
+    shared_intermediate: total width of the experts that every token passes."""
 
     num_experts: int
     num_active: int
@@ -169,11 +166,10 @@ class LayerShape:
 @dataclass(frozen=True)
 class ModelShape:
     """Sizes of a model, in elements. max_model_len: positions. dtype, expert_dtype: stored types of the layers'
-    matrices and of their experts. is_tied: input and output embeddings are one table. embedding_width: width of the
-    embedding tables; if it is not `hidden`, two matrices project to `hidden` and back. positions: rows of a table of
-    learned positions. num_vectors: elements of norms outside the layers. family: name of the family. is_known: False if
-    norms and biases are guessed from the configuration's keys. draft_layers: layers of a loaded draft head; they count
-    as weights only."""
+    matrices and of their experts. is_tied: input and output embeddings are one table. embedding_width: if it is not
+    `hidden`, two matrices project to `hidden` and back. positions: rows of a table of learned positions. num_vectors:
+    elements of norms outside the layers. is_known: False if norms and biases are guessed from the configuration's keys.
+    draft_layers: layers of a loaded draft head; they count as weights only."""
 
     name: str
     family: str
@@ -198,22 +194,22 @@ class ModelShape:
 
     @cached_property
     def layer_counts(self) -> Mapping[LayerShape, int]:
-        """Layer shape -> number of such layers, in the order of their first."""
+        """Counts, in order of first appearance."""
         return Counter(self.layers)
 
     @cached_property
     def attention_counts(self) -> Mapping[AttentionShape, int]:
-        """Kind of attention -> number of such layers, in the order of their first."""
+        """Counts, in order of first appearance."""
         return Counter(layer.attention for layer in self.layers)
 
     @cached_property
     def windows(self) -> tuple[int | None, ...]:
-        """Positions that a token reads, for each layer; None: all."""
+        """Positions that each layer's tokens read; None: all."""
         return tuple(layer.attention.reach for layer in self.layers)
 
     @property
     def attention(self) -> AttentionShape:
-        """Attention of the first layer that keeps keys and values. All are alike in the models that the engine runs."""
+        """Attention of the first layer that keeps keys and values. In models that the engine runs, all are alike."""
         return next((each for each in self.attention_counts if each.kind != "state"), self.layers[0].attention)
 
     @cached_property
@@ -235,8 +231,8 @@ class ModelShape:
         return max(layer.intermediate for layer in self.layer_counts)
 
     def stages(self, pp: int) -> tuple[range, ...]:
-        """Layers of each of `pp` pipeline stages, at least one. They minimise the longest stage's share of a step, both
-        of decodes, which pass the output projection on the last stage, and of a prompt, which hardly does."""
+        """Layers of each of `pp` pipeline stages, at least one. They minimise the longest stage's share of a step: of
+        decodes, which pass the output projection on the last stage, and of a prompt, which hardly does."""
         rest = LAYER_OVERHEAD * self.hidden
         costs = [self._dense_parameters(layer) + self._active_experts(layer) + rest for layer in self.layers]
         before = [0, *accumulate(costs)]
@@ -260,13 +256,12 @@ class ModelShape:
         return tuple(range(start, end) for start, end in pairwise(best[self.num_layers][1]))
 
     def layers_per_stage(self, pp: int) -> int:
-        """Number of layers of the largest of `pp` pipeline stages."""
+        """Layers of the largest of `pp` pipeline stages."""
         return max(map(len, self.stages(pp)))
 
     # -- parameters -------------------------------------------------------------------------------------------------
 
     def mlp_parameters(self, width: int) -> int:
-        """Elements of an MLP (or an expert) of a width."""
         return (3 if self.is_gated else 2) * self.hidden * width
 
     @property
@@ -275,7 +270,7 @@ class ModelShape:
 
     @cached_property
     def dense_parameters(self) -> int:
-        """Elements of all matrices that every token passes in every step, except the output projection."""
+        """Elements of the matrices that every token passes in every step, except the output projection."""
         total = 0 if self.embedding_width == self.hidden else 2 * self.embedding_width * self.hidden
         return total + sum(count * self._dense_parameters(layer) for layer, count in self.layer_counts.items())
 
@@ -284,14 +279,12 @@ class ModelShape:
         return layer.attention_parameters + self.mlp_parameters(_dense_width(layer)) + router
 
     def _active_experts(self, layer: LayerShape) -> int:
-        """Elements of the experts that one token is routed to."""
         return (
             0 if layer.experts is None else layer.experts.num_active * self.mlp_parameters(layer.experts.intermediate)
         )
 
     def with_spare_inputs(self, count: int) -> ModelShape:
-        """The shape whose states keep `count` more inputs of their convolutions, so that `count` tokens can be taken
-        back."""
+        """The shape whose states keep `count` more convolution inputs, so that `count` tokens can be taken back."""
 
         def spared(layer: LayerShape) -> LayerShape:
             kept = layer.attention
@@ -318,7 +311,7 @@ class ModelShape:
     @property
     def adapter_elements(self) -> int:
         """Upper bound of an adapter's elements for each rank, over all projections, routers and MLPs except experts.
-        Checkpoints that join queries, keys and values, or gate and up, in one matrix have fewer inputs."""
+        Checkpoints that join queries, keys and values, or gate and up, have fewer inputs."""
         total = 0
         for layer, count in self.layer_counts.items():
             own = sum(inputs + outputs for inputs, outputs in layer.projections)
@@ -333,7 +326,7 @@ class ModelShape:
 
     @property
     def embedding_parameters(self) -> int:
-        """Elements of one table of the vocabulary."""
+        """Elements of one vocabulary table."""
         return self.vocab * self.embedding_width
 
     @property
@@ -374,11 +367,10 @@ class ModelShape:
         return sum(count * each.token_elements(tp) for each, count in self.attention_counts.items())
 
     def kv_bytes_per_token(self, dtype: str = "float16", tp: int = 1) -> int:
-        """KV-cache bytes of one token in all layers, on one of `tp` ranks."""
         return int(self.kv_elements(tp) * DTYPE_BYTES[dtype])
 
     def matrix_bytes(self, tp: int = 1) -> int:
-        """Least bytes of a sequence's state that a decoding step reads in all layers."""
+        """Least bytes of a sequence's states that a decoding step reads."""
         return sum(count * each.matrix_bytes(tp) for each, count in self.attention_counts.items())
 
 

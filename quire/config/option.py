@@ -1,5 +1,5 @@
-"""The record of one option: its line of help and its group stand at the field of EngineOptions or ServerSettings, and
-flags, help and documents are made from there."""
+"""The record of one option, which stands at its field of EngineOptions or ServerSettings. Flags, help and documents are
+made from it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ import msgspec
 
 
 class Option(NamedTuple):
-    """Metadata of a field (`Annotated[int, KV("tokens per KV block")]`).
-
-    help: one line, at most 100 characters. flags: other names of its flag. reads: makes the value of a text or number
-    that a user writes; None: the field's type does.
-    """
+    """Metadata of a field (`Annotated[int, KV("tokens per KV block")]`). help: one line, at most 100 characters. flags:
+    other names of its flag. reads: makes the value of a text or number that a user writes; None: the field's type
+    does."""
 
     group: Group
     help: str
@@ -51,7 +49,7 @@ GROUPS = FIRST, MODEL, IMAGES, KV, SCHEDULING, ADAPTERS, DEVICE, ANSWERS, ACCESS
 
 @cache
 def options_of(struct: type[msgspec.Struct]) -> Mapping[str, Option]:
-    """The records of a struct's fields, by name; fields without one are left out."""
+    """Records of a struct's fields, by name; fields without one are left out."""
     hints = typing.get_type_hints(struct, include_extras=True)
     records = {name: getattr(hints[name], "__metadata__", (None,))[0] for name in struct.__struct_fields__}
     return {name: record for name, record in records.items() if isinstance(record, Option)}

@@ -32,7 +32,7 @@ from quire.utils.sizes import parse_count, parse_length
 logger = get_logger(__name__)
 
 BUNDLED_MODEL, BUNDLED_SIGHTS = "bundled", "bundled-sights"
-"""Names of the models in the package: one completes Python, the other answers questions about pictures."""
+"""Bundled models: one completes Python, the other answers questions about pictures."""
 OUTPUT_WINDOW = 0.008
 """Default of `output_window`, in seconds."""
 

@@ -15,7 +15,7 @@ from quire.errors import ConfigError
 from quire.utils.extras import how_to_install
 
 MAX_RANKS = 64
-"""Largest number of processes on one host."""
+"""Limit of processes on one host."""
 
 
 EXECUTORS = ("uni", "mp", "ray", "external_launcher")
@@ -25,10 +25,11 @@ RAY_PLACEMENTS = ("pack", "strict_spread")
 @dataclass(frozen=True)
 class ParallelConfig:
     """tp: devices that share each layer, experts and vocabulary (tensor parallelism). pp: groups of them that share the
-    layers (pipeline parallelism). dp: replicas behind a router.
-    ep: devices over which whole experts are spread (expert parallelism), a multiple of tp. If it spans several
-    replicas, they exchange tokens in every layer and each holds a share of the experts. 1: tp shares each expert.
-    cp: groups of tp devices that share the tokens of each sequence (context parallelism).
+    layers (pipeline parallelism). dp: replicas behind a router. ep: devices over which whole experts are spread (expert
+    parallelism), a multiple of tp. If it spans several replicas, they exchange tokens in every layer and each holds a
+    share of the experts. 1: tp shares each expert. cp: groups of tp devices that share the tokens of each sequence
+    (context parallelism).
+
     Raises ConfigError for sizes that do not fit together. `resolve` decides which sizes the engine runs.
     """
 
@@ -54,7 +55,7 @@ class ParallelConfig:
 
     @property
     def replicas_together(self) -> int:
-        """Number of replicas that share one set of experts."""
+        """Replicas that share one set of experts."""
         return max(1, self.ep // self.tp)
 
     @property
@@ -121,7 +122,7 @@ def check_replicas(options: EngineOptions, is_accelerated: bool) -> None:
 
 
 def check_ranks_fit(options: EngineOptions, model: ModelConfig) -> None:
-    """Raise ConfigError for a model that the ranks cannot share."""
+    """Raise ConfigError for models that the ranks cannot share."""
     name = "tensor_parallel_size" if options.tensor_parallel_size > 1 else "pipeline_parallel_size"
     if model.impl != "quire":
         reason = (

@@ -47,9 +47,9 @@ BASE_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 @dataclass(frozen=True)
 class PeftConfig:
-    """rank, alpha: values for modules that no pattern matches. rank_pattern, alpha_pattern: regular expressions, in
-    order, for the ends of module names. rank_stabilised: scales are alpha / sqrt(rank). target_modules: module names;
-    None: an expression, or all linear layers."""
+    """rank, alpha: for modules that no pattern matches. rank_pattern, alpha_pattern: regular expressions, in order, for
+    the ends of module names. rank_stabilised: scales are alpha / sqrt(rank). target_modules: module names; None: an
+    expression, or all linear layers."""
 
     path: Path
     rank: int
@@ -82,7 +82,7 @@ def _matching(patterns: Mapping[str, float], module: str, default: float) -> flo
 
 
 def read_peft_config(directory: Path) -> PeftConfig:
-    """Read adapter_config.json. Raises ModelLoadError with file and key for settings that are not supported."""
+    """Read adapter_config.json. Raises ModelLoadError with file and key for unsupported settings."""
     path = directory / CONFIG_FILE
     if file_bytes(path) is None:
         raise ModelLoadError(f"{directory} holds no adapter: there is no {CONFIG_FILE} in it")
@@ -143,7 +143,7 @@ def _target_modules(fields: Fields) -> tuple[str, ...] | None:
 
 
 def weight_file(directory: Path) -> Path:
-    """File of an adapter's tensors. Raises ModelLoadError when there is none."""
+    """File of an adapter's tensors. Raises ModelLoadError without one."""
     for name in WEIGHT_FILES:
         if file_bytes(directory / name) is not None:
             return directory / name
@@ -164,8 +164,8 @@ def content_digest(directory: Path) -> bytes:
 
 
 def open_adapter(path: str, limits: AdaptersConfig) -> AdapterRef:
-    """The adapter in a directory. Raises UserError for one that the engine does not take. The workers check at load
-    time that its tensors fit the model."""
+    """The adapter in a directory. Raises UserError for one that the engine does not take. Workers check at load time
+    that its tensors fit the model."""
     directory = Path(os.path.abspath(os.path.expanduser(path)))
     try:
         if not directory.is_dir():

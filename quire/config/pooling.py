@@ -1,9 +1,5 @@
-"""Pooling of a text's hidden states: one vector, or the logits of its labels.
-
-The settings come from sentence-transformers' files (modules.json, 1_Pooling/config.json, config.json of further
-modules, sentence_bert_config.json, config_sentence_transformers.json), for classifiers from config.json. Imports no
-torch.
-"""
+"""Pooling of a text's hidden states: one vector, or the logits of its labels. The settings come from
+sentence-transformers' files, for classifiers from config.json."""
 
 from __future__ import annotations
 
@@ -62,7 +58,7 @@ class PoolingConfig:
     first's ("cls"), or the mean of all. normalize: default of scaling a vector to length 1. dense: layers that the
     vector passes before that. activation: function from logits to probabilities. dimensions: lengths to which a vector
     may be cut (Matryoshka); if empty, `any_dimensions` permits every length or none. prompt: text before each embedded
-    text (sentence-transformers' default prompt). prompts: (name, alternative that a request may choose)."""
+    text. prompts: (name, alternative that a request may choose)."""
 
     task: Task
     method: Method
@@ -79,13 +75,10 @@ class PoolingConfig:
 def read_pooling(
     path: Path, fields: Fields, architecture: str, runner: str, *, is_encoder: bool, stated: Method | None = None
 ) -> PoolingConfig | None:
-    """Pooling of a directory's or GGUF file's model; None for one that generates. is_encoder: True if it attends in
-    both directions. stated: method that a GGUF file names.
-
-    runner: option of EngineOptions; "auto" pools if the model cannot generate, or if sentence-transformers' files or
-    the GGUF file describe it. Raises ModelLoadError for unsupported files, ConfigError for a runner that the model
-    cannot have.
-    """
+    """Pooling of a directory's or GGUF file's model; None for one that generates. is_encoder: it attends in both
+    directions. stated: method that a GGUF file names. runner: option of EngineOptions; "auto" pools if the model cannot
+    generate, or if sentence-transformers' files or the GGUF file describe it. Raises ModelLoadError for unsupported
+    files, ConfigError for a runner that the model cannot have."""
     is_bare = architecture.endswith("Model") and not architecture.endswith("LMHeadModel")
     is_causal = not (is_encoder or is_bare or architecture.endswith(CLASSIFIER))
     modules = None if path.is_file() else _modules(path)
@@ -230,7 +223,6 @@ def _prompts(path: Path, fields: Fields) -> tuple[tuple[str, str], ...]:
 
 
 def _default_prompt(path: Path, method: Method) -> str:
-    """Prompt that sentence-transformers puts before a text by default."""
     file = path / "config_sentence_transformers.json"
     values = read_optional_json(file)
     name, prompts = values.get("default_prompt_name"), values.get("prompts") or {}

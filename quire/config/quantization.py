@@ -1,4 +1,4 @@
-"""The quantisation of a model's weights. Imports no torch."""
+"""Quantisation of a model's weights."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ class QuantizationConfig:
     """Quantisation of the linear layers' weights.
 
     method: "int8" or "int4" (weights only), "w8a8" or "w4a8" (activations are also rounded to 8 bits, token by token,
-    and integers are multiplied), "fp8", "mxfp4" or "nvfp4" (weights only, small floats).
-    group_size: input features that share a scale; None: a whole output row (floats: by their format).
-    checkpoint_format: format of quantised checkpoints: "gptq" (zero points stored less one), "gptq_v2", "awq",
-    "pack-quantized", "int-quantized"; "fp8", "mxfp4" (experts in one tensor), "nvfp4", "mxfp4-pack-quantized",
-    "nvfp4-pack-quantized". None: floating point, quantised while loading.
-    symmetric: the checkpoint has no zero points (only compressed-tensors omits them).
-    reordered: the checkpoint assigns input features to groups one by one (act-order).
-    block_size: (output rows, input features) that share an "fp8" scale; None: a row or the whole matrix.
+    and integers are multiplied), "fp8", "mxfp4" or "nvfp4" (weights only, small floats). group_size: input features
+    that share a scale; None: a whole output row (floats: by their format). checkpoint_format: "gptq" (zero points
+    stored less one), "gptq_v2", "awq", "pack-quantized", "int-quantized"; "fp8", "mxfp4" (experts in one tensor),
+    "nvfp4", "mxfp4-pack-quantized", "nvfp4-pack-quantized". None: floating point, quantised while loading. symmetric:
+    the checkpoint has no zero points (only compressed-tensors omits them). reordered: the checkpoint assigns input
+    features to groups one by one (act-order). block_size: (output rows, input features) that share an "fp8" scale;
+    None: a row or the whole matrix.
     """
 
     method: str
@@ -49,5 +48,5 @@ class QuantizationConfig:
 
     @property
     def stored_type(self) -> str:
-        """Stored type of matrices, as named in `quire.config.model_shape`."""
+        """Type of stored matrices, as named in `quire.config.model_shape`."""
         return f"int{self.bits}" if self.is_integer else STORED_TYPES[self.method]

@@ -1,4 +1,4 @@
-"""Shared helpers for reading a `quantization_config`. Imports no torch."""
+"""Helpers for reading a `quantization_config`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def group_size(fields: Fields, key: str) -> int | None:
 
 
 def known_integer(fields: Fields, key: str, known: Sequence[int]) -> int:
-    """The integer under a key. Raises ModelLoadError with the supported kinds unless it is one of `known`."""
+    """The integer under a key. Raises ModelLoadError with the supported kinds for others."""
     value = fields.integer(key)
     if value not in known:
         raise unsupported(fields, f"{key} {value}")
@@ -36,8 +36,7 @@ def known_integer(fields: Fields, key: str, known: Sequence[int]) -> int:
 
 
 def known_text(fields: Fields, key: str, known: Sequence[str], default: str | None = None) -> str:
-    """The text under a key, in lower case. Raises ModelLoadError with the supported kinds unless it is one of
-    `known`."""
+    """The text under a key, in lower case. Raises ModelLoadError with the supported kinds for others."""
     value = fields.text(key, default).lower()
     if value not in known:
         raise unsupported(fields, f"{key} {shown(value)}")
@@ -45,5 +44,4 @@ def known_text(fields: Fields, key: str, known: Sequence[str], default: str | No
 
 
 def unsupported(fields: Fields, what: str) -> Exception:
-    """The error for a setting that no reader supports."""
     return fields.error(f"{what} is not supported; quantised checkpoints may be {SUPPORTED}")

@@ -1,9 +1,6 @@
-"""Parsing of a checkpoint's `quantization_config`. Imports no torch.
-
-Facts on how a checkpoint was made (damping, calibration, order of layers) are ignored. Settings that change the meaning
-of stored numbers are supported or rejected. The stored tensors' names, not the lists of exceptions (`ignore`,
-`modules_to_not_convert`), say which matrices are quantised.
-"""
+"""Parsing of a checkpoint's `quantization_config`. Facts on how a checkpoint was made (damping, calibration, order of
+layers) are ignored; settings that change the meaning of stored numbers are supported or rejected. The stored tensors'
+names, not the lists of exceptions (`ignore`, `modules_to_not_convert`), say which matrices are quantised."""
 
 from __future__ import annotations
 
@@ -68,8 +65,7 @@ def _gptq(fields: Fields) -> QuantizationConfig:
 
 
 def _auto_round(fields: Fields) -> QuantizationConfig:
-    """AutoRound's settings: GPTQ's or AWQ's packing. Settings of single layers may only exempt them from
-    quantisation."""
+    """AutoRound's settings: GPTQ's or AWQ's packing. Settings of single layers may only exempt them."""
     layouts = ("auto_round:auto_gptq", "auto_round:gptqmodel", "auto_round:auto_awq")
     layout = known_text(fields, "packing_format", layouts)
     bits = known_integer(fields, "bits", (4, 8) if layout != layouts[2] else (4,))
@@ -82,7 +78,7 @@ def _auto_round(fields: Fields) -> QuantizationConfig:
 
 
 def _is_plain(settings: object) -> bool:
-    """True if a module with these settings is not quantised."""
+    """True for a module that is not quantised."""
     bits = settings.get("bits") if isinstance(settings, dict) else None
     return isinstance(bits, int) and bits >= PLAIN_BITS
 

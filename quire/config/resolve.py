@@ -63,7 +63,7 @@ CACHE_DTYPES = {
     "torch": ("auto", "float32", "bfloat16", "float16", "fp8"),
     "triton": ("auto", "float32", "bfloat16", "float16", "int8", "fp8"),
 }
-"""Attention back end -> dtypes of its keys and values (devices have no int8 yet; a message of its own says so)."""
+"""Attention back end -> dtypes of its keys and values (a separate message refuses int8 on devices)."""
 CACHE_ALIASES = {"fp8_e4m3": "fp8"}
 GGUF_ACTIVATION_BITS = 8
 ACTIVATION_BITS = ("auto", "8", "16", "32")
@@ -253,8 +253,8 @@ def _speculation(
 
 
 def _backend_and_model(options: EngineOptions, is_accelerated: bool) -> tuple[str, ModelConfig]:
-    """The attention back end, and the model, whose dtypes depend on it. A device has the Triton back end. On a CPU
-    `attention_backend` names one; "auto" is the native one if it was built and can compute the model."""
+    """The attention back end, and the model, whose dtypes depend on it. "auto" on a CPU is the native back end if it
+    was built and can compute the model."""
     asked = "triton" if is_accelerated else choice("attention_backend", options.attention_backend, BACKENDS)
     dtype = choice("dtype", options.dtype, DTYPES)
     if options.kv_cache_dtype == "fp8_e5m2":
@@ -301,8 +301,8 @@ def _backend_and_model(options: EngineOptions, is_accelerated: bool) -> tuple[st
 
 def _matmul_precision(options: EngineOptions, model: ModelConfig, backend: str, device: str) -> str:
     """Value of `DeviceConfig.matmul_precision`. "auto" rounds activations only for weights that were trained and stored
-    in bfloat16, as GPU engines do, and for GGUF files, whose quantised weights are rounded more than that. It does not
-    for weights cast to bfloat16 here."""
+    in bfloat16, as GPU engines do, and for GGUF files, whose quantised weights are rounded more than that; not for
+    weights cast to bfloat16 here."""
     asked = choice("matmul_precision", options.matmul_precision, MATMUL_PRECISIONS)
     if backend == "triton":
         return device_precision(asked, model, device)
@@ -523,8 +523,8 @@ def _offload_size(options: EngineOptions) -> int:
 
 
 def batch_limits(options: EngineOptions, usual_seqs: int, usual_budget: int) -> tuple[int, int]:
-    """(max_num_seqs, max_num_batched_tokens). Each running sequence may need one token a step, so a missing one follows
-    from the other. Raises ConfigError if both contradict each other."""
+    """(max_num_seqs, max_num_batched_tokens). Each running sequence may need one token a step, so a missing value
+    follows from the other. Raises ConfigError if they contradict each other."""
     seqs = positive("max_num_seqs", options.max_num_seqs)
     budget = positive("max_num_batched_tokens", options.max_num_batched_tokens)
     if seqs is None:

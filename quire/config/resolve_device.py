@@ -28,8 +28,7 @@ DEVICE_HEAD_LIMIT = 256
 
 def choose_device(options: EngineOptions) -> tuple[str, bool]:
     """(device, True if the Triton back end computes): always on "cuda", on "cpu" only in Triton's interpreter, for
-    tests. Imports no torch. Raises ConfigError for a device that is missing or unusable, and for a back end of another
-    device."""
+    tests. Raises ConfigError for a device that is missing or unusable, and for a back end of another device."""
     asked = choice("device", options.device, DEVICES)
     backend = choice("attention_backend", options.attention_backend, BACKENDS)
     if asked == "cuda" or (asked == "auto" and backend not in CPU_BACKENDS and not envs.triton_interpret()):

@@ -20,15 +20,12 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True)
 class RopeDefaults:
-    """A family's RoPE settings where config.json has none.
-
-    theta: base. share: rotated part of each head. turns_part: config.json may set another part. local_theta: base of
-    windowed layers, which have settings of their own (None: all layers rotate alike). local_key: key of that base
-    outside of them; "": none. skips_rotation: `no_rope_layers` or `no_rope_layer_interval` names layers without
-    rotation. settings: all settings, where config.json has none. types: supported types. renamed: other names of types
-    in config.json. is_stretched: `max_position_embeddings` counts the stretched model's positions. mrope_section: see
-    RopeConfig. mrope_interleaved: always on, whatever config.json says.
-    """
+    """A family's RoPE settings where config.json has none. theta: base. share: rotated part of each head. turns_part:
+    config.json may set another part. local_theta: base of windowed layers, which have settings of their own (None: all
+    layers rotate alike). local_key: key of that base outside of them. skips_rotation: `no_rope_layers` or
+    `no_rope_layer_interval` names layers without rotation. settings: all settings, where config.json has none. types:
+    supported types. renamed: other names of types. is_stretched: `max_position_embeddings` counts the stretched model's
+    positions. mrope_section: see RopeConfig. mrope_interleaved: always on, whatever config.json says."""
 
     theta: float = 10_000.0
     share: float = 1.0
@@ -61,11 +58,11 @@ LLAMA_DEFAULTS = RopeDefaults()
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """rotary_dim: rotated leading elements of a head (even). max_position_embeddings: config.json's value.
-    original_max_position_embeddings: trained length in tokens, before the context was stretched. attention_factor:
-    factor of cos and sin; None: the scaling's usual value. mrope_section: elements that turn by a token's time, row and
-    column (empty: all by its position), section after section, or in turns if mrope_interleaved. The other fields
-    belong to one `rope_type` each, under Transformers' names."""
+    """rotary_dim: rotated leading elements of a head (even). original_max_position_embeddings: trained length in
+    tokens, before the context was stretched. attention_factor: factor of cos and sin; None: the scaling's usual value.
+    mrope_section: elements that turn by a token's time, row and column (empty: all by its position), section after
+    section, or in turns if mrope_interleaved. The other fields belong to one `rope_type` each, under Transformers'
+    names."""
 
     rope_type: str
     theta: float
@@ -104,7 +101,7 @@ class RopeConfig:
 
 
 def read_rope(config: Fields, head_dim: int, defaults: RopeDefaults, kind: str = FULL) -> RopeConfig:
-    """Read the RoPE settings for layers of a kind, FULL or SLIDING, as Transformers does. Raises ModelLoadError for an
+    """RoPE settings for layers of a kind, FULL or SLIDING, read as in Transformers. Raises ModelLoadError for an
     unknown type or a missing or absurd value."""
     raw, is_nested = _settings(config, defaults, kind)
     rope = Fields(raw, f"{config.where} (RoPE settings)")
@@ -166,8 +163,7 @@ def read_lengths(
     config: Fields, head_dim: int, defaults: RopeDefaults, windows: Sequence[int | None]
 ) -> tuple[int, int]:
     """(most positions that the rotations support, default of `max_model_len`). Layers without a window decide, if there
-    are any. The default stays within what no scaling of either kind changes. windows: window of each layer; None: full
-    attention."""
+    are any. The default stays within what no scaling of either kind changes."""
     kinds = [kind for kind in (FULL, SLIDING) if any((window is None) == (kind == FULL) for window in windows)]
     ropes = [read_rope(config, head_dim, defaults, kind) for kind in kinds]
     usual = [ropes[0].usual_length, *(rope.usual_length for rope in ropes[1:] if rope.rope_type == "dynamic")]
@@ -227,8 +223,8 @@ def _object(config: Fields, key: str) -> Mapping[str, Any]:
 
 
 def _rotary_dim(config: Fields, rope: Fields, head_dim: int, defaults: RopeDefaults, rope_type: str) -> int:
-    """Rotated elements of a head. In families that always rotate all, a smaller part is ignored, as in Transformers, or
-    refused where scalings would use it."""
+    """Rotated elements of a head. Families that always rotate all ignore a smaller part, as Transformers does, or
+    refuse it where scalings would use it."""
     share = config.number("partial_rotary_factor", defaults.share)
     share = rope.number("partial_rotary_factor", share)
     if not (defaults.turns_part or defaults.share != 1.0):

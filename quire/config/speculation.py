@@ -24,8 +24,8 @@ USUAL_LOOKUP = 5
 
 @dataclass(frozen=True)
 class DraftModelConfig:
-    """The draft model. name: value of the option `model`. revision, quantization, max_model_len: options of these
-    names. num_ranks: ranks that share its layers (None: the target's). model: its resolved configuration."""
+    """name: value of the option `model`. revision, quantization, max_model_len: options of these names. num_ranks:
+    ranks that share its layers (None: the target's). model: its resolved configuration."""
 
     name: str
     revision: str | None = None
@@ -51,8 +51,8 @@ class SpeculationConfig:
     """max_drafts: most drafts of a sequence in a step; 0: none. lookup_min, lookup_max: least and largest number of a
     sequence's last tokens to find in its earlier text; the tokens that followed there are the drafts. by_batch_size:
     (running sequences, most drafts of each up to that number), ascending; the last one also holds above it. adapts: a
-    sequence whose drafts are rejected computes fewer. draft_model: the draft model, or None. method: one of METHODS.
-    suffix: keys of that method. custom_class: "module:class" of that method."""
+    sequence whose drafts are rejected computes fewer. method: one of METHODS. suffix: keys of that method.
+    custom_class: "module:class" of that method."""
 
     max_drafts: int = 0
     lookup_min: int = USUAL_LOOKUP
@@ -76,7 +76,7 @@ class SpeculationConfig:
 
     @classmethod
     def of(cls, given: Mapping[str, Any] | None) -> SpeculationConfig:
-        """The slice from the option with vLLM's names (None: no drafts). Raises ConfigError for unknown names and wrong
+        """Read the option with vLLM's names (None: no drafts). Raises ConfigError for unknown names and wrong
         values."""
         if given is None:
             return cls()
@@ -125,7 +125,7 @@ def _by_batch_size(ranges: list[tuple[int, int, int]], most: int) -> tuple[tuple
 
 
 def _method(fields: _Given) -> str:
-    """The requested method; without one, a given model implies "draft_model"."""
+    """The requested method; a given model implies "draft_model"."""
     method = fields.method or ("" if fields.model is None else "draft_model")
     if method == "ngram_gpu":
         return "ngram"
@@ -165,7 +165,6 @@ def _suffix(fields: _Given) -> SuffixConfig:
 
 
 def _custom_class(fields: _Given) -> str:
-    """The "module:class" of `method: custom_class`, which `model` names."""
     module, _, name = (fields.model or "").replace(":", ".").rpartition(".")
     if not module or not name:
         raise ConfigError(f"{OPTION}.model must name a class, as module.Class, not {fields.model!r}", param=OPTION)

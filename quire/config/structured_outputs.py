@@ -19,12 +19,10 @@ OPTION = "structured_outputs_config"
 
 @dataclass(frozen=True)
 class StructuredOutputsConfig:
-    """Names and meanings are vLLM's.
-
-    backend: one of BACKENDS, without effect: llguidance compiles every grammar. disable_any_whitespace,
-    disable_additional_properties: see StructuredOutputsParams; they hold for all requests, but a request's
-    whitespace_pattern stays. enable_in_reasoning: the constraint begins with the first token, not after the reasoning.
-    """
+    """Names and meanings are vLLM's. backend: one of BACKENDS, without effect: llguidance compiles every grammar.
+    disable_any_whitespace, disable_additional_properties: see StructuredOutputsParams; they hold for all requests, but
+    a request's whitespace_pattern stays. enable_in_reasoning: the constraint begins with the first token, not after the
+    reasoning."""
 
     backend: str = "auto"
     disable_any_whitespace: bool = False
@@ -33,7 +31,7 @@ class StructuredOutputsConfig:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> StructuredOutputsConfig:
-        """The slice from the option. Raises ConfigError for unknown names and wrong values."""
+        """Read the option. Raises ConfigError for unknown names and wrong values."""
         given = {name: value for name, value in given.items() if not (name in _ELSEWHERE and not value)}
         names = [field.name for field in fields(cls)]
         wrong = next((name for name in given if name not in names), None)

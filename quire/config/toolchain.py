@@ -24,8 +24,8 @@ UNTRUSTED_PTXAS = 13
 
 @dataclass(frozen=True)
 class Toolchain:
-    """Findings, or None. compiler: path. headers: directory of Python.h. driver_library: directory of libcuda.so.1.
-    ptxas: version of the assembler in TRITON_PTXAS_PATH."""
+    """Findings. compiler: path. headers: directory of Python.h. driver_library: directory of libcuda.so.1. ptxas:
+    version of the assembler in TRITON_PTXAS_PATH."""
 
     compiler: str | None
     headers: str | None
@@ -56,7 +56,7 @@ def find_toolchain() -> Toolchain:
 
 
 def triton_version() -> tuple[int, ...] | None:
-    """(major, minor, patch) of the installed Triton, or None."""
+    """(major, minor, patch)."""
     try:
         version = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:

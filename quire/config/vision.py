@@ -1,4 +1,4 @@
-"""The vision tower in config.json (`vision_config`). Imports no torch."""
+"""The vision tower in config.json (`vision_config`)."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ class VisionConfig:
 class EncoderCosts:
     """Costs of a tower for the scheduler. num_layers: layers, which can be computed one at a time. cache_tokens: tokens
     of the images whose features are kept; a larger image is kept alone. patch_factor, pair_factor: elements that a
-    layer multiplies for each patch of a token, and for each pair of patches that attend to one another, relative to
-    those of a text token in all layers. patches: patches of a token. window: patches of a window. whole_share: share of
-    the layers that attend to whole frames."""
+    layer multiplies for each patch of a token, and for each pair of patches that attend to one another, relative to a
+    text token's in all layers. patches: patches of a token. window: patches of a window. whole_share: share of the
+    layers that attend to whole frames."""
 
     num_layers: int
     cache_tokens: int
@@ -87,7 +87,7 @@ class EncoderCosts:
 
     @classmethod
     def of(cls, config: VisionConfig, text_elements: int) -> EncoderCosts:
-        """Costs of a tower. text_elements: elements that a text token is multiplied by."""
+        """text_elements: elements that a text token is multiplied by."""
         size = config.hidden_size
         return cls(
             num_layers=config.num_layers,
@@ -100,7 +100,7 @@ class EncoderCosts:
         )
 
     def layer_tokens(self, grid: tuple[int, int, int]) -> int:
-        """Text tokens whose cost is about that of one layer for an image. grid: the image's frames, rows and columns of
+        """Text tokens that cost about as much as one layer for an image. grid: the image's frames, rows and columns of
         tokens."""
         frames, rows, columns = grid
         of_frame = rows * columns * self.patches

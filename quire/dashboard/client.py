@@ -16,14 +16,13 @@ HINT = ": is it a Quire server of this version?"
 
 
 class FrameClient:
-    """Client of one server. Every failure is a QuireError with one clear line."""
+    """Every failure is a QuireError with one clear line."""
 
     def __init__(self, connection: ServerConnection) -> None:
         self._connection = connection
         self._decoder = msgspec.json.Decoder(Frame)
 
     def frame(self) -> Frame:
-        """Return the current frame."""
         with self._connection.request("GET", "/debug/kv", hint=HINT) as response:
             return self._decoder.decode(response.read())
 

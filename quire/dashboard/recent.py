@@ -15,8 +15,7 @@ KEPT, SHOWN = 200, 20
 
 
 class EndedRequest(msgspec.Struct, frozen=True):
-    """Ended request. finish_reasons: reasons of its sequences, once each. Times are in seconds, None without a
-    token."""
+    """finish_reasons: reasons of its sequences, once each. Times are in seconds, None without a token."""
 
     request_id: str
     finish_reasons: list[str]
@@ -50,7 +49,7 @@ class RecentRequests:
         self._ended: deque[EndedRequest] = deque(maxlen=KEPT)
 
     def note(self, output: RequestOutput, progress: RequestProgress, now: float) -> None:
-        """Keep a request's facts. output: its last output."""
+        """output: the request's last output."""
         self._ended.appendleft(_ended(output, progress, now))
 
     def recent(self) -> Recent:

@@ -27,9 +27,9 @@ SPARKS = "▁▂▃▄▅▆▇█"
 STATUSES = ("running", "preempted", "swapped", "waiting", "pinned")
 REQUESTS_SHOWN = 12
 ADAPTERS_SHOWN = 6
-"""Maximum of adapter names shown for running and for waiting requests."""
+"""Maximum number of adapter names shown for running and for waiting requests."""
 MAP_ROWS = 24
-"""Maximum of lines of the map; cells of a larger pool show several blocks."""
+"""Maximum number of lines of the map; cells of a larger pool show several blocks."""
 
 
 def colour_of(request_id: str, *, shared: bool = False) -> Color:
@@ -84,7 +84,6 @@ def counts_of(kv: KVSnapshot) -> dict[str, int]:
 
 
 def render(frame: Frame, history: History, url: str) -> RenderableType:
-    """Render the whole view."""
     counts = counts_of(frame.kv)
     title = Text.assemble(("Quire ", "bold"), (frame.model, "bold cyan"), f"  {url}  ", (frame.backend, "dim"))
     if frame.is_draining:
@@ -125,7 +124,6 @@ def sparkline(values: list[float | None], width: int) -> str:
 
 
 def _ended(recent: Recent) -> Text:
-    """Percentiles of ended requests."""
     parts = [
         f"{name} {_milliseconds(times.p50)}, 95 % {_milliseconds(times.p95)}"
         for name, times in (("first token", recent.time_to_first_token), ("last token", recent.seconds))

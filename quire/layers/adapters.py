@@ -1,9 +1,6 @@
-"""Adapters of low rank on linear layers: y = x W^T + scale * (x A^T) B^T, with the A and B of the token's slot.
-
-A model has a number of slots, from 1 on; 0 stands for no adapter. Which slot a token has is a step column of its
-request (ADAPTER_SLOTS). What is in a slot changes between steps, and no step has to be recorded or captured again
-for it.
-"""
+"""Low-rank adapters of linear layers: y = x W^T + scale * (x A^T) B^T, with A and B of the token's slot. Slots count
+from 1; 0 means no adapter. A token's slot is a step column of its request (ADAPTER_SLOTS). A slot's content may change
+between steps without new recordings or captures."""
 
 from __future__ import annotations
 
@@ -18,13 +15,13 @@ from quire.kernels.matmul import row_linear
 from quire.kernels.value import Indices, ReadRows
 
 PANEL = 16
-"""Columns of gate and up that take turns where a product is interleaved."""
+"""Columns of gate and up that alternate in an interleaved product."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Outputs of a linear layer that come from one matrix of a checkpoint. whole: rows of that matrix; start, local:
-    this rank's share of them."""
+    """Outputs of a linear layer from one checkpoint matrix. whole: rows of that matrix; start, local: this rank's
+    share."""
 
     whole: int
     start: int
@@ -33,12 +30,10 @@ class Part:
 
 @dataclass(eq=False, slots=True)
 class AdapterStack:
-    """The adapters of one linear layer, by slot.
-
-    in_features, in_start: this rank's inputs. in_whole: of all ranks. parts: of its outputs. pieces: the parts that one
-    A and B of an adapter serve together, by the matrices that the checkpoint has. is_interleaved: gate and up take
-    turns of PANEL columns in the product; known when the layer's weights are loaded.
-    """
+    """Adapters of one linear layer, by slot. in_features, in_start: this rank's inputs. in_whole: inputs over all
+    ranks. parts: outputs by checkpoint matrix. pieces: the parts that share one A and B, as the checkpoint's matrices
+    do. is_interleaved: True if gate and up alternate by PANEL columns in the product; known once the weights are
+    loaded."""
 
     in_features: int
     in_start: int
@@ -47,16 +42,16 @@ class AdapterStack:
     pieces: list[range] = field(default_factory=list)
     is_interleaved: bool = False
     stored: Any = None
-    """What the storage keeps."""
+    """Data of the storage."""
 
     def columns(self, number: int) -> tuple[int, int]:
-        """Of a part in the product: the first column, and how far panels of PANEL columns lie from one another."""
+        """First column of a part in the product, and stride of its panels of PANEL columns."""
         if self.is_interleaved:
             return PANEL * number, 2 * PANEL
         return sum(part.local for part in self.parts[:number]), PANEL
 
     def share(self, piece: int, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """This rank's share of A [rank, in_whole] and of B [rows, rank], which is cut into the piece's parts."""
+        """This rank's share of A, [rank, in_whole], and of B, [rows, rank], split into the piece's parts."""
         shares, start = [], 0
         for number in self.pieces[piece]:
             part = self.parts[number]
@@ -66,27 +61,27 @@ class AdapterStack:
 
 
 class AdapterStorage(Protocol):
-    """How the matrices of adapters are kept, for one kind of kernels."""
+    """Storage of adapter matrices for one kind of kernels."""
 
     num_slots: int
     max_rank: int
 
     def attach(self, stack: AdapterStack) -> None:
-        """Have room for a layer's adapters, once its weights are loaded."""
+        """Allocate room for a layer's adapters once its weights are loaded."""
         ...
 
     def load(self, stack: AdapterStack, slot: int, piece: int, matrices: LowRank) -> None:
-        """Keep an adapter's matrices. No step that runs has rows of the slot."""
+        """Store an adapter's matrices. No running step may have rows of the slot."""
         ...
 
     def clear(self, stack: AdapterStack, slot: int) -> None:
-        """Drop what the slot has."""
+        """Clear the slot."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """a: [rank, inputs]; b: of each part [outputs, rank]; both this rank's share, of any floating dtype."""
+    """a: [rank, inputs]; b: [outputs, rank] per part; this rank's shares, any floating dtype."""
 
     a: torch.Tensor
     b: Sequence[torch.Tensor]
@@ -94,7 +89,7 @@ class LowRank:
 
 
 class TorchAdapterStorage:
-    """Matrices as tensors, for plain torch operators."""
+    """Matrices as tensors, for torch operators."""
 
     def __init__(self, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device) -> None:
         self.num_slots, self.max_rank = num_slots, max_rank
@@ -113,20 +108,20 @@ class TorchAdapterStorage:
 
 
 class StepSlots:
-    """The slots of a step's tokens. all: [T]; read: [R], of the tokens that are read."""
+    """Slots of a step's tokens. all: [T]; read: [R], of the read tokens."""
 
     def __init__(self, slots: Any, rows: Any) -> None:
         self.all = slots
         self.read = slots if rows is None else slots[rows]
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
-        """Of the rows of x, which are all of the step's or those that are read: of equal numbers both are the same."""
+        """Slots for the rows of x, which are all of the step's or the read ones; for equal counts both are the same."""
         found: torch.Tensor = self.all if len(x) == len(self.all) else self.read
         return found
 
 
 class Adapters:
-    """The adapters of one model: its layers', and the slots of the step that runs."""
+    """Adapters of one model's layers, and the slots of the current step."""
 
     def __init__(self, storage: AdapterStorage) -> None:
         self.storage = storage
@@ -134,18 +129,18 @@ class Adapters:
         self._step: Any = None
 
     def add_layer(self, stack: AdapterStack, is_interleaved: Callable[[], bool]) -> None:
-        """Note a layer. is_interleaved: of its product, once its weights are loaded."""
+        """Register a layer. is_interleaved: returns the product's layout once the weights are loaded."""
         self.stacks.append((stack, is_interleaved))
 
     def weights_are_loaded(self) -> None:
-        """Learn how the layers' products lie, before anything is recorded or any adapter loaded."""
+        """Fix the products' layouts, before anything is recorded or any adapter loaded."""
         for stack, is_interleaved in self.stacks:
             stack.is_interleaved = is_interleaved()
             self.storage.attach(stack)
 
     def begin(self, slots: Indices | None, rows: ReadRows | None) -> None:
-        """Begin a pass. slots: of its tokens, [T] (None: no token has an adapter, and the pass computes nothing more
-        than that of a model without). rows: the tokens that are read."""
+        """Start a pass. slots: [T] (None: no token has an adapter, and the pass costs nothing more). rows: the read
+        tokens."""
         if not isinstance(slots, torch.Tensor):
             self._step = slots
         else:
@@ -153,12 +148,12 @@ class Adapters:
 
     @property
     def step(self) -> Any:
-        """The slots of the pass, as `Operations.add_adapted` takes them; None: no token has an adapter."""
+        """Slots of the pass for `Operations.add_adapted`; None if no token has an adapter."""
         return self._step
 
 
 def add_adapted(stack: AdapterStack, x: torch.Tensor, y: torch.Tensor, slots: StepSlots) -> torch.Tensor:
-    """`Operations.add_adapted` in torch, slot by slot. A row's result depends on that row alone."""
+    """`Operations.add_adapted` in torch, slot by slot. A row's result depends only on that row."""
     stored = stack.stored or {}
     of_rows = slots.of(x)
     for slot in of_rows.unique().tolist():
@@ -177,10 +172,10 @@ def add_adapted(stack: AdapterStack, x: torch.Tensor, y: torch.Tensor, slots: St
 
 
 class AdapterPlace:
-    """Where the A and B of one of a checkpoint's matrices go."""
+    """Target of the A and B of one checkpoint matrix."""
 
     def __init__(self, stack: AdapterStack, piece: int, order: torch.Tensor | None = None) -> None:
-        """order: of the checkpoint's rows, as the layer has them; None: the layer's own."""
+        """order: permutation from the checkpoint's rows to the layer's; None: the same order."""
         self.stack, self.piece, self._order = stack, piece, order
 
     @property
@@ -191,21 +186,21 @@ class AdapterPlace:
 
     @property
     def local_elements(self) -> int:
-        """Elements of A and B for each rank of an adapter, of this rank's share."""
+        """Elements of this rank's A and B per unit of adapter rank."""
         parts = self.stack.pieces[self.piece]
         return self.stack.in_features + sum(self.stack.parts[part].local for part in parts)
 
     def ordered(self, order: torch.Tensor) -> AdapterPlace:
-        """The same for a checkpoint whose rows `order` brings to the layer's."""
+        """The same target for a checkpoint with rows permuted by `order`."""
         return AdapterPlace(self.stack, self.piece, order)
 
     def load(self, storage: AdapterStorage, slot: int, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
-        """Keep an adapter's matrices, A [rank, inputs] and B [outputs, rank], of any floating dtype, in a slot."""
+        """Store A, [rank, inputs], and B, [outputs, rank], of any floating dtype, in a slot."""
         own_a, own_b = self.stack.share(self.piece, a, b if self._order is None else b[self._order])
         storage.load(self.stack, slot, self.piece, LowRank(own_a, own_b, scale))
 
 
 def padded(tensor: torch.Tensor, dim: int, multiple: int) -> torch.Tensor:
-    """The tensor with zeros behind its end in one dimension, up to a multiple."""
+    """Pad one dimension with zeros to a multiple."""
     missing = -tensor.shape[dim] % multiple
     return F.pad(tensor, (0, 0) * (tensor.dim() - 1 - dim) + (0, missing)) if missing else tensor

@@ -19,13 +19,11 @@ from quire.quantization.integer_weight import WeightSource, copy_into
 
 
 class Attention:
-    """Grouped-query self-attention. query, key and value are one matrix; heads are shared out over the ranks; with
-    fewer key and value heads than ranks, neighbouring ranks hold the same one.
-
-    shape: heads, scale and window of the whole layer. qkv_bias, output_bias: the projections have one. norm,
-    norm_epsilon: the norms over each query and key head (None: no such norms). has_sinks: a learned score for each head
-    that no value belongs to. Raises ConfigError for heads that the context's attention does not compute.
-    """
+    """Grouped-query self-attention with fused query, key and value projections. Ranks share the heads; with fewer KV
+    heads than ranks, neighbouring ranks hold the same one. shape: heads, scale and window of the whole layer. qkv_bias,
+    output_bias: True if the projections have biases. norm, norm_epsilon: head norms of queries and keys (None: none).
+    has_sinks: True for a learned score per head without a value. Raises ConfigError for heads that the attention back
+    end does not support."""
 
     def __init__(
         self,
@@ -71,9 +69,9 @@ class Attention:
         step: AttentionStep,
         rows: ReadRows | None = None,
     ) -> Value:
-        """x, residual (None: none): [T, hidden_size] -> [T, hidden_size]; the residual is used up. rotation: that of
-        the tokens' positions (None: none is applied). rows: [R], the tokens whose results are read (None: all); then
-        [R, hidden_size], and keys and values are kept of all tokens."""
+        """x, residual (or None): [T, hidden_size] -> [T, hidden_size]; the residual is overwritten. rotation: cos and
+        sin at the tokens' positions, or None. rows: [R], tokens whose results are needed (None: all); then the result
+        is [R, hidden_size], while keys and values of all tokens are kept."""
         attended = step.attend(self._heads, self._project(x), rotation)
         if rows is not None:
             attended = self._operations.gather_rows(attended, rows)
@@ -81,7 +79,7 @@ class Attention:
         return self._output(attended, residual)
 
     def cache_spec(self) -> LayerSpec:
-        """The spec of this rank's share of the layer in the KV cache."""
+        """KV-cache spec of this rank's share."""
         shape, dtype = self._heads.shape, self._cache_dtype
         widths = (shape.num_kv_heads, shape.head_dim, shape.value_width)
         sizes = (*widths, CACHE_DTYPE_BYTES[dtype], CACHE_SCALE_BYTES.get(dtype, 0))
@@ -90,9 +88,8 @@ class Attention:
         return (ChunkedSpec if shape.is_chunked else SlidingWindowSpec)(*sizes, window=shape.window)
 
     def slots(self, qkv: tuple[str, ...], output: str, *, transposed: bool = False) -> WeightSlots:
-        """Slots by a checkpoint's names. qkv: names of the projections (one, when a checkpoint keeps them in one
-        tensor). output: name of the output projection. transposed: a checkpoint keeps matrices as [in, out]. Head norms
-        are q_norm and k_norm."""
+        """Slots by checkpoint names. qkv: names of the projections (one if fused). output: name of the output
+        projection. transposed: the checkpoint stores [in, out]. Head norms are q_norm and k_norm."""
         slots = {
             **self._qkv.slots(qkv, transposed=transposed),
             **self._output.slots(output, transposed=transposed),

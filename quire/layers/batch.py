@@ -1,4 +1,4 @@
-"""The input of a model's forward pass, and its result."""
+"""Input and result of a model's forward pass."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ NO_COLUMNS: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
 class ForwardBatch(NamedTuple):
-    """One step's T tokens, flat: no batch dimension. Tensors, or placeholders while a model is recorded.
+    """One step's T tokens, flat. Tensors, or placeholders while a model is recorded.
 
-    token_ids, slot_positions: [T]; a token's position in its sequence decides its slot in the KV cache and what it
-    attends to. attention: the step that the attention back end planned. logits_rows: [R] distinct, ascending; the
-    tokens whose hidden states are read, the only ones that the last layer computes behind its attention (None: all).
-    states: the pages of layers that keep a state (None: no layer does). columns: [T] each, the columns that the model
-    reads, by name (quire/worker/columns.py). version: number of the memory that all of these lie in: batches of one
-    version, but 0, are the same tensors at the same addresses; 0: may lie anywhere.
+    token_ids, slot_positions: [T]; the position determines the KV slot and what the token sees. attention: planned step
+    of the back end. logits_rows: [R] distinct, ascending, tokens whose hidden states are read and the only ones that
+    the last layer computes after attention (None: all). states: pages of layers with recurrent state (None: no such
+    layers). columns: [T] each, the model's columns by name (quire/worker/columns.py). version: equal versions other
+    than 0 mean the same tensors at the same addresses.
 
-    Optional records, each of which a model records and captures a pass of its own for. A batch with one has version 0.
-    hidden: [T, size], input of the first layer in a stage behind the first, or in a head for drafts (None: the tokens'
-    embeddings). overlay: None: there is none. taps: numbers of layers whose results `forward` returns too.
+    The other fields are optional; each combination is recorded or captured separately, with version 0. hidden: [T,
+    size], input of the first layer in later stages and draft heads (None: embeddings). overlay: rows over embeddings,
+    or None. taps: layers whose results `forward` also returns.
     """
 
     token_ids: Indices
@@ -46,22 +45,22 @@ class ForwardBatch(NamedTuple):
     def having(
         self, hidden: Value | None = None, overlay: Overlay[Any] | None = None, taps: tuple[int, ...] = ()
     ) -> ForwardBatch:
-        """The same batch with these optional records."""
+        """A copy with these optional fields."""
         return self._replace(hidden=hidden, overlay=overlay, taps=taps, version=0)
 
     @property
     def rotary_positions(self) -> Indices:
-        """[T]: positions that rotations take: a column of the model's own, else those of the slots."""
+        """[T]: positions for rotation: the model's own column, or the slots' positions."""
         return self.columns.get(ROTARY_POSITIONS, self.slot_positions)
 
     @property
     def grid_positions(self) -> Sequence[Indices]:
-        """[T] each, the two columns GRID_POSITIONS; none for a model that does not read them."""
+        """The two GRID_POSITIONS columns, [T] each; empty for models without them."""
         return [self.columns[name] for name in GRID_POSITIONS if name in self.columns]
 
 
 class ForwardResult(NamedTuple, Generic[ValueT]):
-    """hidden: [R, output_size], of the tokens that are read. tapped: by number of a layer, its result, [T, size]."""
+    """hidden: [R, output_size], of the read tokens. tapped: result of each tapped layer, [T, size]."""
 
     hidden: ValueT
     tapped: Mapping[int, ValueT] = NO_ROWS

@@ -1,4 +1,4 @@
-"""The context that every layer is built with, and the slots that a checkpoint's tensors are loaded into."""
+"""Context that layers are built with, and slots for checkpoint tensors."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ from quire.quantization.interface import LinearMethod
 
 @dataclass(frozen=True, slots=True)
 class LayerContext:
-    """The context that every layer is built with.
+    """Context of every layer.
 
-    dtype, device: the activations', and those of norms' weights. cache_dtype: elements of keys and values, a key of
-    CACHE_DTYPE_BYTES. group: the ranks that share each layer. operations: computes everything but the linear maps and
-    an AttentionStep's operations. It and the linear methods take one kind of values. linear, vocabulary, positions:
-    methods that store the weights of linear layers, the matrices of the vocabulary, and tables of learned positions
-    (and what else is never quantised: routers). expert_counts: counters of the rows that each expert computes (None:
-    nothing is counted). cache_scales: by layer, the scales that a checkpoint may bring for an fp8 cache, put there by
-    layers with keys and values. adapters: those of the layers (None: the model takes none). stage: the layers that
-    this rank computes. expert_placement: how whole experts are dealt to ranks (None: each rank has a slice of each).
+    dtype, device: type and place of activations and norm weights. cache_dtype: dtype of keys and values, a key of
+    CACHE_DTYPE_BYTES. group: ranks that share each layer. operations: computes everything but linear maps and
+    attention, on the same kind of values as the linear methods. linear, vocabulary, positions: storage methods of
+    linear layers, vocabulary matrices, and position tables (and other unquantised matrices, such as routers).
+    expert_counts: counters of the experts' rows, or None. cache_scales: scales of an fp8 cache by layer, registered
+    by layers with keys and values. adapters: the model's adapters, or None. stage: layers that this rank computes.
+    expert_placement: distribution of whole experts over ranks (None: each rank has a slice of every expert).
     """
 
     dtype: torch.dtype
@@ -46,20 +45,17 @@ class LayerContext:
     expert_placement: str | None = None
 
     def replicated(self) -> LayerContext:
-        """This context for a layer that every rank computes whole."""
+        """A copy for layers that every rank computes entirely."""
         return replace(self, group=SINGLE_RANK)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSlot:
-    """A place for one tensor of a checkpoint.
-
-    shape: the checkpoint's, whole (not this rank's share). load: copies this rank's share of a tensor of that shape, of
-    any dtype, to where the layer keeps it, or a quantised one of `matrix_shape`; of a FileTensor it reads no more than
-    that. nbytes: bytes that the share takes there. dummy_mean, dummy_std: mean and deviation of random weights.
-    transposed: the checkpoint's tensor is [in, out]. turned: it may be [in, out] although `shape` is [out, in]; a
-    square one is not. adapter: place of the matrix's adapters (None: it takes none).
-    """
+    """Target of one checkpoint tensor. shape: the checkpoint's whole shape. load: copies this rank's share of such a
+    tensor (any dtype), or of a quantised one of `matrix_shape`; of a FileTensor it reads only that share. nbytes:
+    stored bytes of the share. dummy_mean, dummy_std: distribution of random weights. transposed: the checkpoint stores
+    [in, out]. turned: it may store [in, out] although `shape` is [out, in], unless square. adapter: target of the
+    matrix's adapters, or None."""
 
     shape: tuple[int, ...]
     load: LoadWeight
@@ -72,14 +68,14 @@ class WeightSlot:
 
     @property
     def matrix_shape(self) -> tuple[int, ...]:
-        """[out, in], which quantised checkpoints keep to whatever the plain ones of a family do."""
+        """[out, in], the shape in quantised checkpoints of every family."""
         return (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.transposed else self.shape
 
 
 WeightSlots = dict[str, WeightSlot]
-"""Slots by the tensor's name in a checkpoint, relative to the layer's own."""
+"""Slots by checkpoint name, relative to the layer's."""
 
 
 def prefixed(prefix: str, slots: WeightSlots) -> WeightSlots:
-    """The same slots one level up: `prefix` and a dot before each name."""
+    """Slots with `prefix` and a dot before each name."""
     return {f"{prefix}.{name}": slot for name, slot in slots.items()}

@@ -1,4 +1,4 @@
-"""The gated delta net of Qwen3-Next and Qwen 3.5: a layer that keeps a state in the place of keys and values."""
+"""Gated delta net of Qwen3-Next and Qwen 3.5: a layer with recurrent state instead of keys and values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quire.quantization.integer_weight import WeightSource, copy_into
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetShape:
-    """Sizes of a layer. width: taps of the convolution. num_spare: `ConvolutionWeights.num_spare`."""
+    """Sizes of a layer. width: taps of the convolution. num_spare: see `ConvolutionWeights`."""
 
     hidden_size: int
     num_key_heads: int
@@ -32,13 +32,10 @@ class DeltaNetShape:
 
 
 class GatedDeltaNet:
-    """x -> residual + output(norm(rule(convolution(qkv(x)), gates(x))) * silu(z(x))).
-
-    layer: number in the cache. epsilon: the norm's. activation: the one that follows the convolution.
-    projections_by_head, gates_by_head: a checkpoint has one matrix with the rows of each key head together
-    (Qwen3-Next), else two. Ranks share out key heads, each with its value heads. Raises ConfigError for ranks
-    that do not divide them.
-    """
+    """x -> residual + output(norm(rule(convolution(qkv(x)), gates(x))) * silu(z(x))). layer: number in the cache.
+    epsilon: the norm's. activation: after the convolution. projections_by_head, gates_by_head: the checkpoint has one
+    matrix with rows grouped by key head (Qwen3-Next), else two. Ranks share the key heads, each with its value heads.
+    Raises ConfigError for ranks that do not divide them."""
 
     def __init__(
         self,
@@ -70,7 +67,7 @@ class GatedDeltaNet:
         floats = partial(torch.empty, dtype=torch.float32, device=context.device)
         local = heads // ranks
         self._first_head = rank * local
-        """Of this rank's value heads."""
+        """This rank's first value head."""
         sizes = (shape.num_key_heads // ranks, local, shape.key_dim, shape.value_dim)
         self._rule = DeltaRule(*sizes, floats(local), floats(local), layer, offset=0)
         self._convolution = ConvolutionWeights(
@@ -86,8 +83,8 @@ class GatedDeltaNet:
         self._output = RowParallelLinear(wide, size, bias=False, context=context)
 
     def __call__(self, x: Value, residual: Value, states: StepStates | None, rows: ReadRows | None = None) -> Value:
-        """x, residual: [T, hidden_size] -> [T, hidden_size]; the residual is used up. states: the step's. rows: [R],
-        the tokens whose results are read (None: all); then [R, hidden_size]."""
+        """x, residual: [T, hidden_size] -> [T, hidden_size]; the residual is overwritten. rows: [R], tokens whose
+        results are needed (None: all); then the result is [R, hidden_size]."""
         operations = self._operations
         qkv = operations.short_convolution(self._convolution, self._qkv(x), states)
         result = operations.gated_delta_rule(self._rule, qkv, self._gates(x), states)
@@ -133,7 +130,7 @@ class GatedDeltaNet:
 
     @property
     def _values_of_a_key(self) -> int:
-        """Value heads that share a key head."""
+        """Value heads per key head."""
         return self._shape.num_value_heads // self._shape.num_key_heads
 
     def _load_kernel(self, source: WeightSource) -> None:

@@ -1,4 +1,4 @@
-"""Operations on a GPU: Triton kernels between the matrix products."""
+"""Operations on a GPU, with Triton kernels."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ from quire.layers.operations import SharedOperations, require_equal_widths
 
 @dataclass(frozen=True, slots=True)
 class DeviceLayers:
-    """The choice of a model on `device` (a GPU, or the host in Triton's interpreter). batch_invariant: matrix products
-    whose rows have the same bits whatever else is in the batch, at some cost in speed. converts_e4m3,
-    rounds_activations: options of PackedDeviceLinear."""
+    """Options of a model on `device` (a GPU, or the host in Triton's interpreter). batch_invariant: rows of products
+    have the same bits in any batch, at some cost. converts_e4m3, rounds_activations: see PackedDeviceLinear."""
 
     device: torch.device
     batch_invariant: bool = False
@@ -37,7 +36,7 @@ class DeviceLayers:
 
 
 class DeviceOperations(SharedOperations):
-    """Instance of Operations over tensors of one device. Nothing in it waits for the device."""
+    """Operations over tensors of one device; none waits for it."""
 
     def norm(self, weights: NormWeights, x: torch.Tensor) -> torch.Tensor:
         return norm(x, weights.weight, weights.bias, weights.epsilon, centred=weights.centred)
@@ -69,7 +68,7 @@ class DeviceOperations(SharedOperations):
         require_equal_widths(heads, "triton")
 
     def upcast_logits(self, x: torch.Tensor) -> torch.Tensor:
-        """The logits unchanged: the sampling kernels upcast what they read, and half the bytes are written and read."""
+        """Return the logits unchanged: the sampling kernels convert them, which halves the memory traffic."""
         return x
 
 

@@ -1,4 +1,4 @@
-"""Token and position embeddings, and the projection back to the vocabulary, whose rows the ranks share out."""
+"""Token and position embeddings, and the vocabulary projection; ranks share their rows."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from quire.quantization.interface import LinearMethod, LinearShape
 
 
 class Embedding:
-    """A table of `num_rows` vectors of `size`, stored by `method`. Each rank holds a run of ceil(num_rows / ranks)
-    rows; the last ones may hold fewer. Raises ConfigError where one would hold none."""
+    """A table of `num_rows` vectors of `size`, stored by `method`. Each rank holds ceil(num_rows / ranks) rows, the
+    last ones possibly fewer. Raises ConfigError if one would hold none."""
 
     def __init__(self, num_rows: int, size: int, method: LinearMethod, context: LayerContext) -> None:
         self.method = method
@@ -31,7 +31,7 @@ class Embedding:
         self.parameters = method.create(self.shape)
 
     def __call__(self, indices: Indices, onto: Value | None = None) -> Value:
-        """[T] int64 -> [T, size], the same on every rank, added to `onto` (which is used up) when given."""
+        """[T] int64 -> [T, size] on every rank, added to `onto` (overwritten) if given."""
         if self.context.group.size == 1:
             return self.method.lookup(self.parameters, indices, onto)
         operations = self.context.operations
@@ -54,7 +54,7 @@ class Embedding:
 
 
 class VocabularyProjection:
-    """Hidden states to logits, with a matrix of its own or the embedding's (tied)."""
+    """Projection of hidden states to logits, with its own matrix or the embedding's (tied)."""
 
     def __init__(self, embedding: Embedding, context: LayerContext, *, tied: bool) -> None:
         self.tied = tied
@@ -64,11 +64,11 @@ class VocabularyProjection:
 
     @property
     def input_size(self) -> int:
-        """Elements of a hidden state that it takes."""
+        """Size of the hidden states."""
         return self._table.shape.in_features
 
     def __call__(self, hidden: Value) -> Value:
-        """[R, size] -> [R, vocabulary], as `Operations.upcast_logits` gives it."""
+        """[R, size] -> [R, vocabulary], from `Operations.upcast_logits`."""
         table, group = self._table, self._table.context.group
         logits = table.method.apply(table.parameters, hidden)
         if group.size > 1:
@@ -76,5 +76,5 @@ class VocabularyProjection:
         return self._operations.upcast_logits(logits)
 
     def slots(self) -> WeightSlots:
-        """None when tied: the embedding loads the matrix."""
+        """Empty if tied: the embedding loads the matrix."""
         return {} if self.tied else self._table.slots()

@@ -1,4 +1,4 @@
-"""Counters of the rows that each expert of a mixture computes."""
+"""Counters of the rows that each expert computes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from quire.kernels.arguments import RowCounts
 
 @dataclass
 class ExpertCounters:
-    """Counters of the mixtures of experts, one mixture after the other. num_rows: `RowCounts.num_rows`; set before each
-    pass."""
+    """Counters by mixture of experts, in order. num_rows: see `RowCounts`; set before each pass."""
 
     by_layer: list[torch.Tensor] = field(default_factory=list)
     num_rows: torch.Tensor | None = None
 
     def add_layer(self, num_experts: int, device: torch.device) -> RowCounts:
-        """Zeros."""
+        """Add zeroed counters for a layer."""
         self.by_layer.append(torch.zeros(num_experts, dtype=torch.int64, device=device))
         return RowCounts(self.by_layer[-1], self.num_rows)

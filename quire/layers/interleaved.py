@@ -1,9 +1,6 @@
-"""Rows of a checkpoint's matrices in another order than the layers', brought to theirs while weights are loaded.
-
-Rotated pairs side by side (GLM): a rotation turns pairs of elements of a head. Here a pair's elements are half of the
-rotated part apart; where a checkpoint has them side by side, the rows of its query and key matrices are put in the
-other order. Scores are sums over all elements of a head, so that no later step sees the difference.
-"""
+"""Loading of matrices whose rows a checkpoint orders differently. GLM stores the two elements of a rotated pair side by
+side, while here they are half of the rotated part apart; query and key rows are reordered alike, so scores do not
+change."""
 
 from __future__ import annotations
 
@@ -18,10 +15,8 @@ from quire.quantization.integer_weight import WeightSource
 
 
 def pairs_apart(slot: WeightSlot, head_dim: int, rotary_dim: int) -> WeightSlot:
-    """The slot of a query or key matrix, or of its bias, for a checkpoint whose rotated pairs are side by side.
-
-    head_dim: rows of a head; rotary_dim: number of its first rows, which are rotated.
-    """
+    """Slot of a query or key matrix (or bias) for a checkpoint with interleaved pairs. head_dim: rows per head;
+    rotary_dim: number of leading rotated rows."""
     inside = torch.cat(
         (torch.arange(0, rotary_dim, 2), torch.arange(1, rotary_dim, 2), torch.arange(rotary_dim, head_dim))
     )
@@ -35,7 +30,7 @@ def pairs_apart(slot: WeightSlot, head_dim: int, rotary_dim: int) -> WeightSlot:
 
 
 def shared_slot(slots: Sequence[WeightSlot], orders: Sequence[torch.Tensor]) -> WeightSlot:
-    """One tensor of a checkpoint that has the rows of several slots: those of slot i are its rows `orders[i]`."""
+    """Slot of one checkpoint tensor that holds the rows of several slots: `orders[i]` are the rows of slot i."""
 
     def load(source: WeightSource) -> None:
         rows = source.read() if isinstance(source, FileTensor) else source

@@ -1,10 +1,7 @@
-"""The block of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): projections around attention over latents.
-
-A token's keys and values of all heads are made from one compressed vector, which is what the cache keeps, with one
-rotated key beside it. The matrix that would expand keys is multiplied into the queries, and the one for values into
-the attended vectors ("absorbed"), for prompts and single tokens alike: a token's arithmetic depends on its position
-alone. With `expands_prompts` only single tokens are computed so: keys and values of each head are made for the others.
-"""
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): projections around attention over latents. The cache
+holds one compressed vector per token and one rotated key. The matrices that would expand keys and values are absorbed
+into queries and results, for prompts and single tokens alike, so a token's arithmetic depends only on its position.
+With `expands_prompts`, only single tokens are computed so; prompts expand keys and values."""
 
 from __future__ import annotations
 
@@ -30,22 +27,18 @@ from quire.quantization.integer_weight import WeightSource
 from quire.quantization.interface import LinearShape
 
 NORM_EPSILON = 1e-6
-"""Epsilon of the norms over compressed vectors, whatever the model's other norms have."""
+"""Epsilon of the norms over compressed vectors in every model."""
 EXPANDED_HEADS = 16
-"""Heads of a part: what is expanded at a time is bounded by it."""
+"""Heads that are expanded together, which bounds memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class LatentHeads:
-    """The heads of a layer of latent attention, all ranks' together.
-
-    rank: elements of the compressed keys and values. nope_dim, rope_dim: elements of a head's query that are not
-    rotated, and that are. value_dim: elements of a head's result. query_rank: elements of compressed queries (None:
-    they are not compressed). scale: multiplies scores. bias: the projections from and to the hidden size have one, but
-    not the queries' if these are not compressed. interleaved: a checkpoint has the two elements of each rotated pair
-    side by side. expansion_apart: it has the matrices that expand keys and values by head, those for keys transposed
-    (GGUF), not all in one.
-    """
+    """Latent heads of a layer, over all ranks. rank: size of compressed keys and values. nope_dim, rope_dim: unrotated
+    and rotated elements of a head's query. value_dim: size of a head's result. query_rank: size of compressed queries
+    (None: uncompressed). scale: factor of scores. bias: True if projections to and from the hidden size have biases,
+    except uncompressed queries. interleaved: the checkpoint stores rotated pairs side by side. expansion_apart: the
+    checkpoint has expansion matrices per head, transposed for keys (GGUF)."""
 
     num_heads: int
     rank: int
@@ -60,10 +53,9 @@ class LatentHeads:
 
 
 class LatentAttention:
-    """Latent attention whose heads are shared out over the ranks; each rank keeps the whole latents. index: tokens read
-    the keys that an indexer chooses (None: all). Tensors as DeepSeek's checkpoints have them.
-    Raises ConfigError for heads that the ranks cannot share, and for latents that the context's attention does not
-    compute."""
+    """Latent attention whose heads are shared by the ranks; each rank keeps whole latents. index: an indexer chooses
+    the keys that tokens read (None: all). Tensor names are DeepSeek's. Raises ConfigError for heads that ranks cannot
+    share and unsupported latents."""
 
     def __init__(
         self,
@@ -123,8 +115,7 @@ class LatentAttention:
         step: AttentionStep,
         rows: ReadRows | None = None,
     ) -> Value:
-        """x, residual: [T, hidden_size] each -> [T, hidden_size], or the rows that are read; the residual is used
-        up."""
+        """x, residual: [T, hidden_size] -> [T, hidden_size], or the read rows; the residual is overwritten."""
         operations = self._context.operations
         queries = x
         if self._compress_query is not None and self._query_norm is not None:
@@ -143,7 +134,7 @@ class LatentAttention:
         return self._output(self._expand(attended) if self._expanded is None else attended, residual)
 
     def cache_spec(self) -> LatentSpec:
-        """The spec of the layer in the KV cache, on every rank."""
+        """KV-cache spec of the layer, on every rank."""
         dtype = self._context.cache_dtype
         sizes = self._shape.width, CACHE_DTYPE_BYTES[dtype], CACHE_SCALE_BYTES.get(dtype, 0)
         return (
@@ -234,7 +225,7 @@ class LatentAttention:
                 self._expanded.load_values(head, values)
 
     def _load_head(self, name: str, head: int, tensor: WeightSource) -> None:
-        """Load one head's matrix from a checkpoint that has them by head. name: k_b_proj, transposed, or v_b_proj."""
+        """Load one head's matrix. name: k_b_proj (transposed) or v_b_proj."""
         whole = tensor.read() if isinstance(tensor, FileTensor) else tensor
         (self._absorb if name == "k_b_proj" else self._expand).load(head, whole)
         if self._expanded is None:
@@ -247,7 +238,7 @@ class LatentAttention:
 
     @property
     def _kept_bytes(self) -> int:
-        """Bytes of a head's matrices that are kept besides to expand prompts."""
+        """Bytes per head of the matrices kept for expanding prompts."""
         return 0 if self._expanded is None else self._expanded.head_bytes
 
     @property
@@ -255,13 +246,13 @@ class LatentAttention:
         return self._context.group.rank * self._num_local
 
     def _turned_rows(self) -> torch.Tensor:
-        """[rope_dim]: a checkpoint's rows in the order in which they are rotated, pairs half a head apart."""
+        """[rope_dim]: the checkpoint's rows in rotation order, pairs half a head apart."""
         rows = torch.arange(self._heads.rope_dim)
         return torch.cat((rows[::2], rows[1::2])) if self._heads.interleaved else rows
 
 
 class _HeadMatrices:
-    """A matrix [out_features, in_features] for each of this rank's heads."""
+    """A matrix [out_features, in_features] per local head."""
 
     def __init__(self, in_features: int, out_features: int, num_heads: int, context: LayerContext) -> None:
         self._linear = context.linear
@@ -280,8 +271,8 @@ class _HeadMatrices:
 
 
 class ExpandedHeads:
-    """The matrices that expand latents, kept as a checkpoint has them beside the absorbed ones, for prompts: keys and
-    values of `num_heads` heads, `EXPANDED_HEADS` in a part. rank: elements of compressed vectors."""
+    """Expansion matrices for prompts, beside the absorbed ones: keys and values of `num_heads` heads, `EXPANDED_HEADS`
+    per part. rank: size of compressed vectors."""
 
     def __init__(self, rank: int, nope_dim: int, value_dim: int, num_heads: int, context: LayerContext) -> None:
         self._nope_dim, self._value_dim = nope_dim, value_dim

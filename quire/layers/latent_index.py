@@ -1,7 +1,5 @@
-"""The indexer of sparse latent attention (DeepSeek-V3.2): small heads of its own that score all keys for each token.
-
-It keeps one key a token beside the latent. Every rank computes all of it, so that ranks choose the same keys.
-"""
+"""Indexer of sparse latent attention (DeepSeek-V3.2): small heads that score all keys for each token. It keeps one key
+per token beside the latent. Every rank computes it entirely, so all choose the same keys."""
 
 from __future__ import annotations
 
@@ -21,8 +19,8 @@ KEY_NORM_EPSILON = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class IndexHeads:
-    """The heads of an indexer. num_heads, dim: the queries'; its keys are one head. rope_dim: number of their first
-    elements, which are rotated, pairs half of it apart. top: keys that a token reads."""
+    """Heads of an indexer. num_heads, dim: the queries'; keys have one head. rope_dim: leading rotated elements, pairs
+    half of it apart. top: keys that a token reads."""
 
     num_heads: int
     dim: int
@@ -31,9 +29,8 @@ class IndexHeads:
 
 
 class LatentIndexer:
-    """Chooses the keys of each token that sees more than `heads.top`. query_size: elements of compressed queries.
-    latent_width: elements of the vectors that keys are kept beside. Raises ConfigError for an indexer that the context
-    does not compute."""
+    """Chooses the keys of tokens that see more than `heads.top`. query_size: size of compressed queries. latent_width:
+    size of the vectors beside the keys. Raises ConfigError for an unsupported indexer."""
 
     def __init__(
         self, hidden_size: int, query_size: int, layer: int, latent_width: int, heads: IndexHeads, context: LayerContext
@@ -47,8 +44,8 @@ class LatentIndexer:
         self._weights = LocalRows(hidden_size, heads.num_heads, unquantized(context))
 
     def __call__(self, x: Value, queries: Value, rotation: RotationTable | None, step: AttentionStep) -> Value:
-        """x: [T, hidden_size]; queries: [T, query_size], compressed. Keeps the tokens' keys, and returns what
-        `AttentionStep.attend_latent` takes of the keys that are read."""
+        """Store the tokens' keys, and return the chosen keys for `AttentionStep.attend_latent`. x: [T, hidden_size];
+        queries: [T, query_size], compressed."""
         inputs = self._query(queries), self._key_norm(self._key(x)), self._weights(x)
         return step.select_keys(self.shape, inputs, rotation)
 

@@ -1,4 +1,4 @@
-"""Linear layers, split over ranks by output (column) or by input (row), several checkpoint matrices in one."""
+"""Linear layers split over ranks by output (column) or input (row), with several checkpoint matrices in one."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ from quire.quantization.quantized_weight import QuantizedWeight
 
 
 class ColumnParallelLinear:
-    """y = activation(x W^T + b) with the outputs shared out over the ranks. `parts` are the output sizes of the
-    matrices that are kept as one (query, key and value; gate and up). num_shares: into how many shares each part is
-    cut, by default one for each rank; of a part with fewer, runs of neighbouring ranks hold the same share.
-    gated: of two equal parts, gate and up; y = activation(gate) * up.
-
-    Raises ConfigError for a part that cannot be cut into equal shares."""
+    """y = activation(x W^T + b) with outputs shared by the ranks. parts: output sizes of the fused matrices (query, key
+    and value; gate and up). num_shares: shares per part, by default one per rank; with fewer, neighbouring ranks hold
+    the same share. gated: two equal parts, y = activation(gate) * up. Raises ConfigError for parts that cannot be
+    shared equally."""
 
     def __init__(
         self,
@@ -54,8 +52,8 @@ class ColumnParallelLinear:
         return self._product(x)
 
     def slots(self, names: Sequence[str], *, transposed: bool = False) -> WeightSlots:
-        """One name per part, or a single name when the checkpoint keeps all parts in one tensor. transposed: the
-        checkpoint keeps [in, out]."""
+        """Slots by checkpoint names: one per part, or one for all if fused. transposed: the checkpoint stores [in,
+        out]."""
         slots: WeightSlots = {}
         groups = [range(len(self.parts))] if len(names) == 1 else [range(i, i + 1) for i in range(len(names))]
         for name, parts in zip(names, groups, strict=True):
@@ -86,7 +84,7 @@ class ColumnParallelLinear:
 
 
 class AdaptedProduct:
-    """The product of a linear layer's weights, with what the adapters of the step's tokens add to it."""
+    """Product of a linear layer plus the adapters of the step's tokens."""
 
     def __init__(self, context: LayerContext, parameters: Parameters, stack: AdapterStack) -> None:
         self._linear, self._operations, self._parameters = context.linear, context.operations, parameters
@@ -96,7 +94,7 @@ class AdaptedProduct:
             self._adapters.add_layer(stack, partial(self._linear.is_interleaved, parameters))
 
     def __call__(self, x: Value, residual: Value | None = None) -> Value:
-        """As `LinearMethod.apply`, of the weights."""
+        """See `LinearMethod.apply`."""
         slots = None if self._adapters is None else self._adapters.step
         if slots is None:
             return self._linear.apply(self._parameters, x, residual)
@@ -104,7 +102,7 @@ class AdaptedProduct:
         return self._linear.activate(self._parameters, self._operations.add_adapted(self._stack, x, products, slots))
 
     def place(self, parts: range) -> AdapterPlace | None:
-        """Where adapters of the checkpoint's matrix that holds these parts go (None: the model takes none)."""
+        """Target of adapters for the checkpoint matrix with these parts; None without adapters."""
         if self._adapters is None:
             return None
         if parts not in self._stack.pieces:
@@ -113,8 +111,8 @@ class AdaptedProduct:
 
 
 class RowParallelLinear:
-    """y = residual + x W^T + b with the inputs shared out over the ranks: each computes a partial sum over its inputs,
-    and the sums are added up. The bias is the first rank's alone, so that it is added once."""
+    """y = residual + x W^T + b with inputs shared by the ranks, whose partial sums are added. Only the first rank has
+    the bias."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, context: LayerContext) -> None:
         self._context = context
@@ -129,7 +127,7 @@ class RowParallelLinear:
         self._product = AdaptedProduct(context, self._parameters, stack)
 
     def __call__(self, x: Value, residual: Value | None) -> Value:
-        """[T, in_features / ranks] -> [T, out_features], the same on every rank; the residual, if any, is used up."""
+        """[T, in_features / ranks] -> [T, out_features] on every rank; a residual is overwritten."""
         group = self._context.group
         if group.size == 1:
             return self._product(x, residual)
@@ -161,12 +159,12 @@ class RowParallelLinear:
 
 
 def _outputs_first(tensor: WeightSource, transposed: bool) -> WeightSource:
-    """A checkpoint's matrix as [out, in]; a quantised one is that always."""
+    """A checkpoint's matrix as [out, in]; quantised ones always are."""
     return tensor.t() if transposed and not isinstance(tensor, QuantizedWeight) else tensor
 
 
 def share_of(size: int, num_shares: int, group: ProcessGroup) -> tuple[int, int]:
-    """(first element, number of elements) of this rank's share of `size` elements. num_shares: divides the ranks."""
+    """(start, length) of this rank's share of `size` elements. num_shares: divides the number of ranks."""
     if size % num_shares:
         raise ConfigError(
             f"tensor_parallel_size={group.size} is not possible for this model: it does not divide a matrix of {size} "
@@ -184,7 +182,7 @@ def _weight_shape(suffix: str, rows: int, columns: int, transposed: bool) -> tup
 
 
 class LocalRows:
-    """A matrix [out_features, in_features] of this rank."""
+    """A matrix [out_features, in_features] that is not shared."""
 
     def __init__(self, in_features: int, out_features: int, context: LayerContext, *, bias: bool = False) -> None:
         self._linear = context.linear
@@ -201,7 +199,7 @@ class LocalRows:
         self._linear.load_rows(self._parameters, suffix, tensor, 0, self._shape.out_features)
 
     def slots(self, name: str) -> WeightSlots:
-        """Of a checkpoint's matrix that is kept as it is."""
+        """Slots of a checkpoint matrix with the same rows."""
         shape = self._shape
         size = (shape.out_features, shape.in_features)
         slots = {f"{name}.weight": WeightSlot(size, partial(self._load_whole, "weight"), self.nbytes)}

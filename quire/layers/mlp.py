@@ -8,8 +8,8 @@ from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
 
 
 class GatedMLP:
-    """x -> residual + down(activation(gate(x)) * up(x)), gate and up in one matrix. Tensors gate_proj, up_proj,
-    down_proj. activation: a name of `kernels/activation.py`."""
+    """x -> residual + down(activation(gate(x)) * up(x)), with gate and up fused. Tensors gate_proj, up_proj, down_proj.
+    activation: name in `kernels/activation.py`."""
 
     def __init__(self, size: int, intermediate: int, activation: str, *, bias: bool, context: LayerContext) -> None:
         self._gate_up = ColumnParallelLinear(
@@ -18,11 +18,11 @@ class GatedMLP:
         self._down = RowParallelLinear(intermediate, size, bias=bias, context=context)
 
     def __call__(self, x: Value, residual: Value | None) -> Value:
-        """[T, size] each -> [T, size]; the residual is used up (None: nothing is added)."""
+        """[T, size] each -> [T, size]; the residual (or None) is overwritten."""
         return self._down(self._gate_up(x), residual)
 
     def slots(self, *, fused: bool = False) -> WeightSlots:
-        """fused: the checkpoint keeps gate and up in one tensor, gate_up_proj."""
+        """fused: the checkpoint has one tensor gate_up_proj."""
         gate_up = ("gate_up_proj",) if fused else ("gate_proj", "up_proj")
         return {**self._gate_up.slots(gate_up), **self._down.slots("down_proj")}
 
@@ -35,9 +35,9 @@ class MLP:
         self._down = RowParallelLinear(intermediate, size, bias=bias, context=context)
 
     def __call__(self, x: Value, residual: Value) -> Value:
-        """[T, size] each -> [T, size]; the residual is used up."""
+        """[T, size] each -> [T, size]; the residual is overwritten."""
         return self._down(self._up(x), residual)
 
     def slots(self, up: str, down: str, *, transposed: bool = False) -> WeightSlots:
-        """up, down: the checkpoint's names of the two matrices; transposed: it keeps them as [in, out]."""
+        """up, down: checkpoint names; transposed: stored as [in, out]."""
         return {**self._up.slots((up,), transposed=transposed), **self._down.slots(down, transposed=transposed)}

@@ -1,4 +1,4 @@
-"""Mixtures of experts: a router, experts of which each token passes a few, and one that all tokens pass."""
+"""Mixtures of experts: a router, experts of which each token uses a few, and a shared expert."""
 
 from __future__ import annotations
 
@@ -20,14 +20,11 @@ from quire.quantization.interface import LinearShape
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """What a checkpoint calls the tensors of a mixture.
-
-    router: the module with the router's "weight" (and "bias"). gate, up, down: of an expert's matrices, each under
-    `experts.<number>.`. Fused (`fused_gate_up`, `fused_down`, in the place of those): tensors of all experts, the
-    names with "_bias" after them for biases. transposed: fused matrices are [in, out]; turned: those of some
-    checkpoints are, whose shape says it. interleaved: fused gate and up rows take turns. correction: the bias for the
-    choice. shared, shared_gate: of the shared expert and its gate.
-    """
+    """Checkpoint names of a mixture's tensors. router: module with the router's "weight" (and "bias"). gate, up, down:
+    matrices of an expert, under `experts.<number>.`. fused_gate_up, fused_down: tensors of all experts instead, with
+    "_bias" after them for biases. transposed: fused matrices are [in, out]; turned: they may be, by their shape.
+    interleaved: rows of fused gate and up alternate. correction: bias for the choice. shared, shared_gate: shared
+    expert and its gate."""
 
     router: str = "gate"
     experts: str = "experts"
@@ -46,8 +43,8 @@ class ExpertNames:
 
 @dataclass(frozen=True, slots=True)
 class MixtureShape:
-    """size, intermediate: of an expert. bias: of the experts' matrices; router_bias: of the router. has_correction: the
-    checkpoint has a bias for the choice alone. weighs_input: as ExpertWeights has it."""
+    """size, intermediate: dimensions of an expert. bias, router_bias: True if experts and router have biases.
+    has_correction: the checkpoint has a bias for the choice. weighs_input: see ExpertWeights."""
 
     size: int
     intermediate: int
@@ -58,8 +55,8 @@ class MixtureShape:
 
 
 class SharedExpert:
-    """x -> residual + down(activation(gate(x)) * up(x)). is_gated: a further product of x, of one output, decides which
-    share of the result is added, its sigmoid. (It is applied before `down`, which has no bias, to fewer elements.)"""
+    """x -> residual + down(activation(gate(x)) * up(x)). is_gated: the result is scaled by the sigmoid of a further
+    one-output product of x. (Applied before `down`, which has no bias, to fewer elements.)"""
 
     def __init__(self, size: int, intermediate: int, activation: str, *, is_gated: bool, context: LayerContext) -> None:
         self._gate_up = ColumnParallelLinear(
@@ -70,7 +67,7 @@ class SharedExpert:
         self._operations = context.operations
 
     def __call__(self, x: Value, residual: Value) -> Value:
-        """[T, size] each -> [T, size]; the residual is used up."""
+        """[T, size] each -> [T, size]; the residual is overwritten."""
         inner = self._gate_up(x)
         if self._gate is not None:
             inner = self._operations.gate_rows(inner, self._gate(x))
@@ -83,12 +80,9 @@ class SharedExpert:
 
 
 class MixtureOfExperts:
-    """x -> residual + shared(x) + the weighted sum of what the chosen experts give for x.
-
-    shared: the expert that all tokens pass, or None. The ranks share out each expert's inner width, or the experts
-    (`LayerContext.expert_placement`); the inner width of the shared expert in both cases, since all ranks have all
-    tokens. The router is computed by all. Router and correction are never quantised.
-    """
+    """x -> residual + shared(x) + the weighted sum of the chosen experts' results. shared: shared expert, or None.
+    Ranks share each expert's inner width, or whole experts (`LayerContext.expert_placement`), and always the shared
+    expert's inner width. Every rank computes the router. Router and correction are never quantised."""
 
     def __init__(
         self,
@@ -120,7 +114,7 @@ class MixtureOfExperts:
             self._start, self._local = share_of(shape.intermediate, context.group.size, context.group)
             self._has_down_bias = bias and context.group.rank == 0
         self._places = {number: place for number, place in enumerate(places or range(count)) if place >= 0}
-        """By the number of an expert that this rank holds, its place."""
+        """Place of each expert on this rank, by its number."""
         gate_up = LinearShape(size, 2 * self._local, bias, context.dtype, context.device, gated=True)
         down = LinearShape(self._local, size, self._has_down_bias, context.dtype, context.device)
         counts = None
@@ -132,7 +126,7 @@ class MixtureOfExperts:
         )
 
     def __call__(self, x: Value, residual: Value) -> Value:
-        """[T, size] each -> [T, size]; the residual is used up."""
+        """[T, size] each -> [T, size]; the residual is overwritten."""
         operations, linear, group = self._context.operations, self._context.linear, self._context.group
         routing = operations.route(self._routing, self._router(x))
         if self._shared is not None:
@@ -171,7 +165,7 @@ class MixtureOfExperts:
         return slots
 
     def _load_part(self, expert: int, part: int | None, suffix: str, tensor: WeightSource) -> None:
-        """part: 0 for the gate, 1 for up, None for down."""
+        """part: 0 for gate, 1 for up, None for down."""
         load, place = self._context.linear.load_rows, self._places[expert]
         if part is not None:
             rows = tensor.narrow(0, self._start, self._local)
@@ -209,8 +203,8 @@ class MixtureOfExperts:
         load_one: Callable[[int, str, WeightTensor, bool], None],
         matrix: tuple[int, ...] = (),
     ) -> Callable[[WeightSource], None]:
-        """Loads a tensor of all experts, of which no more than one expert's part is read or copied at a time. matrix:
-        the shape of an expert's, [out, in]."""
+        """Loader of a tensor of all experts, which reads one expert's part at a time. matrix: an expert's shape, [out,
+        in]."""
 
         def load(tensor: WeightSource) -> None:
             for expert in self._places:
@@ -235,15 +229,15 @@ class MixtureOfExperts:
         self._load_part(expert, None, suffix, rows)
 
     def _stored_bytes(self) -> tuple[int, int, int, int]:
-        """Of one expert's gate (or up) and down matrix, and of the biases of each."""
+        """Stored bytes of one expert's gate (or up) and down matrix, and of their biases."""
         stored = self._context.linear.stored_bytes
         bias = stored((self._size,)) if self._has_down_bias else 0
         return stored((self._local, self._size)), stored((self._size, self._local)), stored((self._local,)), bias
 
 
 def placed_experts(count: int, group: ProcessGroup, strategy: str) -> list[int]:
-    """For each of `count` experts its place on this rank, or ELSEWHERE. strategy: of EXPERT_PLACEMENTS; where the ranks
-    do not divide the experts, the first ones hold one more. Raises ConfigError where a rank would hold none."""
+    """Place of each of `count` experts on this rank, or ELSEWHERE. strategy: one of EXPERT_PLACEMENTS; with a
+    remainder, the first ranks hold one more. Raises ConfigError if a rank would hold none."""
     if count < group.size:
         raise ConfigError(
             f"enable_expert_parallel is not possible: {count} experts are fewer than tensor_parallel_size={group.size}",
@@ -258,5 +252,5 @@ def placed_experts(count: int, group: ProcessGroup, strategy: str) -> list[int]:
 
 
 def unquantized(context: LayerContext) -> LayerContext:
-    """This context for small matrices that all ranks compute whole and that keep the model's dtype."""
+    """A copy for small unquantised matrices that every rank computes entirely."""
     return replace(context.replicated(), linear=context.positions)

@@ -1,4 +1,4 @@
-"""Operations whose kernels are recorded for native execution."""
+"""Operations recorded for native kernels."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ACTIVATIONS = {None: _native.Activation.NONE, "silu": _native.Activation.SILU, "
 
 
 class NativeOperations:
-    """Instance of Operations over a recorder's placeholders. States come with each run."""
+    """Operations over a recorder's placeholders; states come with each run."""
 
     def norm(self, weights: NormWeights, x: Buffer) -> Buffer:
         x.recorder.keep.append(weights)

@@ -1,4 +1,4 @@
-"""Adapters for native kernels: matrices in their layout, found through a table that recorded programs keep."""
+"""Adapters for native kernels, found through a table that recorded programs keep."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ ALIGNMENT: int = _native.ADAPTER_ALIGNMENT
 
 @dataclass(slots=True)
 class NativeStack:
-    """What the kernels find of a layer's adapters. kept: by slot, the tensors that the table names by address."""
+    """A layer's adapters for the kernels. kept: by slot, tensors whose addresses the table holds."""
 
     table: _native.AdapterTable
     kept: dict[int, list[torch.Tensor]] = field(default_factory=dict)
 
 
 class NativeAdapterStorage:
-    """Implements AdapterStorage. A: [rank, inputs], rows padded to ALIGNMENT; B: panels of ALIGNMENT outputs,
-    [panel, rank, ALIGNMENT], padded with zeros."""
+    """AdapterStorage for native kernels. A: [rank, inputs], rows padded to ALIGNMENT; B: panels of ALIGNMENT outputs,
+    [panel, rank, ALIGNMENT], zero-padded."""
 
     def __init__(self, num_slots: int, max_rank: int, dtype: torch.dtype) -> None:
         self.num_slots, self.max_rank, self._dtype = num_slots, max_rank, dtype
@@ -55,7 +55,7 @@ class NativeAdapterStorage:
 
 
 def record_adapted(stack: AdapterStack, x: Buffer, y: Buffer, slots: RecordedIndices) -> Buffer:
-    """`Operations.add_adapted` over a recorder's placeholders."""
+    """`Operations.add_adapted` over placeholders."""
     if not stack.pieces:
         return y  # no matrix of a checkpoint is the layer's
     own: NativeStack = stack.stored

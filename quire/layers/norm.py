@@ -1,4 +1,4 @@
-"""Normalisation over the last dimension, each row by itself."""
+"""Norms over the last dimension."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from quire.quantization.integer_weight import WeightSource, copy_into
 
 
 class RMSNorm:
-    """x / rms(x) * weight, the statistics in float32."""
+    """x / rms(x) * weight, with statistics in float32."""
 
     offset = 0.0
-    """Number that is added to a checkpoint's weights."""
+    """Term added to a checkpoint's weights."""
 
     def __init__(self, size: int, epsilon: float, context: LayerContext) -> None:
         weight = torch.empty(size, dtype=torch.float32 if self.offset else context.dtype, device=context.device)
@@ -32,7 +32,8 @@ class RMSNorm:
 
 
 class UnitOffsetRMSNorm(RMSNorm):
-    """x / rms(x) * (1 + weight) of Gemma. The sum is kept in float32: in 16 bits it would lose most of the weight."""
+    """x / rms(x) * (1 + weight), as in Gemma. The sum is kept in float32, because 16 bits would lose most of the
+    weight."""
 
     offset = 1.0
 
@@ -50,7 +51,7 @@ class UnweightedRMSNorm(RMSNorm):
 
 
 class LayerNorm:
-    """(x - mean) / deviation * weight + bias; `affine` False leaves out the last two, `bias` False the last."""
+    """(x - mean) / deviation * weight + bias. affine: False omits weight and bias; bias: False omits the bias."""
 
     def __init__(
         self, size: int, epsilon: float, context: LayerContext, *, affine: bool = True, bias: bool = True

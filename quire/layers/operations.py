@@ -1,5 +1,5 @@
-"""The operations of layers besides linear maps and what an AttentionStep computes, behind one interface: eager in
-torch, or recorded for native kernels."""
+"""Interface of the layers' operations besides linear maps and attention: eager in torch, or recorded for native
+kernels."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from quire.parallel.interface import ProcessGroup
 
 
 def require_equal_widths(heads: HeadWeights, backend: str) -> None:
-    """Raise ConfigError for values of another width than the keys', which `backend` does not compute."""
+    """Raise ConfigError if values are not as wide as keys, which `backend` does not support."""
     shape = heads.shape
     if shape.value_width != shape.head_dim:
         raise ConfigError(
@@ -43,39 +43,38 @@ def require_equal_widths(heads: HeadWeights, backend: str) -> None:
 
 
 class Operations(Protocol):
-    """The operations of layers besides linear maps and an AttentionStep's. A value has a row for each token, and all
-    values of a model are of one kind, which its back end computes. Rows do not depend on one another, bit by bit, but
-    through states."""
+    """Operations of layers besides linear maps and attention. A value has a row per token, and all values of a model
+    are of its back end's kind. Rows are independent, bit by bit, except through states."""
 
     def norm(self, weights: NormWeights, x: AnyValue) -> Value:
         """[T, size] -> [T, size]."""
         ...
 
     def norm_columns(self, weights: NormWeights, x: AnyValue, start: int) -> Value:
-        """x, [T, width], its columns from `start` on normalised, as many as there are weights. x is used up."""
+        """Normalise columns of x, [T, width], from `start` on, as many as there are weights; x is overwritten."""
         ...
 
     def rotation(
         self, frequencies: RotaryFrequencies, positions: AnyValue, grid: Sequence[AnyValue] = ()
     ) -> RotationTable:
-        """The rotation of these positions, for an AttentionStep. grid: the positions of axes 1 and 2
-        (`frequencies.axes`), or none: those of axis 0."""
+        """Rotation of these positions for an AttentionStep. grid: positions of axes 1 and 2 (`frequencies.axes`);
+        empty: `positions` hold on every axis."""
         ...
 
     def check_heads(self, heads: HeadWeights) -> None:
-        """Raises ConfigError for heads that the AttentionStep does not compute."""
+        """Raise ConfigError for heads that the AttentionStep does not support."""
         ...
 
     def check_latent(self, shape: LatentShape) -> None:
-        """Raises ConfigError for latents that the AttentionStep does not compute."""
+        """Raise ConfigError for unsupported latents."""
         ...
 
     def check_index(self, shape: IndexShape) -> None:
-        """Raises ConfigError for an indexer that the AttentionStep does not compute."""
+        """Raise ConfigError for an unsupported indexer."""
         ...
 
     def gather_rows(self, x: AnyValue, rows: AnyValue) -> Value:
-        """[T, width] -> [R, width], the rows that are read. x is used up."""
+        """[T, width] -> [R, width], the read rows; x is overwritten."""
         ...
 
     def add(self, x: AnyValue, y: AnyValue) -> Value:
@@ -83,7 +82,7 @@ class Operations(Protocol):
         ...
 
     def multiply(self, x: AnyValue, y: AnyValue) -> Value:
-        """x * y, element by element, [T, width] each."""
+        """Element-wise x * y, [T, width] each."""
         ...
 
     def gate(self, x: AnyValue, y: AnyValue) -> Value:
@@ -99,58 +98,57 @@ class Operations(Protocol):
         ...
 
     def route(self, routing: Routing, logits: AnyValue) -> Value:
-        """[T, num_experts] -> [T, 2 * top_k] float32: the numbers of each token's experts, ascending, then their
+        """[T, num_experts] -> [T, 2 * top_k] float32: numbers of each token's experts, ascending, then their
         weights."""
         ...
 
     def gate_rows(self, x: AnyValue, gate: AnyValue) -> Value:
-        """[T, width], [T, 1] -> [T, width]: x * sigmoid(gate), a factor for each row."""
+        """[T, width], [T, 1] -> [T, width]: x * sigmoid(gate) per row."""
         ...
 
     def short_convolution(self, weights: ConvolutionWeights, x: AnyValue, states: StepStates | None) -> Value:
-        """A convolution over successive tokens of each sequence, causal: [T, channels] -> [T, channels]. states: the
-        step's (None while recording)."""
+        """Causal convolution over each sequence's tokens: [T, channels] -> [T, channels]. states: None while
+        recording."""
         ...
 
     def gated_delta_rule(self, rule: DeltaRule, qkv: AnyValue, gates: AnyValue, states: StepStates | None) -> Value:
-        """qkv: [T, 2 * num_key_heads * key_dim + num_value_heads * value_dim], query, key and value heads. gates: [T, 2
-        * num_value_heads], for the updates and for the decay. states: the step's (None while recording). Returns [T,
-        num_value_heads * value_dim]."""
+        """Gated delta rule. qkv: [T, 2 * num_key_heads * key_dim + num_value_heads * value_dim]. gates: [T, 2 *
+        num_value_heads], of updates and decay. states: None while recording. Returns [T, num_value_heads *
+        value_dim]."""
         ...
 
     def gated_norm(self, weights: GatedNormWeights, x: AnyValue, gate: AnyValue) -> Value:
-        """[T, heads * size] each -> [T, heads * size], each head by itself."""
+        """[T, heads * size] each -> [T, heads * size], per head."""
         ...
 
     def all_reduce(self, group: ProcessGroup, x: AnyValue) -> Value:
-        """The sum of the ranks' x, [T, width] each."""
+        """Sum of the ranks' x, [T, width] each."""
         ...
 
     def all_gather(self, group: ProcessGroup, x: AnyValue, width: int) -> Value:
-        """The ranks' x side by side, [T, width]: each has ceil(width / ranks) columns, the last ones may have fewer."""
+        """The ranks' x side by side, [T, width]; each has ceil(width / ranks) columns, the last ones possibly fewer."""
         ...
 
     def norm_shares(self, group: ProcessGroup, norms: Sequence[NormWeights], x: AnyValue) -> Value:
-        """x, [T, width], whose first columns are shares of rows that the norms (RMSNorms with weights) normalise whole,
-        one norm behind the other, normalised. The shares are equally large, and each is on equally many ranks: the mean
-        of their means is that of the whole. x is used up."""
+        """Normalise the first columns of x, [T, width]: shares of rows that the norms (RMSNorms with weights, one after
+        the other) cover whole. Equal shares are on equally many ranks, so the mean of their means is the whole row's. x
+        is overwritten."""
         ...
 
     def add_adapted(self, stack: AdapterStack, x: AnyValue, y: AnyValue, slots: Any) -> Value:
-        """y + what the adapters in the slots of x's rows add to the products y of x. slots: `Adapters.step`. y is used
-        up."""
+        """y plus the adapters' results for x's rows. slots: `Adapters.step`. y is overwritten."""
         ...
 
     def upcast_logits(self, x: AnyValue) -> Value:
-        """Logits in the dtype that the sampler takes: float32; on a device as they are."""
+        """Logits in the sampler's dtype: float32; unchanged on a device."""
         ...
 
 
 class SharedOperations:
-    """The operations that torch computes in the same way on every device."""
+    """Operations that torch computes alike on every device."""
 
     def norm(self, weights: NormWeights, x: torch.Tensor) -> torch.Tensor:
-        """The norm of a back end: Operations.norm."""
+        """See Operations.norm."""
         raise NotImplementedError
 
     def norm_columns(self, weights: NormWeights, x: torch.Tensor, start: int) -> torch.Tensor:
@@ -159,10 +157,10 @@ class SharedOperations:
         return x
 
     def check_latent(self, shape: LatentShape) -> None:
-        """All are computed."""
+        """Does nothing: all are supported."""
 
     def check_index(self, shape: IndexShape) -> None:
-        """All are computed."""
+        """Does nothing: all are supported."""
 
     def gather_rows(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return x.index_select(0, rows)
@@ -220,7 +218,7 @@ def norm_shares(group: ProcessGroup, norms: Sequence[NormWeights], x: torch.Tens
 
 
 class TorchOperations(SharedOperations):
-    """The Operations of plain torch, computed at once."""
+    """Operations of plain torch."""
 
     def norm(self, weights: NormWeights, x: torch.Tensor) -> torch.Tensor:
         return reference.norm(weights, x)
@@ -255,7 +253,7 @@ class TorchOperations(SharedOperations):
         return gated_norm(weights, x, gate)
 
     def check_heads(self, heads: HeadWeights) -> None:
-        """All are computed."""
+        """Does nothing: all are supported."""
 
     def upcast_logits(self, x: torch.Tensor) -> torch.Tensor:
         return x.float()

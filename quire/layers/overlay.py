@@ -1,4 +1,4 @@
-"""Rows that are put over embeddings and added behind layers."""
+"""Rows that replace embeddings, and rows added after layers."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ ValueT = TypeVar("ValueT", bound=Value)
 
 
 class Overlay(Protocol[ValueT]):
-    """Rows that take the place of some tokens' embeddings (an image's), and rows that are added to the same tokens
-    behind layers."""
+    """Rows that replace some tokens' embeddings (such as an image's), and rows added to the same tokens after
+    layers."""
 
     @property
     def layers(self) -> Sequence[int]:
-        """Layers behind which rows are added, by their numbers; the last of a model is none of them."""
+        """Numbers of layers after which rows are added; never a model's last."""
         ...
 
     def put(self, x: ValueT) -> ValueT:
-        """x, [T, size], the tokens' embeddings, with the rows in their places. x is used up."""
+        """Embeddings x, [T, size], with the rows in place; x is overwritten."""
         ...
 
     def add_behind(self, layer: int, x: ValueT) -> ValueT:
-        """x, [T, size], the result of `layer`, with the rows added. x is used up."""
+        """Result x of `layer`, [T, size], with the rows added; x is overwritten."""
         ...
 
 
 class RowOverlay(NamedTuple):
-    """An Overlay of tensors. rows: [O] int64, distinct, on the tensors' device: which of the T tokens. embeddings: [O,
-    size]. behind: by number of a layer, what is added to its result, [O, size]."""
+    """Overlay of tensors. rows: [O] int64, distinct indices of the T tokens, on the tensors' device. embeddings: [O,
+    size]. behind: [O, size] to add to a layer's result, by its number."""
 
     rows: torch.Tensor
     embeddings: torch.Tensor

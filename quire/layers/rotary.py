@@ -1,10 +1,8 @@
-"""Rotary position embeddings: the frequencies of every scaling that Transformers knows, and the rotation.
+"""Rotary position embeddings with every scaling of Transformers.
 
-Two scalings depend in Transformers on the length of the sequence at hand: dynamic NTK recomputes its base as the
-sequence outgrows the trained length, longrope switches from its short to its long factors there. Keys that are
-already in the cache keep the old rotation, so a token's result would depend on how it was chunked and on what was
-cached. Here the frequencies are fixed for the life of the engine: those that Transformers uses for a sequence of
-`max_model_len` tokens. Up to the trained length both agree exactly; beyond, all keys of a sequence are consistent.
+In Transformers, dynamic NTK and longrope depend on the current sequence length. Cached keys keep their old rotation, so
+results would depend on chunking and caching. Here frequencies are fixed: those that Transformers uses at
+`max_model_len` tokens. Up to the trained length both agree exactly; beyond it, all keys of a sequence are consistent.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from quire.layers.context import LayerContext
 
 
 class RotaryEmbedding:
-    """Positions to rotations. max_model_len: see the module's first lines."""
+    """Rotations of positions. max_model_len: fixes the frequencies; see the module."""
 
     def __init__(self, config: RopeConfig, max_model_len: int, context: LayerContext) -> None:
         frequencies, magnitude = rope_frequencies(config, max_model_len)
@@ -32,13 +30,13 @@ class RotaryEmbedding:
         self._operations = context.operations
 
     def __call__(self, positions: Indices, grid: Sequence[Indices] = ()) -> RotationTable:
-        """positions: [T] int64. grid: rows and columns, [T] int64 each (none: all three are equal). Returns what
-        an AttentionStep takes."""
+        """Rotation for an AttentionStep. positions: [T] int64. grid: rows and columns, [T] int64 each (empty: equal to
+        positions)."""
         return self._operations.rotation(self._frequencies, positions, grid)
 
 
 def rope_axes(config: RopeConfig) -> torch.Tensor:
-    """[rotary_dim / 2] int32: 0, 1 or 2, by which of a token's time, row and column an element turns
+    """[rotary_dim / 2] int32: 0, 1 or 2 for each element that rotates by time, row or column
     (`RopeConfig.mrope_section`)."""
     if not config.mrope_interleaved:
         return torch.arange(3, dtype=torch.int32).repeat_interleave(torch.tensor(config.mrope_section))
@@ -49,8 +47,8 @@ def rope_axes(config: RopeConfig) -> torch.Tensor:
 
 
 def rope_frequencies(config: RopeConfig, max_model_len: int) -> tuple[torch.Tensor, float]:
-    """Inverse frequencies ([rotary_dim / 2] float32) and the factor of cos and sin, for sequences of up to
-    `max_model_len` tokens. Raises ModelLoadError for settings from which none follow."""
+    """Inverse frequencies, [rotary_dim / 2] float32, and the factor of cos and sin, for up to `max_model_len` tokens.
+    Raises ModelLoadError for invalid settings."""
     try:
         frequencies, magnitude = _SCALINGS[config.rope_type](config, max_model_len)
     except ArithmeticError as error:
@@ -82,7 +80,7 @@ def _dynamic(config: RopeConfig, max_model_len: int) -> tuple[torch.Tensor, floa
 
 
 def _llama3(config: RopeConfig, max_model_len: int) -> tuple[torch.Tensor, float]:
-    """Long wavelengths are stretched, short ones kept, those between blended."""
+    """Stretch long wavelengths, keep short ones, blend between."""
     frequencies = _plain(config.theta, config.rotary_dim)
     wavelengths = 2 * math.pi / frequencies
     trained, low, high = config.original_max_position_embeddings, config.low_freq_factor, config.high_freq_factor
@@ -91,7 +89,7 @@ def _llama3(config: RopeConfig, max_model_len: int) -> tuple[torch.Tensor, float
 
 
 def _yarn(config: RopeConfig, max_model_len: int) -> tuple[torch.Tensor, float]:
-    """Dimensions that turn often within the trained length are kept, those that turn seldom stretched."""
+    """Keep dimensions that rotate often within the trained length, stretch the others."""
     factor, dim = _factor(config), config.rotary_dim
 
     def dimension_with(turns: float) -> float:
@@ -119,8 +117,8 @@ def _yarn_magnitude(config: RopeConfig, factor: float) -> float:
 
 
 def yarn_factor(factor: float, weight: float) -> float:
-    """The factor by which YaRN multiplies queries and keys in a context `factor` times the trained one. weight: the
-    model's own (`mscale`, `mscale_all_dim`)."""
+    """YaRN's factor of queries and keys for a context `factor` times the trained one. weight: the model's (`mscale`,
+    `mscale_all_dim`)."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 

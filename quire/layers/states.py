@@ -1,10 +1,7 @@
-"""Layers that keep a state instead of every token: a short convolution, the gated delta rule and what belongs to them,
-as operations of a layer, and what they mean in torch.
-
-A page of such a layer holds its state after a *border*, an absolute multiple of STATE_BORDER tokens, and the rows of
-the tokens behind the border. What a token adds up, and in which order, depends on its position and on its sequence
-alone, so that a token has the same bits however a prompt is cut into steps (docs/decisions/0032-states-at-borders.md).
-"""
+"""Layers with recurrent state (short convolution, gated delta rule, gated norm): their reference in torch. A page holds
+the state after a *border*, an absolute multiple of STATE_BORDER tokens, and the rows of later tokens. A token's
+additions and their order depend only on its position and sequence, so its bits do not depend on how a prompt is cut
+into steps (docs/decisions/0032-states-at-borders.md)."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from quire.kernels.arguments import NORM_EPSILON, TILE, ConvolutionWeights, Delt
 
 
 def short_convolution(weights: ConvolutionWeights, x: torch.Tensor, states: StateStep) -> torch.Tensor:
-    """The meaning of `Operations.short_convolution`, in torch."""
+    """Reference of `Operations.short_convolution`."""
     width, channels = weights.kernel.shape
     kept, num_kept = weights.inputs.blocks(states)[..., :channels], max(1, weights.num_kept)
     behind = torch.arange(-weights.num_kept, 0, device=states.starts.device)
@@ -43,9 +40,8 @@ def short_convolution(weights: ConvolutionWeights, x: torch.Tensor, states: Stat
 
 
 def _windows(states: StateStep, width: int, weights: ConvolutionWeights) -> tuple[torch.Tensor, ...]:
-    """Rows of the kept inputs (`num_kept` of each sequence) and the step's tokens behind them: [T, width] of each
-    token, [N, num_kept] that the N blocks keep which the step writes; these blocks, [N], and the tokens before their
-    ends."""
+    """Indices into the kept inputs (`num_kept` per sequence) followed by the step's tokens: [T, width] per token; [N,
+    num_kept] for the N blocks to write; these blocks, [N]; and the token counts at their ends."""
     kept, num_seqs = weights.num_kept, len(states.starts)
     windows, tails, sequences, numbers, ends = [], [], [], [], []
     for index, (start, (first, last)) in enumerate(
@@ -66,16 +62,17 @@ def _windows(states: StateStep, width: int, weights: ConvolutionWeights) -> tupl
 
 
 def gated_norm(weights: GatedNormWeights, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """The meaning of `Operations.gated_norm`, in torch."""
+    """Reference of `Operations.gated_norm`."""
     heads = x.float().unflatten(1, (-1, weights.size))
     scale = torch.rsqrt((heads * heads).mean(-1, keepdim=True) + weights.epsilon)
     return ((heads * scale * weights.weight).flatten(1) * silu(gate.float())).to(x.dtype)
 
 
 def gated_delta_rule(rule: DeltaRule, qkv: torch.Tensor, gates: torch.Tensor, states: StateStep) -> torch.Tensor:
-    """The meaning of `Operations.gated_delta_rule`, in torch. For each token n and value head, with S the state that
-    the tokens before it left, S = exp(g) S; S = S + k (beta (v - S' k))'; the result is S' q. q and k have unit length,
-    q is divided by sqrt(key_dim) besides.
+    """Reference of `Operations.gated_delta_rule`.
+
+    For each token n and value head, with state S from earlier tokens: S = exp(g) S; S = S + k (beta (v - S' k))'; the
+    result is S' q. q and k are normalised to length 1, and q is divided by sqrt(key_dim).
 
     Computed from the state C at the last border, with G the sum of g since then:
     u_n = beta_n (v_n - exp(G_n) C' k_n - sum over i < n of exp(G_n - G_i) (k_n k_i) u_i),
@@ -101,12 +98,9 @@ def gated_delta_rule(rule: DeltaRule, qkv: torch.Tensor, gates: torch.Tensor, st
 
 @dataclass(slots=True)
 class _Tiles:
-    """P sequences' next tokens, up to the end of a tile of TILE rows at an absolute multiple of TILE.
-
-    sequences: [P]. rows: [P, TILE], of the tile in its frame. tokens: [P, TILE], of the step; -1 where a row is none of
-    them. ends: [P], tokens of the sequence that are computed then. is_last: [P], whether the step, or a
-    block, ends with the tile.
-    """
+    """Next tokens of P sequences, up to the end of a tile of TILE rows at an absolute multiple of TILE. sequences: [P].
+    rows: [P, TILE], of the tile in its frame. tokens: [P, TILE], of the step; -1 for other rows. ends: [P], tokens
+    computed afterwards. is_last: [P], True if the step or a block ends with the tile."""
 
     sequences: torch.Tensor
     rows: torch.Tensor
@@ -121,7 +115,7 @@ class _Tiles:
 
 
 def _tiles(states: StateStep, device: torch.device) -> Iterator[_Tiles]:
-    """The step's tokens: each sequence's first tile, then the second of those that have one, and so on."""
+    """The step's tokens: each sequence's first tile, then each second one, and so on."""
     places = states.starts.tolist()
     ends = [start + last - first for start, (first, last) in zip(places, pairwise(states.query_start), strict=True)]
     left = [index for index, (place, end) in enumerate(zip(places, ends, strict=True)) if place < end]
@@ -144,9 +138,9 @@ def _tiles(states: StateStep, device: torch.device) -> Iterator[_Tiles]:
 
 @dataclass(slots=True)
 class _Frames:
-    """The states of a step's S sequences while it is computed, float32. state: [S, value heads, key_dim, value_dim].
-    keys, updates, decays: one for each of the STATE_BORDER tokens behind the border, [S, heads, STATE_BORDER, dim] and
-    without the dim; rows of later tokens are zeros."""
+    """States of a step's S sequences, float32. state: [S, value heads, key_dim, value_dim]. keys, updates, decays:
+    of the STATE_BORDER tokens after the border, [S, heads, STATE_BORDER, dim] (decays without dim); later rows are
+    zero."""
 
     state: torch.Tensor
     keys: torch.Tensor
@@ -155,7 +149,7 @@ class _Frames:
 
     @classmethod
     def load(cls, rule: DeltaRule, states: StateStep) -> _Frames:
-        """The frames as they were before the step."""
+        """Frames before the step."""
         blocks = _read_blocks(states, rule.layer)
         is_kept = torch.arange(STATE_BORDER, device=blocks.device) < (states.starts % STATE_BORDER)[:, None]
         is_kept = is_kept.to(blocks.device)[:, None]
@@ -188,7 +182,7 @@ class _Frames:
         beta: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """The tiles' rows of `out` [T, value heads, value_dim], and their updates."""
+        """Compute the tiles' rows of `out`, [T, value heads, value_dim], and their updates."""
         sequences, group = tiles.sequences, self.state.shape[1] // self.keys.shape[1]
         query, key, value, beta = (_take(each, tiles.tokens) for each in (query, key, value, beta))
         sums = self.decays[sequences].cumsum(-1)
@@ -215,7 +209,7 @@ class _Frames:
         out[tiles.tokens[piece, column]] = results[piece, :, column]
 
     def pass_borders(self, tiles: _Tiles) -> None:
-        """Move the states of the tiles that end at a border there."""
+        """Advance the states of tiles that end at a border."""
         passing = tiles.sequences[tiles.ends % STATE_BORDER == 0]
         if not len(passing):
             return
@@ -228,7 +222,7 @@ class _Frames:
             rows[passing] = 0.0
 
     def store(self, tiles: _Tiles, rule: DeltaRule, states: StateStep) -> None:
-        """Write the pages of blocks that the tiles end."""
+        """Write the pages of blocks that end with the tiles."""
         sequences, ends = tiles.sequences[tiles.is_last], tiles.ends[tiles.is_last]
         if not len(sequences):
             return
@@ -240,8 +234,7 @@ class _Frames:
 
 
 def _read_blocks(states: StateStep, layer: int) -> torch.Tensor:
-    """[S] int64: the block that holds what each sequence kept before the step; one without meaning for those that
-    begin."""
+    """[S] int64: block with each sequence's state before the step; arbitrary for new sequences."""
     table = states.tables[layer]
     numbers = (states.starts - 1).clamp(min=0).to(table.device) // states.interval
     return table.gather(1, numbers[:, None])[:, 0].long()
@@ -265,11 +258,11 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def _unit(heads: torch.Tensor) -> torch.Tensor:
-    """Each head divided by its length."""
+    """Heads scaled to length 1."""
     return heads * torch.rsqrt((heads * heads).sum(-1, keepdim=True) + NORM_EPSILON)
 
 
 def _softplus(x: torch.Tensor) -> torch.Tensor:
-    """log(1 + exp(x)), in float64: torch's float32 log1p has other bits in the last elements of a tensor."""
+    """log(1 + exp(x)) in float64, because torch's float32 log1p gives other bits in a tensor's last elements."""
     wide = x.double()
     return (wide.clamp(min=0.0) + torch.log1p(torch.exp(-wide.abs()))).float()

@@ -1,4 +1,4 @@
-"""Attention with norms over a token's whole query and whole key, all heads together (OLMo 2 and 3)."""
+"""Attention with norms over the whole query and key of a token (OLMo 2 and 3)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from quire.quantization.integer_weight import WeightSource, copy_into
 
 
 class WholeNormAttention(Attention):
-    """Attention whose queries and keys are normalised before they are split into heads. Each rank normalises its share
-    of them by the mean over all shares."""
+    """Attention that normalises queries and keys before splitting them into heads. Each rank uses the mean over all
+    shares."""
 
     def __init__(
         self,

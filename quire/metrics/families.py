@@ -1,7 +1,7 @@
 """Metric families of an engine: names, kinds, labels and sources of values.
 
 Families that vLLM has keep its names, labels and buckets (vllm/v1/metrics/loggers.py, 0.33). All names are legal
-unescaped in every exposition format, so no name depends on the scraper.
+unescaped, so they do not depend on the scraper.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ class ToolReading(NamedTuple):
 
     @classmethod
     def all(cls) -> Iterator[ToolReading]:
-        """All combinations of labels."""
         outcomes, types = ("tool_call", "no_tool_call"), ("chat_completions", "responses", "other")
         return (cls(*labels) for labels in product(("streaming", "non_streaming"), outcomes, types))
 
@@ -53,7 +52,7 @@ Read = Callable[[EngineStats], float]
 
 
 class Row(NamedTuple):
-    """Sample of a family. labels: values of the family's own labels."""
+    """labels: values of the family's own labels."""
 
     labels: tuple[str, ...]
     read: Read

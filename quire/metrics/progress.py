@@ -23,7 +23,6 @@ class PhaseTimes(NamedTuple):
 
     @property
     def inference(self) -> float:
-        """First step to last token."""
         return self.prefill + self.decode
 
     @property
@@ -58,7 +57,6 @@ class RequestProgress:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
         return max(self.num_tokens.values(), default=0)
 
     def phases(self, last: RequestOutput, now: float) -> PhaseTimes | None:

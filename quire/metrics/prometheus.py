@@ -64,8 +64,7 @@ class EngineMetrics(Collector, StatsListener):
         clock: Clock | None = None,
     ) -> None:
         """cache_config: labels of cache_config_info besides the sizes. sleep_level: returns the engine's level, 0 when
-        awake. numbers: counters that a server's processes share, while their parent counts steps; None for a single
-        process."""
+        awake. numbers: counters that a server's processes share, while their parent counts steps."""
         self._counts_steps = numbers is None
         numbers = numbers or Numbers.alone()
         self._clock = clock or SystemClock()
@@ -73,7 +72,6 @@ class EngineMetrics(Collector, StatsListener):
         self.on_finished: list[Callable[[RequestOutput, RequestProgress, float], None]] = []
         """Calls at each request's end, with its last output, progress and the time."""
         self.stats = EngineStats(block_size=ready.block_size, num_blocks=ready.num_blocks)
-        """Last snapshot."""
         self.names = names
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "engine": ENGINE}
@@ -112,15 +110,13 @@ class EngineMetrics(Collector, StatsListener):
             self.params_max_tokens.observe(request.max_tokens)
 
     def record_rejection(self, reason: str) -> None:
-        """Count a refused request. reason: one of REJECTIONS."""
+        """reason: one of REJECTIONS."""
         self._rejections.count(reason)
 
     def record_tool_reading(self, reading: ToolReading) -> None:
-        """Count a tool parser's run over an answer."""
         self._tool_readings.count(reading)
 
     def record_stats(self, stats: EngineStats) -> None:
-        """Replace the snapshot."""
         if self._counts_steps:
             self._steps.record(stats)
         self.stats = stats
@@ -194,7 +190,6 @@ class EngineMetrics(Collector, StatsListener):
     def _families(
         self, kind: type[CounterMetricFamily] | type[GaugeMetricFamily], family: Family
     ) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        """Yield a family under each of its names."""
         labels, values = [*self._labels, *family.labels], list(self._labels.values())
         rows = [([*values, *row.labels], row.read(self.stats)) for row in family.rows]
         for prefix in self.names.prefixes(is_vllm=family.is_vllm):
@@ -238,7 +233,6 @@ class EngineMetrics(Collector, StatsListener):
 
 
 def _family(name: str, help: str, label: str, values: Mapping[str, float]) -> Family:
-    """Family of vLLM with one sample per value of `label`."""
     rows = tuple(Row((key,), _constant(value)) for key, value in values.items())
     return Family(name, help, rows, is_vllm=True, labels=(label,))
 
@@ -254,10 +248,10 @@ def _constant(value: float) -> Read:
 
 
 class Histogram:
-    """Histogram with one binary search per observation, for any number of equal values. help: description. buckets:
-    ascending upper bounds, without infinity. numbers: see EngineMetrics.
+    """Histogram with one binary search per observation of equal values. Not synchronized: one thread of a process
+    observes.
 
-    Not synchronized: one thread of a process observes.
+    help: description. buckets: ascending upper bounds, without infinity. numbers: see EngineMetrics.
     """
 
     def __init__(self, help: str, buckets: Sequence[float], numbers: Numbers | None = None) -> None:
@@ -269,12 +263,10 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """Number of observations."""
         return int(sum(self._cells.totals()[:-1]))
 
     @property
     def sum(self) -> float:
-        """Sum of all observations."""
         return self._cells.total(-1)
 
     def observe(self, value: float, times: int = 1) -> None:
@@ -323,8 +315,6 @@ def _num_iteration_tokens(stats: EngineStats) -> float:
 
 
 class Counts(Generic[Name]):
-    """Counter for each name."""
-
     def __init__(self, names: Sequence[Name], numbers: Numbers) -> None:
         self._places = {name: place for place, name in enumerate(names)}
         self._cells = numbers.allocate(len(names))

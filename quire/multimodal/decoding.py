@@ -28,7 +28,7 @@ FORMATS: Mapping[str, str] = {"PNG": "PNG", "JPEG": "JPEG", "WEBP": "WebP", "GIF
 MODES = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr"})
 """Pillow's modes with up to 8 bits per value. Conversions of wider values clip at 255, which gives white."""
 MOST_SCANS = 100
-"""Maximum of scans in a JPEG. Each takes a few bytes and a pass over the whole image; encoders write ten."""
+"""Maximum number of scans in a JPEG. Each takes a few bytes and a pass over the whole image; encoders write ten."""
 _START_OF_SCAN = b"\xff\xda"
 _JPEGS = ("JPEG", "MPO")
 """Formats of JPEG files. MPO: several JPEGs, from telephones, found by Pillow's JPEG opener."""
@@ -38,8 +38,8 @@ def decode_image(data: bytes, where: str, limits: ImageLimits = DEFAULT_LIMITS, 
     """Pixels of an image file, turned by its EXIF orientation; the first frame of an animation.
 
     where: path of the field, for errors. background: colour under transparent pixels. Raises UserError for an image
-        that exceeds the limits, is damaged or truncated, or has an unsupported format or mode. The decoder's messages
-        are left out, because they may hold addresses.
+        beyond the limits, damaged or of an unsupported format or mode. The decoder's messages may hold addresses, so
+        they are left out.
     """
     if len(data) > limits.max_bytes:
         raise too_many_bytes(where, len(data), limits)

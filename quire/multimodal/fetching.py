@@ -29,8 +29,8 @@ _USER_AGENT = "quire"
 
 
 def fetch_image(url: str, where: str, media: MediaConfig, limits: ImageLimits = DEFAULT_LIMITS) -> bytes:
-    """Bytes of the image at a URL. Waits for the network. where: path of the field, for errors. Raises UserError for a
-    URL that the options forbid and for a failed fetch, without the other side's text."""
+    """Bytes of the image at a URL. Waits for the network. where: path of the field, for errors. Raises UserError,
+    without the other side's text, for a forbidden URL or a failed fetch."""
     if any(each.isspace() or each == "\\" or not each.isprintable() for each in url):
         raise UserError(f"{where}: a URL of an image has no spaces, control characters and backslashes", param=where)
     try:
@@ -85,8 +85,6 @@ def _read_file(parsed: SplitResult, where: str, media: MediaConfig, limits: Imag
 
 
 class _Fetch:
-    """Request of one image."""
-
     def __init__(self, parsed: SplitResult, host: str, port: int, where: str, limits: ImageLimits) -> None:
         self._parsed, self._host, self._port = parsed, host, port
         self._where, self._limits = where, limits
@@ -179,7 +177,6 @@ class _Fetch:
         return b"".join(parts)
 
     def _limit_wait(self, connection: http.client.HTTPConnection) -> None:
-        """Limit the next operation to the remaining time."""
         seconds = self._seconds()
         if connection.sock is not None:
             connection.sock.settimeout(seconds)

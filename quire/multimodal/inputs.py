@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 TEXT_ALONE = "prompts are text, without images, sound or video"
 IMAGES = "multi_modal_data.image"
-"""Path of a prompt's images, for errors."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ elements (`mrope_section`); for text all three are equal."""
 
 def image_keys(images: Sequence[PromptImage], block_size: int) -> Iterator[tuple[int, bytes]]:
     """Yield (block, key) for each prefix-cache block with image placeholders: the image's content and its place in the
-    block. Blocks before an image do not depend on it, and positions follow from earlier images, so prompts with equal
+    block. Earlier blocks do not depend on the image, and positions follow from earlier images, so prompts with equal
     beginnings share blocks."""
     for image in images:
         for block in range(image.start // block_size, (image.end - 1) // block_size + 1):

@@ -21,8 +21,7 @@ class Preparation(msgspec.Struct, frozen=True):
     background: Color
 
     def prepare(self, image: Any, where: str) -> ReadyImage:
-        """image: bytes of a file, data URL, Pillow image or array. where: path of the field, for errors. Raises
-        UserError."""
+        """image: bytes of a file, data URL, Pillow image or array. Raises UserError."""
         if isinstance(image, str):
             image = read_data_url(image, where)
         if isinstance(image, bytes):

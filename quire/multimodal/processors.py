@@ -37,8 +37,8 @@ _KEY_LABEL = b"quire.image.v1\0"
 
 @dataclass(frozen=True, slots=True)
 class ProcessedImage:
-    """Processed image. pixels: resized. grid: frames, rows and columns of patches. num_tokens: placeholders in a
-    prompt. key: SHA-256 of pixels, size, grid and processor options; equal keys mean equal patches."""
+    """pixels: resized. grid: frames, rows and columns of patches. num_tokens: placeholders in a prompt. key: SHA-256 of
+    pixels, size, grid and processor options; equal keys mean equal patches."""
 
     pixels: Pixels
     grid: tuple[int, int, int]
@@ -76,8 +76,7 @@ class ImageProcessor(Protocol):
         ...
 
     def target_size(self, height: int, width: int, where: str) -> tuple[int, int]:
-        """Resized height and width. where: path of the field, for errors. Raises UserError for an image that the
-        processor refuses."""
+        """Resized height and width. Raises UserError for an image that the processor refuses."""
         ...
 
     def process(self, pixels: Pixels, where: str) -> ProcessedImage:
@@ -92,7 +91,7 @@ class ImageProcessor(Protocol):
 @dataclass(frozen=True)
 class QwenProcessor:
     """Processor of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: sides are multiples of a token's side, and the number of pixels
-    is limited on both ends. Patches of a token are adjacent; each repeats the image `frames` times."""
+    is bounded. Patches of a token are adjacent; each repeats the image `frames` times."""
 
     patch_size: int
     merge_size: int
@@ -206,7 +205,6 @@ def content_key(pixels: Pixels, grid: Sequence[int], options: object) -> bytes:
 
 
 def has_settings(directory: Path) -> bool:
-    """True if the checkpoint has image settings."""
     return file_bytes(directory / _FILE) is not None or _IMAGES in read_optional_json(directory / _JOINT_FILE)
 
 

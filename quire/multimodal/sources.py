@@ -16,9 +16,9 @@ from quire.errors import UserError
 DETAILS = ("auto", "low", "high", "original")
 """Values of an image's `detail`. Only "low" differs from the model's settings."""
 LOW_DETAIL_PIXELS = 512 * 512
-"""Maximum of pixels in an image of low detail."""
+"""Maximum number of pixels in an image of low detail."""
 MAX_UUID = 1024
-"""Maximum of characters in a client's name of an image."""
+"""Maximum number of characters in a client's name of an image."""
 IMAGE_OF_PART = {"image_url": "image_url", "input_image": "image_url"}
 """Type of a content part -> field with its image's URL."""
 FEATURES = "image_embeds"
@@ -105,12 +105,11 @@ def checked_uuid(uuid: object, where: str) -> str | None:
 
 
 def is_data_url(url: str) -> bool:
-    """True for a data URL."""
     return url[:5].lower() == "data:"
 
 
 def read_data_url(url: str, where: str, limits: ImageLimits = DEFAULT_LIMITS) -> bytes:
-    """Decode a base64 data URL. where: path of the field, for errors. Raises UserError."""
+    """Decode a base64 data URL. Raises UserError."""
     head, comma, body = url.partition(",")
     kind, *options = head[5:].split(";")
     if not is_data_url(head) or not comma or "base64" not in options:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_LITERAL = 65_536
-"""Maximum of characters in a Python literal; longer arguments are strings."""
+"""Maximum number of characters in a Python literal; longer arguments are strings."""
 MAX_DEPTH = 32
 """Maximum depth of brackets in a Python literal."""
 MAX_SCHEMA_DEPTH = 16
@@ -48,13 +48,11 @@ def escaped(text: str) -> str:
 
 
 def parameter_schema(schema: Any, name: str) -> Any:
-    """Schema of one parameter, or None."""
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     return properties.get(name) if isinstance(properties, Mapping) else None
 
 
 def parameter_names(schema: Any) -> list[str]:
-    """Names of a tool's parameters, in order."""
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     return [str(name) for name in properties] if isinstance(properties, Mapping) else []
 

@@ -115,7 +115,6 @@ class BraceFormat:
         return mark in (",", "}", "]")
 
     def _string(self, reader: TextReader, output: Output, schema: Any) -> Steps[None]:
-        """Read a string after its opening quote."""
         ends = Markers(self.quote)
         types = types_of(schema)
         if is_text(schema, default=True) or "string" in types:

@@ -1,8 +1,8 @@
 """Tool calls as constraints: structural tags (docs/structured-output.md) of answers whose JSON arguments follow
 schemas.
 
-`schemas`: argument schemas by tool name; only these tools can be called. `parallel`: allow several calls; otherwise the
-answer ends with the first.
+`schemas`: argument schemas of the tools that may be called. `parallel`: allow several calls; otherwise the answer ends
+with the first.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ def tag(begin: str, content: Form, end: str | Sequence[str] = "") -> Form:
 
 
 def repeated(tags: Sequence[Form], *, at_least_one: bool, at_most_one: bool = False) -> Form:
-    """Tags in sequence."""
     return {
         "type": "tags_with_separator",
         "tags": list(tags),
@@ -79,7 +78,6 @@ class CallKeys(NamedTuple):
 
 
 def calls_schema(schemas: Schemas, keys: CallKeys, *, parallel: bool) -> dict[str, Any]:
-    """Schema of a list of call objects."""
     identifier = {keys.identifier: {"type": "string", "pattern": "^[0-9]{1,3}$"}} if keys.identifier else {}
     calls, definitions = [], dict[str, Any]()
     for number, (name, schema) in enumerate(schemas.items()):
@@ -108,7 +106,6 @@ def _resource(schema: Any, number: int) -> Any:
 
 
 def call_objects(schemas: Schemas, keys: CallKeys, parallel: bool) -> Form:
-    """Call object, or a list of them."""
     several = calls_schema(schemas, keys, parallel=parallel)
     definitions = several.pop("$defs")
     return in_order(SPACE, schema_form({"anyOf": [{"$ref": "#/$defs/call"}, several], "$defs": definitions}), SPACE)

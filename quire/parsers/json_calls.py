@@ -50,7 +50,6 @@ def _copy_nested(reader: TextReader, sink: Sink, depth: int = 0) -> Steps[None]:
 
 
 def _copy_string(reader: TextReader, sink: Sink) -> Steps[None]:
-    """Copy a string after its opening quote."""
     while True:
         mark = yield from reader.scan(_IN_STRING, sink)
         if not mark:
@@ -65,7 +64,6 @@ def _copy_string(reader: TextReader, sink: Sink) -> Steps[None]:
 
 
 def read_value(reader: TextReader) -> Steps[str]:
-    """Read one JSON value as text."""
     parts: list[str] = []
     yield from copy_value(reader, parts.append)
     return "".join(parts)
@@ -114,8 +112,6 @@ def copy_call(reader: TextReader, output: Output, is_bare: bool = False) -> Step
 
 
 class _CallObject:
-    """Reader of a call object after its opening brace."""
-
     def __init__(self, reader: TextReader, output: Output, is_bare: bool) -> None:
         self._reader = reader
         self._output = output
@@ -205,9 +201,9 @@ def copy_calls(reader: TextReader, output: Output, is_bare: bool = False) -> Ste
 @dataclass(frozen=True)
 class JsonFormat:
     """Calls between markers. starts, ends: alternatives; an end may be missing. is_bare: a call at the beginning of the
-    output needs no marker. is_anywhere: an object inside text that names a known tool needs none either. knows: the
-    markers also enclose other text, so only known tools are called. name, arguments, identifier: keys that models write
-    ("" for no id); other known keys are read too. around: markers of content."""
+    output needs no marker. is_anywhere: nor does an object inside text that names a known tool. knows: the markers also
+    enclose other text, so only known tools are called. name, arguments, identifier: keys that models write ("" for no
+    id); other known keys are read too. around: markers of content."""
 
     starts: tuple[str, ...]
     ends: tuple[str, ...] = ()

@@ -104,7 +104,7 @@ class Output:
 
     def until(self, reader: TextReader, markers: Markers) -> Steps[str | None]:
         """Read content up to the first marker, and the marker; return it, or None. Inside reasoning only an immediate
-        marker counts: other text there is not for the reader of calls."""
+        marker counts; other text is left unread."""
         if not self.ends:
             return (yield from self._content_until(reader, markers))
         for text in markers.texts:
@@ -113,7 +113,6 @@ class Output:
         return None
 
     def rest(self, reader: TextReader) -> Steps[None]:
-        """Read the rest as content."""
         if self._drops:
             yield from self._content_until(reader, Markers(*self._drops))
         else:
@@ -131,7 +130,7 @@ class Output:
         self._reasoning.append(text)
 
     def content(self, text: str) -> None:
-        """Add content; inside reasoning, reasoning."""
+        """Add content, which inside reasoning is reasoning."""
         sink = self._reasoning if self.ends else self._content
         if self._held is not None:
             self._held.append(text)
@@ -150,7 +149,6 @@ class Output:
             self._pieces.append(ToolCallDelta(self.num_calls - 1, identifier or self._new_id(), name))
 
     def arguments(self, text: str) -> None:
-        """Add arguments to the last call."""
         if self._is_full or not text:
             return
         index = self.num_calls - 1

@@ -12,8 +12,8 @@ from quire.parsers.reasoning import Break, Program, ThinkFormat, Thought
 
 
 class OutputParser:
-    """Parser of one completion. Not thread-safe. Raises for no input. The total output does not depend on how the text
-    was cut, so one `feed` and `finish` parse a whole output.
+    """Not thread-safe. Never raises. The total output does not depend on how the text was cut, so one `feed` and
+    `finish` parse a whole output.
 
     answer: reader of the text after the reasoning. reasoning: None if the model has none or `answer` reads it. breaks:
         beginnings of calls inside reasoning. thought: state at the end of the prompt. schemas: tool name -> JSON schema
@@ -71,7 +71,6 @@ class OutputParser:
 
 
 def plain(reader: TextReader, output: Output) -> Steps[None]:
-    """Read an answer without tool calls."""
     yield from output.rest(reader)
 
 

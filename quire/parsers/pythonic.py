@@ -128,7 +128,6 @@ def _expression(reader: TextReader) -> Steps[tuple[str, str]]:
 
 
 def _string(reader: TextReader, quote: str, parts: list[str]) -> Steps[None]:
-    """Read a string after its opening quote."""
     closing = quote
     if (yield from reader.peek(2)) == 2 * quote:
         parts.append((yield from reader.take(2)))

@@ -16,7 +16,7 @@ Steps = Generator[None, None, T]
 Sink = Callable[[str], None]
 
 MAX_PEEK = 256
-"""Maximum of characters that `sees_in_turn` examines."""
+"""Maximum number of characters that `sees_in_turn` examines."""
 _SPACE = re.compile(r"\s*")
 
 
@@ -47,8 +47,6 @@ class Markers:
 
 
 class TextReader:
-    """Text so far, and the position in it."""
-
     __slots__ = ("_position", "_text", "is_ended")
 
     def __init__(self) -> None:
@@ -83,7 +81,6 @@ class TextReader:
             yield
 
     def rest(self, sink: Sink) -> Steps[None]:
-        """Pass all remaining text to `sink`."""
         while True:
             self._give(len(self._text), sink)
             if self.is_ended:

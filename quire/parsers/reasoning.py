@@ -40,8 +40,7 @@ class Break:
 @dataclass(frozen=True)
 class ThinkFormat:
     """starts, ends: alternative markers. is_open: the output begins inside reasoning even if the prompt does not say
-    so. around: markers around the answer, which are omitted. stays: reasoning stays in the content, after its start
-    marker."""
+    so. around: omitted markers around the answer. stays: reasoning stays in the content, after its start marker."""
 
     starts: tuple[str, ...] = ("<think>",)
     ends: tuple[str, ...] = ("</think>",)
@@ -120,7 +119,6 @@ class ReasoningCounter:
         return self._num_closed + self._num_inside
 
     def count(self, token_ids: Iterable[int]) -> None:
-        """Count further tokens."""
         for token_id in token_ids:
             self._tail.append(token_id)
             if (length := self._ending(self._starts)) and (not self._is_open or self._num_inside + 1 == length):

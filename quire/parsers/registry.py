@@ -75,7 +75,6 @@ def _dsml(section: str) -> ToolFormat:
 
 
 def _cohere(begin: str, end: str) -> ToolFormat:
-    """begin, end: markers around an answer."""
     form = JsonFormat(
         ("<|START_ACTION|>",),
         ("<|END_ACTION|>",),
@@ -294,7 +293,7 @@ _THINKING = ("think>", "[THINK]", "thought process:", "<|channel>", "<|START_THI
 
 
 def detect_tool_parser(templates: Iterable[str]) -> str | None:
-    """Tool parser for these chat templates; None if they show no known format."""
+    """Tool parser for these chat templates, if they show a known format."""
     source = "\n".join(templates)
     if _is_harmony(source):
         return HARMONY_CALLS
@@ -302,7 +301,7 @@ def detect_tool_parser(templates: Iterable[str]) -> str | None:
 
 
 def detect_reasoning_parser(templates: Iterable[str]) -> str | None:
-    """Reasoning parser for these chat templates; None if they show none."""
+    """Reasoning parser for these chat templates, if they show one."""
     source = "\n".join(templates)
     if _is_harmony(source):
         return HARMONY

@@ -172,8 +172,8 @@ class TagFormat:
                 return
 
     def _header(self, reader: TextReader, output: Output, parts: list[str]) -> Steps[tuple[str, str | None] | None]:
-        """Return (name, the tag's `string` attribute, if any) of a tag up to ">", which is added to `parts`; None if
-        the text or its reasoning ends first."""
+        """Return (name, the tag's `string` attribute) of a tag up to ">", which is added to `parts`; None if the text
+        or its reasoning ends first."""
         num_before = len(parts)
         mark = yield from reader.until(Markers(">", *output.ends), parts.append)
         if mark != ">":
@@ -184,8 +184,8 @@ class TagFormat:
         return (found[1] or found[2] or found[3] or "").strip(), found[4]
 
     def _parameter(self, reader: TextReader, output: Output, arguments: _Arguments) -> Steps[str | None]:
-        """Read a parameter. Returns the tag that ended the value (the next parameter's if its own is missing), or None
-        at the end."""
+        """Read a parameter. Returns the tag that ended the value (the next parameter's if its own is missing), or
+        None."""
         header = yield from self._header(reader, output, [])
         if header is None:
             return None

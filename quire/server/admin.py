@@ -23,9 +23,8 @@ from quire.server.responses import json_response
 from quire.version import __version__
 
 SECRETS = ("api_key", "admin_api_key")
-"""Settings that /server_info omits."""
 MAX_ABORTED = 4096
-"""Maximum of ids in one request."""
+"""Maximum number of ids in one request."""
 
 
 class Status(msgspec.Struct):

@@ -44,8 +44,8 @@ class Begin(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """New part of a choice: text, reasoning and tool calls (`delta`), log-probabilities and ids of its tokens if
-    requested, and its end."""
+    """New part of a choice: text, reasoning and calls (`delta`), log-probabilities and ids of its tokens if requested,
+    and its end."""
 
     choice: int
     delta: OutputDelta
@@ -56,8 +56,6 @@ class Piece(NamedTuple):
 
 
 class Answer(ABC, Generic[Body]):
-    """Answer to one request, sent whole or as a stream."""
-
     ID_PREFIX: str
 
     def __init__(self, context: ServerContext, body: Body, header_id: str | None = None) -> None:
@@ -103,8 +101,8 @@ class Answer(ABC, Generic[Body]):
         return self._counter.times()
 
     def _times(self) -> AnswerTimes | UnsetType | None:
-        """Return durations of the phases and counts of drafts, if the settings report them and the request does not
-        refuse; None for several sequences or prompts."""
+        """Durations of the phases and counts of drafts, unless the settings or the request forbid it; None for several
+        sequences or prompts."""
         settings = self._context.settings
         level = settings.per_request_spec_decode_metrics
         most = 0 if level == "none" else self._context.engine.engine_config.speculation.max_drafts
@@ -141,8 +139,8 @@ def header_id(request: Request) -> str | None:
 
 
 def with_defaults(body: Body, context: ServerContext) -> Body:
-    """Return the request with the model's sampling defaults (ModelConfig.sampling_defaults) and the server's filled in.
-    Drops the priority if the engine takes none; clips biases if the server follows vLLM."""
+    """Fill in the model's sampling defaults (ModelConfig.sampling_defaults) and the server's. Drops the priority if the
+    engine takes none; clips biases if the server follows vLLM."""
     defaults = context.engine.model_config.sampling_defaults
     changes: dict[str, Any] = {
         name: value for name, value in defaults.items() if name != "max_tokens" and getattr(body, name) is None
@@ -168,7 +166,7 @@ def add_answer_route(
     read: Callable[[Request, ServerContext], Awaitable[Body]],
     answer_type: Callable[[ServerContext, Body, str | None], Answer[Body]],
 ) -> None:
-    """Add POST `path`. A client that hangs up ends its request, streamed or not."""
+    """Add POST `path`. A client that hangs up ends its request."""
 
     @app.post(path)
     async def create(request: Request) -> Response:

@@ -48,8 +48,6 @@ _FORCED = CallKeys(arguments="parameters")
 
 @dataclass(frozen=True)
 class AnswerFormats:
-    """Parsers of a server."""
-
     tokenizer: Tokenizer
     tools: ToolFormat | None
     reasoning: ThinkFormat | None
@@ -60,8 +58,8 @@ class AnswerFormats:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, settings: ServerSettings, *, in_reasoning: bool = False) -> AnswerFormats:
-        """Return the parsers that the settings name; `auto` (default for tool calls) detects them from the chat
-        templates. Raises ConfigError for an unknown name, or if automatic tool choice finds no parser."""
+        """Parsers that the settings name; `auto` (default for tool calls) detects them from the chat templates. Raises
+        ConfigError for an unknown name, or if automatic tool choice finds no parser."""
         templates = list(tokenizer.chat_templates.values())
         tools, reasoning = settings.tool_call_parser or AUTO, settings.reasoning_parser or NONE
         if tools == AUTO:
@@ -121,7 +119,6 @@ class AnswerFormat:
         self._calls_or_answers = can_hold and has_constraint and is_format
         is_weak = is_strict and not (self._is_held or self._calls_or_answers)
         self.ineffective_fields = ["tools[].function.strict"] if is_weak else []
-        """Known fields of the request that have no effect here."""
         self.constraint_field = "tools" if self._is_forced or self._is_held else body.constraint_field
         """Request field that sets the constraint on the answer."""
 

@@ -39,7 +39,6 @@ _encoder = msgspec.json.Encoder()
 
 
 def add_message_routes(app: FastAPI, context: ServerContext) -> None:
-    """Add both routes. A client that hangs up ends its request, streamed or not."""
     reasons = context.formats.reasoning is not None
 
     @app.post(MESSAGES_PATH)

@@ -1,8 +1,7 @@
 """Parent of several API processes: it listens, owns the engine, and hands each connection to the process with the
 fewest (docs/decisions/0048-api-processes.md).
 
-One event loop drives it. Each message, signal or process end sets `_changed`; waiting tasks then check their condition
-again.
+In its event loop each message, signal or process end sets `_changed`; waiting tasks then check their condition again.
 """
 
 from __future__ import annotations
@@ -138,7 +137,6 @@ class _Parent:
             on_change=self._note_change,
         )
         self._processes: dict[int, _Process] = {}
-        """Live processes by slot."""
         self._waiting: list[socket.socket] = []
         """Accepted connections that still need a process."""
         self._has_begun = self._is_draining = self._is_leaving = False
@@ -185,7 +183,6 @@ class _Parent:
                 self._loop.remove_signal_handler(number)
 
     def close(self) -> None:
-        """End all processes at once."""
         for process in self._processes.values():
             kill(process.popen)
             process.control.close()
@@ -380,7 +377,7 @@ class _Parent:
         self._changed.set()
 
     def _note_end(self, process: _Process, error: QuireError | None) -> None:
-        """error: reason that the process reported."""
+        """Replace a process that has ended, unless the server ends. error: reason that it reported."""
         assert self._loop is not None
         self._loop.remove_reader(process.control)
         process.control.close()

@@ -41,8 +41,8 @@ def admin(endpoint: Endpoint) -> Endpoint:
 
 
 def key_check(keys: KeyRing, *, on_unix_socket: bool = False) -> Callable[[Request], Awaitable[None]]:
-    """Return the dependency of all routes. It raises 401 unless the request brings a known key (`Authorization: Bearer
-    KEY` or `x-api-key: KEY`) or none is configured, and 403 if an admin's key is needed; then it sets `client_of`.
+    """Dependency of all routes. It raises 401 unless the request brings a known key (`Authorization: Bearer KEY` or
+    `x-api-key: KEY`) or none is configured, and 403 without a needed admin's key; then it sets `client_of`.
     on_unix_socket: all clients are on this machine."""
 
     async def check_key(request: Request) -> None:
@@ -91,7 +91,6 @@ def _given_key(request: Request) -> str:
 
 
 def _check_admin(client: Client, keys: KeyRing, *, is_local: bool) -> None:
-    """Raise 403 for a client that may not control the engine."""
     if keys.has_admin_keys:
         if client.is_admin:
             return

@@ -167,7 +167,7 @@ class BackgroundResponse:
 
 
 class BackgroundResponses:
-    """Responses in the making in this process, by owner and id. They move to the store when they end; its limits count
+    """Responses that this process is making, by owner and id. They move to the store when they end; its limits count
     them from the start."""
 
     def __init__(self, store: Responses) -> None:

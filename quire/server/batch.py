@@ -17,7 +17,6 @@ from quire.server.errors import error_type
 from quire.server.openapi import OPERATIONS
 
 PATHS = tuple(path for (_, path), operation in OPERATIONS.items() if operation.is_queued)
-"""Routes that a line may name."""
 MALFORMED = "malformed_batch_line"
 """Error code for a line that is not a request."""
 DUPLICATE = "duplicate_custom_id"
@@ -45,9 +44,9 @@ async def run_batch(
     concurrency: int,
     custom_ids: Iterable[str] = (),
 ) -> BatchCounts:
-    """Answer each line that is not blank, `concurrency` at a time, and write one result each, in order. An invalid line
-    gets an error as its result, like a repeated `custom_id`, whose answer would be ambiguous. custom_ids: ids answered
-    before. An error of `lines` or `write` ends the batch."""
+    """Answer each line that is not blank, `concurrency` at a time, and write one result each, in order; an invalid
+    line's result is an error. A repeated `custom_id` is invalid, because its answer would be ambiguous. custom_ids: ids
+    answered before. An error of `lines` or `write` ends the batch."""
     counts = BatchCounts()
     seen = set(custom_ids)
     running: deque[asyncio.Task[BatchResult]] = deque()
@@ -80,7 +79,6 @@ async def run_batch(
 
 
 async def _answer(client: httpx.AsyncClient, line: bytes, custom_ids: set[str]) -> BatchResult:
-    """custom_ids: ids of earlier lines."""
     result_id = f"batch_req_{uuid.uuid4().hex}"
     try:
         request = msgspec.json.decode(line, type=BatchLine)

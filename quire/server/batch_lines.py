@@ -7,12 +7,10 @@ from typing import Any
 import msgspec
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-"""UTF-8 byte order mark, which editors on Windows put before a text and JSON does not allow."""
+"""UTF-8 byte order mark, which editors on Windows write and JSON forbids."""
 
 
 class BatchLine(msgspec.Struct):
-    """Line of the input file."""
-
     custom_id: str
     url: str
     body: dict[str, Any]

@@ -44,8 +44,8 @@ def report_ignored(request: Request, context: ServerContext, names: Sequence[str
 
 
 async def read_body(request: Request, limit: int) -> list[bytes]:
-    """Return the body in the parts that it came in: joining a large one blocks the event loop. Raises ApiError (413) as
-    soon as it exceeds `limit` bytes."""
+    """Body in the parts that it came in: joining a large one blocks the event loop. Raises ApiError (413) as soon as it
+    exceeds `limit` bytes."""
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         raise _too_large(limit)
@@ -130,8 +130,8 @@ def _too_large(limit: int) -> ApiError:
 
 
 def _explain(error: msgspec.ValidationError, fields: dict[str, Any]) -> ApiError:
-    """Turn "Expected `int`, got `str` - at `$.n`" into an error whose `param` is the field's path. For a table with
-    numbers as keys, the message lists the wrong keys."""
+    """Turn "Expected `int`, got `str` - at `$.n`" into an error whose `param` is the field's path. It lists wrong keys
+    of a table with numeric keys."""
     text, path = _split_path(str(error))
     if isinstance(error.__cause__, UserError):
         return invalid_request(error.__cause__.message, param=join(path, error.__cause__.param))
@@ -151,7 +151,7 @@ def _explain(error: msgspec.ValidationError, fields: dict[str, Any]) -> ApiError
 def _split_path(message: str) -> tuple[str, str]:
     """Return (message, path of the field) from msgspec's " - at `$.path`".
 
-    The search begins at the end: the text before may quote a field name of the client, which may hold anything.
+    The search begins at the end, because the text before may quote the client.
     """
     text, found, path = message.rpartition(_AT_PATH)
     path = path.removeprefix(_OF_A_KEY)

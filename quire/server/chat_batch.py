@@ -26,8 +26,8 @@ def add_chat_batch_route(app: FastAPI, context: ServerContext) -> None:
 
 
 class ChatBatch(Answer[ChatBatchRequest]):
-    """Conversations of one request, each run as a request of its own. An error of one ends all. Rate limits count one
-    request and all tokens."""
+    """Conversations of one request, each run as its own. An error of one ends all. Rate limits count one request and
+    all tokens."""
 
     ID_PREFIX = "chatcmpl"
 

@@ -60,8 +60,7 @@ async def _embedded(context: ServerContext, body: CohereEmbedRequest) -> CohereE
 
 
 def in_types(vectors: Sequence[list[float]], types: Sequence[EmbeddingType]) -> CohereEmbeddings:
-    """Return the vectors in each of these forms. Raises UserError for bits of vectors whose length is not a multiple of
-    8."""
+    """Vectors in each of these forms. Raises UserError for bits of vectors whose length is not a multiple of 8."""
     found = CohereEmbeddings()
     if "float" in types:
         found.floats = list(vectors)

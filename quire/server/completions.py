@@ -65,7 +65,6 @@ class CompletionAnswer(Answer[CompletionRequest]):
         """True if later chunks of the stream hold only text."""
         self._tokenizer = context.tokenizer
         self._begun: set[int] = set()
-        """Choices that have begun."""
         self._columns: dict[int, CompletionColumns] = {}
         self._prompt_logprobs: dict[int, list[dict[int, Logprob] | None] | None] = {}
         """Log-probabilities by prompt. They come with the first output, for all choices of the prompt."""
@@ -187,7 +186,6 @@ class CompletionAnswer(Answer[CompletionRequest]):
         return {"prompt_token_ids": token_ids, "prompt": prompt}
 
     def _weigh(self, prompts: list[Prompt]) -> None:
-        """Refuse a request whose answer would be too large, before it runs."""
         body, n = self._body, self._params.n
         longest = self._context.engine.ready.max_model_len
         if body.repeats_prompts:

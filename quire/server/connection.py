@@ -1,7 +1,7 @@
 """HTTP connection: uvicorn's protocol over httptools, with limits on what a client may send and hold.
 
-uvicorn limits neither heads, trailers, pipelined requests nor time; it pauses reading while a pipelined request waits,
-so misses the hang-up; it loses the body of a request that asks for an upgrade.
+uvicorn limits neither heads, trailers, pipelined requests nor time. It pauses reading while a pipelined request waits,
+and so misses a hang-up. It loses the body of a request that asks for an upgrade.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ConnectionLimits:
     max_head_bytes: int
     """Total of request line, headers, trailers and chunk extensions of one request."""
     max_num_headers: int
-    """Maximum of headers and trailers in one request: each costs far more memory than its bytes."""
+    """Maximum number of headers and trailers in one request: each costs far more memory than its bytes."""
     clock: Clock
 
     @classmethod
@@ -377,7 +377,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._linger()
 
     def _linger(self) -> None:
-        """Send the end, but read on for a while: closing while a client sends would lose the answer."""
+        """Close the sending side, but read on for a while: closing while a client sends would lose the answer."""
         self._enter(Phase.CLOSING)
         if self.transport.can_write_eof():
             self.transport.write_eof()

@@ -90,7 +90,6 @@ class ServerContext:
 
     @property
     def names(self) -> list[str]:
-        """Names of the model and the loaded adapters."""
         return [*self.model_names, *self.adapters.names]
 
     def usable(self, names: Sequence[str]) -> list[str]:
@@ -126,8 +125,8 @@ class ServerContext:
             raise unavailable("the server is shutting down")
 
     def check_ready(self) -> None:
-        """Raise 503 unless a request would be answered now: see `check_alive`; also while the engine sleeps, is paused
-        or restarts."""
+        """Raise 503 unless a request would run now: like `check_alive`, and while the engine sleeps, is paused or
+        restarts."""
         self.check_alive()
         if self.engine.is_restarting:
             raise unavailable("the engine has died, and another one is starting")

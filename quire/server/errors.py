@@ -222,7 +222,6 @@ def to_api_error(error: BaseException) -> ApiError:
 
 
 def _internal_error(error: BaseException, summary: str, error_id: str) -> ApiError:
-    """500, with the id of the log record."""
     logger.error("error %s: %s", error_id, summary, exc_info=error)
     return api_error(500, f"{summary} ({_see_log(error_id)})", "internal_error")
 

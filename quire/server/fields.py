@@ -1,9 +1,9 @@
 """Check of request fields that a struct does not define: misspelled, unsupported or unknown.
 
-Class attributes of a struct name more fields. UNSUPPORTED: fields that would change the answer -> harmless values.
-NO_EFFECT: fields without meaning here. NOTED: the same, but reported like unknown ones. EXTENSIONS: objects whose keys
-are all unknown fields. Any other field is an error if one letter away from a known name; else it is accepted and
-reported (docs/http-api.md).
+A struct's class attributes name more fields. UNSUPPORTED: fields that would change the answer -> harmless values.
+NO_EFFECT: fields without meaning here. NOTED: the same, but reported. EXTENSIONS: objects whose keys are all unknown
+fields. Any other field is an error if one letter away from a known name; else it is accepted and reported
+(docs/http-api.md).
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ Structs = tuple[type[msgspec.Struct], ...]
 MIN_NAME_LETTERS = 6
 """Minimum length of a name for misspellings: shorter ones resemble too many words."""
 MAX_UNKNOWN_FIELDS = 64
-"""Limit of different unknown fields in one request."""
+"""Limit on different unknown fields in one request."""
 MAX_ENTRIES = 2**17
-"""Limit of entries in all lists of one request that may hold objects: messages, parts, tools, calls."""
+"""Limit on entries in all lists of one request that may hold objects: messages, parts, tools, calls."""
 MAX_CONTAINERS = 2**18
-"""Limit of objects and lists in one request, at all depths."""
+"""Limit on objects and lists in one request, at all depths."""
 MIN_CONTAINER_BYTES = 2
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 """String of a JSON text. The possessive pattern takes linear time."""
 
 
 def check_fields(fields: dict[str, Any], kind: type[msgspec.Struct], *, strict: bool) -> list[str]:
-    """Return the unknown fields of a request, sorted, as paths without indices such as `messages[].foo`.
+    """Unknown fields of a request, sorted, as paths without indices such as `messages[].foo`.
 
     strict: unknown fields are errors. Raises ApiError (400) for these, near misses, unsupported fields, and more than
         MAX_ENTRIES list entries.
@@ -161,7 +161,6 @@ def _is_one_edit_away(name: str, other: str) -> bool:
 
 
 def _reject_unsupported(where: str, value: object, harmless: tuple[object, ...]) -> None:
-    """Raise ApiError (400) unless the value is harmless."""
     if any(value == allowed and type(value) is type(allowed) for allowed in harmless):
         return
     only = f" (only {msgspec.json.encode(harmless[0]).decode()} is)" if harmless else ""

@@ -57,8 +57,8 @@ async def render_chat(
     tools: list[dict[str, Any]] | None = None,
     inputs: TemplateInputs = NO_INPUTS,
 ) -> RenderedChat:
-    """Render and tokenize a conversation with the model's template. Raises UserError if that fails, or for a template
-    in the request that the server does not trust."""
+    """Render and tokenize a conversation with the model's template. Raises UserError if that fails, or for an untrusted
+    template in the request."""
     if inputs.source is not None and not context.settings.trust_request_chat_template:
         raise UserError(
             "chat_template is not taken from requests: the server needs --trust-request-chat-template",
@@ -181,7 +181,6 @@ async def generate(
 
 
 def _part_ids(request_id: str, num_prompts: int, per_prompt: int) -> list[str]:
-    """Engine ids of a request's parts, prompt after prompt."""
     prompts = [request_id] if num_prompts == 1 else [f"{request_id}-{index}" for index in range(num_prompts)]
     return prompts if per_prompt == 1 else [f"{name}.{place}" for name in prompts for place in range(per_prompt)]
 

@@ -13,8 +13,8 @@ OLLAMA_RUNS = "Ollama is running"
 
 
 def add_home_routes(app: FastAPI, *, has_docs: bool = True, is_ollama: bool = False) -> None:
-    """Add the pages. They need no key, because they tell nothing about this server; their own requests do. has_docs:
-    serve the reference. is_ollama: tell clients that take no HTML that Ollama runs."""
+    """Add the pages. They need no key, because they tell nothing about this server. has_docs: serve the reference.
+    is_ollama: tell clients that take no HTML that Ollama runs."""
     home, docs = _answer(load_page()), _answer(load_reference())
 
     @app.get("/")

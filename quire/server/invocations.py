@@ -25,7 +25,7 @@ _OF_TASKS = {"embed": "/v1/embeddings", "classify": "/classify"}
 
 class InvocationRequest(RequestStruct, kw_only=True, frozen=True):
     """Body of another route, recognized by its fields: `messages` or `prompt` for generating models; for pooling models
-    `input` or `messages`, `text_1` (by any of its names) with `text_2`, or `query` with `documents`."""
+    `input` or `messages`, `text_1` with `text_2` (by any names), or `query` with `documents`."""
 
     messages: Any = None
     prompt: Any = None

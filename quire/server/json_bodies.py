@@ -42,8 +42,8 @@ def any_type(endpoint: Endpoint) -> Endpoint:
 class JsonBodies:
     """Middleware that answers 415 to bodies other than JSON, and 503 while too many bytes are in flight.
 
-    A page of another site can send forms and `text/plain` without a preflight (CSRF), but then with an Origin. So
-    routes of `any_type` take these types only without an Origin.
+    A page of another site can send forms and `text/plain` without a preflight (CSRF), but always with an Origin; so
+    routes of `any_type` accept them only without one.
     A body is in flight until the application has read it and asks for the next message, or is done.
     max_total_bytes: limit of all bodies in flight, without the first FREE_BODY_BYTES of each.
     """

@@ -32,7 +32,6 @@ class Client:
     name: str = ""
     """Name for fair scheduling between clients; independent of the key's text."""
     limit: RateLimit | None = None
-    """Requests and tokens per minute."""
     models: frozenset[str] | None = None
     """Models and adapters that it may use; None: all."""
     cache_salt: str = ""
@@ -40,8 +39,6 @@ class Client:
 
 
 class _Entry(msgspec.Struct, forbid_unknown_fields=True):
-    """Table of the key file."""
-
     key: str
     priority_range: str | None = None
     admin: bool = False
@@ -68,8 +65,8 @@ class KeyRing:
 
     @classmethod
     def of(cls, settings: ServerSettings, numbers: Numbers | None = None) -> KeyRing:
-        """Keys of `--api-key`, `--admin-api-key` and `--api-key-file`. numbers: counters shared by all API processes;
-        None for a single process. Raises ConfigError for an invalid file."""
+        """Keys of `--api-key`, `--admin-api-key` and `--api-key-file`. numbers: counters that API processes share, if
+        any. Raises ConfigError for an invalid file."""
         anyone = Client(settings.priorities())
         clients = {key: replace(anyone, name=f"key {place}") for place, key in enumerate(settings.api_key)}
         for place, key in enumerate(settings.admin_api_key):

@@ -39,7 +39,6 @@ class Allowance:
         """[used and not refilled, time of that count]."""
 
     def seconds_until(self, amount: float) -> float:
-        """Seconds until `amount` is available."""
         with self._numbers.lock():
             left = self.per_minute - self._refill()
         return max(0.0, (amount - left) * SECONDS / self.per_minute)

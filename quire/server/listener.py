@@ -14,7 +14,7 @@ BACKLOG = 2048
 
 class Listener:
     """Socket bound before the model is loaded; clients connect after `listen`. As a context manager it closes the
-    socket and removes its file, unless another server has replaced it."""
+    socket and removes its file, unless replaced by another server."""
 
     def __init__(self, bound: socket.socket, settings: ServerSettings) -> None:
         self.socket = bound
@@ -97,7 +97,6 @@ def _answers(path: str) -> bool:
 
 
 def _file_at(path: str) -> tuple[int, int] | None:
-    """Device and inode of the file, if it exists."""
     try:
         status = Path(path).stat()
     except OSError:

@@ -53,7 +53,6 @@ _encoder = msgspec.json.Encoder()
 
 
 def add_llama_cpp_routes(app: FastAPI, context: ServerContext) -> None:
-    """Add the routes. A client that hangs up ends its request, streamed or not."""
 
     @app.post("/completion")
     @app.post("/completions")

@@ -27,7 +27,7 @@ class CompletionColumns:
         self._offset = 0
 
     def begin_text(self, skip_special_tokens: bool, token_ids_before: Sequence[int]) -> None:
-        """skip_special_tokens: setting of the text to which the character offsets refer. token_ids_before: prompt of a
+        """skip_special_tokens: setting of the text with the character offsets. token_ids_before: prompt of a
         completion."""
         self._detokenizer = self._tokenizer.detokenizer(skip_special_tokens, token_ids_before)
 

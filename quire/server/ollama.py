@@ -77,7 +77,6 @@ class NdjsonStream(EventStream):
 
 
 def add_ollama_routes(app: FastAPI, context: ServerContext) -> None:
-    """Add the routes. A client that hangs up ends its request, streamed or not."""
     _add_chat_route(app, context)
     _add_generate_route(app, context)
     add_pooling_route(app, context, ("/api/embed",), "embed", OllamaEmbedRequest, _embed, any_type)
@@ -193,7 +192,6 @@ async def _lines(turn: Turn, form: _ChatForm | _PromptForm) -> AsyncGenerator[by
 
 
 def _ended(answer: OllamaResponse, turn: Turn) -> OllamaResponse:
-    """Add the fields known at the end."""
     usage, times = turn.usage, turn.times
     prompt, tokens = times.time_to_first_token_ms or 0.0, times.generation_time_ms or 0.0
     answer.done = True
@@ -209,8 +207,6 @@ def _ended(answer: OllamaResponse, turn: Turn) -> OllamaResponse:
 
 
 class _ChatForm:
-    """Answer to a conversation: a message."""
-
     def __init__(self, model: str) -> None:
         self._model = model
         self._num_calls = 0
@@ -248,13 +244,10 @@ class _ChatForm:
 
 
 class _PromptForm:
-    """Answer to a prompt: text and thinking."""
-
     def __init__(self, model: str) -> None:
         self._model = model
 
     def piece(self, event: Event) -> OllamaResponse | None:
-        """See `_ChatForm.piece`."""
         if event.segment is None or event.step is not Step.GROW:
             return None
         is_text = event.segment.kind is Kind.TEXT

@@ -44,7 +44,7 @@ class _Kept(NamedTuple):
         return found
 
     async def conversation(self, owner: str, response_id: str | None) -> StoredItems:
-        """Return the conversation up to the end of the previous response."""
+        """Conversation up to the end of the previous response."""
         if response_id is None:
             return StoredItems()
         if (made := await find_anywhere(self.store, self.background, owner, response_id)) is not None:
@@ -58,14 +58,14 @@ class _Kept(NamedTuple):
         return found.items
 
     async def referenced(self, owner: str, response_id: str) -> StoredItems:
-        """Return the conversation that item_references point into; empty while its response is being made."""
+        """Conversation that item_references point into; empty while its response is being made."""
         found = await self.store.find_response(owner, response_id)
         return StoredItems() if found is None or found.maker is not None else found.items
 
     async def chat(
         self, request: Request, context: ServerContext, body: ResponsesRequest
     ) -> tuple[ChatRequest, Callable[[str], Listing]]:
-        """Return the request as a chat completion, and a function from the response's id to its listing."""
+        """Request as a chat completion, and a function from the response's id to its listing."""
         assert isinstance(body.input, ReadInput)
         messages, items = body.input.messages, body.input.items
         if isinstance(items, UnresolvedItems):

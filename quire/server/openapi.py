@@ -374,8 +374,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     ("get", "/v1/health"): _HEALTH,
 }
-"""Described routes: all but the pages, live streams, /metrics and this document. Routes that a setting disables are
-left out."""
+"""Described routes: all enabled ones but the pages, live streams, /metrics and this document."""
 
 
 def add_openapi_route(app: FastAPI) -> None:
@@ -401,8 +400,8 @@ def add_openapi_route(app: FastAPI) -> None:
 def api_description(
     existing: Collection[tuple[str, str]] | None = None, keys: KeyRing | None = None, model: str = "MODEL"
 ) -> dict[str, Any]:
-    """OpenAPI 3.1 document of these (method, path) pairs; None: all. keys: keys of the server, if it asks for any.
-    model: name in examples."""
+    """OpenAPI 3.1 document of these (method, path) pairs; None: all. keys: the server's keys, if any. model: name in
+    examples."""
     operations = {key: each for key, each in OPERATIONS.items() if existing is None or key in existing}
     structs = [
         struct

@@ -97,7 +97,6 @@ def add_pooling_route(
 
 
 def _check_task(context: ServerContext, task: str) -> None:
-    """Raise ApiError (404) for a task that the model cannot do."""
     try:
         context.engine.pooling.check_task(task)
     except UserError as error:
@@ -185,7 +184,7 @@ async def _rerank(context: ServerContext, body: RerankRequest) -> RerankResponse
 async def _scores(
     context: ServerContext, body: PairFields, params: PoolingParams, firsts: list[str], seconds: list[str]
 ) -> tuple[list[float], list[RequestOutput]]:
-    """Return the score of each second text with its first (or the only one), and all outputs."""
+    """Score of each second text with its first (or the only one), and all outputs."""
     pooling = context.engine.pooling
     firsts = await _shortened(context, firsts, body.max_tokens_per_query)
     seconds = await _shortened(context, seconds, body.max_tokens_per_doc)
@@ -212,8 +211,8 @@ async def _shortened(context: ServerContext, texts: list[str], max_tokens: int) 
 async def run_texts(
     context: ServerContext, body: PooledFields, params: PoolingParams, texts: Sequence[Text], names: Sequence[str]
 ) -> list[RequestOutput]:
-    """Return the outputs of all texts, in order; many texts take turns (quire/server/turns.py). An error of one ends
-    all. names: request's field for each text, for errors."""
+    """Outputs of all texts, in order; many take turns (quire/server/turns.py). An error of one ends all. names:
+    request's field for each text, for errors."""
     charge, salt = Charge(context.metrics), client_salt(body.cache_salt)
     adapter = context.adapters.find(context.served_name(body.model))
     share = share_of(context.engine.max_num_seqs)

@@ -29,13 +29,11 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 async def read_request(request: Request, context: ServerContext, kind: type[T]) -> T:
-    """Read and parse a request's body; unknown fields are logged once each and reported in a header. A ReadMessages
-    replaces each conversation, so this process never holds the parsed messages of a large body. An adapter named as the
-    model is read if it is new.
+    """Read and parse a request's body; log and report its unknown fields. A ReadMessages replaces each conversation:
+    this process never holds the parsed messages of a large body. A new adapter named as the model is read.
 
     Raises as `read_body`, `parse_body` and `messages_of` do; ClientDisconnectedError; UserError for a large body that
-    takes READ_SECONDS of processor time, or an unreadable adapter. A large body counts as in flight until read, which
-    limits waiting ones.
+    takes READ_SECONDS of processor time, or an unreadable adapter. A large body counts as in flight until read.
     """
     strict = context.settings.strict_fields
 
@@ -116,7 +114,6 @@ def _found(answer: bytes | bytearray) -> Found:
 
 
 def _with_conversations(parsed: T, conversations: list[Messages]) -> T:
-    """Replace the body's messages."""
     if not conversations:
         return parsed
     given: Any = getattr(parsed, "messages")  # noqa: B009 - of a type that is known to have them

@@ -49,7 +49,6 @@ class How(msgspec.Struct):
         return cls(f"{kind.__module__}:{kind.__qualname__}", strict)
 
     def parse(self, body: bytes) -> tuple[Any, list[str]]:
-        """See `parse_body`."""
         return parse_body(body, load_target(self.kind), strict=self.strict)
 
 
@@ -185,8 +184,8 @@ def _message_lists(parsed: Any) -> list[list[Any]]:
 
 
 def _last_message(parsed: Any, message: Any) -> Any:
-    """Reduce the last message to what the API process needs: its role, its text if the answer repeats it, and its calls
-    if they forbid a continuation."""
+    """Reduce the last message to its role, its text if the answer repeats it, and its calls if they forbid a
+    continuation."""
     if isinstance(parsed, ChatRequest) and parsed.echo:
         return message
     calls = {"tool_calls": message.tool_calls} if isinstance(message, OllamaMessage) else {}

@@ -18,8 +18,6 @@ NOTIFY_SECONDS = 1.0
 
 
 class StartReport:
-    """Durations of the phases of a start."""
-
     def __init__(self) -> None:
         self._start = self._last = time.monotonic()
         self._rows: list[tuple[str, float]] = []
@@ -44,7 +42,6 @@ class StartReport:
         return dict(self._rows)
 
     def show(self, model_names: Sequence[str], url: str, backend: str) -> None:
-        """Print address, backend and phase durations."""
         total = time.monotonic() - self._start
         lines = [
             f"Quire {__version__} serves {', '.join(model_names)} on {url} (ready in {total:.1f} s)",

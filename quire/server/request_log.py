@@ -80,6 +80,5 @@ class RequestLog(StatsListener):
 
 
 def _chosen(params: SamplingParams) -> dict[str, object]:
-    """Sampling parameters that differ from their defaults."""
     values = msgspec.to_builtins(params)
     return {name: value for name, value in values.items() if value != _DEFAULTS.get(name)}

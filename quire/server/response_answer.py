@@ -193,7 +193,6 @@ class ResponseAnswer:
         return self._event("response.incomplete", response=self.body)
 
     def _add_output(self) -> None:
-        """Add the turn's output and usage so far."""
         body, turn, usage = self.body, self._turn, self._turn.usage
         if self._request.enable_response_messages:
             skips = self._request.skip_special_tokens is not False
@@ -209,8 +208,8 @@ class ResponseAnswer:
         )
 
     def stored(self, conversation: Listing) -> StoredResponse:
-        """Return the finished response with its conversation for the next one. An empty answer becomes an empty
-        message: templates expect turns to alternate."""
+        """Finished response with its conversation for the next one. An empty answer becomes an empty message: templates
+        expect turns to alternate."""
         said = self.body.output or [OutputMessage(f"msg_{self.body.id[5:]}_0", [OutputText("")], "completed")]
         added = [listed(item, item.id or "") for item in msgspec.convert(msgspec.to_builtins(said), list[InputItem])]
         can_continue = self.body.status in ("completed", "incomplete")
@@ -237,7 +236,6 @@ class ResponseAnswer:
         return OutputCall(item_id, segment.call_id, name, segment.text, status, namespace)
 
     def _name(self, segment: Segment) -> tuple[str | UnsetType, str]:
-        """Namespace and name of the called function."""
         return self._namespaces.get(segment.name, (UNSET, segment.name))
 
     def _raw(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> list[RawMessage]:

@@ -1,5 +1,5 @@
 """Responses that clients can continue, in memory, limited in number and bytes; the oldest leave first. Background
-responses being made have entries too. With several API processes the parent keeps them
+responses have entries from the start. With several API processes the parent keeps them
 (quire/server/shared_responses.py)."""
 
 from __future__ import annotations
@@ -54,8 +54,6 @@ class StoredResponse(NamedTuple):
 
 
 class ResponseRejection(enum.IntEnum):
-    """Reason to refuse a new response."""
-
     IN_USE = 1
     NO_ROOM = 2
 

@@ -55,8 +55,8 @@ def serve(
     SIGTERM, SIGINT or SIGHUP drains: /health and new requests get 503; running ones finish within `shutdown_timeout`
     seconds or end with finish reason "abort"; the status is 0. A second signal exits at once (128 + its number). Status
     1: the engine died; standard error says why.
-    process: see AsyncLLM.from_options. Must run on the main thread. Raises ConfigError, ModelLoadError or
-        InsufficientMemoryError if it cannot start.
+
+    process: see AsyncLLM.from_options. Main thread only. Raises ConfigError, ModelLoadError or InsufficientMemoryError.
     """
     report = StartReport()
     guard_streams("stdout", "stderr")
@@ -111,8 +111,6 @@ def serve(
 
 
 class _Service:
-    """Running server: signals, death of the engine, drain."""
-
     def __init__(self, engine: AsyncLLM, context: ServerContext, server: uvicorn.Server) -> None:
         self._engine = engine
         self._context = context

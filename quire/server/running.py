@@ -38,8 +38,8 @@ class RunningAnswers:
                     del self._works[answer_id]
 
     def end_turns(self, answer_ids: Iterable[str]) -> list[str]:
-        """End the waiting turns of these answers; return the ids of their engine requests. Unknown ids are ignored. Ids
-        of responses and messages are mapped to their chat completion's."""
+        """End the waiting turns of these answers; return the ids of their engine requests. Ignores unknown ids; maps
+        ids of responses and messages to their chat completion's."""
         found = []
         for answer_id in answer_ids:
             prefix, _, rest = answer_id.partition("_")

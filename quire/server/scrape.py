@@ -1,7 +1,7 @@
 """GET /metrics, and the middleware that counts HTTP requests.
 
-The scraper chooses only the format. prometheus_client's negotiation would also let it choose the escaping of names, and
-by default escapes a colon in a family's samples but not in its head.
+The scraper chooses only the format. prometheus_client's negotiation would also let it choose the escaping of names,
+with a default that treats colons inconsistently.
 """
 
 from __future__ import annotations

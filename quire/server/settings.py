@@ -42,48 +42,31 @@ DETAILED_TRACES = ("model", "worker", "all")
 MAX_NUM_HEADERS = 4096
 MAX_HEAD_BYTES = 16 * 2**20
 BODY_BYTES, BODY_BYTES_WITH_IMAGES = 8 * 2**20, 64 * 2**20
-"""Default limit of a request body in bytes, for text models and models that take images."""
+"""Default limits of a request body in bytes: text models, image models."""
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@,]+")
 _HOST = re.compile(r"(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*|[0-9A-Fa-f]*:[0-9A-Fa-f:.]*")
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of one server. Invalid values raise ConfigError with `param` set. Each field's `Option` describes its
-    flag; more on some:
+    """Settings of one server; each field's `Option` describes it. Invalid values raise ConfigError with `param` set.
 
     served_model_name: the first name is the one in responses. Empty: the engine's model name.
     api_key, api_key_file: keys of clients (quire/server/keys.py); without keys, clients need none.
     priority_range: lowest and highest priority (lower is earlier); the key file may set another range for a key.
     restart_engine: requests go on in the new engine (quire/engine/fleet.py). None: on if `data_parallel_size` exceeds
         1.
-    hung_engine_timeout: 0 replaces only an engine that has died.
-    api_server_count: processes that tokenize, parse and stream (quire/server/api_processes.py).
-    cors_allowed_origins: scheme://host:port of pages besides the server's own.
     allowed_hosts: names in the Host header besides those of the listening address (quire/server/site.py). Any name is
         allowed by default on a Unix socket.
-    keep_alive_timeout, header_timeout, body_timeout, write_timeout: seconds for a client to begin a request, to send
-        its head, to send its body, and to read part of its answer.
-    max_total_body_size: total bytes of bodies in flight (quire/server/json_bodies.py).
-    metrics_names: names of the metrics that vLLM has too: "vllm", "quire" or "both".
-    disable_log_stats: omit the line of statistics (quire/server/stats_log.py).
     log_format: None follows `QUIRE_LOG_FORMAT`.
     collect_detailed_traces: any of vLLM's values adds a span for each phase (quire/server/tracing.py).
     strict_fields: refuse unknown fields instead of reporting them (docs/http-api.md).
-    enable_admin_routes: let clients control the engine (quire/server/admin.py).
     admin_api_key: if there is none, here and in the key file, only clients on this machine may control the engine
         (quire/server/auth.py).
     tool_call_parser, reasoning_parser: parsers by name (docs/tool-calls.md); "auto" follows the chat template and is
         the default for tool calls, "none" turns parsing off and is the default for reasoning.
-    max_stored_responses, response_store_size: number and total bytes of responses of /v1/responses kept for later
-        requests (quire/server/response_store.py).
     root_path: prefix that a proxy strips; requests that still have it are served too.
-    ssl_cert_reqs: client certificates as in Python's ssl module: 0 none, 1 optional, 2 required.
-    ssl_ciphers: ciphers up to TLS 1.2, in OpenSSL's form.
     dialect: API to follow where OpenAI and vLLM differ: error codes are words or HTTP statuses, and a logit_bias beyond
         100 is an error or clipped (docs/http-api.md).
-    api: other APIs to serve, separated by commas, or "none" (docs/doors.md).
-    lora_dir: directory of adapters, each loaded when a request names it.
-    preload_prefix: text files computed and pinned before the server is ready (docs/prefixes.md).
     """
 
     host: Annotated[str, FIRST("address to listen on")] = "127.0.0.1"

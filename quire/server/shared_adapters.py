@@ -17,7 +17,7 @@ ADAPTERS_FILE = "adapters"
 
 
 class NamedAdapter(msgspec.Struct, frozen=True):
-    """path: folder as given. ref: reference that requests carry, so that all processes mean the same content."""
+    """path: folder as given. ref: reference that requests carry, the same for all processes."""
 
     path: str
     ref: AdapterRef
@@ -28,8 +28,6 @@ Names = dict[str, NamedAdapter]
 
 
 class SharedNames(Protocol):
-    """Adapter names that API processes share."""
-
     def news(self) -> Names | None:
         """Adapters of all processes; None if unchanged since the last call."""
         ...

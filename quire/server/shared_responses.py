@@ -12,7 +12,6 @@ from quire.errors import InternalError
 from quire.server.response_store import ResponseRejection, ResponseStore, StoredResponse
 
 SERVICE = "responses"
-"""Name of the parent's service."""
 
 
 class _OfResponse(msgspec.Struct):
@@ -90,7 +89,6 @@ class ResponseService:
         self._ended: set[int] = set()
 
     def answer(self, session: int, message: bytes) -> bytes:
-        """Answer a message of ParentsResponses."""
         result: StoredResponse | ResponseRejection | bool | None = None
         decoded = msgspec.msgpack.decode(message, type=_Message)
         with self._lock:

@@ -27,8 +27,8 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 class HostRules:
     """Host names that a server on the address `bound_to` answers to.
 
-    On a loopback address: `localhost`, names under it, and loopback addresses. Elsewhere also every address, since a
-    page cannot make its own name one, and the names of this machine. Everywhere the `allowed` ones.
+    On a loopback address: `localhost`, names under it, and loopback addresses. Elsewhere also this machine's names and
+    every address, since a page cannot make its own name one. Everywhere the `allowed` ones.
     """
 
     def __init__(self, bound_to: str, allowed: Sequence[str]) -> None:

@@ -25,14 +25,13 @@ class StatsLog:
         self._last = read()
 
     async def run(self) -> None:
-        """Log until cancelled."""
         while True:
             await asyncio.sleep(INTERVAL_SECONDS)
             self.log()
 
     def log(self) -> None:
-        """Log the work since the last call: requests now, tokens per second, shares as in
-        `quire.kv_cache.stats.shares`, and prefix hits among the tokens looked up."""
+        """Log the work since the last call: requests now, tokens per second, `quire.kv_cache.stats.shares`, and the
+        prefix hit rate."""
         now, stats, last = self._clock.now(), self._read(), self._last
         seconds, self._time, self._last = now - self._time, now, stats
         if not (stats.num_running or stats.num_waiting or stats.steps_total > last.steps_total):

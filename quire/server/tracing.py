@@ -66,7 +66,7 @@ def make_provider(endpoint: str) -> TracerProvider:
 
 
 class TraceParents:
-    """Middleware that reads the parent of a request's spans from its headers."""
+    """Middleware that sets the parent of a request's spans."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -100,8 +100,8 @@ class _Traced:
 
 
 class RequestTraces(StatsListener):
-    """Listener of AsyncLLM for new and rejected requests; `EngineMetrics` reports the ends. A span is made at its
-    request's end, with the start time of its arrival.
+    """Listener of AsyncLLM for new and rejected requests; `EngineMetrics` reports the ends. A span is made when its
+    request ends.
 
     details: add a span for each phase (queue, prefill, decode).
     """

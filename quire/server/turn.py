@@ -68,7 +68,6 @@ class Segment:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Arguments of a call."""
         return called_arguments(self.text)
 
 
@@ -140,7 +139,6 @@ class Turn:
             raise unavailable(f"{reason} before its end (finish reason {self.finish_reason!r})")
 
     async def run(self) -> Turn:
-        """Run to the end."""
         async with aclosing(self.events()) as events:
             async for _ in events:
                 pass
@@ -210,8 +208,8 @@ def _split(logprobs: list[ChatLogprob], text: str) -> tuple[list[ChatLogprob], l
 
 
 def chat_body(fields: dict[str, Any], messages: Messages, names: dict[str, str]) -> ChatRequest:
-    """Return the chat completion for a request. fields: its body without messages. names: the chat endpoint's field
-    names -> the request's, for errors. Raises ApiError as the chat endpoint does."""
+    """Chat completion for a request. fields: its body without messages. names: the chat endpoint's field names -> the
+    request's, for errors. Raises ApiError as the chat endpoint does."""
     last = {"role": "assistant" if fields.get("continue_final_message") else "user", "content": ""}
     try:
         chat = parse_fields({**fields, "stream": True, "messages": [last]}, ChatRequest)[0]

@@ -1,8 +1,8 @@
 """Fairness between requests: the sequences of one HTTP request take turns, to leave rows of the batch to others.
 
-A request of many prompts or completions runs in parts, each an engine request. Together they have a share of the batch;
-a waiting part joins the engine's queue when its turn comes, after requests that arrived meanwhile. The output does not
-change: each sequence has the seed of its place in the request.
+A request of many prompts or completions runs in parts, each an engine request, within a share of the batch. A waiting
+part joins the engine's queue at its turn, after requests that arrived meanwhile. The output stays the same: each
+sequence has the seed of its place.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SHORTEST_TIMEOUT = 1e-9
 
 
 def share_of(max_num_seqs: int) -> int:
-    """Maximum of sequences of one HTTP request in the engine: a quarter of the rows, at least one, is left to
+    """Maximum number of sequences of one HTTP request in the engine: a quarter of the rows, at least one, is left to
     others."""
     return max(1, max_num_seqs - max(1, max_num_seqs // 4))
 

@@ -52,7 +52,7 @@ class AnswerWeight:
             )
 
     def planned(self, num_sequences: int, max_tokens: int) -> None:
-        """Count the maximum of generated tokens."""
+        """Count the maximum number of generated tokens."""
         if self._is_streamed:
             return
         total = self._known + num_sequences * max_tokens * self._bytes_per_token

@@ -1,7 +1,5 @@
-"""Regular expressions, in Rust's syntax, for the integers and numbers between two bounds.
-
-llguidance reads bounds as doubles: integers above 2^53 change, and -2^63 ends its process.
-"""
+"""Regular expressions, in Rust's syntax, for the integers and numbers between two bounds. llguidance reads bounds as
+doubles: integers above 2^53 change, and -2^63 ends its process."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 
 MAX_DIGITS = 400
-"""Largest number of digits of a bound. A double has 309 before its point."""
+"""Limit of a bound's digits. A double has 309 before its point."""
 FRACTION = r"(?:\.[0-9]+)?"
 INTEGER = "-?(?:0|[1-9][0-9]*)"
 NUMBER = rf"{INTEGER}{FRACTION}(?:[eE][+-]?[0-9]+)?"
@@ -172,7 +170,7 @@ def _fraction_to(rest: str, is_exclusive: bool) -> str | None:
 
 
 def _to(rest: str, is_exclusive: bool) -> list[str]:
-    """Expressions for digits after a point, perhaps none, that are not above `rest`, which does not end in zero."""
+    """Expressions for digits after a point that are not above `rest`, which does not end in zero."""
     found = [f"{rest[:i]}[0-{int(d) - 1}][0-9]*" for i, d in enumerate(rest) if d != "0"]
     if rest or not is_exclusive:
         found += [rest[:i] for i in range(len(rest))]

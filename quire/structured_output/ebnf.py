@@ -1,8 +1,6 @@
-"""Translation of EBNF grammars (`name ::= ...`, as in llama.cpp and xgrammar) to Lark's syntax, in linear time.
-
-A rule that refers to no other rule, or only to such rules, becomes a terminal: llguidance reads its text in one piece,
-which makes masks fast.
-"""
+"""Translation of EBNF grammars (`name ::= ...`, as in llama.cpp and xgrammar) to Lark's syntax, in linear time. A rule
+that refers only to such rules, or to none, becomes a terminal: llguidance reads its text in one piece, which makes
+masks fast."""
 
 from __future__ import annotations
 
@@ -44,7 +42,6 @@ def to_lark(text: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """A literal in Lark's syntax."""
     return '"' + _TO_QUOTE.sub(_escape, text) + '"'
 
 
@@ -81,7 +78,6 @@ class _Reader:
         return rule
 
     def _is_rule(self) -> bool:
-        """True if a rule begins here."""
         name = _NAME.match(self._text, self._at)
         return name is not None and _HEAD.match(self._text, name.end()) is not None
 
@@ -146,7 +142,6 @@ class _Reader:
         return quoted("".join(pieces))
 
     def _class(self) -> str:
-        """A character class as a regular expression."""
         self._at += 1
         pieces = ["["]
         if self._text.startswith("^", self._at):

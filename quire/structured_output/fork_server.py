@@ -1,8 +1,6 @@
-"""The fork server: a process with the model's vocabulary and no threads, which forks.
-
-Its forks rehearse texts (rehearsal.py) or make masks (mask_process.py). They share the vocabulary's memory and start in
-milliseconds. ConstraintService (service.py) starts it; it ends with its parent, and its forks with it.
-"""
+"""The fork server: a process with the model's vocabulary and no threads. Its forks rehearse texts (rehearsal.py) or
+make masks (mask_process.py). They share the vocabulary's memory and start in milliseconds. ConstraintService
+(service.py) starts it; it ends with its parent, and its forks with it."""
 
 from __future__ import annotations
 
@@ -43,9 +41,9 @@ if TYPE_CHECKING:
 
 STDIN = 0
 NICE = 5
-"""Increment of the niceness of forks for later tries."""
+"""Niceness increment of forks for later tries."""
 NUM_SPARE = 2
-"""Number of forks that wait for a text."""
+"""Forks that wait for a text."""
 
 
 class Rehearsal:
@@ -74,7 +72,7 @@ class ForkServer:
     """One thread that waits for messages of the engine core and forks."""
 
     def __init__(self, setup: Setup, vocabulary: LLTokenizer | None, failure: str) -> None:
-        """failure: reason why the model's tokenizer has no vocabulary, which refuses every text; "": it has one."""
+        """failure: reason why the model's tokenizer has no vocabulary, which refuses every text."""
         self._setup = setup
         self._limits = setup.limits
         self._vocabulary = vocabulary
@@ -85,7 +83,7 @@ class ForkServer:
         self._spare: list[Rehearsal] = []
         lanes = range(len(setup.limits.cpu_seconds))
         self._running: dict[range, Rehearsal] = {}
-        """Range of lanes -> the fork that makes a try for it."""
+        """Lanes -> the fork that makes a try for them."""
         self._ranges = [each for each in (lanes[:1], lanes[1:2], lanes[2:]) if each]
         self._masks_pid = 0
         self._decoder = msgspec.msgpack.Decoder(Rehearse | Cancel | StartMasks)
@@ -93,7 +91,7 @@ class ForkServer:
         """Earliest deadline: texts that came while the vocabulary was made get their full time."""
 
     def serve(self) -> None:
-        """Rehearse texts and fork mask processes until the engine core is gone."""
+        """Work until the engine core is gone."""
         while not self._connection.is_at_end:
             self._dispatch()
             readable = self._wait()
@@ -153,7 +151,7 @@ class ForkServer:
         return rehearsal
 
     def _take_spare(self) -> Rehearsal | None:
-        """A live spare fork, or None. One may have been killed while it waited, which no text caused."""
+        """A live spare fork. One may have been killed while it waited, which no text caused."""
         while self._spare:
             rehearsal = self._spare.pop()
             if os.waitpid(rehearsal.pid, os.WNOHANG) == (0, 0):
@@ -195,7 +193,7 @@ class ForkServer:
         self._running = {lanes: each for lanes, each in self._running.items() if each is not rehearsal}
 
     def _drop(self, job: Job) -> None:
-        """Drop a job from the queue and end its forks."""
+        """Drop a job and end its forks."""
         self._turns.remove(job)
         for rehearsal in list(self._running.values()):
             if rehearsal.job is job:
@@ -216,7 +214,6 @@ class ForkServer:
         self._connection.send(verdict)
 
     def _start_masks(self, connection: int, memory: int) -> None:
-        """End the mask process, if any, and fork another."""
         if self._masks_pid:
             os.kill(self._masks_pid, signal.SIGKILL)
             os.waitpid(self._masks_pid, 0)
@@ -239,10 +236,8 @@ def main() -> None:
 
 
 def serve(load: Callable[..., Tokenizer | None]) -> None:
-    """Read the setup from standard input, make the vocabulary and fork until the parent is gone.
-
-    load: constructor of the tokenizer from the engine's options and the model's vocabulary size.
-    """
+    """Read the setup from standard input, make the vocabulary and fork until the parent is gone. load: makes the
+    tokenizer from the engine's options and the model's vocabulary size."""
     line = sys.stdin.buffer.readline()
     if not line.endswith(b"\n"):
         return  # the parent ended before it had said what to do

@@ -43,7 +43,6 @@ def fork(name: str, work: Callable[[], None], stack: int) -> int:
 
 
 def run_with_stack(work: Callable[[], None], stack: int) -> None:
-    """Do `work` on another thread, and wait for it."""
     threading.stack_size(stack)
     thread = threading.Thread(target=work)
     thread.start()

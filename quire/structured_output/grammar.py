@@ -18,10 +18,10 @@ from quire.structured_output.structural_tags import TagGrammar
 from quire.structured_outputs_params import CONSTRAINTS, Preamble, StructuredOutputsParams
 
 MAX_GRAMMAR_CHARACTERS = 2**19
-"""Largest JSON schema, structural tag or resulting grammar in characters. The largest sets of tools have a tenth of
+"""Limit of a JSON schema, structural tag or resulting grammar in characters. The largest sets of tools have a tenth of
 it."""
 MAX_EXPRESSION_CHARACTERS = 2**16
-"""Largest regular expression or grammar in characters."""
+"""Limit of a regular expression or grammar in characters."""
 MAX_REASON = 300
 WHITESPACE = r"[ \t]{0,40}(\r?\n[ \t]{0,40})?"
 """Blanks between the parts of JSON: one line feed with an indentation. Without a limit a model that likes blanks writes
@@ -50,7 +50,7 @@ def write_grammar(params: StructuredOutputsParams, special_tokens: Mapping[str, 
 
 
 def refusal(name: str, reason: object) -> UserError:
-    """The error for the field `name`. reason: fault of the field."""
+    """The error for the field `name`."""
     text = " ".join(str(reason).split()) or type(reason).__name__
     return UserError(f"{name} cannot be used as a constraint: {text[:MAX_REASON]}", param="structured_outputs")
 
@@ -67,7 +67,7 @@ def json_options(params: StructuredOutputsParams) -> dict[str, Any]:
 
 
 def _check_lengths(params: StructuredOutputsParams) -> None:
-    """Check lengths before the texts are read. Raises ValueError."""
+    """Raises ValueError."""
     limits = {"regex": MAX_EXPRESSION_CHARACTERS, "grammar": MAX_EXPRESSION_CHARACTERS}
     limits |= {"whitespace_pattern": MAX_EXPRESSION_CHARACTERS}
     for name, limit in (limits | {"json": MAX_GRAMMAR_CHARACTERS, "structural_tag": MAX_GRAMMAR_CHARACTERS}).items():
@@ -146,7 +146,7 @@ def _tags(params: StructuredOutputsParams, special_tokens: Mapping[str, int]) ->
 
 
 def _behind(preamble: Preamble, grammar: str, special_tokens: Mapping[str, int]) -> str:
-    """Grammar of a preamble before the text of `grammar` (in Lark's syntax, or llguidance's JSON)."""
+    """Grammar of a preamble before `grammar` (in Lark's syntax, or llguidance's JSON)."""
     grammars = [{"lark_grammar": grammar}]
     if grammar.lstrip().startswith("{"):
         grammars = json.loads(grammar).get("grammars")
@@ -157,7 +157,7 @@ def _behind(preamble: Preamble, grammar: str, special_tokens: Mapping[str, int])
 
 
 def to_lark(grammar: str) -> str:
-    """A grammar in Lark's syntax, translated from EBNF (`name ::= ...`) if necessary."""
+    """A grammar in Lark's syntax, translated from EBNF if necessary."""
     return ebnf.to_lark(grammar) if ebnf.is_ebnf(grammar) else grammar
 
 

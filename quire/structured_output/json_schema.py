@@ -1,10 +1,9 @@
-"""Normal form of JSON schemas, which llguidance follows exactly.
+"""Normal form of JSON schemas, which llguidance follows exactly. `normalise` resolves references inside the document,
+drops keywords without effect, rewrites what llguidance gets wrong, and refuses the rest with the keyword and its place.
 
-`normalise` walks over everything reachable from the root: it resolves references inside the document, drops keywords
-without effect, rewrites what llguidance gets wrong, and refuses the rest with the keyword and its place. The form has
-type, const, enum, allOf, anyOf, oneOf, $ref (to `#/$defs/...`), the keywords of strings, numbers, arrays (2020-12's)
-and objects, and `$digits` (quire/structured_output/schema_numbers.py). Recursion is at most MAX_DEPTH deep, and no
-schema is walked twice.
+The form has type, const, enum, allOf, anyOf, oneOf, $ref (to `#/$defs/...`), the keywords of strings, numbers, arrays
+(2020-12's) and objects, and `$digits` (quire/structured_output/schema_numbers.py). Recursion is at most MAX_DEPTH deep,
+and no schema is walked twice.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _DAY = (
     "1[0-9]|2[0-8]))|(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29)"
 )
 DATES = {"date": f"^{_DAY}$", "date-time": f"^{_DAY}[tT]"}
-"""Format -> pattern for valid days, because llguidance accepts the 29th of February in every year."""
+"""Format -> pattern for valid days: llguidance accepts the 29th of February in every year."""
 OF_TYPE = {
     "string": ("minLength", "maxLength", "pattern", "format"),
     "number": KEYWORDS,
@@ -56,7 +55,7 @@ LATER = {
     "unevaluatedProperties": 2019,
     "minContains": 2019, "maxContains": 2019, "prefixItems": 2020, "$dynamicRef": 2020, "$recursiveRef": 2019,
 }  # fmt: skip
-"""Keyword -> first draft that has it. It is unknown in schemas that name an older draft."""
+"""Keyword -> first draft that has it. Schemas that name an older draft do not know it."""
 
 
 @dataclass
@@ -67,7 +66,7 @@ class NormalSchema:
     definitions: dict[str, Any] = field(default_factory=dict)
     has_digits: bool = False
     has_patterns: bool = False
-    """True if patterns and `additionalProperties` match names of properties side by side."""
+    """Patterns and `additionalProperties` match names of properties side by side."""
 
     def document(self) -> dict[str, Any]:
         """One schema with its definitions."""
@@ -112,7 +111,7 @@ class Normaliser:
         self._found = NormalSchema(root)
         self._numbers: list[Numbers] = []
         self._merges = False
-        """True if several schemas apply to one value somewhere."""
+        """Several schemas apply to one value somewhere."""
         self._budget = budget
         self._matchers: dict[str, patterns.Matcher] = {}
 
@@ -405,7 +404,7 @@ class Normaliser:
         return found if high is None else found | {"maxItems": high}
 
     def count(self, given: dict[str, Any], name: str, place: Place) -> int | None:
-        """Number of characters, items or properties; None: no bound, or one that no text reaches."""
+        """A number of characters, items or properties; None: no bound, or one that no text reaches."""
         value = given.get(name)
         if value is None:
             return None
@@ -426,7 +425,6 @@ class Normaliser:
         return {"$ref": f"#/$defs/{name}"}
 
     def note_patterns(self) -> None:
-        """Record that patterns match names."""
         self._found.has_patterns = True
 
     def matcher(self, pattern: str, node: patterns.Node) -> patterns.Matcher:
@@ -436,7 +434,6 @@ class Normaliser:
         return self._matchers[pattern]
 
     def languages(self, limit: int, max_length: int) -> patterns.Languages:
-        """`patterns.Languages` with the document's budget."""
         return patterns.Languages(limit, max_length, self._budget)
 
 

@@ -33,7 +33,7 @@ PREFIX = "the constraint of structured_outputs cannot be followed: "
 CULPRIT = "the process that makes masks crashes or hangs at it"
 
 MAX_GRAMMARS = 64
-"""Largest number of unused grammars that are kept."""
+"""Limit of kept unused grammars."""
 MAX_GRAMMAR_BYTES = 512 * 2**20
 """Memory limit of all grammars, measured as their rehearsals' growth."""
 MAX_IDLE_GRAMMAR_BYTES = 32 * 2**20
@@ -51,7 +51,7 @@ MASK_SECONDS = 5.0
 """Longest wait of `await_mask` in seconds."""
 MAX_DEATHS = 5
 DEATH_SECONDS = 60.0
-"""Number of an idle mask process's deaths in DEATH_SECONDS beyond which all matchers fail."""
+"""An idle mask process's deaths in DEATH_SECONDS beyond which all matchers fail."""
 
 
 @dataclass(slots=True)
@@ -82,7 +82,6 @@ class MaskClient:
         self._decoder = msgspec.msgpack.Decoder(Done)
         self._serials = itertools.count(1)
         self._matchers: dict[int, weakref.ref[RemoteMatcher]] = {}
-        """Slot -> its matcher."""
         self.ended_slots: deque[int] = deque()
         """Slots of matchers that are gone."""
         self._free_slots: list[int] = []
@@ -104,16 +103,16 @@ class MaskClient:
         self._unsettled: list[RemoteMatcher] = []
         """Matchers with news since the last `settle`."""
         self.num_settled = 0
-        """Number of matchers with news in the last `settle`."""
+        """Number of them in the last `settle`."""
         self._last_sign = self._next_check = self._next_trim = 0.0
         self._suspects: deque[weakref.ref[RemoteMatcher]] = deque()
         """Matchers at work when the process died, to be tried one at a time."""
         self._tried: weakref.ref[RemoteMatcher] | None = None
         self._is_strict = False
-        """True if a matcher is tried while no other one is at work."""
+        """A matcher is tried while no other one is at work."""
         self._alone_until = 0.0
         self._deaths: deque[float] = deque(maxlen=MAX_DEATHS + 1)
-        """Times of the latest deaths without a responsible sequence."""
+        """Latest deaths without a responsible sequence."""
 
     # What matchers ask
 
@@ -132,7 +131,6 @@ class MaskClient:
         self._copies.append((matcher, source, wants_mask))
 
     def read(self, slot: int) -> bytes:
-        """The mask in a slot."""
         assert self._memory is not None
         return self._memory.read(slot, self.num_mask_bytes)
 
@@ -219,7 +217,6 @@ class MaskClient:
             self._miss(matcher)
 
     def _miss(self, matcher: RemoteMatcher) -> None:
-        """Expect an answer or a mask."""
         if matcher.has_all:
             return
         if not self._missing:
@@ -258,7 +255,6 @@ class MaskClient:
                 self._note(matcher)
 
     def _note(self, matcher: RemoteMatcher) -> None:
-        """Note news for a matcher."""
         self._unsettled.append(matcher)
         if matcher.has_all:
             self._missing.discard(matcher.slot)
@@ -294,7 +290,7 @@ class MaskClient:
         return None if reference is None else reference()
 
     def _live(self) -> list[RemoteMatcher]:
-        """All matchers that the process has or will make, by age of their slots."""
+        """Matchers that the process has or will make, by age of their slots."""
         found = {
             id(matcher): matcher for slot in sorted(self._matchers) if (matcher := self._matcher(slot)) is not None
         }
@@ -373,7 +369,7 @@ class MaskClient:
                 total -= self._drop(text)
 
     def _idle_grammars(self) -> list[str]:
-        """Texts of grammars without a matcher, the least recently used first."""
+        """Texts without a matcher, the least recently used first."""
         used = {matcher.constraint.text.text for slot in self._known if (matcher := self._matcher(slot)) is not None}
         return [text for text in self._grammars if text not in used]
 
@@ -402,7 +398,6 @@ class MaskClient:
             self._restart([])
 
     def close(self) -> None:
-        """Close the connection, which ends the process."""
         if self.connection is not None:
             self.connection.close()
             self.connection = None
@@ -428,7 +423,7 @@ class MaskClient:
         return self.connection
 
     def _restart(self, slots: list[int], *, is_hang: bool = False) -> None:
-        """Continue without the process, which died or hangs at work for these slots."""
+        """Go on without the process, which died or hangs at work for these slots."""
         self.close()
         at_work = [matcher for slot in slots if (matcher := self._matcher(slot)) is not None]
         tried = None if self._tried is None else self._tried()

@@ -14,7 +14,7 @@ from typing import NamedTuple
 BOARD_BYTES = 4096
 MIN_SLOTS = 64
 MEASURED_SECONDS = 0.0005
-"""Longest work measured by the wall clock instead of processor time, which takes a system call."""
+"""Longest work measured by the wall clock: processor time takes a system call."""
 _ENTRY = struct.Struct("<qd")
 """Entry of a thread on the board: slot + 1, or 0 without work; time.monotonic() at its beginning."""
 
@@ -31,14 +31,13 @@ def num_slot_bytes(vocab_size: int) -> int:
 
 
 class Busy(NamedTuple):
-    """slot: slot of a thread's work. since: time.monotonic() at its beginning."""
+    """slot: slot of a thread's work. since: its beginning (time.monotonic())."""
 
     slot: int
     since: float
 
 
 def make_memory() -> int:
-    """A descriptor of anonymous memory."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("quire-masks", os.MFD_CLOEXEC)
     with tempfile.TemporaryFile() as file:
@@ -88,7 +87,6 @@ class MaskMemory:
             self._map.madvise(mmap.MADV_REMOVE, BOARD_BYTES)
 
     def close(self) -> None:
-        """Close the descriptor; the views end with the object."""
         os.close(self._descriptor)
 
 
@@ -105,7 +103,6 @@ class Scratch:
         self._processor = 0.0
 
     def begin(self) -> None:
-        """Begin a piece of work, in the thread that does it."""
         self._began = time.monotonic()
 
     def seconds(self) -> float:

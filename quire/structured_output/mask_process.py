@@ -1,10 +1,7 @@
 """The mask process: a fork of the fork server that compiles rehearsed grammars and makes the masks of an engine's
-sequences.
-
-The engine core sends one message a step (`Work`) and gets answers (`Done`): the fate of tokens, and later the masks,
-which lie in shared memory. One leading thread reads messages and works; another takes over when one piece takes long.
-Sequences with slow masks have a thread of their own.
-"""
+sequences. The engine core sends one message a step (`Work`) and gets answers (`Done`): the fate of tokens, and later
+the masks, which lie in shared memory. One leading thread reads messages and works; another takes over when one piece
+takes long. Sequences with slow masks have a thread of their own."""
 
 from __future__ import annotations
 
@@ -46,9 +43,9 @@ if TYPE_CHECKING:
 
 NUM_THREADS = 3
 SLOW_THREAD = 2
-"""Number of the thread for slow sequences. One of the others leads."""
+"""Thread of slow sequences. One of the others leads."""
 SLOW_NICE = 5
-"""Niceness of that thread, beside which the engine computes."""
+"""Its niceness: the engine computes beside it."""
 STACK = 2
 """Stack of each thread relative to a rehearsal's."""
 MEMORY = 2
@@ -56,7 +53,7 @@ MEMORY = 2
 SLOW_SECONDS = 0.003
 """Processor seconds of a token and its mask from which a sequence is slow."""
 SLOW_TOKENS = 4
-"""Number of quick masks in a row after which a sequence is no longer slow."""
+"""Quick masks in a row after which a sequence is no longer slow."""
 BRIEF_SECONDS = 0.0001
 """Processor seconds of a mask up to which an answer waits for it, if the message asks for no other."""
 PATIENCE = 0.004
@@ -89,12 +86,10 @@ class Slot:
         """(draft token, slot of the mask after it)."""
 
     def note(self, seconds: float) -> None:
-        """Record the seconds of a token or mask."""
         if seconds > SLOW_SECONDS:
             self.num_slow = SLOW_TOKENS
 
     def note_mask(self, seconds: float) -> None:
-        """Record the seconds of a mask."""
         self.mask_seconds = seconds
         if self.num_slow:
             self.num_slow -= 1
@@ -102,8 +97,6 @@ class Slot:
 
 
 class Compiled:
-    """A grammar, compiled on first use."""
-
     def __init__(self, grammar: Grammar) -> None:
         self._text = grammar.text
         self.seconds = grammar.seconds
@@ -164,7 +157,6 @@ class SlowTasks:
         self._charges.setdefault(task.slot.charge, deque()).append(task)
 
     def take(self) -> Task | None:
-        """The next task, or None."""
         if not self._charges:
             return None
         charge, tasks = self._charges.popitem(last=False)
@@ -196,7 +188,7 @@ class MaskProcess:
         """time.monotonic() when the leader began its piece of work; 0.0: it reads."""
         self._last_message = 0.0
         self._is_asleep = False
-        """True if the standby thread waits for a message without looking."""
+        """The standby thread waits for a message without looking."""
         self._firsts: deque[Task] = deque()
         """Answers without masks, which the engine core waits for."""
         self._masks: deque[Task] = deque()
@@ -211,7 +203,7 @@ class MaskProcess:
         self._consume_apart = ConsumeApart(vocabulary)
 
     def work(self, thread: int) -> None:
-        """Do tasks and read messages until the engine core is gone. thread: number of the calling thread."""
+        """Do tasks and read messages until the engine core is gone."""
         try:
             scratch = Scratch(self._shape.num_written)
             turn = self._turn
@@ -270,7 +262,6 @@ class MaskProcess:
             self._is_asleep = False
 
     def _slow_turn(self, thread: int, scratch: Scratch) -> None:
-        """Do one task of a slow sequence, or wait for one."""
         with self._lock:
             task = self._slow.take()
             if task is None:
@@ -319,7 +310,7 @@ class MaskProcess:
         return tasks + [Task(self._slots[advance.slot], advance) for advance in work.advances]
 
     def _add(self, task: Task) -> None:
-        """Add a task. Called under the lock."""
+        """Called under the lock."""
         if task.is_slow:
             self._slow.add(task)
             self._slow_came.notify()
@@ -340,7 +331,6 @@ class MaskProcess:
         return Task(slot, None, mask_serial=copy.serial) if copy.wants_mask else None
 
     def _perform(self, task: Task, thread: int, scratch: Scratch) -> Answer | Masked | None:
-        """Do a task. None: nothing to send."""
         slot, work = task.slot, task.work
         self._memory.note_work(thread, slot.number, time.monotonic())
         with slot.lock:
@@ -514,7 +504,6 @@ class ConsumeApart:
         return self._executor.consume_token_par([(state, token_id), (self._other, 0)])[0]
 
     def seconds(self) -> float:
-        """Processor time of the library's thread."""
         return 0.0 if self._clock is None else time.clock_gettime(self._clock)
 
 
@@ -527,7 +516,7 @@ def wake_politely() -> None:
 
 def leave_the_first_core() -> None:
     """Keep this process off the core of the engine core's thread (csrc/pool.cpp), which waits for masks and continues
-    at once; threads on other cores take the remaining work."""
+    at once."""
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, cores[1:] or cores)
@@ -540,7 +529,7 @@ def be_nice(thread: int) -> None:
 
 
 def threads_of_process() -> list[int]:
-    """Thread ids of this process; empty without /proc."""
+    """Thread ids; empty without /proc."""
     try:
         return [int(name) for name in os.listdir("/proc/self/task")]
     except OSError:
@@ -548,7 +537,6 @@ def threads_of_process() -> list[int]:
 
 
 def thread_clock(thread: int) -> int:
-    """Linux's clock id for a thread's processor time."""
     return (~thread << 3) | 6
 
 

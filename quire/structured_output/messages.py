@@ -14,16 +14,13 @@ from quire.utils.frames import HEADER, encode_frame
 
 _READ_BYTES = 2**16
 MAX_DESCRIPTORS = 4
-"""Largest number of descriptors with one message."""
+"""Limit of descriptors with one message."""
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """Limits of one rehearsal, which the kernel enforces.
-
-    cpu_seconds: processor seconds of each try; a text that needs more is tried again with the next number. seconds:
-    from the request until the verdict, waiting included. memory: bytes of address space above the fork's. stack: bytes;
-    the mask process has twice as many.
-    """
+    """Limits of one rehearsal, which the kernel enforces. cpu_seconds: processor seconds of each try; a text that needs
+    more is tried again with the next number. seconds: from the request until the verdict, waiting included. memory:
+    bytes of address space above the fork's. stack: bytes; the mask process has twice as many."""
 
     cpu_seconds: tuple[float, ...] = (0.01, 0.1, 0.5, 2.0)
     seconds: float = 10.0
@@ -54,8 +51,6 @@ class Rehearse(msgspec.Struct, tag=True):
 
 
 class Cancel(msgspec.Struct, tag=True):
-    """To the fork server: cancel a rehearsal."""
-
     job: int
 
 
@@ -74,8 +69,8 @@ class Try(msgspec.Struct):
 
 
 class Outcome(msgspec.Struct):
-    """Result of a rehearsal. reason: why the text cannot be used, in one line; empty: it can. growth: bytes of memory
-    it took. compile_seconds, seconds: processor time of compiling and of the first mask."""
+    """Result of a rehearsal. reason: why the text cannot be used, in one line. growth: bytes of memory it took.
+    compile_seconds, seconds: processor time of compiling and of the first mask."""
 
     reason: str = ""
     growth: int = 0
@@ -149,12 +144,10 @@ class Work(msgspec.Struct, array_like=True):
 
 
 class Answer(msgspec.Struct, array_like=True):
-    """An answer, with attributes of `quire.decoding.masks.Matcher`.
-
-    only: the one possible next token; -1: see the mask. is_free: all tokens are possible. is_masked: the mask is there,
-    or `mask_error` says why not. seconds: processor time. error: why the matcher cannot continue. num_draft_masks:
-    number of masks after drafts; -1: they and the mask come with `Masked`.
-    """
+    """An answer, with attributes of `quire.decoding.masks.Matcher`. only: the one possible next token; -1: see the
+    mask. is_free: all tokens are possible. is_masked: the mask is there, or `mask_error` says why not. seconds:
+    processor time. error: why the matcher cannot continue. num_draft_masks: number of masks after drafts; -1: they and
+    the mask come with `Masked`."""
 
     slot: int
     serial: int
@@ -205,7 +198,6 @@ class Connection:
         self._received = bytearray()
         self._unsent: deque[tuple[bytearray | memoryview, Sequence[int]]] = deque()
         self.descriptors: deque[int] = deque()
-        """Received open files, in order."""
         self.is_at_end = False
         """True when the other side is gone."""
 
@@ -288,7 +280,7 @@ def is_one_frame(received: memoryview, size: int) -> bool:
 
 
 def take_frames(received: bytearray) -> list[bytes]:
-    """Remove the complete frames at the front; returns their messages."""
+    """Remove and return the complete messages at the front."""
     frames, start, size = [], 0, len(received)
     while size - start >= HEADER.size:
         (length,) = HEADER.unpack_from(received, start)
@@ -302,7 +294,7 @@ def take_frames(received: bytearray) -> list[bytes]:
 
 
 class BlockingReader:
-    """Reads and waits for messages of one end of a stream socket pair."""
+    """Waits for messages of one end of a stream socket pair."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end

@@ -1,9 +1,7 @@
-"""ECMA-262 regular expressions of JSON schemas (`pattern`, `patternProperties`), in Rust's syntax.
-
-`parse` reads an expression and `written` rewrites it, because characters differ in Rust: `.` matches a carriage return,
-`[` in a class opens another, `&&` in a class intersects, `\\<` is the beginning of a word. `Matcher` finds an
-expression in a name; `Languages` lists the names that it matches. None of them backtracks.
-"""
+"""ECMA-262 regular expressions of JSON schemas (`pattern`, `patternProperties`), in Rust's syntax. `parse` reads an
+expression and `written` rewrites it, because characters differ in Rust: `.` matches a carriage return, `[` in a class
+opens another, `&&` in a class intersects, `\\<` is the beginning of a word. `Matcher` finds an expression in a name;
+`Languages` lists the names that it matches. None of them backtracks."""
 
 from __future__ import annotations
 
@@ -75,7 +73,7 @@ class UnknownSyntaxError(ValueError):
 
 
 def parse(pattern: str) -> Node:
-    """Parse an expression. Raises ValueError, and UnknownSyntaxError for flags."""
+    """Raises ValueError, and UnknownSyntaxError for flags."""
     if len(pattern) > MAX_CHARACTERS:
         raise ValueError(f"it has {len(pattern)} characters, more than {MAX_CHARACTERS}")
     return _Parser(pattern).parse()
@@ -188,7 +186,6 @@ class _Parser:
         return _of_ranges(((code, code),))
 
     def _code(self) -> int:
-        """Character of an escape."""
         pattern, start = self._pattern, self._at
         letter = pattern[start + 1 : start + 2]
         if found := _CODE.match(pattern, start):
@@ -244,7 +241,6 @@ class _Parser:
 
 
 def _one(found: Characters) -> int | None:
-    """The only character, or None."""
     ranges = found.ranges
     return ranges[0][0] if ranges is not None and len(ranges) == 1 and ranges[0][0] == ranges[0][1] else None
 
@@ -354,7 +350,7 @@ def _counted(node: Node) -> tuple[int, int]:
 
 
 class Budget:
-    """Remaining steps for the expressions of one document."""
+    """Remaining steps for a document's expressions."""
 
     def __init__(self, num_steps: int = MAX_STEPS) -> None:
         self._num_steps = num_steps
@@ -375,7 +371,7 @@ class Matcher:
         """State -> (edge, target); None needs no character, an Anchor a place."""
         self._moves: dict[tuple[frozenset[int], str], frozenset[int]] = {}
         self._sets: dict[frozenset[int], frozenset[int]] = {}
-        """One object for each set of states, because a look-up with another object compares all states."""
+        """One object for each set of states: a look-up with another object compares all states."""
         self._end = self._add(node, 0)
 
     def is_found(self, text: str) -> bool:

@@ -33,7 +33,7 @@ def without_endless(schema: NormalSchema) -> None:
 
 
 class _Graph:
-    """Nodes that hold when all, or one, of the nodes that they need hold; one per schema."""
+    """Nodes, one per schema, that hold when all, or one, of the nodes that they need hold."""
 
     def __init__(self) -> None:
         self._needs: list[list[int]] = []
@@ -86,7 +86,6 @@ class _Graph:
         needs.append(self._new(options, is_any=True))
 
     def link(self, roots: dict[str, int]) -> None:
-        """Connect references to the nodes of their definitions."""
         for node, name in self._links:
             self._needs[node].append(roots[name])
 

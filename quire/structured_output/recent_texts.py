@@ -1,5 +1,3 @@
-"""A bounded cache of results by text, least recently used out first."""
-
 from __future__ import annotations
 
 from collections import OrderedDict
@@ -10,13 +8,14 @@ T = TypeVar("T")
 
 
 class RecentTexts(Generic[T]):
-    """Results by text, bounded in number and characters. Used by one thread at a time."""
+    """Results by text, bounded in number and characters, least recently used out first. Used by one thread at a
+    time."""
 
     def __init__(self, size_of: Callable[[str, T], int]) -> None:
         """size_of: characters of a text with its result; a replacing result must have the same."""
         self._size_of = size_of
         self.entries: OrderedDict[str, T] = OrderedDict()
-        """Entries, the most recently used last."""
+        """The most recently used last."""
         self.num_characters = 0
 
     def get(self, text: str) -> T | None:

@@ -76,7 +76,6 @@ def rehearse(connection: socket.socket, vocabulary: LLTokenizer, limits: Limits)
 
 
 def outcome_of(vocabulary: LLTokenizer, text: str) -> Outcome:
-    """Compile a text and make its first mask."""
     before, began = own_memory(), time.thread_time()
     state = start_matcher(vocabulary, text)
     if state.is_error():
@@ -97,8 +96,8 @@ def outcome_of(vocabulary: LLTokenizer, text: str) -> Outcome:
 
 
 def _failure_behind(state: LLMatcher, token_id: int) -> str:
-    """Reason why the library fails after a first token; empty: it does not. A missing continuation does not count,
-    because other texts may have one."""
+    """Reason why the library fails after a first token; empty: it does not. A missing continuation does not count:
+    other texts may have one."""
     if state.consume_token(token_id) and not state.is_stopped():
         state.compute_bitmask()
     reason = state.get_error() if state.is_error() else ""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 WORK_SECONDS = 5.0
 TOKEN_SECONDS = 0.001
-"""Processor seconds for all tokens and masks of a request: WORK_SECONDS, plus this for each token."""
+"""Processor seconds of a request's tokens and masks: WORK_SECONDS, plus this for each token."""
 NO_SLOT = -1
 NUM_PLACES = 1024
 UNKNOWN, GOES_ON, STOPS = 0, 1, 4
@@ -38,7 +38,7 @@ class ConstraintText:
         less for each later one that did not, at least GOES_ON."""
 
     def note(self, token_id: int, *, stops: bool) -> None:
-        """Record a sequence's token. stops: it ended the sequence, or forced others."""
+        """stops: a sequence's token ended it, or forced others."""
         place = token_id % NUM_PLACES
         self.behind[place] = STOPS if stops else max(self.behind[place] - 1, GOES_ON)
 
@@ -48,8 +48,6 @@ class ConstraintText:
 
 
 class RemoteConstraint:
-    """Constraint of one request."""
-
     def __init__(self, service: ConstraintService, text: ConstraintText, client: str, charge: int) -> None:
         self._service = service
         self.text = text
@@ -73,8 +71,6 @@ class RemoteConstraint:
 
 
 class RemoteMatcher:
-    """Matcher whose work is done in the mask process."""
-
     def __init__(
         self, masks: MaskClient, constraint: RemoteConstraint, spec: ConstraintSpec, token_ids: Sequence[int]
     ) -> None:
@@ -85,7 +81,7 @@ class RemoteMatcher:
         self.serial = masks.next_serial()
         """Number of its last `advance`, unique among all matchers."""
         self.is_held = True
-        """True while the mask process does not know it."""
+        """The mask process does not know it."""
         self.tokens = list(token_ids)
         """Followed tokens, as far as answered."""
         self.unanswered: tuple[Sequence[int], int, bool, Sequence[int], Sequence[int]] | None = None
@@ -96,9 +92,8 @@ class RemoteMatcher:
         self._own_mask: bytes | None = None
         """Mask of a copy whose original had one."""
         self._draft_slots: list[int] = []
-        """Slots for the masks after drafts."""
         self._num_draft_masks = 0
-        """Number of such masks that are there."""
+        """Number of masks after drafts that are there."""
         self.is_ready = self.is_slow = False
         self.error: UserError | None = None
         self.num_accepted = 0
@@ -161,7 +156,6 @@ class RemoteMatcher:
 
     @property
     def has_all(self) -> bool:
-        """True if nothing is missing."""
         return self.has_mask and (self._is_answered or self.error is not None)
 
     def settle(self) -> None:
@@ -169,7 +163,6 @@ class RemoteMatcher:
         self.is_ready = (self._is_answered and not self.is_slow) or self.has_all
 
     def fail(self, error: UserError) -> None:
-        """End with an error."""
         self.error = error
         self.has_mask = True
 
@@ -180,7 +173,6 @@ class RemoteMatcher:
         return New(self.slot, serial, grammar, self.constraint.charge, self.tokens, *options)
 
     def advanced(self) -> Advance | None:
-        """Its unanswered `advance`, or None."""
         return None if self.unanswered is None else Advance(self.slot, self.serial, *self.unanswered)
 
     def start_again(self, *, is_suspect: bool) -> None:

@@ -246,10 +246,8 @@ def _has_patterns(node: Any) -> bool:
 
 
 def key_text(name: str) -> str:
-    """A name in JSON's spelling."""
     return json.dumps(name, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def slashed(pattern: str) -> str:
-    """The pattern, escaped for use between slashes."""
     return re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", pattern).replace("\n", r"\n")

@@ -1,8 +1,6 @@
-"""Intersections of schemas, joined into one for rules in Lark's syntax, which have none.
-
-`Joiner` changes a normal schema with `$digits`: it replaces `allOf`, `anyOf`, `oneOf` or `$ref` beside other keywords,
-around such numbers or references, by one schema. Parts that llguidance compiles alone stay: it joins `allOf` itself.
-"""
+"""Intersections of schemas, joined into one for rules in Lark's syntax, which have none. `Joiner` changes a normal
+schema with `$digits`: it replaces `allOf`, `anyOf`, `oneOf` or `$ref` beside other keywords, around such numbers or
+references, by one schema. Parts that llguidance compiles alone stay: it joins `allOf` itself."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ BESIDE = "is not supported beside numbers of more than 53 bits"
 
 
 def parts_of(node: dict[str, Any]) -> list[Any]:
-    """The schemas directly inside a schema."""
+    """Schemas directly inside a schema."""
     found = [node[name] for name in ("additionalProperties", "items") if name in node]
     for name in ("allOf", "anyOf", "oneOf", "prefixItems"):
         found += node.get(name, ())
@@ -79,8 +77,6 @@ def tell_apart(schema: NormalSchema, budget: JoinBudget) -> None:
 
 
 class Joiner:
-    """The joins of one document."""
-
     def __init__(self, schema: NormalSchema, budget: JoinBudget) -> None:
         self._schema = schema
         self.budget = budget
@@ -160,7 +156,6 @@ class Joiner:
         return found
 
     def _both(self, first: Any, second: Any) -> Any:
-        """The intersection of two schemas."""
         first, second = self._flattened(first), self._flattened(second)
         if not first or not second or first is True or second is True or first == second:
             return first if first == second else all_of(first, second)
@@ -274,7 +269,7 @@ class Joiner:
                     )
 
     def _have_no_type_in_common(self, options: list[Any]) -> bool:
-        """True if two schemas have at most the object type in common."""
+        """Two of them share at most the object type."""
         seen: set[str] = set()
         for each in options:
             found = self.kinds(each) - {"object"}
@@ -343,7 +338,6 @@ class Joiner:
         return known[1]
 
     def requires(self, node: dict[str, Any], name: str) -> bool:
-        """True if a property of this name is required and described."""
         if name not in node.get("properties", ()):
             return False
         self.budget.compare(len(node.get("required", ())))
@@ -422,7 +416,7 @@ def _numbers(node: dict[str, Any], *, is_integer: bool) -> Numbers:
 
 
 def _enum(values: list[Any], other: dict[str, Any]) -> Any:
-    """The values of a list that satisfy a schema of `$digits` or of types alone."""
+    """Values of a list that satisfy a schema of `$digits` or of types alone."""
     if DIGITS in other:
         found = [each for each in values if _kind(each) == "number" and other[DIGITS].holds(each)]
         return {"enum": found} if found else False

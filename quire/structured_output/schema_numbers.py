@@ -1,5 +1,5 @@
 """Numbers of JSON schemas: bounds, multiples and constants, in a form that llguidance follows exactly, or as
-`{"$digits": Numbers}`, which quire/structured_output/schema_grammar.py writes as regular expressions."""
+`{"$digits": Numbers}`, which schema_grammar.py writes as regular expressions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DIGITS = "$digits"
 LARGEST_EXACT = 2**53
 MAX_MULTIPLE = 2**32 - 1
 MAX_RANGE = 2**13
-"""Longest expression in characters; one for 64 bits has some 900."""
+"""Limit of an expression in characters; one for 64 bits has some 900."""
 MAX_MERGED_DIGITS = 20
 MAX_MERGED_STEPS = 64
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
@@ -55,8 +55,6 @@ def decimal_of(value: Any) -> Decimal:
 
 @dataclass(frozen=True)
 class Numbers:
-    """The number keywords of one schema."""
-
     low: Bound | None = None
     high: Bound | None = None
     multiple: Fraction | None = None
@@ -113,8 +111,7 @@ class Numbers:
 
     @property
     def num_decimals(self) -> int | None:
-        """Largest number of decimals, for a multiple of 1, 0.1, 0.01 and so on; None: any number, or another
-        multiple."""
+        """Limit of decimals, for a multiple of 1, 0.1, 0.01 and so on; None: any number, or another multiple."""
         found = None if self.multiple is None or self.multiple.numerator != 1 else str(self.multiple.denominator)
         return None if found is None or found.rstrip("0") != "1" else len(found) - 1
 
@@ -123,7 +120,6 @@ class Numbers:
         return self._of_integers() if self.is_integer else self._of_numbers()
 
     def integer_bounds(self) -> tuple[int | None, int | None]:
-        """Least and greatest integer."""
         return None if self.low is None else _integer(self.low, 1), None if self.high is None else _integer(
             self.high, -1
         )

@@ -1,8 +1,5 @@
-"""Targets of references in a JSON schema: base URIs (`$id`), anchors and JSON pointers, inside one document.
-
-One walk over the places of schemas finds the resources; the content of `const`, `enum`, `default` or `examples` is
-data.
-"""
+"""Targets of references in a JSON schema: base URIs (`$id`), anchors and JSON pointers, inside one document. One walk
+over the places of schemas finds the resources; the content of `const`, `enum`, `default` or `examples` is data."""
 
 from __future__ import annotations
 
@@ -24,7 +21,6 @@ ONE = (
     "additionalProperties", "items", "additionalItems", "contains", "not", "if", "then", "else", "propertyNames",
     "unevaluatedItems", "unevaluatedProperties",
 )  # fmt: skip
-"""Keywords whose value is a schema."""
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
 LISTED = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 
@@ -39,11 +35,10 @@ class Resource:
     parent: Resource | None = None
     anchors: dict[str, Any] = field(default_factory=dict)
     inside: dict[str, Resource] = field(default_factory=dict)
-    """Inner resources by URI."""
 
 
 class References:
-    """The references of one document, whose parts are distinct objects."""
+    """One document's references. Its parts are distinct objects."""
 
     def __init__(self, root: Any) -> None:
         self._resource_of: dict[int, Resource] = {}

@@ -22,7 +22,7 @@ NOT_ALLOWED = re.compile(r"""Parser Error: token "(?:[^"\\]|\\.)*" doesn't satis
 """Beginning of the library's message for a token that the constraint does not allow. There is no code for that, and
 asking before each token (`validate_tokens`) takes as long as the token."""
 TOKENS_A_MASK = 8
-"""Number of tokens without a mask after which one is made."""
+"""Tokens without a mask after which one is made."""
 
 
 class MaskShape(NamedTuple):
@@ -87,7 +87,7 @@ class SequenceState:
         return len(token_ids)
 
     def take_forced(self, limit: int, consume: Consume) -> list[int]:
-        """Follow at most `limit` forced tokens; returns them."""
+        """Follow and return at most `limit` forced tokens."""
         found: list[int] = []
         while len(found) < limit and (token_id := self.certain_token()) != NO_TOKEN:
             if not self.may_take(token_id):
@@ -107,7 +107,7 @@ class SequenceState:
         return self._certain[0] if self._certain else NO_TOKEN
 
     def write_mask(self, memory: memoryview, address: int) -> None:
-        """Write the mask of the next token to `memory`, whose address is `address`. Raises UserError."""
+        """Write the next token's mask to `memory`, which is at `address`. Raises UserError."""
         state, shape = self._state, self._shape
         if self.is_free:
             memory[: shape.num_bytes] = b"\xff" * shape.num_bytes
@@ -124,7 +124,6 @@ class SequenceState:
             memory[: shape.num_bytes] = mask.to_bytes(shape.num_bytes, "little")
 
     def _allows_end(self, memory: memoryview) -> bool:
-        """True if the mask allows a token that ends a text."""
         return any(memory[place] & bit for place, bit in self._shape.end_places)
 
     def may_take(self, token_id: int) -> bool:

@@ -65,8 +65,8 @@ class ConstraintService:
         limits: Limits = LIMITS,
         module: str = FORK_SERVER,
     ) -> None:
-        """options: name the tokenizer, whose end-of-sequence token ends a text like eos_token_ids. vocab_size: the
-        model's. module: module with the fork server's `main`."""
+        """options: name the tokenizer, whose end-of-sequence token ends a text like eos_token_ids. module: module with
+        the fork server's `main`."""
         self._limits = limits
         self._module = module
         self._setup = Setup(options, vocab_size, list(eos_token_ids), -1, limits)
@@ -171,7 +171,6 @@ class ConstraintService:
         return how
 
     def _receive(self) -> None:
-        """Process both processes' messages."""
         connection = self._connection
         if connection is not None and (self._jobs or self.masks.is_starting or connection.is_at_end):
             connection.pump()
@@ -187,7 +186,6 @@ class ConstraintService:
         self.masks.settle()
 
     def _poll(self, seconds: float) -> None:
-        """Wait for a message."""
         poll = select.poll()
         for connection in (self._connection, self.masks.connection):
             if connection is not None:
@@ -249,7 +247,6 @@ class ConstraintService:
         self.masks.refuse(matcher, refusal(outcome.reason))
 
     def _keep(self, text: ConstraintText, outcome: Outcome) -> None:
-        """Keep a text's outcome."""
         self._outcomes.put(text.text, Known(outcome, text.behind), MAX_OUTCOMES, MAX_OUTCOME_CHARACTERS)
 
     def _condemn(self, text: ConstraintText, reason: str) -> None:

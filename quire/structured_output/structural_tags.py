@@ -1,8 +1,6 @@
-"""Structural tags: text with parts between marks that follow schemas, as one grammar.
-
-The forms are xgrammar's, as in vLLM: `{"format": {"type": ...}}`, or the older `{"structures": [...], "triggers":
-[...]}`. A trigger is the beginning of one or more tags; after it in the text one of these tags must follow.
-"""
+"""Structural tags: text with parts between marks that follow schemas, as one grammar. The forms are xgrammar's, as in
+vLLM: `{"format": {"type": ...}}`, or the older `{"structures": [...], "triggers": [...]}`. A trigger is the beginning
+of one or more tags; after it in the text one of these tags must follow."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ class TagGrammar:
         self, special_tokens: Mapping[str, int], schema_options: dict[str, Any], *, closed: bool = False
     ) -> None:
         """special_tokens: texts that the model writes as one token, which is no text -> ids. schema_options: see
-        `quire.structured_output.grammar.json_options`. closed: see `normalise`."""
+        `grammar.json_options`. closed: see `normalise`."""
         self._closed = closed
         names = sorted(filter(None, special_tokens), key=len, reverse=True)
         self._ids = special_tokens
@@ -63,7 +61,7 @@ class TagGrammar:
         return "\n".join([f"start: {body} {behind}".rstrip(), *self.rules, f"TAG_TEXT: {ANY_TEXT}"])
 
     def _form(self, form: Any, depth: int) -> str:
-        """The right side of a rule for one format."""
+        """Right side of a rule for one format."""
         if not isinstance(form, dict):
             raise _error(f"a format must be an object, not {type(form).__name__}")
         if depth > MAX_DEPTH or len(self.rules) > MAX_PARTS:
@@ -143,7 +141,6 @@ class TagGrammar:
         return self._rule(f"{self._form(content, depth)} {closing}")
 
     def _up_to(self, mark: str) -> str:
-        """Free text up to a mark, and the mark."""
         if self._special is not None and self._special.match(mark):
             return self._rule(f"TAG_TEXT {self._text(mark)}")
         return self._rule(f"TAG_TEXT {_quoted(mark)}", "[lazy]")

@@ -1,8 +1,5 @@
-"""Order of rehearsals.
-
-A text first gets a short try, then longer ones, each in its own lane, so a text of milliseconds waits only for others'
-short tries. In a lane, clients take turns.
-"""
+"""Order of rehearsals. A text first gets a short try, then longer ones, each in its own lane, so a text of milliseconds
+waits only for others' short tries. In a lane, clients take turns."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ class Turns:
         self._lanes[job.lane].setdefault(job.client, deque()).append(job)
 
     def take(self, lanes: range) -> Job | None:
-        """The next job of the first of these lanes that has one, or None."""
+        """The next job of the first of these lanes that has one."""
         for lane in lanes:
             clients = self._lanes[lane]
             if clients:
@@ -45,7 +42,6 @@ class Turns:
         return None
 
     def remove(self, job: Job) -> None:
-        """Drop a job, if it waits."""
         clients = self._lanes[job.lane]
         jobs = clients.get(job.client)
         if jobs is not None and job in jobs:

@@ -1,4 +1,4 @@
-"""A model's tokens for llguidance: bytes of each, special ones, end tokens."""
+"""A model's tokens for llguidance."""
 
 from __future__ import annotations
 
@@ -18,11 +18,9 @@ first word."""
 
 
 class Vocabulary:
-    """A tokenizer as `llguidance.LLTokenizer` expects it.
-
-    `tokens`: bytes by token id, empty for ids that no text may use. A call gives the tokens that the model reads a text
-    as, which llguidance asks where the grammar allows one text only.
-    """
+    """A tokenizer as `llguidance.LLTokenizer` expects it. `tokens`: bytes by token id, empty for ids that no text may
+    use. A call gives the tokens that the model reads a text as, which llguidance asks where the grammar allows one text
+    only."""
 
     is_tokenizer_wrapper = True
 
@@ -89,11 +87,9 @@ def check_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
 
 
 def make_vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
-    """All tokens of a model, for masks. Holds the interpreter for about a second with 150,000 tokens.
-
-    vocab_size: the model's, which may differ from the tokenizer's. eos_token_ids: tokens that end a text where the
-    grammar allows it; none: an id after the vocabulary stands for them.
-    """
+    """All tokens of a model, for masks. Holds the interpreter for about a second with 150,000 tokens. vocab_size: the
+    model's, which may differ from the tokenizer's. eos_token_ids: tokens that end a text where the grammar allows it;
+    none: an id after the vocabulary stands for them."""
     tokens = [tokenizer.token_bytes(token_id) for token_id in range(min(vocab_size, tokenizer.vocab_size))]
     tokens += [b""] * (vocab_size - len(tokens))
     from llguidance import LLTokenizer  # only where a request asks for it: it takes a tenth of a second

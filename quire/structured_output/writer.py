@@ -1,5 +1,5 @@
 """The front end's half of structured outputs: from a request's StructuredOutputsParams to a grammar's text, which the
-engine core has compiled (quire/structured_output/service.py) or refuses."""
+engine core has compiled (service.py) or refuses."""
 
 from __future__ import annotations
 

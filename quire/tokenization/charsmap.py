@@ -3,8 +3,8 @@
 At each position the longest known sequence is replaced; other characters stay. The `tokenizers` library has the same
 table (`Precompiled`), but looks up whole grapheme clusters first and loses combining marks of unknown ones.
 
-Format: size of the index in bytes (4 bytes), the index, and the replacements, each ended by a zero byte. The index is a
-double array of darts-clone, of 32-bit units: a node's offset and a byte give the place of its child.
+Format: the index's size in bytes (4 bytes), the index (a darts-clone double array of 32-bit units), and zero-terminated
+replacements.
 """
 
 from __future__ import annotations
@@ -18,12 +18,10 @@ from quire.tokenization.pipeline_checks import MAX_INSERTED, check_charsmap
 _PRINTABLE = range(0x20, 0x7F)
 _OTHER = "[^ -~]"
 _LONGEST_START = 16
-"""Maximum of printable ASCII characters at the start of a sequence."""
+"""Maximum number of printable ASCII characters at the start of a sequence."""
 
 
 class Charsmap:
-    """Function that applies a table to texts."""
-
     def __init__(self, table: bytes) -> None:
         """Raises ModelLoadError for a truncated table."""
         check_charsmap(table)
@@ -79,8 +77,8 @@ class Charsmap:
         return self._replacements[first:last].decode(errors="replace")
 
     def _ascii_depth(self) -> int | None:
-        """Maximum of printable ASCII characters at the start of a sequence; None if a sequence has only these, or too
-        many."""
+        """Maximum number of printable ASCII characters at the start of a sequence; None if a sequence has only these,
+        or too many."""
         nodes, depth = [self._root], 0
         while nodes:
             below = []

@@ -1,7 +1,7 @@
 """Chat templates: Jinja templates of checkpoints, which write a conversation as one string.
 
-They run in sandboxed helper processes (helpers.py, helper_process.py) whose time and memory the system limits, so a bad
-template or conversation ends in an error and does not block the server.
+They run in sandboxed helper processes (helpers.py, helper_process.py) with limits on time and memory, so a bad template
+ends in an error, not in a blocked server.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ChatTemplate:
     ) -> Conversion:
         """Make the job of a helper. max_characters: limit of the text. tokenising: set if the helper shall tokenize a
         long text.
-        Raises UserError for reserved variables, unencodable values, a conversation that is too large, and a model
+        Raises UserError for reserved variables, values that cannot be encoded, too large a conversation, or a model
         without a template.
         """
         for name in conversation.variables:
@@ -99,8 +99,8 @@ class ChatTemplate:
         return work
 
     def write(self, work: Conversion) -> Rendering:
-        """Return the text, with token ids if the helper made them. Raises UserError if the template is invalid, fails,
-        refuses the messages or exceeds its limits; PromptTooLongError; and the errors of Helpers.render."""
+        """Return the text, with token ids if the helper made them. Raises UserError for an invalid or failing template,
+        refused messages or exceeded limits; PromptTooLongError; and errors of Helpers.render."""
         found = self.helpers.render(work)
         if isinstance(found, Failed):
             raise self._error(found, work.max_characters)

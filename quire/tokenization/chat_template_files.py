@@ -65,7 +65,7 @@ def _read(file: Path) -> str:
 
 
 def _stated(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Templates in tokenizer_config.json: one, several by name, or a list of named ones."""
+    """Templates in tokenizer_config.json: a text, a table by name, or a list of named ones."""
     value, file = config.get("chat_template"), path / "tokenizer_config.json"
     if value is None:
         return {}

@@ -1,4 +1,4 @@
-"""Conversation in the form that all APIs share: messages of parts, tools, and other inputs of the chat template. Only
+"""Conversation in all APIs' common form: messages of parts, tools, and other inputs of the chat template. Only
 `messages_of` makes messages and refuses invalid parts."""
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Part(msgspec.Struct, frozen=True, gc=False):
 
 
 class Message(msgspec.Struct):
-    """Message. fields: template inputs besides role and content (tool calls, reasoning, names)."""
+    """fields: template inputs besides role and content (tool calls, reasoning, names)."""
 
     role: str
     content: list[Part] | None
@@ -163,7 +163,6 @@ def written(write: Callable[[Any], T], value: Any, where: str = "messages") -> T
 
 
 def _message(message: Any, where: str, part_of: Callable[[Any, str], Part]) -> Message:
-    """Convert a message: decode the arguments of calls; store reasoning under both names."""
     if not isinstance(message, Mapping):
         raise UserError(f"{where} must be an object with role and content", param=where)
     role = message.get("role")

@@ -1,7 +1,7 @@
 """Incremental detokenization: the text that each new token adds, at constant cost.
 
-The increments of a sequence join to `Tokenizer.decode` of its tokens (except invalid UTF-8 under a rare decoder that
-needs whole sequences). Bytes of an incomplete character are held back; `flush` returns them as U+FFFD.
+The increments of a sequence join to `Tokenizer.decode` of its tokens (except invalid UTF-8 under a rare decoder of
+whole sequences). Bytes of an incomplete character are held back; `flush` returns them as U+FFFD.
 """
 
 from __future__ import annotations
@@ -62,11 +62,10 @@ class IncrementalDetokenizer:
         return "".join([push(token_id) for token_id in token_ids if token_id not in skipped])
 
     def push(self, token_id: int) -> str:
-        """Decode one new token, see `append`."""
+        """See `append`."""
         return "" if token_id in self._skipped else self._push(token_id)
 
     def flush(self) -> str:
-        """Return the text held back; ends the sequence."""
         return self._stream.flush()
 
 
@@ -87,8 +86,6 @@ def _open_stream(pieces: Pieces) -> TokenStream:
 
 
 class ByteStream:
-    """Decoder of byte-level tokens, over an incremental UTF-8 decoder."""
-
     __slots__ = ("_decode", "_piece")
 
     def __init__(self, pieces: BytePieces) -> None:

@@ -42,7 +42,7 @@ SPECIAL_KEYS = {
 }
 
 _LONGEST_WORD = 100
-"""Maximum of characters in a word that BERT splits; longer ones are unknown."""
+"""Maximum number of characters in a word that BERT splits; longer ones are unknown."""
 _SENTENCEPIECE = {"llama": BPE, "t5": UNIGRAM}
 """tokenizer.ggml.model -> kind of sentencepiece model."""
 
@@ -143,9 +143,9 @@ KNOWN_PATTERNS = frozenset(
 def read_gguf_tokenizer(
     file: GGUFFile, max_values: int
 ) -> tuple[tokenizers.Tokenizer, dict[str, Any], SentencePieces | None]:
-    """Return the tokenizer, the equivalent of its tokenizer_config.json, and the sentencepiece model, if it is one.
-    Raises ModelLoadError if the file has no tokenizer, an unsupported or corrupt one, or more than `max_values` tokens
-    and parts of merges."""
+    """Return the tokenizer, the equivalent of its tokenizer_config.json, and the sentencepiece model, if any. Raises
+    ModelLoadError for a missing, unsupported or corrupt tokenizer, or more than `max_values` tokens and parts of
+    merges."""
     fields = Fields(
         {key.removeprefix("tokenizer."): value for key, value in file.metadata.items()}, f"{file.path} (tokenizer)"
     )

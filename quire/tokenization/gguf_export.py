@@ -93,7 +93,6 @@ def _is_byte_level(content: Mapping[str, Any]) -> bool:
 
 
 def _steps(node: Mapping[str, Any] | None, inner: str) -> list[Mapping[str, Any]]:
-    """Steps of a pipeline part, flattened."""
     if node is None:
         return []
     return [step for each in node[inner] for step in _steps(each, inner)] if node["type"] == "Sequence" else [node]
@@ -117,14 +116,12 @@ def _byte_level(
 
 
 def _by_id(vocabulary: Mapping[str, int], added: Sequence[Mapping[str, Any]]) -> list[str | None]:
-    """Tokens by id; None for gaps."""
     by_id = {token_id: token for token, token_id in vocabulary.items()}
     by_id |= {token["id"]: token["content"] for token in added}
     return [by_id.get(token_id) for token_id in range(max(by_id) + 1)]
 
 
 def _rule(content: Mapping[str, Any], model: Mapping[str, Any], directory: Path) -> str:
-    """Name of the rule that splits words."""
     steps = _steps(content.get("pre_tokenizer"), "pretokenizers")
     patterns = tuple(step["pattern"].get("Regex") for step in steps if step["type"] == "Split")
     uses_own = any(step["type"] == "ByteLevel" and step.get("use_regex", True) for step in steps)

@@ -43,13 +43,10 @@ if TYPE_CHECKING:
     from quire.tokenization.tokenizer import Tokenizer
 
 DEADLY = (signal.SIGPROF, signal.SIGALRM)
-"""Signals of the timers."""
 _JOBS = msgspec.msgpack.Decoder(Render | Text | Read)
 
 
 class Worker:
-    """Work of one process."""
-
     def __init__(self, setup: Setup, connection: socket.socket, reader: FrameReader) -> None:
         self._setup = setup
         self._connection = connection
@@ -60,7 +57,6 @@ class Worker:
         """True while the memory limit for rendering applies: usage before the first one plus one rendering's share."""
 
     def do(self, job: bytes | bytearray) -> None:
-        """Do one job and send the answers."""
         try:
             work = _JOBS.decode(job)
         except RecursionError:
@@ -206,7 +202,6 @@ def _be_silent() -> None:
 
 
 def _limit(kind: int, value: int) -> None:
-    """Set a soft limit, within the hard one."""
     if kind == resource.RLIMIT_AS and sys.platform != "linux":
         return  # other systems have the name, and refuse or ignore the value
     _, hard = resource.getrlimit(kind)

@@ -2,7 +2,7 @@
 reads a large request body.
 
 Helpers start on demand, are reused, and end with the front end. One that exceeds a limit, hangs or dies fails only its
-job and is replaced. If the caller of a long tokenization leaves, its helper ends.
+job and is replaced. One whose caller leaves a long tokenization ends.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LONG_TEXT_CHARACTERS = 2**18
 """Length from which a helper tokenizes a text; below it the list of ids takes at most 2 ms."""
 UNKNOWN_PATTERN_CHARACTERS = 2**8
 """The same limit for a tokenizer with patterns of its own. Some take time cubic in the text or worse, until the library
-gives up after ten million attempts. The worst one found takes 0.6 s for 256 characters and 34 s for 4,096."""
+gives up after ten million attempts. The worst known takes 0.6 s for 256 characters and 34 s for 4,096."""
 START_SECONDS = 60.0
 """Timeout of a start; interpreter and Jinja take 0.1 s."""
 GRACE_SECONDS = 1.0
@@ -172,8 +172,8 @@ class Helper:
         return Rendering(answer.text)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Encode as Tokenizer.encode does. Raises UserError if this takes too much processor time, InternalError if the
-        process ends or stalls."""
+        """Encode as Tokenizer.encode does. Raises UserError beyond the processor time, InternalError if the process
+        ends or stalls."""
         return self._ids(text, encode_frame(Text(text, add_special_tokens, seconds_of(text))))
 
     def read(self, reader: str, argument: str, content: Sequence[bytes]) -> bytes | bytearray:
@@ -265,24 +265,22 @@ class Helpers:
 
     @property
     def pids(self) -> list[int]:
-        """Ids of the live processes."""
         with self._lock:
             return [helper.pid for helper in (*self._idle, *self._working)]
 
     def render(self, work: Conversion) -> Rendering | Failed:
-        """Render a conversation. Raises ChatTemplateProcessError if the process dies or cannot start; UserError for
-        templates that cannot be sent; EngineDeadError after `close`; for a long text also as `encode` does."""
+        """See Helper.render. Raises UserError for templates that cannot be sent, ChatTemplateProcessError if the
+        process cannot start, EngineDeadError after `close`."""
         if self._invalid is not None:
             raise UserError(f"the model's chat template is not valid: {self._invalid}", param="messages")
         return self._run(lambda helper: helper.render(work), _of_template)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Encode as Tokenizer.encode does. Raises InternalError if the process ends, EngineDeadError after `close`."""
+        """See Helper.encode. Raises EngineDeadError after `close`."""
         return self._run(lambda helper: helper.encode(text, add_special_tokens), _of_text)
 
     def read(self, reader: str, argument: str, content: Sequence[bytes]) -> bytes | bytearray:
-        """Call the function `reader` ("module:name") with `argument` and `content` in a helper. Raises as `encode`
-        does."""
+        """See Helper.read. reader: "module:name" of the function."""
         return self._run(lambda helper: helper.read(reader, argument, content), _of_text)
 
     def close(self) -> None:
@@ -356,7 +354,6 @@ def _of_text(what: str) -> InternalError:
 
 
 def _describe(status: int | None) -> str:
-    """Describe how a process ended."""
     if status is None:
         return "closed its connection"
     if status < 0:

@@ -1,5 +1,5 @@
-"""Tokenizer of a Hugging Face directory, built as by Transformers: from tokenizer.json, or vocab.json with merges.txt,
-with the class that the files name (`tokenizer_names`) and the special tokens of all files."""
+"""Tokenizer of a Hugging Face directory, as Transformers builds it: from tokenizer.json, or vocab.json with merges.txt,
+by the class that the files name (`tokenizer_names`), with all files' special tokens."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class HFTokenizer(NamedTuple):
 
 
 class Directory(NamedTuple):
-    """Model directory. config, model: tokenizer_config.json and config.json. name: given by the user. limit: maximum of
-    values in a file."""
+    """Model directory. config, model: tokenizer_config.json and config.json. name: given by the user. limit: maximum
+    number of values in a file."""
 
     path: Path
     name: str

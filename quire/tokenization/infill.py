@@ -71,7 +71,6 @@ def _encode_inside(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def _beginning(tokenizer: Tokenizer) -> list[int]:
-    """Tokens that the tokenizer puts before a text."""
     plain, whole = (tokenizer.encode("a", add_special_tokens=special) for special in (False, True))
     starts = range(len(whole) - len(plain) + 1)
     return next((whole[:start] for start in starts if whole[start : start + len(plain)] == plain), [])

@@ -31,11 +31,10 @@ template."""
 
 
 class TemplateLimits(msgspec.Struct, frozen=True):
-    """Limits of one rendering. The system enforces the first three, the parent also `seconds`.
+    """Limits of one rendering; the system enforces the first three, the parent also `seconds`.
 
-    cpu_seconds: processor time, with compilation. seconds: wall time to the answer, without the process's start.
-        memory: bytes of address space beyond the process's usage before (Linux only). queue_seconds: maximum wait for a
-        turn.
+    cpu_seconds: processor time, with compilation. seconds: wall time, without the process's start. memory: further
+        bytes of address space (Linux only). queue_seconds: maximum wait for a turn.
     """
 
     cpu_seconds: float = 2.0
@@ -116,8 +115,8 @@ class Rendered(msgspec.Struct, frozen=True, tag=True):
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """Conversation that was not rendered. kind: the template does not compile, refuses the messages (`raise_exception`)
-    or raised; the last message cannot be continued; the text is too long; memory or time ran out. reason: one line for
-    the first four."""
+    or raised; the last message cannot be continued; text, memory or time exceeded the limit. reason: one line for the
+    first four."""
 
     kind: Literal["invalid", "refused", "failed", "continued", "length", "memory", "time"]
     reason: str = ""
@@ -145,7 +144,6 @@ Answer = Rendered | Failed | Encoded | Answered | Refused
 
 
 def seconds_of(text: str) -> float:
-    """Processor time for a text, in seconds."""
     return TEXT_SECONDS + CHARACTER_SECONDS * len(text)
 
 

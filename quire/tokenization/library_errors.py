@@ -11,7 +11,7 @@ from pathlib import Path
 from quire.errors import ModelLoadError, is_interrupt
 
 MAX_REASON = 300
-"""Maximum of characters of the library's message."""
+"""Maximum number of characters of the library's message."""
 STDERR = 2
 
 

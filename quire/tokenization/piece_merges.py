@@ -1,8 +1,8 @@
 """Sentencepiece's BPE: repeatedly join the neighbours whose union has the highest score, the first of equals.
 
 The `tokenizers` library takes an ordered list of pairs, where two pairs for the same piece cannot be equal; runs of
-spaces, dashes or letters then give other pieces. So this module finds the pieces, and the library gets them as words. A
-text is cut where no piece joins two characters. Results of parts are cached, because most words repeat.
+spaces, dashes or letters then give other pieces. So this module finds the pieces, and the library gets them as words.
+Texts are cut where no piece joins two characters, and results of parts are cached.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from quire.tokenization.vocabulary_limits import check_pieces
 
 _LONGEST_PART = 2**13
-"""Maximum of characters joined at once. Only a longer text without natural cuts is cut here."""
+"""Maximum number of characters joined at once. Only a longer text without natural cuts is cut here."""
 _LONGEST_KEPT = 64
 _MOST_KEPT = 2**16
 _MOST_NESTED = 64
@@ -102,7 +102,6 @@ class PieceMerger:
             yield from pieces
 
     def _cuts(self, word: str) -> Iterator[int]:
-        """Ends of a word's parts."""
         joined, start = self._joined, 0
         for end, pair in enumerate(itertools.pairwise(word), 1):
             if pair not in joined or end - start == _LONGEST_PART:

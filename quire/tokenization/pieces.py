@@ -144,7 +144,6 @@ def compile_pieces(backend: tokenizers.Tokenizer) -> Pieces:
 
 
 def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
-    """Steps of a decoder, flattened."""
     if decoder["type"] != "Sequence":
         return [decoder]
     return [step for part in decoder["decoders"] for step in _steps(part)]
@@ -152,7 +151,7 @@ def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _byte_alphabet() -> dict[str, int]:
     """Character of each byte in byte-level vocabularies: printable bytes stand for themselves, others are numbered from
-    U+0100 in order."""
+    U+0100."""
     alphabet = ByteLevel.alphabet()
     printable = {char: ord(char) for char in alphabet if ord(char) < 256}
     others = sorted(set(range(256)) - set(printable.values()))

@@ -18,14 +18,14 @@ MAX_STEPS = 64
 MAX_GROWTH = 64
 """Maximum growth factor of a text: Metaspace writes three bytes for one."""
 MAX_INSERTED = 256
-"""Maximum of characters that a step writes at once."""
+"""Maximum number of characters that a step writes at once."""
 MAX_ADDED_TOKENS = 64
-"""Maximum of tokens around a text, and of the parts that place them."""
+"""Maximum number of tokens around a text, and of the parts that place them."""
 LONGEST_WORD = 256
-"""Maximum of characters in a word that WordPiece splits (`max_input_chars_per_word`; usually 100): it tries every part
-at every place."""
+"""Maximum number of characters in a word that WordPiece splits (`max_input_chars_per_word`; usually 100): it tries
+every part at every place."""
 _LETTERS_PER_CHARACTER = 4
-"""Maximum of letters that a byte-level step writes per character: one for each byte."""
+"""Maximum number of letters that a byte-level step writes per character: one for each byte."""
 _NEVER_EMPTY = re.compile(r"(?:\\s| |\[[^\]\[\\^]+\])(?:\+|\{[1-9]\d*,\})?")
 """Patterns of runs of blanks, which most tokenizers have."""
 _INNER = ("normalizers", "decoders", "pretokenizers", "processors")
@@ -45,7 +45,6 @@ def check_charsmaps(content: bytes) -> None:
 
 
 def check_charsmap(table: bytes) -> None:
-    """Raise ModelLoadError for a truncated character table."""
     if len(table) < 4 or int.from_bytes(table[:4], "little") > len(table) - 4:
         raise ModelLoadError("its precompiled_charsmap is shorter than it says")
 
@@ -120,7 +119,6 @@ def _growth(step: dict[str, Any], what: str) -> float:
 
 
 def _steps(description: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Steps of a pipeline part, flattened."""
     if description.get("type") != "Sequence":
         yield dict(description)
         return

@@ -39,8 +39,8 @@ KIMI_SPECIALS = 256
 def ranked_bpe(
     tokens: Sequence[bytes], pattern: str, specials: Mapping[int, str], first_id: int = 0
 ) -> tokenizers.Tokenizer:
-    """Build a tokenizer. tokens: by rank; ids count from `first_id`. pattern: regular expression of a word. specials:
-    special tokens by id. Raises ModelLoadError for duplicate or overlong tokens, or a missing single byte."""
+    """tokens: by rank; ids count from `first_id`. pattern: regular expression of a word. specials: special tokens by
+    id. Raises ModelLoadError for duplicate or overlong tokens, or a missing single byte."""
     letters = _letters()
     texts = ["".join(letters[byte] for byte in token) for token in tokens]
     vocabulary = {text: first_id + rank for rank, text in enumerate(texts)}
@@ -119,14 +119,12 @@ def read_tekken(values: Mapping[str, Any], file: Path) -> tuple[tokenizers.Token
 
 
 def _old_specials() -> list[dict[str, Any]]:
-    """Special tokens of files that list none."""
     return [
         {"rank": rank, "token_str": text} for rank, text in enumerate(("<unk>", "<s>", "</s>", "[INST]", "[/INST]"))
     ]
 
 
 def added_tokens(config: Mapping[str, Any], file: Path) -> dict[int, str]:
-    """Texts of `added_tokens_decoder`, by id."""
     listed = config.get("added_tokens_decoder") or {}
     try:
         found = {int(token_id): str(token["content"]) for token_id, token in listed.items()}

@@ -2,8 +2,8 @@
 
 BPE joins the neighbours whose union has the highest score (LLaMA 2, Gemma); Unigram takes the pieces with the highest
 sum of scores (T5). `TextPreparation` makes the words that the `tokenizers` library turns into ids: a BPE model's
-pieces, or the whole text, which the library cuts, for Unigram. (Ties between equal sums may differ from sentencepiece:
-its sums have 32 bits, the library's 64.)
+pieces, or the whole text, which the library cuts, for Unigram. (Ties may differ from sentencepiece: it adds scores in
+32 bits, the library in 64.)
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from quire.tokenization.piece_merges import PieceMerger, any_of
 from quire.tokenization.vocabulary_limits import LONGEST_PIECE, check_pieces
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-"""Kinds of pieces."""
 BPE, UNIGRAM = 2, 1
 """Kinds of models, numbered as in TrainerSpec.model_type."""
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
@@ -116,7 +115,6 @@ class TextPreparation:
     stay; each text between them counts as a text of its own, as in llama.cpp."""
 
     def __init__(self, model: SentencePieces, special: Collection[str]) -> None:
-        """special: texts of special tokens."""
         steps: list[normalizers.Normalizer] = []
         self._charsmap = Charsmap(model.charsmap) if model.charsmap else None
         if model.joins_spaces:
@@ -140,7 +138,6 @@ class TextPreparation:
 
 
 def _merger(model: SentencePieces, whole: Collection[str]) -> PieceMerger:
-    """whole: texts that are always tokens."""
     of_kind = {
         kind: {
             piece: score

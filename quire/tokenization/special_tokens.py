@@ -1,4 +1,4 @@
-"""Special tokens of a directory, from all files that name some, with Transformers' precedence.
+"""Special tokens of a directory, from all its files, with Transformers' precedence.
 
 tokenizer_config.json wins. If it has `added_tokens_decoder`, only tokenizer.json counts besides; otherwise
 special_tokens_map.json overrides it, and added_tokens.json and tokenizer.json say how tokens are written.
@@ -35,7 +35,6 @@ class SpecialTokens:
 
     @property
     def texts(self) -> dict[str, str]:
-        """Texts of named tokens."""
         return {name: text_of(token) for name, token in self.named.items()}
 
     def add_to(self, backend: tokenizers.Tokenizer, again: str) -> None:
@@ -127,7 +126,6 @@ def _is_entry(value: Any) -> bool:
 
 
 def _token(path: Path, name: str, value: Any) -> Token | None:
-    """Token from a text or an object with `content`."""
     if value is None or isinstance(value, str | AddedToken):
         return value
     if isinstance(value, dict) and isinstance(value.get("content"), str):
@@ -145,7 +143,6 @@ def _entry(path: Path, name: str, value: Any, *, is_special: bool = False) -> Ad
 
 
 def _listed(path: Path, listed: Any) -> dict[int, AddedToken]:
-    """Value of `added_tokens_decoder`."""
     try:
         return {int(token_id): _entry(path, token_id, token) for token_id, token in listed.items()}
     except (AttributeError, TypeError, ValueError):

@@ -1,8 +1,8 @@
 """Form of messages that a chat template expects, found in its syntax tree, and conversion of messages to it.
 
 A template that loops over a message's content wants a list of parts, others a string. Loops are found as in vLLM, so
-that conversations have the same tokens: `messages` and variables assigned from it, loops over these, and inner loops
-over `message.content` or `message["content"]`, through filters and slices.
+that the tokens are equal: over `messages` or variables assigned from it, and inside over `message.content` or
+`message["content"]`, through filters and slices.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 from jinja2 import nodes
 
 IMAGE = "image"
-"""Type of an image part."""
 
 
 class ImagesRefusedError(Exception):
@@ -58,7 +57,6 @@ def adapt_message(message: dict[str, Any], *, as_parts: bool, knows_developer: b
 
 
 def _assignments(tree: nodes.Template) -> Iterator[tuple[str, nodes.Node]]:
-    """Yield (name, value) of each `set` of one variable."""
     for assignment in tree.find_all(nodes.Assign):
         if isinstance(assignment.target, nodes.Name):
             yield assignment.target.name, assignment.node

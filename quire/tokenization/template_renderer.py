@@ -1,7 +1,7 @@
 """Renderer of chat templates, in a helper process (helper_process.py).
 
-A template is a program of the checkpoint, and its cost cannot be checked in advance. So it runs there, in Jinja's
-sandbox, under the system's limits on time and memory. Imports only Jinja and msgspec.
+A template is a program of unknown cost, so it runs there in Jinja's sandbox, under the system's limits on time and
+memory. Imports only Jinja and msgspec.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from quire.tokenization.template_content import ImagesRefusedError, adapt_messag
 
 MAX_REASON_CHARACTERS = 1_000
 CONTINUE_MARK = "MODEL_CONTINUES_THIS_HERE_ "
-"""Mark at the end of a continued message while rendering. Its final space shows whether the template trims. It has the
-length and character classes of Transformers' mark, which templates that escape or change case leave intact."""
+"""Mark at the end of a continued message while rendering. Its final space shows whether the template trims. Templates
+that escape or change case leave it intact, like Transformers' mark of equal length."""
 
 
 class ChatTemplateError(jinja2.TemplateError):

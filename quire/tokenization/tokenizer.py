@@ -1,4 +1,4 @@
-"""Conversion of text to token ids and back, over the `tokenizers` library and the files of a Hugging Face directory."""
+"""Conversion of text to token ids and back, over the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -116,12 +116,11 @@ class Tokenizer:
         return self.encode_batch([text], add_special_tokens)[0]
 
     def encode_batch(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Encode several texts on several cores, see `encode`."""
+        """Encode several texts on several cores."""
         # The batch call, even for one text: it lets other threads run, and it computes no offsets.
         return [each.ids for each in self.encodings(texts, add_special_tokens)]
 
     def beginnings(self, texts: list[str], max_tokens: int) -> list[str]:
-        """Cut texts to at most `max_tokens` tokens."""
 
         def cut(text: str, found: tokenizers.Encoding) -> str:
             if len(found.ids) <= max_tokens:
@@ -160,8 +159,8 @@ class Tokenizer:
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """Text of a whole token sequence, equal to its streamed text.
 
-        It differs from the library for runs of byte tokens that are not valid UTF-8: the library drops the run's valid
-        characters too; here (they may have been streamed) only invalid bytes become U+FFFD. Unknown ids have no text.
+        It differs from the library for byte tokens that are not valid UTF-8: the library drops the valid characters of
+        such a run too; here (they may have been streamed) only invalid bytes become U+FFFD. Unknown ids have no text.
         If the tokenizer drops spaces before punctuation, streams keep them.
         """
         with panics_are_errors("the tokenizer"):
@@ -206,7 +205,6 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """Jinja source of the default chat template, or None."""
         return self.chat_templates.get("default")
 
     def _skipped(self, skip_special_tokens: bool) -> frozenset[int]:
@@ -334,7 +332,6 @@ def _with_flags(
 
 
 def open_tokenizer(options: EngineOptions, vocab_size: int) -> Tokenizer | None:
-    """Tokenizer given by the options, or else the model's."""
     if options.skip_tokenizer_init:
         return None
     is_own = options.tokenizer is None or options.tokenizer == options.model

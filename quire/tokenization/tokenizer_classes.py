@@ -1,9 +1,8 @@
 """Tokenizer classes that Transformers builds itself, whatever pipeline tokenizer.json describes.
 
 `tokenizer_class` of tokenizer_config.json, or the model's type, names a class. Most use tokenizer.json unchanged
-(FROM_FILE). The others take its vocabulary and merges, but have their own normalizer, pre-tokenizer, decoder and
-special tokens, which depend on options of tokenizer_config.json. Those of text models are built here; others are
-refused, because their ids would differ from Transformers'.
+(FROM_FILE). The others take only its vocabulary and merges; their pipeline depends on options of tokenizer_config.json.
+Those of text models are built here; others are refused, because their ids would differ.
 """
 
 from __future__ import annotations
@@ -278,4 +277,3 @@ CLASSES: Mapping[str, TokenizerClass] = MappingProxyType(
         ),
     }
 )
-"""Classes by name."""

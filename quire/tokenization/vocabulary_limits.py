@@ -1,8 +1,7 @@
 """Limits on the number and length of entries in a tokenizer's files.
 
-The `tokenizers` library takes up to 406 bytes for each value, which may be written in two, so the file's size says
-little about its memory. Values are counted before the library reads the file. Its trees are as deep as the longest
-entry, and freeing one that is too deep kills the process.
+The `tokenizers` library takes up to 406 bytes for each value, however short, so values are counted before it reads a
+file. Its trees are as deep as the longest entry, and freeing too deep a tree kills the process.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ VALUES_PER_TOKEN = 6
 """Values per token: one for the token (two with a score), two for each merge; families converted from sentencepiece
 have 2.3 merges per token."""
 MAX_TOKENIZER_VALUES = 2**21
-"""Maximum of values in a file for any vocabulary: a million tokens with scores."""
+"""Maximum number of values in a file for any vocabulary: a million tokens with scores."""
 LONGEST_PIECE = 512
-"""Maximum of characters in an entry; in byte-level vocabularies one per byte."""
+"""Maximum number of characters in an entry; in byte-level vocabularies one per byte."""
 MAX_PATTERN = 2**14
-"""Maximum of characters in a regular expression or other text that is not an entry."""
+"""Maximum number of characters in a regular expression or other text that is not an entry."""
 _STEP_TEXT = re.compile(rb'"(Regex|String|precompiled_charsmap)"\s*:\s*$')
 """Key before the text of a step. Character tables have a check of their own."""
 
 
 def max_values(vocab_size: int | None) -> int:
-    """Maximum of values in a file. vocab_size: the model's, if known."""
+    """Maximum number of values in a file. vocab_size: the model's, if known."""
     num_tokens = (LARGEST_VOCABULARY if vocab_size is None else vocab_size) + NUM_OTHER_TOKENS
     return min(MAX_TOKENIZER_VALUES, VALUES_PER_TOKEN * num_tokens)
 
@@ -43,7 +42,6 @@ def count_values(content: bytes, *, is_text: bool) -> int:
 
 
 def check_num_values(file: Path, num_values: int, limit: int) -> None:
-    """Raise ModelLoadError for more than `limit` values."""
     if num_values > limit:
         raise ModelLoadError(
             f"{file} holds some {num_values} values of vocabulary and merges; {limit} are allowed with this model's "
@@ -59,8 +57,8 @@ def check_pieces(where: object, pieces: Iterable[str]) -> None:
 
 
 def check_text_lengths(file: Path, content: bytes) -> None:
-    """Raise ModelLoadError for a JSON file or merges.txt with a text longer than an entry may be. The time does not
-    depend on the number of texts."""
+    """Raise ModelLoadError for too long a text in a JSON file or merges.txt. The time does not depend on the number of
+    texts."""
     if file.suffix == ".txt":
         for start, end in _long_runs(content, b"\n", LONGEST_PIECE):
             _check_merge(file, content[start:end].decode(errors="replace"))

@@ -6,6 +6,7 @@ A line fails that says who does something with a pronoun (a "no-body", a "who-ev
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.architecture.source import ROOT
+from tests.architecture.source import ROOT, modules
 
 GAP = r"[\s_#/*]+"
 """Between two words: a space, an underscore, or the end of a line of prose and the start of the next comment line."""
@@ -98,3 +99,35 @@ def test_allowed_lines_are_there() -> None:
 def test_what_is_found(text: str, numbers: list[int]) -> None:
     """Also in the name of a test, and across the end of a comment line."""
     assert [number for number, _ in findings(text)] == numbers
+
+
+WITHOUT_SUBJECT = re.compile(
+    r"\s*(?:Of|What|Whether|As|Those|Where|Without|Behind|Whose?|That of"
+    r"|How|Which|For|By|In|From|Per|When|Nothing|Most)\b"
+)
+"""First words of a docstring whose noun stands elsewhere."""
+PARAMETER_WITHOUT_SUBJECT = re.compile(
+    r"(?m)(?:^|[.;] )\s*[a-z_]+(?:, [a-z_]+)*: (?:of|what|whether|as|those|where|without|behind|whose?)\b"
+)
+"""The same of what stands behind the name of a parameter."""
+MOST_FRAGMENTS = 100
+
+
+def docstrings() -> Iterator[tuple[str, str]]:
+    """Place and text of each docstring of the package, of attributes too."""
+    for module in modules():
+        for node in module.nodes:
+            if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            for item in node.body:
+                value = item.value if isinstance(item, ast.Expr) else None
+                if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                    yield f"{module.where}:{item.lineno}", value.value
+
+
+def test_docstrings_name_their_subject() -> None:
+    """ "Of a token: -1 asks for ..." is "Token id; -1 asks for ..."."""
+    found = [place for place, text in docstrings() if WITHOUT_SUBJECT.match(text)]
+    parameters = [place for place, text in docstrings() for _ in PARAMETER_WITHOUT_SUBJECT.findall(text)]
+    assert len(found) <= MOST_FRAGMENTS, found
+    assert len(parameters) <= MOST_FRAGMENTS, parameters

@@ -1,7 +1,5 @@
-"""Families of models: one module a family, from its config.json to a ModelShape. Imports no torch.
-
-A family that the engine cannot run still has a shape, for `quire plan` and `quire simulate`.
-"""
+"""Families of models: one module a family, from its config.json to a ModelShape. Families that the engine cannot run
+have a shape too, for `quire plan` and `quire simulate`."""
 
 from __future__ import annotations
 
@@ -76,7 +74,7 @@ def by_class(values: Mapping[str, Any]) -> Family | None:
 
 def language_model(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
     """(the language model's part of a config.json, its key; "" for the whole). Its own class or model_type names the
-    family; the outer keys in _SHARED_KEYS take precedence."""
+    family; outer keys in _SHARED_KEYS take precedence."""
     inner = values.get(TEXT_CONFIG)
     key = TEXT_CONFIG if isinstance(inner, Mapping) and by_class(values) is None else ""
     found = values
@@ -111,11 +109,8 @@ def _family_of(values: Mapping[str, Any]) -> Family | None:
 
 
 def read_shape(values: Mapping[str, Any], name: str = "model", where: str | None = None) -> ModelShape:
-    """Shape of any config.json; for a multimodal model that of its language model (`text_config`). where: name in
-    errors (None: `name`).
-
-    Raises ModelLoadError with the key that is missing, wrong or not supported.
-    """
+    """Shape of any config.json; for a multimodal model its language model's (`text_config`). where: name in errors
+    (None: `name`). Raises ModelLoadError with the key that is missing, wrong or not supported."""
     values, key = language_model(values)
     where = ": ".join(filter(None, (where or name, key)))
     return shape_of(known_values(values, where), name, where)

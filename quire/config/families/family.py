@@ -1,5 +1,5 @@
-"""Family: facts about a family of models that its config.json does not hold, as data, and the step from a config.json
-to a shape. Tested against Transformers' models (tests/simulator/test_shape.py)."""
+"""Facts about a family of models that its config.json does not hold, as data, and the step from a config.json to a
+shape. Tested against Transformers' models (tests/simulator/test_shape.py)."""
 
 from __future__ import annotations
 
@@ -43,14 +43,13 @@ class GGUFNames:
 
     architecture: value of "general.architecture". interleaved: the elements of a rotated pair are neighbours; Hugging
     Face has them half a head apart. windowed: class of a model with a sliding window and the same architecture; "":
-    windows are not supported.
-    top, layer: tensors outside and inside the layers -> Hugging Face names. activation: the MLP's, which files omit.
-    norm_offset: difference of a file's norm weights to Hugging Face's. caps: keys of soft caps, in the metadata and in
-    config.json. largest: number of layers of the model size whose scores are divided by the root of the hidden size per
-    head, not of a head's width (Gemma's 27B); 0: none. gating: value of "expert_gating_func" that identifies the
-    family; 0: any. tiled: value heads of a state are ordered by their number within a key head; Hugging Face groups
-    them by key head. layers: Hugging Face name of the list of layers. settings, rope: keys of config.json and of its
-    RoPE settings that are the same for the whole family and that files omit.
+    windows are not supported. top, layer: tensors outside and inside the layers -> Hugging Face names. activation: the
+    MLP's, which files omit. norm_offset: difference of a file's norm weights to Hugging Face's. caps: keys of soft
+    caps, in the metadata and in config.json. largest: number of layers of the model size whose scores are divided by
+    the root of the hidden size per head, not of a head's width (Gemma's 27B). gating: value of "expert_gating_func"
+    that identifies the family; 0: any. tiled: value heads of a state are ordered by their number within a key head;
+    Hugging Face groups them by key head. layers: Hugging Face name of the list of layers. settings, rope: keys of
+    config.json and of its RoPE settings that files omit, the same for the whole family.
     """
 
     architecture: str
@@ -167,7 +166,7 @@ class Family:
     gguf: GGUFNames | None = None
 
     def read(self, fields: Fields, name: str) -> ModelShape:
-        """Shape of the model that `fields` describes. Raises ModelLoadError with file and key."""
+        """Raises ModelLoadError with file and key."""
         hidden = first(fields, *self.hidden_size, maximum=MAX_WIDTH)
         num_layers = first(fields, *self.num_layers, maximum=MAX_LAYERS)
         factor = self.intermediate_factor or (None if self.is_runnable else 4)
@@ -302,7 +301,7 @@ class Family:
         return attention, projections, vectors
 
     def _states(self, fields: Fields, num_layers: int) -> tuple[bool, ...]:
-        """True for each layer that keeps a state, by `layer_types` or else the family's rule."""
+        """True for each layer that keeps a state, by `layer_types` or the family's rule."""
         if self.state_layers is None:
             return (False,) * num_layers
         kinds = names(fields, "layer_types", num_layers, ("linear_attention", "full_attention"))
@@ -388,7 +387,7 @@ class Family:
 
 
 def first(fields: Fields, *keys: str, default: int | None = None, maximum: int = MAX_WIDTH) -> int:
-    """The integer under the first of `keys` that exists; 0 only where that is the default."""
+    """The integer under the first existing key; 0 only where that is the default."""
     for key in keys:
         if fields.values.get(key) is not None:
             return fields.integer(key, minimum=0 if default == 0 else 1, maximum=maximum)
@@ -400,7 +399,7 @@ def first(fields: Fields, *keys: str, default: int | None = None, maximum: int =
 
 
 def names(fields: Fields, key: str, num_layers: int, known: tuple[str, ...]) -> list[str] | None:
-    """Names of the layers in a list of config.json, each one of `known`; None without the key."""
+    """Layers' names in a list of config.json, each one of `known`; None without the key."""
     kinds = fields.values.get(key)
     if kinds is None:
         return None

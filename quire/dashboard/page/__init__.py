@@ -32,7 +32,7 @@ class Page:
 
 
 def load_page() -> Page:
-    """Live page. It is the same for all servers and fetches its data."""
+    """Live page, the same for all servers."""
     return _join("index.html", "style.css", SCRIPTS)
 
 

@@ -415,7 +415,7 @@ def process(
 ) -> None:
     """Logits of the sampled distribution: divided by temperature (greedy: 1), minus infinity for filtered and banned
     tokens. scores: [R, vocab_size]; targets: [R] int32, sampled tokens; processed: [R, vocab_size] float32, may be
-    `scores`. features: those of the rows to write, and of filtered rows. impossible: scores not above it are of banned
+    `scores`. features: bits of the rows to write, and of filtered rows. impossible: scores not above it are of banned
     tokens."""
     launch(
         _process_kernel,

@@ -121,9 +121,9 @@ def _step(step, weights, sums, factor, maximum, total, first_position, first_key
           BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
           num_warps: gl.constexpr):  # fmt: skip
     """Compute this step's scores and weights while the last step's weights are multiplied with its values. step: key
-    tile counted from the last. weights: those of the step before, not yet multiplied. sums: [64, DIM], earlier weighted
-    values; factor: applied to them first. maximum, total: see `_weights`. Returns weights, sums, factor, maximum and
-    total for the next step."""
+    tile counted from the last. weights: the weights of the step before, not yet multiplied. sums: [64, DIM], earlier
+    weighted values; factor: applied to them first. maximum, total: see `_weights`. Returns weights, sums, factor,
+    maximum and total for the next step."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_N, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, DIM, 16])
     stage = step % STAGES

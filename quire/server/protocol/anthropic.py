@@ -134,7 +134,7 @@ class ToolChoice(msgspec.Struct, frozen=True):
 
 
 class Thinking(msgspec.Struct, frozen=True):
-    """budget_tokens: maximum of thinking tokens."""
+    """budget_tokens: maximum number of thinking tokens."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Int32 | None = None

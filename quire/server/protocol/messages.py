@@ -20,7 +20,7 @@ KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 MAX_ROLE = 64
-"""Maximum of characters in a role."""
+"""Maximum number of characters in a role."""
 
 
 def check_role(role: str) -> None:
@@ -57,7 +57,6 @@ class ContentPart(msgspec.Struct, frozen=True, gc=False):
                 raise UserError(f"{other} does not belong into a content part of type {self.type!r}", param=other)
 
     def to_dict(self) -> dict[str, Any]:
-        """Given fields."""
         return {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
 
 
@@ -115,7 +114,6 @@ class ChatMessage(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def text(self) -> str:
-        """Content as a string."""
         content = self.to_dict()["content"] or ""
         if isinstance(content, str):
             return content

@@ -72,7 +72,7 @@ Think = bool | Literal["low", "medium", "high", "max"]
 
 
 class OllamaOptions(SamplerFields, kw_only=True, frozen=True):
-    """Sampling options. num_predict: maximum of tokens; not positive: as many as the context holds."""
+    """Sampling options. num_predict: maximum number of tokens; not positive: as many as the context holds."""
 
     num_predict: Int32 | None = None
 
@@ -265,7 +265,6 @@ class OllamaGenerateRequest(OllamaFields, kw_only=True, frozen=True):
 
     @property
     def size(self) -> int:
-        """Characters of the prompt and its images."""
         return len(self.prompt) + sum(map(len, self.images))
 
     def to_completion(self, model: str, defaults: Mapping[str, Any], longest: int) -> dict[str, Any]:

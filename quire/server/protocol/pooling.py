@@ -13,7 +13,7 @@ from quire.server.protocol.common import MAX_STRING, Identifier, Int32, Priority
 from quire.server.protocol.messages import Messages, check_continuation
 
 MAX_INPUTS = 2048
-"""Maximum of texts in one request; OpenAI's."""
+"""Maximum number of texts in one request; OpenAI's."""
 
 EncodingFormat = Literal["float", "base64", "bytes", "bytes_only"]
 NumberType = Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"]
@@ -93,7 +93,6 @@ class InputFields(PoolingFields, kw_only=True, frozen=True):
 
     @property
     def inputs(self) -> list[str | list[int]]:
-        """List of texts."""
         if self.input is None:
             return []
         if isinstance(self.input, str):

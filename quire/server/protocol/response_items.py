@@ -54,7 +54,6 @@ class Part(msgspec.Struct, frozen=True):
     UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = dict.fromkeys(_MEDIA, ())
 
     def to_dict(self) -> dict[str, Any]:
-        """Given fields."""
         return {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
 
 
@@ -90,7 +89,6 @@ Items = Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
 def items_of(given: str | list[InputItem]) -> list[InputItem]:
-    """Items of a request's `input`."""
     return [InputItem(role="user", content=given)] if isinstance(given, str) else given
 
 
@@ -112,7 +110,7 @@ def chat_messages_of(items: Sequence[InputItem], num_before: int = 0) -> list[di
 
 
 def messages_of_items(items: Sequence[InputItem], instructions: str | None, num_before: int = 0) -> Messages:
-    """Return the conversation of `items`: `num_before` from earlier, then those of `input`. Raises UserError."""
+    """Conversation of `items`: `num_before` from earlier, then those of `input`. Raises UserError."""
     system = [] if instructions is None else [{"role": "system", "content": instructions}]
     return messages_of([*system, *chat_messages_of(items, num_before)], "input")
 
@@ -212,7 +210,6 @@ class StoredItems(NamedTuple):
         return len(self.before.items) + len(self.added)
 
     def decoded(self) -> list[dict[str, Any]]:
-        """All items, in listed form."""
         return [*self.before.decoded(), *msgspec.json.decode(self.added)]
 
 

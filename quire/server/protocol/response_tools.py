@@ -75,7 +75,6 @@ class NamedTool(msgspec.Struct, frozen=True):
     tools: list[dict[str, Any]] | None = None
 
     def to_chat(self, tools: Sequence[ResponseTool]) -> dict[str, Any]:
-        """tools: all tools of the request."""
         if self.type == "function" and self.name is not None:
             return {"type": "function", "function": {"name": _meant(self.name, tools)}}
         if self.type == "allowed_tools" and self.tools:

@@ -126,7 +126,6 @@ class ToolFields(SamplingFields, kw_only=True, frozen=True):
 
     @property
     def chosen_names(self) -> list[str]:
-        """Functions that tool_choice names."""
         if not isinstance(self.tool_choice, ToolChoice):
             return []
         if self.tool_choice.type == "function":
@@ -136,7 +135,6 @@ class ToolFields(SamplingFields, kw_only=True, frozen=True):
 
     @property
     def usable_tools(self) -> list[Tool]:
-        """Tools that may be called."""
         names, tools = self.chosen_names, self.tools or []
         return [tool for tool in tools if tool.function.name in names] if names else tools
 
