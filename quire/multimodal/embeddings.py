@@ -1,18 +1,18 @@
 """Features that a client computed of an image itself (`image_embeds`): read and checked before the engine sees them.
 
-Over HTTP they are files of `torch.save` in base64, which are read without torch: a dense tensor in an uncompressed zip
-archive, described by a pickle of which nothing but that tensor is built.
+Over HTTP they are files of `torch.save` in base64, which are read without torch and without running a pickle: a dense
+tensor in an uncompressed zip archive, and a pickle whose operations describe it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
-import pickle
+import math
+import pickletools
 import zipfile
-from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,15 +27,20 @@ MAX_PATCHES = 2**16
 _MAX_PICKLE = 2**14
 """Maximum bytes of a tensor's description."""
 _KEY_LABEL = b"quire.features.v1\0"
+_BFLOAT16 = "torch BFloat16Storage"
 _TYPES = {
-    "FloatStorage": np.float32,
-    "DoubleStorage": np.float64,
-    "HalfStorage": np.float16,
-    "BFloat16Storage": np.uint16,
-    "LongStorage": np.int64,
-    "IntStorage": np.int32,
+    "torch FloatStorage": np.float32,
+    "torch DoubleStorage": np.float64,
+    "torch HalfStorage": np.float16,
+    _BFLOAT16: np.uint16,
+    "torch LongStorage": np.int64,
+    "torch IntStorage": np.int32,
 }
 """Kinds of stored tensors, and the types of their elements; those of bfloat16 are their bits."""
+_CONSTANTS: Mapping[str, Any] = {"NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+_ATOMS = {"GLOBAL", "BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1", *_CONSTANTS}
+_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_PERSISTENT = "persistent"
 
 
 def read_features(given: Mapping[str, Any], where: str, feature_size: int, merge_size: int) -> ReadyImage:
@@ -91,59 +96,57 @@ def _stored(data: bytes, where: str) -> npt.NDArray[Any]:
             (described,) = (each for each in members if each.filename.endswith("/data.pkl"))
             if described.file_size > _MAX_PICKLE:
                 raise ValueError("too long")
-            reader = _Reader(archive, described.filename.removesuffix("data.pkl"))
-            found = reader.load()
-            if not isinstance(found, np.ndarray):
-                raise TypeError("no tensor")
-            return found
+            folder = described.filename.removesuffix("data.pkl")
+            return _rebuilt(archive, folder, _described_tensor(archive.read(described)))
     except Exception:
         raise UserError(
             f"{where}: base64 of one dense tensor, as torch.save writes it, is needed", param=where
         ) from None
 
 
-class _Storage:
-    """The name of a kind of storage."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-
-
-class _Reader(pickle.Unpickler):
-    """Builds a tensor's array, and refuses whatever else a pickle names."""
-
-    def __init__(self, archive: zipfile.ZipFile, folder: str) -> None:
-        super().__init__(io.BytesIO(archive.read(f"{folder}data.pkl")))
-        self._archive, self._folder = archive, folder
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return _rebuilt
-        if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
-        return _Storage(name) if module == "torch" and name in _TYPES else self._refuse()
-
-    def persistent_load(self, pid: Any) -> tuple[str, npt.NDArray[Any]]:
-        label, kind, key, _, count = pid
-        if label != "storage" or not isinstance(kind, _Storage) or not str(key).isdecimal():
-            self._refuse()
-        values = np.frombuffer(self._archive.read(f"{self._folder}data/{key}"), _TYPES[kind.kind])
-        if len(values) != count:
-            self._refuse()
-        return kind.kind, values
-
-    def _refuse(self) -> NoReturn:
-        raise pickle.UnpicklingError
+def _described_tensor(described: bytes) -> Any:
+    """The calls that a pickle asks for, as tuples of a name and its arguments: none is made."""
+    stack: list[Any] = []
+    marks: list[int] = []
+    memo: dict[Any, Any] = {}
+    for operation, argument, _ in pickletools.genops(described):
+        name = operation.name
+        if name in _ATOMS:
+            stack.append(_CONSTANTS.get(name, argument))
+        elif name == "MARK":
+            marks.append(len(stack))
+        elif name == "TUPLE":
+            start = marks.pop()
+            stack[start:] = [tuple(stack[start:])]
+        elif name in _TUPLES:
+            stack[-_TUPLES[name] :] = [tuple(stack[-_TUPLES[name] :])]
+        elif name in ("REDUCE", "BINPERSID"):
+            what = (_PERSISTENT,) if name == "BINPERSID" else (stack.pop(-2),)
+            stack.append((*what, stack.pop()))
+        elif name in ("BINPUT", "LONG_BINPUT"):
+            memo[argument] = stack[-1]
+        elif name in ("BINGET", "LONG_BINGET"):
+            stack.append(memo[argument])
+        elif name not in ("PROTO", "STOP"):
+            raise ValueError(name)
+    (found,) = stack
+    return found
 
 
-def _rebuilt(storage: Any, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], *_: Any) -> Any:
-    """The tensor of a storage, which must have its elements in one piece."""
-    kind, values = storage
-    if kind == "BFloat16Storage":
+def _rebuilt(archive: zipfile.ZipFile, folder: str, call: Any) -> npt.NDArray[Any]:
+    """The tensor that the one call of a description makes. Its storage must have its elements in one piece."""
+    function, ((persistent, (label, kind, key, _, count)), offset, shape, strides, *_) = call
+    if (function, persistent, label) != ("torch._utils _rebuild_tensor_v2", _PERSISTENT, "storage"):
+        raise ValueError("another call")
+    if not key.isdecimal() or offset < 0 or min(shape, default=0) < 0:
+        raise ValueError("another storage")
+    values = np.frombuffer(archive.read(f"{folder}data/{key}"), _TYPES[kind])
+    if len(values) != count:
+        raise ValueError("cut off")
+    if kind == _BFLOAT16:
         values = (values.astype(np.uint32) << 16).view(np.float32)
-    count = int(np.prod(shape, dtype=np.int64))
-    whole = values[offset : offset + count].reshape(shape)
+    whole = values[offset : offset + math.prod(shape)].reshape(shape)
     expected = tuple(stride // whole.itemsize for stride in whole.strides)
     if any(size > 1 and own != other for size, own, other in zip(shape, strides, expected, strict=True)):
-        raise pickle.UnpicklingError
+        raise ValueError("not in one piece")
     return whole
