@@ -149,13 +149,15 @@ struct HeadsArgs {
 
 inline constexpr int64_t kMaxHeadFeatures = 2048;
 
-// The matrices of a layer's experts, or of those that this rank holds. gate_up: gated, `intermediate` wide each; biases
-// as LinearArgs has them, or empty. places: by an expert's number, its place among the matrices, or -1: another rank
+// The matrices of a layer's experts, or of those that this rank holds. gate_up: gated, `intermediate` wide each; where `up`
+// is not empty, the gate alone, which may be of another type. Biases as LinearArgs has them, or empty. places: by an expert's number, its place among the matrices, or -1: another rank
 // holds it; ascending. Empty: all are here.
 struct ExpertTable {
   std::vector<PackedWeight> gate_up;
+  std::vector<PackedWeight> up;
   std::vector<PackedWeight> down;
   std::vector<const float*> gate_up_bias;
+  std::vector<const float*> up_bias;
   std::vector<const float*> down_bias;
   std::vector<int32_t> places;
 };
@@ -294,10 +296,12 @@ struct AttentionArgs {
   int64_t rotary_dim = 0;  // 0: no rotation
   bool writes = true;      // keys and values, to the rows' slots
   bool attends = true;     // over what the pages then hold
+  bool parts = false;      // what the rank's tokens alone come to, of queries that are prepared: nothing is written
+  int64_t query_heads = 0;  // heads of `qkv`
   Ref rotation;            // as RotationArgs::out
-  Ref qkv;                 // [rows, num_heads * head_dim if it attends + 2 num_kv_heads * head_dim if it writes]: query,
+  Ref qkv;                 // [rows, query_heads * head_dim + 2 num_kv_heads * head_dim if it writes]: query,
                            // key and value heads, changed in place
-  Ref out;                 // [rows, num_heads * head_dim]
+  Ref out;                 // [rows, num_heads * head_dim], and with `parts` the logarithms of the sums of weights behind
 };
 
 struct AttentionKernels {

@@ -101,13 +101,18 @@ void Program::add(const RouteArgs& args) { ops_.emplace_back(Call<RouteArgs>{ker
 void Program::add(ExpertsArgs args) {
   const ExpertTable& table = *args.table;
   const std::size_t count = table.gate_up.size();
-  bool fits = count > 0 && table.down.size() == count;
+  const bool apart = !table.up.empty();
+  bool fits = count > 0 && table.down.size() == count && (!apart || table.up.size() == count);
+  const auto is = [](const PackedWeight& weight, bool gated, int64_t inputs, int64_t outputs) {
+    return weight.gated == gated && weight.in_features == inputs && weight.out_features == outputs;
+  };
   for (std::size_t i = 0; fits && i < count; ++i) {
-    const PackedWeight &wide = table.gate_up[i], &down = table.down[i], &first = table.down[0];
-    fits = wide.gated && wide.in_features == first.out_features && wide.out_features == 2 * first.in_features &&
-           !down.gated && down.in_features == first.in_features && down.out_features == first.out_features;
+    const int64_t size = table.down[0].out_features, inner = table.down[0].in_features;
+    fits = is(table.gate_up[i], !apart, size, apart ? inner : 2 * inner) && is(table.down[i], false, inner, size) &&
+           (!apart || is(table.up[i], false, size, inner));
   }
-  for (const auto* biases : {&table.gate_up_bias, &table.down_bias}) fits &= biases->empty() || biases->size() == count;
+  for (const auto* biases : {&table.gate_up_bias, &table.up_bias, &table.down_bias})
+    fits &= biases->empty() || biases->size() == count;
   std::size_t held = 0;
   for (const int32_t place : table.places) fits &= place < 0 || static_cast<std::size_t>(place) == held++;
   fits &= table.places.empty() || held == count;
@@ -174,13 +179,20 @@ void Program::add(AllGatherArgs args) {
   ops_.emplace_back(Call<AllGatherArgs>{all_gather, std::move(args)});
 }
 
+void Program::add(MergePartsArgs args) {
+  if (args.num_heads < 1 || args.peers.count * args.num_heads * (args.head_dim + 1) > SharedRanks::kSlot)
+    throw std::invalid_argument("parts of no heads, or of more than fit into a slot");
+  ranks_ = args.ranks;
+  ops_.emplace_back(Call<MergePartsArgs>{merge_parts, std::move(args)});
+}
+
 void Program::add(Outside call) { outside_.emplace_back(ops_.size(), std::move(call)); }
 
 void Program::add(AttentionArgs args) {
   require_all_rows();
   args.precision = precision_;
   attention_.push_back(args);
-  ops_.emplace_back(Call<AttentionArgs>{kernels_.attention.prepare, args});
+  if (!args.parts) ops_.emplace_back(Call<AttentionArgs>{kernels_.attention.prepare, args});
   if (!args.attends) return;
   ops_.emplace_back(Call<AttentionArgs>{kernels_.attention.attend, args});
   scratch_bytes_ = std::max(scratch_bytes_, kernels_.attention.attend_scratch(args, max_rows_, pool_->threads()));

@@ -137,7 +137,7 @@ def affinity_cores() -> int:
 
 
 def affinity_numbers() -> list[int]:
-    """Their ids."""
+    """Ids of the cores that this process may run on."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 

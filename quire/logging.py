@@ -22,7 +22,6 @@ REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
 
 
 def get_logger(name: str) -> logging.Logger:
-    """Logger of a module. name: the module's `__name__`."""
     return logging.getLogger(name)
 
 

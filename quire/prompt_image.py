@@ -29,9 +29,7 @@ class PromptImage(ReadyImage, frozen=True, array_like=True):
     """An image in a prompt, where a run of placeholder tokens stands for it."""
 
     start: int
-    """Position of the first placeholder."""
 
     @property
     def end(self) -> int:
-        """Position after the last placeholder."""
         return self.start + self.num_tokens

@@ -18,6 +18,7 @@ from quire.kv_cache.sizing import MemoryProfile, most_useful_blocks, size_pool
 from quire.kv_cache.spec import head_specs, layer_specs
 from quire.simulator.cost import CostModel
 from quire.simulator.memory import activation_bytes, device_specs, kv_cache_bytes, step_bytes
+from quire.utils.gguf import GGUFFile
 from quire.utils.sizes import format_bytes
 
 UNLIMITED_SEQS = 2**40
@@ -59,7 +60,8 @@ class MemoryPlan:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes per token over all layers of a device, while every layer keeps the token."""
-        return sum(group.spec.token_bytes * len(group.layers) for group in self.layout.groups)
+        kept = (group.spec.token_bytes // group.spec.dealt_to * len(group.layers) for group in self.layout.groups)
+        return sum(kept)
 
     @property
     def kv_padding(self) -> float:
@@ -183,9 +185,10 @@ def stored_weight_bytes(model: ModelConfig, shape: ModelShape, *, is_native: boo
     Norms and biases count like their layers; matrices that expand prompts are extra. A GGUF file names each tensor's
     type. is_native: False widens a GGUF file's types to floating point."""
     if model.is_gguf and is_native:
-        from quire.models.gguf.sizes import packed_weight_bytes  # imports NumPy, for which `--help` need not wait
+        from quire.models.gguf.sizes import packed_weight_bytes  # imports NumPy, which would slow `--help`
 
-        return packed_weight_bytes(model.path, model)
+        with GGUFFile(model.path) as file:
+            return packed_weight_bytes(file, model)
     quantization, total = model.quantization, shape.parameters()
     total += shape.expansion_parameters if model.expands_prompts else 0
     if quantization is None:

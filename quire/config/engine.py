@@ -34,7 +34,7 @@ class EngineConfig:
     output_window: float = 0.0
     """Seconds for which the engine's process may hold tokens back, to send several steps' together."""
     step_log: Path | None = None
-    """Log file of the executor's steps; None: none."""
+    """Log file of the executor's steps."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     executor: str = "uni"
     """One of EXECUTORS, which starts the ranks and carries calls to them."""

@@ -326,7 +326,6 @@ class ModelShape:
 
     @property
     def embedding_parameters(self) -> int:
-        """Elements of one vocabulary table."""
         return self.vocab * self.embedding_width
 
     @property

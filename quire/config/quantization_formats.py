@@ -78,7 +78,6 @@ def _auto_round(fields: Fields) -> QuantizationConfig:
 
 
 def _is_plain(settings: object) -> bool:
-    """True for a module that is not quantised."""
     bits = settings.get("bits") if isinstance(settings, dict) else None
     return isinstance(bits, int) and bits >= PLAIN_BITS
 

@@ -13,14 +13,17 @@ from quire.config.adapters import NO_ADAPTERS, AdaptersConfig, adapters_config
 from quire.config.cache import CacheConfig
 from quire.config.checks import choice, positive
 from quire.config.device import (
+    BETWEEN_HOSTS,
     NATIVE_HEAD_LIMIT,
     NATIVE_HEAD_MULTIPLE,
+    WITHIN_HOST,
     DeviceConfig,
     has_native_kernels,
     why_no_index,
     why_no_latents,
 )
-from quire.config.draft_model import draft_options, draft_ranks, fitting_draft
+from quire.config.draft_model import with_draft_model
+from quire.config.eagle import with_verifier
 from quire.config.engine import EngineConfig
 from quire.config.hf_config import ModelChoices, load_model_config, stored_dtype
 from quire.config.load import LoadConfig
@@ -30,13 +33,14 @@ from quire.config.model import CACHE_DTYPE_BYTES, ModelConfig
 from quire.config.options import EngineOptions
 from quire.config.parallel import (
     RAY_PLACEMENTS,
-    ParallelConfig,
     check_ranks_available,
     check_ranks_fit,
     check_replicas,
     check_stages_fit,
+    check_tokens_dealt,
     choose_executor,
     expert_placement,
+    parallel_config,
 )
 from quire.config.pooling import RUNNERS
 from quire.config.quantization import ROUNDED, QuantizationConfig
@@ -52,7 +56,7 @@ from quire.config.scheduler import SchedulerConfig
 from quire.config.speculation import SpeculationConfig
 from quire.config.speculation_keys import OPTION as SPECULATION
 from quire.config.structured_outputs import StructuredOutputsConfig
-from quire.errors import ConfigError, UserError
+from quire.errors import ConfigError
 from quire.utils.control_groups import usable_cores
 from quire.utils.sizes import parse_bytes
 
@@ -101,8 +105,6 @@ MAX_OUTPUT_WINDOW = 1.0
 
 @dataclass(frozen=True)
 class Defaults:
-    """Defaults of one kind of device."""
-
     max_num_seqs: int
     max_num_batched_tokens: int
     memory_utilization: float
@@ -122,11 +124,12 @@ DEVICE_DEFAULTS = Defaults(max_num_seqs=256, max_num_batched_tokens=8192, memory
 
 def resolve(options: EngineOptions) -> EngineConfig:
     """Check and complete `options`. Reads config.json (fetching a hub id if necessary), loads no weights."""
-    parallel = _parallel(options)
+    parallel = parallel_config(options)
     device, is_accelerated = choose_device(options)
     if parallel.num_devices > 1:
         check_ranks_available(options, is_accelerated)
     check_replicas(options, is_accelerated)
+    options = with_verifier(options)
     speculation = SpeculationConfig.of(options.speculative_config)
     if speculation.method == "mtp":
         options = msgspec.structs.replace(options, load_draft_head=True)
@@ -135,6 +138,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
         check_ranks_fit(options, model)
     _check_pooling(options, model)
     speculation = _speculation(speculation, options, model, backend)
+    check_tokens_dealt(options, model, speculation, backend)
     if speculation.max_drafts:
         model = replace(model, shape=model.shape.with_spare_inputs(speculation.max_drafts))
     defaults = DEVICE_DEFAULTS if is_accelerated else CPU_DEFAULTS
@@ -154,6 +158,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
             seed=options.seed & (2**63 - 1),
             counts_experts=_counts_experts(options, model),
             expert_placement=expert_placement(options, model),
+            dealt_to=parallel.dcp,
         ),
         device=DeviceConfig(
             device=device,
@@ -166,7 +171,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
             cuda_graph_sizes=cuda_graph_sizes,
             batch_invariant=check_batch_invariant(options, device) if is_accelerated else True,
             platform="cuda" if is_accelerated else "cpu",
-            collectives="shared_memory" if backend == "native" else "gloo",
+            collectives=WITHIN_HOST if backend == "native" else BETWEEN_HOSTS,
         ),
         seed=options.seed,
         max_logprobs=_max_logprobs(options),
@@ -228,28 +233,20 @@ def _speculation(
         raise ConfigError(
             f"{SPECULATION} is of models that generate; {model.name} makes vectors of texts", param=SPECULATION
         )
-    chosen, method = speculation.draft_model, speculation.method
+    method = speculation.method
     if backend == "triton" and method != "ngram":
         raise ConfigError(
             f"{SPECULATION}.method {method!r} runs on a CPU so far: choose ngram on a GPU", param=SPECULATION
         )
+    if backend == "triton" and speculation.oracle is not None:
+        raise ConfigError(f"{SPECULATION}.oracle runs on a CPU so far", param=SPECULATION)
     if method == "mtp" and not model.shape.draft_layers:
         raise ConfigError(
             f"{SPECULATION}.method 'mtp' is of checkpoints with a head for drafts, and {model.name} has none that is "
             "known here",
             param=SPECULATION,
         )
-    if chosen is None:
-        return speculation
-    num_ranks = draft_ranks(chosen, options.tensor_parallel_size)
-    own = draft_options(options, chosen, model, backend)
-    try:
-        _, draft = _completed(own, is_accelerated=False)
-        if num_ranks > 1:
-            check_ranks_fit(own, draft)
-    except UserError as error:
-        raise ConfigError(f"{SPECULATION}.model: {error.message}", param=SPECULATION) from None
-    return replace(speculation, draft_model=replace(chosen, num_ranks=num_ranks, model=fitting_draft(draft, model)))
+    return with_draft_model(speculation, options, model, backend, lambda own: _completed(own, is_accelerated=False)[1])
 
 
 def _backend_and_model(options: EngineOptions, is_accelerated: bool) -> tuple[str, ModelConfig]:
@@ -444,14 +441,6 @@ def _check_pooling(options: EngineOptions, model: ModelConfig) -> None:
             f"pipeline_parallel_size={options.pipeline_parallel_size} is not available for {model.architecture} yet",
             param="pipeline_parallel_size",
         )
-
-
-def _parallel(options: EngineOptions) -> ParallelConfig:
-    """Ranks of one replica."""
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
-        positive(name, getattr(options, name))
-    tp = options.tensor_parallel_size
-    return ParallelConfig(tp=tp, pp=options.pipeline_parallel_size, ep=tp if options.enable_expert_parallel else 1)
 
 
 def _cache(options: EngineOptions, defaults: Defaults, model: ModelConfig) -> CacheConfig:

@@ -10,11 +10,12 @@ from typing import Any
 import msgspec
 
 from quire.config.checks import converted
+from quire.config.eagle import EAGLE_METHODS, EagleConfig
 from quire.config.model import ModelConfig
 from quire.config.speculation_keys import OPTION, check_keys
 from quire.errors import ConfigError, nearest_name
 
-METHODS = ("ngram", "ngram_gpu", "suffix", "draft_model", "mtp", "custom_class")
+METHODS = ("ngram", "ngram_gpu", "suffix", "draft_model", "eagle", "eagle3", "mtp", "custom_class")
 """Values of `method`. The first two name the same one, because drafts are looked up where the model runs."""
 REFUSED = ("medusa", "mlp_speculator", "dflash", "dspark")
 """vLLM's methods that Quire does not have."""
@@ -25,7 +26,8 @@ USUAL_LOOKUP = 5
 @dataclass(frozen=True)
 class DraftModelConfig:
     """name: value of the option `model`. revision, quantization, max_model_len: options of these names. num_ranks:
-    ranks that share its layers (None: the target's). model: its resolved configuration."""
+    ranks that share its layers (None: the target's). model: its resolved configuration. head: inputs of a
+    head (None: a whole model)."""
 
     name: str
     revision: str | None = None
@@ -33,6 +35,7 @@ class DraftModelConfig:
     max_model_len: int | None = None
     num_ranks: int | None = None
     model: ModelConfig | None = None
+    head: EagleConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,8 @@ class SpeculationConfig:
     sequence's last tokens to find in its earlier text; the tokens that followed there are the drafts. by_batch_size:
     (running sequences, most drafts of each up to that number), ascending; the last one also holds above it. adapts: a
     sequence whose drafts are rejected computes fewer. method: one of METHODS. suffix: keys of that method.
-    custom_class: "module:class" of that method."""
+    custom_class: "module:class" of that method. oracle: share of right drafts in a replay of predictions (None: drafts
+    are the method's)."""
 
     max_drafts: int = 0
     lookup_min: int = USUAL_LOOKUP
@@ -63,6 +67,7 @@ class SpeculationConfig:
     method: str = "ngram"
     suffix: SuffixConfig | None = None
     custom_class: str = ""
+    oracle: float | None = None
 
     @property
     def draft(self) -> ModelConfig | None:
@@ -72,7 +77,7 @@ class SpeculationConfig:
     @property
     def reads_texts(self) -> bool:
         """True if drafts are looked up in texts."""
-        return self.method in ("ngram", "suffix")
+        return self.method in ("ngram", "suffix") or self.oracle is not None
 
     @classmethod
     def of(cls, given: Mapping[str, Any] | None) -> SpeculationConfig:
@@ -100,9 +105,13 @@ class SpeculationConfig:
             if not 1 <= value <= limit:
                 raise ConfigError(f"{OPTION}.{name} must be from 1 to {limit}, not {value}", param=OPTION)
         by_batch_size = _by_batch_size(fields.num_speculative_tokens_per_batch_size or [], most_drafts)
-        chosen = _draft_model(fields, fields.model) if fields.model is not None and method == "draft_model" else None
+        is_of_model = method in ("draft_model", *EAGLE_METHODS)
+        chosen = _draft_model(fields, fields.model) if fields.model is not None and is_of_model else None
+        oracle = fields.oracle
+        if oracle is not None and not 0 <= oracle <= 1:
+            raise ConfigError(f"{OPTION}.oracle must be from 0 to 1, not {oracle:g}", param=OPTION)
         custom = _custom_class(fields) if method == "custom_class" else ""
-        return cls(most_drafts, least, most, by_batch_size, fields.adaptive, chosen, method, suffix, custom)
+        return cls(most_drafts, least, most, by_batch_size, fields.adaptive, chosen, method, suffix, custom, oracle)
 
 
 def _by_batch_size(ranges: list[tuple[int, int, int]], most: int) -> tuple[tuple[int, int], ...]:
@@ -136,7 +145,7 @@ def _method(fields: _Given) -> str:
     if method not in METHODS:
         known, nearest = ", ".join(METHODS), nearest_name(method, METHODS)
         raise ConfigError(f"{OPTION}.method must be one of {known}, not {method!r}{nearest}", param=OPTION)
-    if method == "draft_model" and fields.model is None:
+    if method in ("draft_model", *EAGLE_METHODS) and fields.model is None:
         raise ConfigError(f"{OPTION}.model must name the model that makes the drafts", param=OPTION)
     return method
 
@@ -190,6 +199,7 @@ class _Given(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_speculative_tokens_per_batch_size: list[tuple[int, int, int]] | None = None
     adaptive: bool = True
     rejection_sample_method: str = "standard"
+    oracle: float | None = None
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
     model: str | None = None

@@ -60,6 +60,7 @@ class Attention:
         self._operations = context.operations
         self._num_heads = shape.num_heads
         self._cache_dtype = context.cache_dtype
+        self._dealt_to = context.dealt_to
 
     def __call__(
         self,
@@ -72,7 +73,18 @@ class Attention:
         """x, residual (or None): [T, hidden_size] -> [T, hidden_size]; the residual is overwritten. rotation: cos and
         sin at the tokens' positions, or None. rows: [R], tokens whose results are needed (None: all); then the result
         is [R, hidden_size], while keys and values of all tokens are kept."""
-        attended = step.attend(self._heads, self._project(x), rotation)
+        return self.attend(self._project(x), residual, rotation, step, rows)
+
+    def attend(
+        self,
+        projected: Value,
+        residual: Value | None,
+        rotation: RotationTable | None,
+        step: AttentionStep,
+        rows: ReadRows | None,
+    ) -> Value:
+        """The call after its first product. projected: queries, keys and values."""
+        attended = step.attend(self._heads, projected, rotation)
         if rows is not None:
             attended = self._operations.gather_rows(attended, rows)
             residual = None if residual is None else self._operations.gather_rows(residual, rows)
@@ -84,7 +96,7 @@ class Attention:
         widths = (shape.num_kv_heads, shape.head_dim, shape.value_width)
         sizes = (*widths, CACHE_DTYPE_BYTES[dtype], CACHE_SCALE_BYTES.get(dtype, 0))
         if shape.window is None:
-            return AttentionSpec(*sizes)
+            return AttentionSpec(*sizes, dealt_to=self._dealt_to)
         return (ChunkedSpec if shape.is_chunked else SlidingWindowSpec)(*sizes, window=shape.window)
 
     def slots(self, qkv: tuple[str, ...], output: str, *, transposed: bool = False) -> WeightSlots:

@@ -26,8 +26,6 @@ _MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 class GreenList(LogitsProcessor):
-    """Adds a bonus to the logits of green tokens."""
-
     KEY: ClassVar[int] = 15485863
     """Secret key of 64 bits. It allows finding and removing the mark."""
     SHARE: ClassVar[float] = 0.5
@@ -88,7 +86,6 @@ _Row = tuple[float, list[int], list[int]]
 
 
 def _mixed(numbers: Any) -> Any:
-    """64-bit hashes of the numbers (splitmix64)."""
     first, second, third = map(np.uint64, _MIX)
     with np.errstate(over="ignore"):
         numbers = numbers + first

@@ -54,7 +54,6 @@ class Decoder:
     through a final norm."""
 
     columns: tuple[str, ...] = ()
-    """See CausalLM.columns."""
     _tokens: Embedding
     _norm: RMSNorm | LayerNorm | None = None
     """Norm of the last layer's results."""
@@ -76,7 +75,6 @@ class Decoder:
         self._numbers = range(len(layers)) if stage.count == 1 else stage.layers
         """Numbers of the layers that `forward` runs."""
         self._is_end = stage.is_last
-        """True if this stage ends with the model's last layer."""
         self._operations = context.operations
         self._adapters = context.adapters
         if context.adapters is not None:
@@ -95,6 +93,10 @@ class Decoder:
 
     def cache_specs(self) -> list[LayerSpec]:
         return [layer.cache_spec() for layer in self._layers]
+
+    def tables(self) -> tuple[Embedding, OutputHead]:
+        """The embedding and the output projection, for a head for drafts that has none of its own."""
+        return self._tokens, self._head
 
     def stage(self, numbers: range) -> Self:
         """A view that runs only these layers, with this model's weights and KV-cache layers. Stages after the first
@@ -219,13 +221,14 @@ class PreNormLayer:
 class LlamaLayer(PreNormLayer):
     """LLaMA's layer, with the family's biases and head norms."""
 
+    attention_class: type[Attention] = Attention
     _attention: Attention
 
     def __init__(self, config: ModelConfig, context: LayerContext, layer: int) -> None:
         fields, family = model_fields(config), ARCHITECTURES[config.architecture]
         epsilon, size = fields.number("rms_norm_eps", 1e-6), config.hidden_size
         self._attention_norm = RMSNorm(size, epsilon, context)
-        self._attention = Attention(
+        self._attention = self.attention_class(
             size,
             layer_attention(config, layer),
             qkv_bias=family.query_bias.read(fields),

@@ -16,9 +16,9 @@ from quire.errors import UserError
 DETAILS = ("auto", "low", "high", "original")
 """Values of an image's `detail`. Only "low" differs from the model's settings."""
 LOW_DETAIL_PIXELS = 512 * 512
-"""Maximum number of pixels in an image of low detail."""
+"""Maximum of pixels in an image of low detail."""
 MAX_UUID = 1024
-"""Maximum number of characters in a client's name of an image."""
+"""Maximum of characters in a client's name of an image."""
 IMAGE_OF_PART = {"image_url": "image_url", "input_image": "image_url"}
 """Type of a content part -> field with its image's URL."""
 FEATURES = "image_embeds"

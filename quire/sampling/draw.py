@@ -19,11 +19,9 @@ _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 def compute_weights(scores: np.ndarray, temperature: np.ndarray) -> np.ndarray:
-    """exp((score - largest) / temperature), so the largest weight is 1.
-
-    scores: [R, vocab_size] float32; temperature: [R] float32 > 0. Returns [R, n] float32, n the next multiple of BLOCK,
-    the surplus 0. A row with NaN or infinite scores gives NaN.
-    """
+    """exp((score - largest) / temperature), so the largest weight is 1. scores: [R, vocab_size] float32; temperature:
+    [R] float32 > 0. Returns [R, n] float32, n the next multiple of BLOCK, the surplus 0. A row with NaN or infinite
+    scores gives NaN."""
     num_rows, vocab_size = scores.shape
     weights = np.empty((num_rows, -(-vocab_size // BLOCK) * BLOCK), np.float32)
     weights[:, vocab_size:] = 0
@@ -35,15 +33,13 @@ def compute_weights(scores: np.ndarray, temperature: np.ndarray) -> np.ndarray:
 
 
 def cumulative_blocks(weights: np.ndarray) -> np.ndarray:
-    """[R, num_blocks] float64: weight of all blocks up to and including each. weights: see compute_weights."""
+    """[R, num_blocks] float64: weight of all blocks up to and including each."""
     return np.cumsum(_in_blocks(weights).sum(axis=2), axis=1, dtype=np.float64)
 
 
 def draw(weights: np.ndarray, cumulative: np.ndarray, uniforms: np.ndarray) -> np.ndarray:
-    """Choose token i with probability weights[:, i] / sum; never one of weight 0.
-
-    cumulative: result of `cumulative_blocks`; uniforms: [R] float64 in (0, 1). Returns [R] int64.
-    """
+    """Choose token i with probability weights[:, i] / sum; never one of weight 0. cumulative: result of
+    `cumulative_blocks`; uniforms: [R] float64 in (0, 1). Returns [R] int64."""
     rows = np.arange(len(weights))
     targets = uniforms * cumulative[:, -1]
     block = _first_above(cumulative, targets)

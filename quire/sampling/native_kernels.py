@@ -18,8 +18,6 @@ from quire.sampling.rules import HostBatch
 
 
 class NativeKernels(PlainKernels):
-    """SamplingKernels over native code."""
-
     def __init__(self, rows: SamplingRows, runtime: NativeRuntime) -> None:
         super().__init__(rows)
         self._kernels = VocabularyKernels(runtime, rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed)

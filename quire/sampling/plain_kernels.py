@@ -1,8 +1,5 @@
-"""The plain kernels: NumPy on the scores, torch for log-probabilities; the reference for the others.
-
-On a CPU NumPy is several times faster here than equal torch operators, and every operator used gives a row the same
-bits in any batch.
-"""
+"""The plain kernels: NumPy on the scores, torch for log-probabilities; the reference for the others. On a CPU NumPy is
+several times faster here than equal torch operators, and every operator used gives a row the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -20,12 +17,10 @@ from quire.sampling.results import LOWEST_SCORE, Best, Deferred, Ranking, ready
 from quire.sampling.rules import HostBatch
 
 SLICE_ELEMENTS = 2**20
-"""Approximate number of weights in a slice of random rows, which bounds memory and stays in the cache."""
+"""Approximate weights in a slice of random rows, which bounds memory and stays in the cache."""
 
 
 class PlainKernels:
-    """SamplingKernels over NumPy views of host tensors."""
-
     def __init__(self, rows: SamplingRows) -> None:
         self._rows = rows
 
@@ -65,7 +60,6 @@ class PlainKernels:
         return ready(token_ids.tolist())
 
     def chosen(self, token_ids: Deferred[list[int]]) -> np.ndarray:
-        """[R] int64."""
         return np.maximum(np.array(token_ids.read(iter(())), np.int64), 0)
 
     def keep_edited(self, scores: np.ndarray, asked: Asked) -> np.ndarray:

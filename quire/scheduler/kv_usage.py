@@ -27,7 +27,6 @@ from quire.step import StepPlan
 
 
 def first_stats(kv: KVCacheManager) -> EngineStats:
-    """Statistics of a new engine."""
     return EngineStats(
         block_size=kv.block_size,
         block_bytes=kv.block_bytes,
@@ -127,7 +126,7 @@ def _first_starts(flights: Iterable[InFlight]) -> dict[Sequence, int]:
 
 
 def _add_slots(slots: dict[int, int], table: list[int], start: int, end: int, block_size: int) -> None:
-    """Add the number of slots that positions [start, end) take in each block of a table."""
+    """Add the slots that positions [start, end) take in each block of a table."""
     for index in range(start // block_size, -(-end // block_size)):
         first = index * block_size
         count = min(end, first + block_size) - max(start, first)

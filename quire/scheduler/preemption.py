@@ -47,7 +47,7 @@ class Choice(Protocol):
 
 
 def choice(mode: str, costs: PreemptionCosts | None) -> Choice:
-    """The rule of a preemption mode. costs: needed by "auto"."""
+    """The rule of a preemption mode; "auto" needs costs."""
     match mode:
         case "recompute":
             return lambda _footprint, _num_tokens: False
@@ -126,8 +126,6 @@ def computed_tokens(request: Request) -> int:
 
 
 class PreemptionPlan(NamedTuple):
-    """Victims and tokens that let the first waiting request start."""
-
     victims: list[Request]
     """Running requests to preempt, the last in order first."""
     num_tokens: int

@@ -55,7 +55,7 @@ from quire.step import SamplingInputs, StepPlan, StepResult
 
 class Scheduler:
     """Serves requests in order (`Request.order_key`) under a token budget and a limit of sequences; preempts the last
-    in order. Implements `EngineScheduler`."""
+    in order."""
 
     def __init__(
         self,
@@ -177,19 +177,20 @@ class Scheduler:
     def _finish_plan(self, builder: PlanBuilder, *, awaits_report: bool = False) -> StepPlan | None:
         """Add transfers, image and adapter orders, and build the plan; None when it is still empty."""
         if self._images.are_any:
-            builder.images = self._images.orders(builder.budget, is_idle=builder.is_idle and not self._in_flight)
+            builder.plan.images = self._images.orders(builder.budget, is_idle=builder.is_idle and not self._in_flight)
         is_idle = builder.is_idle
         may_wait = is_idle and not self._in_flight
         builder.order_transfers(self.kv, may_wait=may_wait, awaits_report=awaits_report)
         if self._adapters.are_any:
-            builder.adapters = self._adapters.take_orders(may_wait=may_wait and builder.transfers is None)
-        if is_idle and builder.transfers is None and builder.adapters is None:
+            orders = self._adapters.take_orders(may_wait=may_wait and builder.plan.transfers is None)
+            builder.plan.adapters = orders
+        if is_idle and builder.plan.transfers is None and builder.plan.adapters is None:
             # The slots of finished sequences stay taken until the next plan, which nothing needs before.
             return None
         for parent, children in builder.forked:  # they run from the next step on
             self._running.insert_forked(parent, children)
         plan = builder.build(self._changes)
-        self._in_flight[plan.step_id] = builder.in_flight(plan)
+        self._in_flight[plan.step_id] = builder.in_flight()
         self._stats.steps_total += not is_idle
         self._stats.scheduled_tokens_total += self._limits.max_num_tokens - builder.budget
         if plan.block_copies or plan.transfers is not None:
@@ -212,7 +213,7 @@ class Scheduler:
         return inputs
 
     def update(self, result: StepResult, now: float, *, may_go_ahead: bool = False) -> list[SequenceUpdate]:
-        """See `EngineScheduler`: append tokens, end sequences, commit full blocks, free."""
+        """Append tokens, end sequences, commit full blocks, free."""
         in_flight = self._in_flight.pop(result.step_id)
         plan, samples, ends = in_flight.plan, in_flight.samples, self._ends
         assert len(samples) == len(result.token_ids), "a result without a sample, or the other way round"
@@ -300,8 +301,7 @@ class Scheduler:
         return self.matching.awaited() + [matcher for matcher in beams if not matcher.is_slow]
 
     def settle(self, now: float) -> tuple[list[SequenceUpdate], list[tuple[str, UserError]]]:
-        """See `EngineScheduler`: append forced tokens, end finished sequences, and end requests that cannot start under
-        their constraints."""
+        """Append forced tokens, end finished sequences, and end requests that cannot start under their constraints."""
         updates = self._ends.settle(self.matching, now)
         refused: list[tuple[Request, UserError]] = []
         if self.matching.starting or self._adapters.refused:
@@ -411,7 +411,7 @@ class Scheduler:
         return Load(len(self._requests) - num_waiting, num_waiting, self.kv.pool.num_used, preemptions)
 
     def snapshot(self) -> KVSnapshot:
-        """A snapshot of every block and every live request. O(blocks + table entries)."""
+        """Every block and every live request. O(blocks + table entries)."""
         return take_snapshot(self.kv, dict.fromkeys(s.request for s in self._running.sequences), self._waiting)
 
     def check(self) -> None:

@@ -49,7 +49,7 @@ def kv_cache_bytes(cost: CostModel, *, utilization: float, max_num_batched_token
 
 
 def check_pool(cost: CostModel, num_bytes: int) -> None:
-    """Raise InsufficientMemoryError for a KV cache of a given size that does not fit beside the weights."""
+    """Raise InsufficientMemoryError for a KV cache that does not fit beside the weights."""
     weights, memory = int(cost.weight_bytes_per_device), int(cost.hardware.memory)
     if weights + num_bytes > memory:
         raise InsufficientMemoryError(
@@ -74,7 +74,7 @@ def most_useful_bytes(
 def device_specs(shape: ModelShape, dtype: str, layout: ParallelConfig) -> list[LayerSpec]:
     """KV specs of one device's layers, in the largest pipeline stage."""
     stage, size = shape.layers[: shape.layers_per_stage(layout.pp)], int(DTYPE_BYTES[dtype])
-    return [layer_spec(layer.attention, size, num_ranks=layout.tp) for layer in stage]
+    return [layer_spec(layer.attention, size, num_ranks=layout.tp, dealt_to=layout.dcp) for layer in stage]
 
 
 def _groups(

@@ -1,4 +1,4 @@
-"""Comparison of all layouts of a number of devices that the model and its memory allow, at rising rates."""
+"""Comparison, at rising rates, of all layouts of a number of devices that the model and its memory allow."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GROWTH = 1.05
 MAX_POINTS = 14
 MAX_STAGES = 8
 SAMPLE, CONTEXT = 100, 512
-"""Number of requests, and tokens of context, for an estimate of a single request's time."""
+"""Requests, and tokens of context, for an estimate of a single request's time."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -50,7 +50,6 @@ class Point:
 
     @property
     def tokens_per_device(self) -> float:
-        """Output tokens per second of one device."""
         return self.tokens_per_second / self.layout.num_devices
 
 
@@ -66,8 +65,8 @@ class SweepResult:
 
 def layouts(scenario: Scenario, num_devices: int) -> list[ParallelConfig]:
     """All layouts of exactly `num_devices` devices in which the model fits: tensor parallelism in powers of two, at
-    most MAX_STAGES stages, experts in each replica or spread over all devices. Raises UserError, with the last one's
-    reason, when there is none."""
+    most MAX_STAGES stages, experts in each replica or spread over all devices, a context on each device or dealt to
+    those with copies of its key head. Raises UserError, with the last one's reason, when there is none."""
     if num_devices < 1:
         raise UserError(f"a sweep needs at least 1 device, not {num_devices}", param="gpus")
     found, reason = [], "there is none"
@@ -109,7 +108,7 @@ def side_by_side(work: Callable[[Item], Result], items: Sequence[Item], num_proc
 
 
 def die_quietly() -> None:
-    """Initializer of the simulator's processes: an interrupt from the keyboard ends them silently."""
+    """Initializer of the simulator's processes: a keyboard interrupt ends them silently."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -141,7 +140,6 @@ def run_layout(scenario: Scenario, layout: ParallelConfig) -> SweepResult:
 
 
 def point(layout: ParallelConfig, rate: float, metrics: Metrics) -> Point:
-    """The point of a run's metrics."""
     return Point(
         layout=layout,
         rate=rate,
@@ -153,7 +151,7 @@ def point(layout: ParallelConfig, rate: float, metrics: Metrics) -> Point:
 
 
 def pareto_front(points: Sequence[Point]) -> list[Point]:
-    """The points that no other one beats in both interactivity and tokens per device, by rising interactivity."""
+    """Points that no other one beats in both interactivity and tokens per device, by rising interactivity."""
     front: list[Point] = []
     for each in sorted(points, key=lambda point: (-point.interactivity, -point.tokens_per_device)):
         if not front or each.tokens_per_device > front[-1].tokens_per_device:
@@ -168,6 +166,7 @@ def _candidates(num_devices: int, *, has_experts: bool) -> Iterator[ParallelConf
             if num_devices % (tp * pp) == 0:
                 layout = ParallelConfig(tp=tp, pp=pp, dp=num_devices // (tp * pp))
                 yield layout
+                yield from (replace(layout, dcp=2**power) for power in range(1, tp.bit_length()))
                 if has_experts and pp == 1 and layout.dp > 1:
                     yield replace(layout, ep=num_devices)
         tp *= 2
@@ -179,7 +178,7 @@ def _cost(scenario: Scenario, layout: ParallelConfig) -> CostModel:
 
 
 def _lowest_rate(scenario: Scenario) -> float:
-    """The rate at which one request keeps a replica busy half of the time. Raises UserError when no request arrives."""
+    """Rate at which one request keeps a replica busy half of the time. Raises UserError when no request arrives."""
     outputs = [request.output_tokens for request in itertools.islice(scenario.source.requests(None), SAMPLE)]
     if not outputs:
         raise UserError("no request arrives: take a longer duration", param="duration")

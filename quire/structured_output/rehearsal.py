@@ -126,7 +126,6 @@ def out_of_memory(limits: Limits) -> str:
 
 
 def in_one_line(reason: str) -> str:
-    """The library's reason, in one line of limited length."""
     text = " ".join(reason.split())
     if text.startswith("NoExtension"):
         text = "no token of this model continues the text"

@@ -15,6 +15,7 @@ import mmap
 import re
 import struct
 import sys
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,7 +44,7 @@ MAX_PARTS = 1000
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
-"""Value type of fixed size -> format of the struct module."""
+"""Value type of fixed size -> struct format."""
 _LEAST_PAIR_BYTES = 8 + 4 + 1
 _LEAST_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8
 _FIRST_PART = re.compile(rf"-00001-of-(\d{{5}}){re.escape(SUFFIX)}$")
@@ -90,7 +91,7 @@ BLOCK_TYPES = {
 OTHER_TYPES = {
     9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 40: "NVFP4", 41: "Q1_0",
 }  # fmt: skip
-"""Known types that are not supported, for the error message."""
+"""Unsupported types, for the error message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class _Array:
-    """An array value, not decoded: `count` elements of the type from `start` on."""
+    """An array that is not decoded: `count` elements of the type from `start` on."""
 
     type: int
     count: int
@@ -181,23 +182,20 @@ class GGUFFile:
 
     def strings(self, key: str) -> list[str] | None:
         """An array of strings; None without the key."""
-        array = self._array(key)
-        if array is None:
-            return None
-        if array.type != _STRING:
-            raise self.error(f"{key} must be a list of strings")
-        found, position, data = [], array.start, self._maps[0]
-        for _ in range(array.count):
-            (length,) = _U64.unpack_from(data, position)
-            position += _U64.size + length
-            found.append(data[position - length : position])
+        found = self._strings(key)
         try:
-            return [text.decode() for text in found]
+            return None if found is None else [text.decode() for text in found]
         except UnicodeDecodeError:
             raise self.error(f"{key} holds a string that is not valid UTF-8") from None
 
+    def places(self, key: str, names: Collection[str]) -> dict[str, int]:
+        """Indices of those of `names` that an array of strings holds, the last one of each; empty when the key is
+        absent. The others are not decoded."""
+        found = self._strings(key) or []
+        known = {name.encode() for name in names}.intersection(found)
+        return {text.decode(): index for index, text in enumerate(found) if text in known} if known else {}
+
     def numbers(self, key: str) -> list[int | float] | None:
-        """An array of numbers; None without the key."""
         array = self._array(key)
         if array is None:
             return None
@@ -229,6 +227,19 @@ class GGUFFile:
     def __exit__(self, _type: type[BaseException] | None, _e: BaseException | None, _tb: TracebackType | None) -> None:
         self.close()
 
+    def _strings(self, key: str) -> list[bytes] | None:
+        array = self._array(key)
+        if array is None:
+            return None
+        if array.type != _STRING:
+            raise self.error(f"{key} must be a list of strings")
+        found, position, data, number = [], array.start, self._maps[0], _U64.unpack_from
+        for _ in range(array.count):
+            (length,) = number(data, position)
+            position += _U64.size + length
+            found.append(data[position - length : position])
+        return found
+
     def _array(self, key: str) -> _Array | None:
         value = self.metadata.get(key)
         if value is None or isinstance(value, _Array):
@@ -246,7 +257,7 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def find_gguf(directory: Path) -> Path | None:
-    """The GGUF file of a directory, of a split model the first, or None. Raises ModelLoadError for several models."""
+    """The GGUF file of a directory, of a split model the first. Raises ModelLoadError for several models."""
     found = sorted(path for path in directory.glob(f"*{SUFFIX}") if path.is_file())
     if len(found) > 1 and found != parts_of(found[0]):
         raise ModelLoadError(f"{directory} holds {len(found)} GGUF files: name the one to load, such as {found[0]}")
@@ -358,11 +369,13 @@ class _HeaderReader:
         self._num_strings += count
         if self._num_strings > MAX_STRINGS:
             raise self._error(f"{key} has {count} strings; there may be {MAX_STRINGS} in all")
-        position, last, data = self._position, self._limit - _U64.size, self._data
-        for _ in range(count):
-            if position > last:
-                raise self._past_the_end(key)
-            position += _U64.size + _U64.unpack_from(data, position)[0]
+        position, data, number, more = self._position, self._data, _U64.unpack_from, _U64.size
+        try:
+            for _ in range(count):
+                (length,) = number(data, position)
+                position += length + more
+        except (struct.error, OverflowError):  # no number is there
+            raise self._past_the_end(key) from None
         self._skip(position - self._position, key)
 
     def _text(self, what: str, longest: int) -> str:

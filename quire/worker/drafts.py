@@ -4,13 +4,14 @@ a sequence's tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from quire.config.model_shape import STATE_BORDER
+from quire.layers.batch import ForwardResult
 from quire.sampling.results import Deferred, SampledTokens
 from quire.step import StepPlan, StepResult
 from quire.worker.finders import Finder
@@ -18,6 +19,7 @@ from quire.worker.pooling import generated_samples
 
 if TYPE_CHECKING:
     from quire.worker.input_batch import InputBatch
+    from quire.worker.oracle import Oracle
     from quire.worker.request_state import RequestState
 
 PATIENCE, STRIDE = 64, 4
@@ -46,17 +48,30 @@ class Accepted(NamedTuple):
 NOTHING_ACCEPTED = Accepted()
 
 
+Overwrite = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+"""As Oracle.overwrite."""
+
+
+def _as_made(rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    return tokens
+
+
 class HostDrafts:
     """Drafts on a CPU, where the host knows all tokens."""
 
     writes_blocks = False
     """True if making drafts writes to the KV cache."""
+    follows = False
+    """True if drafts are made from what steps compute (`take`, `follow`)."""
     reads_all = False
-    """True if drafts are made from the hidden states of all tokens (`follow`)."""
+    """True if the last layer computes all tokens for it."""
+    taps: tuple[int, ...] = ()
+    """Numbers of the layers whose results it reads."""
 
     def __init__(self, num_rows: int, max_drafts: int, finder: Finder, *, has_states: bool) -> None:
         """has_states: True for a model with states kept at borders; no draft may be the last token before one."""
         self.finder = finder
+        self._overwrite: Overwrite = _as_made
         self._has_states = has_states
         self._drafts = np.zeros((num_rows, max_drafts), np.int32)
         self._counts = np.zeros(num_rows, np.int64)
@@ -86,6 +101,10 @@ class HostDrafts:
                 self._placed[index] = tokens
         return Placed(starts, counts, np.array(num_drafts, np.int64))
 
+    def follow_oracle(self, oracle: Oracle) -> None:
+        """Replace the drafts by those of an oracle, from the first step on."""
+        self.finder, self._overwrite = oracle, oracle.overwrite
+
     def forget(self, row: int) -> None:
         """Reset a row for another sequence."""
 
@@ -102,8 +121,11 @@ class HostDrafts:
         token table."""
         return False
 
-    def follow(self, batch: InputBatch, hidden: torch.Tensor, lengths: np.ndarray, table: np.ndarray) -> None:
-        """Process a step's hidden states if `reads_all`. hidden: [T, size]. lengths: current tokens of its sequences,
+    def take(self, result: ForwardResult[torch.Tensor]) -> None:
+        """Keep what `follow` needs of a step's forward pass, if `follows`."""
+
+    def follow(self, batch: InputBatch, lengths: np.ndarray, table: np.ndarray) -> None:
+        """Process a step with known samples, if `follows`. lengths: current tokens of its sequences,
         [S]."""
 
     def accept(self, chosen: Sequence[int], sources: Sequence[int]) -> list[int]:

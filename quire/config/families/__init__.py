@@ -53,7 +53,6 @@ _OTHER = Family(
 TEXT_CONFIG = "text_config"
 """Key of the language model's configuration in a multimodal config.json."""
 VISION_CONFIG = "vision_config"
-"""Key of the vision tower's configuration."""
 _SHARED_KEYS = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "eos_token_id")
 """Outer keys that also hold for the language model."""
 _RECURRENT_KEYS = (
@@ -117,7 +116,7 @@ def read_shape(values: Mapping[str, Any], name: str = "model", where: str | None
 
 
 def shape_of(values: Mapping[str, Any], name: str, where: str) -> ModelShape:
-    """Shape of `known_values`; raises as `read_shape`."""
+    """Raises as `read_shape`."""
     fields, family = Fields(values, where), _family_of(values)
     kind = str(fields.values.get("model_type") or "")
     if family is None or not (family.is_runnable or family.state_layer):

@@ -310,7 +310,6 @@ class Family:
         return tuple(kind == "linear_attention" for kind in kinds)
 
     def _windows(self, fields: Fields, num_layers: int) -> tuple[int | None, ...]:
-        """Attention window of each layer; None: full attention."""
         full, rule = (None,) * num_layers, self.windows
         if rule == "none":
             return full
@@ -409,7 +408,6 @@ def names(fields: Fields, key: str, num_layers: int, known: tuple[str, ...]) -> 
 
 
 def _dtypes(fields: Fields) -> tuple[str, str]:
-    """Stored dtypes of the matrices of layers and of experts."""
     stored = fields.values.get("dtype") or fields.values.get("torch_dtype")
     plain = stored if isinstance(stored, str) and stored in DTYPE_BYTES else "bfloat16"
     quantization = fields.values.get("quantization_config")

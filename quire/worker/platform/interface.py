@@ -50,8 +50,8 @@ class PendingCopy(Protocol):
 
 class RequestColumns(Protocol):
     """Columns of the request state for kernels: tokens, block tables, sampling parameters, step columns. On a CPU these
-    are the host's columns. On a device each call stages a write, which the next step sends; within a plan no word may
-    be written twice without a copy in between. BlockTables and SamplingRows already hold what is written here."""
+    are the host's columns. On a device each call stages a write for the next step; within a plan no word may be written
+    twice without a copy in between. BlockTables and SamplingRows already hold the same data."""
 
     def write_tokens(self, row: int, position: int, token_ids: Sequence[int]) -> None: ...
 
@@ -87,9 +87,7 @@ class RequestColumns(Protocol):
         """Write the row's step-column values (`NewSequence.columns` and `token_columns`)."""
         ...
 
-    def copy_values(self, source: int, destination: int) -> None:
-        """Copy a row's step-column values to another row."""
-        ...
+    def copy_values(self, source: int, destination: int) -> None: ...
 
     def place_drafts(self, plan: StepPlan, requests: RequestState) -> Placed:
         """Write the step's drafts to the token table, after the known tokens."""
@@ -220,13 +218,29 @@ class MemoryMeter(Protocol):
         ...
 
 
+class HeadInputs(NamedTuple):
+    """Inputs and outputs of a draft head. taps: layers of the model, whose results it reads side by side (none: the
+    model's own results). token_ids: [logits] int64, the token of each of its logits (None: all in order). is_apart:
+    True for a head with weights and layer numbers of its own."""
+
+    taps: tuple[int, ...] = ()
+    token_ids: np.ndarray | None = None
+    is_apart: bool = False
+
+
 class DraftModel(NamedTuple):
-    """A draft model, or the model's draft head, with layers after the model's in the KV cache. meter: measures its
-    memory; None for a head, whose weights count with the model's."""
+    """A draft model, or a draft head, with layers after the model's in the KV cache. meter: measures its memory; None
+    for a head, whose activations are estimated. head: a head's inputs (None: it is a model)."""
 
     config: ModelConfig
     model: CausalLM
     meter: MemoryMeter | None
+    head: HeadInputs | None = None
+
+    @property
+    def is_apart(self) -> bool:
+        """Its weights and its layers' numbers are its own."""
+        return self.head is None or self.head.is_apart
 
 
 class Platform(Protocol):
