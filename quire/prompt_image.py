@@ -6,14 +6,18 @@ import msgspec
 
 
 class ReadyImage(msgspec.Struct, frozen=True, array_like=True):
+    """A decoded and resized image, or the features that a client computed of one."""
+
     grid: tuple[int, int, int]
     """Number of frames, rows and columns of tokens."""
     key: bytes
     """Identity of the content (quire/multimodal/processors.py)."""
     pixels: bytes
-    """Resized picture, [height, width, 3] uint8."""
+    """Resized picture, [height, width, 3] uint8; of an encoded image features, [tokens, feature size] float32."""
     size: tuple[int, int]
-    """(height, width) in pixels."""
+    """(height, width) in pixels; of an encoded image the shape of the features."""
+    is_encoded: bool
+    """True for features."""
 
     @property
     def num_tokens(self) -> int:

@@ -116,7 +116,7 @@ def page(clients: Sequence[Client], results: Sequence[Result]) -> str:
         "`python -m benchmarks.clients --write docs/clients.md` installs them outside the repository (13 GB, of which",
         "guidellm takes 6 and vLLM 3.4), runs the functions of `benchmarks/clients/cases` and writes this page.",
         "",
-        "The server is `quire serve` with the bundled model, with it as an embedder (`--runner pooling`), or with a",
+        "The server is `quire serve` with the bundled models, with one as an embedder (`--runner pooling`), or with a",
         "fake model whose answers the conversation dictates, so that every answer, call and event is known",
         "([decision 54](decisions/0054-clients-and-peers.md)). Open WebUI is not run: the test makes the calls of its",
         "version 0.12.4. Node's packages are the newest for Node 20.",

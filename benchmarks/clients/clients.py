@@ -34,10 +34,11 @@ CLIENTS = (
         "openai==3.54.0",
         openai_chat="scripted",
         openai_python="scripted",
+        openai_images="sights",
         openai_embeddings="pooling",
     ),
     _node("openai-node", "openai@6.49.0", "zod@4.6.7", openai_node="scripted"),
-    _python("anthropic-python", "anthropic==2.12.0", anthropic_python="scripted"),
+    _python("anthropic-python", "anthropic==2.12.0", anthropic_python="scripted", anthropic_images="sights"),
     _node("anthropic-node", "@anthropic-ai/sdk@1.12.0", anthropic_node="scripted"),
     _node(
         "ai-sdk",
@@ -47,6 +48,7 @@ CLIENTS = (
         "@ai-sdk/anthropic@3.0.140",
         "zod@4.6.7",
         ai_sdk="scripted",
+        ai_sdk_images="sights",
     ),
     _python(
         "langchain",
@@ -54,6 +56,7 @@ CLIENTS = (
         "langchain-openai==1.7.3",
         "langchain-anthropic==1.7.7",
         langchain_cases="scripted",
+        langchain_images="sights",
         langchain_embeddings="pooling",
     ),
     _python(

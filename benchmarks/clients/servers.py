@@ -16,10 +16,12 @@ _SERVE = ("-m", "quire", "serve", "--port", "0", "--api-key", API_KEY)
 _COMMANDS = {
     "scripted": ("-m", "benchmarks.clients.scripted"),
     "bundled": (*_SERVE, "--served-model-name", "bundled"),
+    "sights": (*_SERVE, "bundled-sights", "--served-model-name", "sights"),
     "pooling": (*_SERVE, "--served-model-name", "pooling", "--runner", "pooling"),
 }
 """Name, which is also the model's -> what the interpreter is given. scripted: a fake model that says what the
-conversation tells it to; bundled: the small model of the package; pooling: the same as an embedder."""
+conversation tells it to; bundled: the small model of the package; sights: its model that sees; pooling: the small model
+as an embedder."""
 
 
 @dataclass(frozen=True)

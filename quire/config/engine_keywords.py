@@ -26,6 +26,7 @@ class EngineKeywords(TypedDict, total=False):
     mm_processor_cache_gb: float
     allowed_media_domains: list[str] | None
     allowed_local_media_path: str
+    enable_mm_embeds: bool
     revision: str | None
     download_dir: str | None
     hf_overrides: dict[str, Any] | None

@@ -52,9 +52,10 @@ OF_FILES = ProcessorOptions()
 
 @dataclass(frozen=True)
 class MediaConfig:
-    """max_images: limit per prompt. background: color under transparent pictures. cache_bytes: size of the front end's
-    cache of processed pictures. domains: permitted hosts of http and https URLs, in lower case. networks: permitted
-    addresses that are not public. local_path: directory whose files file URLs may name."""
+    """language_model_only: take text alone and load no tower. max_images: limit per prompt. background: color under
+    transparent pictures. cache_bytes: size of the front end's cache of processed pictures. domains: permitted hosts of
+    http and https URLs, in lower case. networks: permitted addresses that are not public. local_path: directory whose
+    files file URLs may name. takes_features: accept a client's features of images (`image_embeds`)."""
 
     language_model_only: bool = False
     max_images: int = MAX_IMAGES
@@ -64,6 +65,7 @@ class MediaConfig:
     domains: tuple[str, ...] = ()
     networks: tuple[Network, ...] = ()
     local_path: Path | None = None
+    takes_features: bool = False
 
     @classmethod
     def of(
@@ -76,6 +78,7 @@ class MediaConfig:
         mm_processor_cache_gb: float,
         allowed_media_domains: list[str],
         allowed_local_media_path: str,
+        enable_mm_embeds: bool,
     ) -> MediaConfig:
         """Read vLLM's options. Raises ConfigError for unknown names and wrong values."""
         if mm_processor_cache_gb < 0:
@@ -90,6 +93,7 @@ class MediaConfig:
             domains=tuple(each.lower().rstrip(".") for each in allowed_media_domains),
             networks=tuple(found for each in allowed_media_domains if (found := _network(each)) is not None),
             local_path=_directory(allowed_local_media_path),
+            takes_features=enable_mm_embeds,
         )
 
 

@@ -90,6 +90,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     allowed_local_media_path: Annotated[
         str, IMAGES("directory of pictures that file URLs may name (default: none)")
     ] = ""
+    enable_mm_embeds: Annotated[
+        bool, IMAGES("take features that clients computed of images (image_embeds): of trusted clients alone")
+    ] = False
     revision: Annotated[str | None, MODEL("branch, tag or commit of a hub id")] = None
     download_dir: Annotated[
         str | None, MODEL("directory that hub ids are fetched into (default: the hub library's cache)")

@@ -193,6 +193,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
             mm_processor_cache_gb=options.mm_processor_cache_gb,
             allowed_media_domains=options.allowed_media_domains or [],
             allowed_local_media_path=options.allowed_local_media_path,
+            enable_mm_embeds=options.enable_mm_embeds,
         ),
     )
 

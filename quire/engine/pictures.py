@@ -132,7 +132,7 @@ class Pictures:
         if isinstance(image, bytes):
             found = await self._in_turn(len(image), lambda: self._of_file(inputs, picture, image, options))
         else:
-            of_program = Picture(picture.where, image, picture.detail)
+            of_program = Picture(picture.where, image, picture.detail, picture.uuid)
             found = await self._in_turn(OBJECT_BYTES, lambda: inputs.prepare(of_program, options))
         if name is not None:
             await self.names.put(name, image)

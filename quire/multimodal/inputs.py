@@ -96,10 +96,25 @@ class ImageInputs:
             from quire.multimodal.fetching import fetch_image
 
             image = fetch_image(image, picture.where, self.media)
+        if isinstance(image, Mapping):
+            return self._encoded(image, picture)
         ready = self.preparation(picture.detail, options).prepare(image, picture.where)
         if name is not None and named is not None:
             named.put(name, image)
         return ready
+
+    def _encoded(self, features: Mapping[str, Any], picture: Picture) -> ReadyImage:
+        """An image of features that the caller computed."""
+        where = picture.where
+        if not self.media.takes_features:
+            raise UserError(
+                f"{where}: features of images are not taken: the engine needs enable_mm_embeds", param=where
+            )
+        if picture.uuid is not None:
+            raise UserError(f"{where}: features of an image have no uuid", param=where)
+        from quire.multimodal.embeddings import read_features
+
+        return read_features(features, where, self.vision.feature_size, self.vision.merge_size)
 
     def place(
         self, token_ids: list[int], images: Sequence[ReadyImage], where: str
@@ -126,7 +141,7 @@ class ImageInputs:
                 last = place + 1
             placed += token_ids[last:]
         found = [
-            PromptImage(each.grid, each.key, each.pixels, each.size, start)
+            PromptImage(each.grid, each.key, each.pixels, each.size, each.is_encoded, start)
             for start, each in zip(starts, images, strict=True)
         ]
         return placed, found

@@ -32,7 +32,7 @@ class Preparation(msgspec.Struct, frozen=True):
         frames, rows, columns = found.grid
         merge = self.processor.merge_size
         grid = frames, rows // merge, columns // merge
-        return ReadyImage(grid, found.key, found.pixels.tobytes(), found.pixels.shape[:2])
+        return ReadyImage(grid, found.key, found.pixels.tobytes(), found.pixels.shape[:2], is_encoded=False)
 
 
 class FileJob(msgspec.Struct, frozen=True):

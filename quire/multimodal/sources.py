@@ -21,6 +21,8 @@ MAX_UUID = 1024
 """Maximum of characters in a client's name of an image."""
 IMAGE_OF_PART = {"image_url": "image_url", "input_image": "image_url"}
 """Type of a content part -> field with its image's URL."""
+FEATURES = "image_embeds"
+"""Type of a content part with features of an image, and the field that holds them."""
 OBJECT_OF_PART = {"image": "image", "image_pil": "image_pil"}
 """Type of a program's content part -> field with its image, perhaps an object."""
 
@@ -68,6 +70,8 @@ def picture_of(part: Any, where: str, *, takes_objects: bool = False) -> Picture
         return part
     if not isinstance(part, Mapping) or not isinstance(kind := part.get("type"), str):
         return None
+    if kind == FEATURES:
+        return _picture_of_features(part, f"{where}.{FEATURES}")
     name = IMAGE_OF_PART.get(kind) or (OBJECT_OF_PART.get(kind) if takes_objects else None)
     if name is None:
         return None
@@ -77,13 +81,18 @@ def picture_of(part: Any, where: str, *, takes_objects: bool = False) -> Picture
     if image is None and uuid is None:
         raise UserError(f"{where}: a content part of type {kind!r} needs a {name}", param=f"{where}.{name}")
     if isinstance(image, Mapping):
-        if unknown := image.keys() - {"url", "detail"}:
-            raise UserError(f"{where}.{name}: {min(map(str, unknown))!r:.50} is not supported", param=f"{where}.{name}")
         detail = image.get("detail", detail)
         image = image.get("url")
     if kind in OBJECT_OF_PART and not isinstance(image, str):
         return Picture(where, image, uuid=checked_uuid(uuid, where))
     return Picture.of_url(image, f"{where}.{name}", detail, uuid)
+
+
+def _picture_of_features(part: Mapping[str, Any], where: str) -> Picture:
+    features = part.get(FEATURES)
+    if not isinstance(features, Mapping):
+        raise UserError(f"{where}: an object with image_embeds and image_grid_thw is needed", param=where)
+    return Picture(where, dict(features), uuid=checked_uuid(part.get("uuid"), where))
 
 
 def checked_uuid(uuid: object, where: str) -> str | None:

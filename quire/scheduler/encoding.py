@@ -25,6 +25,7 @@ class Wanted:
 
     def __init__(self, image: PromptImage) -> None:
         self.key, self.grid, self.num_tokens = image.key, image.grid, image.num_tokens
+        self.is_encoded = image.is_encoded
         self.image: PromptImage | None = image
         """None: the workers have the pixels."""
         self.requests: dict[Request, None] = {}
@@ -91,6 +92,8 @@ class ImageEncodings:
             assert self._costs is not None, "requests have images"
             cost, left = self._costs.layer_tokens(wanted.grid), self._costs.num_layers - wanted.num_layers
             count = min(left, max(budget // cost, 0 if slices else 1))
+            if wanted.is_encoded:
+                cost, count = 0, left
             if not count:
                 break
             budget -= count * cost

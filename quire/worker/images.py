@@ -90,6 +90,10 @@ class ImageOverlays:
             if self._run is not None and self._run[0] == key:
                 self._run = None
         for part in orders.slices:
+            if part.image is not None and part.image.is_encoded:
+                given = np.frombuffer(part.image.pixels, np.float32).reshape(part.image.size)
+                self._kept[part.key] = torch.from_numpy(given.copy())
+                continue
             if part.image is not None:
                 assert self._run is None, "one image is encoded at a time"
                 self._run = part.key, self._begin(part.image)

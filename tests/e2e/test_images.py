@@ -33,6 +33,7 @@ from tests.models.vision_models import IMAGE_START as START
 from tests.models.vision_models import (
     IMAGE_TOKEN,
     PROCESSOR,
+    expected_features,
     qwen2_5_vl,
     qwen3_5,
     qwen3_5_moe,
@@ -322,6 +323,26 @@ def test_pictures_by_their_names(llm: LLM, expected: list[list[int]]) -> None:
         assert tokens(llm, [again, {**again, "multi_modal_data": None}]) == expected[:1] * 2
     with pytest.raises(UserError, match="no picture is known by the uuid 'a'"):
         tokens(llm, [{**again, "cache_salt": "other"}])
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_features_of_a_client(directory: Path, model: PreTrainedModel, expected: list[list[int]], backend: str) -> None:
+    """The tower's own, those of its deep-stack layers beside them, give the tokens of the pictures."""
+    parts = []
+    for image in (WIDE, TALL):
+        inputs = Qwen2VLImageProcessorPil(**PROCESSOR)(images=[image], return_tensors="pt")
+        (features,) = expected_features(model, inputs["pixel_values"], inputs["image_grid_thw"].tolist())
+        parts.append({"image_embeds": features, "image_grid_thw": inputs["image_grid_thw"]})
+    wide, tall = parts
+    given = [{**PROMPTS[0], "multi_modal_data": {"image": wide}}, PROMPTS[0]]
+    given.append({**PROMPTS[1], "multi_modal_data": {"image": [wide, TALL, tall]}})
+    with engine(directory, enable_mm_embeds=True, attention_backend=backend, max_num_batched_tokens=16) as llm:
+        assert tokens(llm, given) == [expected[0], expected[0], expected[1]]
+        assert tokens(llm, given[:1]) == expected[:1]
+        with pytest.raises(UserError, match="features of an image have no uuid"):
+            tokens(llm, [{**given[0], "multi_modal_uuids": {"image": "a"}}])
+    with engine(directory) as llm, pytest.raises(UserError, match="needs enable_mm_embeds"):
+        tokens(llm, given[:1])
 
 
 @pytest.mark.parametrize(

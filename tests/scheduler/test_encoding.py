@@ -86,13 +86,23 @@ def shown(*parts: int | str) -> dict[str, Any]:
             prompt.append(part)
             continue
         count = int(part[1:])
-        images.append(PromptImage((1, 1, count), part.encode(), b"pixels", (1, 1), len(prompt)))
+        images.append(PromptImage((1, 1, count), part.encode(), b"pixels", (1, 1), part[0] == "f", len(prompt)))
         prompt += [PLACEHOLDER] * count
     return {"prompt": prompt, "images": images}
 
 
 def layers(workers: Workers) -> list[list[tuple[str, int]]]:
     return [[(part.key.decode(), part.num_layers) for part in parts] for parts in workers.slices]
+
+
+def test_features_cost_nothing_and_are_kept_as_others() -> None:
+    """All layers of an image that a client encoded are ordered at once, without budget."""
+    driver, workers = make_driver(cost=100, cache_tokens=9)
+    driver.add("image", **shown(3, "f6", 5, "b3", "f4"), max_tokens=2)
+    driver.run()
+    parts = [part for each in layers(workers) for part in each]
+    assert parts == [("f6", NUM_LAYERS), *[("b3", 1)] * NUM_LAYERS, ("f4", NUM_LAYERS)]
+    assert workers.dropped
 
 
 def test_what_is_kept_is_told() -> None:

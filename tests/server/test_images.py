@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import http.server
+import io
 import json
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -14,6 +15,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+import torch
 from PIL import Image
 
 from quire.config.options import EngineOptions
@@ -59,7 +61,11 @@ async def served(directory: Path) -> AsyncIterator[Served]:
 
 
 def b64(image: Image.Image) -> str:
-    return base64.b64encode(encoded(image)).decode()
+    return b64_of(encoded(image))
+
+
+def b64_of(data: bytes) -> str:
+    return base64.b64encode(data).decode()
 
 
 def url(image: Image.Image) -> str:
@@ -70,7 +76,7 @@ def part(image: Image.Image, **more: Any) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url(image), **more}}
 
 
-async def expected(served: Served, *parts: int | Image.Image) -> str:
+async def expected(served: Served, *parts: Any) -> str:
     """What the engine answers to a prompt of tokens and pictures."""
     token_ids: list[int] = []
     for each in parts:
@@ -172,6 +178,39 @@ async def test_a_large_body_goes_through_helpers(served: Served) -> None:
     assert "vllm:mm_cache_hits_total 1.0" in metrics
 
 
+async def test_features_of_a_client(directory: Path) -> None:
+    def b64_of_tensor(value: torch.Tensor) -> str:
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        return b64_of(buffer.getvalue())
+
+    size = 48 * 3
+    given = torch.randn(18, size, generator=torch.Generator().manual_seed(1))
+    embeds = {"image_embeds": b64_of_tensor(given), "image_grid_thw": b64_of_tensor(torch.tensor([1, 6, 12]))}
+    features = {"type": "image_embeds", "image_embeds": embeds}
+    messages = [{"role": "user", "content": [features, part(TALL), {"type": "text", "text": "w5"}]}]
+    async with serving(directory, enable_mm_embeds=True) as served:
+        answer = (await chat(served, messages)).json()
+        assert answer["usage"]["prompt_tokens"] == 2 + 2 * 2 + 18 + TALL_TOKENS
+        program = {"image_embeds": given, "image_grid_thw": [1, 6, 12]}
+        assert answer["choices"][0]["message"]["content"] == await expected(served, program, TALL, 5, 8)
+        for change, path in (
+            ({"image_embeds": b64_of_tensor(given[:17])}, "image_embeds.image_embeds"),
+            ({"image_grid_thw": b64_of_tensor(torch.tensor([1, 6, 6]))}, "image_embeds.image_embeds"),
+            ({"image_grid_thw": "AAAA"}, "image_embeds.image_grid_thw"),
+        ):
+            wrong = {"type": "image_embeds", "image_embeds": {**embeds, **change}}
+            response = await chat(served, [{"role": "user", "content": [part(TALL), wrong]}])
+            error = response.json()["error"]
+            assert (response.status_code, error["param"]) == (400, f"messages[0].content[1].{path}"), error
+        alone = {"type": "image_embeds", "image_embeds": embeds["image_embeds"]}
+        response = await chat(served, [{"role": "user", "content": [alone]}])
+        assert (response.status_code, "image_grid_thw is needed" in response.text) == (400, True)
+    async with serving(directory) as served:
+        response = await chat(served, messages)
+        assert (response.status_code, "enable_mm_embeds" in response.text) == (400, True)
+
+
 def named(uuid: str, **more: Any) -> dict[str, Any]:
     """A part that names a picture."""
     return {"type": "image_url", "image_url": None, "uuid": uuid, **more}
@@ -191,7 +230,7 @@ async def test_a_uuid_names_a_picture_sent_before(served: Served) -> None:
 
     assert (await ask(named("x"))).status_code == 400
     await answers(await ask({**part(WIDE), "uuid": "x"}), WIDE)
-    for form in (None, "", {}, {"url": ""}):
+    for form in (None, {}, {"url": ""}, {"url": None, "unknown": 1}):
         await answers(await ask(named("x", image_url=form)), WIDE)
     kept = served.engine.texts.pictures.kept
     assert (kept.num_queries, kept.num_hits) == (5, 4), "no file is decoded again"
@@ -213,7 +252,7 @@ async def test_a_uuid_names_a_picture_sent_before(served: Served) -> None:
         assert message in error["message"]
     both = await ask({**part(WIDE), "uuid": "z"}, named("z"))
     assert both.json()["choices"][0]["message"]["content"] == await expected(served, WIDE, WIDE, 8)
-    broken = {"type": "image_url", "image_url": "data:image/png;base64,AAAA", "uuid": "w"}
+    broken = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}, "uuid": "w"}
     assert (await ask(broken)).status_code == 400
     assert (await ask(named("w"))).status_code == 400, "a damaged picture has no name"
     await served.engine.texts.pictures.names.clear()
@@ -225,7 +264,8 @@ async def test_errors_name_the_picture(served: Served) -> None:
     cases = [
         ([part(WIDE), {"type": "image_url", "image_url": {"url": "data:image/png;base64,%"}}], "valid base64", 1),
         ([part(WIDE), {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}], "not fetched", 1),
-        ([{"type": "image_url", "image_url": f"data:image/png;base64,{base64.b64encode(cut).decode()}"}], "cut off", 0),
+        ([{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{b64_of(cut)}"}}], "cut off", 0),
+        ([part(WIDE), {"type": "image_url", "image_url": url(WIDE)}], "must be an object with a url", 1),
         ([part(WIDE)] * 3 + [{"type": "image_url", "image_url": {}}], "needs a URL", 3),
         ([part(WIDE, detail="tiny")], "detail must be one of", 0),
         ([part(draw(1, size=(900, 2)))], "200 times", 0),
@@ -322,7 +362,8 @@ async def test_urls_of_allowed_hosts_and_files(directory: Path, site: str, tmp_p
     async with serving(directory, **options) as served:
 
         async def ask(address: str) -> httpx.Response:
-            return await chat(served, [{"role": "user", "content": [{"type": "image_url", "image_url": address}]}])
+            image = {"type": "image_url", "image_url": {"url": address}}
+            return await chat(served, [{"role": "user", "content": [image]}])
 
         wanted = await expected(served, WIDE, 8)
         for address in (f"http://127.0.0.1:{site}/wide.png?x=1", f"file://{allowed}/a%20b.png"):

@@ -23,6 +23,13 @@ export const WEATHER_SCHEMA = {
 export const WEATHER_CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Oslo"}}</tool_call>';
 export const WEATHER_CALLS = '[{"name": "get_weather", "parameters": {"city": "Oslo"}}]';
 
+export const WHAT = "What is in the picture?";
+// A PNG in base64. The model `sights` knows what is in it.
+export const RED_SQUARE =
+  "iVBORw0KGgoAAAANSUhEUgAAAEAAAABACAIAAAAlC+aJAAAAZklEQVR4nO3PUQnAMBQEwciJfz39qZOKSGHzYJYTcLPe4a36wGkA" +
+  "dQB1AHUAdQB1AHUAdQB1AHVHgGfvXwYAAAAAAAAAAAAAAAAAAAAAMAtwQwB1AHUAdQB1AHUAdQB1AHUAdeMBH0p15nvssORvAAAA" +
+  "AElFTkSuQmCC";
+
 export const say = (...turns) => `Please ~~${turns.join("||")}~~`;
 export const user = (...turns) => [{ role: "user", content: say(...turns) }];
 

@@ -39,6 +39,19 @@ WEATHER_CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Oslo"}
 WEATHER_CALLS = '[{"name": "get_weather", "parameters": {"city": "Oslo"}}]'
 """What it writes where a call is required."""
 
+WHAT = "What is in the picture?"
+RED_SQUARE = (
+    "iVBORw0KGgoAAAANSUhEUgAAAEAAAABACAIAAAAlC+aJAAAAZklEQVR4nO3PUQnAMBQEwciJfz39qZOKSGHzYJYTcLPe4a36wGkA"
+    "dQB1AHUAdQB1AHUAdQB1AHVHgGfvXwYAAAAAAAAAAAAAAAAAAAAAMAtwQwB1AHUAdQB1AHUAdQB1AHUAdeMBH0p15nvssORvAAAA"
+    "AElFTkSuQmCC"
+)
+BLUE_SQUARE = (
+    "iVBORw0KGgoAAAANSUhEUgAAAEAAAABACAIAAAAlC+aJAAAAZ0lEQVR4nO3P0QmAMBQEwZRjOfaPP3ZiEQmsD2a5Am7WO7xVH9gN"
+    "oA6gDqAOoA6gDqAOoA6gDqBuC3Ddz5EBAAAAAAAAAAAAAAAAAAAAAMwC/CGAOoA6gDqAOoA6gDqAOoA6gLrxgA/ffUCKEKTDDwAA"
+    "AABJRU5ErkJggg=="
+)
+"""Files of PNG in base64. The model `sights` knows what is in them."""
+
 _cases: list[Callable[[], Any]] = []
 
 

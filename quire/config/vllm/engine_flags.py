@@ -142,7 +142,7 @@ CACHE: tuple[VllmFlag, ...] = (
 MEDIA: tuple[VllmFlag, ...] = (
     to("language_model_only", "flag"),
     to("limit_mm_per_prompt", "json", why="numbers alone; pixels are bounded by mm_processor_kwargs"),
-    refused("enable_mm_embeds", "flag", "images are taken, and no embeddings of them", False),
+    to("enable_mm_embeds", "flag", why="of images"),
     to("media_io_kwargs", "json", why="image.rgba_background_color"),
     to("mm_processor_kwargs", "json", why="min_pixels, max_pixels, and size with shortest_edge and longest_edge"),
     to("mm_processor_cache_gb", "float", why="1 where it is not given"),

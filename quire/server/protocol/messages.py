@@ -50,6 +50,8 @@ class ContentPart(msgspec.Struct, frozen=True, gc=False):
     NO_EFFECT: ClassVar[frozenset[str]] = MESSAGE_NO_EFFECT | {"closed"}
 
     def __post_init__(self) -> None:
+        if self.type == "image_url" and isinstance(self.image_url, str):
+            raise UserError("image_url must be an object with a url, not a string", param="image_url")
         for other in _MEDIA:
             if self.type in TEXT_OF_PART and getattr(self, other) is not None:
                 raise UserError(f"{other} does not belong into a content part of type {self.type!r}", param=other)
