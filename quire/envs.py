@@ -30,7 +30,7 @@ def log_format() -> str:
 
 
 def keep_log_format(name: str) -> None:
-    """Set the log format of this process and its later children. name: one of LOG_FORMATS."""
+    """Set the log format, one of LOG_FORMATS, of this process and its later children."""
     os.environ["QUIRE_LOG_FORMAT"] = name
 
 

@@ -106,8 +106,8 @@ def as_messages(spec: PromptSpec, images: Sequence[str] = ()) -> PromptSpec:
 
 @dataclass(frozen=True, slots=True)
 class RandomImages:
-    """Pictures of noise, which no server has seen before. count: of one request. sizes: width and height in pixels, of
-    which each picture has one."""
+    """Pictures of noise, which no server has seen before. count: pictures of a request. sizes: (width, height) in
+    pixels, drawn for each picture."""
 
     count: LengthRange
     sizes: tuple[tuple[int, int], ...]

@@ -488,7 +488,7 @@ def _swap_space(options: EngineOptions) -> int | None:
 
 
 def _gibibytes(size: float | str, param: str) -> int:
-    """Bytes of a size with a unit; a bare number counts GiB, as in vLLM."""
+    """Bytes of a size; a bare number counts GiB, as in vLLM."""
     if not isinstance(size, str):
         return parse_bytes(int(size * 2**30) if size < MAX_GIBIBYTES else 0, param=param)
     return parse_bytes(f"{size}GiB" if size.strip().replace(".", "", 1).isdigit() else size, param=param)

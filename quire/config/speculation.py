@@ -25,9 +25,8 @@ USUAL_LOOKUP = 5
 
 @dataclass(frozen=True)
 class DraftModelConfig:
-    """name: value of the option `model`. revision, quantization, max_model_len: options of these names. num_ranks:
-    ranks that share its layers (None: the target's). model: its resolved configuration. head: inputs of a
-    head (None: a whole model)."""
+    """name: value of the option `model`. num_ranks: ranks that share its layers (None: the target's). model: its
+    resolved configuration. head: inputs of a head (None: a whole model). Others: options of these names."""
 
     name: str
     revision: str | None = None
@@ -81,8 +80,7 @@ class SpeculationConfig:
 
     @classmethod
     def of(cls, given: Mapping[str, Any] | None) -> SpeculationConfig:
-        """Read the option with vLLM's names (None: no drafts). Raises ConfigError for unknown names and wrong
-        values."""
+        """Read the option (None: no drafts). Raises ConfigError for unknown names and wrong values."""
         if given is None:
             return cls()
         fields = converted(OPTION, given, _Given, _Given.__struct_fields__)

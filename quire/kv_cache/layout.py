@@ -1,9 +1,9 @@
-"""Layout of one pool for all layers: layers of a kind form groups of equal size, and a block serves one group.
+"""Layout of one pool for all layers (docs/kv-cache.md): layers of a kind form groups of equal size, and a block serves
+one group.
 
-A physical block is `layers_per_group` pages. Page j lies in tensor j, so layer number j of every group uses tensor j,
-and a block freed by one kind of layer serves another. All pages have equal bytes. Kinds with more or fewer bytes per
-token get blocks of fewer or more tokens, to fill their pages; a state's page is padded. If layer counts do not divide,
-the last group of a kind leaves pages unused.
+A physical block is `layers_per_group` pages of equal bytes. Page j lies in tensor j, so layer number j of every group
+uses tensor j. Kinds with more or fewer bytes per token get blocks of fewer or more tokens, to fill their pages; a
+state's page is padded. If layer counts do not divide, the last group of a kind leaves pages unused.
 
 Kernels use blocks of `block_size` tokens (the option). A page of n times as many tokens is n consecutive kernel blocks:
 the pool's block b is their blocks n b to n b + n - 1 (quire/worker/block_tables.py). Where n ranks keep a part of a

@@ -1,6 +1,6 @@
-"""Rules of layer groups: needed blocks, and prefix hits. Each step that computes tokens of a state's block i writes it;
-it then holds the state after the last of them, and is a snapshot once full. A step reads the state before its first
-token, in the block of the token before: a state is a window of two tokens."""
+"""Rules of layer groups: needed blocks, and prefix hits. A state's block i holds the state after the last of its
+computed tokens, and is a snapshot once full. A step reads the state before its first token, in the block of the token
+before: a state is a window of two tokens."""
 
 from __future__ import annotations
 

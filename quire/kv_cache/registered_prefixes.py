@@ -1,7 +1,7 @@
-"""Registered prefixes: the paper's shared prefixes (§4.4), computed once and kept whatever else needs memory. A
-registered prefix owns its blocks like a sequence, so they are never evicted. The prefix index finds its full blocks.
-The last, partly filled block has no hash: `RegisteredPrefixes` finds it for longer prompts that start with the whole
-prefix, and the sequence copies it before its first write, as after a fork."""
+"""Registered prefixes (docs/prefixes.md): the paper's shared prefixes (§4.4). They own their blocks like sequences, so
+they are never evicted. The prefix index finds the full blocks. The last, partly filled block has no hash:
+`RegisteredPrefixes` finds it for longer prompts that start with the whole prefix, and the sequence copies it before its
+first write, as after a fork."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Counters and gauges of the engine core, sent to the front end as one snapshot, and shares computed from them.
-quire/scheduler/kv_usage.py defines the paper's numbers (Fig. 2, Fig. 15): `num_stored_tokens`, `num_reserved_slots`,
-`num_wasted_slots`, `num_logical_blocks` and `shares`."""
+docs/accounting.md defines the numbers of the KV cache."""
 
 from __future__ import annotations
 
@@ -41,13 +40,13 @@ class EngineStats(msgspec.Struct, kw_only=True):
     num_registered_blocks: int = 0
     """Blocks of registered prefixes; they count as used."""
     num_logical_blocks: int = 0
-    """Entries of all block tables: blocks that sequences and registered prefixes would use without sharing."""
+    """Entries of all block tables."""
     num_stored_tokens: int = 0
     """Slots of used blocks with a token's keys and values; shared ones count once, every KV group counts."""
     num_reserved_slots: int = 0
     """Slots of used blocks whose tokens steps in flight compute."""
     num_wasted_slots: int = 0
-    """Slots of used blocks without a token, at the ends of last blocks (internal fragmentation)."""
+    """Slots of used blocks without a token, at the ends of last blocks."""
     num_host_blocks: int = 0
     num_used_host_blocks: int = 0
     num_running: int = 0
@@ -74,7 +73,6 @@ class EngineStats(msgspec.Struct, kw_only=True):
     preemptions_total: int = 0
     swap_preemptions_total: int = 0
     swapped_out_blocks_total: int = 0
-    """Blocks copied to the host."""
     swapped_in_blocks_total: int = 0
     """Blocks copied back; fewer, because the prefix cache still had some, or requests ended."""
     swapped_bytes_total: int = 0
@@ -85,9 +83,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     offload_bytes: int = 0
     """Known bytes in `kv_offload_dir`, files of other models and engines included."""
     host_cache_hit_blocks_total: int = 0
-    """Blocks of prefix hits that came from host memory."""
     disk_cache_hit_blocks_total: int = 0
-    """Blocks of prefix hits that came from disk."""
     offload_stored_blocks_total: int = 0
     offload_stored_bytes_total: int = 0
     offload_store_failures_total: int = 0
@@ -97,12 +93,10 @@ class EngineStats(msgspec.Struct, kw_only=True):
     offload_load_failures_total: int = 0
     """Blocks missing on disk, corrupt or unreadable, and computed instead."""
     prefix_cache_queries_total: int = 0
-    """Prompt tokens looked up."""
     prefix_cache_hits_total: int = 0
     prefix_cache_waits_total: int = 0
     """Times that a request waited for a running one to compute a shared prefix."""
     evictions_total: int = 0
-    """Cached blocks whose content was given up for a new owner."""
     copied_blocks_total: int = 0
     finished_requests_total: int = 0
     timed_out_requests_total: int = 0
@@ -172,14 +166,8 @@ def carry_over(before: EngineStats | None, stats: EngineStats) -> EngineStats:
 
 
 def shares(stats: EngineStats) -> dict[str, float]:
-    """Shares computed from a snapshot, each from 0 to 1 (0 for an empty whole).
-
-    - kv_cache_usage: blocks in use, of all blocks.
-    - kv_cache_stored, kv_cache_reserved, kv_cache_waste: slots of used blocks with a token's keys and values, to be
-    filled by steps in flight, and without a token (paper Fig. 2). Their sum is 1 when any block is in use.
-    - kv_cache_sharing: blocks saved by sharing, of those used without it (paper Fig. 15).
-    - prefix_cache_hit_rate: prompt tokens found in the prefix cache, of those looked up since the start.
-    """
+    """Shares computed from a snapshot, each from 0 to 1 (0 for an empty whole), as docs/accounting.md defines them.
+    Those of stored, reserved and wasted slots add up to 1 when any block is in use."""
     used_slots = stats.num_stored_tokens + stats.num_reserved_slots + stats.num_wasted_slots
     return {
         "kv_cache_usage": _share(stats.num_used_blocks, stats.num_blocks),

@@ -1,5 +1,3 @@
-"""The batch of sequences that the sampler samples in one step."""
-
 from __future__ import annotations
 
 from typing import Generic, NamedTuple, TypeVar
@@ -25,7 +23,7 @@ class SampleBatch(NamedTuple, Generic[Array]):
 
     @property
     def num_generated(self) -> Array:
-        """[R]: tokens generated so far = index of the generated token being chosen."""
+        """[R]: index of the generated token being chosen."""
         return self.lengths - self.num_prompt_tokens
 
 

@@ -1,9 +1,6 @@
-"""One token per row from one uniform number per row, by the inverse cumulative distribution.
-
-Numbers depend only on (seed, index); there is no generator state. Rows are bitwise independent of the batch: NumPy's
-element-wise functions do not depend on an element's place, and sums run inside one row, over blocks of a fixed size in
-a fixed order.
-"""
+"""One token per row from one uniform number per row, by the inverse cumulative distribution. Numbers depend only on
+(seed, index). Rows are bitwise independent of the batch: NumPy's element-wise functions do not depend on an element's
+place, and sums run inside one row, over blocks of a fixed size in a fixed order."""
 
 from __future__ import annotations
 
@@ -49,7 +46,6 @@ def draw(weights: np.ndarray, cumulative: np.ndarray, uniforms: np.ndarray) -> n
 
 
 def _in_blocks(weights: np.ndarray) -> np.ndarray:
-    """A view [R, num_blocks, BLOCK]."""
     num_rows, size = weights.shape
     return weights.reshape(num_rows, size // BLOCK, BLOCK)
 

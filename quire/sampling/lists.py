@@ -122,7 +122,7 @@ class SharedLists:
         """Identity of a list -> (the list, so that its identity stays unique; its words; its rows)."""
 
     def set(self, row: int, source: Collection[Any]) -> bool:
-        """Replace the list of `row`; an empty one clears it. True: that is a change."""
+        """Replace the list of `row`; an empty one clears it. True: a change."""
         had_one = self.clear(row)
         if not source:
             return had_one

@@ -47,7 +47,6 @@ EDITS = sum(ALL_FEATURES) & ~_NOT_EDITS
 
 
 def features_of(sampling: SequenceSampling) -> int:
-    """Features of a sequence, as bits of `Feature`."""
     params = sampling.params
     wanted = Feature.GREEDY if params.is_greedy else Feature.RANDOM
     conditions = {
@@ -145,7 +144,6 @@ class SamplingRows:
         for column in COLUMNS:
             setattr(self, column.name, np.zeros(num_rows, column.dtype))
         self._used: tuple[np.ndarray | None, int] = (None, 0)
-        """Last argument and result of `used`."""
         self.lists = RowLists(num_rows)
         self.rows_with_prompt_logprobs: set[int] = set()
         self._listed: dict[int, list[int]] = {}

@@ -1,5 +1,5 @@
 """The plain kernels: NumPy on the scores, torch for log-probabilities; the reference for the others. On a CPU NumPy is
-several times faster here than equal torch operators, and every operator used gives a row the same bits in any batch."""
+several times faster here than torch, and every operator used gives a row the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -145,11 +145,9 @@ class PlainKernels:
         return Best(tokens, np.take_along_axis(log_probs, tokens, axis=1))
 
     def _best(self, scores: np.ndarray, num_best: int) -> np.ndarray:
-        """The `num_best` tokens with each row's highest scores, best first, the lowest first among equal ones.
-
-        scores: [N, vocab_size] float32, each row with a finite score, without NaN and plus infinity. Returns [N,
-        min(num_best, vocab_size)] int64.
-        """
+        """The `num_best` tokens with each row's highest scores, best first, the lowest first among equal ones. scores:
+        [N, vocab_size] float32, each row with a finite score, without NaN and plus infinity. Returns [N, min(num_best,
+        vocab_size)] int64."""
         num_rows, vocab_size = scores.shape
         width = min(num_best, vocab_size)
         lowest = np.partition(scores, vocab_size - width, axis=1)[:, vocab_size - width]

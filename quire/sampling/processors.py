@@ -52,7 +52,7 @@ NO_PROCESSORS = NoProcessors()
 
 
 def make_processors(config: EngineConfig) -> ProcessorRows:
-    """Raises ConfigError for a processor that cannot be made."""
+    """An engine's processors, for one worker. Raises ConfigError for one that cannot be made."""
     kinds = load_processors(config.logits_processors)
     if not kinds:
         return NO_PROCESSORS
@@ -97,7 +97,7 @@ class _Processor:
         return [place[id(entry)] for entry in self._entries]
 
     def _update(self, entries: Sequence[Entry], place: dict[int, int]) -> BatchUpdate | None:
-        """New entries fill rows of ended ones, then the last ones move into remaining holes."""
+        """Changes of the batch: new entries fill rows of ended ones, then the last ones move into remaining holes."""
         rows = self._entries
         known = {id(entry) for entry in rows}
         new = [entry for entry in entries if id(entry) not in known]
@@ -124,7 +124,7 @@ class _Processor:
 
 
 class LoadedProcessors:
-    """ProcessorRows of loaded classes. A processor that raises ends the requests of its rows and begins anew."""
+    """A processor that raises ends the requests of its rows and begins anew."""
 
     def __init__(self, kinds: Sequence[type[LogitsProcessor]], config: object, device: torch.device) -> None:
         self._processors = [_Processor(kind, config, device) for kind in kinds]

@@ -41,7 +41,8 @@ class Ranking(NamedTuple):
 
 
 class Deferred(NamedTuple, Generic[Result]):
-    """tensors: to copy to the host; none if computed there. read: from an iterator over their copies to the result."""
+    """Result of a kernel. tensors: to copy to the host; none if computed there. read: from an iterator over their
+    copies to the result."""
 
     tensors: Sequence[torch.Tensor]
     read: Callable[[Iterator[torch.Tensor]], Result]
@@ -131,8 +132,6 @@ class Samples(NamedTuple):
 
 
 class Logprobs(NamedTuple):
-    """Log-probabilities of given tokens, each with `num_top` alternatives."""
-
     ranking: Deferred[Ranking]
     num_top: int
 

@@ -1,6 +1,6 @@
 """Rules on single tokens: logit bias, penalties, bans before `min_tokens`, allowed tokens. All edit scores in place.
 scores: [R, vocab_size] float32. Each step counts tokens for penalties afresh, so forks, preemptions and late tokens
-cannot make counts wrong; reading a sequence's tokens (4 bytes each) is little beside its keys and values."""
+cannot make counts wrong."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def ban_sequences(scores: np.ndarray, lists: RowLists, batch: HostBatch) -> None
 
 
 def keep_allowed(scores: np.ndarray, lists: RowLists, batch: HostBatch) -> None:
-    """Row by row, which needs memory for one row's list only."""
+    """Works row by row, which needs memory for one row's list only."""
     words = lists.words()
     starts, counts = lists.spans(ALLOWED, batch.rows)
     for index in np.flatnonzero(counts).tolist():
@@ -55,7 +55,7 @@ def keep_allowed(scores: np.ndarray, lists: RowLists, batch: HostBatch) -> None:
 
 
 def keep_masked(scores: np.ndarray, masks: TokenMasks) -> None:
-    """Row by row, as `keep_allowed`."""
+    """Works row by row, as `keep_allowed`."""
     for index, words in zip(masks.indices.tolist(), masks.words, strict=True):
         bits = np.unpackbits(words.astype("<u4").view(np.uint8), count=scores.shape[1], bitorder="little")
         scores[index, bits == 0] = -np.inf

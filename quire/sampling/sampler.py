@@ -77,7 +77,7 @@ class Sampler(Generic[Array]):
         return Logprobs(self._kernels.rank_tokens(logits, token_ids, num_top, normalized=self._normalized), num_top)
 
     def _edit(self, scores: Array, batch: SampleBatch[Array], used: int) -> None:
-        """Change the scores in place, in this order, by the features that the batch uses."""
+        """Change the scores in place, in this order, by the batch's features."""
         kernels = self._kernels
         if used & Feature.LOGIT_BIAS:
             kernels.add_logit_bias(scores, batch)

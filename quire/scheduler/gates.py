@@ -1,7 +1,7 @@
 """Gates: the reasons why a waiting request may not start yet.
 
 A gate lets a request pass or defers it (`Request.deferral`). The scheduler asks the gates of `default_gates` in order,
-in three stages (`Stage`). A new reason is a new class and a line in that list.
+in three stages (`Stage`).
 
 A deferred request keeps its place, and every pass looks at it again. Later requests may start before it but take
 nothing from it (`Reservations`): its blocks are reserved, and a later prompt must fit into the rest of the step's

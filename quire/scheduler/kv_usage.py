@@ -1,17 +1,6 @@
-"""Use of KV slots in the paper's terms (§3.1, Fig. 2), for a paged pool.
-
-A used block has one slot per token of its KV group's block size; a block of states has one, always stored. States of a
-slot:
-
-- stored: it holds a computed token's keys and values. A slot that several sequences share counts once; a token counts
-in every KV group.
-- reserved: a plan in flight computes its token. A paged pool reserves nothing earlier.
-- wasted (internal fragmentation): without a token, at the ends of last blocks, less than one block per sequence and
-group.
-
-Blocks that the KV connector loads for a deferred request, or sends for an ended one, count as stored. There is no
-external fragmentation: every free block is usable. Free blocks with a cached prefix (evictable) count apart.
-"""
+"""Use of KV slots in the paper's terms (§3.1, Fig. 2), for a paged pool; docs/accounting.md defines stored, reserved
+and wasted slots. Blocks that the KV connector loads for a deferred request, or sends for an ended one, count as
+stored."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class PlanBuilder:
         self.num_tokens: list[int] = []
         self.sample_from: list[int] = []
         self.plan = StepPlan(step_id, [], self.start_positions, self.num_tokens, [], self.sample_from)
-        """Without `seq_ids`, `sample_seq_ids` and what `build` adds."""
+        """Plan to which `build` adds `seq_ids`, `sample_seq_ids` and changes."""
         self.budget = budget
         """Tokens that may still be scheduled."""
         self.num_steady = 0
@@ -242,7 +242,7 @@ class PlanBuilder:
         self.plan.transfers = transfers
 
     def in_flight(self) -> InFlight:
-        """What the scheduler knows of the plan that was built, until its result comes."""
+        """The scheduler's data on the built plan, until its result comes."""
         return InFlight(self.plan, self.sequences, self.filled, self.samples, self.forked, self.resumed, [])
 
     def build(self, changes: PlanChanges) -> StepPlan:

@@ -1,8 +1,8 @@
-"""Fit of the cost model to logged steps of a real run. A device's profile states limits. Calibration fits the share of
-them that kernels reach, and a step's other costs, to every step's time: least squares of log(predicted / measured), so
-a step of 2 ms counts as much as one of 200. Steps that took far longer than usual were disturbed and get less weight.
-Their absence would make the sum too short, so all times are scaled in the end to match it, without the worst hundredth.
-Numbers that a log does not determine (no long prompts, no copies) keep their values and are reported."""
+"""Fit of the cost model to logged steps of a real run (docs/calibration.md): the reached share of a device's limits,
+and a step's other costs. Least squares of log(predicted / measured), so a step of 2 ms counts as much as one of 200.
+Steps that took far longer than usual were disturbed and get less weight. Their absence would make the sum too short, so
+all times are scaled in the end to match it, without the worst hundredth. Numbers that a log does not determine (no long
+prompts, no copies) keep their values and are reported."""
 
 from __future__ import annotations
 

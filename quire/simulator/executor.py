@@ -1,7 +1,6 @@
-"""An executor without a device: plans in, made-up tokens out, while a virtual clock advances by predicted seconds. The
-clock is the host (engine core and scheduler); `execute` moves it by the host's overhead. The device runs plans one
-after the other, each after its hand-over and its predecessor's end. Taking a result moves the clock to the end of its
-step. So with queue depth 1 the device waits while the host plans; with 2 both work at once.
+"""An executor without a device: plans in, made-up tokens out, while a virtual clock advances by predicted seconds
+(docs/simulator.md). The clock is the host; `execute` moves it by the host's overhead, and taking a result moves it to
+the end of its step.
 
 Swapping runs beside the model over the host link: swap_out, then swap_in, begin with the plan. The model waits for
 swap_out only if the plan hands out a block that it also saves; the next plan waits for all of it (quire/step.py).

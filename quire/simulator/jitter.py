@@ -1,9 +1,8 @@
-"""Jitter: the variation of equal steps on a real machine, and its duration. The cost model predicts a step's usual
-time. Neighbours, the operating system and cold caches scatter real times, and what slows a step often slows the next
-hundred. This hardly matters to mean latencies but does to 99th percentiles. A profile may therefore hold the
-distribution of measured over expected time, for steps with one token per sequence and for steps with longer chunks; the
-share of that scatter that lasts for a time; and the rate of stalls, rare single delays in steps with single tokens.
-Only a fit to a log (jitter_fit.py) makes jitter."""
+"""Jitter: the variation of equal steps on a real machine, and its duration (docs/decisions/0016-simulator.md). It
+hardly matters to mean latencies but does to 99th percentiles. A profile may hold the distribution of measured over
+expected time, for steps with one token per sequence and for steps with longer chunks; the share of that scatter that
+lasts for a time; and the rate of stalls, rare single delays in steps with single tokens. Only a fit to a log
+(jitter_fit.py) makes jitter."""
 
 from __future__ import annotations
 

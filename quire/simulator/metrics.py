@@ -1,10 +1,7 @@
-"""Metrics of a simulated run: distributions of latencies, and a replica's state over time, in bounded memory.
-
-TTFT: arrival to first token. Latency: arrival to last token. TPOT: the latency after TTFT for each further token.
-Normalised latency: latency per output token (the paper's measure, §6.1; for several sequences, the tokens of one). A
-distribution keeps its first values exactly, then counts them in bins 0.5 % wide: percentiles are off by at most that,
-while mean, extremes and count stay exact.
-"""
+"""Metrics of a simulated run (docs/simulator.md defines them): distributions of latencies, and a replica's state over
+time, in bounded memory. For several sequences, the normalised latency takes the tokens of one. A distribution keeps its
+first values exactly, then counts them in bins 0.5 % wide: percentiles are off by at most that, while mean, extremes and
+count stay exact."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Lazily read requests of a trace file: JSON lines, or CSV with a header. Columns: `arrival` (seconds from the start,
-not falling), `input_tokens`, `output_tokens`; optional: `prefix_group` (a name) and `prefix_tokens` (input tokens that
-all requests of the group share; default: all), `n` (sequences), `beam_width`, `priority`."""
+"""Lazily read requests of a trace file: JSON lines, or CSV with a header (columns: docs/simulator.md)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The fork server: a process with the model's vocabulary and no threads. Its forks rehearse texts (rehearsal.py) or
-make masks (mask_process.py). They share the vocabulary's memory and start in milliseconds. ConstraintService
-(service.py) starts it; it ends with its parent, and its forks with it."""
+make masks (mask_process.py); they share the vocabulary's memory and start in milliseconds. It ends with its parent, and
+its forks with it."""
 
 from __future__ import annotations
 

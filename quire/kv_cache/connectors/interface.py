@@ -1,12 +1,9 @@
 """The scheduler's half of a KV connector: it knows the cached blocks outside the device, orders their transfers, and
-processes the reports of the worker's half (quire/worker/kv_connector/interface.py).
+processes the reports of the worker's half (docs/decisions/0028-kv-connector.md).
 
 Loading a prefix: `lookup` extends a hit; TransferBlocks allocates device blocks for it; `allocated` names them to the
 connector, whose next `orders` carry the load to the workers. Meanwhile the request waits (quire/scheduler/gates.py).
 Loaded blocks enter the prefix index, and the request starts with a plain prefix hit.
-
-Sending a finished request's blocks: `request_finished` returns True, and the blocks keep an owner until the connector
-calls `TransferBlocks.end_send`.
 """
 
 from __future__ import annotations

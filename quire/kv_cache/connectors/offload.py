@@ -1,7 +1,6 @@
-"""The KV connector to host memory and disk. A block that enters the prefix index is copied to the host, then to disk, a
-little later and beside computation; the host copy stays until its memory is needed. One plan copies a prompt's next
-blocks from the host to the device. Blocks that are only on disk are first fetched to the host while the request waits.
-This module decides on copies and owns their blocks; the worker executes the plan's copies and file accesses.
+"""The KV connector to host memory and disk (docs/decisions/0011-disk-tier.md). It decides on copies and owns their
+blocks; the worker executes the plan's copies and file accesses. One plan copies a prompt's next blocks from the host to
+the device. Blocks that are only on disk are first fetched to the host while the request waits.
 
 A host block is owned by a swapped sequence, by a store or load until its end is reported, by a deferred request that
 waits for it, and in a pass that orders its copy to the device. Otherwise it is evictable, so swapped requests get it
