@@ -1,4 +1,4 @@
-"""Prompts of benchmarks: random ones of given lengths, or from a file, drawn from one seed."""
+"""Prompts of benchmarks: random ones, or from a file, drawn from one seed."""
 
 from __future__ import annotations
 
