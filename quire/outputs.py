@@ -112,7 +112,7 @@ def is_damaged(output: RequestOutput) -> bool:
 
 def raise_if_nonfinite(output: RequestOutput) -> None:
     """Raise ModelOutputError for a request that ended because of NaN or infinite logits or a failed logits processor,
-    and UserError for one that could not continue under its constraint (structured outputs)."""
+    and UserError for one that could not continue under its constraint."""
     if not is_damaged(output):
         return
     for completion in output.outputs:

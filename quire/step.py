@@ -150,11 +150,8 @@ class SequenceSampling(msgspec.Struct, array_like=True, frozen=True):
 
 class SequenceFork(msgspec.Struct, array_like=True):
     """`child` starts as a copy of `parent` (tokens, block table): in `StepPlan.forks` after this step's forward pass,
-    before sampling; in `StepPlan.beam_reorders` before everything that this step computes.
-
-    token_ids: all known tokens of a child with a history of its own (resumed after a preemption); None in beam
-    reorders.
-    """
+    before sampling; in `StepPlan.beam_reorders` before everything else. token_ids: all known tokens of a child with a
+    history of its own (resumed after a preemption); None in beam reorders."""
 
     parent: int
     child: int

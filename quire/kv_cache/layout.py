@@ -48,7 +48,7 @@ class KVGroup:
 class KVCacheLayout:
     """The pool: `num_blocks` blocks (block 0 reserved) of `layers_per_group` pages. block_size: tokens of the kernels'
     blocks (the option); every group's block size is a multiple. layers_per_group: pages of a block, in the largest
-    pipeline stage. num_host_blocks: blocks of the same shape in host memory, numbered from 1, for swapped requests."""
+    pipeline stage. num_host_blocks: blocks in host memory, numbered from 1, for swapped requests."""
 
     block_size: int
     num_blocks: int

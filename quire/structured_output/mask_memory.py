@@ -1,5 +1,5 @@
 """Memory that the engine core and the mask process share: a board with the process's current work, and a slot for each
-matcher's mask. Also a thread's scratch memory for a mask."""
+matcher's mask; and a thread's scratch memory for a mask."""
 
 from __future__ import annotations
 
