@@ -26,7 +26,7 @@ class Wanted:
     def __init__(self, image: PromptImage) -> None:
         self.key, self.grid, self.num_tokens = image.key, image.grid, image.num_tokens
         self.image: PromptImage | None = image
-        """None: the workers have the pixels."""
+        """The image; None: the workers have its pixels."""
         self.requests: dict[Request, None] = {}
         self.num_layers = 0
         """Ordered layers."""

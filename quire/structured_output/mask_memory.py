@@ -45,7 +45,7 @@ def make_memory() -> int:
 
 
 class MaskMemory:
-    """One process's view of the memory. Both call `hold` before a slot is used."""
+    """One process's view of the memory. Both processes call `hold` before they use a slot."""
 
     def __init__(self, descriptor: int, vocab_size: int) -> None:
         self._descriptor = descriptor
