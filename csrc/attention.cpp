@@ -290,7 +290,7 @@ void prepare(const AttentionArgs& args, const Step& step, Team& team) {
       float* row = qkv + t * args.qkv.stride;
       if (t + kRowsAhead < step.rows) prefetch_floats(row + kRowsAhead * args.qkv.stride + query_width(args), kv_width);
       prepare_row(args, row, rotation ? rotation + t * args.rotation.stride : nullptr, plan.slots[t]);
-      if (args.attends && args.length_floor > 0) scale_queries(args, row, step.columns[kSlotPositions][t]);
+      if (args.query_heads > 0 && args.length_floor > 0) scale_queries(args, row, step.columns[kSlotPositions][t]);
     }
   }
 }

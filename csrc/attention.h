@@ -61,6 +61,24 @@ QUIRE_HEADER_INLINE constexpr int64_t first_seen(int64_t position, int64_t windo
   return position < window ? 0 : position - window + 1;
 }
 
+// The dealing of a sequence's tokens to `ranks` ranks, runs of `run` tokens in turns; this rank keeps the others of number
+// `rank`. Its own tokens are numbered without gaps.
+struct Deal {
+  int64_t ranks = 1;
+  int64_t rank = 0;
+  int64_t run = 1;
+
+  // How many of the first `count` tokens are this rank's.
+  QUIRE_HEADER_INLINE int64_t kept(int64_t count) const {
+    if (ranks == 1) return count;
+    const int64_t round = ranks * run, rest = count % round - rank * run;
+    return count / round * run + (rest < 0 ? 0 : rest < run ? rest : run);
+  }
+  // The number of the last own token that a token at `position` sees; -1: it sees none.
+  QUIRE_HEADER_INLINE int64_t last_seen(int64_t position) const { return kept(position + 1) - 1; }
+  QUIRE_HEADER_INLINE bool keeps(int64_t position) const { return ranks == 1 || position / run % ranks == rank; }
+};
+
 // Rows first_row .. first_row + rows - 1 of a sequence (row = token * heads per group + head) against the keys of some
 // splits, for each key head. What `partial` counts are rows of the shared scratch: a place for each split and row;
 // -1: the item has all of its rows' keys and writes their output.
@@ -77,11 +95,12 @@ struct AttentionItem {
 // One KV group's view of a step: `num_sequences` sequences that own the rows between successive query starts.
 // Arrays belong to the caller and outlive the step.
 struct AttentionPlan {
-  // Constant for a group of layers. window, chunked: as AttentionArgs has them. latent: the kernels of latent.cpp run over it, with their items.
+  // Constant for a group of layers. deal: of each sequence's tokens to ranks; then `block_table` and `slots` are this rank's
+  // (a slot of -1: another rank keeps the row's key and value), and blocks are filled with its tokens alone. window, chunked: as AttentionArgs has them. latent: the kernels of latent.cpp run over it, with their items.
   // top: keys that a token reads, chosen for it alone: items have rows of one token (0: all that it sees).
   AttentionPlan(int64_t block_size, int64_t num_blocks, int64_t num_heads, int64_t num_kv_heads, int64_t window,
                 int threads, bool latent = false, bool chunked = false,
-                int64_t top = 0);
+                int64_t top = 0, Deal deal = {});
 
   // Cut a step into items. Throws std::invalid_argument for starts that fall, slots or blocks that do not exist and
   // tables that are too narrow: whatever a kernel will read or write lies in the pool afterwards. Allocates only when
@@ -121,6 +140,7 @@ struct AttentionPlan {
   const AttentionItem* merges = nullptr;  // [num_merges]: put together, from all splits, when the items are done
   int64_t num_merges = 0;
   int64_t partial_rows = 0;  // of each key head
+  Deal deal;
 
  private:
   void check(int64_t table_width) const;

@@ -149,7 +149,8 @@ struct HeadWork {
   Scratch& scratch;
   const HeadWork* following = nullptr;  // what this thread computes next, as far as it knows
 
-  int64_t position(int64_t row) const { return start + (item.first_row + row) / group; }
+  // The last position that a row sees, among this rank's tokens.
+  int64_t position(int64_t row) const { return plan.deal.last_seen(start + (item.first_row + row) / group); }
   int64_t token(int64_t row) const { return plan.query_start[item.sequence] + (item.first_row + row) / group; }
   int64_t query_head(int64_t row) const { return head * group + (item.first_row + row) % group; }
 };
@@ -250,14 +251,14 @@ template <class Scratch, class Load>
 void visit_queries(const HeadWork<Scratch>& work, const Step& step, Load&& load) {
   const AttentionArgs& args = work.args;
   const float* token = step.at(args.qkv) + work.token(0) * args.qkv.stride + work.head * work.group * args.head_dim;
-  int64_t position = work.position(0);
+  int64_t position = work.start + work.item.first_row / work.group;
   int64_t inside = work.item.first_row % work.group;
   for (int64_t r = 0; r < work.item.rows; ++r) {
     const float* from = token + inside * args.head_dim;
     if (r + kRowsAhead * work.group < work.item.rows)
       prefetch_floats(from + kRowsAhead * args.qkv.stride, args.head_dim);
     load(r, from);
-    work.scratch.rows[r].position = position;
+    work.scratch.rows[r].position = work.plan.deal.last_seen(position);
     if (++inside == work.group) {
       inside = 0;
       ++position;
@@ -312,14 +313,22 @@ QUIRE_INLINE void add_split(SplitResults& results, bool is_first, const float* s
   }
 }
 
-// A row's output: a sink takes part in the weights' sum but has no value.
+// A row's output: a sink takes part in the weights' sum but has no value. row: what the step has of the row's token.
 QUIRE_INLINE void write_row(const AttentionArgs& args, int64_t head, const float* total, float maximum, float weight,
-                            float* out) {
+                            float* row) {
   float factor = 1;
+  float* out = row + head * args.head_dim;
   if (args.sinks != nullptr) {
     const float sink = args.sinks[head], top = maximum > sink ? maximum : sink;
     factor = exp(broadcast(maximum - top))[0];
     weight = fma(weight, factor, exp(broadcast(sink - top))[0]);
+    maximum = top;
+  }
+  if (args.parts) {
+    const bool is_empty = weight == 0;  // no key is seen here
+    row[args.num_heads * args.head_dim + head] =
+        is_empty ? kNothing : static_cast<float>(static_cast<double>(maximum) + __builtin_log(static_cast<double>(weight)));
+    if (is_empty) weight = 1;
   }
   if (args.cache == CacheType::kE4M3) factor *= element_factor<CacheType::kE4M3> * args.value_scale;
   const vf scale = broadcast(factor / weight);
@@ -365,8 +374,7 @@ void run_splits(const HeadWork<Scratch>& work, const Step& step, Attend&& attend
   int64_t inside = item.first_row % work.group;
   for (int64_t r = 0; r < item.rows; ++r) {
     const int64_t head = work.head * work.group + inside;
-    write_row(args, head, scratch.totals + r * kRowStride, results.total_maximum[r], results.total_weight[r],
-              out + head * args.head_dim);
+    write_row(args, head, scratch.totals + r * kRowStride, results.total_maximum[r], results.total_weight[r], out);
     if (++inside == work.group) {
       inside = 0;
       out += args.out.stride;
@@ -390,7 +398,7 @@ void merge_item(const HeadWork<Scratch>& work, const Step& step) {
       add_row(total, sums, factors.before, factors.added, args.head_dim);
     }
     const int64_t head = work.query_head(r);
-    write_row(args, head, total, maximum[0], weight[0], out + work.token(r) * args.out.stride + head * args.head_dim);
+    write_row(args, head, total, maximum[0], weight[0], out + work.token(r) * args.out.stride);
   }
 }
 

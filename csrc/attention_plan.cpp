@@ -45,7 +45,7 @@ int64_t checked_block_bytes(int64_t block_size, int64_t num_kv_heads, int64_t he
 }  // namespace
 
 AttentionPlan::AttentionPlan(int64_t block_size, int64_t num_blocks, int64_t num_heads, int64_t num_kv_heads,
-                             int64_t window, int threads, bool latent, bool chunked, int64_t top)
+                             int64_t window, int threads, bool latent, bool chunked, int64_t top, Deal deal)
     : block_size(block_size),
       num_blocks(num_blocks),
       num_heads(num_heads),
@@ -57,10 +57,14 @@ AttentionPlan::AttentionPlan(int64_t block_size, int64_t num_blocks, int64_t num
       top(top),
       item_rows(latent ? kLatentRows : kItemRows),
       row_padding(latent ? kLatentPadding : 1),
-      most_partial_rows(latent ? kMaxLatentPartialRows : kMaxPartialRows) {
+      most_partial_rows(latent ? kMaxLatentPartialRows : kMaxPartialRows),
+      deal(deal) {
   check_block_shape(block_size, num_kv_heads);
   if (num_blocks < 1 || num_heads < 1 || num_heads % num_kv_heads != 0 || window < 0 || threads < 1 || top < 0)
     throw std::invalid_argument("attention over no blocks, uneven groups of heads, a negative window or no threads");
+  if (deal.ranks < 1 || deal.rank < 0 || deal.rank >= deal.ranks || deal.run < 1 || block_size % deal.run != 0 ||
+      (deal.ranks > 1 && (window > 0 || latent)))
+    throw std::invalid_argument("tokens that are dealt by runs which do not divide a block, of windows or latents");
   if (num_blocks > kMostBlocks || num_heads > kMostHeads || threads > kMostHeads)
     throw std::invalid_argument("attention over more blocks, heads or threads than can be counted");
 }
@@ -101,7 +105,7 @@ void AttentionPlan::check(int64_t table_width) const {
     if (count == 0) continue;
     if (start < 0 || start > kMostPositions) throw std::invalid_argument("a start position is out of range");
     const int64_t first = first_seen(start, window, chunked) / block_size;
-    const int64_t last = (start + count - 1) / block_size;
+    const int64_t last = (deal.kept(start + count) + block_size - 1) / block_size - 1;
     if (last >= table_width)
       throw std::invalid_argument("sequence " + std::to_string(s) + " needs " + std::to_string(last + 1) +
                                   " blocks, its table has " + std::to_string(table_width));
@@ -113,7 +117,7 @@ void AttentionPlan::check(int64_t table_width) const {
   }
   const int64_t num_slots = num_blocks * block_size;
   for (int64_t t = 0; t < query_start[num_sequences]; ++t)
-    if (slots[t] < 0 || slots[t] >= num_slots)
+    if (slots[t] < (deal.ranks > 1 ? -1 : 0) || slots[t] >= num_slots)
       throw std::invalid_argument("row " + std::to_string(t) + ": slot " + std::to_string(slots[t]) +
                                   " is not one of " + std::to_string(num_slots));
 }
@@ -133,7 +137,7 @@ void AttentionPlan::cut() {
       item.first_row = first;
       item.rows = static_cast<int32_t>(last - first);
       const int64_t low = first_seen(start + first / group, window, chunked);
-      int64_t high = start + (last - 1) / group;
+      int64_t high = std::max<int64_t>(0, deal.last_seen(start + (last - 1) / group));
       if (top > 0) high = std::min(high, top - 1);
       item.first_split = low / kSplitKeys;
       item.last_split = high / kSplitKeys + 1;
@@ -174,9 +178,16 @@ void AttentionPlan::split() {
 
 void bind_attention(nb::module_& module) {
   nb::class_<AttentionPlan>(module, "AttentionPlan")
-      .def(nb::init<int64_t, int64_t, int64_t, int64_t, int64_t, int, bool, bool, int64_t>(), "block_size"_a, "num_blocks"_a,
-           "num_heads"_a, "num_kv_heads"_a, "window"_a, "threads"_a, "latent"_a = false,
-           "chunked"_a = false, "top"_a = 0)
+      .def(
+          "__init__",
+          [](AttentionPlan* self, int64_t block_size, int64_t num_blocks, int64_t num_heads, int64_t num_kv_heads,
+             int64_t window, int threads, bool latent, bool chunked, int64_t top, int64_t ranks, int64_t rank,
+             int64_t run) {
+            new (self) AttentionPlan(block_size, num_blocks, num_heads, num_kv_heads, window, threads, latent, chunked, top,
+                                     {ranks, rank, run});
+          },
+          "block_size"_a, "num_blocks"_a, "num_heads"_a, "num_kv_heads"_a, "window"_a, "threads"_a, "latent"_a = false,
+          "chunked"_a = false, "top"_a = 0, "ranks"_a = 1, "rank"_a = 0, "run"_a = 1)
       .def(
           "set",
           [](AttentionPlan& plan, int64_t num_sequences, uintptr_t query_start, uintptr_t start_positions,

@@ -118,20 +118,20 @@ void write_head(const AttentionArgs& args, const float* key, const float* value,
 }
 
 // Elements of the query heads of a row, where there are some.
-constexpr int64_t query_width(const AttentionArgs& args) { return args.attends ? args.num_heads * args.head_dim : 0; }
+constexpr int64_t query_width(const AttentionArgs& args) { return args.query_heads * args.head_dim; }
 
-// One row of the projections' output: query heads are changed in place, key and value heads go to `slot`.
+// One row of the projections' output: query heads are changed in place, key and value heads go to `slot` (-1: nowhere).
 void prepare_row(const AttentionArgs& args, float* row, const float* turn, int64_t slot) {
   const int64_t depth = args.head_dim, half = args.rotary_dim / 2;
   const int64_t share = head_bytes(args.block_size, depth, args.cache);
   std::byte* block = args.pages + slot / args.block_size * args.block_bytes;
   float* keys = row + query_width(args);
   float* values = keys + args.num_kv_heads * depth;
-  for (int64_t h = 0; args.attends && h < args.num_heads; ++h) {
+  for (int64_t h = 0; h < args.query_heads; ++h) {
     if (args.query_norm != nullptr) norm_head(row + h * depth, args.query_norm, args.norm_epsilon, depth);
     if (turn != nullptr) rotate_head(row + h * depth, turn, half);
   }
-  for (int64_t h = 0; args.writes && h < args.num_kv_heads; ++h) {
+  for (int64_t h = 0; args.writes && slot >= 0 && h < args.num_kv_heads; ++h) {
     if (args.key_norm != nullptr) norm_head(keys + h * depth, args.key_norm, args.norm_epsilon, depth);
     if (turn != nullptr) rotate_head(keys + h * depth, turn, half);
     write_head(args, keys + h * depth, values + h * depth, block + h * share, slot % args.block_size);
@@ -142,7 +142,7 @@ void prepare_row(const AttentionArgs& args, float* row, const float* turn, int64
 void scale_queries(const AttentionArgs& args, float* row, int64_t position) {
   const auto steps = static_cast<double>((position + 1) / args.length_floor);
   const auto factor = static_cast<float>(1.0 + args.length_strength * std::log1p(steps));
-  for (int64_t d = 0; d < args.num_heads * args.head_dim; ++d) row[d] *= factor;
+  for (int64_t d = 0; d < query_width(args); ++d) row[d] *= factor;
 }
 
 }  // namespace

@@ -211,7 +211,8 @@ void bind_program(nb::module_& module) {
              int64_t num_blocks, int64_t block_size, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
              float scale, float soft_cap, int64_t window, uintptr_t sinks, uintptr_t query_norm, uintptr_t key_norm,
              float norm_epsilon, int64_t rotary_dim, const Ref& rotation, const Ref& qkv, const Ref& out, bool writes,
-             bool chunked, int64_t length_floor, float length_strength, float key_scale, float value_scale) {
+             bool chunked, int64_t length_floor, float length_strength, float key_scale, float value_scale, bool parts,
+             int64_t query_heads) {
             AttentionArgs args;
             args.group = group;
             args.cache = cache;
@@ -240,13 +241,15 @@ void bind_program(nb::module_& module) {
             args.out = out;
             args.writes = writes;
             args.attends = out.present();
+            args.parts = parts;
+            args.query_heads = args.attends ? num_heads : query_heads;
             program.add(args);
           },
           "group"_a, "cache"_a, "pages"_a, "block_bytes"_a, "num_blocks"_a, "block_size"_a, "num_heads"_a,
           "num_kv_heads"_a, "head_dim"_a, "scale"_a, "soft_cap"_a, "window"_a, "sinks"_a, "query_norm"_a,
           "key_norm"_a, "norm_epsilon"_a, "rotary_dim"_a, "rotation"_a, "qkv"_a, "out"_a, "writes"_a = true, "chunked"_a = false,
           "length_floor"_a = 0, "length_strength"_a = 0.0f,
-          "key_scale"_a = 1.0f, "value_scale"_a = 1.0f)
+          "key_scale"_a = 1.0f, "value_scale"_a = 1.0f, "parts"_a = false, "query_heads"_a = 0)
       .def(
           "latent",
           [](Program& program, int32_t group, CacheType cache, uintptr_t pages, int64_t block_bytes,
@@ -312,10 +315,19 @@ void bind_program(nb::module_& module) {
           "ranks"_a, "width"_a, "x"_a, "out"_a)
       .def(
           "all_gather",
-          [](Program& program, std::shared_ptr<SharedRanks> ranks, int64_t width, const Ref& x, const Ref& out) {
-            program.add(AllGatherArgs{std::move(ranks), width, x, out});
+          [](Program& program, std::shared_ptr<SharedRanks> ranks, int64_t width, const Ref& x, const Ref& out, int count) {
+            const Peers peers = ranks->peers(count);
+            program.add(AllGatherArgs{std::move(ranks), peers, width, x, out});
           },
-          "ranks"_a, "width"_a, "x"_a, "out"_a)
+          "ranks"_a, "width"_a, "x"_a, "out"_a, "count"_a = 0)
+      .def(
+          "merge_parts",
+          [](Program& program, std::shared_ptr<SharedRanks> ranks, int count, int64_t num_heads, int64_t head_dim,
+             const Ref& x, const Ref& out) {
+            const Peers peers = ranks->peers(count);
+            program.add(MergePartsArgs{std::move(ranks), peers, num_heads, head_dim, x, out});
+          },
+          "ranks"_a, "count"_a, "num_heads"_a, "head_dim"_a, "x"_a, "out"_a)
       .def(
           "outside",
           [](Program& program, nb::callable function, std::vector<Ref> rows) {

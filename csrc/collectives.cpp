@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <climits>
+#include <cmath>
 #include <cstring>
 #include <new>
 #include <stdexcept>
@@ -142,9 +143,9 @@ void SharedRanks::all_reduce(const float* x, int64_t x_stride, float* out, int64
 }
 
 void SharedRanks::all_gather(const float* x, int64_t x_stride, float* out, int64_t out_stride, int64_t rows,
-                             int64_t width, Team& team) noexcept {
-  const int64_t share = (width + ranks_ - 1) / ranks_;
-  const auto held = [&](int rank) { return std::clamp<int64_t>(width - rank * share, 0, share); };
+                             int64_t width, Peers peers, Team& team) noexcept {
+  const int64_t share = (width + peers.count - 1) / peers.count;
+  const auto held = [&](int peer) { return std::clamp<int64_t>(width - peer * share, 0, share); };
   const Piece piece = piece_of(rows, share);
   for (int64_t row = 0; row < rows; row += piece.rows) {
     for (int64_t column = 0; column < share; column += piece.columns) {
@@ -152,24 +153,62 @@ void SharedRanks::all_gather(const float* x, int64_t x_stride, float* out, int64
       const int64_t count = std::min(piece.rows, rows - row), wide = std::min(piece.columns, share - column);
       const auto [first, last] = columns_of(team, wide);
       const uint32_t meeting = meeting_;
-      const auto copy = [&](int rank, auto&& each) {
-        const int64_t end = std::min(last, held(rank) - column);
+      const auto copy = [&](int peer, auto&& each) {
+        const int64_t end = std::min(last, held(peer) - column);
         if (first < end)
           for (int64_t t = 0; t < count; ++t) each(t, static_cast<std::size_t>(end - first) * sizeof(float));
       };
       float* own = slot(meeting, rank_);
-      copy(rank_, [&](int64_t t, std::size_t size) {
+      copy(rank_ - peers.first, [&](int64_t t, std::size_t size) {
         std::memcpy(own + t * wide + first, x + (row + t) * x_stride + column + first, size);
       });
       if (!meet(team)) return;
-      for (int rank = 0; rank < ranks_; ++rank) {
-        const float* part = slot(meeting, rank);
-        copy(rank, [&](int64_t t, std::size_t size) {
-          std::memcpy(out + (row + t) * out_stride + rank * share + column + first, part + t * wide + first, size);
+      for (int peer = 0; peer < peers.count; ++peer) {
+        const float* part = slot(meeting, peers.first + peer);
+        copy(peer, [&](int64_t t, std::size_t size) {
+          std::memcpy(out + (row + t) * out_stride + peer * share + column + first, part + t * wide + first, size);
         });
       }
     }
   }
+}
+
+void SharedRanks::merge_parts(const float* x, int64_t x_stride, float* out, int64_t out_stride, int64_t rows,
+                              int64_t num_heads, int64_t head_dim, Peers peers, Team& team) noexcept {
+  const int64_t heads = peers.count * num_heads, wide = heads * (head_dim + 1), own_head = (rank_ - peers.first) * num_heads;
+  const int64_t most = std::max<int64_t>(1, kSlot / wide);
+  for (int64_t row = 0; row < rows; row += most) {
+    if (failed_.load(std::memory_order_relaxed)) return;
+    const int64_t count = std::min(most, rows - row);
+    const auto [first, last] = columns_of(team, wide);
+    const uint32_t meeting = meeting_;
+    for (int64_t t = 0; t < count; ++t)
+      std::memcpy(slot(meeting, rank_) + t * wide + first, x + (row + t) * x_stride + first,
+                  static_cast<std::size_t>(last - first) * sizeof(float));
+    if (!meet(team)) return;
+    const int64_t items = count * num_heads;
+    for (int64_t i = items * team.index() / team.count(); i < items * (team.index() + 1) / team.count(); ++i) {
+      const int64_t t = i / num_heads, head = own_head + i % num_heads;
+      const auto part = [&](int peer) { return slot(meeting, peers.first + peer) + t * wide; };
+      const auto sum = [&](int peer) { return part(peer)[heads * head_dim + head]; };
+      float top = sum(0), total = 0;
+      for (int peer = 1; peer < peers.count; ++peer) top = sum(peer) > top ? sum(peer) : top;
+      const auto weight = [&](int peer) { return static_cast<float>(std::exp(static_cast<double>(sum(peer) - top))); };
+      for (int peer = 0; peer < peers.count; ++peer) total += weight(peer);
+      float* to = out + (row + t) * out_stride + i % num_heads * head_dim;
+      for (int peer = 0; peer < peers.count; ++peer) {
+        const float factor = weight(peer) / total;
+        const float* from = part(peer) + head * head_dim;
+        for (int64_t d = 0; d < head_dim; ++d) to[d] = peer == 0 ? factor * from[d] : to[d] + factor * from[d];
+      }
+    }
+  }
+}
+
+Peers SharedRanks::peers(int count) const {
+  if (count == 0) return {0, ranks_};
+  if (count < 1 || ranks_ % count != 0) throw std::invalid_argument("groups of ranks that do not divide them");
+  return {rank_ / count * count, count};
 }
 
 void SharedRanks::check() const {
@@ -182,7 +221,13 @@ void all_reduce(const AllReduceArgs& args, const Step& step, Team& team) {
 }
 
 void all_gather(const AllGatherArgs& args, const Step& step, Team& team) {
-  args.ranks->all_gather(step.at(args.x), args.x.stride, step.at(args.out), args.out.stride, step.rows, args.width, team);
+  args.ranks->all_gather(step.at(args.x), args.x.stride, step.at(args.out), args.out.stride, step.rows, args.width, args.peers,
+                         team);
+}
+
+void merge_parts(const MergePartsArgs& args, const Step& step, Team& team) {
+  args.ranks->merge_parts(step.at(args.x), args.x.stride, step.at(args.out), args.out.stride, step.rows, args.num_heads,
+                          args.head_dim, args.peers, team);
 }
 
 }  // namespace quire

@@ -15,6 +15,12 @@
 
 namespace quire {
 
+// Neighbouring ranks of a group.
+struct Peers {
+  int first = 0;
+  int count = 1;
+};
+
 class SharedRanks {
  public:
   // Floats of a slot.
@@ -34,9 +40,18 @@ class SharedRanks {
   void all_reduce(const float* x, int64_t x_stride, float* out, int64_t out_stride, int64_t rows, int64_t width,
                   Team& team) noexcept;
 
-  // out, [rows, width] = the ranks' x side by side: ceil(width / ranks) columns of each, fewer of the last ones.
+  // out, [rows, width] = the x of `peers` side by side: ceil(width / peers.count) columns of each, fewer of the last ones.
   void all_gather(const float* x, int64_t x_stride, float* out, int64_t out_stride, int64_t rows, int64_t width,
-                  Team& team) noexcept;
+                  Peers peers, Team& team) noexcept;
+
+  // out, [rows, num_heads * head_dim] = what this rank's heads come to over the tokens of all peers, added in their order.
+  // x: [rows, heads * head_dim + heads], of the heads of all peers: results over this rank's tokens, then the logarithms of
+  // the sums of their weights.
+  void merge_parts(const float* x, int64_t x_stride, float* out, int64_t out_stride, int64_t rows, int64_t num_heads,
+                   int64_t head_dim, Peers peers, Team& team) noexcept;
+
+  // The neighbours among which this rank is, where every `count` ranks are a group (0: all).
+  Peers peers(int count) const;
 
   // Throws std::runtime_error when a rank has not come in time: what collectives have given since then is void.
   void check() const;
@@ -72,15 +87,27 @@ struct AllReduceArgs {
   Ref out;  // may be the same place as x
 };
 
-// out, `width` wide = the ranks' x side by side.
+// out, `width` wide = the peers' x side by side.
 struct AllGatherArgs {
   std::shared_ptr<SharedRanks> ranks;
+  Peers peers;
   int64_t width = 0;
+  Ref x;
+  Ref out;
+};
+
+// SharedRanks::merge_parts.
+struct MergePartsArgs {
+  std::shared_ptr<SharedRanks> ranks;
+  Peers peers;
+  int64_t num_heads = 0;  // of each rank
+  int64_t head_dim = 0;
   Ref x;
   Ref out;
 };
 
 void all_reduce(const AllReduceArgs& args, const Step& step, Team& team);
 void all_gather(const AllGatherArgs& args, const Step& step, Team& team);
+void merge_parts(const MergePartsArgs& args, const Step& step, Team& team);
 
 }  // namespace quire

@@ -296,10 +296,12 @@ struct AttentionArgs {
   int64_t rotary_dim = 0;  // 0: no rotation
   bool writes = true;      // keys and values, to the rows' slots
   bool attends = true;     // over what the pages then hold
+  bool parts = false;      // what the rank's tokens alone come to, of queries that are prepared: nothing is written
+  int64_t query_heads = 0;  // heads of `qkv`
   Ref rotation;            // as RotationArgs::out
-  Ref qkv;                 // [rows, num_heads * head_dim if it attends + 2 num_kv_heads * head_dim if it writes]: query,
+  Ref qkv;                 // [rows, query_heads * head_dim + 2 num_kv_heads * head_dim if it writes]: query,
                            // key and value heads, changed in place
-  Ref out;                 // [rows, num_heads * head_dim]
+  Ref out;                 // [rows, num_heads * head_dim], and with `parts` the logarithms of the sums of weights behind
 };
 
 struct AttentionKernels {

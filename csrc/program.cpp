@@ -179,13 +179,20 @@ void Program::add(AllGatherArgs args) {
   ops_.emplace_back(Call<AllGatherArgs>{all_gather, std::move(args)});
 }
 
+void Program::add(MergePartsArgs args) {
+  if (args.num_heads < 1 || args.peers.count * args.num_heads * (args.head_dim + 1) > SharedRanks::kSlot)
+    throw std::invalid_argument("parts of no heads, or of more than fit into a slot");
+  ranks_ = args.ranks;
+  ops_.emplace_back(Call<MergePartsArgs>{merge_parts, std::move(args)});
+}
+
 void Program::add(Outside call) { outside_.emplace_back(ops_.size(), std::move(call)); }
 
 void Program::add(AttentionArgs args) {
   require_all_rows();
   args.precision = precision_;
   attention_.push_back(args);
-  ops_.emplace_back(Call<AttentionArgs>{kernels_.attention.prepare, args});
+  if (!args.parts) ops_.emplace_back(Call<AttentionArgs>{kernels_.attention.prepare, args});
   if (!args.attends) return;
   ops_.emplace_back(Call<AttentionArgs>{kernels_.attention.attend, args});
   scratch_bytes_ = std::max(scratch_bytes_, kernels_.attention.attend_scratch(args, max_rows_, pool_->threads()));

@@ -50,6 +50,7 @@ class Program {
   void add(const ActivateArgs& args);
   void add(AllReduceArgs args);
   void add(AllGatherArgs args);
+  void add(MergePartsArgs args);
   // What is no kernel, between those before and behind it: on the thread that runs the program, while no other of its
   // threads computes, so that it may run other programs. It is given the step with the rows that there are at its place;
   // what it throws ends the run.
@@ -74,8 +75,8 @@ class Program {
   using Op = std::variant<Call<LinearArgs>, Call<EmbedArgs>, Call<NormArgs>, Call<RotationArgs>, Call<AttentionArgs>,
                           Call<LatentArgs>, Call<IndexArgs>, Call<HeadsArgs>, Call<GatherArgs>, Call<ElementwiseArgs>, Call<RouteArgs>,
                           Call<ExpertsArgs>, Call<ConvolutionArgs>, Call<DeltaArgs>, Call<GatedNormArgs>,
-                          Call<EncoderArgs>, Call<AllReduceArgs>, Call<AllGatherArgs>, Call<ShrinkArgs>, Call<ExpandArgs>,
-                          Call<ActivateArgs>>;
+                          Call<EncoderArgs>, Call<AllReduceArgs>, Call<AllGatherArgs>, Call<MergePartsArgs>, Call<ShrinkArgs>,
+                          Call<ExpandArgs>, Call<ActivateArgs>>;
 
   void require_all_rows() const;
   // The rows by slot that a call of adapters at this place has; notes the column.

@@ -92,6 +92,8 @@ void StepInputs::gather_other(std::size_t column) const {
 
 void StepInputs::gather_group(const GroupTables& group, int64_t* slots) const {
   const int64_t size = group.block_size;
+  const Deal deal = group.plan == nullptr ? Deal{} : group.plan->deal;
+  const int64_t own = size / deal.ranks;  // tokens of an entry that this rank keeps
   for (std::size_t s = 0; s < rows_.size(); ++s) {
     const int64_t needed = (sequences_.ends[s] - 1) / size + 1;
     if (needed > group.width)
@@ -101,7 +103,7 @@ void StepInputs::gather_group(const GroupTables& group, int64_t* slots) const {
     std::copy_n(group.entries + rows_[s] * group.width, needed, table);
     if (slots == nullptr) continue;
     for (int64_t position = sequences_.starts[s]; position < sequences_.ends[s]; ++position)
-      *slots++ = int64_t{table[position / size]} * size + position % size;
+      *slots++ = deal.keeps(position) ? int64_t{table[position / size]} * own + deal.kept(position) % own : -1;
   }
   if (slots == nullptr) return;
   const auto sequences = static_cast<int64_t>(rows_.size());
@@ -138,7 +140,7 @@ void construct(StepInputs* self, std::shared_ptr<Pool> pool, const Table& token_
     require(table.shape(0) == token_table.shape(0), "as many tables as rows of tokens expected");
     require(gathered[i].shape(0) == max_sequences && gathered[i].shape(1) == table.shape(1),
             "tables of the most sequences expected");
-    require(block_sizes[i] > 0 && (plans[i] == nullptr || plans[i]->block_size == block_sizes[i]),
+    require(block_sizes[i] > 0 && (plans[i] == nullptr || plans[i]->block_size * plans[i]->deal.ranks == block_sizes[i]),
             "blocks without tokens, or of another size than the plan's");
     groups.push_back({table.data(), static_cast<int64_t>(table.shape(1)), block_sizes[i], plans[i], gathered[i].data()});
   }

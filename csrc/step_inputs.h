@@ -15,7 +15,7 @@ namespace quire {
 struct GroupTables {
   const int32_t* entries = nullptr;  // [num_rows, width]
   int64_t width = 0;
-  int64_t block_size = 1;            // tokens of an entry
+  int64_t block_size = 1;            // tokens of an entry, those of other ranks included
   AttentionPlan* plan = nullptr;     // null: of states, which have no slots
   int32_t* gathered = nullptr;       // [max_sequences, width]
 };

@@ -288,3 +288,6 @@ class StepResult(msgspec.Struct, array_like=True):
     """Index into `token_ids` -> float32 values of a pooled sample: an embedding, or logits of labels."""
     encoder_seconds: float = 0.0
     """Seconds that the step's layers of images took."""
+    checksum: int = 0
+    """Checksum of tokens and vectors, where several ranks computed them. Of all ranks but one a result has it in their
+    place (quire/executors/rank.py)."""

@@ -217,6 +217,7 @@ EXAMPLES: list[msgspec.Struct] = [
         nonfinite=[42],
         pooled={0: [0.5, -1.25]},
         encoder_seconds=0.5,
+        checksum=7,
     ),
     UPDATE,
     TIMING,

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 
+from quire.attention.dealt import DealtTokens
 from quire.attention.interface import AttentionBatch, AttentionStep
 from quire.kernels.arguments import HeadWeights, IndexShape, LatentExpansion, LatentShape
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.paged_attention import CACHE_TYPES, AttentionPlans
 from quire.kernels.cpu.recorder import Buffer, address_of
+from quire.kv_cache.deal import ALL_TOKENS
 from quire.kv_cache.layout import KVCacheLayout
 
 Inputs: TypeAlias = tuple[Buffer, Buffer, Buffer, Buffer]
@@ -20,10 +23,16 @@ Inputs: TypeAlias = tuple[Buffer, Buffer, Buffer, Buffer]
 class NativeAttention:
     """A pool's memory for recorded kernels, and the plan of each step. pages[j]: [num_blocks, page bytes] uint8.
     cache_dtype: dtype of keys and values, a key of CACHE_TYPES. num_heads: query heads per layer. num_threads: threads
-    of the kernels' pool."""
+    of the kernels' pool. dealt: ranks that share the tokens of layers whose spec says so (None: no layer does)."""
 
     def __init__(
-        self, layout: KVCacheLayout, pages: Sequence[torch.Tensor], cache_dtype: str, num_heads: int, num_threads: int
+        self,
+        layout: KVCacheLayout,
+        pages: Sequence[torch.Tensor],
+        cache_dtype: str,
+        num_heads: int,
+        num_threads: int,
+        dealt: DealtTokens | None = None,
     ) -> None:
         self._layout = layout
         self._pages = list(pages)
@@ -33,7 +42,8 @@ class NativeAttention:
             for index, group in enumerate(layout.token_groups)
             for page, layer in enumerate(group.layers)
         }
-        self._plans, self._plans_beside = (AttentionPlans(layout, num_heads, num_threads) for _ in range(2))
+        self.dealt, deal = dealt, ALL_TOKENS if dealt is None else dealt.deal
+        self._plans, self._plans_beside = (AttentionPlans(layout, num_heads, num_threads, deal) for _ in range(2))
         self.num_threads = num_threads
         self.latent_dtype = torch.bfloat16 if cache_dtype == "bfloat16" else torch.float32
 
@@ -132,11 +142,47 @@ class RecordedAttention(AttentionStep):
 
     def attend(self, heads: HeadWeights, qkv: Buffer, rotation: Buffer | None) -> Buffer:
         qkv.recorder.keep.append(heads)
+        if self.backend.dealt is not None:
+            return self._attend_dealt(self.backend.dealt, heads, qkv, rotation)
         return qkv.recorder.call(
             "attention",
             heads.shape.num_heads * heads.shape.head_dim,
             buffers={"qkv": qkv, "rotation": rotation},
             **self.backend.head_constants(heads, rotation),
+        )
+
+    def _attend_dealt(self, dealt: DealtTokens, heads: HeadWeights, qkv: Buffer, rotation: Buffer | None) -> Buffer:
+        """Attend over the tokens of all ranks that share them (quire/attention/dealt.py)."""
+        recorder, native, count = qkv.recorder, dealt.group.native, dealt.deal.num_ranks
+        num_heads, dim = heads.shape.num_heads, heads.shape.head_dim
+        own, every = num_heads * dim, count * num_heads * dim
+        constants = {**self.backend.head_constants(heads, rotation), "num_heads": count * num_heads}
+        rows = recorder.call(
+            "attention",
+            qkv.width,
+            over=qkv,
+            in_place=True,
+            output="qkv",
+            buffers={"rotation": rotation, "out": None},
+            query_heads=num_heads,
+            **constants,
+        )
+        if native is None:
+            queries = recorder.call_torch(partial(dealt.gather, own), every, [rows])
+        else:
+            queries = recorder.call("all_gather", every, buffers={"x": rows}, ranks=native, width=every, count=count)
+        parts = recorder.call(
+            "attention",
+            every + count * num_heads,
+            buffers={"qkv": queries, "rotation": None},
+            writes=False,
+            parts=True,
+            **constants | {"rotary_dim": 0},
+        )
+        if native is None:
+            return recorder.call_torch(partial(dealt.merge, num_heads, dim), own, [parts])
+        return recorder.call(
+            "merge_parts", own, buffers={"x": parts}, ranks=native, count=count, num_heads=num_heads, head_dim=dim
         )
 
     def attend_latent(

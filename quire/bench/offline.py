@@ -88,6 +88,7 @@ class ThroughputResult:
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached_tokens: int
+    outputs: list[list[int]]
 
     @property
     def requests_per_second(self) -> float:
@@ -103,10 +104,19 @@ class ThroughputResult:
 
 
 def measure_throughput(
-    generate: Generator, prompts: Sequence[PromptSpec], *, ignore_eos: bool, timer: Timer = time.perf_counter
+    generate: Generator,
+    prompts: Sequence[PromptSpec],
+    *,
+    ignore_eos: bool,
+    predicted: Sequence[list[int]] = (),
+    timer: Timer = time.perf_counter,
 ) -> ThroughputResult:
-    elapsed, outputs = _timed(generate, prompts, ignore_eos=ignore_eos, timer=timer)
+    """Submit all prompts at once and wait for the last token. predicted: the output of each, for an oracle."""
+    elapsed, outputs = _timed(generate, prompts, ignore_eos=ignore_eos, predicted=predicted, timer=timer)
+    texts = [list(output.outputs[0].token_ids) for output in outputs]
+    assert not predicted or texts == list(predicted), "drafts change no token"
     return ThroughputResult(
+        outputs=texts,
         seconds=elapsed,
         num_requests=len(outputs),
         num_prompt_tokens=sum(len(output.prompt_token_ids) for output in outputs),
@@ -116,10 +126,17 @@ def measure_throughput(
 
 
 def _timed(
-    generate: Generator, prompts: Sequence[PromptSpec], *, ignore_eos: bool, timer: Timer
+    generate: Generator,
+    prompts: Sequence[PromptSpec],
+    *,
+    ignore_eos: bool,
+    timer: Timer,
+    predicted: Sequence[list[int]] = (),
 ) -> tuple[float, list[RequestOutput]]:
     """Time a greedy run without detokenisation, which is the front end's work."""
     inputs = [_input(prompt) for prompt in prompts]
+    for prompt, text in zip(inputs, predicted, strict=False):
+        prompt["prediction"] = text
     params = [
         SamplingParams(temperature=0.0, max_tokens=prompt.max_tokens, ignore_eos=ignore_eos, detokenize=False)
         for prompt in prompts

@@ -60,7 +60,8 @@ class MemoryPlan:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes per token over all layers of a device, while every layer keeps the token."""
-        return sum(group.spec.token_bytes * len(group.layers) for group in self.layout.groups)
+        kept = (group.spec.token_bytes // group.spec.dealt_to * len(group.layers) for group in self.layout.groups)
+        return sum(kept)
 
     @property
     def kv_padding(self) -> float:
@@ -184,7 +185,7 @@ def stored_weight_bytes(model: ModelConfig, shape: ModelShape, *, is_native: boo
     Norms and biases count like their layers; matrices that expand prompts are extra. A GGUF file names each tensor's
     type. is_native: False widens a GGUF file's types to floating point."""
     if model.is_gguf and is_native:
-        from quire.models.gguf.sizes import packed_weight_bytes  # imports NumPy, for which `--help` need not wait
+        from quire.models.gguf.sizes import packed_weight_bytes  # imports NumPy, which would slow `--help`
 
         with GGUFFile(model.path) as file:
             return packed_weight_bytes(file, model)

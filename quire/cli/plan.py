@@ -36,7 +36,8 @@ from quire.worker.platform.host_memory import available_memory
 GB = 10**9
 IRRELEVANT_OPTIONS = (
     "tokenizer", "device", "seed", "load_format", "attention_backend", "matmul_precision", "num_threads", "step_log",
-    "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "expert_placement_strategy",
+    "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",
+    "decode_context_parallel_size", "cp_kv_cache_interleave_size", "expert_placement_strategy",
     "distributed_executor_backend", "ray_placement",
     "skip_tokenizer_init", "enforce_eager", "cuda_graphs", "cuda_graph_sizes", "batch_invariant", "expert_counts",
     "activation_bits",
@@ -75,7 +76,8 @@ def build_parser() -> Parser:
         "--bandwidth", metavar="SIZE", help="memory bandwidth per second, such as 20GB (default: the device's)"
     )
     for flags, text in ((("--tp", "--tensor-parallel-size"), "devices that share each layer"),
-                        (("--pp", "--pipeline-parallel-size"), "pipeline stages")):  # fmt: skip
+                        (("--pp", "--pipeline-parallel-size"), "pipeline stages"),
+                        (("--dcp", "--decode-context-parallel-size"), "of tp, share a context's tokens")):  # fmt: skip
         group.add_argument(*flags, metavar="N", type=int, default=1, help=f"{text} (1)")
     group.add_argument(
         "--tokens", metavar="N", type=int, action="append", default=[], help="length to report; may be repeated"
@@ -91,7 +93,8 @@ def build_parser() -> Parser:
 def main(arguments: Sequence[str]) -> int:
     namespace = build_parser().parse(arguments)
     options = engine_options(namespace)
-    layout = ParallelConfig(tp=namespace.tp, pp=namespace.pp, ep=namespace.tp if options.enable_expert_parallel else 1)
+    ep = namespace.tp if options.enable_expert_parallel else 1
+    layout = ParallelConfig(namespace.tp, namespace.pp, ep=ep, dcp=namespace.dcp)
     if namespace.kv_waste:
         print(_kv_waste(namespace, options, layout))
         return 0
@@ -196,7 +199,7 @@ def _plan_for_devices(
         checkpoint = read_checkpoint(find_model(options.model, revision=options.revision, config_only=True))
     dtype = STORED_AS.get(options.quantization or "") or (None if options.dtype == "auto" else options.dtype)
     if dtype is None and checkpoint is not None and checkpoint.format == "GGUF" and target.device.kind != "cpu":
-        dtype = "float32"  # to which a GPU widens all types of a file that says no dtype
+        dtype = "float32"  # GGUF files state no dtype; a GPU widens their types to float32
     kv_dtype = None if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     precision = Precision.of(shape, dtype, kv_dtype)
     is_invariant = options.batch_invariant or target.device.kind == "cpu"
@@ -367,6 +370,7 @@ def as_dict(report: Report) -> dict[str, Any]:
         "num_devices": report.layout.devices_per_replica,
         "tensor_parallel_size": report.layout.tp,
         "pipeline_parallel_size": report.layout.pp,
+        "decode_context_parallel_size": report.layout.dcp,
         "memory_bytes": plan.total_memory,
         "memory_utilization": plan.config.cache.memory_utilization,
         "activation_bytes_estimate": plan.activation_bytes,

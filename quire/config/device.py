@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 CUDA_GRAPHS = ("none", "full", "piecewise", "full_and_piecewise")
+WITHIN_HOST, BETWEEN_HOSTS = "shared_memory", "gloo"
+"""Names of collectives (quire/parallel/choice.py): over memory that ranks share, and without."""
 NATIVE_HEAD_MULTIPLE, NATIVE_HEAD_LIMIT = 8, 256
 """Head sizes of the native kernels: multiples of the first number up to the second."""
 
@@ -63,7 +65,7 @@ class DeviceConfig:
     cuda_graph_sizes: tuple[int, ...] = ()
     batch_invariant: bool = True
     platform: str = "cpu"
-    collectives: str = "gloo"
+    collectives: str = BETWEEN_HOSTS
 
     @property
     def is_accelerated(self) -> bool:

@@ -64,6 +64,8 @@ class EngineKeywords(TypedDict, total=False):
     tensor_parallel_size: int
     pipeline_parallel_size: int
     data_parallel_size: int
+    decode_context_parallel_size: int
+    cp_kv_cache_interleave_size: int
     enable_expert_parallel: bool
     expert_placement_strategy: str
     distributed_executor_backend: str

@@ -196,6 +196,10 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     data_parallel_size: Annotated[
         int, DEVICE("engines of a server or AsyncLLM that share out requests, cores and memory (CPU)", "-dp")
     ] = 1
+    decode_context_parallel_size: Annotated[
+        int, DEVICE("ranks of tensor_parallel_size with one key head that share a context's tokens (1)", "-dcp")
+    ] = 1
+    cp_kv_cache_interleave_size: Annotated[int, DEVICE("tokens in a row that one of those ranks keeps (1)")] = 1
     enable_expert_parallel: Annotated[
         bool, DEVICE("deal whole experts to the ranks of tensor_parallel_size (default: a slice of each)", "-ep")
     ] = False

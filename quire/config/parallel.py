@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from quire.config.checks import choice
+from quire.config.checks import choice, positive
 from quire.config.load import EXPERT_PLACEMENTS
 from quire.config.model import ModelConfig
+from quire.config.model_shape import ModelShape
 from quire.config.options import EngineOptions
 from quire.config.speculation import SpeculationConfig
 from quire.config.speculation_keys import OPTION as SPECULATION
@@ -27,8 +28,9 @@ class ParallelConfig:
     """tp: devices that share each layer, experts and vocabulary (tensor parallelism). pp: groups of them that share the
     layers (pipeline parallelism). dp: replicas behind a router. ep: devices over which whole experts are spread (expert
     parallelism), a multiple of tp. If it spans several replicas, they exchange tokens in every layer and each holds a
-    share of the experts. 1: tp shares each expert. cp: groups of tp devices that share the tokens of each sequence
-    (context parallelism).
+    share of the experts. 1: tp shares each expert. dcp: neighbours among the tp devices that hold the same key head,
+    and keep a part of each sequence's tokens each (decode context parallelism); no more devices. interleave: tokens in
+    a row that one of them keeps.
 
     Raises ConfigError for sizes that do not fit together. `resolve` decides which sizes the engine runs.
     """
@@ -37,7 +39,8 @@ class ParallelConfig:
     pp: int = 1
     dp: int = 1
     ep: int = 1
-    cp: int = 1
+    dcp: int = 1
+    interleave: int = 1
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -48,10 +51,12 @@ class ParallelConfig:
                 f"ep={self.ep} must be a multiple of tp={self.tp}, and take whole groups of the dp={self.dp} replicas",
                 param="ep",
             )
+        if self.tp % self.dcp:
+            raise ConfigError(f"dcp={self.dcp} must divide tp={self.tp}", param="dcp")
 
     @property
     def devices_per_replica(self) -> int:
-        return self.tp * self.cp * self.pp
+        return self.tp * self.pp
 
     @property
     def replicas_together(self) -> int:
@@ -63,8 +68,21 @@ class ParallelConfig:
         return self.devices_per_replica * self.dp
 
     def __str__(self) -> str:
-        rest = "".join(f" {name}={value}" for name, value in (("ep", self.ep), ("cp", self.cp)) if value > 1)
+        rest = "".join(f" {name}={value}" for name, value in (("ep", self.ep), ("dcp", self.dcp)) if value > 1)
         return f"tp={self.tp} pp={self.pp} dp={self.dp}{rest}"
+
+
+def parallel_config(options: EngineOptions) -> ParallelConfig:
+    """The ranks of one replica. Raises ConfigError for sizes that do not fit together."""
+    for kind in ("tensor", "pipeline", "data", "decode_context"):
+        positive(f"{kind}_parallel_size", getattr(options, f"{kind}_parallel_size"))
+    run = positive("cp_kv_cache_interleave_size", options.cp_kv_cache_interleave_size)
+    tp, dcp = options.tensor_parallel_size, options.decode_context_parallel_size
+    if tp % dcp:
+        message = f"decode_context_parallel_size={dcp} must divide tensor_parallel_size={tp}: it takes ranks of these"
+        raise ConfigError(message, param="decode_context_parallel_size")
+    ep = tp if options.enable_expert_parallel else 1
+    return ParallelConfig(tp, options.pipeline_parallel_size, ep=ep, dcp=dcp, interleave=run or 1)
 
 
 def check_ranks_available(options: EngineOptions, is_accelerated: bool) -> None:
@@ -142,6 +160,46 @@ def check_ranks_fit(options: EngineOptions, model: ModelConfig) -> None:
     if more % fewer:
         reason = f"neither divides the model's {model.num_kv_heads} key and value heads nor is a multiple of them"
         raise _refused(options, reason, name)
+
+
+def check_tokens_dealt(
+    options: EngineOptions, model: ModelConfig, speculation: SpeculationConfig, backend: str
+) -> None:
+    """Raise ConfigError for a model whose tokens the ranks cannot share."""
+    count, tp = options.decode_context_parallel_size, options.tensor_parallel_size
+    run = options.cp_kv_cache_interleave_size
+    if options.block_size % run:
+        message = f"cp_kv_cache_interleave_size={run} must divide block_size={options.block_size}"
+        raise ConfigError(message, param="cp_kv_cache_interleave_size")
+    if count == 1:
+        return
+    reason = why_not_dealt(model.shape, tp, count)
+    if backend != "native":
+        reason = f"attention_backend={backend!r} attends to the tokens of one rank"
+    elif model.is_encoder:
+        reason = f"{model.architecture} keeps no tokens"
+    elif speculation.method in ("mtp", "draft_model"):
+        reason = f"{SPECULATION}.method {speculation.method!r} has a model that keeps all tokens on each rank"
+    if reason is not None:
+        name = "decode_context_parallel_size"
+        raise ConfigError(f"{name}={count} is not possible: {reason}", param=name)
+
+
+def why_not_dealt(shape: ModelShape, tp: int, count: int) -> str | None:
+    """The reason why `count` of `tp` ranks cannot keep a part of each sequence's tokens each; None: they can."""
+    kinds = {layer.attention.kind for layer in shape.layers} - {"none"}
+    if kinds - {"full"} or any(layer.attention.window is not None for layer in shape.layers):
+        other = ", ".join(sorted(kinds - {"full"})) or "sliding"
+        return f"tokens are dealt in layers of full attention alone, and {shape.name} has others ({other})"
+    copies = [tp // layer.attention.num_kv_heads for layer in shape.layers if layer.attention.kind != "none"]
+    most = min(copies, default=0)
+    if most < 2:
+        heads = max(layer.attention.num_kv_heads for layer in shape.layers)
+        return f"tensor_parallel_size={tp} leaves no key head on two ranks: {shape.name} has {heads}"
+    if most % count:
+        sizes = " or ".join(str(size) for size in range(2, most + 1) if most % size == 0)
+        return f"{most} of {tp} ranks hold the same key head, which {count} does not divide: choose {sizes}"
+    return None
 
 
 def expert_placement(options: EngineOptions, model: ModelConfig) -> str | None:

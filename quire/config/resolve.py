@@ -13,8 +13,10 @@ from quire.config.adapters import NO_ADAPTERS, AdaptersConfig, adapters_config
 from quire.config.cache import CacheConfig
 from quire.config.checks import choice, positive
 from quire.config.device import (
+    BETWEEN_HOSTS,
     NATIVE_HEAD_LIMIT,
     NATIVE_HEAD_MULTIPLE,
+    WITHIN_HOST,
     DeviceConfig,
     has_native_kernels,
     why_no_index,
@@ -31,13 +33,14 @@ from quire.config.model import CACHE_DTYPE_BYTES, ModelConfig
 from quire.config.options import EngineOptions
 from quire.config.parallel import (
     RAY_PLACEMENTS,
-    ParallelConfig,
     check_ranks_available,
     check_ranks_fit,
     check_replicas,
     check_stages_fit,
+    check_tokens_dealt,
     choose_executor,
     expert_placement,
+    parallel_config,
 )
 from quire.config.pooling import RUNNERS
 from quire.config.quantization import ROUNDED, QuantizationConfig
@@ -121,7 +124,7 @@ DEVICE_DEFAULTS = Defaults(max_num_seqs=256, max_num_batched_tokens=8192, memory
 
 def resolve(options: EngineOptions) -> EngineConfig:
     """Check and complete `options`. Reads config.json (fetching a hub id if necessary), loads no weights."""
-    parallel = _parallel(options)
+    parallel = parallel_config(options)
     device, is_accelerated = choose_device(options)
     if parallel.num_devices > 1:
         check_ranks_available(options, is_accelerated)
@@ -135,6 +138,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
         check_ranks_fit(options, model)
     _check_pooling(options, model)
     speculation = _speculation(speculation, options, model, backend)
+    check_tokens_dealt(options, model, speculation, backend)
     if speculation.max_drafts:
         model = replace(model, shape=model.shape.with_spare_inputs(speculation.max_drafts))
     defaults = DEVICE_DEFAULTS if is_accelerated else CPU_DEFAULTS
@@ -154,6 +158,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
             seed=options.seed & (2**63 - 1),
             counts_experts=_counts_experts(options, model),
             expert_placement=expert_placement(options, model),
+            dealt_to=parallel.dcp,
         ),
         device=DeviceConfig(
             device=device,
@@ -166,7 +171,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
             cuda_graph_sizes=cuda_graph_sizes,
             batch_invariant=check_batch_invariant(options, device) if is_accelerated else True,
             platform="cuda" if is_accelerated else "cpu",
-            collectives="shared_memory" if backend == "native" else "gloo",
+            collectives=WITHIN_HOST if backend == "native" else BETWEEN_HOSTS,
         ),
         seed=options.seed,
         max_logprobs=_max_logprobs(options),
@@ -232,6 +237,8 @@ def _speculation(
         raise ConfigError(
             f"{SPECULATION}.method {method!r} runs on a CPU so far: choose ngram on a GPU", param=SPECULATION
         )
+    if backend == "triton" and speculation.oracle is not None:
+        raise ConfigError(f"{SPECULATION}.oracle runs on a CPU so far", param=SPECULATION)
     if method == "mtp" and not model.shape.draft_layers:
         raise ConfigError(
             f"{SPECULATION}.method 'mtp' is of checkpoints with a head for drafts, and {model.name} has none that is "
@@ -433,13 +440,6 @@ def _check_pooling(options: EngineOptions, model: ModelConfig) -> None:
             f"pipeline_parallel_size={options.pipeline_parallel_size} is not available for {model.architecture} yet",
             param="pipeline_parallel_size",
         )
-
-
-def _parallel(options: EngineOptions) -> ParallelConfig:
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
-        positive(name, getattr(options, name))
-    tp = options.tensor_parallel_size
-    return ParallelConfig(tp=tp, pp=options.pipeline_parallel_size, ep=tp if options.enable_expert_parallel else 1)
 
 
 def _cache(options: EngineOptions, defaults: Defaults, model: ModelConfig) -> CacheConfig:

@@ -53,7 +53,8 @@ class SpeculationConfig:
     """max_drafts: most drafts of a sequence in a step. lookup_min, lookup_max: least and largest number of a sequence's
     last tokens to find in its earlier text; the tokens that followed there are the drafts. by_batch_size: (running
     sequences, most drafts of each up to that number), ascending; the last one also holds above it. adapts: a sequence
-    whose drafts are rejected computes fewer. suffix, custom_class: keys of these methods."""
+    whose drafts are rejected computes fewer. suffix, custom_class: keys of these methods. oracle: share of right drafts
+    in a replay of predictions (None: drafts are the method's)."""
 
     max_drafts: int = 0
     lookup_min: int = USUAL_LOOKUP
@@ -64,6 +65,7 @@ class SpeculationConfig:
     method: str = "ngram"
     suffix: SuffixConfig | None = None
     custom_class: str = ""
+    oracle: float | None = None
 
     @property
     def draft(self) -> ModelConfig | None:
@@ -73,7 +75,7 @@ class SpeculationConfig:
     @property
     def reads_texts(self) -> bool:
         """True if drafts are looked up in texts."""
-        return self.method in ("ngram", "suffix")
+        return self.method in ("ngram", "suffix") or self.oracle is not None
 
     @classmethod
     def of(cls, given: Mapping[str, Any] | None) -> SpeculationConfig:
@@ -102,8 +104,11 @@ class SpeculationConfig:
         by_batch_size = _by_batch_size(fields.num_speculative_tokens_per_batch_size or [], most_drafts)
         is_of_model = method in ("draft_model", *EAGLE_METHODS)
         chosen = _draft_model(fields, fields.model) if fields.model is not None and is_of_model else None
+        oracle = fields.oracle
+        if oracle is not None and not 0 <= oracle <= 1:
+            raise ConfigError(f"{OPTION}.oracle must be from 0 to 1, not {oracle:g}", param=OPTION)
         custom = _custom_class(fields) if method == "custom_class" else ""
-        return cls(most_drafts, least, most, by_batch_size, fields.adaptive, chosen, method, suffix, custom)
+        return cls(most_drafts, least, most, by_batch_size, fields.adaptive, chosen, method, suffix, custom, oracle)
 
 
 def _by_batch_size(ranges: list[tuple[int, int, int]], most: int) -> tuple[tuple[int, int], ...]:
@@ -191,6 +196,7 @@ class _Given(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_speculative_tokens_per_batch_size: list[tuple[int, int, int]] | None = None
     adaptive: bool = True
     rejection_sample_method: str = "standard"
+    oracle: float | None = None
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
     model: str | None = None

@@ -1,7 +1,7 @@
-"""One rank in a process that a launcher such as torchrun has started: each runs the whole engine on the same inputs.
+"""One rank in a process of a launcher such as torchrun: each process runs the whole engine on the same inputs.
 
-Engines stay alike because nothing that differs between processes decides: the clock is the first rank's, memory is the
-least that any rank has, measured costs are the slowest rank's. Each look at the clock compares what has been planned.
+Engines stay alike because they decide on shared values alone: the first rank's clock, the least memory and the highest
+measured costs of all ranks. Each look at the clock compares the plans so far.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch.distributed
 
 from quire import envs
 from quire.clock import Clock, SystemClock
+from quire.config.device import BETWEEN_HOSTS
 from quire.config.engine import EngineConfig
 from quire.errors import ConfigError, QuireError
 from quire.executors.interface import StepFuture
@@ -23,7 +24,7 @@ from quire.executors.ranked import alike, reduce_profiles, slowest
 from quire.executors.wire import decode, encode
 from quire.kv_cache.sizing import MemoryProfile
 from quire.kv_cache.spec import LayerSpec
-from quire.parallel.choice import BETWEEN_HOSTS, join_group
+from quire.parallel.choice import join_group
 from quire.parallel.hosts import own_address, shared_memory
 from quire.parallel.interface import ProcessGroup
 from quire.parallel.torch_dist import LOOPBACK, NetworkMeeting
@@ -35,7 +36,7 @@ OPTION = "distributed_executor_backend"
 
 
 class AgreedClock:
-    """Implements Clock: the first rank's time. All ranks look at it equally often. Raises QuireError when this rank has
+    """Implements Clock: the first rank's time. All ranks look at it equally often. Raises QuireError if this rank has
     planned other steps than the first one."""
 
     def __init__(self, group: ProcessGroup, clock: Clock) -> None:
@@ -44,7 +45,7 @@ class AgreedClock:
         self._digest = 0
 
     def note(self, plan: bytes) -> None:
-        """This rank begins a plan."""
+        """Note that this rank begins a plan."""
         self._digest = zlib.crc32(plan, self._digest)
 
     def now(self) -> float:
@@ -62,7 +63,7 @@ class LaunchedRank(LocalExecutor):
     """Implements `Executor`, for one of several engines that run in step."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Return when all ranks have met. Raises ConfigError where the launcher has not started as many processes as
+        """Return when all ranks have met. Raises ConfigError if the launcher started another number of processes than
         there are ranks."""
         sums, self._agreement = _join(config)
         super().__init__(config, make_platform(config, sums))
@@ -96,7 +97,7 @@ class LaunchedRank(LocalExecutor):
 
 
 def _join(config: EngineConfig) -> tuple[ProcessGroup, ProcessGroup]:
-    """The group for the layers' sums, and one for what the engines agree on: their threads must not meet."""
+    """Two groups, since two threads use them: one for the layers' sums, one for agreements of the engines."""
     library: Any = torch.distributed
     try:
         store, rank, size = next(library.rendezvous("env://"))

@@ -6,7 +6,8 @@ uses tensor j. Kinds with more or fewer bytes per token get blocks of fewer or m
 state's page is padded. If layer counts do not divide, the last group of a kind leaves pages unused.
 
 Kernels use blocks of `block_size` tokens (the option). A page of n times as many tokens is n consecutive kernel blocks:
-the pool's block b is their blocks n b to n b + n - 1 (quire/worker/block_tables.py).
+the pool's block b is their blocks n b to n b + n - 1 (quire/worker/block_tables.py). Where n ranks keep a part of a
+sequence's tokens each, a block has n times as many tokens, of which a rank's page has its own.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ class KVGroup:
 
 @dataclass(frozen=True)
 class KVCacheLayout:
-    """The pool: `num_blocks` blocks (block 0 reserved) of `layers_per_group` pages. block_size: tokens of the kernels'
-    blocks (the option); every group's block size is a multiple. layers_per_group: pages of a block, in the largest
-    pipeline stage. num_host_blocks: blocks in host memory, numbered from 1, for swapped requests."""
+    """The pool: `num_blocks` blocks (block 0 reserved) of `layers_per_group` pages. block_size: tokens that a kernels'
+    block has room for (the option); every group's block size is a multiple. layers_per_group: pages of a block, in the
+    largest pipeline stage. num_host_blocks: blocks in host memory, numbered from 1, for swapped requests."""
 
     block_size: int
     num_blocks: int
@@ -78,9 +79,18 @@ class KVCacheLayout:
     def state_groups(self) -> tuple[KVGroup, ...]:
         return tuple(group for group in self.groups if not group.spec.token_bytes)
 
+    @property
+    def sequence_block(self) -> int:
+        """Tokens of a sequence that share a block, at least, those on other ranks included."""
+        return min((self.entry_tokens(group) for group in self.token_groups), default=self.block_size)
+
+    def entry_tokens(self, group: KVGroup) -> int:
+        """Tokens of a sequence for which the group's tables have an entry: of a kernels' block on each rank."""
+        return self.block_size * group.spec.dealt_to
+
     def kernel_blocks(self, group: KVGroup) -> int:
         """Kernel blocks in a page of the group; 1 for states, which are read and written whole."""
-        return group.block_size // self.block_size if group.spec.token_bytes else 1
+        return group.block_size // self.entry_tokens(group) if group.spec.token_bytes else 1
 
 
 def page_bytes(groups: Sequence[KVGroup]) -> int:
@@ -97,11 +107,14 @@ def block_bytes(groups: Sequence[KVGroup], layers_per_group: int) -> int:
 def group_layers(
     specs: Sequence[LayerSpec], block_size: int, snapshot_interval: int = SNAPSHOT_INTERVAL
 ) -> tuple[tuple[KVGroup, ...], int]:
-    """Partition layers (by index) into groups of one kind and equal size; returns (groups, size). block_size: groups
-    get multiples of it; itself if all kinds have equal bytes per token. snapshot_interval: least tokens in a block of
-    states. Their block size is the next multiple of STATE_BORDER and of the other groups' block sizes, because a
-    snapshot is useful only where all other groups have full blocks. size: the greatest common divisor of the kinds'
-    layer counts if at least half of the smallest count, else the smallest count."""
+    """Partition layers (by index) into groups of one kind and equal size; returns (groups, size).
+
+    block_size: groups get multiples of it; itself if all kinds have equal bytes per token, and as many times that as
+    ranks share the tokens. snapshot_interval: least number of tokens in a block of states. Their block size is the next
+    multiple of STATE_BORDER and of the other groups' block sizes, because a snapshot is useful only where all other
+    groups have full blocks. size: the greatest common divisor of the kinds' layer counts if at least half of the
+    smallest count, else the smallest count.
+    """
     if not specs:
         return (), 0
     kinds: dict[LayerSpec, list[int]] = {}
@@ -124,9 +137,12 @@ def group_layers(
 
 
 def _block_sizes(counts: Mapping[LayerSpec, int], block_size: int) -> dict[LayerSpec, int]:
-    """Tokens of a block for each kind with something per token; these fill their pages exactly. counts: layers of each
-    kind. With states, the smallest pages with at most PADDING_GOAL of padding are taken, or those with the least."""
-    quanta = {spec: spec.page_bytes(block_size) for spec in counts if spec.token_bytes}
+    """Tokens of a block for each kind with something per token. counts: layers of each kind.
+
+    Such kinds fill their pages exactly. With states, the smallest pages with at most PADDING_GOAL of padding are taken,
+    or those with the least.
+    """
+    quanta = {spec: spec.page_bytes(block_size * spec.dealt_to) for spec in counts if spec.token_bytes}
     if not quanta:
         return {}
     step = lcm(*quanta.values()) if len(counts) == 1 else lcm(ALIGNMENT, *quanta.values())
@@ -135,7 +151,7 @@ def _block_sizes(counts: Mapping[LayerSpec, int], block_size: int) -> dict[Layer
     if padding > PADDING_GOAL:
         # Blocks that end between borders make snapshots rarer, because snapshots lie where all groups' blocks end.
         width = min((padding, width), _page_width(step, states, counts)[::-1])[1]
-    return {spec: width // quantum * block_size for spec, quantum in quanta.items()}
+    return {spec: width // quantum * block_size * spec.dealt_to for spec, quantum in quanta.items()}
 
 
 def _page_width(step: int, states: Sequence[tuple[int, int]], counts: Mapping[LayerSpec, int]) -> tuple[int, float]:

@@ -1,6 +1,9 @@
-"""KV specs: frozen values that say what one layer keeps in the KV cache. `kind` names the manager of its blocks
-(coordinator.py). All kinds have the other attributes, so no code asks for the kind: `token_bytes` (0 for a state),
-`page_bytes`, `page_shape`, and `window` or None."""
+"""KV specs: frozen values that say what one layer keeps in the KV cache.
+
+`kind` names the manager of its blocks (quire/kv_cache/coordinator.py). All kinds have the other attributes, so no code
+asks for the kind: `token_bytes` (0 for a state), `dealt_to` (ranks that keep a part of a sequence's tokens each),
+`page_bytes`, `page_shape`, and `window` or None.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,8 @@ class _KeyValueSpec:
     """A key and a value of each token. dtype_bytes: bytes of a stored element. scale_bytes: bytes of the scale of each
     token's key, and of its value, in each head."""
 
+    dealt_to: ClassVar[int] = 1
+
     num_kv_heads: int
     key_dim: int
     value_dim: int
@@ -28,7 +33,7 @@ class _KeyValueSpec:
         return self.num_kv_heads * ((self.key_dim + self.value_dim) * self.dtype_bytes + 2 * self.scale_bytes)
 
     def page_bytes(self, block_size: int) -> int:
-        return block_size * self.token_bytes
+        return block_size // self.dealt_to * self.token_bytes
 
     def page_shape(self, block_size: int) -> tuple[int, ...]:
         """[2, block_size, heads, dim], or [block_size, heads, key_dim + value_dim] if these differ."""
@@ -39,8 +44,13 @@ class _KeyValueSpec:
 
 @dataclass(frozen=True)
 class AttentionSpec(_KeyValueSpec):
+    """Full attention: keys and values of every token. dealt_to: ranks, of which each keeps a part of the tokens; a page
+    then has fewer tokens than its block."""
+
     kind: ClassVar[str] = "full"
     window: ClassVar[int | None] = None
+
+    dealt_to: int = field(default=1, kw_only=True)  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,7 @@ class LatentSpec:
 
     kind: ClassVar[str] = "latent"
     window: ClassVar[int | None] = None
+    dealt_to: ClassVar[int] = 1
 
     width: int
     dtype_bytes: int
@@ -95,6 +106,7 @@ class StateSpec:
 
     kind: ClassVar[str] = "state"
     window: ClassVar[int | None] = None
+    dealt_to: ClassVar[int] = 1
     token_bytes: ClassVar[int] = 0
 
     num_bytes: int
@@ -110,8 +122,11 @@ class StateSpec:
 LayerSpec: TypeAlias = AttentionSpec | SlidingWindowSpec | ChunkedSpec | LatentSpec | StateSpec
 
 
-def layer_spec(attention: AttentionShape, dtype_bytes: int, scale_bytes: int = 0, num_ranks: int = 1) -> LayerSpec:
-    """Spec of a layer on one of `num_ranks` ranks, which share heads while there are enough."""
+def layer_spec(
+    attention: AttentionShape, dtype_bytes: int, scale_bytes: int = 0, num_ranks: int = 1, dealt_to: int = 1
+) -> LayerSpec:
+    """Spec of a layer on one of `num_ranks` ranks, which share heads while there are enough. dealt_to: ranks with the
+    same key heads that keep a part of the tokens each."""
     if attention.kind == "state":
         return StateSpec(attention.state_bytes(num_ranks))
     if attention.kind == "latent":
@@ -119,14 +134,14 @@ def layer_spec(attention: AttentionShape, dtype_bytes: int, scale_bytes: int = 0
     num_kv_heads = max(1, attention.num_kv_heads // num_ranks)
     sizes = (num_kv_heads, attention.key_dim, attention.value_dim, dtype_bytes, scale_bytes)
     if attention.window is None:
-        return AttentionSpec(*sizes)
+        return AttentionSpec(*sizes, dealt_to=dealt_to)
     kept = ChunkedSpec if attention.kind == "chunked" else SlidingWindowSpec
     return kept(*sizes, window=attention.window)
 
 
-def layer_specs(config: ModelConfig, num_ranks: int = 1) -> list[LayerSpec]:
-    """Specs of all layers on one of `num_ranks` ranks, by layer index."""
-    return _specs(config, config.shape.layers, num_ranks)
+def layer_specs(config: ModelConfig, num_ranks: int = 1, dealt_to: int = 1) -> list[LayerSpec]:
+    """Specs of all layers on one of `num_ranks` ranks, by layer index. dealt_to: see `layer_spec`."""
+    return _specs(config, config.shape.layers, num_ranks, dealt_to)
 
 
 def head_specs(config: ModelConfig) -> list[LayerSpec]:
@@ -134,7 +149,7 @@ def head_specs(config: ModelConfig) -> list[LayerSpec]:
     return _specs(config, config.shape.draft_layers[:1], 1)
 
 
-def _specs(config: ModelConfig, layers: Sequence[LayerShape], num_ranks: int) -> list[LayerSpec]:
+def _specs(config: ModelConfig, layers: Sequence[LayerShape], num_ranks: int, dealt_to: int = 1) -> list[LayerSpec]:
     size, scale = CACHE_DTYPE_BYTES[config.kv_cache_dtype], CACHE_SCALE_BYTES.get(config.kv_cache_dtype, 0)
     shapes = [layer.attention for layer in layers if layer.attention.kind != "none"]
-    return [layer_spec(shape, size, scale, num_ranks) for shape in shapes]
+    return [layer_spec(shape, size, scale, num_ranks, dealt_to) for shape in shapes]

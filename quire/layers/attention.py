@@ -60,6 +60,7 @@ class Attention:
         self._operations = context.operations
         self._num_heads = shape.num_heads
         self._cache_dtype = context.cache_dtype
+        self._dealt_to = context.dealt_to
 
     def __call__(
         self,
@@ -95,7 +96,7 @@ class Attention:
         widths = (shape.num_kv_heads, shape.head_dim, shape.value_width)
         sizes = (*widths, CACHE_DTYPE_BYTES[dtype], CACHE_SCALE_BYTES.get(dtype, 0))
         if shape.window is None:
-            return AttentionSpec(*sizes)
+            return AttentionSpec(*sizes, dealt_to=self._dealt_to)
         return (ChunkedSpec if shape.is_chunked else SlidingWindowSpec)(*sizes, window=shape.window)
 
     def slots(self, qkv: tuple[str, ...], output: str, *, transposed: bool = False) -> WeightSlots:

@@ -28,6 +28,7 @@ class LayerContext:
     expert_counts: counters of the experts' rows, or None. cache_scales: scales of an fp8 cache by layer, registered
     by layers with keys and values. adapters: the model's adapters, or None. stage: layers that this rank computes.
     expert_placement: distribution of whole experts over ranks (None: each rank has a slice of every expert).
+    dealt_to: neighbouring ranks with the same key heads, each of which keeps a part of a sequence's tokens.
     """
 
     dtype: torch.dtype
@@ -43,6 +44,7 @@ class LayerContext:
     adapters: Adapters | None = None
     stage: Stage = WHOLE_MODEL
     expert_placement: str | None = None
+    dealt_to: int = 1
 
     def replicated(self) -> LayerContext:
         """A copy for layers that every rank computes entirely."""

@@ -46,7 +46,7 @@ def make_layers(
     stage = context.stage
     if stage.count == 1:
         return [make_layer(number) for number in range(config.num_layers)]
-    specs = enumerate(layer_specs(config, context.group.size))
+    specs = enumerate(layer_specs(config, context.group.size, context.dealt_to))
     return [make_layer(number) if number in stage.layers else ElsewhereLayer(spec) for number, spec in specs]
 
 

@@ -1,9 +1,10 @@
-"""The collectives that a configuration asks for."""
+"""The collectives of a configuration."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from quire.config.device import BETWEEN_HOSTS, WITHIN_HOST
 from quire.parallel.interface import ProcessGroup
 from quire.parallel.torch_dist import NetworkMeeting
 from quire.registry import Registry, load_target
@@ -11,17 +12,15 @@ from quire.registry import Registry, load_target
 GROUPS = Registry(
     "collectives",
     {
-        "gloo": "quire.parallel.torch_dist:GlooGroup",
-        "shared_memory": "quire.parallel.shared_memory:SharedMemoryGroup",
+        BETWEEN_HOSTS: "quire.parallel.torch_dist:GlooGroup",
+        WITHIN_HOST: "quire.parallel.shared_memory:SharedMemoryGroup",
     },
 )
-BETWEEN_HOSTS = "gloo"
-"""Collectives that need no shared memory."""
 
 
 def join_group(name: str, meeting_point: Path | NetworkMeeting, rank: int, size: int) -> ProcessGroup:
-    """The group of `size` ranks, when all have joined. name: of GROUPS, or "module:class" of another implementation of
-    ProcessGroup. meeting_point: as GlooGroup's."""
+    """Group of `size` ranks, when all have joined. name: key of GROUPS, or "module:class" of another ProcessGroup.
+    meeting_point: see GlooGroup."""
     make = load_target(name) if ":" in name else GROUPS.load(name)
     group: ProcessGroup = make(meeting_point, rank, size)
     return group

@@ -1,7 +1,8 @@
 """Ranks and their groups: arithmetic, without processes.
 
-Ranks are numbered with tensor parallelism fastest, then context, pipeline and data parallelism: the ranks that exchange
-most are neighbours, and a replica is a run of consecutive ranks.
+Ranks are numbered with tensor parallelism fastest, then pipeline and data parallelism: the ranks that exchange most are
+neighbours, and a replica is a run of consecutive ranks. Decode context parallelism takes neighbours of those of tensor
+parallelism.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 from quire.config.parallel import ParallelConfig
 
-KINDS = ("tp", "cp", "pp", "dp", "ep")
+KINDS = ("tp", "dcp", "pp", "dp", "ep")
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,6 @@ class Place:
 
     dp: int
     pp: int
-    cp: int
     tp: int
 
 
@@ -37,26 +37,26 @@ class Mesh:
     def place(self, rank: int) -> Place:
         """The coordinates of a rank."""
         rest, tp = divmod(rank, self.sizes.tp)
-        rest, cp = divmod(rest, self.sizes.cp)
         dp, pp = divmod(rest, self.sizes.pp)
-        return Place(dp, pp, cp, tp)
+        return Place(dp, pp, tp)
 
     def rank(self, place: Place) -> int:
         """The rank at these coordinates."""
         sizes = self.sizes
-        return ((place.dp * sizes.pp + place.pp) * sizes.cp + place.cp) * sizes.tp + place.tp
+        return (place.dp * sizes.pp + place.pp) * sizes.tp + place.tp
 
     def groups(self, kind: str) -> tuple[tuple[int, ...], ...]:
-        """The groups of a kind of `KINDS`, ascending; every rank is in exactly one, and a group lists its ranks in
-        ascending order, which is the order of their shares.
+        """Groups of a kind of `KINDS`, ascending. Every rank is in exactly one; its ranks ascend, in the order of their
+        shares.
 
-        A group of "tp", "cp", "pp" or "dp" has that coordinate from 0 on and shares the others. A group of "ep" has
-        `ep` ranks of one stage: the tp ranks of neighbouring replicas.
+        A group of "tp", "pp" or "dp" has that coordinate from 0 on and shares the others. A group of "dcp" has `dcp`
+        neighbours of a group of "tp". A group of "ep" has `ep` ranks of one stage: the tp ranks of neighbouring
+        replicas.
         """
         return tuple(sorted(self._groups(kind)))
 
     def group_of(self, rank: int, kind: str) -> tuple[int, ...]:
-        """The group of that kind which the rank is in."""
+        """The rank's group of that kind."""
         return next(group for group in self.groups(kind) if rank in group)
 
     def _groups(self, kind: str) -> Iterator[tuple[int, ...]]:
@@ -64,10 +64,11 @@ class Mesh:
         for rank in range(self.num_ranks):
             place = self.place(rank)
             if kind == "ep":
-                key: tuple[int, ...] = (place.pp, place.cp)
+                key: tuple[int, ...] = (place.pp,)
             else:
-                key = tuple(value for name, value in vars(place).items() if name != kind)
+                varying = "tp" if kind == "dcp" else kind
+                key = tuple(value for name, value in vars(place).items() if name != varying)
             shared.setdefault(key, []).append(rank)
         for ranks in shared.values():
-            size = self.sizes.ep if kind == "ep" else len(ranks)
+            size = {"ep": self.sizes.ep, "dcp": self.sizes.dcp}.get(kind, len(ranks))
             yield from (tuple(ranks[start : start + size]) for start in range(0, len(ranks), size))

@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from quire.config.model_shape import DTYPE_BYTES, QUANTIZED, STATE_BORDER, AttentionShape, Matrix, ModelShape
-from quire.config.parallel import ParallelConfig
+from quire.config.parallel import ParallelConfig, why_not_dealt
 from quire.errors import UserError
 from quire.simulator.hardware import Hardware
 from quire.simulator.work import Chunk, StepWork, Windows
@@ -298,7 +298,7 @@ class CostModel:
     def _copies(self, work: StepWork) -> float:
         """Seconds of copy-on-write of blocks."""
         elements = self.shape.kv_elements(self.layout.tp) * self._layers / self.shape.num_layers
-        block = self._block_tokens * elements * self._kv_size
+        block = self._block_tokens / self.layout.dcp * elements * self._kv_size
         return 2 * work.num_copied_blocks * block / self._bandwidth
 
     # -- operators --------------------------------------------------------------------------------------------------
@@ -383,7 +383,7 @@ class CostModel:
         layers = num_layers * self._layers / self.shape.num_layers
         row, run = attention.key_dim + attention.value_dim, (attention.key_dim + attention.value_dim) / 2
         chunk_pair = decode_pair = 2 * row
-        kept_bytes = decode_bytes = attention.token_elements(tp) * self._kv_size
+        kept_bytes = decode_bytes = attention.token_elements(tp) * self._kv_size / self.layout.dcp
         if attention.kind == "latent":
             run = attention.latent_dim
             decode_pair = 2 * (attention.latent_dim + attention.latent_rank)
@@ -446,6 +446,9 @@ class CostModel:
             constant["all-reduce"] = (reduces + 1) * latency
             per_token["all-reduce"] = reduces * 2 * share * row / link
             per_sampled["all-reduce"] = shape.vocab * self._row_size * share / link
+        if self.layout.dcp > 1:  # queries there, results and the sums of their weights back
+            constant["merged parts"] = 2 * layers * latency
+            per_token["merged parts"] = self._merged_elements() * self._row_size / link
         if self.layout.ep > 1 and self._moe_layers:
             far = self.layout.ep > hardware.node_size
             constant["exchange"] = self._moe_layers * 2 * (hardware.network_latency if far else hardware.link_latency)
@@ -457,6 +460,14 @@ class CostModel:
         self._per_sequence, self._per_new_sequence = hardware.sequence_overhead, hardware.new_sequence_overhead
         self._flat_products = [(each.per_row, each.weights, each.row_bytes) for each in self._products]
         return constant, per_token, per_sampled
+
+    def _merged_elements(self) -> float:
+        """Elements that a token sends in all layers, where devices share the tokens of a context."""
+        others, total = self.layout.dcp - 1, 0.0
+        for attention, num_layers in self.shape.attention_counts.items():
+            row = attention.num_heads / self.layout.tp * (attention.key_dim + attention.value_dim + 1)
+            total += num_layers * self._layers / self.shape.num_layers * others * row
+        return total
 
     def _link(self, num_devices: int) -> tuple[float, float]:
         """(latency, bytes per second) between `num_devices` neighbouring devices; over the network if a node has
@@ -512,8 +523,9 @@ def _check(shape: ModelShape, layout: ParallelConfig) -> None:
                 "multiple of them",
                 param="tp",
             )
-    if layout.cp > 1:
-        raise UserError(f"cp={layout.cp} is not simulated yet: only 1 is", param="cp")
+    reason = why_not_dealt(shape, layout.tp, layout.dcp) if layout.dcp > 1 else None
+    if reason is not None:
+        raise UserError(f"dcp={layout.dcp} is not possible: {reason}", param="dcp")
     if layout.pp > shape.num_layers:
         raise UserError(f"pp={layout.pp} exceeds the {shape.num_layers} layers of {shape.name}", param="pp")
     if layout.ep > 1 and (shape.experts is None or shape.experts.num_experts % layout.ep):

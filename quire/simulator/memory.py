@@ -74,7 +74,7 @@ def most_useful_bytes(
 def device_specs(shape: ModelShape, dtype: str, layout: ParallelConfig) -> list[LayerSpec]:
     """KV specs of one device's layers, in the largest pipeline stage."""
     stage, size = shape.layers[: shape.layers_per_stage(layout.pp)], int(DTYPE_BYTES[dtype])
-    return [layer_spec(layer.attention, size, num_ranks=layout.tp) for layer in stage]
+    return [layer_spec(layer.attention, size, num_ranks=layout.tp, dealt_to=layout.dcp) for layer in stage]
 
 
 def _groups(

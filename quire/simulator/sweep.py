@@ -65,8 +65,8 @@ class SweepResult:
 
 def layouts(scenario: Scenario, num_devices: int) -> list[ParallelConfig]:
     """Layouts of exactly `num_devices` devices in which the model fits: tensor parallelism in powers of two, at most
-    MAX_STAGES stages, experts in each replica or spread over all devices. Raises UserError, with the last one's reason,
-    when there is none."""
+    MAX_STAGES stages, experts in each replica or spread over all devices, a context on each device or dealt to those
+    with copies of its key head. Raises UserError, with the last one's reason, when there is none."""
     if num_devices < 1:
         raise UserError(f"a sweep needs at least 1 device, not {num_devices}", param="gpus")
     found, reason = [], "there is none"
@@ -166,6 +166,7 @@ def _candidates(num_devices: int, *, has_experts: bool) -> Iterator[ParallelConf
             if num_devices % (tp * pp) == 0:
                 layout = ParallelConfig(tp=tp, pp=pp, dp=num_devices // (tp * pp))
                 yield layout
+                yield from (replace(layout, dcp=2**power) for power in range(1, tp.bit_length()))
                 if has_experts and pp == 1 and layout.dp > 1:
                     yield replace(layout, ep=num_devices)
         tp *= 2

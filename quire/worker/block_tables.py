@@ -8,33 +8,51 @@ from typing import NamedTuple
 
 import numpy as np
 
+from quire.kv_cache.deal import ALL_TOKENS, Deal
 from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout
 
 
 class TableShape(NamedTuple):
-    """Shape of a KV group's table. block_size: tokens per entry. kernel_blocks: entries per block. has_slots: True if
-    each token has a slot; else an entry is a state."""
+    """Shape of a KV group's table. block_size: tokens per entry, those of other ranks included. kernel_blocks: entries
+    per block. has_slots: True if each token has a slot; else an entry is a state. deal: tokens that this rank keeps."""
 
     block_size: int
     kernel_blocks: int = 1
     has_slots: bool = True
+    deal: Deal = ALL_TOKENS
 
     def width(self, num_tokens: int) -> int:
         """Entries for `num_tokens` tokens, in whole blocks."""
         return -(-num_tokens // (self.block_size * self.kernel_blocks)) * self.kernel_blocks
 
     def entries(self, block_ids: Sequence[int]) -> Sequence[int] | np.ndarray:
-        """Entries of some blocks, in order."""
         if self.kernel_blocks == 1:
             return block_ids
         first = np.array(block_ids, np.int32)[:, None] * self.kernel_blocks
         return (first + np.arange(self.kernel_blocks, dtype=np.int32)).ravel()
 
+    def slots(self, table: np.ndarray, sequence_index: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """The slots of tokens, [T] int64; -1 for those of other ranks. table: [S, entries]. sequence_index, positions:
+        [T]."""
+        if self.deal.num_ranks == 1:
+            logical, inside = np.divmod(positions, self.block_size)
+            whole: np.ndarray = table[sequence_index, logical].astype(np.int64) * self.block_size + inside
+            return whole
+        size = self.block_size // self.deal.num_ranks
+        logical, inside = positions // self.block_size, self.deal.kept(positions) % size
+        slots = table[sequence_index, logical].astype(np.int64) * size + inside
+        return np.where(self.deal.keeps(positions), slots, -1)
 
-def table_shapes(layout: KVCacheLayout) -> list[TableShape]:
-    """Table shapes of a layout's groups, in order."""
+
+def table_shapes(layout: KVCacheLayout, deal: Deal = ALL_TOKENS) -> list[TableShape]:
+    """The shapes of the tables of a layout's groups, in their order. deal: of the groups whose tokens are dealt; native
+    step inputs have it from their plans."""
     return [
-        TableShape(layout.block_size, layout.kernel_blocks(group))
+        TableShape(
+            layout.entry_tokens(group),
+            layout.kernel_blocks(group),
+            deal=deal if group.spec.dealt_to > 1 else ALL_TOKENS,
+        )
         if group.spec.token_bytes
         else TableShape(group.block_size, has_slots=False)
         for group in layout.groups
@@ -62,7 +80,6 @@ class BlockTables:
         return len(self._tables)
 
     def num_entries(self, row: int) -> list[int]:
-        """Entries of a row's tables, per group."""
         counts: list[int] = self._num_entries[:, row].tolist()
         return counts
 
@@ -103,7 +120,6 @@ class BlockTables:
                 self._num_entries[group, row] = count
 
     def copy(self, source: int, destination: int) -> None:
-        """Copy all tables of row `source` to row `destination`."""
         for table in self._tables:
             table[destination] = table[source]
         self._num_entries[:, destination] = self._num_entries[:, source]

@@ -37,7 +37,7 @@ from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams, ThinkingBudget
 from quire.step import NewSequence, SamplingInputs, SequenceSampling, StepPlan
-from tests.fakes import rank_device
+from tests.fakes import rank_device, wrong_rank
 from tests.fakes.masks import AllowedByPosition
 from tests.long import all_but_long
 from tests.models.families import FAMILIES, qwen3
@@ -255,6 +255,18 @@ def test_blocks_that_come_back_from_disk(model_path: Path, tmp_path: Path) -> No
     folders = [path for path in tmp_path.iterdir() if path.is_dir()]
     assert len(folders) == 2
     assert all(any(folder.glob("*/*")) for folder in folders)
+
+
+def test_a_rank_that_samples_other_tokens_fails_the_step(model_path: Path) -> None:
+    config = configured(model_path, tensor_parallel_size=2)
+    core, _ = two_ranks(replace(config, device=replace(config.device, platform=wrong_rank.PLATFORM)))
+    try:
+        core.handle(AddRequest(requests()[0]))
+        core.step(), core.step()
+        with pytest.raises(QuireError, match="ranks 0 and 1 disagree on the tokens of step 2"):
+            core.step()
+    finally:
+        core.shutdown()
 
 
 def on_devices(config: EngineConfig) -> EngineConfig:

@@ -120,16 +120,17 @@ def test_a_block_that_is_gone_from_one_rank_is_gone() -> None:
 
 
 def test_ranks_that_compute_other_vectors_fail_the_step() -> None:
-    first, same = StepResult(4, [[]], pooled={0: [0.5, 1.0]}), StepResult(4, [[]], pooled={0: [0.5, 1.0]})
+    first, same = StepResult(4, [[]], pooled={0: [0.5, 1.0]}, checksum=7), StepResult(4, [], checksum=7)
     assert RankedExecutor(FakeWorkers(first, same)).execute(PLAN).result() is first
-    future = RankedExecutor(FakeWorkers(first, StepResult(4, [[]], pooled={0: [0.5, 1.5]}))).execute(PLAN)
+    future = RankedExecutor(FakeWorkers(first, StepResult(4, [], checksum=8))).execute(PLAN)
     with pytest.raises(QuireError, match="ranks 0 and 1 disagree on the pooled vectors of step 4"):
         future.result()
 
 
-@pytest.mark.parametrize("other", [StepResult(4, [7, 9]), StepResult(4, [7]), StepResult(5, [7, 8])])
+@pytest.mark.parametrize("other", [StepResult(4, [], checksum=2), StepResult(5, [], checksum=1)])
 def test_ranks_that_disagree_fail_the_step(other: StepResult) -> None:
-    future = RankedExecutor(FakeWorkers(StepResult(4, [7, 8]), StepResult(4, [7, 8]), other)).execute(PLAN)
+    first, second = StepResult(4, [[7], [8]], checksum=1), StepResult(4, [], checksum=1)
+    future = RankedExecutor(FakeWorkers(first, second, other)).execute(PLAN)
     with pytest.raises(QuireError, match="ranks 0 and 2 disagree on the tokens of step 4"):
         future.result()
 

@@ -15,6 +15,7 @@ from quire.attention.torch_backend import TorchAttention
 from quire.config.hf_config import load_model_config
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
+from quire.kv_cache.deal import ALL_TOKENS, Deal
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.layers.batch import ForwardBatch
 from quire.models.decoder import Decoder
@@ -74,6 +75,7 @@ class PagedRunner:
     rows: list[Row] = field(default_factory=list)
     snapshot_interval: int = 64
     """Tokens of a block of states, at least."""
+    deal: Deal = ALL_TOKENS
 
     def __post_init__(self) -> None:
         specs = self.model.cache_specs()
@@ -88,7 +90,7 @@ class PagedRunner:
         self.backend = TorchAttention(layout, self.layer_pages)
         self.state_pages = state_pages(self.pages, layout)
         self.states = StateBackend(layout, self.state_pages)
-        self.shapes = table_shapes(layout)
+        self.shapes = table_shapes(layout, self.deal)
         scattered = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(1)) + 1
         self._free = scattered.tolist()
 
@@ -119,8 +121,8 @@ class PagedRunner:
                 states.append(table)
                 continue
             tables.append(table)
-            blocks = table[sequence_index, positions // self.block_size].long()
-            slots.append(blocks * self.block_size + positions % self.block_size)
+            found = shape.slots(table.numpy(), sequence_index.numpy(), positions.numpy())
+            slots.append(torch.from_numpy(found))
         batch = AttentionBatch(
             query_start, starts, positions, sequence_index, tuple(tables), tuple(slots), tuple(states)
         )

@@ -6,22 +6,27 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from quire.attention.dealt import DealtTokens
 from quire.attention.native_backend import NativeAttention
 from quire.config.hf_config import load_model_config
 from quire.config.load import LoadConfig
 from quire.config.quantization import QuantizationConfig
 from quire.errors import ConfigError
+from quire.kernels.cpu import _native
+from quire.kernels.cpu.memory import allocate
 from quire.kernels.cpu.runtime import NativeRuntime
+from quire.kv_cache.deal import Deal
 from quire.models.loader import load_model
 from quire.models.native import NativeModel
 from quire.parallel.interface import ProcessGroup
 from quire.parallel.single import SINGLE_RANK
 from tests.fakes.gguf_model import MIXED, WIDE, to_gguf
-from tests.fakes.ranks import run_ranks
+from tests.fakes.ranks import ThreadRank, run_ranks
 from tests.long import all_but_long
 from tests.models.conftest import SavedModel
 from tests.models.families import llama, qwen3, qwen3_moe
@@ -50,10 +55,12 @@ ERROR = 2**-17
 class NativeRunner(PagedRunner):
     num_heads: int = 0
     """This rank's."""
+    group: ProcessGroup = SINGLE_RANK
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.backend = NativeAttention(self.layout, self.pages, "float32", self.num_heads, 1)
+        dealt = DealtTokens(self.deal, self.group) if self.deal.num_ranks > 1 else None
+        self.backend = NativeAttention(self.layout, self.pages, "float32", self.num_heads, 1, dealt)
 
     def step(self, work: Sequence[tuple[int, int]], *, last_only: bool = False) -> list[torch.Tensor]:
         """Copies, because the next step overwrites the model's own."""
@@ -66,17 +73,20 @@ def runner(
     quantization: str | None = None,
     dtype: str = "float32",
     placement: str | None = None,
+    dealt_to: int = 1,
+    run: int = 1,
 ) -> NativeRunner:
     config = load_model_config(str(directory), dtype=dtype, max_model_len=None, revision=None, config_only=False)
     if quantization is not None:
         config = replace(config, quantization=QuantizationConfig(method=quantization, group_size=None))
-    load = LoadConfig("auto", 0, expert_placement=placement)
+    load = LoadConfig("auto", 0, expert_placement=placement, dealt_to=dealt_to)
     model = load_model(config, load, group, runtime=NativeRuntime("auto", 1))
     assert isinstance(model, NativeModel)
-    return NativeRunner(model, num_heads=config.num_heads // group.size)
+    deal = Deal(dealt_to, group.rank % dealt_to, run)
+    return NativeRunner(model, num_heads=config.num_heads // group.size, deal=deal, group=group)
 
 
-def logits_of(directory: Path, group: ProcessGroup, chunk: int = 9, **options: str) -> torch.Tensor:
+def logits_of(directory: Path, group: ProcessGroup, chunk: int = 9, **options: Any) -> torch.Tensor:
     return torch.cat(chunked_logits(runner(directory, group, **options), PROMPTS, chunk))
 
 
@@ -149,6 +159,40 @@ def test_fewer_kv_heads_than_ranks(num_kv_heads: int, tmp_path: Path) -> None:
     expected = logits_of(directory, SINGLE_RANK)
     for logits in run_ranks(4, lambda group: logits_of(directory, group)):
         torch.testing.assert_close(logits, expected, atol=2e-3, rtol=1e-4)
+
+
+class SharedRank:
+    """A ThreadRank whose programs record collectives over memory that the ranks share."""
+
+    def __init__(self, memory: torch.Tensor, rank: ThreadRank) -> None:
+        self._rank = rank
+        self.native = _native.SharedRanks(memory.data_ptr(), rank.rank, rank.size, 100, 60.0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._rank, name)
+
+
+@pytest.mark.parametrize(("size", "dealt_to", "run"), all_but_long([(2, 2, 1), (4, 2, 4), (4, 4, 2)], [(2, 2, 1)]))
+def test_ranks_with_one_key_head_keep_a_part_of_the_tokens_each(
+    tmp_path: Path, size: int, dealt_to: int, run: int
+) -> None:
+    """The bits of the plain form, which merges the same parts in order, in every batch; as exact as one rank."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": size // dealt_to}
+    reference = randomize(llama(**sizes))
+    directory = save(reference, tmp_path)
+    memory = allocate(_native.SharedRanks.num_bytes(size))
+
+    def compute(rank: ThreadRank) -> list[torch.Tensor]:
+        shared: Any = SharedRank(memory, rank)
+        found = [logits_of(directory, shared, chunk, dealt_to=dealt_to, run=run) for chunk in (1, 7, 64)]
+        return [*found, logits_of(directory, rank, dealt_to=dealt_to, run=run)]
+
+    first, *others = [torch.stack(each) for each in run_ranks(size, compute)]
+    assert all(torch.equal(first, other) for other in others)
+    assert all(torch.equal(first[0], other) for other in first[1:])
+    exact = exact_logits(SavedModel(directory, reference))
+    torch.testing.assert_close(first[0].double(), exact, atol=ERROR * float(exact.abs().max()), rtol=0)
+    assert torch.equal(first[0].argmax(-1), exact.argmax(-1))
 
 
 @pytest.mark.parametrize("method", ["int8", "w8a8"])

@@ -6,7 +6,7 @@ from quire.config.vllm.record import VllmFlag, noted, refused, so, to
 
 ONE_MACHINE = "all ranks run on this machine"
 ONE_ROUTER = "all replicas are on this machine, behind the server's own router: --data-parallel-size says how many"
-NO_CONTEXT_RANKS = "one rank holds the whole context of a sequence"
+NO_CONTEXT_RANKS = "prompts are computed by the ranks of --tensor-parallel-size, which may share a context's tokens"
 NO_EXPERT_RANKS = "the ranks of a host have all tokens, and add up what experts give over shared memory"
 ALL_RANKS_ALIKE = "the ranks of a host add up over shared memory"
 NO_EXPERT_ADAPTERS = "experts take no adapters yet"
@@ -29,11 +29,11 @@ PARALLEL: tuple[VllmFlag, ...] = (
     noted("numa_bind_cpus", "texts", "start with numactl or taskset instead"),
     refused("device_ids", "text", "set CUDA_VISIBLE_DEVICES instead"),
     to("tensor_parallel_size", "int", short=("-tp",), why="on a CPU so far"),
-    refused("decode_context_parallel_size", "int", NO_CONTEXT_RANKS, 1, short=("-dcp",)),
-    noted("dcp_comm_backend", "text", NO_CONTEXT_RANKS),
-    noted("dcp_q_replicate", "flag", NO_CONTEXT_RANKS, False),
-    noted("dcp_kv_cache_interleave_size", "int", NO_CONTEXT_RANKS, 1),
-    noted("cp_kv_cache_interleave_size", "int", NO_CONTEXT_RANKS, 1),
+    to("decode_context_parallel_size", "int", short=("-dcp",), why="on a CPU so far, in layers of full attention"),
+    noted("dcp_comm_backend", "text", ALL_RANKS_ALIKE),
+    noted("dcp_q_replicate", "flag", "queries are gathered over shared memory", False),
+    to("dcp_kv_cache_interleave_size", "int", "cp_kv_cache_interleave_size"),
+    to("cp_kv_cache_interleave_size", "int"),
     refused("prefill_context_parallel_size", "int", NO_CONTEXT_RANKS, 1, short=("-pcp",)),
     to("data_parallel_size", "int", short=("-dp",), why="on a CPU so far: its cores and memory are shared out"),
     refused("data_parallel_rank", "int", ONE_ROUTER, short=("-dpn",)),

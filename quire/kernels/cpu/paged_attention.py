@@ -10,6 +10,7 @@ from quire.attention.interface import AttentionBatch
 from quire.config.device import NATIVE_HEAD_LIMIT, NATIVE_HEAD_MULTIPLE, why_no_index, why_no_latents
 from quire.errors import ConfigError
 from quire.kernels.cpu import _native
+from quire.kv_cache.deal import ALL_TOKENS, Deal
 from quire.kv_cache.layout import FOREIGN_LAYER, KVCacheLayout
 from quire.kv_cache.spec import LatentSpec
 
@@ -57,8 +58,9 @@ def block_bytes(block_size: int, num_kv_heads: int, head_dim: int, cache_dtype: 
 class AttentionPlans:
     """Native plans of the KV groups with keys and values, set for each step."""
 
-    def __init__(self, layout: KVCacheLayout, num_heads: int, num_threads: int) -> None:
-        """num_heads: query heads per layer. num_threads: threads of the pool that runs the plans."""
+    def __init__(self, layout: KVCacheLayout, num_heads: int, num_threads: int, deal: Deal = ALL_TOKENS) -> None:
+        """num_heads: query heads per layer. num_threads: threads of the pool that runs the plans. deal: tokens that
+        this rank keeps in groups whose tokens are dealt, where it attends with the heads of all ranks."""
         self.plans = []
         for group in layout.token_groups:
             spec = group.spec
@@ -75,7 +77,10 @@ class AttentionPlans:
                     f"the native kernels do not compute layers of kind {spec.kind!r} with pages of {shape}"
                 )
             _, size, num_kv_heads, head_dim = shape
-            heads = num_kv_heads if all(layer == FOREIGN_LAYER for layer in group.layers) else num_heads
+            dealing = deal if spec.dealt_to > 1 else ALL_TOKENS
+            heads = num_heads * dealing.num_ranks
+            if all(layer == FOREIGN_LAYER for layer in group.layers):
+                heads = num_kv_heads
             check_shape(size, heads, num_kv_heads, head_dim)
             self.plans.append(
                 _native.AttentionPlan(
@@ -86,6 +91,9 @@ class AttentionPlans:
                     spec.window or 0,
                     num_threads,
                     chunked=spec.kind == "chunked",
+                    ranks=dealing.num_ranks,
+                    rank=dealing.rank,
+                    run=dealing.run,
                 )
             )
         self._batch: AttentionBatch | None = None

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from quire import envs
+from quire.attention.dealt import DealtTokens
 from quire.attention.encoder_backend import EncoderAttention
 from quire.attention.interface import AttentionBackend
 from quire.attention.states import StateBackend
@@ -18,6 +19,7 @@ from quire.attention.torch_backend import TorchAttention
 from quire.config.engine import EngineConfig
 from quire.config.load import draft_load
 from quire.errors import ConfigError
+from quire.kv_cache.deal import ALL_TOKENS, Deal
 from quire.kv_cache.layout import KVCacheLayout
 from quire.layers.adapters import TorchAdapterStorage
 from quire.layers.experts import ExpertCounters
@@ -52,6 +54,7 @@ from quire.worker.kv_tensors import (
 )
 from quire.worker.kv_transfer import BlockTransfers
 from quire.worker.model_drafts import ModelDrafts, layers_of
+from quire.worker.oracle import Oracle
 from quire.worker.plain_texts import PlainCorpus, PlainTexts
 from quire.worker.platform.cpu_blocks import HostPages, ThreadTransfers, block_copier, block_mover
 from quire.worker.platform.cpu_inputs import CacheBackends, CpuColumns, PlainInputs, StepInputs
@@ -71,6 +74,9 @@ class CpuPlatform:
         self._group = group
         self._config = config
         self._runtime = None
+        sizes = config.parallel
+        deal = Deal(sizes.dcp, group.rank % sizes.dcp, sizes.interleave)
+        self._dealt = DealtTokens(deal, group) if sizes.dcp > 1 else None
         self.adapters: ModelAdapters | None = None
         self.draft_model: DraftModel | None = None
         self.expert_counts = ExpertCounters() if config.load.counts_experts else None
@@ -132,6 +138,8 @@ class CpuPlatform:
             code["layers"] = f"{self.stage.layers.start} to {self.stage.layers.stop}"
         if self._config.load.expert_placement is not None:  # sums of a layer have another order
             code["experts"] = self._config.load.expert_placement
+        if self._dealt is not None:
+            code["tokens"] = f"runs of {self._dealt.deal.run} in turns to {self._dealt.deal.num_ranks}"
         return code
 
     def load_model(self, progress: Progress) -> CausalLM:
@@ -168,7 +176,6 @@ class CpuPlatform:
 
     @property
     def _draft_group(self) -> ProcessGroup:
-        """Ranks that share the draft model's layers."""
         chosen = self._config.speculation.draft_model
         return self._group if chosen is not None and chosen.num_ranks == self._group.size else SINGLE_RANK
 
@@ -193,7 +200,8 @@ class CpuPlatform:
 
     def meter(self) -> CpuMeter:
         samples_tokens = self._config.model.pooling is None and self.stage.is_last
-        return CpuMeter(self.make_backends, self._make_sampling_kernels, samples_tokens=samples_tokens)
+        deal = ALL_TOKENS if self._dealt is None else self._dealt.deal
+        return CpuMeter(self.make_backends, self._make_sampling_kernels, samples_tokens=samples_tokens, deal=deal)
 
     def _make_draft_backends(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> CacheBackends:
         """layout: the draft model's layers, numbered from 0."""
@@ -204,8 +212,8 @@ class CpuPlatform:
         return CacheBackends(attention, StateBackend(layout, {}))
 
     def make_backends(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> CacheBackends:
-        num_heads = self._config.model.num_heads // self._group.size
-        attention = make_attention(self._config, layout, pages, num_heads, is_native=self._runtime is not None)
+        num_heads, is_native = self._config.model.num_heads // self._group.size, self._runtime is not None
+        attention = make_attention(self._config, layout, pages, num_heads, is_native=is_native, dealt=self._dealt)
         return CacheBackends(attention, StateBackend(layout, state_pages(pages, layout)))
 
     def allocate_pages(self, layout: KVCacheLayout) -> list[torch.Tensor]:
@@ -259,9 +267,19 @@ class CpuPlatform:
         self, model: CausalLM, layout: KVCacheLayout, pages: Sequence[torch.Tensor], tables: BlockTables
     ) -> HostDrafts | None:
         num_rows, speculation = self._config.scheduler.max_num_seqs, self._config.speculation
-        has_states = bool(layout.state_groups)
         if not speculation.max_drafts:
             return None
+        drafts = self._drafts_of_method(model, layout, pages, tables)
+        if speculation.oracle is not None:
+            size = self._config.model.vocab_size
+            drafts.follow_oracle(Oracle(num_rows, speculation.oracle, self._config.seed, size))
+        return drafts
+
+    def _drafts_of_method(
+        self, model: CausalLM, layout: KVCacheLayout, pages: Sequence[torch.Tensor], tables: BlockTables
+    ) -> HostDrafts:
+        num_rows, speculation = self._config.scheduler.max_num_seqs, self._config.speculation
+        has_states = bool(layout.state_groups)
         own = self.draft_model
         if own is not None:
             if own.is_apart:
@@ -311,10 +329,16 @@ def keep_to_own_cores(rank: int, size: int) -> None:
 
 
 def make_attention(
-    config: EngineConfig, layout: KVCacheLayout, pages: Sequence[torch.Tensor], num_heads: int, *, is_native: bool
+    config: EngineConfig,
+    layout: KVCacheLayout,
+    pages: Sequence[torch.Tensor],
+    num_heads: int,
+    *,
+    is_native: bool,
+    dealt: DealtTokens | None = None,
 ) -> AttentionBackend:
-    """num_heads: this rank's query heads per layer. is_native: native kernels, else torch operators. An encoder has no
-    pool."""
+    """num_heads: this rank's query heads per layer. is_native: native kernels, else torch operators. dealt: as
+    NativeAttention's. An encoder has no pool."""
     model = config.model
     if not is_native:
         if model.is_encoder:
@@ -326,4 +350,4 @@ def make_attention(
         return NativeEncoder(model.dtype == "bfloat16")
     from quire.attention.native_backend import NativeAttention
 
-    return NativeAttention(layout, pages, model.kv_cache_dtype, num_heads, config.device.num_threads)
+    return NativeAttention(layout, pages, model.kv_cache_dtype, num_heads, config.device.num_threads, dealt)

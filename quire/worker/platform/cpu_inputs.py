@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 class CpuColumns:
     """RequestColumns on a CPU. token_ids: [num_rows, max_model_len + 1] int32; one extra, because a sequence at its end
-    may run once more before the scheduler knows. The table is reserved and untouched, so it takes physical memory only
-    as far as it was filled."""
+    may run once more before the scheduler knows. Unwritten parts take no physical memory."""
 
     def __init__(
         self, num_rows: int, max_model_len: int, values: ColumnValues, drafts: HostDrafts | None = None
@@ -95,11 +94,8 @@ def prepare_inputs(
         rows = rows[sequence_index]
     token_ids = token_table[rows, positions].astype(np.int64)
     gathered = list(zip(tables.shapes, tables.gather(batch.rows, int(batch.ends.max())), strict=True))
-    with_slots = [(shape.block_size, table) for shape, table in gathered if shape.has_slots]
-    places = {size: np.divmod(positions, size) for size in {size for size, _ in with_slots}}
-    slots = (
-        table[sequence_index, places[size][0]].astype(np.int64) * size + places[size][1] for size, table in with_slots
-    )
+    with_slots = [(shape, table) for shape, table in gathered if shape.has_slots]
+    slots = (shape.slots(table, sequence_index, positions) for shape, table in with_slots)
     attention = AttentionBatch(
         query_start=torch.from_numpy(batch.query_start),
         start_positions=torch.from_numpy(batch.starts),

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from quire.attention.interface import AttentionBatch
+from quire.kv_cache.deal import ALL_TOKENS, Deal
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.sizing import DeviceShare
 from quire.models.interface import CausalLM
@@ -41,19 +42,22 @@ class CpuMeter:
         make_sampling_kernels: Callable[[SamplingRows], SamplingKernels[np.ndarray]],
         *,
         samples_tokens: bool = True,
+        deal: Deal = ALL_TOKENS,
     ) -> None:
-        """samples_tokens: True if the largest step samples for every sequence; False for pooling models."""
+        """samples_tokens: True if the largest step samples for every sequence; False for pooling models. deal: tokens
+        that this rank keeps."""
         self._make_backends = make_backends
         self._make_sampling_kernels = make_sampling_kernels
         self._samples_tokens = samples_tokens
+        self._deal = deal
 
     def free(self) -> int:
         return available_memory()
 
     def step_bytes(self, model: CausalLM, limits: StepLimits, estimate: int) -> int | None:
-        """Measure a forward pass over the token budget in the fewest sequences, then logits and random sampling for the
-        most sequences, as growth of resident memory. Since this grows at most linearly, it is measured on
-        PROFILED_TOKENS and PROFILED_ROWS and scaled; a full pass would dominate the start."""
+        """Measure the growth of resident memory in a forward pass over the token budget in the fewest sequences, then
+        logits and random sampling for the most sequences. Measured on PROFILED_TOKENS and PROFILED_ROWS and scaled,
+        since growth is at most linear and a full pass would dominate the start."""
         num_tokens = min(limits.max_num_tokens, PROFILED_TOKENS)
         num_rows = min(limits.max_num_rows, PROFILED_ROWS)
         prompt = InputBatch.dummy_prompts(num_tokens, min(num_tokens, limits.longest))
@@ -85,7 +89,7 @@ class CpuMeter:
         for page in pages:
             page.zero_()  # touched now, so that the scratch pool is not counted as activations
         backends = self._make_backends(layout, pages)
-        token_ids, attention = dummy_inputs(batch, layout)
+        token_ids, attention = dummy_inputs(batch, layout, self._deal)
         columns = dummy_columns(model.columns, token_ids)
         return lambda: model.forward(backends.forward_batch(token_ids, attention, columns=columns)).hidden
 
@@ -100,10 +104,12 @@ class CpuMeter:
         Sampler(rows, self._make_sampling_kernels(rows)).sample(logits, batch)
 
 
-def dummy_inputs(batch: InputBatch, layout: KVCacheLayout) -> tuple[torch.Tensor, AttentionBatch]:
+def dummy_inputs(
+    batch: InputBatch, layout: KVCacheLayout, deal: Deal = ALL_TOKENS
+) -> tuple[torch.Tensor, AttentionBatch]:
     """Token ids and attention batch of sequences that all use the blocks 1, 2, ..."""
     num_seqs, longest = len(batch.rows), batch.max_seq_len
-    tables = BlockTables(table_shapes(layout), num_seqs, longest)
+    tables = BlockTables(table_shapes(layout, deal), num_seqs, longest)
     blocks = [range(1, min(layout.num_blocks, 1 - (-longest // group.block_size))) for group in layout.groups]
     for row in range(num_seqs):
         tables.append(row, blocks)

@@ -12,8 +12,10 @@ from quire.kernels.arguments import LayerAttention, first_seen
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.paged_attention import CACHE_TYPES, AttentionPlans, block_bytes
 from quire.kernels.reference import paged_attention_dense
+from quire.kv_cache.deal import ALL_TOKENS, Deal
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import AttentionSpec, ChunkedSpec, SlidingWindowSpec
+from quire.worker.block_tables import TableShape
 from tests.kernels.cpu.linear_calls import BF16_ISAS
 
 ISAS = [isa for isa in _native.available_isas() if isa != "amx"]
@@ -61,13 +63,15 @@ class History:
 
 @dataclass(frozen=True)
 class Setting:
-    """How the kernels run. cache: a key of STORED, or PRODUCTS."""
+    """How the kernels run. cache: a key of STORED, or PRODUCTS. deal: of the tokens; where it is not all of them the
+    output is parts (quire/attention/dealt.py)."""
 
     isa: str
     threads: int = 1
     cache: str = "float32"
     block_size: int = 16
     seed: int = 3
+    deal: Deal = ALL_TOKENS
 
     @property
     def stored(self) -> str:
@@ -85,18 +89,19 @@ class NativePool:
         self, layer: LayerAttention, lengths: Sequence[int], setting: Setting, options: Options | None = None
     ) -> None:
         self.layer, self.setting, self.options = layer, setting, options or Options()
-        size = setting.block_size
-        per_sequence = [-(-length // size) for length in lengths]
+        size, ranks = setting.block_size, setting.deal.num_ranks
+        self.entries = TableShape(size * ranks, deal=setting.deal)
+        per_sequence = [self.entries.width(length) for length in lengths]
         self.num_blocks = 1 + sum(per_sequence)
         self.block_bytes = block_bytes(size, layer.num_kv_heads, layer.head_dim, setting.stored)
         self.memory = torch.full((self.num_blocks * self.block_bytes,), 0xFF, dtype=torch.uint8)
         shape = (layer.num_kv_heads, layer.head_dim, layer.head_dim, 4)
         windowed = ChunkedSpec if layer.is_chunked else SlidingWindowSpec
-        spec = AttentionSpec(*shape) if layer.window is None else windowed(*shape, window=layer.window)
+        full = layer.window is None
+        spec = AttentionSpec(*shape, dealt_to=ranks) if full else windowed(*shape, window=layer.window)
         groups, count = group_layers([spec], size)
-        self.plans = AttentionPlans(
-            KVCacheLayout(size, self.num_blocks, groups, count), layer.num_heads, setting.threads
-        )
+        layout = KVCacheLayout(size, self.num_blocks, groups, count)
+        self.plans = AttentionPlans(layout, layer.num_heads // ranks, setting.threads, setting.deal)
         order = torch.randperm(self.num_blocks - 1, generator=torch.Generator().manual_seed(setting.seed)) + 1
         self.tables = [blocks.int() for blocks in order.split(per_sequence)]
         self.computed = [0] * len(lengths)
@@ -106,34 +111,41 @@ class NativePool:
     def _program(self) -> None:
         layer, options = self.layer, self.options
         self.qkv_stride = (layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim + 16
-        self.out_stride = layer.num_heads * layer.head_dim + 3
+        self.is_dealt = self.setting.deal.num_ranks > 1
+        self.out_width = layer.num_heads * (layer.head_dim + self.is_dealt)
+        self.out_stride = self.out_width + 3
         pool, precision = POOLS[self.setting.threads], self.setting.precision
         self.program = _native.Program(self.setting.isa, pool, self.max_rows, precision)
-        self.program.attention(
-            group=0,
-            cache=CACHE_TYPES[self.setting.stored],
-            pages=self.memory.data_ptr(),
-            block_bytes=self.block_bytes,
-            num_blocks=self.num_blocks,
-            block_size=self.setting.block_size,
-            num_heads=layer.num_heads,
-            num_kv_heads=layer.num_kv_heads,
-            head_dim=layer.head_dim,
-            scale=layer.stored_scale,
-            key_scale=layer.cache_scale.key,
-            value_scale=layer.cache_scale.value,
-            soft_cap=layer.soft_cap or 0.0,
-            window=layer.window or 0,
-            chunked=layer.is_chunked,
-            sinks=_address(options.sinks),
-            query_norm=_address(options.query_norm),
-            key_norm=_address(options.key_norm),
-            norm_epsilon=options.epsilon,
-            rotary_dim=options.rotary_dim,
-            rotation=_native.Ref(2, 0, max(16, options.rotary_dim)),
-            qkv=_native.Ref(0, 0, self.qkv_stride),
-            out=_native.Ref(1, 0, self.out_stride),
-        )
+        constants = {
+            "group": 0,
+            "cache": CACHE_TYPES[self.setting.stored],
+            "pages": self.memory.data_ptr(),
+            "block_bytes": self.block_bytes,
+            "num_blocks": self.num_blocks,
+            "block_size": self.setting.block_size,
+            "num_heads": layer.num_heads,
+            "num_kv_heads": layer.num_kv_heads,
+            "head_dim": layer.head_dim,
+            "scale": layer.stored_scale,
+            "key_scale": layer.cache_scale.key,
+            "value_scale": layer.cache_scale.value,
+            "soft_cap": layer.soft_cap or 0.0,
+            "window": layer.window or 0,
+            "chunked": layer.is_chunked,
+            "sinks": _address(options.sinks),
+            "query_norm": _address(options.query_norm),
+            "key_norm": _address(options.key_norm),
+            "norm_epsilon": options.epsilon,
+            "rotary_dim": options.rotary_dim,
+            "rotation": _native.Ref(2, 0, max(16, options.rotary_dim)),
+            "qkv": _native.Ref(0, 0, self.qkv_stride),
+        }
+        out = _native.Ref(1, 0, self.out_stride)
+        if self.is_dealt:
+            self.program.attention(**constants, out=_native.Ref(), query_heads=layer.num_heads)
+            self.program.attention(**constants, out=out, writes=False, parts=True)
+        else:
+            self.program.attention(**constants, out=out)
         self.scratch = torch.empty(self.program.scratch_bytes + 64, dtype=torch.uint8)
 
     def batch(self, work: Sequence[tuple[int, int]]) -> AttentionBatch:
@@ -143,13 +155,13 @@ class NativePool:
         table = torch.nn.utils.rnn.pad_sequence([self.tables[sequence] for sequence, _ in work], batch_first=True)
         index = torch.repeat_interleave(torch.arange(len(work)), counts)
         positions = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, counts, strict=True)])
-        size = self.setting.block_size
-        slots = table[index, positions // size].long() * size + positions % size
+        slots = torch.from_numpy(self.entries.slots(table.numpy(), index.numpy(), positions.numpy()))
         query_start = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)))
         return AttentionBatch(query_start, starts, positions, index, (table,), (slots,))
 
     def run(self, batch: AttentionBatch, rows: torch.Tensor) -> torch.Tensor:
-        """rows: [T, (num_heads + 2 num_kv_heads) * head_dim]. Returns [T, num_heads, head_dim]."""
+        """rows: [T, (num_heads + 2 num_kv_heads) * head_dim]. Returns [T, num_heads, head_dim]; parts are [T, num_heads
+        * (head_dim + 1)]."""
         layer, count = self.layer, len(rows)
         qkv = torch.full((count, self.qkv_stride), float("nan"))
         qkv[:, : rows.shape[1]] = rows
@@ -159,9 +171,9 @@ class NativePool:
         plans = self.plans.set(batch)
         columns, scratch = [0, batch.slot_positions.data_ptr()], -(-self.scratch.data_ptr() // 64) * 64
         self.program.bind(count, columns, plans, areas, scratch)()
-        width = layer.num_heads * layer.head_dim
+        width = self.out_width
         assert out[:, width:].isnan().all(), "written beyond a row"
-        return out[:, :width].reshape(count, layer.num_heads, layer.head_dim)
+        return out[:, :width] if self.is_dealt else out[:, :width].reshape(count, layer.num_heads, layer.head_dim)
 
     def step(self, histories: Sequence[History], work: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
         rows = torch.cat([histories[s].rows(self.computed[s], n) for s, n in work])
