@@ -22,7 +22,7 @@ def main() -> None:
     failed = _prepare(json.loads(first)) if first.endswith(b"\n") else None
     line = sys.stdin.buffer.readline()
     if not line.endswith(b"\n"):
-        return  # the parent ended before it had said what to do
+        return  # the parent ended before it sent the LaunchSpec
     try:
         if failed is not None:
             raise failed
@@ -31,7 +31,7 @@ def main() -> None:
         run(line)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # a native extension's panic included; the parent's last line says why
+    except BaseException as error:  # also a native extension's panic; the parent reports the reason
         logging.getLogger("quire.engine").debug("the engine process failed", exc_info=True)
         _leave_word(Path(json.loads(line)["directory"]), error)
         os._exit(1)
@@ -58,7 +58,7 @@ def _leave_word(directory: Path, error: BaseException) -> None:
         from quire.utils.failures import explain
 
         text = explain(error)
-    except BaseException:  # no room even for that module, or a panic in it
+    except BaseException:  # not enough memory for that import, or a panic in it
         text = type(error).__name__
     try:
         (directory / LAST_WORDS_FILE).write_text(text)
