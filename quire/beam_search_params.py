@@ -59,8 +59,8 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 @dataclass(slots=True)
 class BeamSearchSequence:
     """One hypothesis. `tokens` and `text` begin with the prompt, as in vLLM; `logprobs` has the generated tokens only.
-    cum_logprob: sum over the generated tokens, an end-of-sequence token included. score: cum_logprob / (generated
-    tokens) ** length_penalty, which ranks hypotheses."""
+    cum_logprob: sum over the generated tokens. score: cum_logprob / (generated tokens) ** length_penalty, which ranks
+    hypotheses."""
 
     tokens: list[int]
     cum_logprob: float

@@ -85,10 +85,10 @@ class LLMEngine(OfflineEngine):
 
     def step(self) -> list[RequestOutput | PoolingRequestOutput]:
         """Do one engine step and return its outputs, in the form of `SamplingParams.output_kind`: by default the whole
-        state of each request that got tokens. Does nothing without unfinished requests.
+        state of each request that got tokens.
 
-        Raises UserError for a request that can never run, and InternalError for one whose output cannot be processed.
-        The others go on; the next call returns their outputs. Raises EngineDeadError when the engine fails.
+        Raises UserError for a request that can never run, and InternalError for one whose output cannot be processed;
+        the others go on, and the next call returns their outputs. Raises EngineDeadError when the engine fails.
         """
         with self._busy:
             if not self._errors and not self._outputs and self._output_processor.num_unfinished:

@@ -27,7 +27,7 @@ class SequenceUpdate(msgspec.Struct, array_like=True, gc=False):
     """With FinishReason.STOP: the last token belongs to the text, because the constraint allows no further one."""
     num_cached_tokens: int = 0
     timing: RequestTiming | None = None
-    """Set with the first token, with the end, and with every token of a request that has stop strings."""
+    """Times, set with the first token, with the end, and with every token of a request that has stop strings."""
     ranking: tuple[float, float] | None = None
     """(cumulative log-probability, score) of a beam-search hypothesis, which comes whole, with its end. An end without
     it: no hypothesis has this index."""
@@ -112,7 +112,7 @@ def is_damaged(output: RequestOutput) -> bool:
 
 def raise_if_nonfinite(output: RequestOutput) -> None:
     """Raise ModelOutputError for a request that ended because of NaN or infinite logits or a failed logits processor,
-    and UserError for one that could not continue under its constraint (structured outputs)."""
+    and UserError for one that could not continue under its constraint."""
     if not is_damaged(output):
         return
     for completion in output.outputs:

@@ -74,7 +74,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Generated tokens after which the constraint begins; empty: it begins at once."""
     thinking_budget: ThinkingBudget | None = None
     resume_point: ResumePoint | None = None
-    """Set when another engine has run the request before. None with beam search, which reports only at its end."""
+    """Progress in another engine that ran the request before. None with beam search, which reports only at its end."""
 
 
 class FinishReason(enum.StrEnum):

@@ -23,11 +23,10 @@ Order of effects of one plan: write `sampled`; release the slots of `released`; 
 tokens; create `forks`; sample.
 
 Transfers may run beside the rest, as long as the results are the same. Copies from device to host come before copies
-from host to device. The same plan may allocate a block that it saves to the host: writes to it (`block_copies`, the
-model) wait until it is saved. A plan's copies and model neither read nor write a block that its transfers fill: a
-swapped-in sequence gets its request slot and runs from the next plan on. All copies between the pools end before the
-next plan begins. The KV connector's longer transfers end when a result reports them; until then no plan refers to the
-blocks that they fill.
+from host to device. Writes to a block that the same plan saves to the host (`block_copies`, the model) wait until it is
+saved. A plan's copies and model neither read nor write a block that its transfers fill: a swapped-in sequence gets its
+request slot and runs from the next plan on. All copies between the pools end before the next plan begins. The KV
+connector's longer transfers end when a result reports them; until then no plan refers to the blocks that they fill.
 """
 
 from __future__ import annotations
@@ -150,11 +149,8 @@ class SequenceSampling(msgspec.Struct, array_like=True, frozen=True):
 
 class SequenceFork(msgspec.Struct, array_like=True):
     """`child` starts as a copy of `parent` (tokens, block table): in `StepPlan.forks` after this step's forward pass,
-    before sampling; in `StepPlan.beam_reorders` before everything that this step computes.
-
-    token_ids: all known tokens of a child with a history of its own (resumed after a preemption); None in beam
-    reorders.
-    """
+    before sampling; in `StepPlan.beam_reorders` before everything else. token_ids: all known tokens of a child with a
+    history of its own (resumed after a preemption); None in beam reorders."""
 
     parent: int
     child: int

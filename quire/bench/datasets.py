@@ -1,4 +1,4 @@
-"""Prompts of benchmarks: random ones of given lengths, or from a file, drawn from one seed."""
+"""Prompts of benchmarks: random ones, or from a file, drawn from one seed."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def as_text(spec: PromptSpec) -> PromptSpec:
 
 
 def as_messages(spec: PromptSpec, images: Sequence[str] = ()) -> PromptSpec:
-    """The prompt as one user message, behind images of these URLs."""
+    """The prompt as one user message, after images of these URLs."""
     if spec.messages is not None:
         return spec
     content: Any = as_text(spec).text

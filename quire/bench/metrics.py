@@ -82,7 +82,7 @@ class Distribution:
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Value below which `percent` percent of the ascending, non-empty `ordered` lie, interpolated linearly."""
+    """Value below which `percent` percent of the ascending `ordered` lie, interpolated linearly."""
     position = (len(ordered) - 1) * percent / 100
     low = math.floor(position)
     high = min(low + 1, len(ordered) - 1)

@@ -77,7 +77,7 @@ class ClientSettings:
         return {"Accept-Encoding": "identity"} | authorization(self.api_key)
 
     def body(self, prompt: PromptSpec) -> dict[str, Any]:
-        """JSON body of one streaming request. A chat prompt must have `messages`."""
+        """JSON body. A chat prompt must have `messages`."""
         body: dict[str, Any] = {
             "model": self.model,
             "stream": True,
@@ -100,7 +100,7 @@ def authorization(api_key: str | None) -> dict[str, str]:
 
 
 def open_client(settings: ClientSettings, *, timeout: float) -> httpx.AsyncClient:
-    """An HTTP client without a limit on connections. timeout: seconds without a byte after which a request fails."""
+    """A client without a limit on connections. timeout: seconds without a byte after which a request fails."""
     return httpx.AsyncClient(
         base_url=settings.base_url,
         headers=settings.headers,

@@ -1,5 +1,5 @@
-"""`quire bench serve`: requests at a given rate to any OpenAI-compatible server, from one asyncio process. The
-open-loop arrivals are drawn before the run, so the server cannot influence them."""
+"""`quire bench serve`: requests at a given rate to any OpenAI-compatible server, from one asyncio process. Arrivals are
+drawn before the run, so the server cannot influence them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def arrival_offsets(num_requests: int, rate: float, burstiness: float, rng: rand
 
 
 def _accumulate(num_requests: int, rate: float, burstiness: float, rng: random.Random) -> Iterator[float]:
-    """Due times with gamma gaps of mean 1/rate: shape k and scale 1/(rate k)."""
+    """Due times with gamma gaps: shape k and scale 1/(rate k)."""
     offset = 0.0
     for index in range(num_requests):
         if index:

@@ -16,7 +16,7 @@ GATE_EXPERTS, UP_EXPERTS, JOINED_EXPERTS = "ffn_gate_exps", "ffn_up_exps", "ffn_
 _WITHOUT_SUFFIX = ("attn_sinks", "exp_probs_b", "ssm_a", "ssm_dt")
 """Tensors without a suffix in Hugging Face's checkpoints."""
 _BARE = "ssm_a"
-"""The one of them without a suffix in GGUF files too."""
+"""Tensor without a suffix in GGUF files too."""
 _LAYER_TENSOR = re.compile(rf"blk\.(0|[1-9][0-9]{{0,5}})\.(?:(?P<bare>{_BARE})|(?P<name>[a-z_0-9]+)\.(weight|bias))")
 _TOP_TENSOR = re.compile(r"([a-z_]+)\.(weight|bias)")
 _INNER_NORMS = ("attn_q_norm", "attn_k_norm", "attn_q_a_norm", "attn_kv_a_norm", "ssm_norm")

@@ -10,10 +10,10 @@ EXPERT_PLACEMENTS = ("linear", "round_robin")
 
 @dataclass(frozen=True)
 class LoadConfig:
-    """load_format: "auto" (safetensors, else .bin by weights_only, else a GGUF file), "safetensors", "pt", "gguf" or
-    "dummy" (random weights, equal for equal seeds). counts_experts: count the rows of each expert. expert_placement:
-    one of EXPERT_PLACEMENTS; None: each rank has a slice of every expert. dealt_to: ranks with the same key heads that
-    share a sequence's tokens."""
+    """Fields with an option's name have its meaning. load_format: "auto" is safetensors, else .bin by weights_only,
+    else a GGUF file; "dummy" is random weights, equal for equal seeds. counts_experts: count the rows of each expert.
+    expert_placement: one of EXPERT_PLACEMENTS; None: each rank has a slice of every expert. dealt_to: ranks with the
+    same key heads that share a sequence's tokens."""
 
     load_format: str
     seed: int

@@ -23,9 +23,9 @@ class RopeDefaults:
     """A family's RoPE settings where config.json has none. theta: base. share: rotated part of each head. turns_part:
     config.json may set another part. local_theta: base of windowed layers, which have settings of their own (None: all
     layers rotate alike). local_key: key of that base outside of them. skips_rotation: `no_rope_layers` or
-    `no_rope_layer_interval` names layers without rotation. settings: all settings, where config.json has none. types:
-    supported types. renamed: other names of types. is_stretched: `max_position_embeddings` counts the stretched model's
-    positions. mrope_section: see RopeConfig. mrope_interleaved: always on, whatever config.json says."""
+    `no_rope_layer_interval` names layers without rotation. types: supported types. renamed: other names of types.
+    is_stretched: `max_position_embeddings` counts the stretched model's positions. mrope_section: see RopeConfig.
+    mrope_interleaved: always on, whatever config.json says."""
 
     theta: float = 10_000.0
     share: float = 1.0

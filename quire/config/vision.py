@@ -22,16 +22,13 @@ CACHE_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """Sizes of a tower of Qwen3-VL, Qwen 3.5 or Qwen2.5-VL.
-
-    channels, frames, patch_size: a patch is [channels, frames, patch_size, patch_size]. merge_size: patches on each
-    side of the square that becomes one token. output_size: elements of a token's features, the language model's hidden
-    size. table_side: rows and columns of the table of learned positions (0: none). deepstack_layers: ascending layers
-    whose outputs give further features, which the language model adds after its first layers. activation: function in a
-    layer's MLP. is_gated: the MLP has three matrices, norms are RMS norms, and the patch embedding has no bias. window:
-    tokens on each side of the squares in which patches attend to one another (0: their whole frame), except in
-    `whole_layers`.
-    """
+    """Sizes of a tower of Qwen3-VL, Qwen 3.5 or Qwen2.5-VL. channels, frames, patch_size: a patch is [channels, frames,
+    patch_size, patch_size]. merge_size: patches on each side of the square that becomes one token. output_size:
+    elements of a token's features, the language model's hidden size. table_side: rows and columns of the table of
+    learned positions (0: none). deepstack_layers: ascending layers whose outputs give further features, which the
+    language model adds after its first layers. is_gated: the MLP has three matrices, norms are RMS norms, and the patch
+    embedding has no bias. window: tokens on each side of the squares in which patches attend to one another (0: their
+    whole frame), except in `whole_layers`."""
 
     num_layers: int
     hidden_size: int

@@ -5,8 +5,8 @@ block i, each after its length as little-endian uint32). A block is a hash block
 
 Extra keys are other dependencies of the content: the adapter, or the image at a placeholder. A block's key also holds
 for all later blocks. Keys of block -1 are hashed with the root, and so cover a partly filled first block too. SHA-256
-makes collisions (wrong hits, or probes into other tenants' prompts) infeasible; a predictable hash here has been an
-advisory elsewhere. Values are equal in every process, so the KV connector can store them.
+makes collisions (wrong hits, or probes into other tenants' prompts) infeasible. Values are equal in every process, so
+the KV connector can store them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The dealing of a sequence's tokens to ranks that hold the same key heads (decode context parallelism)."""
+"""Division of a sequence's tokens among ranks that hold the same key heads (decode context parallelism)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Deal:
     run: int = 1
 
     def kept(self, counts: np.ndarray) -> np.ndarray:
-        """How many of the first `counts` tokens of a sequence are this rank's."""
+        """Number of this rank's tokens among the first `counts` of a sequence."""
         rounds, rest = np.divmod(counts, self.num_ranks * self.run)
         found: np.ndarray = rounds * self.run + np.clip(rest - self.rank * self.run, 0, self.run)
         return found
 
     def keeps(self, positions: np.ndarray) -> np.ndarray:
-        """True for the positions that are this rank's."""
+        """True for this rank's positions."""
         found: np.ndarray = positions // self.run % self.num_ranks == self.rank
         return found
 

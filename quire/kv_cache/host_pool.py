@@ -1,6 +1,5 @@
 """A second, bounded pool of blocks in host memory, for preempted requests' KV (paper §4.5). A request moves whole: all
-its sequences, each block once. Tables keep their structure, so shared blocks stay shared here and after the return.
-This module only decides; the plan carries the copies."""
+its sequences, each block once. Shared blocks stay shared. This module only decides; the plan carries the copies."""
 
 from __future__ import annotations
 
@@ -85,10 +84,9 @@ class HostPool:
         return num_fresh, self._device.count_evictable(reused), num_fresh + len(reused)
 
     def swap_in(self, sequences: Sequence[BlockTable]) -> list[tuple[int, int]]:
-        """Give a request device blocks again, shared as before; the caller has checked the room. Returns (host block,
-        device block) pairs to copy; blocks that the prefix index still has on the device are reused. `num_committed`
-        falls to the leading reused blocks: the others are new to the index, and can be offered when their content has
-        arrived."""
+        """Give a request device blocks again; the caller has checked the room. Returns (host block, device block) pairs
+        to copy; blocks that the prefix index still has on the device are reused. `num_committed` falls to the leading
+        reused blocks: the others are new to the index, and can be offered when their content has arrived."""
         found = self._cached(sequences)
         # Share the reused blocks first, so that allocating the rest does not evict them.
         for block in set(found.values()):

@@ -207,8 +207,8 @@ class KVCacheManager:
         blocks.tail_shared = allocation.tail_was_shared
 
     def trim(self, blocks: BlockTable, num_tokens: int) -> list[int]:
-        """Release the blocks after the first `num_tokens` tokens. Returns the entries kept per group, or [] if all are.
-        (The worker keeps drafts from changing a state that is kept.)"""
+        """Release the blocks after the first `num_tokens` tokens. Returns the entries kept per group, or [] if all
+        are."""
         kept = [-(-num_tokens // size) for size in self._sizes]
         if all(len(table) <= num for table, num in zip(blocks.tables, kept, strict=True)):
             return []
@@ -262,8 +262,8 @@ class KVCacheManager:
 
     def swap_out(self, sequences: Sequence[BlockTable], num_computed: Sequence[int]) -> list[tuple[int, int]] | None:
         """Move a request's sequences to the host pool. num_computed: tokens of each with KV to move. Returns (device
-        block, host block) pairs to copy, or None when the host pool has too few blocks. The device blocks are free at
-        once. Until `swap_in` the sequences may only be freed."""
+        block, host block) pairs to copy, or None without room. The device blocks are free at once. Until `swap_in` the
+        sequences may only be freed."""
         for blocks, position in zip(sequences, num_computed, strict=True):
             self._release_unneeded(blocks, position)
         copies = self.host.swap_out(sequences)

@@ -140,8 +140,7 @@ def layer_spec(
 
 
 def layer_specs(config: ModelConfig, num_ranks: int = 1, dealt_to: int = 1) -> list[LayerSpec]:
-    """Specs of all layers on one of `num_ranks` ranks, by layer index, for models and `quire plan`. dealt_to: as that
-    of `layer_spec`."""
+    """Specs of all layers on one of `num_ranks` ranks, by layer index. dealt_to: see `layer_spec`."""
     return _specs(config, config.shape.layers, num_ranks, dealt_to)
 
 

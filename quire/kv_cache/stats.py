@@ -117,10 +117,10 @@ class EngineStats(msgspec.Struct, kw_only=True):
     encoder_seconds_total: float = 0.0
     """Seconds that the first worker has encoded images."""
     expert_counts: dict[int, list[int]] | None = None
-    """Layer with experts -> rows that each expert has computed since the start; set with the option `expert_counts`, in
-    answers to the call `stats`. Ranks compute the same rows, which count once. In the last layer only rows after its
-    attention count: each sequence's last row in a step, and rows with requested logprobs; steps replayed from CUDA
-    graphs count all rows but padding."""
+    """Layer with experts -> rows that each expert has computed since the start (option `expert_counts`, in answers to
+    the call `stats`). Ranks compute the same rows, which count once. In the last layer only rows after its attention
+    count: each sequence's last row in a step, and rows with requested logprobs; steps replayed from CUDA graphs count
+    all rows but padding."""
 
 
 def add_up(snapshots: Sequence[EngineStats]) -> EngineStats:

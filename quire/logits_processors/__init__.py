@@ -1,8 +1,6 @@
-"""Logits processors: the operator's classes that change logits before a token is chosen, with vLLM's interface.
-
-An engine loads them at its start (`logits_processors`); requests only give arguments (`SamplingParams.extra_args`).
-Each sampling process has one instance of a class.
-"""
+"""Logits processors: the operator's classes that change logits before a token is chosen, with vLLM's interface. An
+engine loads them at its start (`logits_processors`); requests only give arguments (`SamplingParams.extra_args`). Each
+sampling process has one instance of a class."""
 
 from __future__ import annotations
 
@@ -42,8 +40,8 @@ MovedRequest: TypeAlias = tuple[int, int, MoveDirectionality]
 @dataclass(frozen=True)
 class BatchUpdate:
     """Changes of a processor's batch, in order: rows are removed, added, then moved. batch_size: rows after the
-    changes. A sequence that a step left out is removed, and added again with all its tokens, as after a preemption or
-    restart; a processor rebuilds its state from them."""
+    changes. A sequence that a step left out is removed, and added again with all its tokens; a processor rebuilds its
+    state from them."""
 
     batch_size: int
     removed: Sequence[RemovedRequest]

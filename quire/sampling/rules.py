@@ -44,7 +44,7 @@ def ban_sequences(scores: np.ndarray, lists: RowLists, batch: HostBatch) -> None
 
 
 def keep_allowed(scores: np.ndarray, lists: RowLists, batch: HostBatch) -> None:
-    """Works row by row, which needs memory for one row's list only."""
+    """Make other tokens impossible, row by row, which needs memory for one row's list only."""
     words = lists.words()
     starts, counts = lists.spans(ALLOWED, batch.rows)
     for index in np.flatnonzero(counts).tolist():
@@ -55,7 +55,7 @@ def keep_allowed(scores: np.ndarray, lists: RowLists, batch: HostBatch) -> None:
 
 
 def keep_masked(scores: np.ndarray, masks: TokenMasks) -> None:
-    """Works row by row, as `keep_allowed`."""
+    """Make other tokens impossible, row by row."""
     for index, words in zip(masks.indices.tolist(), masks.words, strict=True):
         bits = np.unpackbits(words.astype("<u4").view(np.uint8), count=scores.shape[1], bitorder="little")
         scores[index, bits == 0] = -np.inf

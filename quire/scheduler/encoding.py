@@ -27,7 +27,7 @@ class Wanted:
         self.key, self.grid, self.num_tokens = image.key, image.grid, image.num_tokens
         self.is_encoded = image.is_encoded
         self.image: PromptImage | None = image
-        """None: the workers have the pixels."""
+        """The image; None: the workers have its pixels."""
         self.requests: dict[Request, None] = {}
         self.num_layers = 0
         """Ordered layers."""

@@ -104,7 +104,7 @@ class Reservations:
         self.num_slots = 0
         self.num_blocks = 0
         self.has_preempted = False
-        """One of the requests was preempted: then no later request starts."""
+        """True if one of the requests was preempted: then no later request starts."""
 
     def __bool__(self) -> bool:
         return self.num_requests > 0

@@ -76,8 +76,8 @@ SCALED_UP = ("launch_overhead", "token_overhead", "sequence_overhead", "new_sequ
 
 @dataclass(frozen=True)
 class Sample:
-    """A logged step: its work and its seconds. gap: seconds on the host before it; None if they may be idle time. at:
-    seconds from the log's first step. follows_idle: no step ran for IDLE_SECONDS before it."""
+    """A logged step. gap: seconds on the host before it; None if they may be idle time. at: seconds from the log's
+    first step. follows_idle: no step ran for IDLE_SECONDS before it."""
 
     work: StepWork
     seconds: float
@@ -147,8 +147,7 @@ def plan_of(record: StepRecord) -> StepPlan:
 def calibrate(
     shape: ModelShape, hardware: Hardware, precision: Precision, samples: Sequence[Sample], *, block_tokens: int = 16
 ) -> Fit:
-    """Fit the numbers of PARAMETERS, and the host's overhead, to logged steps of one device. Raises UserError for too
-    few steps."""
+    """Fit the numbers of PARAMETERS, and the host's overhead. Raises UserError for too few steps."""
     awake = [sample for sample in samples if not sample.follows_idle]
     if len(awake) < MIN_STEPS:
         raise UserError(f"a calibration needs {MIN_STEPS} steps, and the log has {len(awake)} that can be used")
@@ -292,8 +291,8 @@ def _rescaled(values: Vector, scale: float) -> Vector:
 
 
 def _with_host(hardware: Hardware, samples: Sequence[Sample]) -> Hardware:
-    """The profile with the host's overhead (fixed, per sequence, per new sequence) fitted to the gaps before steps.
-    Unchanged where no step waited for the host (queue_depth 2)."""
+    """The profile with the host's overhead fitted to the gaps before steps. Unchanged where no step waited for the host
+    (queue_depth 2)."""
     rows = [(s.work.num_sequences, s.work.num_new, s.gap) for s in samples if s.gap is not None]
     if len(rows) < MIN_STEPS or sum(gap for _, _, gap in rows) <= 0:
         return hardware

@@ -115,7 +115,7 @@ def windows_of(shape: ModelShape) -> Windows:
 
 class CostModel:
     """Costs of one model's steps on one replica of a layout. Values that depend only on model and device are computed
-    once, so a step costs microseconds."""
+    once."""
 
     def __init__(
         self,
@@ -178,8 +178,7 @@ class CostModel:
         return best
 
     def breakdown(self, work: StepWork) -> dict[str, float]:
-        """Operator -> seconds in the longest pipeline stage (with the output projection). The sum is that of
-        `_stage_seconds`."""
+        """Operator -> seconds in the longest pipeline stage (with the output projection)."""
         tokens, sampled, seconds = work.num_tokens, work.num_sampled, dict[str, float]()
         if not tokens:
             return seconds
@@ -227,8 +226,7 @@ class CostModel:
 
     @property
     def weight_bytes_per_device(self) -> float:
-        """Weight bytes of the largest pipeline stage: its share of the layers, and a table of the vocabulary at each
-        end."""
+        """Weight bytes of the largest pipeline stage, with a table of the vocabulary at each end."""
         shape, layout, precision = self.shape, self.layout, self.precision
         tables = shape.embedding_parameters * (1 if shape.is_tied or layout.pp > 1 else 2)
         all_tables = shape.embedding_parameters * (1 if shape.is_tied else 2)
@@ -343,7 +341,7 @@ class CostModel:
         return self._product("logits", shape.embedding_parameters / tp, shape.hidden + shape.vocab / tp, 1, dtype)
 
     def _set_up_experts(self) -> None:
-        """Costs of one device's experts: its share, the tokens that come to them, and their exchange."""
+        """Costs of a device's experts: its share, the tokens that come to them, and their exchange."""
         experts, layout = self.shape.experts, self.layout
         if experts is None or not self._moe_layers:
             return
@@ -380,7 +378,7 @@ class CostModel:
         self._flat_decode = [self._decode_position(attention) for attention in self._attention]
 
     def _attention_of(self, attention: AttentionShape, num_layers: int) -> Attention:
-        """Attention costs of the layers of one kind, for the largest stage's share."""
+        """Costs of the layers of one kind, for the largest stage's share."""
         tp, factors, num_heads = self.layout.tp, self.hardware.factors, attention.num_heads
         layers = num_layers * self._layers / self.shape.num_layers
         row, run = attention.key_dim + attention.value_dim, (attention.key_dim + attention.value_dim) / 2
@@ -481,8 +479,7 @@ class CostModel:
 
 
 def _merged(products: Iterator[Product]) -> list[Product]:
-    """Products of one name, added up. Exact as long as one limit holds for all of them: they have the same operations
-    per byte of weights."""
+    """Products of one name, added up. Exact as long as one limit holds for all of them."""
     found: dict[str, Product] = {}
     for each in products:
         other = found.get(each.name, Product(each.name, 0.0, 0.0, 0.0))

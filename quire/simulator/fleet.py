@@ -1,6 +1,6 @@
 """Many replicas behind a router, in one process or several. Time goes in windows. The router shares out a window's
 requests by the replicas' reports at its beginning; then every replica serves its own to the window's end and reports
-again. Replicas are independent between reports, so results do not depend on the number of processes."""
+again. Results do not depend on the number of processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Shares = Sequence[list[TraceRequest]]
 
 @dataclass(frozen=True)
 class ReplicaSpec:
-    """Parts of each replica of a fleet (see `Replica`), sent to other processes."""
+    """Parts of a replica (see `Replica`), sent to other processes."""
 
     cost: CostModel
     settings: EngineSettings
@@ -107,7 +107,7 @@ def merged(results: Sequence[Metrics]) -> Metrics:
 
 
 def _groups(spec: ReplicaSpec, num_replicas: int, num_processes: int) -> list[Group]:
-    """The groups of replicas; replica i belongs to group i modulo their number."""
+    """Replica i belongs to group i modulo their number."""
     if num_processes <= 1:
         return [LocalGroup(spec, range(num_replicas))]
     groups: list[Group] = []

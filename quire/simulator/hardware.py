@@ -54,14 +54,14 @@ class Hardware:
     second and direction to host memory. pcie_latency: fixed seconds of a copy. launch_overhead: fixed seconds of a
     kernel in a captured graph. host_overhead: seconds between steps in which the host plans (with steps in flight:
     meanwhile); host_overhead_per_sequence, host_overhead_per_request, host_overhead_per_new_sequence: more for each
-    sequence, request (whatever its number of sequences) and sequence that gets a row. wake_overhead: extra seconds of a
-    step after IDLE_SECONDS without work. node_size: devices that the link connects. network_bandwidth, network_latency:
-    between nodes, per device and direction. half_rows: rows at which a matrix product reaches half of its full rate.
-    token_overhead, sequence_overhead, new_sequence_overhead: further device seconds. run_overhead: bytes in whose time
-    attention of a single token moves to the next run of contiguous keys or values (one head's part of a block). 1 KiB
-    on GPUs: a kernel over blocks of 16 tokens of 128 elements (runs of 4 KiB) is 20 to 26 % slower than over contiguous
-    memory (PagedAttention paper, Fig. 18a). jitter: variation of equal steps; empty in profiles of data sheets. source:
-    origin of the numbers; "": data sheets and usual factors. kind: "gpu" or "cpu".
+    sequence, request and sequence that gets a row. wake_overhead: extra seconds of a step after IDLE_SECONDS without
+    work. node_size: devices that the link connects. network_bandwidth, network_latency: between nodes, per device and
+    direction. half_rows: rows at which a matrix product reaches half of its full rate. token_overhead,
+    sequence_overhead, new_sequence_overhead: further device seconds. run_overhead: bytes in whose time attention of a
+    single token moves to the next run of contiguous keys or values (one head's part of a block). 1 KiB on GPUs: a
+    kernel over blocks of 16 tokens of 128 elements (runs of 4 KiB) is 20 to 26 % slower than over contiguous memory
+    (PagedAttention paper, Fig. 18a). source: origin of the numbers; "": data sheets and usual factors. kind: "gpu" or
+    "cpu".
     """
 
     name: str

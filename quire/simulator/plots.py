@@ -29,8 +29,8 @@ def check_matplotlib() -> None:
 
 @contextmanager
 def figure(path: Path, *, rows: int = 1, title: str = "") -> Iterator[list[Any]]:
-    """Axes of a new figure, one below the other; the figure is written to `path` when the block ends. Raises UserError
-    when matplotlib is missing or the file cannot be written."""
+    """Axes of a figure that is written to `path` when the block ends, one below the other. Raises UserError when
+    matplotlib is missing or the file cannot be written."""
     check_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

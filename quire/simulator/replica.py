@@ -79,8 +79,8 @@ class Record:
 @dataclass(frozen=True)
 class EngineSettings:
     """The EngineOptions that affect scheduling, with a GPU's defaults. kv_cache_memory: bytes on each device; None:
-    gpu_memory_utilization of its memory, less weights and activations. swap_space: host bytes for each device's
-    preempted requests. seed: seed of the device's jitter."""
+    gpu_memory_utilization of its memory, less weights and activations. swap_space: host bytes for each device. seed:
+    seed of the device's jitter."""
 
     max_model_len: int | None = None
     block_size: int = 16
@@ -379,7 +379,7 @@ def simulate(
     objectives: Mapping[str, float] = MappingProxyType({}),
     observer: Observer | None = None,
 ) -> Metrics:
-    """Serve a trace by one replica. Raises InsufficientMemoryError when the model does not fit the device."""
+    """Serve a trace by one replica. Raises InsufficientMemoryError when the model does not fit."""
     replica = Replica(cost, settings or EngineSettings(), make_core=make_core, objectives=objectives, observer=observer)
     return replica.serve_trace(requests)
 

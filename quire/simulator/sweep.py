@@ -64,9 +64,9 @@ class SweepResult:
 
 
 def layouts(scenario: Scenario, num_devices: int) -> list[ParallelConfig]:
-    """All layouts of exactly `num_devices` devices in which the model fits: tensor parallelism in powers of two, at
-    most MAX_STAGES stages, experts in each replica or spread over all devices, a context on each device or dealt to
-    those with copies of its key head. Raises UserError, with the last one's reason, when there is none."""
+    """Layouts of exactly `num_devices` devices in which the model fits: tensor parallelism in powers of two, at most
+    MAX_STAGES stages, experts in each replica or spread over all devices, a context on each device or dealt to those
+    with copies of its key head. Raises UserError, with the last one's reason, when there is none."""
     if num_devices < 1:
         raise UserError(f"a sweep needs at least 1 device, not {num_devices}", param="gpus")
     found, reason = [], "there is none"
@@ -84,7 +84,7 @@ def layouts(scenario: Scenario, num_devices: int) -> list[ParallelConfig]:
 
 
 def sweep(scenario: Scenario, candidates: Sequence[ParallelConfig], *, num_processes: int = 1) -> list[SweepResult]:
-    """Run every layout at rising rates, and find its rate if there are objectives; several layouts side by side."""
+    """Run every layout at rising rates, and find its rate if there are objectives."""
     return list(side_by_side(partial(run_layout, scenario), candidates, num_processes))
 
 
@@ -113,7 +113,7 @@ def die_quietly() -> None:
 
 
 def run_layout(scenario: Scenario, layout: ParallelConfig) -> SweepResult:
-    """Run one layout from a rate at which requests are alone, doubled until the layout is saturated."""
+    """Run a layout from a rate at which requests are alone, doubled until it is saturated."""
     scenario = replace(scenario, cost=_cost(scenario, layout))
     points: list[Point] = []
     rate = _lowest_rate(scenario)

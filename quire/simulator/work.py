@@ -22,8 +22,8 @@ Windows = Sequence[int | Chunk | None]
 
 class StepWork(msgspec.Struct, kw_only=True):
     """The work of one step. Lists have one entry for each distinct window of the model. decode_context: positions that
-    sequences with one token read. prefill_context: positions that chunks of several tokens read, once for all tokens.
-    prefill_pairs: pairs of a chunk's token and a position up to its own."""
+    sequences with one token read. prefill_context: positions that chunks read, once for all tokens. prefill_pairs:
+    pairs of a chunk's token and a position up to its own."""
 
     num_tokens: int = 0
     num_sequences: int = 0

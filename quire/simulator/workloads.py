@@ -91,8 +91,8 @@ def _table(mean: float, longest: int) -> tuple[int, ...]:
 @dataclass(frozen=True)
 class Arrivals:
     """rate: requests per second; `inf`: all at once. burstiness: shape of the gamma distribution of the gaps; 1 is a
-    Poisson process, below 1 burstier, above 1 more even. The stream ends after `duration` seconds or `num_requests`,
-    whichever is first; one of them is required."""
+    Poisson process, below 1 burstier, above 1 more even. The stream ends after `duration` seconds or `num_requests`;
+    one of them is required."""
 
     rate: float
     burstiness: float = 1.0
@@ -159,8 +159,8 @@ def _translation(num_shared: int) -> Callable[[random.Random], Iterator[TraceReq
 
 
 def _chat(rng: random.Random) -> Iterator[TraceRequest]:
-    """Conversations of one to twelve turns with ShareGPT's lengths of questions and answers. A request is a random
-    turn, so most prompts reach the cut, as in the paper, whose run also keeps nothing between turns."""
+    """Conversations of one to twelve turns with ShareGPT's lengths. A request is a random turn, so most prompts reach
+    the cut, as in the paper, whose run also keeps nothing between turns."""
     inputs, outputs = _table(SHAREGPT.mean_input, LONGEST_INPUT), _table(SHAREGPT.mean_output, LONGEST_OUTPUT)
     while True:
         turn = rng.randint(1, 12)

@@ -205,8 +205,8 @@ class Normaliser:
     def _in_place(
         self, schema: dict[str, Any], given: dict[str, Any], types: list[str] | None, place: Place
     ) -> tuple[list[tuple[str, Any]] | None, list[tuple[str, Any]]]:
-        """Keywords for whole schemas, (before, after) `properties`, because the order is that of the text's keys. None:
-        nothing satisfies them."""
+        """Keywords for whole schemas, (before, after) `properties`, in the order of the text's keys. None: nothing
+        satisfies them."""
         found: tuple[list[tuple[str, Any]], list[tuple[str, Any]]] = ([], [])
         side = 0
         for name, value in given.items():

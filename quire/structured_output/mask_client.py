@@ -1,5 +1,5 @@
-"""The engine core's side of the mask process: collects matchers' questions, takes answers, and replaces a process that
-has died or hangs."""
+"""The engine core's side of the mask process: collects questions, takes answers, and replaces a process that has died
+or hangs."""
 
 from __future__ import annotations
 
@@ -322,7 +322,7 @@ class MaskClient:
         return ended
 
     def _grammar_number(self, text: ConstraintText, work: Work) -> int | None:
-        """Number of a text's grammar, which is sent if the process lacks it; None: no room yet."""
+        """Number of a text's grammar, which is sent if new; None: no room yet."""
         known = self._grammars.get(text.text)
         if known is not None:
             self._grammars.move_to_end(text.text)

@@ -1,5 +1,5 @@
 """Memory that the engine core and the mask process share: a board with the process's current work, and a slot for each
-matcher's mask. Also a thread's scratch memory for a mask."""
+matcher's mask; and a thread's scratch memory for a mask."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def make_memory() -> int:
 
 
 class MaskMemory:
-    """One process's view of the memory. Both call `hold` before a slot is used."""
+    """One process's view of the memory. Both processes call `hold` before they use a slot."""
 
     def __init__(self, descriptor: int, vocab_size: int) -> None:
         self._descriptor = descriptor

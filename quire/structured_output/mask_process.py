@@ -238,8 +238,8 @@ class MaskProcess:
         self._memory.note_work(thread, -1, 0.0)
 
     def _next_task(self, thread: int) -> Task | None:
-        """The next quick task of the leading thread. While the other thread leads and reads, this one finishes what is
-        left of its work, which would otherwise wait for the next message. Called under the lock."""
+        """The next quick task of the leading thread. While the other thread leads and reads, this one finishes its
+        remaining work, which would otherwise wait for the next message. Called under the lock."""
         tasks, leads = self._firsts or self._masks, self._leader == thread
         if not leads and self._began:
             return None
@@ -507,8 +507,7 @@ class ConsumeApart:
 
 
 def wake_politely() -> None:
-    """Keep this process from preempting others when it wakes up: the engine computes beside it, and its threads wait
-    for one another."""
+    """Keep this process from preempting others when it wakes up: the engine computes beside it."""
     if hasattr(os, "SCHED_BATCH"):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 

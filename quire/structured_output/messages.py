@@ -19,8 +19,8 @@ MAX_DESCRIPTORS = 4
 
 class Limits(msgspec.Struct, frozen=True):
     """Limits of one rehearsal, which the kernel enforces. cpu_seconds: processor seconds of each try; a text that needs
-    more is tried again with the next number. seconds: from the request until the verdict, waiting included. memory:
-    bytes of address space above the fork's. stack: bytes; the mask process has twice as many."""
+    more is tried again with the next number. seconds: from the request until the verdict. memory: bytes of address
+    space above the fork's. stack: bytes; the mask process has twice as many."""
 
     cpu_seconds: tuple[float, ...] = (0.01, 0.1, 0.5, 2.0)
     seconds: float = 10.0
@@ -69,7 +69,7 @@ class Try(msgspec.Struct):
 
 
 class Outcome(msgspec.Struct):
-    """Result of a rehearsal. reason: why the text cannot be used, in one line. growth: bytes of memory it took.
+    """Result of a rehearsal. reason: why the text cannot be used, in one line. growth: bytes of memory.
     compile_seconds, seconds: processor time of compiling and of the first mask."""
 
     reason: str = ""
@@ -88,7 +88,7 @@ class Verdict(msgspec.Struct, tag=True):
 
 class New(msgspec.Struct, array_like=True):
     """Make a matcher in `slot` that has followed `tokens`. mark: tokens after which the constraint begins. allowed: see
-    ConstraintSpec.allowed_token_ids. serial: number of its answer. charge: equal for matchers of one request."""
+    ConstraintSpec.allowed_token_ids. charge: equal for matchers of one request."""
 
     slot: int
     serial: int
@@ -110,8 +110,8 @@ class Copy(msgspec.Struct, array_like=True):
 
 
 class Advance(msgspec.Struct, array_like=True):
-    """Follow tokens, and at most `num_forced` forced ones. serial: number of the answer. with_mask: the answer may wait
-    for the mask. drafts: guesses after `tokens`, with slots for the masks after each."""
+    """Follow tokens, and at most `num_forced` forced ones. with_mask: the answer may wait for the mask. drafts: guesses
+    after `tokens`, with slots for the masks after each."""
 
     slot: int
     serial: int
@@ -144,10 +144,10 @@ class Work(msgspec.Struct, array_like=True):
 
 
 class Answer(msgspec.Struct, array_like=True):
-    """An answer, with attributes of `quire.decoding.masks.Matcher`. only: the one possible next token; -1: see the
-    mask. is_free: all tokens are possible. is_masked: the mask is there, or `mask_error` says why not. seconds:
-    processor time. error: why the matcher cannot continue. num_draft_masks: number of masks after drafts; -1: they and
-    the mask come with `Masked`."""
+    """An answer (`serial` of its question), with attributes of `quire.decoding.masks.Matcher`. only: the one possible
+    next token; -1: see the mask. is_free: all tokens are possible. is_masked: the mask is there, or `mask_error` says
+    why not. seconds: processor time. error: why the matcher cannot continue. num_draft_masks: masks after drafts; -1:
+    they and the mask come with `Masked`."""
 
     slot: int
     serial: int

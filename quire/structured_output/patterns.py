@@ -317,7 +317,7 @@ def _grouped(node: Node) -> str:
 
 
 def takes_all(node: Node | None) -> bool:
-    """True if the expression is found in every text, as `.*` and the empty one are. None: unknown syntax."""
+    """True if the expression is found in every text, as `.*` and the empty one are."""
     match node:
         case Sequence():
             return all(map(takes_all, node.parts))

@@ -1,6 +1,6 @@
-"""Intersections of schemas, joined into one for rules in Lark's syntax, which have none. `Joiner` changes a normal
-schema with `$digits`: it replaces `allOf`, `anyOf`, `oneOf` or `$ref` beside other keywords, around such numbers or
-references, by one schema. Parts that llguidance compiles alone stay: it joins `allOf` itself."""
+"""Intersections of schemas, joined into one for rules in Lark's syntax, which have none. `Joiner` replaces `allOf`,
+`anyOf`, `oneOf` or `$ref` beside other keywords, around `$digits` or references, by one schema. Parts that llguidance
+compiles alone stay: it joins `allOf` itself."""
 
 from __future__ import annotations
 

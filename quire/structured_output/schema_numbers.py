@@ -194,7 +194,7 @@ def check_merges(found: list[Numbers]) -> None:
 
 
 def _bound(value: Decimal | None, exclusive: Decimal | None, is_exclusive: bool, sign: int) -> Bound | None:
-    """The narrower of both bounds. is_exclusive: draft 4's flag on `value`. sign: 1 for the lower bound."""
+    """The narrower bound. is_exclusive: draft 4's flag on `value`. sign: 1 for the lower bound."""
     found = None if value is None else Bound(value, is_exclusive)
     if exclusive is None:
         return found
@@ -208,7 +208,7 @@ def _has_between(low: Bound, high: Bound) -> bool:
 
 
 def _narrower(first: Bound | None, second: Bound | None, sign: int) -> Bound | None:
-    """The narrower of both bounds. sign: 1 for lower bounds."""
+    """sign: 1 for lower bounds."""
     if first is None or second is None:
         return first or second
     if first.value == second.value:

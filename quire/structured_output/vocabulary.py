@@ -87,9 +87,9 @@ def check_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
 
 
 def make_vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
-    """All tokens of a model, for masks. Holds the interpreter for about a second with 150,000 tokens. vocab_size: the
-    model's, which may differ from the tokenizer's. eos_token_ids: tokens that end a text where the grammar allows it;
-    none: an id after the vocabulary stands for them."""
+    """All tokens of a model, for masks. Holds the interpreter for about a second with 150,000 tokens. vocab_size: may
+    differ from the tokenizer's. eos_token_ids: tokens that end a text where the grammar allows it; none: an id after
+    the vocabulary stands for them."""
     tokens = [tokenizer.token_bytes(token_id) for token_id in range(min(vocab_size, tokenizer.vocab_size))]
     tokens += [b""] * (vocab_size - len(tokens))
     from llguidance import LLTokenizer  # only where a request asks for it: it takes a tenth of a second

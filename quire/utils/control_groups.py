@@ -45,7 +45,7 @@ def cpu_quota(root: Path = ROOT) -> float | None:
 
 def usable_cores(root: Path = ROOT) -> int:
     """Threads that can always compute: cores of the affinity mask within the quota, at least 1. More threads would use
-    the quota up early in each period, and all would stand still for the rest."""
+    the quota up early in each period, and then all stand still."""
     quota = cpu_quota(root)
     cores = envs.affinity_cores()
     return cores if quota is None else max(1, min(cores, int(quota)))

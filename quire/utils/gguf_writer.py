@@ -1,6 +1,5 @@
-"""GGUF writer: the header first, then tensors' bytes in any order. The file has a temporary name until it is complete;
-an interrupted run leaves the final name as it was. Only the header is held in memory. Imports neither torch nor
-numpy."""
+"""GGUF writer: the header first, then tensors' bytes in any order. The file has a temporary name until it is complete,
+so an interrupted run leaves the final name as it was. Imports neither torch nor numpy."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ class GGUFWriter:
     """A file being written. `partial` is its place until `finish`, named as a GGUF file, with a readable header."""
 
     def __init__(self, path: Path, metadata: Mapping[str, Value], tensors: Sequence[PlannedTensor]) -> None:
-        """Write the header and reserve room for all tensors. Raises UserError if that fails."""
+        """Write the header and reserve room for all tensors. Raises UserError."""
         self.path = path
         self.partial = path.with_name(f".{path.name}.part{SUFFIX}")
         self._missing = {tensor.name: tensor.num_bytes for tensor in tensors}
@@ -59,14 +58,13 @@ class GGUFWriter:
             raise
 
     def write(self, name: str, data: bytes | memoryview, start: int = 0) -> None:
-        """Write a tensor's bytes, or a part from byte `start` on, each byte once. Raises UserError if the system
-        refuses."""
+        """Write a tensor's bytes, or a part from byte `start` on, each byte once. Raises UserError."""
         self._missing[name] -= len(data)
         assert self._missing[name] >= 0, f"{name} has been written already"
         self._write(self._starts[name] + start, data)
 
     def finish(self) -> None:
-        """Give the file its final name. Raises UserError if the system refuses."""
+        """Give the file its final name. Raises UserError."""
         lacking = [name for name, count in self._missing.items() if count]
         assert not lacking, f"{lacking[0]} has not been written"
         try:

@@ -11,8 +11,8 @@ NUM_RESERVED = 128
 
 
 def make_room_for_connections(num_wanted: int) -> int:
-    """Raise the process's limit (`ulimit -n`, often 1024) as far as allowed and needed for `num_wanted` connections.
-    Returns how many fit, at least 1; logs a limit that allows fewer."""
+    """Raise the process's limit (`ulimit -n`, often 1024) as far as allowed and needed. Returns how many connections
+    fit, at least 1; logs a limit that allows fewer."""
     if sys.platform == "win32":
         return num_wanted
     import resource

@@ -59,8 +59,8 @@ def _is_notebook() -> bool:
 
 
 class ProgressLog:
-    """Progress as log lines where standard error is no terminal: every 10 s or 10 % of the work, whichever comes first,
-    and none in the first second."""
+    """Progress as log lines where standard error is no terminal: every 10 s or 10 % of the work, and none in the first
+    second."""
 
     def __init__(self, description: str, total: int, clock: Clock | None = None) -> None:
         self._description, self._total = description, total

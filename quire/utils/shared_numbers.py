@@ -1,6 +1,5 @@
-"""Numbers that several processes count, each in its own slot of a mapped file, and can sum at any time. No process
-sends or waits, so sums work even while a process is stopped. A slot outlives its process: the next owner continues
-it."""
+"""Numbers that several processes count, each in its own slot of a mapped file, and can sum at any time, even while a
+process is stopped. A slot outlives its process: the next owner continues it."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class GGUFNames:
 
     @property
     def has_experts(self) -> bool:
-        """One architecture may exist with and without experts."""
+        """True if the layers have experts; one architecture may exist with and without."""
         return any(EXPERT in place for place in self.layer.values())
 
 

@@ -124,8 +124,8 @@ class NoConnector(KVConnector):
 
 class Pools(NamedTuple):
     """Parts of the KV manager for a connector. indexes: prefix indexes of the device, per KV group. host, host_indexes:
-    blocks of host memory, which swapped requests take first, and the indexes of their contents. blocks: device blocks
-    that transfers own."""
+    host blocks, which swapped requests take first, and the indexes of their contents. blocks: device blocks that
+    transfers own."""
 
     indexes: Sequence[PrefixIndex]
     host: BlockPool

@@ -387,8 +387,8 @@ def _count_in(blocks: Iterable[int], owners: dict[int, int]) -> None:
 
 
 class DiskIndex:
-    """Hashes of the blocks on disk, per KV group: from the scan at the start and the worker's reports since. Another
-    engine on the same directory may remove a file; then its load fails, and the block is computed."""
+    """Hashes of the blocks on disk, per KV group, from the scan at the start and the worker's reports since. Another
+    engine may remove a file; then its load fails, and the block is computed."""
 
     def __init__(self, num_groups: int) -> None:
         self._hashes: tuple[set[bytes], ...] = tuple(set() for _ in range(num_groups))

@@ -54,7 +54,7 @@ class _Arrival:
         self.block = block
         self.waiters: list[DeviceLoad] = []
         self.is_void = False
-        """Its content was removed from the cache meanwhile."""
+        """True if its content was removed from the cache meanwhile."""
 
 
 class TransferBlocks:
