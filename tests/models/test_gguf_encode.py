@@ -16,7 +16,8 @@ from quire.models.gguf.fits import fit_affine, fit_factor, fit_symmetric
 from tests.fakes.gguf import quantize
 
 LOST = {
-    "Q8_0": 6e-5, "Q6_K": 6e-4, "Q5_K": 2e-3, "Q5_1": 2e-3, "Q5_0": 2.88e-3, "Q4_K": 8e-3, "IQ4_XS": 1e-2, "IQ4_NL": 1e-2,
+    "Q8_0": 6e-5, "Q6_K": 6e-4, "Q5_K": 2e-3, "Q5_1": 2e-3, "Q5_0": 2.88e-3, "Q4_K": 8e-3,
+    "IQ4_XS": 1e-2, "IQ4_NL": 1e-2,
 }  # fmt: skip
 """Share of the sum of squares that is lost, at most, of normal weights."""
 
