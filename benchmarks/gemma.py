@@ -84,10 +84,10 @@ def transformers_losses(path: Path, ids: list[int]) -> list[float]:
     import torch
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-    from quire.config.gguf import read_gguf_config
+    from quire.config.gguf import read_gguf
     from quire.models.gguf.weights import GGUFWeights
 
-    values = {key: value for key, value in read_gguf_config(path).items() if key not in ("architectures", "hidden_act")}
+    values = {key: value for key, value in read_gguf(path).config.items() if key not in ("architectures", "hidden_act")}
     with torch.inference_mode():
         model = Gemma3ForCausalLM(Gemma3TextConfig(**values)).eval()
         parameters = dict(model.named_parameters())

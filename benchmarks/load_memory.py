@@ -1,8 +1,9 @@
-"""What loading a model takes: python benchmarks/load_memory.py MODEL [--options quantization=int8 ...]
+"""What loading models takes: python benchmarks/load_memory.py MODEL ... [--options quantization=int8 ...]
 
-Loads the model in a process of its own, behind the bundled one, whose libraries then lie in memory. Prints the weights
-as `quire plan` counts them beside what the process grew by; then answers one prompt, and prints the resident memory at
-its peak and at the end beside the bound of 1.15 x (weights as they are stored) + KV cache + 300 MB.
+Loads each model in a process of its own, behind the bundled one, whose libraries then lie in memory. Prints the weights
+as `quire plan` counts them beside what the process grew by, of a GGUF file both over the bytes of its tensors; then
+answers one prompt, and prints the resident memory at its peak and at the end beside the bound of 1.15 x (weights as
+they are stored) + KV cache + 300 MB.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from quire import LLM, SamplingParams
 from quire.cli.memory_plan import stored_weight_bytes
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
+from quire.utils.gguf import GGUFFile
 from quire.utils.sizes import format_bytes
 
 FACTOR, ALLOWANCE = 1.15, 300_000_000
@@ -44,6 +46,13 @@ def measure(options: dict[str, object]) -> None:
         end = resident_bytes()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     bound = int(FACTOR * weights) + KV_BYTES + ALLOWANCE
+    if config.model.is_gguf:
+        with GGUFFile(config.model.path) as file:
+            stored = sum(entry.num_bytes for entry in file.tensors.values())
+        print(
+            f"{config.model.path.name}: {format_bytes(stored)} of tensors; planned {weights / stored:.3f} and resident "
+            f"{grown / stored:.3f} of these bytes"
+        )
     print(
         f"weights {format_bytes(weights)}, grown by {format_bytes(grown)}: "
         f"planned {100 * (weights / grown - 1):+.1f} %; "
@@ -54,16 +63,18 @@ def measure(options: dict[str, object]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
+    parser.add_argument("models", nargs="+", metavar="MODEL")
     parser.add_argument("--options", nargs="*", default=[], metavar="NAME=VALUE", help="of quire.LLM")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if not arguments.here:
-        return subprocess.run([sys.executable, __file__, *sys.argv[1:], "--here"], check=False).returncode
+        options = ["--options", *arguments.options] if arguments.options else []
+        commands = ([sys.executable, __file__, model, *options, "--here"] for model in arguments.models)
+        return max(subprocess.run(command, check=False).returncode for command in commands)
     given: dict[str, object] = dict(option.split("=", 1) for option in arguments.options)
     measure(
         {
-            "model": arguments.model,
+            "model": arguments.models[0],
             "skip_tokenizer_init": True,
             "kv_cache_memory": KV_BYTES,
             "max_model_len": 1024,

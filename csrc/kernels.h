@@ -149,13 +149,15 @@ struct HeadsArgs {
 
 inline constexpr int64_t kMaxHeadFeatures = 2048;
 
-// The matrices of a layer's experts, or of those that this rank holds. gate_up: gated, `intermediate` wide each; biases
-// as LinearArgs has them, or empty. places: by an expert's number, its place among the matrices, or -1: another rank
+// The matrices of a layer's experts, or of those that this rank holds. gate_up: gated, `intermediate` wide each; where `up`
+// is not empty, the gate alone, which may be of another type. Biases as LinearArgs has them, or empty. places: by an expert's number, its place among the matrices, or -1: another rank
 // holds it; ascending. Empty: all are here.
 struct ExpertTable {
   std::vector<PackedWeight> gate_up;
+  std::vector<PackedWeight> up;
   std::vector<PackedWeight> down;
   std::vector<const float*> gate_up_bias;
+  std::vector<const float*> up_bias;
   std::vector<const float*> down_bias;
   std::vector<int32_t> places;
 };

@@ -23,7 +23,9 @@ inline bool are_own(const std::vector<PackedWeight>& weights, MatmulPrecision pr
 }
 
 inline bool are_own(const ExpertsArgs& args) {
-  return are_own(args.table->gate_up, args.precision) && are_own(args.table->down, args.precision);
+  const ExpertTable& table = *args.table;
+  return are_own(table.gate_up, args.precision) && are_own(table.up, args.precision) &&
+         are_own(table.down, args.precision);
 }
 
 }  // namespace

@@ -1,7 +1,8 @@
 // Mixtures of experts: the products of all experts that rows chose, each over its own rows.
 //
 // Pairs of a row and an expert are sorted by expert. In the first product threads take panels of all these experts, one
-// after the other, and pack an expert's rows for themselves; its results lie pair by pair. In the second product a
+// after the other, and pack an expert's rows for themselves; its results lie pair by pair. Where gate and up are matrices
+// of two types, it is done twice, and up's sums meet the gate's. In the second product a
 // thread takes columns of the output, for which it adds up the experts in the order of their numbers: no two threads
 // write to one place, and the order of a row's sum depends on its own experts alone.
 #pragma once
@@ -15,23 +16,30 @@ namespace {
 template <class Use>
 QUIRE_INLINE void with_method(const PackedWeight& weight, MatmulPrecision precision, const Use& use);
 
+// What the first product multiplies by: gate and up in turns, or the gate, or up.
+enum Wide { kGate, kUp };
+
 // The pairs of one expert.
 struct ExpertRows {
   int64_t expert;
-  int64_t first;       // of the sorted pairs
+  int64_t first;          // of the sorted pairs
   int64_t count;
-  int64_t block;       // tiles that the first product packs at once
-  int64_t first_item;  // of the first product: blocks x panels
-  int64_t first_tile;  // of the second product's packed tiles
+  int64_t first_tile;     // of the second product's packed tiles
+  int64_t block[2];       // tiles that the first product packs at once
+  int64_t first_item[2];  // of the first product: blocks x panels
 };
 
 // What the threads share of a step: in shared scratch.
 struct ExpertPlan {
   int64_t num_active = 0;
-  int64_t num_items = 0;
   int64_t num_tiles = 0;
-  int64_t longest = 1;
+  int64_t num_items[2] = {0, 0};
+  int64_t longest[2] = {1, 1};
 };
+
+inline const std::vector<PackedWeight>& wide_weights(const ExpertTable& table, Wide wide) {
+  return wide == kGate ? table.gate_up : table.up;
+}
 
 struct ExpertMemory {
   ExpertPlan* plan;
@@ -58,12 +66,14 @@ inline ExpertMemory expert_memory(const ExpertsArgs& args, int64_t rows, int thr
   const ExpertTable& table = *args.table;
   const int64_t count = static_cast<int64_t>(table.down.size()), pairs = rows * args.top_k;
   int64_t fewest_rows = pairs + 1, most_rows = 1, own = 0, tile_bytes = 0;
+  for (const Wide wide : {kGate, kUp})
+    for (const PackedWeight& weight : wide_weights(table, wide))
+      with_method(weight, args.precision, [&]<class Method>(Method) {
+        const int64_t bytes = Method::layout(weight).bytes, packed = expert_block<Method>(bytes) * bytes;
+        own = packed > own ? packed : own;
+        most_rows = Method::kRows > most_rows ? Method::kRows : most_rows;
+      });
   for (int64_t i = 0; i < count; ++i) {
-    with_method(table.gate_up[i], args.precision, [&]<class Method>(Method) {
-      const int64_t bytes = Method::layout(table.gate_up[i]).bytes, packed = expert_block<Method>(bytes) * bytes;
-      own = packed > own ? packed : own;
-      most_rows = Method::kRows > most_rows ? Method::kRows : most_rows;
-    });
     with_method(table.down[i], args.precision, [&]<class Method>(Method) {
       const int64_t bytes = Method::layout(table.down[i]).bytes;
       tile_bytes = bytes > tile_bytes ? bytes : tile_bytes;
@@ -138,14 +148,18 @@ inline void plan_experts(const ExpertsArgs& args, const Step& step, const Expert
     const int64_t own = memory.active[i].count;
     if (own == 0) continue;
     ExpertRows& rows = memory.active[plan.num_active++];  // no later than i
-    rows = {i, memory.active[i].first - own, own, 0, plan.num_items, plan.num_tiles};
-    with_method(table.gate_up[i], args.precision, [&]<class Method>(Method) {
-      const Plan tiles = expert_tiles<Method>(table.gate_up[i], own);
-      const int64_t longest = expert_block<Method>(tiles.tile_bytes), blocks = (tiles.tiles + longest - 1) / longest;
-      rows.block = (tiles.tiles + blocks - 1) / blocks;
-      plan.num_items += blocks * tiles.panels;
-      plan.longest = tiles.panels > plan.longest ? tiles.panels : plan.longest;
-    });
+    rows = {i, memory.active[i].first - own, own, plan.num_tiles, {}, {plan.num_items[kGate], plan.num_items[kUp]}};
+    for (const Wide wide : {kGate, kUp}) {
+      if (wide_weights(table, wide).empty()) continue;
+      const PackedWeight& weight = wide_weights(table, wide)[i];
+      with_method(weight, args.precision, [&]<class Method>(Method) {
+        const Plan tiles = expert_tiles<Method>(weight, own);
+        const int64_t longest = expert_block<Method>(tiles.tile_bytes), blocks = (tiles.tiles + longest - 1) / longest;
+        rows.block[wide] = (tiles.tiles + blocks - 1) / blocks;
+        plan.num_items[wide] += blocks * tiles.panels;
+        plan.longest[wide] = tiles.panels > plan.longest[wide] ? tiles.panels : plan.longest[wide];
+      });
+    }
     with_method(table.down[i], args.precision, [&]<class Method>(Method) {
       plan.num_tiles += expert_tiles<Method>(table.down[i], own).tiles;
     });
@@ -154,9 +168,8 @@ inline void plan_experts(const ExpertsArgs& args, const Step& step, const Expert
 
 // Packs tiles first .. end of an expert's rows for the first product.
 template <class Method>
-void pack_expert(const ExpertsArgs& args, const Step& step, const ExpertMemory& memory, const ExpertRows& own,
-                 const Plan& plan, int64_t first, int64_t end, std::byte* mine) {
-  const PackedWeight& weight = args.table->gate_up[own.expert];
+void pack_expert(const ExpertsArgs& args, const Step& step, const ExpertMemory& memory, const PackedWeight& weight,
+                 const ExpertRows& own, const Plan& plan, int64_t first, int64_t end, std::byte* mine) {
   const float *x = step.at(args.x), *routing = step.at(args.routing);
   const int64_t size = weight.in_features, stride = rounded_up(size, 16);
   float* gathered = reinterpret_cast<float*>(mine + memory.gathered);
@@ -181,23 +194,45 @@ void pack_expert(const ExpertsArgs& args, const Step& step, const ExpertMemory& 
   }
 }
 
+// activation(gate) * up, as the layer's gating has it.
+QUIRE_INLINE vf gated_value(const ExpertsArgs& args, vf gate, vf up) {
+  if (args.limit > 0) {
+    const vf limit = broadcast(args.limit);
+    gate = gate > limit ? limit : gate;
+    up = up > limit ? limit : up < -limit ? -limit : up;
+    up += 1.0f;
+  }
+  return activate(gate, args.activation) * up;
+}
+
 // What follows the sums of gate and up: up to 16 columns of each row.
 inline void finish_gate(const ExpertsArgs& args, const float* bias, const float* sums, const float* row_scales,
                         int64_t rows, float* out, int64_t stride, int64_t width) {
-  const bool is_cut = args.limit > 0;
-  const vf limit = broadcast(args.limit);
   for (int64_t r = 0; r < rows; ++r, out += stride) {
     const vf scale = broadcast(row_scales ? row_scales[r] : 1.0f);
     for (int64_t c = 0; c < kPanel / 2 && c < width; c += kLanes) {
       vf gate = load(sums + r * kPanel + c) * scale, up = load(sums + r * kPanel + kPanel / 2 + c) * scale;
       if (bias) gate += load(bias + c), up += load(bias + kPanel / 2 + c);
-      if (is_cut) {
-        gate = gate > limit ? limit : gate;
-        up = up > limit ? limit : up < -limit ? -limit : up;
-        up += 1.0f;
-      }
-      const vf value = activate(gate, args.activation) * up;
+      const vf value = gated_value(args, gate, up);
       if (width - c >= kLanes)
+        store(out + c, value);
+      else
+        store_some(out + c, value, width - c);
+    }
+  }
+}
+
+// What follows the sums of the gate alone, which stay in `out`, and of up, which meets them: up to 32 columns of each row.
+inline void finish_apart(const ExpertsArgs& args, Wide wide, const float* bias, const float* sums,
+                         const float* row_scales, int64_t rows, float* out, int64_t stride, int64_t width) {
+  for (int64_t r = 0; r < rows; ++r, out += stride) {
+    const vf scale = broadcast(row_scales ? row_scales[r] : 1.0f);
+    for (int64_t c = 0; c < kPanel && c < width; c += kLanes) {
+      vf value = load(sums + r * kPanel + c) * scale;
+      if (bias) value += load(bias + c);
+      const bool is_whole = width - c >= kLanes;
+      if (wide == kUp) value = gated_value(args, is_whole ? load(out + c) : load_some(out + c, width - c), value);
+      if (is_whole)
         store(out + c, value);
       else
         store_some(out + c, value, width - c);
@@ -209,42 +244,50 @@ inline const std::byte* panel_of(const PackedWeight& weight, int64_t panel) {
   return static_cast<const std::byte*>(weight.data) + panel * panel_bytes(weight);
 }
 
-// inner[pair] = activation(gate) * up of the pair's row and expert.
-inline void first_product(const ExpertsArgs& args, const Step& step, Team& team, const ExpertMemory& memory) {
+// inner[pair] = activation(gate) * up of the pair's row and expert; of a gate alone its sums.
+inline void first_product(const ExpertsArgs& args, const Step& step, Team& team, const ExpertMemory& memory,
+                          Wide wide) {
   const ExpertTable& table = *args.table;
+  const std::vector<PackedWeight>& weights = wide_weights(table, wide);
+  const std::vector<const float*>& all_biases = wide == kGate ? table.gate_up_bias : table.up_bias;
+  const bool are_apart = !table.up.empty();
   const ExpertPlan& plan = *memory.plan;
   std::byte* mine = memory.own + team.index() * memory.own_bytes;
   const int64_t width = table.down[0].in_features;
-  Runs runs(team, plan.num_items, plan.longest);
+  Runs runs(team, plan.num_items[wide], plan.longest[wide]);
   int64_t at = 0, packed_at = -1, packed_tile = -1;
   bool is_cold = true;
   for (int64_t item = runs.next(); item >= 0; item = runs.next()) {
-    while (at + 1 < plan.num_active && memory.active[at + 1].first_item <= item) ++at;
+    while (at + 1 < plan.num_active && memory.active[at + 1].first_item[wide] <= item) ++at;
     const ExpertRows& own = memory.active[at];
-    const PackedWeight& weight = table.gate_up[own.expert];
-    const float* biases = table.gate_up_bias.empty() ? nullptr : table.gate_up_bias[own.expert];
+    const PackedWeight& weight = weights[own.expert];
+    const float* biases = all_biases.empty() ? nullptr : all_biases[own.expert];
     with_method(weight, args.precision, [&]<class Method>(Method) {
       const Plan tiles = expert_tiles<Method>(weight, own.count);
-      const int64_t panel = (item - own.first_item) % tiles.panels;
-      const int64_t first = (item - own.first_item) / tiles.panels * own.block;
-      const int64_t end = first + own.block < tiles.tiles ? first + own.block : tiles.tiles;
+      const int64_t panel = (item - own.first_item[wide]) % tiles.panels;
+      const int64_t first = (item - own.first_item[wide]) / tiles.panels * own.block[wide];
+      const int64_t end = first + own.block[wide] < tiles.tiles ? first + own.block[wide] : tiles.tiles;
       if (packed_at != at || packed_tile != first) {
-        pack_expert<Method>(args, step, memory, own, tiles, first, end, mine);
+        pack_expert<Method>(args, step, memory, weight, own, tiles, first, end, mine);
         packed_at = at, packed_tile = first;
       }
       const int64_t ahead = runs.ahead();
       int64_t next = at;
-      while (next + 1 < plan.num_active && memory.active[next + 1].first_item <= ahead) ++next;
-      const PackedWeight& after = table.gate_up[memory.active[next].expert];
-      const int64_t there = ahead < 0 ? panel : (ahead - memory.active[next].first_item) % num_panels(after);
+      while (next + 1 < plan.num_active && memory.active[next + 1].first_item[wide] <= ahead) ++next;
+      const PackedWeight& after = weights[memory.active[next].expert];
+      const int64_t there = ahead < 0 ? panel : (ahead - memory.active[next].first_item[wide]) % num_panels(after);
       is_cold |= end - first == 1;
       multiply_panel<Method>(
           weight, tiles, own.count, mine, panel, panel_of(after, there), is_cold, first, end, team.scratch(),
           [](int64_t, int64_t) {},
           [&](const float* sums, const float* row_scales, int64_t row, int64_t rows) {
-            finish_gate(args, biases ? biases + panel * kPanel : nullptr, sums, row_scales, rows,
-                        memory.inner + (own.first + row) * memory.inner_stride + panel * (kPanel / 2),
-                        memory.inner_stride, width - panel * (kPanel / 2));
+            const float* bias = biases ? biases + panel * kPanel : nullptr;
+            const int64_t column = panel * (are_apart ? kPanel : kPanel / 2);
+            float* out = memory.inner + (own.first + row) * memory.inner_stride + column;
+            if (are_apart)
+              finish_apart(args, wide, bias, sums, row_scales, rows, out, memory.inner_stride, width - column);
+            else
+              finish_gate(args, bias, sums, row_scales, rows, out, memory.inner_stride, width - column);
           });
       is_cold = false;
     });
@@ -353,8 +396,12 @@ inline void experts(const ExpertsArgs& args, const Step& step, Team& team) {
   const ExpertMemory memory = expert_memory(args, step.rows, team.count(), step.shared_scratch);
   if (team.index() == 0) plan_experts(args, step, memory);
   team.barrier();
-  first_product(args, step, team, memory);
+  first_product(args, step, team, memory, kGate);
   team.barrier();
+  if (!args.table->up.empty()) {
+    first_product(args, step, team, memory, kUp);
+    team.barrier();
+  }
   pack_inner(args, team, memory);
   team.barrier();
   second_product(args, step, team, memory);

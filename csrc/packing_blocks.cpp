@@ -4,6 +4,9 @@
 
 #include <cstring>
 #include <stdexcept>
+#include <system_error>
+#include <thread>
+#include <vector>
 
 #include "bindings.h"
 
@@ -220,19 +223,15 @@ void place_values(const PackedWeight& weight, const uint8_t* values, int64_t cou
   }
 }
 
-// Rows of blocks as a GGUF file has them.
-void pack_blocks(const PackedWeight& weight, const uint8_t* source, int64_t stride, int64_t first, int64_t count) {
-  const BlockFormat format = block_format(weight);
+// Rows from .. count of blocks, to rows first + from .. of the matrix.
+void pack_some(const PackedWeight& weight, const BlockFormat& format, const uint8_t* source, int64_t stride, int64_t first,
+               int64_t from, int64_t count) {
   const bool is_mxfp4 = weight.type == WeightType::kMXFP4;
-  if (weight.in_features % format.values != 0 || weight.offsets || (weight.scale_halves == nullptr) != is_mxfp4 ||
-      (weight.offset_halves == nullptr) != (format.offset_at < 0) ||
-      (weight.scale_codes == nullptr) != !(weight.super_blocks || is_mxfp4) || weight.column_order)
-    throw std::invalid_argument("the matrix does not hold blocks as they are");
   const int64_t blocks = weight.in_features / format.values, bytes = panel_bytes(weight), rows = code_rows(weight.type);
   auto* panels = static_cast<uint8_t*>(const_cast<void*>(weight.data));
   auto* codes = const_cast<uint8_t*>(weight.scale_codes);
   Block block;
-  for (int64_t from = 0; from < count;) {
+  while (from < count) {
     // Rows that lie in one panel go together, block by block: it is written from end to end.
     const int64_t panel = panel_column(weight, first + from).panel;
     int64_t to = from + 1;
@@ -258,16 +257,45 @@ void pack_blocks(const PackedWeight& weight, const uint8_t* source, int64_t stri
   }
 }
 
+// Rows of blocks as a GGUF file has them, by that many threads. A panel's rows are one thread's.
+void pack_blocks(const PackedWeight& weight, const uint8_t* source, int64_t stride, int64_t first, int64_t count,
+                 int threads) {
+  const BlockFormat format = block_format(weight);
+  const bool is_mxfp4 = weight.type == WeightType::kMXFP4;
+  if (weight.in_features % format.values != 0 || weight.offsets || (weight.scale_halves == nullptr) != is_mxfp4 ||
+      (weight.offset_halves == nullptr) != (format.offset_at < 0) ||
+      (weight.scale_codes == nullptr) != !(weight.super_blocks || is_mxfp4) || weight.column_order)
+    throw std::invalid_argument("the matrix does not hold blocks as they are");
+  int64_t from = 0;
+  std::vector<std::jthread> others;
+  for (int part = 1; part < threads; ++part) {
+    int64_t to = count * part / threads;
+    while (to > from && to < count &&
+           panel_column(weight, first + to).panel == panel_column(weight, first + to - 1).panel)
+      ++to;
+    try {
+      others.emplace_back([&weight, format, source, stride, first, from, to] {
+        pack_some(weight, format, source, stride, first, from, to);
+      });
+    } catch (const std::system_error&) {  // no more threads: what is left is this one's
+      break;
+    }
+    from = to;
+  }
+  pack_some(weight, format, source, stride, first, from, count);
+}
+
 }  // namespace
 
 void bind_block_packing(nb::module_& module) {
   module.def(
       "pack_blocks",
-      [](const PackedWeight& weight, uintptr_t blocks, int64_t row_stride, int64_t first_row, int64_t num_rows) {
+      [](const PackedWeight& weight, uintptr_t blocks, int64_t row_stride, int64_t first_row, int64_t num_rows,
+         int threads) {
         nb::gil_scoped_release released;
-        pack_blocks(weight, reinterpret_cast<const uint8_t*>(blocks), row_stride, first_row, num_rows);
+        pack_blocks(weight, reinterpret_cast<const uint8_t*>(blocks), row_stride, first_row, num_rows, threads);
       },
-      "weight"_a, "blocks"_a, "row_stride"_a, "first_row"_a, "num_rows"_a);
+      "weight"_a, "blocks"_a, "row_stride"_a, "first_row"_a, "num_rows"_a, "threads"_a);
 }
 
 }  // namespace quire

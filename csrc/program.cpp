@@ -101,13 +101,18 @@ void Program::add(const RouteArgs& args) { ops_.emplace_back(Call<RouteArgs>{ker
 void Program::add(ExpertsArgs args) {
   const ExpertTable& table = *args.table;
   const std::size_t count = table.gate_up.size();
-  bool fits = count > 0 && table.down.size() == count;
+  const bool apart = !table.up.empty();
+  bool fits = count > 0 && table.down.size() == count && (!apart || table.up.size() == count);
+  const auto is = [](const PackedWeight& weight, bool gated, int64_t inputs, int64_t outputs) {
+    return weight.gated == gated && weight.in_features == inputs && weight.out_features == outputs;
+  };
   for (std::size_t i = 0; fits && i < count; ++i) {
-    const PackedWeight &wide = table.gate_up[i], &down = table.down[i], &first = table.down[0];
-    fits = wide.gated && wide.in_features == first.out_features && wide.out_features == 2 * first.in_features &&
-           !down.gated && down.in_features == first.in_features && down.out_features == first.out_features;
+    const int64_t size = table.down[0].out_features, inner = table.down[0].in_features;
+    fits = is(table.gate_up[i], !apart, size, apart ? inner : 2 * inner) && is(table.down[i], false, inner, size) &&
+           (!apart || is(table.up[i], false, size, inner));
   }
-  for (const auto* biases : {&table.gate_up_bias, &table.down_bias}) fits &= biases->empty() || biases->size() == count;
+  for (const auto* biases : {&table.gate_up_bias, &table.up_bias, &table.down_bias})
+    fits &= biases->empty() || biases->size() == count;
   std::size_t held = 0;
   for (const int32_t place : table.places) fits &= place < 0 || static_cast<std::size_t>(place) == held++;
   fits &= table.places.empty() || held == count;

@@ -295,3 +295,5 @@ class StepResult(msgspec.Struct, array_like=True):
     checksum: int = 0
     """Checksum of tokens and vectors, where several ranks computed them. Of all ranks but one a result has it in their
     place (quire/executors/rank.py)."""
+    encoder_seconds: float = 0.0
+    """Seconds that the step's layers of images took."""

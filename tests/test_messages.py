@@ -129,7 +129,7 @@ REQUEST = EngineRequest(
 SEQUENCE_VIEW = SequenceView(
     1, num_output_tokens=4, num_stored_tokens=21, num_filled_slots=5, tables=[[7, 9], [0, 3]], host_tables=[[1, 2]]
 )
-REQUEST_VIEW = RequestView("r-1", "running", 17, 16, 2, waits_for_prefix=True, sequences=[SEQUENCE_VIEW])
+REQUEST_VIEW = RequestView("r-1", "running", 17, 16, 2, 9, waits_for_prefix=True, sequences=[SEQUENCE_VIEW])
 SNAPSHOT = KVSnapshot(
     block_size=16,
     block_sizes=[16, 64],
@@ -217,6 +217,7 @@ EXAMPLES: list[msgspec.Struct] = [
         nonfinite=[42],
         pooled={0: [0.5, -1.25]},
         checksum=7,
+        encoder_seconds=0.5,
     ),
     UPDATE,
     TIMING,

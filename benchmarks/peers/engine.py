@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.peers.settings import Settings
 from benchmarks.peers.workload import Request, Workload, shifted, speed
-from quire.config.gguf import read_gguf_config
+from quire.config.gguf import read_gguf
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -155,7 +155,7 @@ def rooms(peer: str, model: Path, workloads: Sequence[Workload]) -> Settings:
     """
     longest = max(workload.longest for workload in workloads)
     num_tokens = max(workload.num_tokens + 128 * len(workload.requests) for workload in workloads)
-    config = read_gguf_config(model) if model.is_file() else json.loads((model / "config.json").read_text())
+    config = read_gguf(model).config if model.is_file() else json.loads((model / "config.json").read_text())
     longest = min(max(LONGEST, longest), config["max_position_embeddings"])
     heads = config["num_attention_heads"]
     size = config.get("head_dim") or config["hidden_size"] // heads

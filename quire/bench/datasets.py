@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import random
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from quire.errors import UserError, reject_unknown
+from quire.utils.extras import how_to_install
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +93,47 @@ def as_text(spec: PromptSpec) -> PromptSpec:
     return replace(spec, token_ids=None, text=words)
 
 
-def as_messages(spec: PromptSpec) -> PromptSpec:
-    """The prompt as one user message."""
+def as_messages(spec: PromptSpec, images: Sequence[str] = ()) -> PromptSpec:
+    """The prompt as one user message, behind images of these URLs."""
     if spec.messages is not None:
         return spec
-    text = as_text(spec).text
-    return PromptSpec(max_tokens=spec.max_tokens, messages=({"role": "user", "content": text},))
+    content: Any = as_text(spec).text
+    if images:
+        parts = [{"type": "image_url", "image_url": {"url": url}} for url in images]
+        content = [*parts, {"type": "text", "text": content}]
+    return PromptSpec(max_tokens=spec.max_tokens, messages=({"role": "user", "content": content},))
+
+
+@dataclass(frozen=True, slots=True)
+class RandomImages:
+    """Pictures of noise, which no server has seen before. count: of one request. sizes: width and height in pixels, of
+    which each picture has one."""
+
+    count: LengthRange
+    sizes: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def parse(cls, count: str, sizes: str) -> RandomImages:
+        """count: a number or a range. sizes: "448x448,1024x768". Raises UserError naming the option."""
+        found = [re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", size) for size in sizes.split(",")]
+        if not all(found):
+            raise UserError(f"--image-size must be pixels as 448x448,1024x768, not {sizes!r}", param="image_size")
+        pairs = tuple((int(each[1]), int(each[2])) for each in found if each is not None)
+        return cls(LengthRange.parse(count, "--images", minimum=0), pairs)
+
+    def draw(self, rng: random.Random) -> list[str]:
+        """The pictures of one request, as data URLs of JPEGs. Raises UserError without Pillow."""
+        try:
+            from PIL import Image
+        except ImportError:
+            raise UserError(f"--images needs Pillow: {how_to_install('images')}", param="images") from None
+        urls = []
+        for _ in range(self.count.draw(rng)):
+            size = rng.choice(self.sizes)
+            file = io.BytesIO()
+            Image.frombytes("RGB", size, rng.randbytes(3 * size[0] * size[1])).save(file, "JPEG")
+            urls.append(f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}")
+        return urls
 
 
 def read_dataset(path: Path, *, workload: str | None, default_max_tokens: int) -> list[PromptSpec]:

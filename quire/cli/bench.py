@@ -8,11 +8,20 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from quire import envs
-from quire.bench.datasets import LengthRange, PromptSpec, RandomPrompts, as_messages, as_text, read_dataset
+from quire.bench.datasets import (
+    LengthRange,
+    PromptSpec,
+    RandomImages,
+    RandomPrompts,
+    as_messages,
+    as_text,
+    read_dataset,
+)
 from quire.bench.metrics import METRICS, parse_goodput, summarize
 from quire.cli.bench_mode import Mode, count_flag, json_flag, options_json
 from quire.cli.engine_flags import add_engine_flags, engine_options
@@ -173,6 +182,10 @@ def _serve_flags(parser: Parser) -> None:
         choices=("ids", "text"),
         help="random prompts as token ids (completions only, exact length) or as words (about one token each)",
     )
+    requests.add_argument("--images", metavar="N|LO:HI", help="random pictures of each request (0; chat only)")
+    requests.add_argument(
+        "--image-size", metavar="WxH,...", help="their pixels (448x448); each has one of several sizes"
+    )
     requests.add_argument("--ignore-eos", action="store_true", help="ask for all of the output length (an extension)")
     requests.add_argument("--temperature", metavar="X", type=float, help="default: the server's")
     requests.add_argument("--extra-body", metavar="JSON", type=_json_object, default={}, help="more fields of the body")
@@ -264,10 +277,14 @@ def _serve(namespace: argparse.Namespace) -> int:
 
 
 def _serve_prompts(namespace: argparse.Namespace) -> list[PromptSpec]:
+    """Prompts in the endpoint's form."""
+    convert: Callable[[PromptSpec], PromptSpec]
+    images = _random_images(namespace)
     if namespace.endpoint == "chat":
         if namespace.prompt_format == "ids":
             raise UserError("the chat endpoint takes no token ids: --prompt-format text", param="prompt_format")
-        convert: Callable[[PromptSpec], PromptSpec] = as_messages
+        drawing = random.Random(namespace.seed + 2)
+        convert = partial(_with_images, images, drawing) if images is not None else as_messages
     elif namespace.prompt_format == "text":
         convert = as_text
     else:
@@ -276,6 +293,23 @@ def _serve_prompts(namespace: argparse.Namespace) -> list[PromptSpec]:
     if namespace.endpoint == "completions" and any(prompt.messages for prompt in prompts):
         raise UserError("the data set holds chat messages: use --endpoint chat", param="endpoint")
     return prompts
+
+
+def _random_images(namespace: argparse.Namespace) -> RandomImages | None:
+    """The pictures of a load's requests; None: they have none."""
+    if namespace.images is None:
+        if namespace.image_size is not None:
+            raise UserError("--image-size needs --images", param="image_size")
+        return None
+    if namespace.endpoint != "chat":
+        raise UserError("--images needs --endpoint chat", param="images")
+    if namespace.dataset is not None:
+        raise UserError("--images adds to random prompts: not with --dataset", param="images")
+    return RandomImages.parse(namespace.images, namespace.image_size or "448x448")
+
+
+def _with_images(images: RandomImages, rng: random.Random, prompt: PromptSpec) -> PromptSpec:
+    return as_messages(prompt, images.draw(rng))
 
 
 def _as_is(prompt: PromptSpec) -> PromptSpec:

@@ -18,6 +18,7 @@ from quire.kv_cache.sizing import MemoryProfile, most_useful_blocks, size_pool
 from quire.kv_cache.spec import head_specs, layer_specs
 from quire.simulator.cost import CostModel
 from quire.simulator.memory import activation_bytes, device_specs, kv_cache_bytes, step_bytes
+from quire.utils.gguf import GGUFFile
 from quire.utils.sizes import format_bytes
 
 UNLIMITED_SEQS = 2**40
@@ -186,7 +187,8 @@ def stored_weight_bytes(model: ModelConfig, shape: ModelShape, *, is_native: boo
     if model.is_gguf and is_native:
         from quire.models.gguf.sizes import packed_weight_bytes  # imports NumPy, for which `--help` need not wait
 
-        return packed_weight_bytes(model.path, model)
+        with GGUFFile(model.path) as file:
+            return packed_weight_bytes(file, model)
     quantization, total = model.quantization, shape.parameters()
     total += shape.expansion_parameters if model.expands_prompts else 0
     if quantization is None:

@@ -2,36 +2,85 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 
+from quire.config.eagle import fitting_head, head_method, head_values, read_eagle
+from quire.config.hf_config import read_config
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
-from quire.config.speculation import DraftModelConfig
+from quire.config.parallel import check_ranks_fit
+from quire.config.speculation import DraftModelConfig, SpeculationConfig
 from quire.config.speculation_keys import OPTION
-from quire.errors import ConfigError
+from quire.errors import ConfigError, UserError
 
 MOST_PADDING = 1024
 """Largest difference, in rows, between vocabulary matrices of two models with one tokenizer."""
 
 
-def draft_options(options: EngineOptions, chosen: DraftModelConfig, model: ModelConfig, backend: str) -> EngineOptions:
+def with_draft_model(
+    speculation: SpeculationConfig,
+    options: EngineOptions,
+    model: ModelConfig,
+    backend: str,
+    complete: Callable[[EngineOptions], ModelConfig],
+) -> SpeculationConfig:
+    """The configuration with its draft model read. A head for drafts need not be called one: its config.json may say
+    it. backend: attention backend of `model`. complete: reads the model of options. Raises ConfigError for a model
+    that cannot make drafts."""
+    chosen = speculation.draft_model
+    if chosen is None:
+        return speculation
+    num_ranks = draft_ranks(chosen, options.tensor_parallel_size)
+    try:
+        raw = read_config(chosen.name, chosen.revision, options.download_dir)
+        method = head_method(raw)
+        if speculation.method != "draft_model":
+            method = speculation.method
+        values = head_values(raw, chosen.name) if method else None
+        own = draft_options(options, chosen, model, backend, values)
+        draft = complete(own)
+        if num_ranks > 1:
+            check_ranks_fit(own, draft)
+        head = read_eagle(method, raw, model, chosen.name) if method else None
+    except UserError as error:
+        said = error.message.removeprefix(f"{OPTION}: ")
+        raise ConfigError(f"{OPTION}.model: {said}", param=OPTION) from None
+    if head is None:
+        draft = fitting_draft(draft, model)
+    elif model.impl != "quire":
+        raise _refused(f"{model.name} runs through Transformers, which shows a head no hidden states yet")
+    else:
+        draft = fitting_head(draft, head, model, chosen.max_model_len)
+    found = replace(chosen, num_ranks=num_ranks, model=draft, head=head)
+    return replace(speculation, draft_model=found, method=method or speculation.method)
+
+
+def draft_options(
+    options: EngineOptions,
+    chosen: DraftModelConfig,
+    model: ModelConfig,
+    backend: str,
+    overrides: Mapping[str, Any] | None = None,
+) -> EngineOptions:
     """Options of the draft model as an engine of its own. Its keys and values have the types of `model`, in whose
-    blocks they lie. backend: attention backend of `model`."""
+    blocks they lie. backend: attention backend of `model`. overrides: keys of its config.json, for a head, which is as
+    long as the model."""
     given: dict[str, Any] = {
         "model": chosen.name,
         "runner": "generate",
         "revision": chosen.revision,
         "quantization": chosen.quantization,
-        "max_model_len": chosen.max_model_len,
+        "max_model_len": None if overrides else chosen.max_model_len,
         "load_format": "dummy" if options.load_format == "dummy" else "auto",  # as draft_load has it
         "kv_cache_dtype": model.kv_cache_dtype,
         "attention_backend": backend,
         "mla_prompt": "auto",
         "matmul_precision": "auto",
-        "hf_overrides": None,
+        "hf_overrides": overrides,
         "activation_bits": "auto",
         "load_draft_head": False,
         "speculative_config": None,

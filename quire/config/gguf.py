@@ -5,10 +5,10 @@ tensors before anything of that size is made."""
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from quire.config.families import GGUF
 from quire.config.families.family import Family, GGUFNames
@@ -24,7 +24,7 @@ EOS_KEYS = (
     *("fim_pad_token_id", "fim_rep_token_id", "fim_sep_token_id"),
 )
 """Keys under "tokenizer.ggml." of end tokens: of text, turn and message, and between two files."""
-_END_NAMES = frozenset(
+END_NAMES = frozenset(
     {
         *("</s>", "<eos>", "[EOS]", "<EOT>", "_<EOT>", "[EOT]"),
         *("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>"),
@@ -94,55 +94,63 @@ class StateHeads:
     key_rows: int
 
 
-def read_gguf_config(path: Path) -> dict[str, Any]:
-    """The config.json for a GGUF file's model. Raises ModelLoadError for unsupported models, and for metadata that is
-    missing, absurd or contradicts the tensors."""
-    with GGUFFile(path) as file:
-        keys = _Keys(file)
-        family, layout = keys.family, _layout(keys)
-        if family.is_bidirectional:
-            return _encoder_config(file, keys, layout)
-        config = {
-            **_sizes(file, keys, layout),
-            "num_attention_heads": layout.num_heads,
-            "num_key_value_heads": layout.num_kv_heads,
-            "hidden_act": layout.names.activation,
-            "hidden_activation": layout.names.activation,
-            "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
-            "tie_word_embeddings": "output.weight" not in file.tensors,
-            "attention_bias": bool(family.query_bias.key) and "blk.0.attn_q.bias" in file.tensors,
-            "mlp_bias": bool(family.mlp_bias.key) and "blk.0.ffn_up.bias" in file.tensors,
-            "eos_token_id": _eos_token_ids(file),
-        }
-        config |= {key: keys.number(key) for key in layout.names.caps if keys.optional_number(key) is not None}
-        config |= _expert_keys(keys, config) if layout.names.has_experts else {}
-        config |= _latent_keys(file, keys) if family.has_latents else {}
-        config |= _state_keys(file, keys, config) if family.state_layer else {}
-        if layout.names.largest:
-            is_largest = config["num_hidden_layers"] == layout.names.largest
-            config["query_pre_attn_scalar"] = (
-                config["hidden_size"] / config["num_attention_heads"] if is_largest else config["head_dim"]
-            )
-        config |= _window_keys(keys)
-        config |= layout.names.settings
-        _check_tensors(file, keys, config)
-        rope = _rope(file, keys, config)
-        if family.rope.local_theta is not None:
-            local = {"rope_theta": keys.number("rope.freq_base_swa", family.rope.local_theta)}
-            rope = {FULL: rope, SLIDING: {"rope_type": "default", **local}}
-        config["rope_parameters"] = {**rope, **layout.names.rope}
-        return _in_words_of(family, config)
+class Described(NamedTuple):
+    """config: a model's config.json, or what it would be. pooling: the method that a GGUF file names, or None."""
+
+    config: dict[str, Any]
+    pooling: Method | None = None
 
 
-def read_gguf_pooling(path: Path) -> Method | None:
-    """Pooling method of a GGUF file. Raises ModelLoadError for an unsupported one."""
+def read_gguf(path: Path) -> Described:
+    """The model of a GGUF file. Raises ModelLoadError for unsupported models and methods of pooling, and for metadata
+    that is missing, absurd or contradicts the tensors."""
     with GGUFFile(path) as file:
         keys = _Keys(file)
-        kind = keys.optional_integer("pooling_type", minimum=0)
-        if kind in (None, NO_TOKEN, *_POOLING):
-            return _POOLING.get(kind or 0)
-        known = ", ".join(f"{number} ({name})" for number, name in _POOLING.items() if name)
-        raise keys.error(f"pooling_type {kind} is not supported (known: {known})")
+        return Described(_config(file, keys), _pooling(keys))
+
+
+def _config(file: GGUFFile, keys: _Keys) -> dict[str, Any]:
+    family, layout = keys.family, _layout(keys)
+    if family.is_bidirectional:
+        return _encoder_config(file, keys, layout)
+    config = {
+        **_sizes(file, keys, layout),
+        "num_attention_heads": layout.num_heads,
+        "num_key_value_heads": layout.num_kv_heads,
+        "hidden_act": layout.names.activation,
+        "hidden_activation": layout.names.activation,
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "attention_bias": bool(family.query_bias.key) and "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": bool(family.mlp_bias.key) and "blk.0.ffn_up.bias" in file.tensors,
+        "eos_token_id": _eos_token_ids(file),
+    }
+    config |= {key: keys.number(key) for key in layout.names.caps if keys.optional_number(key) is not None}
+    config |= _expert_keys(keys, config) if layout.names.has_experts else {}
+    config |= _latent_keys(file, keys) if family.has_latents else {}
+    config |= _state_keys(file, keys, config) if family.state_layer else {}
+    if layout.names.largest:
+        is_largest = config["num_hidden_layers"] == layout.names.largest
+        config["query_pre_attn_scalar"] = (
+            config["hidden_size"] / config["num_attention_heads"] if is_largest else config["head_dim"]
+        )
+    config |= _window_keys(keys)
+    config |= layout.names.settings
+    _check_tensors(file, keys, config)
+    rope = _rope(file, keys, config)
+    if family.rope.local_theta is not None:
+        local = {"rope_theta": keys.number("rope.freq_base_swa", family.rope.local_theta)}
+        rope = {FULL: rope, SLIDING: {"rope_type": "default", **local}}
+    config["rope_parameters"] = {**rope, **layout.names.rope}
+    return _in_words_of(family, config)
+
+
+def _pooling(keys: _Keys) -> Method | None:
+    kind = keys.optional_integer("pooling_type", minimum=0)
+    if kind in (None, NO_TOKEN, *_POOLING):
+        return _POOLING.get(kind or 0)
+    known = ", ".join(f"{number} ({name})" for number, name in _POOLING.items() if name)
+    raise keys.error(f"pooling_type {kind} is not supported (known: {known})")
 
 
 def _encoder_config(file: GGUFFile, keys: _Keys, layout: HeadLayout) -> dict[str, Any]:
@@ -339,13 +347,13 @@ def _window_keys(keys: _Keys) -> dict[str, Any]:
 def _eos_token_ids(file: GGUFFile) -> list[int]:
     fields = Fields(file.metadata, str(file.path))
     stated = (fields.optional_integer(f"tokenizer.ggml.{key}", minimum=0, maximum=NO_TOKEN) for key in EOS_KEYS)
-    known = end_tokens(file.strings("tokenizer.ggml.tokens") or [])
+    known = end_tokens(file.places("tokenizer.ggml.tokens", END_NAMES))
     return sorted({token_id for token_id in (*stated, *known.values()) if token_id not in (None, NO_TOKEN)})
 
 
-def end_tokens(tokens: Sequence[str]) -> dict[str, int]:
-    """Name -> id of the tokens that end a text. tokens: indexed by id."""
-    found = {token: token_id for token_id, token in enumerate(tokens) if token in _END_NAMES}
+def end_tokens(named: Mapping[str, int]) -> dict[str, int]:
+    """Name -> id of the tokens that end a text. named: those of END_NAMES that a vocabulary has."""
+    found = dict(named)
     calls = found.keys() & {"<|call|>", "<|calls|>"}
     if calls and found.keys() & {"<|return|>", "<|flush|>"}:
         found.pop("<|end|>", None)  # in the format of these models it ends a message, behind which others follow

@@ -43,7 +43,7 @@ def layer_of(name: str) -> int | None:
 
 
 def expected_shapes(family: Family, names: GGUFNames, config: Mapping[str, Any]) -> Shapes:
-    """Shape of every tensor, by name in the file. config: result of `read_gguf_config`."""
+    """Shape of every tensor of a model, by its name in the file. config: as `read_gguf` makes it."""
     hidden = config["hidden_size"]
     embedding = (config["vocab_size"], hidden)
     expected: Shapes = {"token_embd.weight": embedding, "output_norm.weight": (hidden,)}

@@ -21,7 +21,7 @@ from quire.config.families import (
     with_usual_values,
 )
 from quire.config.generation import read_generation, sampling_defaults
-from quire.config.gguf import read_gguf_config, read_gguf_pooling
+from quire.config.gguf import Described, read_gguf
 from quire.config.hf_json import Fields, read_json, read_optional_json
 from quire.config.hub import fetch, looks_like_a_path, read_page
 from quire.config.model import DTYPE_BYTES, ModelConfig
@@ -85,7 +85,8 @@ def load_model_config(
     runner, model_impl = choices.runner, choices.model_impl
     name, revision = read_page(name, revision)
     path = _described(find_model(name, revision=revision, config_only=config_only, download_dir=choices.download_dir))
-    whole = _overridden(_read_described(path), choices.hf_overrides or {})
+    described = _read_described(path)
+    whole = _overridden(described.config, choices.hf_overrides or {})
     raw, key = language_model(whole)
     where = ": ".join(filter(None, (_where(path), key)))
     architecture, impl = _architecture(Fields(raw, where), model_impl)
@@ -101,8 +102,7 @@ def load_model_config(
     family, pooling = ARCHITECTURES.get(architecture), None
     if impl == "quire":
         assert family is not None, "the engine's own models have families"
-        stated = read_gguf_pooling(path) if path.is_file() else None
-        is_encoder = family.is_bidirectional
+        stated, is_encoder = described.pooling, family.is_bidirectional
         pooling = read_pooling(path, fields, architecture, runner, is_encoder=is_encoder, stated=stated)
         if family.position_rows is None and not family.is_bidirectional:
             longest, usual = read_lengths(fields, shape.attention.rotated_dim, family.rope, shape.windows)
@@ -140,9 +140,10 @@ def load_model_config(
     )
 
 
-def read_config(name: str, revision: str | None = None) -> dict[str, Any]:
+def read_config(name: str, revision: str | None = None, download_dir: str | None = None) -> dict[str, Any]:
     """The config.json of any model, also of an unknown architecture. Fetches no weights. Raises ModelLoadError."""
-    return _read_described(_described(find_model(name, revision=revision, config_only=True)))
+    found = find_model(name, revision=revision, config_only=True, download_dir=download_dir)
+    return _read_described(_described(found)).config
 
 
 def find_model(name: str, *, revision: str | None, config_only: bool, download_dir: str | None = None) -> Path:
@@ -173,9 +174,9 @@ def _described(path: Path) -> Path:
     return found
 
 
-def _read_described(path: Path) -> dict[str, Any]:
+def _read_described(path: Path) -> Described:
     if path.is_file():
-        return read_gguf_config(path)
+        return read_gguf(path)
     config = read_json(path / CONFIG_FILE)
     if config.get("configuration_files"):
         raise ModelLoadError(f"{path / CONFIG_FILE}: configuration_files, which names other files, is not supported")
@@ -184,7 +185,7 @@ def _read_described(path: Path) -> dict[str, Any]:
         inner = read_optional_json(path / MODELOPT_FILE).get("quantization")
         if isinstance(inner, dict) and inner.get("quant_algo") is not None:
             config["quantization_config"] = {"quant_method": "modelopt", **inner}
-    return config
+    return Described(config)
 
 
 def _overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,8 @@ from quire.config.device import (
     why_no_index,
     why_no_latents,
 )
-from quire.config.draft_model import draft_options, draft_ranks, fitting_draft
+from quire.config.draft_model import with_draft_model
+from quire.config.eagle import with_verifier
 from quire.config.engine import EngineConfig
 from quire.config.hf_config import ModelChoices, load_model_config, stored_dtype
 from quire.config.load import LoadConfig
@@ -55,7 +56,7 @@ from quire.config.scheduler import SchedulerConfig
 from quire.config.speculation import SpeculationConfig
 from quire.config.speculation_keys import OPTION as SPECULATION
 from quire.config.structured_outputs import StructuredOutputsConfig
-from quire.errors import ConfigError, UserError
+from quire.errors import ConfigError
 from quire.utils.control_groups import usable_cores
 from quire.utils.sizes import parse_bytes
 
@@ -130,6 +131,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
     if parallel.num_devices > 1:
         check_ranks_available(options, is_accelerated)
     check_replicas(options, is_accelerated)
+    options = with_verifier(options)
     speculation = SpeculationConfig.of(options.speculative_config)
     if speculation.method == "mtp":
         options = msgspec.structs.replace(options, load_draft_head=True)
@@ -232,7 +234,7 @@ def _speculation(
         raise ConfigError(
             f"{SPECULATION} is of models that generate; {model.name} makes vectors of texts", param=SPECULATION
         )
-    chosen, method = speculation.draft_model, speculation.method
+    method = speculation.method
     if backend == "triton" and method != "ngram":
         raise ConfigError(
             f"{SPECULATION}.method {method!r} runs on a CPU so far: choose ngram on a GPU", param=SPECULATION
@@ -243,17 +245,7 @@ def _speculation(
             "known here",
             param=SPECULATION,
         )
-    if chosen is None:
-        return speculation
-    num_ranks = draft_ranks(chosen, options.tensor_parallel_size)
-    own = draft_options(options, chosen, model, backend)
-    try:
-        _, draft = _completed(own, is_accelerated=False)
-        if num_ranks > 1:
-            check_ranks_fit(own, draft)
-    except UserError as error:
-        raise ConfigError(f"{SPECULATION}.model: {error.message}", param=SPECULATION) from None
-    return replace(speculation, draft_model=replace(chosen, num_ranks=num_ranks, model=fitting_draft(draft, model)))
+    return with_draft_model(speculation, options, model, backend, lambda own: _completed(own, is_accelerated=False)[1])
 
 
 def _backend_and_model(options: EngineOptions, is_accelerated: bool) -> tuple[str, ModelConfig]:

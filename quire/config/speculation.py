@@ -10,11 +10,12 @@ from typing import Any
 import msgspec
 
 from quire.config.checks import converted
+from quire.config.eagle import EAGLE_METHODS, EagleConfig
 from quire.config.model import ModelConfig
 from quire.config.speculation_keys import OPTION, check_keys
 from quire.errors import ConfigError, nearest_name
 
-METHODS = ("ngram", "ngram_gpu", "suffix", "draft_model", "mtp", "custom_class")
+METHODS = ("ngram", "ngram_gpu", "suffix", "draft_model", "eagle", "eagle3", "mtp", "custom_class")
 """Values of `method`. The first two name the same one, because drafts are looked up where the model runs."""
 REFUSED = ("medusa", "mlp_speculator", "dflash", "dspark")
 """vLLM's methods that Quire does not have."""
@@ -25,7 +26,8 @@ USUAL_LOOKUP = 5
 @dataclass(frozen=True)
 class DraftModelConfig:
     """name: value of the option `model`. revision, quantization, max_model_len: options of these names. num_ranks:
-    ranks that share its layers (None: the target's). model: its resolved configuration."""
+    ranks that share its layers (None: the target's). model: its resolved configuration. head: inputs of a
+    head (None: a whole model)."""
 
     name: str
     revision: str | None = None
@@ -33,6 +35,7 @@ class DraftModelConfig:
     max_model_len: int | None = None
     num_ranks: int | None = None
     model: ModelConfig | None = None
+    head: EagleConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,8 @@ class SpeculationConfig:
             if not 1 <= value <= limit:
                 raise ConfigError(f"{OPTION}.{name} must be from 1 to {limit}, not {value}", param=OPTION)
         by_batch_size = _by_batch_size(fields.num_speculative_tokens_per_batch_size or [], most_drafts)
-        chosen = _draft_model(fields, fields.model) if fields.model is not None and method == "draft_model" else None
+        is_of_model = method in ("draft_model", *EAGLE_METHODS)
+        chosen = _draft_model(fields, fields.model) if fields.model is not None and is_of_model else None
         custom = _custom_class(fields) if method == "custom_class" else ""
         return cls(most_drafts, least, most, by_batch_size, fields.adaptive, chosen, method, suffix, custom)
 
@@ -136,7 +140,7 @@ def _method(fields: _Given) -> str:
     if method not in METHODS:
         known, nearest = ", ".join(METHODS), nearest_name(method, METHODS)
         raise ConfigError(f"{OPTION}.method must be one of {known}, not {method!r}{nearest}", param=OPTION)
-    if method == "draft_model" and fields.model is None:
+    if method in ("draft_model", *EAGLE_METHODS) and fields.model is None:
         raise ConfigError(f"{OPTION}.model must name the model that makes the drafts", param=OPTION)
     return method
 

@@ -16,6 +16,10 @@ _OF_WEIGHTS = (
     *("kv_cache_dtype", "attention_backend", "moe_backend", "enforce_eager", "draft_sample_method"),
     *("use_local_argmax_reduction", "disable_padded_drafter_batch", "parallel_drafting", "tensor_parallel_size"),
 )
+_OF_MODELS = (
+    *("model", "draft_tensor_parallel_size", "quantization", "max_model_len", "revision", "code_revision"),
+    *("use_heterogeneous_vocab", "draft_load_config", *_OF_WEIGHTS),
+)
 OF_METHODS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "ngram": ("prompt_lookup_min", "prompt_lookup_max"),
@@ -24,10 +28,9 @@ OF_METHODS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             *("suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob"),
         ),
         "custom_class": ("model",),
-        "draft_model": (
-            *("model", "draft_tensor_parallel_size", "quantization", "max_model_len", "revision", "code_revision"),
-            *("use_heterogeneous_vocab", "draft_load_config", *_OF_WEIGHTS),
-        ),
+        "draft_model": _OF_MODELS,
+        "eagle": (*_OF_MODELS, "disable_eagle_block_drop"),
+        "eagle3": (*_OF_MODELS, "disable_eagle_block_drop"),
         "mtp": ("index_share_for_mtp_iteration", "disable_eagle_block_drop", *_OF_WEIGHTS),
     }
 )

@@ -92,7 +92,7 @@ def render(frame: Frame, history: History, url: str) -> RenderableType:
     caption = "  ".join(f"{count:,} {name}" for name, count in counts.items())
     panel = Panel(block_map, title=f"{caption} [dim]of {len(frame.kv.states) - 1:,} blocks[/]", title_align="left")
     rates, requests = _rates(frame, history, counts["used"]), _requests(frame)
-    return Group(title, rates, panel, *_adapters(frame.stats), requests, _ended(frame.recent))
+    return Group(title, rates, panel, *_adapters(frame.stats), *_images(frame.stats), requests, _ended(frame.recent))
 
 
 def _rates(frame: Frame, history: History, num_used: int) -> Table:
@@ -144,6 +144,14 @@ def _adapters(stats: EngineStats) -> list[Text]:
     return [line]
 
 
+def _images(stats: EngineStats) -> list[Text]:
+    """The encoder cache; nothing of an engine whose requests have no images."""
+    if not stats.max_encoder_tokens:
+        return []
+    kept = f"{stats.num_encoder_tokens:,} of {stats.max_encoder_tokens:,} tokens kept"
+    return [Text(f"images: {kept}; {stats.encoded_images_total:,} encoded", "dim")]
+
+
 def _requests(frame: Frame) -> RenderableType:
     if not frame.kv.requests:
         return Text("no requests", "dim")
@@ -151,10 +159,11 @@ def _requests(frame: Frame) -> RenderableType:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("request", "state"):
         table.add_column(name)
-    for name in ("prompt", "cached", "generated", "sequences", "blocks"):
+    shows_images = frame.stats.max_encoder_tokens > 0
+    for name in ("prompt", *(("images",) if shows_images else ()), "cached", "generated", "sequences", "blocks"):
         table.add_column(name, justify="right")
     for request in frame.kv.requests[:REQUESTS_SHOWN]:
-        table.add_row(*_row(request))
+        table.add_row(*_row(request, shows_images=shows_images))
     parts: list[RenderableType] = [Text("  ".join(f"{count} {status}" for status, count in counts.items())), table]
     left = len(frame.kv.requests) - REQUESTS_SHOWN
     if left > 0:
@@ -162,13 +171,14 @@ def _requests(frame: Frame) -> RenderableType:
     return Group(*parts)
 
 
-def _row(request: RequestView) -> tuple[RenderableType, ...]:
+def _row(request: RequestView, *, shows_images: bool) -> tuple[RenderableType, ...]:
     name, _, number = request.request_id.rpartition("#")
     chip = ("██ ", Style(color=colour_of(request.request_id)))
     shown = Text.assemble(chip, (f"#{number} ", "bold"), (name[:16], "dim"))
     num_blocks = len(blocks_of(request))
     num_generated = sum(sequence.num_output_tokens for sequence in request.sequences)
-    numbers = (request.num_prompt_tokens, request.num_cached_tokens, num_generated, len(request.sequences), num_blocks)
+    prompt = [request.num_prompt_tokens, *([request.num_image_tokens] if shows_images else [])]
+    numbers = (*prompt, request.num_cached_tokens, num_generated, len(request.sequences), num_blocks)
     return shown, request.status, *(f"{number:,}" for number in numbers)
 
 

@@ -20,19 +20,19 @@ from quire.engine.adapters import KnownAdapters
 from quire.engine.call_options import PoolingOptions, truncation_of
 from quire.engine.client import DEFAULT_EXECUTOR, EngineClient
 from quire.engine.engine_process import EngineProcess
-from quire.engine.fleet import open_fleet
 from quire.engine.front_end import check_mode, check_reset, open_front_end
 from quire.engine.inprocess_client import InProcessClient
 from quire.engine.input_processor import (
-    IMAGE_KEY,
     InputProcessor,
     Prompt,
     RenderedChat,
+    has_images,
     mix_seed,
     num_units,
     prompt_text,
 )
 from quire.engine.messages import EngineReady
+from quire.engine.open_fleet import open_fleet
 from quire.engine.output_stream import StatsListener, all_of, last_only
 from quire.engine.pooling_processor import PoolingProcessor
 from quire.engine.process_client import ProcessClient
@@ -554,8 +554,8 @@ class AsyncLLM:
         self, prompt: Prompt, params: SamplingParams, terms: tuple[str, int], lora_request: Any, request_id: str
     ) -> EngineRequest:
         adapter = None if lora_request is None else await asyncio.to_thread(self.adapters.resolve, lora_request)
-        if isinstance(prompt, Mapping) and prompt.get(IMAGE_KEY):
-            prompt = await self.texts.pictures.of_prompt(prompt)
+        if isinstance(prompt, Mapping) and has_images(prompt):
+            prompt = await self.texts.pictures.of_prompt(prompt, terms[0])
 
         def process() -> EngineRequest:
             salt, priority = terms

@@ -3,16 +3,22 @@ reads. It imports almost nothing itself, because imports are what fails first wh
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
+import importlib.util
 import json
 import logging
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 from quire.utils.runtime_directory import LAST_WORDS_FILE
+
+_LIBRARY = "lib/libtorch_cpu.so"
+"""The largest of a torch for CPUs: the system links it for 0.2 s, most of which no Python runs."""
 
 
 def main() -> None:
@@ -42,6 +48,8 @@ def _prepare(modules: Sequence[str]) -> BaseException | None:
     collection."""
     gc.disable()
     try:
+        if modules:
+            _load_ahead()
         for module in ("quire.engine.process", *modules):
             importlib.import_module(module)
     except (KeyboardInterrupt, SystemExit):
@@ -52,6 +60,18 @@ def _prepare(modules: Sequence[str]) -> BaseException | None:
         gc.freeze()
         gc.enable()
     return None
+
+
+def _load_ahead() -> None:
+    """Load torch's library on a thread, beside the imports that come before torch's. Where that fails, so does the
+    import, which says why."""
+    found = importlib.util.find_spec("torch")
+    for folder in (found and found.submodule_search_locations) or ():
+        library = Path(folder, _LIBRARY)
+        if library.is_file() and not library.with_name("libtorch_cuda.so").exists():  # before that torch loads others
+            load = ctypes.CDLL(None).dlopen  # a call of a library: other threads run meanwhile
+            load.restype = ctypes.c_void_p
+            threading.Thread(target=load, args=(os.fsencode(library), os.RTLD_NOW), daemon=True).start()
 
 
 def _leave_word(directory: Path, error: BaseException) -> None:

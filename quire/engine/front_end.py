@@ -20,6 +20,7 @@ from quire.errors import UserError
 from quire.logging import get_logger
 from quire.logits_processors import load_processors
 from quire.multimodal.inputs import image_inputs
+from quire.multimodal.named import NamedPictures
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.helpers import LONG_TEXT_CHARACTERS, UNKNOWN_PATTERN_CHARACTERS, Helpers
 from quire.tokenization.jobs import TokenizerSource, packed
@@ -46,6 +47,7 @@ class FrontEnd:
         self._input_processor: InputProcessor | None = None
         self._pooling_processor: PoolingProcessor | None = None
         self._making = threading.Lock()
+        self.named_pictures = NamedPictures(config.media.cache_bytes)
         self._chat_template: ChatTemplate | None = None
         self._processors = load_processors(config.logits_processors)
         if tokenizer is not None:
@@ -89,6 +91,7 @@ class FrontEnd:
                 )
                 self._input_processor.chat_template = self._chat_template
                 self._input_processor.images = image_inputs(self.config)
+                self._input_processor.named_pictures = self.named_pictures
                 self._input_processor.grammars.config = self.config.structured_outputs
                 self._input_processor.processors = self._processors
                 self._input_processor.reports_logits = self.config.logprobs_mode.endswith("logits")

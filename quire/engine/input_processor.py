@@ -15,7 +15,8 @@ from quire.adapter_orders import AdapterRef
 from quire.engine.bad_words import BadWordTokenizer
 from quire.errors import PromptTooLongError, UserError, reject_unknown
 from quire.logits_processors import LogitsProcessor, check_params
-from quire.multimodal.inputs import IMAGES, TEXT_ALONE, ImageInputs, NoImages, images_of
+from quire.multimodal.inputs import IMAGES, TEXT_ALONE, ImageInputs, MediaOptions, NoImages, pictures_of
+from quire.multimodal.named import NamedPictures
 from quire.multimodal.sources import Picture
 from quire.parsers.reasoning import ThinkFormat, Thought
 from quire.parsers.registry import detect_reasoning_parser, reasoning_format
@@ -52,7 +53,10 @@ class TextPrompt(TypedDict, total=False):
     prompt: str
     cache_salt: str
     multi_modal_data: Mapping[str, Any]
-    """`image`: one image or a list, each a Pillow image, a uint8 array, or the bytes of a file."""
+    """`image`: one image or a list, each a Pillow image, a uint8 array, or the bytes of a file; None if its uuid names
+    it."""
+    multi_modal_uuids: Mapping[str, Any]
+    """`image`: the caller's names of the images (None: no name). A later prompt may have a name alone."""
 
 
 class TokensPrompt(TypedDict, total=False):
@@ -64,12 +68,14 @@ class TokensPrompt(TypedDict, total=False):
     """Expected output tokens; drafts may come from them."""
     multi_modal_data: Mapping[str, Any] | PlacedImages
     """Images as in TextPrompt, or placed ones."""
+    multi_modal_uuids: Mapping[str, Any]
 
 
 Prompt = str | list[int] | TextPrompt | TokensPrompt
 IMAGE_KEY = "multi_modal_data"
-MEDIA_KEYS = (IMAGE_KEY, "mm_processor_kwargs", "multi_modal_uuids")
-"""Keys of vLLM's multimodal prompts. They must be empty, except the first for a model that takes images."""
+IMAGE_KEYS = (IMAGE_KEY, "multi_modal_uuids")
+MEDIA_KEYS = (*IMAGE_KEYS, "mm_processor_kwargs")
+"""Keys of vLLM's multimodal prompts. They must be empty, except IMAGE_KEYS for a model that takes images."""
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "prediction")
 PREDICTION_TAIL = 16
 """Prompt tokens kept before a prediction, so that its beginning is found."""
@@ -134,6 +140,7 @@ class InputProcessor:
         self.reports_logits = False
         self.max_new_tokens: int | None = None
         self.images: ImageInputs | NoImages = NoImages()
+        self.named_pictures = NamedPictures(0)
         self.processors: Sequence[type[LogitsProcessor]] = ()
         self._request_numbers = itertools.count()  # next() is atomic
         self.chat_template = None if tokenizer is None else ChatTemplate.of(tokenizer)
@@ -163,13 +170,14 @@ class InputProcessor:
             raise UserError("best_of compares log-probabilities, and this engine gives logits", param="best_of")
         self.check_priority(priority)
         content, cache_salt = split_prompt(prompt, cache_salt, takes_images=True)
+        media = MediaOptions(owner=cache_salt)
         if params.skip_reading_prefix_cache:
             cache_salt += uuid.uuid4().hex  # no other request computed blocks under it
         check_unicode(request_id, param="request_id")
         token_ids = self._tokens(content, params, add_special_tokens)
         images: list[PromptImage] = []
-        if isinstance(prompt, Mapping) and (given := prompt.get("multi_modal_data")):
-            token_ids, images = self._place_images(token_ids, given, params)
+        if isinstance(prompt, Mapping) and has_images(prompt):
+            token_ids, images = self._place_images(token_ids, prompt, params, media)
         room = self.max_model_len - len(token_ids)
         if params.min_tokens > room:
             raise UserError(
@@ -262,7 +270,7 @@ class InputProcessor:
         rendered = self.write_chat(self.prepare_chat(conversation), conversation.add_special_tokens)
         if inputs is None:
             return rendered
-        return self.with_images(rendered, [inputs.prepare(each, conversation.media) for each in pictures])
+        return self.with_images(rendered, self._prepared(inputs, pictures, conversation.media))
 
     def image_inputs_of(self, pictures: Sequence[Picture]) -> ImageInputs | None:
         """The model's image inputs; None without pictures. Raises UserError if the model takes no images, or fewer."""
@@ -345,21 +353,23 @@ class InputProcessor:
         return token_ids
 
     def _place_images(
-        self, token_ids: list[int], given: object, params: SamplingParams
+        self, token_ids: list[int], prompt: Mapping[str, Any], params: SamplingParams, options: MediaOptions
     ) -> tuple[list[int], list[PromptImage]]:
-        """Place the images of a prompt's `multi_modal_data`. Raises as ImageInputs.place, and PromptTooLongError."""
+        """Place the images of a prompt. Raises as ImageInputs.place, and PromptTooLongError."""
         if params.truncate_prompt_tokens is not None:
             raise UserError("truncate_prompt_tokens is not supported beside images", param="truncate_prompt_tokens")
         if isinstance(self.images, NoImages):
             raise UserError(f"{IMAGE_KEY} is not supported: {self.images.reason}", param=IMAGE_KEY)
-        if isinstance(given, PlacedImages):
+        if isinstance(given := prompt.get(IMAGE_KEY), PlacedImages):
             return token_ids, list(given)
-        found = images_of(given)
-        self.images.check_number(len(found), IMAGES)
-        pictures = [Picture(f"{IMAGES}[{index}]", image) for index, image in enumerate(found)]
-        token_ids, placed = self.images.place(token_ids, [self.images.prepare(each) for each in pictures], IMAGES)
+        pictures = pictures_of(prompt)
+        self.images.check_number(len(pictures), IMAGES)
+        token_ids, placed = self.images.place(token_ids, self._prepared(self.images, pictures, options), IMAGES)
         self.check_room(token_ids)
         return token_ids, placed
+
+    def _prepared(self, inputs: ImageInputs, pictures: Sequence[Picture], options: MediaOptions) -> list[ReadyImage]:
+        return [inputs.prepare(each, options, self.named_pictures) for each in pictures]
 
     def check_room(self, token_ids: list[int]) -> None:
         if len(token_ids) >= self.max_model_len:
@@ -505,12 +515,17 @@ def mix_seed(seed: int, number: int) -> int:
     return (value ^ (value >> 31)) & MASK_63
 
 
+def has_images(prompt: Mapping[str, Any]) -> bool:
+    """Whether a prompt brings images, or names some."""
+    return any(prompt.get(key) for key in IMAGE_KEYS)
+
+
 def split_prompt(prompt: Prompt, cache_salt: str, *, takes_images: bool = False) -> tuple[str | Sequence[int], str]:
     """Split a prompt of any form into (text or token ids, cache salt). takes_images: images are allowed."""
     content: Any = prompt
     if isinstance(prompt, Mapping):
         for name in MEDIA_KEYS:
-            if prompt.get(name) and not (takes_images and name == IMAGE_KEY):
+            if prompt.get(name) and not (takes_images and name in IMAGE_KEYS):
                 raise UserError(f"{name} is not supported: {TEXT_ALONE}", param=name)
         known = (name for name in map(str, prompt) if name not in MEDIA_KEYS)
         reject_unknown(known, PROMPT_KEYS, "key in the prompt")

@@ -120,8 +120,8 @@ class EngineReady(msgspec.Struct, tag="ready", array_like=True):
 
 
 class Ask(msgspec.Struct, tag="ask", array_like=True):
-    """Question between processes of a server (quire/engine/shared_client.py). number: chosen by the asker. peer: when
-    sent, the recipient (a service of the parent by name, or a session); as delivered, the asking session."""
+    """Question between processes of a server (quire/engine/questions.py). number: chosen by the asker. peer: when sent,
+    the recipient (a service of the parent by name, or a session); as delivered, the asking session."""
 
     number: int
     peer: str | int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -13,7 +13,8 @@ from quire.engine.front_end import FrontEnd
 from quire.engine.input_processor import PlacedImages, Prompt
 from quire.errors import PromptTooLongError
 from quire.multimodal.cache import ReadyImages
-from quire.multimodal.inputs import IMAGES, NO_OPTIONS, ImageInputs, MediaOptions, NoImages, images_of
+from quire.multimodal.inputs import IMAGES, NO_OPTIONS, ImageInputs, MediaOptions, NoImages, pictures_of
+from quire.multimodal.named import NamedPictures, name_key, unknown_name
 from quire.multimodal.sources import Picture
 from quire.prompt_image import ReadyImage
 from quire.utils.fair_threads import FairThreads
@@ -26,6 +27,32 @@ _HELPER = "quire.multimodal.preparing:prepare_file"
 _IMAGES = msgspec.msgpack.Decoder(ReadyImage)
 
 
+class Names(Protocol):
+    """NamedPictures, wherever they are."""
+
+    async def put(self, name: bytes, image: Any) -> None: ...
+
+    async def find(self, name: bytes) -> Any: ...
+
+    async def clear(self) -> None: ...
+
+
+class OwnNames:
+    """Those of this process."""
+
+    def __init__(self, pictures: NamedPictures) -> None:
+        self._pictures = pictures
+
+    async def put(self, name: bytes, image: Any) -> None:
+        await asyncio.to_thread(self._pictures.put, name, image)  # which may copy it
+
+    async def find(self, name: bytes) -> Any:
+        return self._pictures.find(name)
+
+    async def clear(self) -> None:
+        self._pictures.clear()
+
+
 class Pictures:
     """Makes pictures ready. Helper processes decode files; results are cached by content."""
 
@@ -36,25 +63,23 @@ class Pictures:
         self._threads = threads
         self._fetching = ThreadPoolExecutor(MAX_FETCHES, "quire-fetch")
         self.kept = ReadyImages(front_end.config.media.cache_bytes)
+        self.names: Names = OwnNames(front_end.named_pictures)
+        """Pictures that clients have named."""
 
     def close(self) -> None:
         self._fetching.shutdown(wait=False, cancel_futures=True)
 
-    async def of_prompt(self, prompt: Prompt) -> Prompt:
-        """The prompt with its images ready. Raises UserError naming the image."""
-        if not isinstance(prompt, Mapping) or isinstance(prompt["multi_modal_data"], PlacedImages):
+    async def of_prompt(self, prompt: Prompt, owner: str) -> Prompt:
+        """The prompt with its images ready. owner: of their names. Raises UserError naming the image."""
+        if not isinstance(prompt, Mapping) or isinstance(prompt.get("multi_modal_data"), PlacedImages):
             return prompt
         inputs = (await asyncio.to_thread(lambda: self._front_end.input_processor)).images
         if isinstance(inputs, NoImages):
             return prompt  # the input processor says why it takes none
-        found = images_of(prompt["multi_modal_data"])
-        inputs.check_number(len(found), IMAGES)
-        pictures = []
-        for index, image in enumerate(found):
-            where = f"{IMAGES}[{index}]"
-            pictures.append(Picture.of_url(image, where) if isinstance(image, str) else Picture(where, image))
-        ready = await self.ready(inputs, pictures)
-        changed: Any = {**prompt, "multi_modal_data": {"image": ready}}
+        pictures = pictures_of(prompt)
+        inputs.check_number(len(pictures), IMAGES)
+        ready = await self.ready(inputs, pictures, MediaOptions(owner=prompt.get("cache_salt", owner)))
+        changed: Any = {**prompt, "multi_modal_data": {"image": ready}, "multi_modal_uuids": None}
         return changed  # type: ignore[no-any-return]
 
     async def ready(
@@ -95,12 +120,23 @@ class Pictures:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _one(self, inputs: ImageInputs, picture: Picture, options: MediaOptions) -> ReadyImage:
-        image = picture.image
+        image, name = picture.image, None
         if isinstance(image, ReadyImage):
             return image
+        if picture.uuid is not None:
+            name = name_key(options.owner, picture.uuid)
+        if image is None and name is not None:
+            image, name = await self.names.find(name), None
+            if image is None:
+                raise unknown_name(picture)
         if isinstance(image, bytes):
-            return await self._in_turn(len(image), lambda: self._of_file(inputs, picture, image, options))
-        return await self._in_turn(OBJECT_BYTES, lambda: inputs.prepare(picture, options))
+            found = await self._in_turn(len(image), lambda: self._of_file(inputs, picture, image, options))
+        else:
+            of_program = Picture(picture.where, image, picture.detail)
+            found = await self._in_turn(OBJECT_BYTES, lambda: inputs.prepare(of_program, options))
+        if name is not None:
+            await self.names.put(name, image)
+        return found
 
     async def _in_turn(self, size: int, work: Any) -> ReadyImage:
         found: ReadyImage = await asyncio.wrap_future(self._threads.submit(size, work))

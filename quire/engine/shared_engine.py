@@ -26,17 +26,15 @@ from quire.engine.messages import (
     EngineReady,
     SessionMessage,
 )
+from quire.engine.questions import Exchange
 from quire.engine.remote_client import pull_socket, push_socket
 from quire.engine.shared_state import EngineState
 from quire.errors import EngineDeadError, QuireError
 from quire.kv_cache.stats import EngineStats
-from quire.logging import get_logger
 from quire.utils.runtime_directory import RuntimeDirectory
 
-logger = get_logger(__name__)
-
-INBOX = "front-ends"
-"""Name of the parent's socket."""
+INBOX, SESSION = "front-ends", "session-{}"
+"""Names of the sockets of the parent and of a session."""
 PARENT = 0
 """Session number of the parent's own calls."""
 OWN_CALLS = ("is_sleeping", "is_paused")
@@ -44,11 +42,6 @@ OWN_CALLS = ("is_sleeping", "is_paused")
 STATS_SECONDS = 0.5
 """Seconds between two snapshots to a session without outputs."""
 _STOP = b""
-
-
-def session_address(number: int) -> str:
-    """Name of a session's socket."""
-    return f"session-{number}"
 
 
 class SharedEngine:
@@ -64,9 +57,8 @@ class SharedEngine:
         on_stats: Callable[[EngineStats], None],
         on_change: Callable[[], None],
     ) -> None:
-        """directory: location of the sockets. services: the parent's, by name (SharedClient.questions). on_stats:
-        called with each snapshot. on_change: called when the engine is ready and when it has ended. All are called on
-        threads."""
+        """directory: location of the sockets. services: those of Exchange. on_stats: called with each snapshot.
+        on_change: called when the engine is ready and when it has ended. All are called on threads."""
         self._fleet = fleet
         self._directory = directory
         self._state = state
@@ -80,7 +72,7 @@ class SharedEngine:
         self._heard: dict[int, float] = {}
         """Time of each session's last snapshot."""
         self._numbers = itertools.count(1)
-        self._services = services
+        self._exchange = Exchange(services, self._send)
         self._context = zmq.Context()
         self._inbox = pull_socket(self._context, directory.address(INBOX))
         self._encoder = msgspec.msgpack.Encoder()
@@ -98,7 +90,7 @@ class SharedEngine:
         """Open a session; returns its unique number."""
         with self._lock:
             number = next(self._numbers)
-            self._sessions[number] = push_socket(self._context, self._directory.address(session_address(number)))
+            self._sessions[number] = push_socket(self._context, self._directory.address(SESSION.format(number)))
             if self.ready is not None:
                 self._send(number, self.ready)
         return number
@@ -184,13 +176,8 @@ class SharedEngine:
             session, for_fleet = int(sender), []
             for message in map(self._decoder.decode, payloads):
                 match message:
-                    case Ask(number, str() as service, payload):
-                        self._send(session, Answer(number, session, self._serve(service, session, payload)))
-                    case Ask(number, int() as asked, payload):
-                        if not self._send(asked, Ask(number, session, payload)):
-                            self._send(session, Answer(number, session, None))
-                    case Answer():
-                        self._send(message.asker, message)
+                    case Ask() | Answer():
+                        self._exchange.carry(session, message)
                     case _:
                         while isinstance(message, AddRequest) and message.pieces:
                             take_piece(message)
@@ -201,13 +188,6 @@ class SharedEngine:
                         rejections = self._fleet.submit(session, *for_fleet)
                         if rejections:
                             self._send(session, EngineOutputs(rejections=rejections))
-
-    def _serve(self, service: str, session: int, payload: bytes) -> bytes | None:
-        try:
-            return self._services[service](session, payload)
-        except Exception:
-            logger.exception("the service %r failed", service)
-            return None
 
     def _route(self, parts: Parts) -> None:
         """Send each session its part, and handle the parent's."""

@@ -184,8 +184,14 @@ class Rank:
         if self._answers_in_full:
             result.checksum = checksum
             return result
-        nonfinite = result.nonfinite
-        return StepResult(result.step_id, [], transfers=result.transfers, nonfinite=nonfinite, checksum=checksum)
+        return StepResult(
+            result.step_id,
+            [],
+            transfers=result.transfers,
+            nonfinite=result.nonfinite,
+            encoder_seconds=result.encoder_seconds,
+            checksum=checksum,
+        )
 
     def _join(self, config: EngineConfig) -> Executor:
         from quire.executors.local import LocalExecutor

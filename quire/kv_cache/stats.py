@@ -124,6 +124,14 @@ class EngineStats(msgspec.Struct, kw_only=True):
     running_adapters: list[str] = []
     """Names of the adapters of running requests."""
     waiting_adapters: list[str] = []
+    max_encoder_tokens: int = 0
+    """Tokens of images whose features the workers keep at most, unless one image has more; 0: requests have none."""
+    num_encoder_tokens: int = 0
+    """Tokens of images whose features the workers keep."""
+    encoded_images_total: int = 0
+    """Images whose encoding has begun."""
+    encoder_seconds_total: float = 0.0
+    """Seconds that the first worker has encoded images."""
     expert_counts: dict[int, list[int]] | None = None
     """Layer with experts -> rows that each expert has computed since the start; set with the option `expert_counts`, in
     answers to the call `stats`. Ranks compute the same rows, which count once. In the last layer only rows after its

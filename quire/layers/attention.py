@@ -73,7 +73,18 @@ class Attention:
         """x, residual (or None): [T, hidden_size] -> [T, hidden_size]; the residual is overwritten. rotation: cos and
         sin at the tokens' positions, or None. rows: [R], tokens whose results are needed (None: all); then the result
         is [R, hidden_size], while keys and values of all tokens are kept."""
-        attended = step.attend(self._heads, self._project(x), rotation)
+        return self.attend(self._project(x), residual, rotation, step, rows)
+
+    def attend(
+        self,
+        projected: Value,
+        residual: Value | None,
+        rotation: RotationTable | None,
+        step: AttentionStep,
+        rows: ReadRows | None,
+    ) -> Value:
+        """The call after its first product. projected: queries, keys and values."""
+        attended = step.attend(self._heads, projected, rotation)
         if rows is not None:
             attended = self._operations.gather_rows(attended, rows)
             residual = None if residual is None else self._operations.gather_rows(residual, rows)

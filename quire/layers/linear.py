@@ -181,6 +181,18 @@ def _weight_shape(suffix: str, rows: int, columns: int, transposed: bool) -> tup
     return (columns, rows) if transposed else (rows, columns)
 
 
+def side_by_side(left: WeightSlot, right: WeightSlot) -> WeightSlot:
+    """The slot of a checkpoint's matrix whose first input features are those of `left`, the others those of `right`:
+    two matrices take the place of one, so that no kernel puts vectors side by side."""
+    widths = left.shape[1], right.shape[1]
+
+    def load(tensor: WeightSource) -> None:
+        left.load(tensor.narrow(1, 0, widths[0]))
+        right.load(tensor.narrow(1, *widths))
+
+    return WeightSlot((left.shape[0], sum(widths)), load, left.nbytes + right.nbytes)
+
+
 class LocalRows:
     """A matrix [out_features, in_features] that is not shared."""
 

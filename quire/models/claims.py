@@ -56,9 +56,14 @@ def check_dummy(config: ModelConfig, available: int) -> None:
 
 def outline(config: ModelConfig) -> LoadableModel:
     """The model on the meta device; its slots describe a checkpoint."""
+    return build_model(config, outline_context(config))
+
+
+def outline_context(config: ModelConfig) -> LayerContext:
+    """The context of layers on the meta device."""
     dtype = torch.float32
     plain = UnquantizedLinear(dtype)
-    context = LayerContext(
+    return LayerContext(
         dtype=dtype,
         device=torch.device("meta"),
         cache_dtype=config.kv_cache_dtype,
@@ -68,4 +73,3 @@ def outline(config: ModelConfig) -> LoadableModel:
         vocabulary=plain,
         positions=plain,
     )
-    return build_model(config, context)

@@ -96,6 +96,10 @@ class Decoder:
     def cache_specs(self) -> list[LayerSpec]:
         return [layer.cache_spec() for layer in self._layers]
 
+    def tables(self) -> tuple[Embedding, OutputHead]:
+        """The embedding and the output projection, for a head for drafts that has none of its own."""
+        return self._tokens, self._head
+
     def stage(self, numbers: range) -> Self:
         """A view that runs only these layers, with this model's weights and KV-cache layers. Stages after the first
         take `ForwardBatch.hidden`, which all but the last return."""
@@ -219,13 +223,14 @@ class PreNormLayer:
 class LlamaLayer(PreNormLayer):
     """LLaMA's layer, with the family's biases and head norms."""
 
+    attention_class: type[Attention] = Attention
     _attention: Attention
 
     def __init__(self, config: ModelConfig, context: LayerContext, layer: int) -> None:
         fields, family = model_fields(config), ARCHITECTURES[config.architecture]
         epsilon, size = fields.number("rms_norm_eps", 1e-6), config.hidden_size
         self._attention_norm = RMSNorm(size, epsilon, context)
-        self._attention = Attention(
+        self._attention = self.attention_class(
             size,
             layer_attention(config, layer),
             qkv_bias=family.query_bias.read(fields),

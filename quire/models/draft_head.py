@@ -13,16 +13,15 @@ from quire.config.model import ModelConfig
 from quire.kernels.value import Indices, Value
 from quire.kv_cache.spec import LayerSpec
 from quire.layers.batch import ForwardBatch
-from quire.layers.context import LayerContext, WeightSlot, prefixed
+from quire.layers.context import LayerContext, prefixed
 from quire.layers.embedding import Embedding
-from quire.layers.linear import LocalRows
+from quire.layers.linear import LocalRows, side_by_side
 from quire.layers.norm import RMSNorm, UnitOffsetRMSNorm
 from quire.layers.rotary import RotaryEmbedding
 from quire.models.checkpoint_names import CheckpointNames
 from quire.models.decoder import Decoder, DecoderLayer
 from quire.models.head import OutputHead
 from quire.models.interface import CausalLM
-from quire.quantization.integer_weight import WeightSource
 
 
 class HeadNames(NamedTuple):
@@ -55,14 +54,14 @@ class DraftHead(Decoder):
         """layers: numbered in the KV cache after the model's. embedding, rotary, head: the model's."""
         super().__init__(layers, "layers", head, CheckpointNames.of(config), context, [rotary] * len(layers))
         epsilon = model_fields(config).number("rms_norm_eps", 1e-6)
-        self._size = size = config.hidden_size
+        size = config.hidden_size
         self._tokens = embedding
         self._token_norm, self._hidden_norm, self._norm = (self.norm_class(size, epsilon, context) for _ in range(3))
-        # The two halves of one matrix, so that no kernel puts vectors side by side.
         self._from_token, self._from_hidden = (LocalRows(size, size, context) for _ in range(2))
         own = {name: slot for name, slot in self.slots.items() if name.startswith("layers.")}  # the head is the model's
+        halves = (each.slots("joined")["joined.weight"] for each in (self._from_token, self._from_hidden))
         self.slots = own | {
-            f"{self.names.joined}.weight": WeightSlot((size, 2 * size), self._load_halves, 2 * self._from_token.nbytes),
+            f"{self.names.joined}.weight": side_by_side(*halves),
             **prefixed(self.names.token_norm, self._token_norm.slots()),
             **prefixed(self.names.hidden_norm, self._hidden_norm.slots()),
             **prefixed(self.names.norm, self._norm.slots()),
@@ -84,10 +83,6 @@ class DraftHead(Decoder):
         assert batch.hidden is not None, "a guess follows hidden states"
         tokens = self.embed(batch.token_ids)
         return self._operations.add(tokens, self._from_hidden(self._hidden_norm(batch.hidden)))
-
-    def _load_halves(self, tensor: WeightSource) -> None:
-        for half, matrix in enumerate((self._from_token, self._from_hidden)):
-            matrix.load(tensor.narrow(1, half * self._size, self._size))
 
 
 def with_draft_layers(config: ModelConfig) -> ModelConfig:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
+from quire.config.eagle import EagleConfig
 from quire.config.families import ARCHITECTURES
 from quire.config.hf_config import CONFIG_FILE
 from quire.config.load import LoadConfig
@@ -23,7 +24,7 @@ from quire.layers.operations import TorchOperations
 from quire.models.adapters import ModelAdapters
 from quire.models.cache_scales import load_cache_scales
 from quire.models.checkpoint_names import CheckpointNames, language_tensors, vision_tensors
-from quire.models.claims import excess, outline
+from quire.models.claims import excess, outline, outline_context
 from quire.models.gguf.sizes import packed_weight_bytes
 from quire.models.gguf.weights import GGUFWeights
 from quire.models.interface import CausalLM, LoadableModel
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from quire.layers.device import DeviceLayers
     from quire.models.decoder import Decoder
     from quire.models.eager_calls import EagerCalls
+    from quire.models.native import NativeModel
     from quire.quantization.device import DeviceLinear
     from quire.quantization.packed_device import PackedDeviceLinear
 
@@ -132,7 +134,8 @@ def load_model(
 
 def _packed_share(files: GGUFWeights, config: ModelConfig, model: LoadableModel, context: LayerContext) -> int:
     """Bytes of this rank's weights: the file's total, scaled by the rank's share of the elements."""
-    total = packed_weight_bytes(files.directory, config)
+    assert files.header is not None, "the weights have been read"
+    total = packed_weight_bytes(files.header, config)
     if context.group.size == context.stage.count == 1:
         return total
     own, whole = (sum(slot.nbytes for slot in each.slots.values()) for each in (model, outline(config)))
@@ -143,6 +146,52 @@ def _staged(model: CausalLM, config: ModelConfig, context: LayerContext) -> Caus
     """The model wrapped for its stage, or itself if it is whole."""
     stage = context.stage
     return model if stage.count == 1 else StagedModel(model, stage, config.hidden_size, context.dtype)
+
+
+def load_head(
+    config: ModelConfig,
+    eagle: EagleConfig,
+    load: LoadConfig,
+    group: ProcessGroup,
+    model: CausalLM,
+    runtime: NativeRuntime | None = None,
+) -> tuple[CausalLM, torch.Tensor | None]:
+    """A head for drafts of `model` with a checkpoint of its own, and the tokens of its logits (None: all in order).
+    config: of the head. group, runtime: as those of `load_model`, which `model` was loaded with. Raises ModelLoadError
+    as it does."""
+    from quire.models.eagle import HEAD, EagleHead, head_tensors
+
+    files = None if load.load_format == "dummy" else find_weights(config.path, load.load_format)
+    if isinstance(files, GGUFWeights) or (config.quantization is not None and config.quantization.checkpoint_format):
+        raise ModelLoadError(f"{config.path}: heads for drafts are loaded from floating-point checkpoints alone")
+    decoder = cast("Decoder", model) if runtime is None else cast("NativeModel", model).decoder
+    tables = decoder.tables()
+    context = _torch_context(config, group) if runtime is None else _native_context(config, group)
+    stored = {HEAD} if eagle.method == "eagle3" else set()
+    if files is not None:
+        with _named_errors(files):
+            stored = {name for name, _ in head_tensors(files.stream(_silent))}
+            planned = EagleHead(config, eagle, stored, tables, outline_context(config))
+            reason = excess(config, planned, files)
+        if reason is not None:
+            raise ModelLoadError(f"{files.directory}: {reason}")
+    head = EagleHead(config, eagle, stored, tables, context)
+    if files is None:
+        weights = dummy_weights(head.slots, load.seed, _silent, context.device)
+        spread = torch.zeros(eagle.draft_vocab_size, dtype=torch.int64)  # the first tokens
+        head.load_weights([*weights, ("d2t", spread)])
+    else:
+        with _named_errors(files), torch.inference_mode():
+            head.load_weights(files.stream(_silent))
+    if runtime is None:
+        return cast("CausalLM", head), head.token_ids
+    from quire.models.native import NativeModel
+    from quire.quantization.packed import PackedLinear
+
+    for method in (context.linear, context.vocabulary, context.positions):
+        cast("PackedLinear", method).trim()
+    give_back_memory()
+    return NativeModel(head, runtime), head.token_ids
 
 
 def load_vision(

@@ -148,6 +148,11 @@ class NativeModel:
         return self._model.output_size
 
     @property
+    def decoder(self) -> Decoder:
+        """The model whose layers are recorded."""
+        return self._model
+
+    @property
     def draft_head(self) -> NativeModel | None:
         """Native draft head of the model; None without one."""
         head = getattr(self._model, "draft_head", None)

@@ -14,7 +14,8 @@ from quire.config.hf_config import CONFIG_FILE
 from quire.config.media import OF_FILES, TEXT_DEFAULTS, Color, MediaConfig, ProcessorOptions
 from quire.config.vision import VISION_TOWERS, EncoderCosts, VisionConfig, read_vision
 from quire.errors import UserError
-from quire.multimodal.sources import LOW_DETAIL_PIXELS, Picture, is_data_url
+from quire.multimodal.named import NamedPictures, name_key, unknown_name
+from quire.multimodal.sources import LOW_DETAIL_PIXELS, Picture, checked_uuid, is_data_url
 from quire.prompt_image import PromptImage, ReadyImage
 
 if TYPE_CHECKING:
@@ -27,10 +28,12 @@ IMAGES = "multi_modal_data.image"
 
 @dataclass(frozen=True)
 class MediaOptions:
-    """Image options of one request. background: None for the engine's."""
+    """Image options of one request. background: None for the engine's. owner: client that the images' names belong
+    to."""
 
     processor: ProcessorOptions = OF_FILES
     background: Color | None = None
+    owner: str = ""
 
 
 NO_OPTIONS = MediaOptions()
@@ -76,16 +79,27 @@ class ImageInputs:
         processor = replace(processor, min_pixels=min(least, most), max_pixels=most)
         return Preparation(processor, options.background or self.media.background)
 
-    def prepare(self, picture: Picture, options: MediaOptions = NO_OPTIONS) -> ReadyImage:
-        """Fetch and decode an image in this process. Raises UserError."""
+    def prepare(
+        self, picture: Picture, options: MediaOptions = NO_OPTIONS, named: NamedPictures | None = None
+    ) -> ReadyImage:
+        """Fetch and decode an image in this process. named: pictures by uuid, which this may read or add to. Raises
+        UserError."""
         image = picture.image
         if isinstance(image, ReadyImage):
             return image
+        name = None if picture.uuid is None or named is None else name_key(options.owner, picture.uuid)
+        if image is None:
+            image = None if name is None or named is None else named.find(name)
+            if image is None:
+                raise unknown_name(picture)
         if isinstance(image, str) and not is_data_url(image):
             from quire.multimodal.fetching import fetch_image
 
             image = fetch_image(image, picture.where, self.media)
-        return self.preparation(picture.detail, options).prepare(image, picture.where)
+        ready = self.preparation(picture.detail, options).prepare(image, picture.where)
+        if name is not None and named is not None:
+            named.put(name, image)
+        return ready
 
     def place(
         self, token_ids: list[int], images: Sequence[ReadyImage], where: str
@@ -167,15 +181,35 @@ def encoder_costs(config: EngineConfig) -> EncoderCosts | None:
     return EncoderCosts.of(found.vision, config.model.shape.active_parameters())
 
 
-def images_of(data: object) -> list[Any]:
-    """Images of a prompt's `multi_modal_data`: one, or a list. Raises UserError for other data."""
+def pictures_of(prompt: Mapping[str, Any]) -> list[Picture]:
+    """Images of a prompt's `multi_modal_data`, with their names in `multi_modal_uuids`. Raises UserError for other
+    data."""
+    images, names = (_images_in(prompt.get(key), key) for key in ("multi_modal_data", "multi_modal_uuids"))
+    images = images or [None] * len(names)
+    if names and len(names) != len(images):
+        raise UserError(
+            f"multi_modal_uuids.image has {len(names)} names for {len(images)} images", param="multi_modal_uuids.image"
+        )
+    found = []
+    for index, image in enumerate(images):
+        where, uuid = f"{IMAGES}[{index}]", names[index] if names else None
+        if image is None or isinstance(image, str):
+            found.append(Picture.of_url(image, where, uuid=uuid))
+        else:
+            found.append(Picture(where, image, uuid=checked_uuid(uuid, where)))
+    return found
+
+
+def _images_in(data: object, key: str) -> list[Any]:
+    """Entries for images in an object of a prompt: one, or a list."""
+    if data is None:
+        return []
     if not isinstance(data, Mapping):
-        raise UserError(f"multi_modal_data must be an object, not {type(data).__name__}", param="multi_modal_data")
+        raise UserError(f"{key} must be an object, not {type(data).__name__}", param=key)
     for name in data:
         if name != "image":
             raise UserError(
-                f"multi_modal_data.{name!s:.50} is not supported: a prompt has images alone",
-                param=f"multi_modal_data.{name!s:.50}",
+                f"{key}.{name!s:.50} is not supported: a prompt has images alone", param=f"{key}.{name!s:.50}"
             )
     images = data.get("image")
     if images is None:

@@ -16,7 +16,9 @@ from quire.errors import UserError
 DETAILS = ("auto", "low", "high", "original")
 """Values of an image's `detail`. Only "low" differs from the model's settings."""
 LOW_DETAIL_PIXELS = 512 * 512
-"""Maximum number of pixels in an image of low detail."""
+"""Maximum of pixels in an image of low detail."""
+MAX_UUID = 1024
+"""Maximum of characters in a client's name of an image."""
 IMAGE_OF_PART = {"image_url": "image_url", "input_image": "image_url"}
 """Type of a content part -> field with its image's URL."""
 OBJECT_OF_PART = {"image": "image", "image_pil": "image_pil"}
@@ -36,22 +38,27 @@ DEFAULT_LIMITS = ImageLimits()
 
 class Picture(msgspec.Struct, frozen=True):
     """Image of a message. where: path of its field, for errors. image: bytes of its file, URL other than a data URL, or
-    a program's image (see `ImageInputs.prepare`). detail: one of DETAILS."""
+    a program's image (see `ImageInputs.prepare`); None for the image sent before under the uuid. detail: one of
+    DETAILS. uuid: the client's name of the image."""
 
     where: str
     image: Any
     detail: str = "auto"
+    uuid: str | None = None
 
     @classmethod
-    def of_url(cls, url: object, where: str, detail: object = None) -> Picture:
-        """Raises UserError for a data URL without an image, and for an unknown detail."""
-        if not isinstance(url, str) or not url:
+    def of_url(cls, url: object, where: str, detail: object = None, uuid: object = None) -> Picture:
+        """url: None or empty if a uuid stands for the image. Raises UserError for a data URL without an image, and for
+        an unknown detail or uuid."""
+        name = checked_uuid(uuid, where)
+        is_named_alone = name is not None and (url is None or url == "")
+        if not is_named_alone and (not isinstance(url, str) or not url):
             raise UserError(f"{where}: an image needs a URL", param=where)
         if detail is not None and detail not in DETAILS:
             known = ", ".join(DETAILS)
             raise UserError(f"{where}: detail must be one of {known}, not {detail!r:.50}", param=where)
-        image = read_data_url(url, where) if is_data_url(url) else url
-        return cls(where, image, "auto" if detail is None else str(detail))
+        image = None if not isinstance(url, str) else read_data_url(url, where) if is_data_url(url) else url or None
+        return cls(where, image, "auto" if detail is None else str(detail), name)
 
 
 def picture_of(part: Any, where: str, *, takes_objects: bool = False) -> Picture | None:
@@ -66,7 +73,8 @@ def picture_of(part: Any, where: str, *, takes_objects: bool = False) -> Picture
         return None
     image: Any = part.get(name)
     detail: Any = part.get("detail")
-    if image is None:
+    uuid: Any = part.get("uuid")
+    if image is None and uuid is None:
         raise UserError(f"{where}: a content part of type {kind!r} needs a {name}", param=f"{where}.{name}")
     if isinstance(image, Mapping):
         if unknown := image.keys() - {"url", "detail"}:
@@ -74,8 +82,17 @@ def picture_of(part: Any, where: str, *, takes_objects: bool = False) -> Picture
         detail = image.get("detail", detail)
         image = image.get("url")
     if kind in OBJECT_OF_PART and not isinstance(image, str):
-        return Picture(where, image)
-    return Picture.of_url(image, f"{where}.{name}", detail)
+        return Picture(where, image, uuid=checked_uuid(uuid, where))
+    return Picture.of_url(image, f"{where}.{name}", detail, uuid)
+
+
+def checked_uuid(uuid: object, where: str) -> str | None:
+    """A client's name for a picture; None: it has none. Raises UserError."""
+    if uuid is None:
+        return None
+    if not isinstance(uuid, str) or not 1 <= len(uuid) <= MAX_UUID:
+        raise UserError(f"{where}: a uuid is a string of 1 to {MAX_UUID} characters", param=where)
+    return uuid
 
 
 def is_data_url(url: str) -> bool:

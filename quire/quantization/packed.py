@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from quire.config.model import DTYPE_BYTES
+from quire.errors import ModelLoadError
 from quire.kernels.arguments import ExpertWeights
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.packing import Arena, PackedMatrix
@@ -48,11 +49,10 @@ PANEL = 16
 @dataclass(eq=False, slots=True)
 class PackedParameters:
     """matrices: one below the other, none until the format of the weights is known. (Where rows are gated, one,
-    or gate and up.) whole: one matrix is asked for.
+    or gate and up.)
     pending: quantised parts whose other parts have not come yet, by first row."""
 
     shape: LinearShape
-    whole: bool = False
     matrices: list[PackedMatrix] = field(default_factory=list)
     bias: torch.Tensor | None = None
     pending: dict[int, QuantizedWeight] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class PackedLinear:
         return PackedParameters(shape)
 
     def create_stack(self, shape: LinearShape, count: int) -> list[PackedParameters]:
-        return [PackedParameters(shape, whole=True) for _ in range(count)]
+        return [PackedParameters(shape) for _ in range(count)]
 
     def load_rows(
         self, parameters: PackedParameters, suffix: str, tensor: WeightTensor, first_row: int, num_rows: int
@@ -165,7 +165,7 @@ class PackedLinear:
     def apply_experts(
         self, weights: ExpertWeights, x: Buffer, routing: Buffer, residual: Buffer | None = None
     ) -> Buffer:
-        gate_up, down = ([_native_matrix(each) for each in part] for part in (weights.gate_up, weights.down))
+        (gate_up, up), (down, _) = (_stack_of(part) for part in (weights.gate_up, weights.down))
         x.recorder.keep.append(weights)
         return x.recorder.call(
             "experts",
@@ -173,8 +173,10 @@ class PackedLinear:
             over=residual,
             buffers={"x": x, "routing": routing, "residual": residual},
             gate_up=[matrix for matrix, _ in gate_up],
+            up=[matrix for matrix, _ in up],
             down=[matrix for matrix, _ in down],
             gate_up_bias=_all_or_none([bias for _, bias in gate_up]),
+            up_bias=_all_or_none([bias for _, bias in up]),
             down_bias=_all_or_none([bias for _, bias in down]),
             top_k=routing.width // 2,
             activation=ACTIVATIONS[weights.gating.activation],
@@ -216,7 +218,7 @@ class PackedLinear:
         shape = parameters.shape
         parts = [parameters.pending[row] for row in sorted(parameters.pending)]
         rounded, memory = self._format.rounded_activations, self._arena.allocate
-        runs = [parts] if parameters.whole else runs_of_blocks(parts)
+        runs = runs_of_blocks(parts)
         of_run = replace(shape, gated=False) if len(runs) > 1 else shape
         packed = [pack_parts(run, of_run, rounded_activations=rounded, memory=memory) for run in runs]
         parameters.matrices = [matrix for matrix in packed if matrix is not None]
@@ -327,10 +329,14 @@ def _native_matrices(parameters: PackedParameters) -> list[tuple[PackedMatrix, i
     return [(each, 0 if each.bias is None else each.bias.data_ptr()) for each in parameters.matrices]
 
 
-def _native_matrix(parameters: PackedParameters) -> tuple[_native.PackedWeight, int]:
-    """The only packed matrix, and the address of its bias, 0 for none."""
-    ((matrix, bias),) = _native_matrices(parameters)
-    return matrix.as_native(), bias
+def _stack_of(part: Sequence[PackedParameters]) -> tuple[list[tuple[_native.PackedWeight, int]], ...]:
+    """Of each expert the packed matrix, and the address of its bias, 0 for none; where gate and up are apart, of all
+    experts then, the gate's, and up's likewise."""
+    matrices = [[(matrix.as_native(), bias) for matrix, bias in _native_matrices(each)] for each in part]
+    firsts, seconds = [each[0] for each in matrices], [each[1] for each in matrices if len(each) == GATED_PARTS]
+    if seconds and len(seconds) != len(firsts):
+        raise ModelLoadError("the experts of a layer are quantised in different formats")
+    return firsts, seconds
 
 
 def _all_or_none(biases: list[int]) -> list[int]:

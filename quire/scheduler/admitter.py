@@ -178,7 +178,7 @@ class Admitter:
         self._running.enter(request, [leader])
         leader.blocks = self._kv.allocate_prefix(leader.chain, num_cached, leader.token_ids)
         leader.num_computed_tokens = num_cached
-        leader.first_step_id = builder.step_id
+        leader.first_step_id = builder.plan.step_id
         self._count_start(request, num_cached, now)
         self._grow_new(builder, leader, num_tokens)
 
@@ -213,7 +213,7 @@ class Admitter:
         start = leader.num_computed_tokens
         allocation = self._kv.allocate_slots(leader.blocks, start, start + num_tokens)
         assert allocation is not None, "admitted without room"
-        builder.block_copies += allocation.copies  # the last block of a registered prefix
+        builder.plan.block_copies += allocation.copies  # the last block of a registered prefix
         builder.add_row(leader)
         builder.schedule(leader, num_tokens)
         if leader.num_computed_tokens == leader.request.fork_position:

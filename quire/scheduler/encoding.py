@@ -12,6 +12,7 @@ from collections import OrderedDict
 from quire.config.vision import EncoderCosts
 from quire.decoding.sequence import Deferral, OrderKey, Request, RequestStatus
 from quire.image_orders import EncodeSlice, ImageOrders
+from quire.kv_cache.stats import EngineStats
 from quire.prompt_image import PromptImage
 from quire.scheduler.admission import Quote
 from quire.scheduler.gates import Stage
@@ -114,6 +115,13 @@ class ImageEncodings:
         self._kept.clear()
         self._wanted.clear()
         self._current = None
+
+    def report_stats(self, stats: EngineStats) -> None:
+        """Fill in what the workers keep and have encoded."""
+        if self._costs is not None:
+            stats.max_encoder_tokens = self._costs.cache_tokens
+            stats.num_encoder_tokens = sum(kept.num_tokens for kept in self._kept.values())
+            stats.encoded_images_total = self.num_begun
 
     def _want(self, image: PromptImage, request: Request) -> None:
         current = self._current

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from quire.adapter_orders import AdapterOrders
 from quire.decoding.drafts import Drafts
 from quire.decoding.parallel import fork_siblings
 from quire.decoding.sequence import Request, Sequence
-from quire.image_orders import ImageOrders
 from quire.kv_cache.block_table import BlockAllocation, BlockTable
 from quire.kv_cache.manager import KVCacheManager
 from quire.multimodal.positions import row_fields
 from quire.scheduler.beam_reorder import BeamReorder
 from quire.scheduler.in_flight import InFlight
-from quire.step import HostTransfers, NewSequence, SequenceFork, StepPlan, Transfers
+from quire.step import HostTransfers, NewSequence, StepPlan
 
 
 class PlanChanges:
@@ -35,61 +33,53 @@ class PlanChanges:
         if self.beam_reorder.forget(sequence):
             self.released.append(sequence.seq_id)
 
+    def move_to(self, plan: StepPlan) -> None:
+        """Let a plan carry the changes, and forget them."""
+        plan.released, self.released = self.released, []
+        plan.trimmed_tables, self.trimmed = self.trimmed, {}
+        plan.beam_reorders, plan.token_overrides = self.beam_reorder.take()
+
 
 class PlanBuilder:
-    """Collects the columns of one plan during one pass of `Scheduler.schedule`."""
+    """Fills one plan during one pass of `Scheduler.schedule`."""
 
     def __init__(self, step_id: int, budget: int) -> None:
-        self.step_id = step_id
+        self.start_positions: list[int] = []
+        self.num_tokens: list[int] = []
+        self.sample_from: list[int] = []
+        self.plan = StepPlan(step_id, [], self.start_positions, self.num_tokens, [], self.sample_from)
+        """Without `seq_ids`, `sample_seq_ids` and what `build` adds."""
         self.budget = budget
         """Tokens that may still be scheduled."""
         self.num_steady = 0
         """Sequences placed by `place_steady`."""
         self.sequences: list[Sequence] = []
-        self.start_positions: list[int] = []
-        self.num_tokens: list[int] = []
         self.filled: list[tuple[Sequence, BlockTable, int]] = []
         """See `InFlight.filled`."""
         self.num_drafts: dict[int, int] = {}
         """Batch index -> drafts among its tokens."""
-        self.drafts: dict[int, list[int]] = {}
-        self.appended: dict[int, list[int]] = {}
         self.samples: list[Sequence] = []
-        self.sample_from: list[int] = []
-        self.pooled: list[int] = []
-        """Indices into `samples`."""
-        self.masked: list[int] = []
-        """Indices into `samples`; see `StepPlan.expects_sampling_inputs`."""
-        self.new_sequences: dict[int, NewSequence] = {}
-        self.new_blocks: dict[int, list[list[int]]] = {}
-        self.replaced_blocks: list[tuple[int, int, int, int]] = []
-        self.block_copies: list[tuple[int, int]] = []
         self.grown: list[tuple[Sequence, BlockAllocation]] = []
         """Allocations for sequences with a request slot, which a rollback undoes."""
         self.swap_out: list[tuple[int, int]] = []
         self.swap_in: list[tuple[int, int]] = []
         self.resumed: list[tuple[Sequence, BlockTable, int]] = []
         """Sequences that are swapped in, with their blocks and numbers of computed tokens."""
-        self.transfers: Transfers | None = None
-        """Orders of the KV connector."""
-        self.adapters: AdapterOrders | None = None
-        self.images: ImageOrders | None = None
-        self.forks: list[SequenceFork] = []
         self.forked: list[tuple[Sequence, list[Sequence]]] = []
 
     def grow(self, sequence: Sequence, allocation: BlockAllocation) -> None:
         """Record an allocation for a sequence with a request slot."""
         self.grown.append((sequence, allocation))
         if any(allocation.new_blocks):
-            self.new_blocks[sequence.seq_id] = allocation.new_blocks
+            self.plan.new_blocks[sequence.seq_id] = allocation.new_blocks
         if allocation.replaced:
-            self.block_copies += allocation.copies
-            self.replaced_blocks += [(sequence.seq_id, *entry) for entry in allocation.replaced]
+            self.plan.block_copies += allocation.copies
+            self.plan.replaced_blocks += [(sequence.seq_id, *entry) for entry in allocation.replaced]
 
     def add_row(self, sequence: Sequence) -> None:
         """Give a sequence a request slot on the workers, with its present blocks."""
         assert sequence.blocks is not None
-        self.new_sequences[sequence.seq_id] = NewSequence(
+        new = NewSequence(
             seq_id=sequence.seq_id,
             token_ids=list(sequence.token_ids),
             num_prompt_tokens=sequence.request.num_prompt_tokens,
@@ -99,11 +89,13 @@ class PlanBuilder:
             prediction=sequence.request.prediction,
             **row_fields(sequence.request),
         )
+        self.plan.new_sequences.append(new)
 
     @property
     def is_idle(self) -> bool:
         """True if the plan runs, encodes and swaps nothing; a swapped sequence without copies counts as swapping."""
-        return not (self.sequences or self.new_sequences or self.swap_out or self.swap_in or self.images)
+        plan = self.plan
+        return not (self.sequences or plan.new_sequences or self.swap_out or self.swap_in or plan.images)
 
     def schedule(self, sequence: Sequence, num_tokens: int) -> None:
         """Add a batch entry, advance the sequence's counters, and sample if this reaches its last token."""
@@ -128,13 +120,13 @@ class PlanBuilder:
             sequence.num_pending_tokens += 1
             request = sequence.request
             if request.pooling:
-                self.pooled.append(len(self.samples) - 1)
+                self.plan.pooled.append(len(self.samples) - 1)
             elif request.constraint is not None:
-                self.masked.append(len(self.samples) - 1)
+                self.plan.expects_sampling_inputs.append(len(self.samples) - 1)
 
     def append_forced(self, sequence: Sequence) -> None:
         """Send the last tokens of a sequence, which the workers have not sampled."""
-        self.appended[sequence.seq_id] = sequence.token_ids[-sequence.num_unsent_tokens :]
+        self.plan.appended[sequence.seq_id] = sequence.token_ids[-sequence.num_unsent_tokens :]
         sequence.num_unsent_tokens = 0
 
     def place_drafts(self, drafts: Drafts) -> None:
@@ -144,7 +136,7 @@ class PlanBuilder:
         if num_drafts:
             self.num_drafts[len(self.sequences) - 1] = num_drafts
             if drafts.token_ids is not None:
-                self.drafts[sequence.seq_id] = drafts.token_ids
+                self.plan.drafts[sequence.seq_id] = drafts.token_ids
             self.num_tokens[-1] += num_drafts
             self.budget -= num_drafts
             sequence.num_computed_tokens += num_drafts
@@ -169,7 +161,7 @@ class PlanBuilder:
             if end == until and sequence.blocks is not None:
                 self.filled.append((sequence, sequence.blocks, end))
         if starts:
-            count, batch_index = len(starts), len(self.num_tokens)
+            count, batch_index = len(starts), len(self.sequences)
             steady = running[index : index + count]
             self.sequences += steady
             self.samples += steady
@@ -187,7 +179,7 @@ class PlanBuilder:
         self.sample_from.append(batch_index)
         sequence.num_pending_tokens += 1
         if sequence.request.constraint is not None:
-            self.masked.append(len(self.samples) - 1)
+            self.plan.expects_sampling_inputs.append(len(self.samples) - 1)
 
     def fork(self, parent: Sequence, kv: KVCacheManager) -> None:
         """Fork the siblings of the last entry's sequence after this step's forward pass. Siblings without output sample
@@ -195,9 +187,9 @@ class PlanBuilder:
         batch_index = len(self.sequences) - 1
         children = []
         for child, fork in fork_siblings(parent, kv):
-            self.forks.append(fork)
+            self.plan.forks.append(fork)
             children.append(child)
-            child.first_step_id = self.step_id
+            child.first_step_id = self.plan.step_id
             if fork.token_ids is None:
                 self.sample(child, batch_index)
         self.forked.append((parent, children))
@@ -212,32 +204,32 @@ class PlanBuilder:
         """Remove the entries of a request that is being preempted; they are the last ones. Returns its allocations,
         which the caller undoes in this order."""
         assert all(parent.request is not request for parent, _ in self.forked), "a forking request is preempted"
+        plan = self.plan
         while self.samples and self.samples[-1].request is request:
             self.samples.pop().num_pending_tokens -= 1
             self.sample_from.pop()
-        if self.pooled and self.pooled[-1] >= len(self.samples):
-            self.pooled.pop()  # of the request's only sequence
-        while self.masked and self.masked[-1] >= len(self.samples):
-            self.masked.pop()
+        for indices in (plan.pooled, plan.expects_sampling_inputs):
+            while indices and indices[-1] >= len(self.samples):
+                indices.pop()
         while self.sequences and self.sequences[-1].request is request:
             sequence, count = self.sequences.pop(), self.num_tokens.pop()
             self.start_positions.pop()
             num_drafts = self.num_drafts.pop(len(self.sequences), 0)
-            self.drafts.pop(sequence.seq_id, None)
-            self.appended.pop(sequence.seq_id, None)
+            plan.drafts.pop(sequence.seq_id, None)
+            plan.appended.pop(sequence.seq_id, None)
             sequence.num_pending_tokens -= num_drafts
             sequence.num_pending_drafts -= num_drafts
             sequence.num_computed_tokens -= count
             self.budget += count
-            self.new_blocks.pop(sequence.seq_id, None)
+            plan.new_blocks.pop(sequence.seq_id, None)
         while self.filled and self.filled[-1][0].request is request:
             self.filled.pop()
         undone = []
         while self.grown and self.grown[-1][0].request is request:
             undone.append(self.grown.pop())
             allocation = undone[-1][1]
-            del self.block_copies[len(self.block_copies) - len(allocation.copies) :]
-            del self.replaced_blocks[len(self.replaced_blocks) - len(allocation.replaced) :]
+            del plan.block_copies[len(plan.block_copies) - len(allocation.copies) :]
+            del plan.replaced_blocks[len(plan.replaced_blocks) - len(allocation.replaced) :]
         return undone
 
     def order_transfers(self, kv: KVCacheManager, *, may_wait: bool, awaits_report: bool) -> None:
@@ -250,48 +242,24 @@ class PlanBuilder:
         if awaits_report:
             transfers = transfers or HostTransfers()
             transfers.awaits_report = True
-        self.transfers = transfers
+        self.plan.transfers = transfers
 
-    def in_flight(self, plan: StepPlan) -> InFlight:
-        return InFlight(plan, self.sequences, self.filled, self.samples, self.forked, self.resumed, [])
+    def in_flight(self) -> InFlight:
+        """What the scheduler knows of the plan that was built, until its result comes."""
+        return InFlight(self.plan, self.sequences, self.filled, self.samples, self.forked, self.resumed, [])
 
     def build(self, changes: PlanChanges) -> StepPlan:
-        """The plan; it carries and clears the changes since the last one."""
-        transfers = self.transfers
+        """The plan, which carries and clears the changes since the last one."""
+        plan = self.plan
         if self.swap_out or self.swap_in:
-            transfers = transfers or HostTransfers()
+            transfers = plan.transfers = plan.transfers or HostTransfers()
             transfers.swap_out = self.swap_out + transfers.swap_out
             transfers.swap_in = self.swap_in + transfers.swap_in
-        seq_ids = [sequence.seq_id for sequence in self.sequences]
-        moves = self.new_sequences or transfers or self.adapters or self.images
-        if self.num_steady == len(seq_ids) and not moves and changes.is_empty:  # as in most steps
-            return StepPlan(self.step_id, seq_ids, self.start_positions, self.num_tokens, seq_ids, self.sample_from)
-        all_sample = self.samples == self.sequences
-        released, changes.released = changes.released, []
-        trimmed, changes.trimmed = changes.trimmed, {}
-        beam_reorders, token_overrides = changes.beam_reorder.take()
-        return StepPlan(
-            step_id=self.step_id,
-            seq_ids=seq_ids,
-            start_positions=self.start_positions,
-            num_tokens=self.num_tokens,
-            sample_seq_ids=seq_ids if all_sample else [sequence.seq_id for sequence in self.samples],
-            sample_from=self.sample_from,
-            new_sequences=list(self.new_sequences.values()),
-            new_blocks=self.new_blocks,
-            replaced_blocks=self.replaced_blocks,
-            block_copies=self.block_copies,
-            forks=self.forks,
-            released=released,
-            beam_reorders=beam_reorders,
-            token_overrides=token_overrides,
-            appended=self.appended,
-            transfers=transfers,
-            adapters=self.adapters,
-            images=self.images,
-            num_drafts=[self.num_drafts.get(i, 0) for i in range(len(seq_ids))] if self.num_drafts else [],
-            drafts=self.drafts,
-            trimmed_tables=trimmed,
-            pooled=self.pooled,
-            expects_sampling_inputs=self.masked,
-        )
+        plan.seq_ids = plan.sample_seq_ids = [sequence.seq_id for sequence in self.sequences]
+        if self.num_steady != len(self.sequences) and self.samples != self.sequences:
+            plan.sample_seq_ids = [sequence.seq_id for sequence in self.samples]
+        if self.num_drafts:
+            plan.num_drafts = [self.num_drafts.get(index, 0) for index in range(len(self.sequences))]
+        if not changes.is_empty:
+            changes.move_to(plan)
+        return plan

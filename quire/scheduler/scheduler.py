@@ -177,19 +177,20 @@ class Scheduler:
     def _finish_plan(self, builder: PlanBuilder, *, awaits_report: bool = False) -> StepPlan | None:
         """Add transfers, image and adapter orders, and build the plan; None when it is still empty."""
         if self._images.are_any:
-            builder.images = self._images.orders(builder.budget, is_idle=builder.is_idle and not self._in_flight)
+            builder.plan.images = self._images.orders(builder.budget, is_idle=builder.is_idle and not self._in_flight)
         is_idle = builder.is_idle
         may_wait = is_idle and not self._in_flight
         builder.order_transfers(self.kv, may_wait=may_wait, awaits_report=awaits_report)
         if self._adapters.are_any:
-            builder.adapters = self._adapters.take_orders(may_wait=may_wait and builder.transfers is None)
-        if is_idle and builder.transfers is None and builder.adapters is None:
+            orders = self._adapters.take_orders(may_wait=may_wait and builder.plan.transfers is None)
+            builder.plan.adapters = orders
+        if is_idle and builder.plan.transfers is None and builder.plan.adapters is None:
             # The slots of finished sequences stay taken until the next plan, which nothing needs before.
             return None
         for parent, children in builder.forked:  # they run from the next step on
             self._running.insert_forked(parent, children)
         plan = builder.build(self._changes)
-        self._in_flight[plan.step_id] = builder.in_flight(plan)
+        self._in_flight[plan.step_id] = builder.in_flight()
         self._stats.steps_total += not is_idle
         self._stats.scheduled_tokens_total += self._limits.max_num_tokens - builder.budget
         if plan.block_copies or plan.transfers is not None:
@@ -222,6 +223,7 @@ class Scheduler:
             ends.fail(samples[index], reason)
         if result.transfers is not None:
             self.kv.connector.update(result.transfers)
+        self._stats.encoder_seconds_total += result.encoder_seconds
         if result.adapters:
             self._adapters.update(result.adapters, self._requests.values())
         logprobs = map(result.logprobs.get, count()) if result.logprobs else repeat(None)
@@ -401,6 +403,7 @@ class Scheduler:
         describe_kv(stats, self.kv, self._running.sequences, self._in_flight.values())
         self._waiting.report_stats(stats)
         self._adapters.report_stats(stats, self._waiting)
+        self._images.report_stats(stats)
         stats.num_running = len(self._requests) - stats.num_waiting
         return copy.copy(stats)
 

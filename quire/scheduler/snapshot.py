@@ -41,6 +41,8 @@ class RequestView(msgspec.Struct):
     num_cached_tokens: int
     """Prompt tokens found in the prefix cache at its first start."""
     num_preemptions: int
+    num_image_tokens: int
+    """Prompt tokens that stand for images."""
     waits_for_prefix: bool
     """True while another request computes a prefix that this one will share."""
     sequences: list[SequenceView]
@@ -81,7 +83,7 @@ def _view_prefix(name: str, prefix: RegisteredPrefix, kv: KVCacheManager) -> Req
     tables = [list(table) for table in prefix.blocks.tables]
     num_filled_slots = _num_filled_slots(prefix.blocks, prefix.num_tokens, kv)
     sequence = SequenceView(0, 0, prefix.num_tokens, num_filled_slots, tables, [])
-    return RequestView(name, "pinned", prefix.num_tokens, 0, 0, waits_for_prefix=False, sequences=[sequence])
+    return RequestView(name, "pinned", prefix.num_tokens, 0, 0, 0, waits_for_prefix=False, sequences=[sequence])
 
 
 def _num_filled_slots(blocks: BlockTable, num_tokens: int, kv: KVCacheManager) -> int:
@@ -96,6 +98,7 @@ def _view_request(request: Request, kv: KVCacheManager) -> RequestView:
         num_prompt_tokens=request.num_prompt_tokens,
         num_cached_tokens=request.num_cached_tokens or 0,
         num_preemptions=request.num_preemptions,
+        num_image_tokens=sum(image.num_tokens for image in request.images),
         waits_for_prefix=request.deferral is not None and request.deferral.reason == PENDING_PREFIX,
         sequences=[_view_sequence(sequence, kv) for sequence in request.live_sequences],
     )

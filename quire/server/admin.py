@@ -146,9 +146,10 @@ def _add_cache_routes(app: FastAPI, context: ServerContext) -> None:
     @app.post("/reset_mm_cache")
     @admin
     async def reset_mm_cache() -> Response:
-        """Clear this process's cache of prepared images."""
+        """Clear this process's cache of prepared images, and all processes' names of images."""
         context.check_alive()
         engine.texts.pictures.kept.clear()
+        await engine.texts.pictures.names.clear()
         return Response()
 
     @app.post("/reset_encoder_cache")

@@ -28,6 +28,7 @@ from quire.server.lifecycle import SHUTDOWN_GRACE_SECONDS, loop_factory, preload
 from quire.server.report import StartReport
 from quire.server.settings import ServerSettings
 from quire.server.shared_adapters import ADAPTERS_FILE, NamesFile
+from quire.server.shared_pictures import ParentsNames
 from quire.server.shared_responses import ParentsResponses
 from quire.utils.child_process import watch_parent
 from quire.utils.failures import explain
@@ -139,6 +140,7 @@ def serve(launch: ApiLaunch, control: socket.socket) -> None:
             ParentsResponses(client),
             lambda: state.loads.pids,
             NamesFile(directory / ADAPTERS_FILE),
+            ParentsNames(client),
         )
         app = create_app(engine, settings, common)
         limited = msgspec.structs.replace(settings, max_connections=make_room_for_connections(settings.max_connections))

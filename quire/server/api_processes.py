@@ -21,14 +21,16 @@ import msgspec
 from quire import envs
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
-from quire.engine.fleet import Fleet, open_fleet
+from quire.engine.fleet import Fleet
 from quire.engine.messages import EngineFailed
+from quire.engine.open_fleet import open_fleet
 from quire.engine.shared_engine import SharedEngine
 from quire.engine.shared_state import SharedState
 from quire.errors import EngineDeadError, QuireError, named_error
 from quire.kv_cache.stats import EngineStats
 from quire.logging import get_logger, tell
 from quire.metrics.prometheus import StepTokens
+from quire.multimodal.named import NamedPictures
 from quire.server.api_process import (
     KEYS_FILE,
     NUMBERS_FILE,
@@ -48,6 +50,7 @@ from quire.server.listener import Listener
 from quire.server.report import StartReport, tell_systemd
 from quire.server.response_store import ResponseStore
 from quire.server.settings import ServerSettings
+from quire.server.shared_pictures import PICTURES, PictureService
 from quire.server.shared_responses import SERVICE, ResponseService
 from quire.server.stats_log import log_stats
 from quire.utils.child_process import describe_exit, is_stopped, kill, start_interpreter, wait_or_kill
@@ -125,11 +128,12 @@ class _Parent:
         self._loads = state.loads
         self._loads.take_slot(settings.api_server_count, os.getpid())
         self._responses = ResponseService(ResponseStore(settings.max_stored_responses, settings.response_store_bytes))
+        names = NamedPictures(int(options.mm_processor_cache_gb * 2**30))
         self._engine = SharedEngine(
             fleet,
             directory,
             state.engine,
-            services={SERVICE: self._responses.answer},
+            services={SERVICE: self._responses.answer, PICTURES: PictureService(names).answer},
             on_stats=partial(self._note_stats, steps),
             on_change=self._note_change,
         )

@@ -56,18 +56,20 @@ from quire.version import __version__
 
 if TYPE_CHECKING:
     from quire.engine.async_engine import AsyncLLM
+    from quire.engine.pictures import Names
 
 
 @dataclass(frozen=True, slots=True)
 class Common:
-    """State that a server's API processes share: counters, stored responses, process ids and adapter names. keys: makes
-    the key ring; called once."""
+    """State that the API processes of a server share: counters, stored responses, process ids, names of adapters and of
+    pictures. keys: makes the key ring; called once."""
 
     numbers: Numbers
     keys: Callable[[], KeyRing]
     responses: Responses
     pids: Callable[[], Sequence[int]]
     adapters: SharedNames
+    pictures: Names
 
 
 def create_app(engine: AsyncLLM, settings: ServerSettings, common: Common | None = None) -> FastAPI:
@@ -90,9 +92,8 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, common: Common | None
         sleep_level=lambda: engine.sleep_level,
         numbers=None if common is None else common.numbers,
     )
-    if common is None:
-        responses = OwnResponses(ResponseStore(settings.max_stored_responses, settings.response_store_bytes))
-        common = Common(Numbers.alone(), lambda: KeyRing.of(settings), responses, lambda: [os.getpid()], OneProcess())
+    common = common or alone(engine, settings)
+    engine.texts.pictures.names = common.pictures
     engine.input_processor.clips_max_tokens = False
     engine.pooling.model_name = names[0]  # clients know no path
     engine.input_processor.max_new_tokens = engine.model_config.sampling_defaults.get("max_tokens")
@@ -149,6 +150,13 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, common: Common | None
     add_middleware(app, settings, metrics, counter)
     add_observers(app, context)
     return app
+
+
+def alone(engine: AsyncLLM, settings: ServerSettings) -> Common:
+    """What the only process of a server has to itself."""
+    responses = OwnResponses(ResponseStore(settings.max_stored_responses, settings.response_store_bytes))
+    adapters, pictures = OneProcess(), engine.texts.pictures.names
+    return Common(Numbers.alone(), lambda: KeyRing.of(settings), responses, lambda: [os.getpid()], adapters, pictures)
 
 
 def add_doors(app: FastAPI, context: ServerContext) -> None:

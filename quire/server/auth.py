@@ -13,7 +13,7 @@ from fastapi import Request
 from quire.engine.request_part import CLIENT_NAME
 from quire.server.errors import api_error
 from quire.server.keys import Client, KeyRing
-from quire.server.limits import CLIENT
+from quire.server.limits import CLIENT, OWNER
 from quire.utils.fair_threads import CALLER
 
 _PUBLIC_MARK = "needs_no_key"
@@ -65,6 +65,7 @@ def key_check(keys: KeyRing, *, on_unix_socket: bool = False) -> Callable[[Reque
         request.state.client = client
         CLIENT.set(client)
         CLIENT_NAME.set(client.name)
+        OWNER.set(owner_of(request))
         CALLER.set(client.name or _network_of(request))
 
     return check_key

@@ -20,7 +20,7 @@ from quire.lora_request import LoRARequest
 from quire.multimodal.inputs import NO_OPTIONS, MediaOptions
 from quire.outputs import RequestMetrics, RequestOutput, raise_if_nonfinite
 from quire.sampling_params import SamplingParams
-from quire.server.limits import CHARGE, Charge, client_salt
+from quire.server.limits import CHARGE, Charge, client_salt, names_owner
 from quire.server.protocol.chat import TemplateInputs
 from quire.server.protocol.common import AnswerTimes, CompletionTokensDetails, PromptTokensDetails, Usage
 from quire.server.protocol.messages import ChatMessage, found_messages
@@ -102,7 +102,8 @@ def _media_options(context: ServerContext, inputs: TemplateInputs) -> MediaOptio
             )
     given = inputs.media_io_kwargs
     background = background_of(given) if given else None
-    return MediaOptions(ProcessorOptions.of(inputs.mm_processor_kwargs or {}), background)
+    asked = ProcessorOptions.of(inputs.mm_processor_kwargs or {})
+    return MediaOptions(asked, background, names_owner(inputs.cache_salt))
 
 
 async def generate(

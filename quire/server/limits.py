@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 SECONDS = 60.0
 CLIENT: ContextVar[Client | None] = ContextVar("client_of_request", default=None)
 """Client whose request the running task answers; None on a route without keys."""
+OWNER: ContextVar[str] = ContextVar("owner_of_request", default="")
+"""Digest of the key that the request brought (quire/server/auth.py)."""
 
 
 class Allowance:
@@ -105,6 +107,11 @@ class Charge:
             self._prompts.add(prompt)
             self._limit.use_tokens(len(output.prompt_token_ids))
         self._limit.use_tokens(sum(len(completion.token_ids) for completion in output.outputs))
+
+
+def names_owner(cache_salt: str | None) -> str:
+    """The owner of the names that a request has for pictures: its key and its salt. cache_salt: the request's own."""
+    return f"{OWNER.get()}:{client_salt(cache_salt)}"
 
 
 def client_salt(given: str | None) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
-from quire.config.gguf import NO_TOKEN, end_tokens
+from quire.config.gguf import END_NAMES, NO_TOKEN, end_tokens
 from quire.config.hf_json import Fields
 from quire.errors import ModelLoadError
 from quire.tokenization.ranked_bpe import KIMI_PATTERN
@@ -260,7 +260,8 @@ def _vocabulary(file: GGUFFile) -> tuple[list[str], list[int | float]]:
         kinds = [NORMAL] * len(tokens)
     if len(kinds) != len(tokens):
         raise file.error(f"tokenizer.ggml.token_type has {len(kinds)} entries for {len(tokens)} tokens")
-    for token_id in end_tokens(tokens).values():
+    named = {token: token_id for token_id, token in enumerate(tokens) if token in END_NAMES}
+    for token_id in end_tokens(named).values():
         kinds[token_id] = CONTROL  # some converters wrote another kind
     return tokens, kinds
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import tokenizers
 
+from quire.config.eagle import with_verifier
 from quire.config.hf_config import find_model
 from quire.config.hf_json import read_optional_json, shown
 from quire.config.options import EngineOptions
@@ -334,9 +335,12 @@ def _with_flags(
 def open_tokenizer(options: EngineOptions, vocab_size: int) -> Tokenizer | None:
     if options.skip_tokenizer_init:
         return None
-    is_own = options.tokenizer is None or options.tokenizer == options.model
+    name = options.tokenizer
+    is_own = name is None or name == options.model
+    if is_own:
+        options = with_verifier(options)
     return load_tokenizer(
-        options.model if options.tokenizer is None else options.tokenizer,
+        options.model if name is None or is_own else name,
         options.tokenizer_revision or (options.revision if is_own else None),
         vocab_size=vocab_size,
         download_dir=options.download_dir,

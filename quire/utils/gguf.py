@@ -15,6 +15,7 @@ import mmap
 import re
 import struct
 import sys
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -181,20 +182,18 @@ class GGUFFile:
 
     def strings(self, key: str) -> list[str] | None:
         """An array of strings; None without the key."""
-        array = self._array(key)
-        if array is None:
-            return None
-        if array.type != _STRING:
-            raise self.error(f"{key} must be a list of strings")
-        found, position, data = [], array.start, self._maps[0]
-        for _ in range(array.count):
-            (length,) = _U64.unpack_from(data, position)
-            position += _U64.size + length
-            found.append(data[position - length : position])
+        found = self._strings(key)
         try:
-            return [text.decode() for text in found]
+            return None if found is None else [text.decode() for text in found]
         except UnicodeDecodeError:
             raise self.error(f"{key} holds a string that is not valid UTF-8") from None
+
+    def places(self, key: str, names: Collection[str]) -> dict[str, int]:
+        """Indices of those of `names` that an array of strings holds, the last one of each; empty when the key is
+        absent. The others are not decoded."""
+        found = self._strings(key) or []
+        known = {name.encode() for name in names}.intersection(found)
+        return {text.decode(): index for index, text in enumerate(found) if text in known} if known else {}
 
     def numbers(self, key: str) -> list[int | float] | None:
         """An array of numbers; None without the key."""
@@ -228,6 +227,19 @@ class GGUFFile:
 
     def __exit__(self, _type: type[BaseException] | None, _e: BaseException | None, _tb: TracebackType | None) -> None:
         self.close()
+
+    def _strings(self, key: str) -> list[bytes] | None:
+        array = self._array(key)
+        if array is None:
+            return None
+        if array.type != _STRING:
+            raise self.error(f"{key} must be a list of strings")
+        found, position, data, number = [], array.start, self._maps[0], _U64.unpack_from
+        for _ in range(array.count):
+            (length,) = number(data, position)
+            position += _U64.size + length
+            found.append(data[position - length : position])
+        return found
 
     def _array(self, key: str) -> _Array | None:
         value = self.metadata.get(key)
@@ -358,11 +370,13 @@ class _HeaderReader:
         self._num_strings += count
         if self._num_strings > MAX_STRINGS:
             raise self._error(f"{key} has {count} strings; there may be {MAX_STRINGS} in all")
-        position, last, data = self._position, self._limit - _U64.size, self._data
-        for _ in range(count):
-            if position > last:
-                raise self._past_the_end(key)
-            position += _U64.size + _U64.unpack_from(data, position)[0]
+        position, data, number, more = self._position, self._data, _U64.unpack_from, _U64.size
+        try:
+            for _ in range(count):
+                (length,) = number(data, position)
+                position += length + more
+        except (struct.error, OverflowError):  # no number is there
+            raise self._past_the_end(key) from None
         self._skip(position - self._position, key)
 
     def _text(self, what: str, longest: int) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from quire.config.model_shape import STATE_BORDER
+from quire.layers.batch import ForwardResult
 from quire.sampling.results import Deferred, SampledTokens
 from quire.step import StepPlan, StepResult
 from quire.worker.finders import Finder
@@ -51,8 +52,12 @@ class HostDrafts:
 
     writes_blocks = False
     """True if making drafts writes to the KV cache."""
+    follows = False
+    """True if drafts are made from what steps compute (`take`, `follow`)."""
     reads_all = False
-    """True if drafts are made from the hidden states of all tokens (`follow`)."""
+    """True if the last layer computes all tokens for it."""
+    taps: tuple[int, ...] = ()
+    """Numbers of the layers whose results it reads."""
 
     def __init__(self, num_rows: int, max_drafts: int, finder: Finder, *, has_states: bool) -> None:
         """has_states: True for a model with states kept at borders; no draft may be the last token before one."""
@@ -102,8 +107,11 @@ class HostDrafts:
         token table."""
         return False
 
-    def follow(self, batch: InputBatch, hidden: torch.Tensor, lengths: np.ndarray, table: np.ndarray) -> None:
-        """Process a step's hidden states if `reads_all`. hidden: [T, size]. lengths: current tokens of its sequences,
+    def take(self, result: ForwardResult[torch.Tensor]) -> None:
+        """Keep what `follow` needs of a step's forward pass, if `follows`."""
+
+    def follow(self, batch: InputBatch, lengths: np.ndarray, table: np.ndarray) -> None:
+        """Process a step with known samples, if `follows`. lengths: current tokens of its sequences,
         [S]."""
 
     def accept(self, chosen: Sequence[int], sources: Sequence[int]) -> list[int]:

@@ -19,9 +19,11 @@ from quire.worker.finders import NO_FINDER
 from quire.worker.input_batch import InputBatch
 
 if TYPE_CHECKING:
+    from quire.layers.batch import ForwardResult
     from quire.models.interface import CausalLM
     from quire.step import StepPlan
     from quire.worker.platform.cpu_inputs import CacheBackends
+    from quire.worker.platform.interface import HeadInputs
     from quire.worker.request_state import RequestState
 
 
@@ -30,21 +32,25 @@ class HeadDrafts(HostDrafts):
     their first step, as the hidden state is their parent's."""
 
     writes_blocks = True
-    reads_all = True
+    follows = True
 
     def __init__(
         self,
         config: SpeculationConfig,
         head: CausalLM,
+        reads: HeadInputs,
         tables: BlockTables,
         backends: CacheBackends,
         longest: int,
         *,
         has_states: bool,
     ) -> None:
-        """backends: the head's. longest: maximum tokens of a sequence."""
+        """reads: hidden states for the head. backends: the head's. longest: maximum tokens of a sequence."""
         super().__init__(tables.num_rows, config.max_drafts, NO_FINDER, has_states=has_states)
         self._head = head
+        self.taps, self.reads_all = reads.taps, not reads.taps
+        self._token_ids = reads.token_ids
+        self._hidden = torch.zeros(0)
         self._tables = tables
         self._backends = backends
         self._longest = longest
@@ -83,14 +89,20 @@ class HeadDrafts(HostDrafts):
             self._placed[index] = self._drafts[row, :count].tolist()
         return True
 
-    def follow(self, batch: InputBatch, hidden: torch.Tensor, lengths: np.ndarray, table: np.ndarray) -> None:
+    def take(self, result: ForwardResult[torch.Tensor]) -> None:
+        self._hidden = torch.cat([result.tapped[layer] for layer in self.taps], 1) if self.taps else result.hidden
+
+    def follow(self, batch: InputBatch, lengths: np.ndarray, table: np.ndarray) -> None:
+        hidden = self._hidden
         counts = np.minimum(batch.ends, lengths - 1) - batch.starts
         due = np.flatnonzero(counts > 0)
         own = InputBatch.of(batch.rows[due], batch.starts[due], counts[due])
         if own.num_tokens != len(hidden):
             shift = np.repeat(batch.query_start[:-1][due] - own.query_start[:-1], own.counts)
             hidden = hidden[torch.from_numpy(np.arange(own.num_tokens) + shift)]
-        self._results[own.rows] = self._run(own, hidden, own.query_start[1:] - 1, table)
+        results = self._run(own, hidden, own.query_start[1:] - 1, table)
+        self._results = self._results.to(results.dtype)  # that of the first, from then on
+        self._results[own.rows] = results
         self._known[own.rows] = own.ends + 1
 
     def look_up(
@@ -112,6 +124,8 @@ class HeadDrafts(HostDrafts):
         results, number = self._results[rows], 0
         while len(rows):
             tokens = self._head.compute_logits(results).argmax(1).numpy()
+            if self._token_ids is not None:
+                tokens = self._token_ids[tokens]
             table[rows, lengths + number] = tokens
             self._drafts[rows, number] = tokens
             number += 1

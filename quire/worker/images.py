@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import torch
 
@@ -27,6 +29,7 @@ class ImageOverlays:
         """Features by image key, [tokens, feature_size] float32."""
         self._run: tuple[bytes, EncoderRun] | None = None
         """Key and run of the partly encoded image."""
+        self._seconds = 0.0
         self._shown: dict[int, list[ImagePlace]] = {}
         """Images by sequence."""
 
@@ -37,8 +40,15 @@ class ImageOverlays:
             if new.images:
                 self._shown[new.seq_id] = new.images
         if plan.images is not None:
+            since = time.perf_counter()
             self._follow(plan.images)
+            self._seconds += time.perf_counter() - since
         return self._overlay(plan, batch) if self._shown else None
+
+    def take_seconds(self) -> float:
+        """Seconds of encoding since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
     def weight_bytes(self) -> int:
         """Bytes of the tower's parameters."""

@@ -27,7 +27,10 @@ def measure_memory(model: CausalLM, config: ModelConfig, limits: StepLimits, met
 def draft_memory(draft: DraftModel, limits: StepLimits) -> MemoryProfile:
     """Memory of a draft model; for a head, estimated activations."""
     if draft.meter is None:
-        return MemoryProfile(0, estimate_activations(draft.config, limits.max_num_tokens, limits.max_num_seqs), 0, None)
+        activations = estimate_activations(draft.config, limits.max_num_tokens, limits.max_num_seqs)
+        if draft.head is not None:  # what it reads, and a copy of it
+            activations += 8 * limits.max_num_tokens * len(draft.head.taps) * draft.config.hidden_size
+        return MemoryProfile(0, activations, draft.model.weight_bytes() if draft.is_apart else 0, None)
     return measure_memory(draft.model, draft.config, limits, draft.meter)
 
 

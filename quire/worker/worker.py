@@ -182,7 +182,7 @@ class Worker:
         described, draft = self.platform.describe(), self.platform.draft_model
         if self._model is not None:
             described += f", {format_bytes(self._model.weight_bytes())} of weights"
-        if draft is not None and draft.meter is not None:
+        if draft is not None and draft.is_apart:
             described += f", {format_bytes(draft.model.weight_bytes())} of a draft model's"
         return described
 
@@ -283,6 +283,8 @@ class Worker:
         result = launched.collect()
         result.transfers = self._connector.end_plan(launched.plan)
         result.adapters = self._adapters.end_plan(launched.plan)
+        if self._images is not None and launched.plan.images is not None:
+            result.encoder_seconds = self._images.take_seconds()
         return result
 
     def _drop_offloaded(self) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import os
 import signal
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from quire.bench.datasets import PromptSpec
 from quire.bench.metrics import RequestRecord
@@ -207,6 +210,22 @@ def test_the_command_fails_when_every_request_fails(tmp_path: Path) -> None:
     assert result["ttft_ms"] is None
 
 
+def test_chat_with_random_pictures(tmp_path: Path) -> None:
+    with running(OpenAIServer(lambda index, body: Reply(chat_parts(["hi"])))) as server:
+        flags = ["--endpoint", "chat", "--model", "m", "--input-len", "5"]
+        for _ in range(2):
+            status, _ = bench(server, tmp_path, *flags, "--images", "1:2", "--image-size", "8x4,6x6")
+            assert status == 0
+    contents = [body["messages"][0]["content"] for body in server.requests]
+    urls = [[part["image_url"]["url"] for part in content[:-1]] for content in contents]
+    assert sorted(urls[:6]) == sorted(urls[6:]), "drawn from the seed"
+    assert {len(each) for each in urls} == {1, 2}
+    files = {base64.b64decode(url.removeprefix("data:image/jpeg;base64,")) for each in urls for url in each}
+    assert len(files) == sum(map(len, urls[:6])), "no two are alike"
+    assert {Image.open(io.BytesIO(file)).size for file in files} == {(8, 4), (6, 6)}
+    assert all(len(content[-1]["text"].split()) == 5 for content in contents)
+
+
 def test_chat_with_every_flag(tmp_path: Path) -> None:
     with running(OpenAIServer(lambda index, body: Reply(chat_parts(["hi"])))) as server:
         server.base_url += "/v1/"
@@ -277,6 +296,11 @@ def test_a_dataset_is_sent_as_it_is(tmp_path: Path) -> None:
         (["--endpoint", "embeddings"], "invalid choice"),
         (["--dataset", "x.jsonl", "--input-len", "3"], "not with --dataset"),
         (["--dataset", "x.jsonl", "--output-len", "3:4"], "one number"),
+        (["--images", "1"], "--images needs --endpoint chat"),
+        (["--image-size", "4x4"], "--image-size needs --images"),
+        (["--endpoint", "chat", "--images", "x"], "--images must be"),
+        (["--endpoint", "chat", "--images", "1", "--image-size", "4x4,0x4"], "--image-size must be pixels"),
+        (["--endpoint", "chat", "--images", "1", "--dataset", "x.jsonl"], "not with --dataset"),
     ],
 )
 def test_wrong_use_is_one_line_and_exit_2(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from benchmarks.peers.make_gguf import Cut, write
 from benchmarks.peers.report import as_markdown, as_text, ratio_rows
 from benchmarks.peers.settings import BITS, Settings, Trial, axes_of, fastest, search, settings_of_file
 from benchmarks.peers.workload import Workload, parse_workload
-from quire.config.gguf import read_gguf_config
+from quire.config.gguf import read_gguf
 from quire.models.gguf.weights import GGUFWeights
 
 PEERS = ("vllm", "openvino", "llama.cpp", "ctranslate2", "mistral.rs", "transformers", "quire")
@@ -132,7 +132,7 @@ def test_a_cut_reads_as_a_model_of_its_sizes_with_weights_of_one_deviation(
     dense = "Q8_0" if kind == "MXFP4" else kind
     cut = Cut(architecture, kind, dense, 1, 256, 256, 4, 2, 64, 4, 2, 256, extra)
     write(cut, tmp_path / "cut.gguf")
-    config = read_gguf_config(tmp_path / "cut.gguf")
+    config = read_gguf(tmp_path / "cut.gguf").config
     count = config["num_local_experts" if architecture == "gpt-oss" else "num_experts"]
     assert (count, config["num_experts_per_tok"], config["vocab_size"]) == (4, 2, 256)
     weights = dict(GGUFWeights(tmp_path / "cut.gguf").stream(lambda done, total: None))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quire.config.families import GGUF
-from quire.config.gguf import read_gguf_config
+from quire.config.gguf import read_gguf
 from quire.config.gguf_tensors import hf_name
 from quire.config.hf_config import load_model_config, model_fields
 from quire.config.model import ModelConfig
@@ -203,7 +203,7 @@ def test_rope_scalings(tmp_path: Path) -> None:
 def test_a_directory_with_one_file_needs_no_config_json(tmp_path: Path) -> None:
     path = model().write(tmp_path / "any.gguf")
     assert read(tmp_path).path == path
-    other = {**read_gguf_config(path), "max_position_embeddings": 128}
+    other = {**read_gguf(path).config, "max_position_embeddings": 128}
     (tmp_path / "config.json").write_text(json.dumps(other))
     config = read(tmp_path)
     assert (config.path, config.max_model_len) == (tmp_path, 128)

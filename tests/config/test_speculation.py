@@ -85,9 +85,10 @@ def test_methods_of_a_cpu(method: dict[str, Any]) -> None:
         ({"num_speculative_tokens": 2}, "method must be one of"),
         ({"method": "ngram"}, "num_speculative_tokens"),
         (
-            {"method": "eagle", "num_speculative_tokens": 2},
-            r"method must be one of ngram, ngram_gpu, suffix, .*, not 'eagle'",
+            {"method": "egale", "num_speculative_tokens": 2},
+            r"method must be one of ngram, ngram_gpu, suffix, .*, not 'egale'",
         ),
+        ({"method": "eagle3", "num_speculative_tokens": 2}, "model must name the model that makes the drafts"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens must be from 1 to 31, not 0"),
         (
             {"method": "ngram", "num_speculative_tokens": 2, "model": "x"},

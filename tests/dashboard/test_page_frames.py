@@ -174,6 +174,19 @@ def test_adapters_have_a_line(tab: Chromium) -> None:
         assert text(tab, "#adapters-summary") == "2 of 8 slots · running sql · waiting <b>"
 
 
+def test_images_have_a_line(tab: Chromium) -> None:
+    driver = CoreDriver(make_config())
+    driver.add("r#1", [1, 2, 3])
+    frame = frame_of(driver)
+    with shown(tab, frame):
+        assert tab.evaluate("document.querySelector('#images').hidden")
+    frame.kv.requests[0].num_image_tokens = 2
+    frame.stats.max_encoder_tokens, frame.stats.num_encoder_tokens, frame.stats.encoded_images_total = 5000, 1500, 3
+    with shown(tab, frame):
+        assert text(tab, "#images-summary") == "1,500 of 5,000 tokens kept · 3 encoded"
+        assert "2 of images" in text(tab, "#queues")
+
+
 @pytest.mark.long
 def test_the_profile_of_the_browser_is_its_own(tmp_path: Path) -> None:
     program = find_chromium()

@@ -118,6 +118,17 @@ def test_adapters_have_a_line(driver: CoreDriver) -> None:
     assert "adapters: 2 of 8 slots; running sql, [b]; waiting 0, 1, 2, 3, 4, 5 and 2 more" in text
 
 
+def test_images_have_a_line_and_a_column(driver: CoreDriver) -> None:
+    driver.add("r#1", [1, 2, 3])
+    frame = frame_of(driver)
+    assert "images" not in printed(frame)
+    frame.kv.requests[0].num_image_tokens = 1234
+    frame.stats.max_encoder_tokens, frame.stats.num_encoder_tokens, frame.stats.encoded_images_total = 5000, 1500, 3
+    text = printed(frame)
+    assert "images: 1,500 of 5,000 tokens kept; 3 encoded" in text
+    assert "1,234" in text
+
+
 def test_more_requests_than_lines(driver: CoreDriver) -> None:
     for number in range(1, 21):
         driver.add(f"r#{number}", [number, 2, 3])

@@ -17,20 +17,27 @@ import pytest
 
 PAGE = Path(__file__).parents[2] / "docs" / "features.md"
 START, END = "<!-- cells of drafts -->\n", "<!-- end of the cells -->"
-DRAFTERS = ("n-gram", "suffix", "hostile")
+DRAFTERS = ("n-gram", "suffix", "hostile", "EAGLE")
 HERE = "tests/e2e/"
 DRAFTS, CROSSINGS, TEXT = "test_drafts.py", "test_draft_crossings.py", "test_drafts_in_text.py"
+Cells = tuple[str, str, str, str]
 
 
-def _family(name: str) -> tuple[str, str, str]:
+def _eagle(cells: Cells, test: str, parameters: str = "") -> Cells:
+    """The cells with a test of heads in the last one."""
+    end = rf"\[{parameters}\]" if parameters else ""
+    return (*cells[:3], f"test_eagle.py::{test}{end}")
+
+
+def _family(name: str) -> Cells:
     """The cells of a model in test_drafts.py, two steps in flight."""
     same = rf"{DRAFTS}::test_other_drafters\[{name}-(?:64-|torch-64-)?%s-2\]"
-    return rf"{DRAFTS}::test_equal_bits\[{name}-(?:64-|torch-64-)?2\]", same % "suffix", same % "hostile"
+    return rf"{DRAFTS}::test_equal_bits\[{name}-(?:64-|torch-64-)?2\]", same % "suffix", same % "hostile", ""
 
 
-def _crossing(test: str, parameters: str = "", *, end: str = "") -> tuple[str, str, str]:
+def _crossing(test: str, parameters: str = "", *, end: str = "") -> Cells:
     name = rf"{CROSSINGS}::{test}\[%s{parameters}{end}\]"
-    return name % "ngram", name % "suffix", ""
+    return name % "ngram", name % "suffix", "", ""
 
 
 def _random(name: str) -> str:
@@ -43,13 +50,20 @@ CELLS = MappingProxyType(
             rf"{DRAFTS}::test_equal_bits\[llama-1\]",
             rf"{DRAFTS}::test_other_drafters\[llama-suffix-1\]",
             rf"{DRAFTS}::test_other_drafters\[llama-hostile-1\]",
+            r"test_eagle.py::test_equal_bits\[eagle3-1\]",
         ),
-        "two steps in flight; prefix hits; `n` > 1; beams in the same steps": _family("llama"),
+        "two steps in flight; prefix hits; `n` > 1; beams in the same steps": _eagle(
+            _family("llama"), "test_equal_bits", "eagle3-2"
+        ),
         "chunks; preemption by recomputation and by swapping": (
             rf"{DRAFTS}::test_in_chunks_with_few_blocks\[llama-2\]",
-            *_family("llama")[1:],
+            *_family("llama")[1:3],
+            r"test_eagle.py::test_in_chunks_with_few_blocks\[eagle3-2\]",
         ),
-        "random schedules, with aborts, time limits, priorities": tuple(map(_random, ("ngram", "suffix", "hostile"))),
+        "random schedules, with aborts, time limits, priorities": (
+            *map(_random, ("ngram", "suffix", "hostile")),
+            "",
+        ),
         "windows": _family("qwen3-window"),
         "chunked attention": _crossing("test_layers_of_other_kinds", "-llama4"),
         "latent attention": _crossing("test_layers_of_other_kinds", "-deepseek-v3"),
@@ -57,24 +71,33 @@ CELLS = MappingProxyType(
         "states": _family("qwen3.5-small-states"),
         "states and experts": _family("qwen3-next-few-experts"),
         "experts": _crossing("test_layers_of_other_kinds", "-mixtral"),
-        "quantised weights and caches": _crossing("test_weights_and_caches", "-.*quantization.*"),
+        "quantised weights and caches": _eagle(
+            _crossing("test_weights_and_caches", "-.*quantization.*"), "test_other_ways_to_compute", ".*quantization.*"
+        ),
         "schemas, patterns, forced tokens, marks": (
             rf"{TEXT}::test_the_text_without_drafts\[native-.-(a schema|a pattern).*-found\]",
             "",
             "",
+            r"test_eagle.py::test_constraints\[2\]",
         ),
         "stop strings, penalties, budgets": (
             rf"{TEXT}::test_the_text_without_drafts\[native-.-(stop|penalties|a budget).*-found\]",
             "",
             "",
+            "",
         ),
         "registered prefixes": _crossing("test_registered_prefixes"),
         "the disk tier": _crossing("test_disk_tier"),
-        "sleep": _crossing("test_sleep", "-1"),
-        "two ranks": _crossing("test_two_ranks"),
+        "sleep": _eagle(_crossing("test_sleep", "-1"), "test_a_speculator_is_served"),
+        "two ranks": _eagle(_crossing("test_two_ranks"), "test_other_ways_to_compute", ".*parallel.*"),
         "an engine that is killed in a run": _crossing("test_restart_in_a_run", "-2"),
-        "a device's graphs, interpreted": (r"test_drafts_on_device.py::test_graphs_of_drafts_change_no_bit\[", "", ""),
-        "adapters": (r"test_adapters.py::.*\[.*drafts.*\]", "", ""),
+        "a device's graphs, interpreted": (
+            r"test_drafts_on_device.py::test_graphs_of_drafts_change_no_bit\[",
+            "",
+            "",
+            "",
+        ),
+        "adapters": (r"test_adapters.py::.*\[.*drafts.*\]", "", "", ""),
     }
 )
 """Feature -> for each of DRAFTERS a pattern of the tests' ids; empty: there is none."""

@@ -54,10 +54,13 @@ class KnownText(RandomDrafts):
 
 
 class Engines(NamedTuple):
-    """One without drafts, and one with them whose drafter a test chooses."""
+    """One without drafts, and one with them whose drafter a test chooses. usual: texts of the first, which say where
+    others are to end. expected: the first one's outputs, by kind of request."""
 
     plain: LLM
     drafting: LLM
+    usual: list[RequestOutput]
+    expected: dict[str, list[RequestOutput]]
 
     def counts(self) -> tuple[int, int]:
         """Drafts that were accepted, and all."""
@@ -73,7 +76,7 @@ def engines(request: pytest.FixtureRequest, bundled_model_path: Path) -> Iterato
         LLM(str(bundled_model_path), **options) as plain,
         LLM(str(bundled_model_path), speculative_config=NGRAM, **options) as drafting,
     ):
-        yield Engines(plain, drafting)
+        yield Engines(plain, drafting, plain.generate(PROMPTS, params(**VARIED), use_tqdm=False), {})
 
 
 def params(**fields: Any) -> SamplingParams:
@@ -139,13 +142,14 @@ CELLS = [*product(KINDS, ["found", "random"]), *product(CONSTRAINTS, ["found"])]
 @pytest.mark.parametrize(("kind", "drafter"), CELLS)
 def test_the_text_without_drafts(engines: Engines, kind: str, drafter: str) -> None:
     """Twice: the second time all prompts are in the prefix cache."""
-    plain, drafting = engines
-    usual = plain.generate(PROMPTS, params(**VARIED), use_tqdm=False)
-    asked = [*(params(**(KINDS | CONSTRAINTS)[kind](text)) for text in usual), SEEDED]
+    drafting = engines.drafting
+    asked = [*(params(**(KINDS | CONSTRAINTS)[kind](text)) for text in engines.usual), SEEDED]
     if kind in CONSTRAINTS:
         asked[-1] = msgspec.structs.replace(SEEDED, structured_outputs=BEHIND_A_MARK)
     prompts = [*PROMPTS, "print"]
-    expected = plain.generate(prompts, asked, use_tqdm=False)
+    if kind not in engines.expected:
+        engines.expected[kind] = engines.plain.generate(prompts, asked, use_tqdm=False)
+    expected = engines.expected[kind]
     scheduler: Any = drafting._client._core.scheduler  # type: ignore[attr-defined]
     scheduler._drafter = chosen = WorkerDrafts(NUM_DRAFTS) if drafter == "found" else KnownText(3, NUM_DRAFTS)
     if isinstance(chosen, KnownText):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,11 +17,16 @@ from PIL import Image
 from transformers import PreTrainedModel
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from quire.config.options import EngineOptions
 from quire.config.vision import EncoderCosts
+from quire.engine.async_engine import AsyncLLM
 from quire.errors import UserError
 from quire.llm import LLM
 from quire.sampling_params import SamplingParams
 from quire.scheduler.scheduler import Scheduler
+from tests.e2e.test_restart import GUARD_SECONDS, open_engine
+from tests.fakes.fates import Fates
+from tests.long import all_but_long
 from tests.models.harness import randomize, save
 from tests.models.vision_models import IMAGE_END as END
 from tests.models.vision_models import IMAGE_START as START
@@ -79,6 +86,11 @@ def expected(model: PreTrainedModel) -> list[list[int]]:
 
 
 def generated(model: PreTrainedModel, given: dict[str, Any]) -> list[int]:
+    return continued(model, given)[0]
+
+
+def continued(model: PreTrainedModel, given: dict[str, Any]) -> tuple[list[int], torch.Tensor]:
+    """Greedy tokens, and the log-probabilities of all tokens at their places, [NUM_TOKENS, vocabulary]."""
     images = given.get("multi_modal_data", {}).get("image", [])
     token_ids, options = given["prompt_token_ids"], {}
     if images:
@@ -91,10 +103,9 @@ def generated(model: PreTrainedModel, given: dict[str, Any]) -> list[int]:
         options = {**features, "mm_token_type_ids": types}
     ids = torch.tensor([token_ids])
     with torch.inference_mode():
-        output = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS, do_sample=False, **options
-        )
-    return output[0, len(token_ids) :].tolist()
+        options |= {"do_sample": False, "return_dict_in_generate": True, "output_scores": True}
+        found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS, **options)
+    return found.sequences[0, len(token_ids) :].tolist(), torch.cat(found.scores).log_softmax(-1)
 
 
 def engine(directory: Path, **options: Any) -> LLM:
@@ -142,6 +153,9 @@ def test_equal_images_are_encoded_once_and_hits_encode_none(directory: Path) -> 
     with engine(directory) as llm:
         tokens(llm, [PROMPTS[1]])
         assert num_encoded(llm) == 2, "two of the three are one"
+        stats = llm.stats()
+        assert (stats["encoded_images_total"], stats["num_encoder_tokens"]) == (2, 18 + 10)
+        assert stats["encoder_seconds_total"] > 0
         tokens(llm, [PROMPTS[1]])
         tokens(llm, [prompt(7, TALL)])
         assert num_encoded(llm) == 2
@@ -198,24 +212,33 @@ STATES = {"num_blocks_override": None, "kv_cache_memory": 2**23, "state_snapshot
 @pytest.mark.parametrize(
     ("build", "options"),
     [
+        (qwen3_vl, {}),
         (qwen3_vl_moe, {}),
         (qwen2_5_vl, {}),
         (qwen2_5_vl, {"attention_backend": "torch"}),
         (qwen3_5, STATES),
         pytest.param(qwen3_5_moe, STATES, marks=pytest.mark.long),
     ],
-    ids=["experts", "windows", "windows by torch", "states", "states and experts"],
+    ids=["deep-stack", "experts", "windows", "windows by torch", "states", "states and experts"],
 )
-def test_other_families(build: Callable[[], PreTrainedModel], options: dict[str, Any], tmp_path: Path) -> None:
+def test_log_probabilities_of_families(
+    build: Callable[[], PreTrainedModel], options: dict[str, Any], tmp_path: Path
+) -> None:
     """In chunks that end inside images, then behind hits, which may end there too."""
     model = randomize(build())
     save(model, tmp_path)
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
     prompts = [*PROMPTS, prompt(*range(10, 65), WIDE, 3)]  # states are kept at 64 tokens
-    expected = [generated(model, each) for each in prompts]
+    references = [continued(model, each) for each in prompts]
+    expected = [token_ids for token_ids, _ in references]
     assert expected[0] != expected[2], "the image matters"
     with engine(tmp_path, max_num_batched_tokens=16, **options) as llm:
-        assert tokens(llm, prompts) == expected
+        outputs = llm.generate(prompts, msgspec.structs.replace(GREEDY, logprobs=5), use_tqdm=False)
+        assert [list(each.outputs[0].token_ids) for each in outputs] == expected
+        for output, (_, scores) in zip(outputs, references, strict=True):
+            for likely, row in zip(output.outputs[0].logprobs or (), scores, strict=True):
+                found = {token_id: row[token_id].item() for token_id in likely}
+                assert {token_id: each.logprob for token_id, each in likely.items()} == pytest.approx(found, abs=1e-4)
         before = llm.stats()["prefix_cache_hits_total"]
         assert tokens(llm, prompts) == expected
         assert llm.stats()["prefix_cache_hits_total"] - before >= 64
@@ -285,6 +308,22 @@ def test_forms_of_a_picture(llm: LLM, expected: list[list[int]]) -> None:
         assert tokens(llm, [given]) == expected[:1]
 
 
+def test_pictures_by_their_names(llm: LLM, expected: list[list[int]]) -> None:
+    """A name finds the picture that was sent last under it, in the same salt, in every form of a picture."""
+    image, other = (prompt(5, 6, 7, each, 8, 9) for each in (WIDE, TALL))
+    forms: list[Any] = [WIDE.copy(), np.array(WIDE), encoded(WIDE)]
+    again = {**image, "multi_modal_data": {"image": [None]}, "multi_modal_uuids": {"image": ["a"]}}
+    for form in forms:
+        named = {**image, "multi_modal_data": {"image": form}, "multi_modal_uuids": {"image": "a"}}
+        assert tokens(llm, [{**other, "multi_modal_uuids": {"image": ["a"]}}]) == expected[2:3], "not the one before"
+        assert tokens(llm, [named]) == expected[:1]
+        if not isinstance(form, bytes):  # the caller's own, which may change
+            form.paste(0, (0, 0, 8, 8)) if isinstance(form, Image.Image) else form.fill(0)
+        assert tokens(llm, [again, {**again, "multi_modal_data": None}]) == expected[:1] * 2
+    with pytest.raises(UserError, match="no picture is known by the uuid 'a'"):
+        tokens(llm, [{**again, "cache_salt": "other"}])
+
+
 @pytest.mark.parametrize(
     ("change", "message", "param"),
     [
@@ -299,7 +338,10 @@ def test_forms_of_a_picture(llm: LLM, expected: list[list[int]]) -> None:
         ({"multi_modal_data": {"video": [1]}}, "multi_modal_data.video is not supported", "multi_modal_data.video"),
         ({"multi_modal_data": [WIDE]}, "must be an object", "multi_modal_data"),
         ({"mm_processor_kwargs": {"max_pixels": 5}}, "mm_processor_kwargs is not supported", "mm_processor_kwargs"),
-        ({"multi_modal_uuids": {"image": ["a"]}}, "multi_modal_uuids is not supported", "multi_modal_uuids"),
+        ({"multi_modal_uuids": {"image": ["a", "b"]}}, "2 names for 1 images", "multi_modal_uuids.image"),
+        ({"multi_modal_uuids": {"video": ["a"]}}, "images alone", "multi_modal_uuids.video"),
+        ({"multi_modal_uuids": {"image": [""]}}, "1 to 1024 characters", "multi_modal_data.image[0]"),
+        ({"multi_modal_data": None, "multi_modal_uuids": {"image": "?"}}, "known by", "multi_modal_data.image[0]"),
         ({"prompt_token_ids": [5] * 245 + [IMAGE_TOKEN]}, "the prompt has 263 tokens", "prompt"),
     ],
 )
@@ -321,6 +363,54 @@ def test_a_model_without_settings_of_images_is_one_of_text(
             tokens(llm, [PROMPTS[0]])
         with pytest.raises(UserError, match="multi_modal_data is not supported"):
             llm.register_prefix(PROMPTS[0])  # type: ignore[arg-type]
+
+
+async def tokens_of(engine: AsyncLLM, given: Any) -> list[int]:
+    async for output in engine.generate(given, GREEDY):
+        last = output
+    return list(last.outputs[0].token_ids)
+
+
+def settings_of(directory: Path) -> dict[str, Any]:
+    exact = {"dtype": "float32", "matmul_precision": "float32", "num_threads": 1, "skip_tokenizer_init": True}
+    return {"model": str(directory), "num_blocks_override": 120, "block_size": 4, "max_num_batched_tokens": 8, **exact}
+
+
+@pytest.mark.parametrize("deaths", all_but_long([[2], [2, 20]], [[2]]), ids=str)
+async def test_an_engine_after_one_that_was_killed_gets_the_pictures_again(
+    directory: Path, expected: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deaths: list[int]
+) -> None:
+    """The first dies while it encodes, a second one while it generates."""
+    fates = Fates(tmp_path, monkeypatch)
+    fates.are(*(("die", step) for step in deaths))
+    engine = open_engine(settings_of(directory))
+    try:
+        async with asyncio.timeout(GUARD_SECONDS):
+            assert await asyncio.gather(*(tokens_of(engine, each) for each in PROMPTS)) == expected
+        assert (engine.num_restarts, fates.num_left) == (len(deaths), 0)
+    finally:
+        engine.shutdown()
+
+
+async def test_a_request_that_is_left_is_encoded_no_further(
+    directory: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EncoderCosts, "layer_tokens", lambda self, grid: 10**6)  # one layer a step
+    engine = AsyncLLM.from_options(EngineOptions.from_keywords(settings_of(directory)), in_process=True)
+    try:
+        for _ in range(3):
+            leaving = asyncio.ensure_future(tokens_of(engine, PROMPTS[1]))
+            while not (await engine.stats()).encoded_images_total:
+                await asyncio.sleep(0)
+            leaving.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await leaving
+            assert await tokens_of(engine, PROMPTS[0]) == expected[0]
+            stats = await engine.stats()
+            assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
+        assert await tokens_of(engine, PROMPTS[1]) == expected[1]
+    finally:
+        engine.shutdown()
 
 
 @pytest.fixture(scope="module")

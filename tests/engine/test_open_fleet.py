@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from quire.config.options import EngineOptions
-from quire.engine.fleet import open_fleet
 from quire.engine.messages import EngineReady
+from quire.engine.open_fleet import open_fleet
 from quire.errors import EngineDeadError
 from quire.kv_cache.stats import EngineStats
 
@@ -35,7 +35,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
     def make(options: EngineOptions, **more: Any) -> Recorded:
         return Recorded(made, options, **more)
 
-    monkeypatch.setattr("quire.engine.fleet.ProcessClient", make)
+    monkeypatch.setattr("quire.engine.open_fleet.ProcessClient", make)
     return made
 
 

@@ -24,8 +24,10 @@ from quire.engine.shared_engine import SharedEngine
 from quire.engine.shared_state import SharedState
 from quire.errors import EngineDeadError, InternalError, UserError
 from quire.kv_cache.stats import EngineStats
+from quire.multimodal.named import NamedPictures
 from quire.request import FinishReason
 from quire.sampling_params import SamplingParams
+from quire.server.shared_pictures import PICTURES, ParentsNames, PictureService
 from quire.server.shared_responses import ParentsResponses
 from quire.utils.heartbeat import Heartbeat
 from quire.utils.runtime_directory import RuntimeDirectory
@@ -56,7 +58,7 @@ class Shared:
             Fleet([lambda _ready, _stats: InProcessClient(options, executor=FAKES + executor)], restarts=False),
             directory,
             self.state.engine,
-            services={"echo": echo, "broken": fail},
+            services={"echo": echo, "broken": fail, PICTURES: PictureService(NamedPictures(2**16)).answer},
             on_stats=self.seen.append,
             on_change=lambda: None,
         )
@@ -181,6 +183,23 @@ async def test_services_of_the_parent(shared: Shared) -> None:
         assert "was shut down" in str(await asyncio.wrap_future(receiving))
     with pytest.raises(EngineDeadError):
         await client.questions.ask("echo", b"")
+
+
+async def test_sessions_name_pictures_for_one_another(shared: Shared) -> None:
+    clients = [shared.open() for _ in range(2)]
+    first, second = (ParentsNames(client) for client in clients)
+    with ThreadPoolExecutor() as threads:
+        for client in clients:
+            threads.submit(wait_for_death, client)
+        for _ in range(2):
+            await first.put(b"n", bytes(2**15))
+        assert await second.find(b"n") == bytes(2**15)
+        assert await second.find(b"m") is None
+        await second.put(b"n", b"other")
+        assert await first.find(b"n") == b"other"
+        await first.clear()
+        assert await second.find(b"n") is None
+        shared.engine.shutdown()
 
 
 async def test_a_session_asks_another_one(shared: Shared) -> None:

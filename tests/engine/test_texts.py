@@ -15,6 +15,7 @@ import pytest
 from tokenizers import Regex, pre_tokenizers
 
 from quire.config.adapters import NO_ADAPTERS
+from quire.config.media import TEXT_DEFAULTS
 from quire.config.options import EngineOptions
 from quire.engine.async_engine import AsyncLLM
 from quire.engine.front_end import FrontEnd
@@ -135,7 +136,8 @@ def test_texts_for_patterns_that_are_not_known_go_to_helpers_sooner(
     if pattern is not None:
         backend.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     tokenizer = Tokenizer(backend)
-    config: Any = SimpleNamespace(model=SimpleNamespace(vocab_size=4096), adapters=NO_ADAPTERS, logits_processors=())
+    others = {"adapters": NO_ADAPTERS, "logits_processors": ()}
+    config: Any = SimpleNamespace(model=SimpleNamespace(vocab_size=4096), media=TEXT_DEFAULTS, **others)
     client: Any = None
     front_end = FrontEnd(config, client, tokenizer, OPTIONS)
     if has_loop:

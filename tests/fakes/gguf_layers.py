@@ -48,7 +48,7 @@ def write_layers(
     writer.metadata |= {f"{architecture}.{key}": typed(value) for key, value in keys.items() if value is not None}
     for name, weight in model.state_dict().items():
         if "experts." in name and "shared" not in name:
-            writer.tensors |= stacks(name, weight, types.get("experts", "F32"), takes_turns=False)
+            writer.tensors |= stacks(name, weight, types, takes_turns=False)
             continue
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue

@@ -108,14 +108,13 @@ def to_gguf(
     model: PreTrainedModel, architecture: str, types: dict[str, str] | None = None
 ) -> tuple[GGUFWriter, dict[str, torch.Tensor]]:
     """The file, and the weights that it stands for under Hugging Face's names. types: of matrices, by their short
-    name; F32 where absent."""
+    name ("experts": of those of experts that have none of their own); F32 where absent."""
     config = model.config
     writer = GGUFWriter(metadata(model, architecture))
     stored: dict[str, torch.Tensor] = {}
     for name, weight in model.state_dict().items():
         if "experts." in name:
-            kind = (types or {}).get("experts", "F32")
-            writer.tensors |= stacks(name, weight, kind, takes_turns=architecture == "gpt-oss")
+            writer.tensors |= stacks(name, weight, types or {}, takes_turns=architecture == "gpt-oss")
             continue
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -137,7 +136,7 @@ def to_gguf(
     return writer, stored
 
 
-def stacks(name: str, weight: torch.Tensor, type_name: str, *, takes_turns: bool) -> dict[str, StoredTensor]:
+def stacks(name: str, weight: torch.Tensor, types: dict[str, str], *, takes_turns: bool) -> dict[str, StoredTensor]:
     """The matrices or biases of all experts, gate and up apart. takes_turns: as GPT-OSS has them, [in, out], a row of
     one behind a row of the other."""
     _, _, layer, _, _, tensor = name.split(".")
@@ -148,13 +147,12 @@ def stacks(name: str, weight: torch.Tensor, type_name: str, *, takes_turns: bool
     if tensor.startswith("gate_up"):
         halves = (weight[:, 0::2], weight[:, 1::2]) if takes_turns else weight.chunk(2, dim=1)
         parts = dict(zip(("ffn_gate_exps", "ffn_up_exps"), halves, strict=True))
-    kind = type_name if suffix == "weight" else "F32"
-    return {
-        f"blk.{layer}.{short}.{suffix}": StoredTensor(
-            TYPE_NUMBERS[kind], tuple(part.shape), quantize(kind, part.contiguous())
-        )
-        for short, part in parts.items()
-    }
+    found = {}
+    for short, part in parts.items():
+        kind = types.get(short, types.get("experts", "F32")) if suffix == "weight" else "F32"
+        data = quantize(kind, part.contiguous())
+        found[f"blk.{layer}.{short}.{suffix}"] = StoredTensor(TYPE_NUMBERS[kind], tuple(part.shape), data)
+    return found
 
 
 def metadata(model: PreTrainedModel, architecture: str) -> dict[str, Typed]:

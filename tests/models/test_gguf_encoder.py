@@ -12,13 +12,13 @@ from transformers import BertConfig, BertModel, BertTokenizer
 from quire import LLM
 from quire.config.hf_config import ModelChoices, load_model_config
 from quire.errors import ConfigError, ModelLoadError
-from quire.models.gguf.sizes import packed_weight_bytes
 from quire.tokenization.tokenizer import load_tokenizer
 from tests.fakes.gguf import BOOL, STRING, GGUFWriter, StoredTensor, Typed, typed
 from tests.fakes.gguf_encoder import MATRICES, add_words, write_encoder
 from tests.fakes.gguf_model import to_gguf
 from tests.models.families import llama, qwen3
 from tests.models.harness import random_prompts, randomize
+from tests.models.test_gguf_sizes import counted_bytes
 
 SIZES = {
     "vocab_size": 97,
@@ -72,7 +72,7 @@ def test_quantised_matrices_are_nearly_the_same(tmp_path: Path) -> None:
     for found, wanted in zip(vectors(path), expected(model, "cls"), strict=True):
         assert float(found @ wanted) > 0.999
     config = load_model_config(str(path), dtype="auto", max_model_len=None, revision=None, config_only=False)
-    assert packed_weight_bytes(path, config) < 2 * path.stat().st_size
+    assert counted_bytes(path, config) < 2 * path.stat().st_size
 
 
 def test_tokens_are_those_of_transformers(tmp_path: Path) -> None:

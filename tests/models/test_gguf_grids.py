@@ -14,10 +14,18 @@ from quire.quantization.block_weight import BlockWeight
 from quire.quantization.integer_weight import IntegerWeight
 from tests.fakes.gguf import GRID_BLOCKS, TYPE_NUMBERS, StoredTensor, grid_blocks
 from tests.fakes.gguf_model import WIDE, save_stored, to_gguf
-from tests.models.families import llama
+from tests.models.families import llama, qwen3_moe
 from tests.models.harness import randomize
 from tests.models.test_gguf import file_of, generate, read
-from tests.models.test_gguf_sizes import SIZES, assert_counted, dense, described, every
+from tests.models.test_gguf_sizes import (
+    SIZES,
+    THREE_TYPES,
+    WIDE_EXPERTS,
+    assert_counted,
+    dense,
+    described,
+    every,
+)
 
 STORED = {
     "IQ4_XS": (8, 32), "IQ3_S": (4, 32), "IQ3_XXS": (8, 32), "IQ2_S": (8, 16), "IQ2_XS": (8, 16), "IQ2_XXS": (8, 32),
@@ -132,6 +140,15 @@ def test_native_kernels_compute_a_mix(mix: str, tmp_path: Path) -> None:
     found = generate(
         writer.write(tmp_path / "model.gguf"), attention_backend="native", kv_cache_dtype="float32", dtype="float32"
     )
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+    assert [score for _, score in found] == pytest.approx([score for _, score in expected], abs=1e-3)
+
+
+def test_native_kernels_compute_experts_of_three_types(tmp_path: Path) -> None:
+    """Gate in one type and up in another, in the file's blocks: the tokens of the weights made floating point."""
+    path = dense(qwen3_moe(**WIDE_EXPERTS), "qwen3moe", THREE_TYPES).write(tmp_path / "model.gguf")
+    expected = generate(path)
+    found = generate(path, attention_backend="native", kv_cache_dtype="float32", dtype="float32")
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
     assert [score for _, score in found] == pytest.approx([score for _, score in expected], abs=1e-3)
 

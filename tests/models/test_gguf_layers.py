@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from quire.config.gguf import read_gguf_config
+from quire.config.gguf import read_gguf
 from quire.errors import ModelLoadError
 from quire.models.gguf.weights import GGUFWeights
 from quire.quantization.quantized_weight import QuantizedWeight
@@ -119,7 +119,7 @@ def test_what_cannot_be_a_model(name: str, tmp_path: Path) -> None:
     writer = write_layers(make(), architecture)
     writer.metadata |= {f"{architecture}.{key}": typed(value) for key, value in keys.items()}
     with pytest.raises(ModelLoadError, match=message):
-        read_gguf_config(writer.write(tmp_path / "model.gguf"))
+        read_gguf(writer.write(tmp_path / "model.gguf"))
 
 
 def test_a_rate_that_grows_is_no_rate(tmp_path: Path) -> None:

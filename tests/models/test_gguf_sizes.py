@@ -34,6 +34,8 @@ from tests.models.test_gguf import add_extras
 SIZES = {**WIDE, "vocab_size": 128, "num_hidden_layers": 1}
 """Sizes that blocks and panels divide."""
 EXPERTS = {"hidden_size": 64, "vocab_size": 128, "num_hidden_layers": 1}
+WIDE_EXPERTS = {**EXPERTS, "hidden_size": 256, "moe_intermediate_size": 32, "num_experts": 4}
+THREE_TYPES = {"ffn_gate_exps": "Q4_K", "ffn_up_exps": "Q6_K", "ffn_down_exps": "Q8_0"}
 MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 
 
@@ -72,13 +74,17 @@ FILES: dict[str, Callable[[], GGUFWriter]] = {
     "Q4_0 experts": lambda: dense(
         qwen3_moe(**EXPERTS, moe_intermediate_size=32, num_experts=32), "qwen3moe", {"experts": "Q4_0"}
     ),
+    "experts of three types": lambda: dense(qwen3_moe(**{**WIDE_EXPERTS, "num_experts": 32}), "qwen3moe", THREE_TYPES),
     "latents": lambda: latent(is_old=False),
     "latents of an old file": lambda: latent(is_old=True),
     "states": states,
 }
 
 
-@pytest.mark.parametrize("name", all_but_long(FILES, [name for name in FILES if name != "Q4_K beside Q6_K"]))
+LONG = ("Q4_K beside Q6_K", "experts of three types")
+
+
+@pytest.mark.parametrize("name", all_but_long(FILES, [name for name in FILES if name not in LONG]))
 def test_a_file_takes_what_is_counted(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = FILES[name]().write(tmp_path / "model.gguf")
     assert_counted(path, described(path), monkeypatch)
@@ -102,7 +108,25 @@ def test_layers_behind_the_last_are_not_counted(tmp_path: Path) -> None:
     writer.tensors |= {
         name.replace("blk.0.", "blk.1."): each for name, each in writer.tensors.items() if "blk.0." in name
     }
-    assert packed_weight_bytes(writer.write(tmp_path / "more.gguf"), config) == packed_weight_bytes(alone, config)
+    assert counted_bytes(writer.write(tmp_path / "more.gguf"), config) == counted_bytes(alone, config)
+
+
+def counted_bytes(path: Path, config: ModelConfig) -> int:
+    with GGUFFile(path) as file:
+        return packed_weight_bytes(file, config)
+
+
+def test_a_header_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The configuration is one reading, and the weights with what they take are another: a vocabulary of 150,000
+    tokens takes longer to pass than its model to record."""
+    path = dense(llama(**SIZES), "llama", every("Q8_0")).write(tmp_path / "model.gguf")
+    opened: list[Path] = []
+    whole = GGUFFile.__init__
+    monkeypatch.setattr(GGUFFile, "__init__", lambda file, path: (opened.append(path), whole(file, path))[1])
+    config = described(path)
+    assert opened == [path]
+    load_model(config, LoadConfig("auto", 0), SINGLE_RANK, runtime=NativeRuntime("auto", 1))
+    assert opened == [path, path]
 
 
 def described(path: Path) -> ModelConfig:
@@ -119,7 +143,7 @@ def assert_counted(path: Path, config: ModelConfig, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(packed, "Arena", CountingArena)
     model = load_model(config, LoadConfig("auto", 0), SINGLE_RANK, runtime=NativeRuntime("auto", 1))
-    counted = packed_weight_bytes(path, config)
+    counted = counted_bytes(path, config)
     assert model.weight_bytes() == counted
     with GGUFFile(path) as file:  # vectors lie outside
         vectors = [entry for name, entry in file.tensors.items() if len(entry.shape) == 1 or "conv1d" in name]

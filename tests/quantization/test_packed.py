@@ -7,6 +7,8 @@ import logging
 import pytest
 import torch
 
+from quire.errors import ModelLoadError
+from quire.kernels.arguments import ExpertWeights, Gating
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.recorder import Recorder
 from quire.kernels.cpu.runtime import NativeRuntime
@@ -155,14 +157,28 @@ def test_gate_and_up_of_two_formats_are_a_matrix_each(kinds: tuple[BlockFormatNa
     torch.testing.assert_close(result.double(), expected, rtol=1e-4, atol=1e-6 * float(expected.abs().max()))
 
 
-def test_gate_and_up_of_experts_are_brought_to_one_format() -> None:
+def test_gate_and_up_of_experts_of_two_formats_are_a_matrix_each() -> None:
     parts = [block_weight("Q4_K", 32, []), block_weight("Q6_K", 32, [])]
     method = PackedLinear(WeightFormat("float32"))
     shape = LinearShape(512, 64, False, torch.float32, torch.device("cpu"), "silu", True)
     (parameters,) = method.create_stack(shape, 1)
     for first, part in zip((0, 32), parts, strict=True):
         method.load_rows(parameters, "weight", part, first, 32)
-    assert torch.equal(weights(parameters), torch.cat([part.dequantize() for part in parts]))
+    for matrix, part in zip(parameters.matrices, parts, strict=True):
+        assert torch.equal(matrix.dequantize(), part.dequantize())
+
+
+def test_experts_of_a_layer_are_all_in_two_formats_or_none() -> None:
+    method = PackedLinear(WeightFormat("float32"))
+    wide = LinearShape(512, 64, False, torch.float32, torch.device("cpu"), "silu", True)
+    stack = method.create_stack(wide, 2)
+    for parameters, kinds in zip(stack, (("Q4_K", "Q4_K"), ("Q4_K", "Q6_K")), strict=True):
+        for first, kind in zip((0, 32), kinds, strict=True):
+            method.load_rows(parameters, "weight", block_weight(kind, 32, []), first, 32)
+    weights_of_layer = ExpertWeights(stack, stack, Gating("silu"))
+    recorder = Recorder()
+    with pytest.raises(ModelLoadError, match="experts of a layer"):
+        method.apply_experts(weights_of_layer, recorder.external(512, 512), recorder.external(4, 4))
 
 
 @pytest.mark.parametrize("integers_first", [True, False])

@@ -95,6 +95,17 @@ def layers(workers: Workers) -> list[list[tuple[str, int]]]:
     return [[(part.key.decode(), part.num_layers) for part in parts] for parts in workers.slices]
 
 
+def test_what_is_kept_is_told() -> None:
+    driver, _ = make_driver(cost=100, cache_tokens=20)
+    driver.add("image", **shown(3, "a6", 5, "b3"), max_tokens=20)
+    (view,) = driver.scheduler.snapshot().requests
+    assert view.num_image_tokens == 9
+    for _ in range(NUM_LAYERS + 1):
+        driver.step()
+    stats = driver.scheduler.stats()
+    assert (stats.max_encoder_tokens, stats.num_encoder_tokens, stats.encoded_images_total) == (20, 6, 2)
+
+
 def test_streams_go_on_while_an_image_is_encoded() -> None:
     driver, workers = make_driver(cost=100)
     driver.add("stream", [1, 2], max_tokens=20)

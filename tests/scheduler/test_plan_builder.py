@@ -1,4 +1,4 @@
-"""Plans of steady sequences are built the short way, and leave nothing out."""
+"""Plans of steady sequences, and what else a plan orders."""
 
 from __future__ import annotations
 
@@ -13,38 +13,29 @@ from quire.sampling_params import SamplingParams
 from quire.scheduler.plan_builder import PlanBuilder, PlanChanges
 from quire.step import HostTransfers, StepPlan
 
-WITH_A_DECISION = {
-    "appended", "block_copies", "drafts", "forks", "new_blocks", "num_drafts", "num_tokens", "pooled",
-    "replaced_blocks", "sample_from", "start_positions", "step_id",
-}  # fmt: skip
-"""What every plan has, and what comes with a sequence that `place_steady` does not take."""
 
-
-def steady_plan(**parts: Any) -> StepPlan:
+def steady_plan(changes: PlanChanges | None = None, **parts: Any) -> StepPlan:
     source = EngineRequest(request_id="r", prompt_token_ids=[1, 2], params=SamplingParams(), max_tokens=9, seed=0)
     request = Request(source, 0.0)
     create_sequences(request, source, iter(range(9)))
     request.sequences[0].fast_path_until = 5
-    builder, changes = PlanBuilder(3, 10), PlanChanges()
+    builder = PlanBuilder(3, 10)
     assert builder.place_steady(request.sequences, 0) == 1
     for name, value in parts.items():
-        setattr(changes if hasattr(changes, name) else builder, name, value)
-    return builder.build(changes)
+        setattr(builder, name, value)
+    return builder.build(changes or PlanChanges())
 
 
 def test_rows() -> None:
     assert steady_plan() == StepPlan(3, [0], [0], [1], [0], [0])
 
 
-@pytest.mark.parametrize(
-    "name", sorted({*vars(PlanBuilder(0, 0)), "released"}.intersection(StepPlan.__struct_fields__) - WITH_A_DECISION)
-)
-def test_what_else_a_plan_orders(name: str) -> None:
-    ordered: Any = HostTransfers(swap_in=[(1, 2)])
-    if isinstance(getattr(steady_plan(), name), list):
-        ordered = [7]
-    given = {7: 7} if name == "new_sequences" else ordered
-    assert getattr(steady_plan(**{name: given}), name) == ordered
+def test_changes_are_carried_once() -> None:
+    changes = PlanChanges()
+    changes.released, changes.trimmed = [7], {8: [1]}
+    plan = steady_plan(changes)
+    assert (plan.released, plan.trimmed_tables) == ([7], {8: [1]})
+    assert steady_plan(changes) == steady_plan()
 
 
 @pytest.mark.parametrize("name", ["swap_in", "swap_out"])

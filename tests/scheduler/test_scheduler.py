@@ -175,11 +175,11 @@ def test_siblings_scheduled_before_their_request_is_preempted_are_taken_back(
     rollback = PlanBuilder.rollback
 
     def count(self: PlanBuilder, request: Request) -> list[tuple[Sequence, BlockAllocation]]:
-        before = len(self.samples), len(self.block_copies)
-        taken_back["new blocks"] += bool(self.new_blocks)
+        before = len(self.samples), len(self.plan.block_copies)
+        taken_back["new blocks"] += bool(self.plan.new_blocks)
         undone = rollback(self, request)
         taken_back["samples"] += before[0] - len(self.samples)
-        taken_back["copies"] += before[1] - len(self.block_copies)
+        taken_back["copies"] += before[1] - len(self.plan.block_copies)
         return undone
 
     monkeypatch.setattr(PlanBuilder, "rollback", count)

@@ -172,6 +172,54 @@ async def test_a_large_body_goes_through_helpers(served: Served) -> None:
     assert "vllm:mm_cache_hits_total 1.0" in metrics
 
 
+def named(uuid: str, **more: Any) -> dict[str, Any]:
+    """A part that names a picture."""
+    return {"type": "image_url", "image_url": None, "uuid": uuid, **more}
+
+
+async def test_a_uuid_names_a_picture_sent_before(served: Served) -> None:
+    """It finds content, of the same key and salt alone, and is in no key of a cache: a picture that is sent counts,
+    whatever was sent under its name."""
+
+    async def ask(*content: Any, key: str = "a", **more: Any) -> httpx.Response:
+        body = {"model": "tiny", "messages": [{"role": "user", "content": list(content)}], **SETTINGS, **more}
+        headers = {"Authorization": f"Bearer {key}"}
+        return await served.client.post("/v1/chat/completions", json=body, headers=headers)
+
+    async def answers(response: httpx.Response, image: Image.Image) -> None:
+        assert response.json()["choices"][0]["message"]["content"] == await expected(served, image, 8)
+
+    assert (await ask(named("x"))).status_code == 400
+    await answers(await ask({**part(WIDE), "uuid": "x"}), WIDE)
+    for form in (None, "", {}, {"url": ""}):
+        await answers(await ask(named("x", image_url=form)), WIDE)
+    kept = served.engine.texts.pictures.kept
+    assert (kept.num_queries, kept.num_hits) == (5, 4), "no file is decoded again"
+    await answers(await ask({**part(TALL), "uuid": "x"}, key="b"), TALL)
+    await answers(await ask(named("x")), WIDE)
+    await answers(await ask({**part(TALL), "uuid": "x"}, cache_salt="s"), TALL)
+    await answers(await ask(named("x")), WIDE)
+    await answers(await ask({**part(TALL), "uuid": "x"}), TALL)
+    await answers(await ask(named("x")), TALL)
+    for response, index, message in (
+        (await ask(named("y")), 0, "no picture is known by the uuid 'y'"),
+        (await ask(named("x"), key="c"), 0, "send it again"),
+        (await ask(named("x"), cache_salt="t"), 0, "send it again"),
+        (await ask(part(WIDE), named("y" * 1025)), 1, "1 to 1024 characters"),
+        (await ask(part(WIDE), {**named("x"), "uuid": 3}), 1, "1 to 1024 characters"),
+    ):
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, f"messages[0].content[{index}].image_url"), error
+        assert message in error["message"]
+    both = await ask({**part(WIDE), "uuid": "z"}, named("z"))
+    assert both.json()["choices"][0]["message"]["content"] == await expected(served, WIDE, WIDE, 8)
+    broken = {"type": "image_url", "image_url": "data:image/png;base64,AAAA", "uuid": "w"}
+    assert (await ask(broken)).status_code == 400
+    assert (await ask(named("w"))).status_code == 400, "a damaged picture has no name"
+    await served.engine.texts.pictures.names.clear()
+    assert (await ask(named("x"))).status_code == 400
+
+
 async def test_errors_name_the_picture(served: Served) -> None:
     cut = encoded(WIDE)[:-40]
     cases = [

@@ -67,8 +67,9 @@ def test_a_sound_file(version: int, alignment: int | None, tmp_path: Path) -> No
         assert file.metadata["count"] == 2**63
         assert file.metadata["flag"] is True
         assert file.strings("tokens") == ["a", "", "日本"]
+        assert file.places("tokens", {"a", "日本", "other"}) == {"a": 0, "日本": 2}
         assert file.numbers("scores") == [0.5, -1.0]
-        assert (file.strings("absent"), file.numbers("absent")) == (None, None)
+        assert (file.strings("absent"), file.numbers("absent"), file.places("absent", {"a"})) == (None, None, {})
         assert [(entry.shape, entry.type.name) for entry in file.tensors.values()] == [
             ((4, 4), "F32"),
             ((2, 64), "Q4_0"),

@@ -152,7 +152,7 @@ FEATURES: tuple[VllmFlag, ...] = (
         "speculative_config",
         "json",
         short=("-sc",),
-        why="methods ngram, suffix, draft_model and custom_class (speculation.md)",
+        why="all methods but medusa, mlp_speculator, dflash and dspark (speculation.md)",
     ),
     to("spec_method", "text", "speculative_config", why="its key `method`"),
     to("spec_model", "text", "speculative_config", why="its key `model`"),

@@ -151,6 +151,7 @@ function drawMaps() {
   }
   drawSummary(kv.bytes);
   drawAdapters(state.frame.stats);
+  drawImages(state.frame.stats);
   if (state.block !== null) byId("block-text").textContent = describeBlock(state.block);
 }
 
@@ -177,6 +178,12 @@ function drawAdapters(stats) {
   if (stats.running_adapters.length) parts.push(`running ${stats.running_adapters.join(", ")}`);
   if (stats.waiting_adapters.length) parts.push(`waiting ${stats.waiting_adapters.join(", ")}`);
   byId("adapters-summary").textContent = parts.join(" · ");
+}
+
+function drawImages(stats) {
+  byId("images").hidden = stats.max_encoder_tokens === 0;
+  const [kept, most] = [stats.num_encoder_tokens, stats.max_encoder_tokens].map((each) => each.toLocaleString("en"));
+  byId("images-summary").textContent = `${kept} of ${most} tokens kept · ${stats.encoded_images_total} encoded`;
 }
 
 function pointAtRequest(id) {

@@ -93,6 +93,7 @@ function drawRow(request) {
   const generated = request.sequences.reduce((sum, sequence) => sum + sequence.num_output_tokens, 0);
   const isPinned = request.status === "pinned";
   const notes = [isPinned ? `${request.num_prompt_tokens} tokens` : `${request.num_prompt_tokens} + ${generated} tokens`];
+  if (request.num_image_tokens > 0) notes.push(`${request.num_image_tokens} of images`);
   if (request.sequences.length > 1) notes.push(plural(request.sequences.length, "sequence"));
   if (request.num_preemptions > 0) notes.push(`preempted ${request.num_preemptions}×`);
   if (request.waits_for_prefix) notes.push("waits for a prefix in the making");

@@ -24,6 +24,8 @@ _PANEL = 32
 _MOST_FEATURES = 2**31 - 1
 _MOST_TOUCHED = 32 << 20
 _MOST_THREADS = 8
+_BYTES_OF_A_THREAD = 1 << 18
+"""A thread takes as long to start as some 50 KB to pack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,14 +322,15 @@ class BlockMatrix(HalfScaleMatrix):
         )
 
     def load_blocks(self, rows: torch.Tensor, first_row: int = 0) -> None:
-        """Load rows of whole blocks [n, bytes of a row], uint8, from the file."""
+        """Load rows of whole blocks [n, bytes of a row], uint8, from the file, on all cores."""
         assert self.blocks is not None, "a matrix of blocks has a layout"
         wanted = self.in_features // self.blocks.values * self.blocks.num_bytes
         if rows.dtype != torch.uint8 or rows.ndim != 2 or rows.shape[1] != wanted:
             raise ValueError(f"rows of {rows.dtype} {list(rows.shape)} do not fit {wanted} bytes of blocks")
         self._check_place(len(rows), first_row)
         rows = _with_contiguous_rows(rows)
-        _native.pack_blocks(self.as_native(), rows.data_ptr(), rows.stride(0), first_row, len(rows))
+        threads = min(affinity_cores(), _MOST_THREADS, rows.nbytes // _BYTES_OF_A_THREAD) or 1
+        _native.pack_blocks(self.as_native(), rows.data_ptr(), rows.stride(0), first_row, len(rows), threads)
 
 
 def _with_contiguous_rows(matrix: torch.Tensor) -> torch.Tensor:

@@ -138,7 +138,7 @@ def _iq4_nl(x: torch.Tensor, counts: torch.Tensor | None) -> Bytes:
 
 
 def _q5_0(x: torch.Tensor, counts: torch.Tensor | None) -> Bytes:
-    scales = _halves(fit_symmetric(x, _weights(x, counts, 32, is_affine=False), 16))
+    scales = _halves(fit_symmetric(x, _weights(x, counts, 32), 16))
     codes = (_codes(x, scales, -16, 15) + 16).byte()
     return _joined(scales, _fifth_bits(codes), _nibbles(codes & 15))
 

@@ -1,12 +1,10 @@
 """Memory of a GGUF file's weights packed for the CPU kernels, computed from the file's header. Matrices that share an
-input are packed as one. With several block formats they stay separate and keep the file's bytes; but gate and up of
-experts must share a format, and are converted to a wider one (`quire.quantization.merge`). Imports no torch."""
+input are packed as one. With several block formats they stay separate and keep the file's bytes. Imports no torch."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 from quire.config.gguf import ROPE_FACTORS, head_layout
 from quire.config.gguf_tensors import GATE_EXPERTS, UP_EXPERTS, layer_of
@@ -30,41 +28,39 @@ _TABLES = ("token_embd", "output")
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One matrix of a file as read. kind: "integer", "float8", "mxfp4", or "plain" (floating point). stored_as: the
-    file's name of its type. in_blocks: bytes in the file if it can be packed unchanged, else None. bits to
-    has_half_scales: layout of integers; other kinds use the first two."""
+    """One matrix of a file as read. kind: "integer", "float8", "mxfp4", or "plain" (floating point). in_blocks: bytes
+    in the file if it can be packed unchanged, else None. bits to has_half_scales: layout of integers; other kinds use
+    the first two."""
 
     kind: str
     elements: int
     in_blocks: int | None = None
-    stored_as: str = ""
     bits: int = 0
     group_size: int = 1
     has_offsets: bool = False
     has_half_scales: bool = False
 
 
-def packed_weight_bytes(path: Path, model: ModelConfig) -> int:
-    """Bytes of all weights in memory. path: the GGUF file. Raises ModelLoadError for an invalid one."""
-    with GGUFFile(path) as file:
-        layout = head_layout(file)
-        matrices: dict[str, list[_Part]] = {}
-        total = 0
-        for entry in file.tensors.values():
-            if entry.name == ROPE_FACTORS or (layer_of(entry.name) or 0) >= layout.num_layers:
-                continue
-            if len(entry.shape) == 1 or entry.name.endswith("ssm_conv1d.weight"):
-                total += math.prod(entry.shape) * _VECTOR_BYTES
-                continue
-            is_reordered = layout.names.tiled and entry.name.endswith("ssm_out.weight")
-            elements = math.prod(entry.shape)
-            if entry.name.endswith("attn_kv_b.weight"):
-                # Of each head the rows of keys are turned, as floating point; those of values stay as they are.
-                keys = _key_elements(model, elements)
-                matrices[f"{entry.name} of keys"] = [_Part("plain", keys)]
-                elements -= keys
-            matrices.setdefault(_matrix_of(entry.name), []).append(_part(model, entry, elements, is_reordered))
-    total += sum(_matrix_bytes(model, name, parts) for name, parts in matrices.items())
+def packed_weight_bytes(file: GGUFFile, model: ModelConfig) -> int:
+    """Bytes of all weights in memory. file: the model's, open or closed."""
+    layout = head_layout(file)
+    matrices: dict[str, list[_Part]] = {}
+    total = 0
+    for entry in file.tensors.values():
+        if entry.name == ROPE_FACTORS or (layer_of(entry.name) or 0) >= layout.num_layers:
+            continue
+        if len(entry.shape) == 1 or entry.name.endswith("ssm_conv1d.weight"):
+            total += math.prod(entry.shape) * _VECTOR_BYTES
+            continue
+        is_reordered = layout.names.tiled and entry.name.endswith("ssm_out.weight")
+        elements = math.prod(entry.shape)
+        if entry.name.endswith("attn_kv_b.weight"):
+            # Of each head the rows of keys are turned, as floating point; those of values stay as they are.
+            keys = _key_elements(model, elements)
+            matrices[f"{entry.name} of keys"] = [_Part("plain", keys)]
+            elements -= keys
+        matrices.setdefault(_matrix_of(entry.name), []).append(_part(model, entry, elements, is_reordered))
+    total += sum(_matrix_bytes(model, parts) for parts in matrices.values())
     expansion = model.resolved_shape().expansion_parameters if model.expands_prompts else 0
     return total + expansion * model.dtype_bytes
 
@@ -89,13 +85,12 @@ def _part(model: ModelConfig, entry: TensorEntry, elements: int, is_reordered: b
         return _plain_part(model.quantization, entry, elements)
     in_blocks = elements // entry.type.values * entry.type.num_bytes
     if kind == "MXFP4":
-        return _Part("mxfp4", elements, in_blocks, kind, 4, 32)
+        return _Part("mxfp4", elements, in_blocks, 4, 32)
     stored = FORMATS[kind]
     return _Part(
         "integer",
         elements,
         in_blocks if kind in WHOLE_BLOCKS and not is_reordered else None,
-        kind,
         stored.bits,
         stored.group_size,
         stored.has_offsets,
@@ -112,16 +107,15 @@ def _plain_part(quantization: QuantizationConfig | None, entry: TensorEntry, ele
         return _Part("integer", elements, bits=8, group_size=columns)
     bits, group_size = quantization.bits, quantization.group_size or columns
     if quantization.is_integer:
-        return _Part("integer", elements, None, "", bits, group_size, has_offsets=bits == 4, has_half_scales=bits == 4)
+        return _Part("integer", elements, None, bits, group_size, has_offsets=bits == 4, has_half_scales=bits == 4)
     return _Part(quantization.stored_type, elements, bits=bits, group_size=group_size)
 
 
-def _matrix_bytes(model: ModelConfig, name: str, parts: list[_Part]) -> int:
-    """Bytes of the parts in their own blocks, or in one common format. name: the first part's tensor."""
+def _matrix_bytes(model: ModelConfig, parts: list[_Part]) -> int:
+    """Bytes of the parts in their own blocks, or in one common format."""
     elements, kinds = sum(part.elements for part in parts), {part.kind for part in parts}
     blocks = [part.in_blocks for part in parts if part.in_blocks is not None]
-    are_experts = name.rpartition(".")[2] == GATE_EXPERTS
-    if len(blocks) == len(parts) and (not are_experts or len({part.stored_as for part in parts}) == 1):
+    if len(blocks) == len(parts):
         return sum(blocks)
     if "plain" in kinds or len(kinds) > 1:
         return elements * model.dtype_bytes

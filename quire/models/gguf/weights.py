@@ -47,6 +47,8 @@ class GGUFWeights:
     def __init__(self, path: Path) -> None:
         self.directory = path
         self.current: Path | None = path
+        self.header: GGUFFile | None = None
+        """The file as it was read last, closed."""
         self._reading = path
 
     @property
@@ -73,7 +75,7 @@ class GGUFWeights:
     def _read(self, elsewhere: Collection[str]) -> Generator[tuple[Path, str, WeightTensor] | _Done, None, None]:
         """Tensors with their files, and progress after each entry."""
         with GGUFFile(self.directory) as file:
-            layout = head_layout(file)
+            self.header, layout = file, head_layout(file)
             done, total = 0, sum(entry.num_bytes for entry in file.tensors.values())
             for entry in file.tensors.values():
                 # The factors are a part of the configuration, read with it; layers behind the last predict more tokens.

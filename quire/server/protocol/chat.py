@@ -45,13 +45,15 @@ MAX_CONVERSATIONS = 1024
 
 class TemplateInputs(NamedTuple):
     """Inputs of a chat template. documents: for retrieval. source: template instead of the model's. options: further
-    variables. mm_processor_kwargs, media_io_kwargs: image options, if the server allows them in requests."""
+    variables. mm_processor_kwargs, media_io_kwargs: image options, if the server allows them in requests. cache_salt:
+    the request's own."""
 
     documents: list[dict[str, Any]] | None = None
     source: str | None = None
     options: dict[str, Any] = {}  # noqa: RUF012  # never changed
     mm_processor_kwargs: dict[str, Any] | None = None
     media_io_kwargs: dict[str, Any] | None = None
+    cache_salt: str | None = None
 
 
 class PredictedText(msgspec.Struct, frozen=True):
@@ -162,7 +164,7 @@ class ChatRequest(ToolFields, kw_only=True, frozen=True):
             if "enable_thinking" not in self.chat_template_kwargs:
                 options["enable_thinking"] = self.reasoning_effort != "none"
         media = (self.mm_processor_kwargs, self.media_io_kwargs)
-        return TemplateInputs(self.documents, self.chat_template, options, *media)
+        return TemplateInputs(self.documents, self.chat_template, options, *media, self.cache_salt)
 
     def echoed(self, role: str) -> str:
         """Text that an answer in `role` begins with."""

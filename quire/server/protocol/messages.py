@@ -40,13 +40,14 @@ class ContentPart(msgspec.Struct, frozen=True, gc=False):
     thinking: str | None = None
     image_url: Any = None
     detail: str | None = None
+    uuid: Any = None
     image_embeds: Any = None
     input_audio: Any = None
     audio_url: Any = None
     video_url: Any = None
     file: Any = None
 
-    NO_EFFECT: ClassVar[frozenset[str]] = MESSAGE_NO_EFFECT | {"closed", "uuid"}
+    NO_EFFECT: ClassVar[frozenset[str]] = MESSAGE_NO_EFFECT | {"closed"}
 
     def __post_init__(self) -> None:
         for other in _MEDIA:

@@ -27,7 +27,7 @@ from quire.models.adapters import ModelAdapters
 from quire.models.claims import check_dummy
 from quire.models.draft_head import first_guess
 from quire.models.interface import CausalLM
-from quire.models.loader import TORCH_DTYPES, Extras, load_model, load_vision
+from quire.models.loader import TORCH_DTYPES, Extras, load_head, load_model, load_vision
 from quire.models.weight_files import Progress
 from quire.multimodal.inputs import NoImages, image_inputs
 from quire.parallel.interface import ProcessGroup
@@ -60,7 +60,7 @@ from quire.worker.platform.cpu_inputs import CacheBackends, CpuColumns, PlainInp
 from quire.worker.platform.cpu_meter import CpuMeter
 from quire.worker.platform.cpu_step import CpuCompute
 from quire.worker.platform.host_memory import available_memory
-from quire.worker.platform.interface import DraftModel, HostPool, Mode
+from quire.worker.platform.interface import DraftModel, HeadInputs, HostPool, Mode
 
 
 class CpuPlatform:
@@ -162,10 +162,15 @@ class CpuPlatform:
     def _load_draft_model(self, model: CausalLM) -> DraftModel | None:
         config = self._config.speculation.draft
         if self._config.speculation.method == "mtp":
-            return DraftModel(self._config.model, first_guess(model), None)
-        if config is None:
+            return DraftModel(self._config.model, first_guess(model), None, HeadInputs())
+        chosen, load = self._config.speculation.draft_model, draft_load(self._config.load)
+        if chosen is None or config is None:
             return None
-        model = load_model(config, draft_load(self._config.load), self._draft_group, None, self._runtime)
+        if chosen.head is not None:
+            head, token_ids = load_head(config, chosen.head, load, self._draft_group, model, self._runtime)
+            tokens = None if token_ids is None else token_ids.numpy()
+            return DraftModel(config, head, None, HeadInputs(chosen.head.taps, tokens, is_apart=True))
+        model = load_model(config, load, self._draft_group, None, self._runtime)
         return DraftModel(config, model, CpuMeter(self._make_draft_backends, self._make_sampling_kernels))
 
     @property
@@ -233,7 +238,7 @@ class CpuPlatform:
         values: ColumnValues,
     ) -> CpuCompute:
         drafts = self._make_drafts(model, layout, pages, tables)
-        if self.draft_model is not None and self.draft_model.meter is not None:
+        if self.draft_model is not None and self.draft_model.is_apart:
             layout = layers_of(layout, range(len(model.cache_specs())))
         columns, inputs = self._make_inputs(tables, values, drafts, self.make_backends(layout, pages))
         return CpuCompute(
@@ -265,14 +270,17 @@ class CpuPlatform:
         has_states = bool(layout.state_groups)
         if not speculation.max_drafts:
             return None
-        if self.draft_model is not None:
-            if self.draft_model.meter is None:
+        own = self.draft_model
+        if own is not None:
+            if own.is_apart:
+                first = len(model.cache_specs())
+                layers = range(first, first + len(own.model.cache_specs()))
+                backends = self._make_draft_backends(layers_of(layout, layers), pages)
+            else:
                 backends = self.make_backends(layout, pages)._replace(states=StateBackend(layout, {}))
-                head, longest = self.draft_model.model, self._config.model.max_model_len
-                return HeadDrafts(speculation, head, tables, backends, longest, has_states=has_states)
-            first, own = len(model.cache_specs()), self.draft_model
-            layers = range(first, first + len(own.model.cache_specs()))
-            backends = self._make_draft_backends(layers_of(layout, layers), pages)
+            if own.head is not None:
+                longest = own.config.max_model_len
+                return HeadDrafts(speculation, own.model, own.head, tables, backends, longest, has_states=has_states)
             size = self._config.model.vocab_size
             return ModelDrafts(speculation, own, tables, backends, size, has_states=has_states)
         finder: Finder

@@ -94,10 +94,14 @@ class CpuStep(NamedTuple):
         if columns.drafts is not None and columns.drafts.make(batch, columns.token_ids):
             columns.gather_again(batch)
         rows = None if batch.logits_rows is None else torch.from_numpy(batch.logits_rows)
-        inputs = compute.inputs.forward_batch(batch, rows)
-        if batch.overlay is not None:
-            inputs = inputs.having(overlay=batch.overlay.over(torch.from_numpy(batch.overlay.rows)))
-        return compute.model.forward(inputs).hidden
+        inputs, taps = compute.inputs.forward_batch(batch, rows), () if columns.drafts is None else columns.drafts.taps
+        if batch.overlay is not None or taps:
+            overlay = None if batch.overlay is None else batch.overlay.over(torch.from_numpy(batch.overlay.rows))
+            inputs = inputs.having(overlay=overlay, taps=taps)
+        result = compute.model.forward(inputs)
+        if columns.drafts is not None:
+            columns.drafts.take(result)
+        return result.hidden
 
     def sample(self, hidden: torch.Tensor, samples: SampleRows, masks: TokenMasks | None) -> Samples:
         compute, rows = self.compute, samples.rows
@@ -112,8 +116,8 @@ class CpuStep(NamedTuple):
         drafts, table, accepted = self.compute.columns.drafts, self.compute.columns.token_ids, NOTHING_ACCEPTED
         assert drafts is not None, "accepted where there are drafts"
         if samples is None or sampled is None:
-            if drafts.reads_all:
-                drafts.follow(self.batch, hidden, self._lengths(requests), table)
+            if drafts.follows:
+                drafts.follow(self.batch, self._lengths(requests), table)
             return accepted
         rows, last = sampled.rows, sampled.lengths
         if sampled.firsts is not None:
@@ -122,8 +126,8 @@ class CpuStep(NamedTuple):
             for seq_id, place in zip(sampled.seq_ids, last.tolist(), strict=True):
                 requests.lengths[seq_id] = place + 1
             accepted = Accepted(ready(counts))
-        if drafts.reads_all:
-            drafts.follow(self.batch, hidden, self._lengths(requests), table)
+        if drafts.follows:
+            drafts.follow(self.batch, self._lengths(requests), table)
         needed = self.plan.expects_sampling_inputs
         if needed and self.plan.pooled:
             needed = [place for place, index in enumerate(generated_samples(self.plan)) if index in set(needed)]

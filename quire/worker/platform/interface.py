@@ -220,13 +220,29 @@ class MemoryMeter(Protocol):
         ...
 
 
+class HeadInputs(NamedTuple):
+    """Inputs and outputs of a draft head. taps: layers of the model, whose results it reads side by side (none: the
+    model's own results). token_ids: [logits] int64, the token of each of its logits (None: all in order). is_apart:
+    True for a head with weights and layer numbers of its own."""
+
+    taps: tuple[int, ...] = ()
+    token_ids: np.ndarray | None = None
+    is_apart: bool = False
+
+
 class DraftModel(NamedTuple):
-    """A draft model, or the model's draft head, with layers after the model's in the KV cache. meter: measures its
-    memory; None for a head, whose weights count with the model's."""
+    """A draft model, or a draft head, with layers after the model's in the KV cache. meter: measures its memory; None
+    for a head, whose activations are estimated. head: a head's inputs (None: it is a model)."""
 
     config: ModelConfig
     model: CausalLM
     meter: MemoryMeter | None
+    head: HeadInputs | None = None
+
+    @property
+    def is_apart(self) -> bool:
+        """Its weights and its layers' numbers are its own."""
+        return self.head is None or self.head.is_apart
 
 
 class Platform(Protocol):

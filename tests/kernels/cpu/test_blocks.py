@@ -8,7 +8,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from quire.kernels.cpu import _native
+from quire.kernels.cpu import _native, packing
 from quire.kernels.cpu._native import MatmulPrecision, WeightType
 from quire.kernels.cpu.packing import BLOCK_LAYOUTS, BlockMatrix, HalfScaleMatrix, PackedMatrix
 from quire.models.gguf.blocks import FORMATS
@@ -126,6 +126,21 @@ def test_no_byte_more_than_the_file_has(name: str) -> None:
     layout = BLOCK_LAYOUTS[name]
     matrix = BlockMatrix(name, 4 * layout.values, 64)
     assert matrix.nbytes == 64 * 4 * layout.num_bytes
+
+
+@pytest.mark.parametrize("name", list(BLOCK_LAYOUTS))
+@pytest.mark.parametrize(("rows", "first", "gated"), [(150, 0, False), (33, 7, False), (96, 0, True), (5, 0, False)])
+def test_threads_pack_the_bytes_of_one(
+    name: str, rows: int, first: int, gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = torch.from_numpy(random_blocks(name, rows).reshape(rows, -1))
+    alone, shared = (BlockMatrix(name, WIDTHS[name], first + rows, gated=gated) for _ in range(2))
+    alone.load_blocks(blocks, first)
+    monkeypatch.setattr(packing, "affinity_cores", lambda: 4)
+    monkeypatch.setattr(packing, "_BYTES_OF_A_THREAD", 1)
+    shared.load_blocks(blocks, first)
+    for one, other in zip(alone._stored(), shared._stored(), strict=True):
+        assert (one is None and other is None) or torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 @pytest.mark.parametrize("isa", ISAS)

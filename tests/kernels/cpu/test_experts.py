@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -26,7 +27,8 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """Matrices of a kind of `linear_calls`, and what is done besides multiplying by them."""
+    """Matrices of a kind of `linear_calls`, and what is done besides multiplying by them. up: where `gate_up` are the
+    gates alone."""
 
     kind: str
     gate_up: list[PackedMatrix]
@@ -34,6 +36,7 @@ class Case:
     limit: float = 0.0
     weighs_input: bool = False
     places: tuple[int, ...] = ()
+    up: tuple[PackedMatrix, ...] = ()
 
 
 def make_case(kind: str, *, bias: bool = False, limit: float = 0.0, weighs_input: bool = False) -> Case:
@@ -65,13 +68,15 @@ def run_experts(
         areas[2].values.copy_(areas[3].values)
     places = [_native.Ref(index, 0, area.stride) for index, area in enumerate(areas)]
 
-    def biases(part: list[PackedMatrix]) -> list[int]:
+    def biases(part: Sequence[PackedMatrix]) -> list[int]:
         return [matrix.bias.data_ptr() for matrix in part if matrix.bias is not None]
 
     program.experts(
         gate_up=[matrix.as_native() for matrix in case.gate_up],
+        up=[matrix.as_native() for matrix in case.up],
         down=[matrix.as_native() for matrix in case.down],
         gate_up_bias=biases(case.gate_up),
+        up_bias=biases(case.up),
         down_bias=biases(case.down),
         places=list(case.places),
         top_k=routing.shape[1] // 2,
@@ -107,6 +112,7 @@ def one_by_one(case: Case, x: torch.Tensor, routing: torch.Tensor, isa: str) -> 
             inner = gated(Gating("quick_gelu", case.limit), gate, up).float()
         else:
             inner = run_linear(wide, row, isa=isa, activation=Activation.SILU, precision=precision)
+            inner = inner * run_linear(case.up[expert], row, isa=isa, precision=precision) if case.up else inner
         result = run_linear(case.down[expert], inner, isa=isa, precision=precision)
         out[token] += result[0].double() * (1.0 if case.weighs_input else float(share))
     return out
@@ -144,6 +150,38 @@ def test_biases_limits_and_weighted_inputs(isa: str, limit: float, weighs_input:
     actual = run_experts(case, x, routing, None, isa=isa)
     expected = one_by_one(case, x, routing, isa)
     torch.testing.assert_close(actual.double(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("limit", [0.0, 0.8])
+def test_gate_and_up_apart_give_the_bits_of_one_matrix(isa: str, limit: float) -> None:
+    case = make_case("f32", bias=True, limit=limit)
+    parts: tuple[list[PackedMatrix], list[PackedMatrix]] = [], []
+    for wide in case.gate_up:
+        biases = _bias(wide).float().chunk(2)
+        for part, rows, bias in zip(parts, wide.dequantize().chunk(2), biases, strict=True):
+            part.append(PackedMatrix(wide.type, SIZE, INTERMEDIATE))
+            part[-1].load_dense(rows)
+            part[-1].load_bias(bias)
+    x, routing = randn(29, SIZE), route(Routing(EXPERTS, 2), randn(29, EXPERTS, seed=2))
+    apart = replace(case, gate_up=parts[0], up=tuple(parts[1]))
+    assert torch.equal(run_experts(apart, x, routing, x, isa=isa), run_experts(case, x, routing, x, isa=isa))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_gate_and_up_of_two_types(isa: str) -> None:
+    """Tiles of the two hold other numbers, and may hold other numbers of rows."""
+    gates, ups = (
+        [random_matrix(kind, SIZE, INTERMEDIATE, group_size=8, seed=seed + e) for e in range(EXPERTS)]
+        for kind, seed in (("i4", 10), ("e4m3", 30))
+    )
+    case = replace(make_case("f32"), gate_up=gates, up=tuple(ups))
+    x, routing = randn(29, SIZE), route(Routing(EXPERTS, 2), randn(29, EXPERTS, seed=2))
+    actual = run_experts(case, x, routing, None, isa=isa)
+    torch.testing.assert_close(actual.double(), one_by_one(case, x, routing, isa), rtol=0, atol=1e-5)
+    for threads, rows in ((1, slice(0, 1)), (3, slice(5, 21))):
+        part = run_experts(case, x[rows], routing[rows], None, isa=isa, threads=threads)
+        assert torch.equal(part, actual[rows])
 
 
 def test_many_rows_for_one_expert_and_every_expert_for_each_row() -> None:
@@ -198,6 +236,8 @@ def test_matrices_that_do_not_fit_together_are_refused() -> None:
         run_experts(replace(case, gate_up=case.gate_up[:3]), x, routing, None, isa=ISAS[0])
     with pytest.raises(ValueError, match="experts do not fit together"):
         run_experts(replace(case, gate_up=case.down), x, routing, None, isa=ISAS[0])
+    with pytest.raises(ValueError, match="experts do not fit together"):
+        run_experts(replace(case, up=tuple(case.gate_up)), x, routing, None, isa=ISAS[0])
 
 
 def run_route(routing: Routing, logits: torch.Tensor, isa: str) -> torch.Tensor:
