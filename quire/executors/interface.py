@@ -23,6 +23,8 @@ class VitalSigns(NamedTuple):
     """The longest time for which nothing was heard of a worker."""
     stalled: float = math.inf
     """For how long none of them has got on, as far as they are not idle."""
+    stopped: int | None = None
+    """The first rank whose process is stopped (SIGSTOP)."""
 
 
 class StepFuture(Protocol):
