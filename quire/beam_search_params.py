@@ -87,8 +87,7 @@ class Decoder(Protocol):
 def to_beam_search_output(
     output: RequestOutput, tokenizer: Decoder | None, params: BeamSearchParams
 ) -> BeamSearchOutput:
-    """Convert the output of a finished beam search to vLLM's type. Raises ModelOutputError when the model computed NaN
-    or infinite logits for it."""
+    """Raises ModelOutputError when the model computed NaN or infinite logits for the search."""
     raise_if_nonfinite(output)
     prompt_text = None
     if tokenizer is not None:

@@ -30,7 +30,7 @@ def log_format() -> str:
 
 
 def keep_log_format(name: str) -> None:
-    """Set the log format of this process and its later children. name: one of LOG_FORMATS."""
+    """Set the log format, one of LOG_FORMATS, of this process and its later children."""
     os.environ["QUIRE_LOG_FORMAT"] = name
 
 
@@ -137,7 +137,7 @@ def affinity_cores() -> int:
 
 
 def affinity_numbers() -> list[int]:
-    """Their ids."""
+    """Ids of the cores that this process may run on."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 

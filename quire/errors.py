@@ -21,7 +21,7 @@ class QuireError(Exception):
 
 
 class UserError(QuireError, ValueError):
-    """The caller asked for something wrong or unsupported. `param` names the field as the caller wrote it."""
+    """The caller asked for something wrong or unsupported. `param`: the field as the caller wrote it."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -54,7 +54,7 @@ class ModelLoadError(UserError):
 
 
 class UnknownModelError(UserError):
-    """A request names a model that this server does not serve (HTTP 404)."""
+    """A request names a model that this server lacks (HTTP 404)."""
 
 
 class PromptTooLongError(UserError):
@@ -66,7 +66,7 @@ class InsufficientMemoryError(QuireError):
 
 
 class EngineAsleepError(QuireError):
-    """The engine sleeps: its memory is released, and it rejects requests until it is woken."""
+    """The engine sleeps: its memory is released, and it rejects requests."""
 
 
 class ModelOutputError(QuireError):
@@ -104,12 +104,12 @@ class EngineDeadError(QuireError):
 
 
 class EngineUnresponsiveError(QuireError):
-    """The engine process shows no sign of life, or did not answer a call in time. Requests in the engine go on when it
-    answers again."""
+    """The engine process shows no sign of life, or did not answer a call in time. Its requests go on when it answers
+    again."""
 
 
 def named_error(name: str, message: str, param: str | None = None) -> QuireError:
-    """An error that another process raised, as this module's class `name`. param: field of a UserError."""
+    """An error that another process raised, as this module's class `name`."""
     error_type: type[QuireError] = globals()[name]
     if issubclass(error_type, UserError):
         return error_type(message, param=param)
@@ -154,7 +154,7 @@ def nearest_name(name: str, known: Iterable[str]) -> str:
 
 
 def reject_unknown(names: Iterable[str], known: Iterable[str], what: str) -> None:
-    """Raise UserError, with the nearest name, for the first of `names` that is not in `known`."""
+    """Raise UserError, with the nearest name, for the first of `names` that is not known."""
     known = list(known)
     for name in names:
         if name not in known:

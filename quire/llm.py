@@ -68,7 +68,7 @@ class LLM(OfflineEngine):
 
     @classmethod
     def from_options(cls, options: EngineOptions, *, executor: str = DEFAULT_EXECUTOR) -> LLM:
-        """An LLM of the given options. executor: `"module:attribute"` of a callable from EngineConfig to Executor."""
+        """executor: `"module:attribute"` of a callable from EngineConfig to Executor."""
         llm = cls.__new__(cls)
         llm._open(options, executor)
         return llm
@@ -198,7 +198,7 @@ class LLM(OfflineEngine):
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         **options: Unpack[PoolingOptions],
     ) -> list[ClassificationRequestOutput]:
-        """Compute a classifier's label probabilities for every prompt. Arguments and errors are those of `embed`."""
+        """Compute label probabilities for every prompt. Arguments and errors are those of `embed`."""
         cut = _truncation(truncate_prompt_tokens, options)
         finish, lora = self._pooling_processor.classification, options.get("lora_request")
         return self._pooled("classify", prompts, pooling_params, cut, use_tqdm, finish, lora)

@@ -35,7 +35,6 @@ class LLMEngine(OfflineEngine):
 
     @classmethod
     def from_engine_args(cls, engine_args: HasOptions) -> LLMEngine:
-        """An engine of the options that `quire.EngineArgs` gathers."""
         engine = cls.__new__(cls)
         engine._open(engine_args.to_options())
         return engine

@@ -22,7 +22,6 @@ REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
 
 
 def get_logger(name: str) -> logging.Logger:
-    """Logger of a module. name: the module's `__name__`."""
     return logging.getLogger(name)
 
 
@@ -38,7 +37,7 @@ def configure_logging(level: str | None = None) -> None:
 
 
 def set_log_format(name: str) -> None:
-    """Set the log format ("text" or "json") of this process and of those that it starts."""
+    """Set the log format ("text" or "json") of this process and its later children."""
     envs.keep_log_format(name)
     for handler in logging.getLogger("quire").handlers:
         handler.setFormatter(_make_formatter())
@@ -77,7 +76,7 @@ def note(name: str, message: str, *arguments: object, fields: Mapping[str, objec
 
 
 def tell(message: str) -> None:
-    """Write a message to standard error for the user of a command, at any log level."""
+    """Write a message to standard error for a command's user, at any log level."""
     if envs.log_format() == "json":
         record = logging.LogRecord("quire", logging.INFO, "", 0, message, None, None)
         line = JsonFormatter().format(record)

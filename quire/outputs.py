@@ -97,7 +97,6 @@ class RequestOutput(msgspec.Struct):
     num_cached_tokens: int = 0
     metrics: RequestMetrics = msgspec.field(default_factory=RequestMetrics)
     pooled: list[float] | None = None
-    """A pooled request's vector (`SequenceUpdate.pooled`), in its last output."""
 
 
 PROCESSOR_FAILED = "the logits processor "

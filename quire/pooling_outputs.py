@@ -10,7 +10,7 @@ OutputT = TypeVar("OutputT")
 
 @dataclass(slots=True)
 class PoolingOutput:
-    """data: the vector, or the scores of the labels."""
+    """The vector, or the scores of the labels."""
 
     data: list[float]
 

@@ -6,8 +6,6 @@ import msgspec
 
 
 class ReadyImage(msgspec.Struct, frozen=True, array_like=True):
-    """A decoded and resized image."""
-
     grid: tuple[int, int, int]
     """Number of frames, rows and columns of tokens."""
     key: bytes
@@ -27,9 +25,7 @@ class PromptImage(ReadyImage, frozen=True, array_like=True):
     """An image in a prompt, where a run of placeholder tokens stands for it."""
 
     start: int
-    """Position of the first placeholder."""
 
     @property
     def end(self) -> int:
-        """Position after the last placeholder."""
         return self.start + self.num_tokens

@@ -12,7 +12,7 @@ from quire.sampling_params import SamplingParams, ThinkingBudget
 from quire.step import TokenValues
 
 MAX_PRIORITY = 100
-"""Priorities are from -100 to 100, which limits how long later requests can overtake an earlier one."""
+"""Limit of priorities, of either sign, and so of the time for which later requests can overtake an earlier one."""
 
 
 class ResumePoint(msgspec.Struct, frozen=True, array_like=True):
@@ -29,7 +29,8 @@ class ResumePoint(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A validated, tokenised request. Only the input processor makes them; nothing downstream checks them again."""
+    """A validated, tokenised request. Only the input processor makes them; nothing downstream checks them again.
+    Requests share prefix-cache entries only if their salts, columns, images and contents of adapters are equal."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -42,13 +43,12 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that end the sequence with reason "stop" and `stop_reason` None."""
     bad_token_sequences: list[list[int]] = []
     cache_salt: str = ""
-    """Requests share prefix-cache entries only if their salts are equal."""
     priority: int = 0
     """Lower is earlier; see `Request.order_key`."""
     client: str = ""
     """Client's name. Waiting requests of several clients take turns (quire/scheduler/fair_order.py)."""
     each_step: bool = False
-    """Each step's tokens are sent at once, also where the engine would collect those of several steps."""
+    """Each step's tokens are sent at once, also where the engine would collect several steps'."""
     first_index: int = 0
     """Index of its first sequence in the caller's request, of which this one is a part. Seeds count from it."""
     register_prefix: bool = False
@@ -57,19 +57,17 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Compute the prompt and return its vector (`SequenceUpdate.pooled`), no tokens. Then `max_tokens` is 1, because
     one step samples, and `params` asks for one sequence without beam search."""
     columns: dict[str, int] = {}
-    """Step column -> the request's 32-bit value (quire/worker/columns.py); missing columns are 0. Requests share
-    prefix-cache entries only if their values are equal."""
+    """Step column -> the request's 32-bit value (quire/worker/columns.py); missing columns are 0."""
     token_columns: dict[str, TokenValues] = {}
     """Step column -> values of prompt tokens, for example the positions of an image's patches. Tokens before them have
     the value 0, tokens after them that of `columns`."""
     images: list[PromptImage] = []
-    """Images in the order of the prompt. Requests share prefix-cache entries only if their images are equal."""
+    """Images in the order of the prompt."""
     is_processed: bool = False
     """A logits processor sees the tokens one by one, so the request has no drafts."""
     prediction: list[int] = []
     """Tokens that the caller expects; drafts may come from them."""
     adapter: AdapterRef | None = None
-    """None: no adapter. Requests share prefix-cache entries only if their adapters' contents are equal."""
     constraint: str = ""
     """Constraint on the generated tokens, in the form of the engine core's MaskSource (quire/decoding/masks.py)."""
     constraint_start: list[int] = []

@@ -302,7 +302,6 @@ class SamplingParams(
 
     @property
     def stop_strings(self) -> list[str]:
-        """`stop` as a list, empty when there is none."""
         if self.stop is None:
             return []
         return [self.stop] if isinstance(self.stop, str) else self.stop

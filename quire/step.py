@@ -85,7 +85,7 @@ class StoreReport(msgspec.Struct, tag="store", array_like=True):
     num_stored: int = 0
     num_store_failures: int = 0
     num_bytes: int = 0
-    """Known size of the directory in bytes, files of other models and engines included."""
+    """Known bytes in the directory, files of other models and engines included."""
     load_seconds: float = 0.0
     """Recent seconds to load a block with all loading threads busy; 0: unknown."""
     token_seconds: float = 0.0
@@ -112,23 +112,23 @@ class TokenValues(msgspec.Struct, array_like=True, frozen=True):
 
 
 class NewSequence(msgspec.Struct, array_like=True):
-    """A sequence that gets a request slot on the workers: new, or resumed after a preemption."""
+    """A sequence that gets a request slot: new, or resumed after a preemption."""
 
     seq_id: int
     token_ids: list[int]
     """Every known token: the prompt, then tokens generated before a preemption."""
     num_prompt_tokens: int
     block_ids: list[list[int]]
-    """Physical blocks in logical order, one list per KV group, those of a prefix hit included."""
+    """Physical blocks in logical order, one list per KV group, a prefix hit included."""
     sampling: SequenceSampling
     columns: dict[str, int] = {}
     """Step column -> the sequence's 32-bit value; missing columns are 0."""
     token_columns: dict[str, TokenValues] = {}
     """See `EngineRequest.token_columns`."""
     images: list[ImagePlace] = []
-    """Images of the sequence. A step computes none of an image's tokens before it is encoded (`StepPlan.images`)."""
+    """Images; a step computes none of an image's tokens before it is encoded (`StepPlan.images`)."""
     text_scope: str = ""
-    """Scope of output texts: drafts may come from outputs of requests of the same scope."""
+    """Drafts may come from outputs of requests of the same scope."""
     prediction: list[int] = []
     """Tokens that the request expects; drafts may come from them."""
 
@@ -222,8 +222,6 @@ class StepPlan(msgspec.Struct, array_like=True):
 
 
 class SamplingInputs(msgspec.Struct, array_like=True):
-    """Inputs of sampling that follow a plan."""
-
     step_id: int
     masks: dict[int, bytes]
     """Index of a sample -> its allowed tokens: packed bits, [ceil(vocab size / 32)] little-endian uint32. A sample
@@ -271,7 +269,7 @@ class StepResult(msgspec.Struct, array_like=True):
     logprobs: dict[int, list[TokenLogprobs]] = {}
     """Index into `token_ids` -> logprobs, one entry per token, where requested."""
     prompt_logprobs: dict[int, PromptLogprobs] = {}
-    """seq_id -> logprobs of the prompt positions computed in this step, where requested."""
+    """seq_id -> logprobs of the prompt positions computed in this step."""
     candidates: dict[int, Candidates] = {}
     """Index into `token_ids` -> candidates, for sequences with `num_candidates`."""
     num_drafts: int = 0
@@ -292,8 +290,8 @@ class StepResult(msgspec.Struct, array_like=True):
     """Index into `token_ids` -> message of a logits processor's failure, which ends the sequence."""
     pooled: dict[int, list[float]] = {}
     """Index into `token_ids` -> float32 values of a pooled sample: an embedding, or logits of labels."""
+    encoder_seconds: float = 0.0
+    """Seconds that the step's layers of images took."""
     checksum: int = 0
     """Checksum of tokens and vectors, where several ranks computed them. Of all ranks but one a result has it in their
     place (quire/executors/rank.py)."""
-    encoder_seconds: float = 0.0
-    """Seconds that the step's layers of images took."""

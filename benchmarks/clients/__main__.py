@@ -112,24 +112,24 @@ def page(clients: Sequence[Client], results: Sequence[Result]) -> str:
     lines = [
         "# Clients",
         "",
-        "These clients call Quire's server as their authors publish them, each from a process of its own.",
-        "`python -m benchmarks.clients --write docs/clients.md` installs them outside the repository, runs them and",
-        "writes this page.",
+        "These clients, as published, call Quire's server, each from its own process.",
+        "`python -m benchmarks.clients --write docs/clients.md` installs them outside the repository (13 GB, of which",
+        "guidellm takes 6 and vLLM 3.4), runs the functions of `benchmarks/clients/cases` and writes this page.",
         "",
-        "The server is `quire serve`: with the bundled model, with the same as an embedder (`--runner pooling`), or",
-        "with a fake model that says what the conversation tells it to, so that every answer, call and event is known",
-        "([decision 54](decisions/0054-clients-and-peers.md)). Open WebUI itself is not run: the test",
-        "makes the calls of its version 0.12.4. Node's packages are the newest for Node 20. Together the clients take",
-        "13 GB on disk, of which guidellm takes 6 and vLLM 3.4.",
+        "The server is `quire serve` with the bundled model, with it as an embedder (`--runner pooling`), or with a",
+        "fake model whose answers the conversation dictates, so that every answer, call and event is known",
+        "([decision 54](decisions/0054-clients-and-peers.md)). Open WebUI is not run: the test makes the calls of its",
+        "version 0.12.4. Node's packages are the newest for Node 20.",
         "",
-        "| client | packages | pass | cases |",
+        "| client | packages | cases | passed |",
         "|---|---|---|---|",
     ]
     for client in clients:
         own = [result for result in results if result.client == client.name]
         passed = sum(result.reason is None for result in own)
-        cases = ", ".join(r.case if r.reason is None else f"**{r.case}: {r.reason}**" for r in own)
-        lines.append(f"| {client.name} | {client.version} | {passed} of {len(own)} | {cases} |")
+        failures = "".join(f", **{r.case}: {r.reason}**" for r in own if r.reason is not None)
+        scripts = ", ".join(f"`{script}`" for script in client.scripts)
+        lines.append(f"| {client.name} | {client.version} | {scripts} | {passed} of {len(own)}{failures} |")
     return "\n".join(lines) + "\n"
 
 

@@ -49,7 +49,6 @@ def attend_tiles(tiles: TileList, layer: LayerAttention, pages: torch.Tensor, q:
 def _attend_chunk(
     tiles: TileList, chunk: Chunk, layer: LayerAttention, pages: torch.Tensor, queries: torch.Tensor
 ) -> Partial:
-    """Each item's queries over its keys."""
     groups, dim = layer.num_kv_heads, layer.head_dim
     num_items, rows = len(chunk.tiles), tiles.rows
     key, value = _gather(pages, chunk.key_rows, layer)

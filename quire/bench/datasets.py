@@ -106,8 +106,8 @@ def as_messages(spec: PromptSpec, images: Sequence[str] = ()) -> PromptSpec:
 
 @dataclass(frozen=True, slots=True)
 class RandomImages:
-    """Pictures of noise, which no server has seen before. count: of one request. sizes: width and height in pixels, of
-    which each picture has one."""
+    """Pictures of noise, which no server has seen before. count: pictures of a request. sizes: (width, height) in
+    pixels, drawn for each picture."""
 
     count: LengthRange
     sizes: tuple[tuple[int, int], ...]
@@ -137,12 +137,9 @@ class RandomImages:
 
 
 def read_dataset(path: Path, *, workload: str | None, default_max_tokens: int) -> list[PromptSpec]:
-    """Prompts of a file, in its order.
-
-    JSON lines: one object a line. JSON: a list of objects, or workloads by name (`workload` picks one; optional if
-    there is only one). An object has `prompt`, `prompt_token_ids` or `messages`, and optionally `max_tokens`. Raises
-    UserError with file and entry.
-    """
+    """Prompts of a file, in its order. JSON lines: one object a line. JSON: a list of objects, or workloads by name
+    (`workload` picks one; optional if there is only one). An object has `prompt`, `prompt_token_ids` or `messages`, and
+    optionally `max_tokens`. Raises UserError with file and entry."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

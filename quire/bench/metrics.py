@@ -27,11 +27,9 @@ DEFAULT_PERCENTILES = (50.0, 90.0, 99.0)
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """One request as the client saw it; times on one clock, in seconds.
-
-    due: planned time of sending. sent: actual time. chunk_times: arrivals of chunks with output. error: reason of a
-    failure, or None. Token counts are the server's (`usage`) or the number of chunks.
-    """
+    """One request as the client saw it; times on one clock, in seconds. due: planned time of sending. sent: actual
+    time. chunk_times: arrivals of chunks with output. error: reason of a failure. Token counts are the server's
+    (`usage`) or the number of chunks."""
 
     due: float
     sent: float
@@ -77,14 +75,14 @@ class Distribution:
     percentiles: Mapping[float, float]
 
     def scaled(self, factor: float) -> dict[str, float]:
-        """A flat mapping (`mean`, `median`, `std`, `min`, `max`, `p50` ...) with every value times `factor`."""
+        """A flat mapping (`mean`, `median`, `std`, `min`, `max`, `p50` ...), every value times `factor`."""
         values = {name: getattr(self, name) for name in ("mean", "median", "std", "min", "max")}
         values |= {f"p{percent:g}": value for percent, value in self.percentiles.items()}
         return {name: value * factor for name, value in values.items()}
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The value below which `percent` percent of the ascending, non-empty `ordered` lie, interpolated linearly."""
+    """Value below which `percent` percent of the ascending, non-empty `ordered` lie, interpolated linearly."""
     position = (len(ordered) - 1) * percent / 100
     low = math.floor(position)
     high = min(low + 1, len(ordered) - 1)
@@ -94,7 +92,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 def summarize_values(
     values: Sequence[float], percentiles: Sequence[float] = DEFAULT_PERCENTILES
 ) -> Distribution | None:
-    """Mean, median, population standard deviation, extremes and percentiles; None without values."""
+    """Mean, median, population standard deviation, extremes and percentiles."""
     if not values:
         return None
     ordered = sorted(values)
@@ -122,7 +120,7 @@ class ServingReport:
     num_prompt_tokens: int
     num_output_tokens: int
     num_good: int | None
-    """Requests that met every service-level objective; None without objectives."""
+    """Requests that met every service-level objective."""
     latencies: Mapping[str, Distribution | None]
     """Metric of METRICS -> distribution in seconds over the completed requests."""
     max_send_delay: float
@@ -142,7 +140,7 @@ def summarize(
     goodput: Mapping[str, float] | None = None,
     percentiles: Sequence[float] = DEFAULT_PERCENTILES,
 ) -> ServingReport:
-    """Summarise the records of a run. goodput: metric -> limit in seconds; a good request meets all."""
+    """Summarise a run's records. goodput: metric -> limit in seconds; a good request meets all."""
     done = [record for record in records if record.error is None]
     duration = max((r.end for r in records), default=0.0) - min((r.sent for r in records), default=0.0)
     samples = {

@@ -16,8 +16,6 @@ from quire.sampling_params import SamplingParams
 
 
 class Generator(Protocol):
-    """The timed function: prompts in, finished outputs out, in order."""
-
     def __call__(self, prompts: list[dict[str, Any]], params: list[SamplingParams], /) -> list[RequestOutput]: ...
 
 
@@ -42,7 +40,7 @@ class BatchShape:
 
 @dataclass(frozen=True, slots=True)
 class LatencyResult:
-    """seconds: time of each timed repeat. Rates use the mean."""
+    """seconds: time of each repeat. Rates use the mean."""
 
     shape: BatchShape
     seconds: tuple[float, ...]
@@ -50,12 +48,11 @@ class LatencyResult:
 
     @property
     def output_throughput(self) -> float:
-        """Generated tokens per second of a mean repeat."""
         return self.shape.batch_size * self.shape.output_len / self.distribution.mean
 
     @property
     def seconds_per_step(self) -> float:
-        """Seconds per step of a mean repeat, the prompt's computation included."""
+        """Mean seconds per step, the prompt's computation included."""
         return self.distribution.mean / self.shape.output_len
 
 
@@ -84,13 +81,14 @@ def measure_latency(
 
 @dataclass(frozen=True, slots=True)
 class ThroughputResult:
-    """One run over all prompts. Token counts are totals of all requests."""
+    """One run over all prompts. Token counts are totals."""
 
     seconds: float
     num_requests: int
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached_tokens: int
+    outputs: list[list[int]]
 
     @property
     def requests_per_second(self) -> float:
@@ -106,11 +104,19 @@ class ThroughputResult:
 
 
 def measure_throughput(
-    generate: Generator, prompts: Sequence[PromptSpec], *, ignore_eos: bool, timer: Timer = time.perf_counter
+    generate: Generator,
+    prompts: Sequence[PromptSpec],
+    *,
+    ignore_eos: bool,
+    predicted: Sequence[list[int]] = (),
+    timer: Timer = time.perf_counter,
 ) -> ThroughputResult:
-    """Submit all prompts at once and wait for the last token."""
-    elapsed, outputs = _timed(generate, prompts, ignore_eos=ignore_eos, timer=timer)
+    """Submit all prompts at once and wait for the last token. predicted: the output of each, for an oracle."""
+    elapsed, outputs = _timed(generate, prompts, ignore_eos=ignore_eos, predicted=predicted, timer=timer)
+    texts = [list(output.outputs[0].token_ids) for output in outputs]
+    assert not predicted or texts == list(predicted), "drafts change no token"
     return ThroughputResult(
+        outputs=texts,
         seconds=elapsed,
         num_requests=len(outputs),
         num_prompt_tokens=sum(len(output.prompt_token_ids) for output in outputs),
@@ -120,10 +126,17 @@ def measure_throughput(
 
 
 def _timed(
-    generate: Generator, prompts: Sequence[PromptSpec], *, ignore_eos: bool, timer: Timer
+    generate: Generator,
+    prompts: Sequence[PromptSpec],
+    *,
+    ignore_eos: bool,
+    timer: Timer,
+    predicted: Sequence[list[int]] = (),
 ) -> tuple[float, list[RequestOutput]]:
     """Time a greedy run without detokenisation, which is the front end's work."""
     inputs = [_input(prompt) for prompt in prompts]
+    for prompt, text in zip(inputs, predicted, strict=False):
+        prompt["prediction"] = text
     params = [
         SamplingParams(temperature=0.0, max_tokens=prompt.max_tokens, ignore_eos=ignore_eos, detokenize=False)
         for prompt in prompts

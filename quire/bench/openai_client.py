@@ -18,7 +18,7 @@ from quire.utils.sse import EventParser
 
 ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 MAX_REASON = 160
-"""Longest kept reason of a server's error, in characters."""
+"""Longest kept reason of an error, in characters."""
 
 
 class _Delta(msgspec.Struct):
@@ -198,7 +198,6 @@ def _status_reason(status: int, body: bytes) -> str:
 
 
 def _message(content: Any) -> str:
-    """Message in OpenAI's error body, or in other servers' bodies."""
     for key in ("error", "message", "detail"):
         if isinstance(content, dict) and key in content:
             content = content[key]
@@ -206,7 +205,7 @@ def _message(content: Any) -> str:
 
 
 async def first_model(base_url: str, api_key: str | None) -> str:
-    """The first model that the server lists. Raises UserError if it is unreachable or lists none."""
+    """First model that the server lists. Raises UserError if it is unreachable or lists none."""
     headers = authorization(api_key)
     try:
         async with httpx.AsyncClient(base_url=base_url, headers=headers, timeout=30, trust_env=False) as client:

@@ -28,10 +28,8 @@ async def run_load(
     on_done: Callable[[RequestRecord], None],
 ) -> list[RequestRecord]:
     """Send prompt i at `offsets[i]` seconds from the start and follow all streams; records are in prompt order.
-
     max_concurrency: limit of open requests; later ones wait in the client, outside their latencies
-    (`RequestRecord.sent`). timeout: seconds without a byte.
-    """
+    (`RequestRecord.sent`). timeout: seconds without a byte."""
     gate = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
 
     async def one(client: httpx.AsyncClient, prompt: PromptSpec, due: float) -> RequestRecord:
@@ -53,11 +51,9 @@ async def run_load(
 
 
 def arrival_offsets(num_requests: int, rate: float, burstiness: float, rng: random.Random) -> list[float]:
-    """Seconds from the start at which each request is due; ascending, the first at 0.
-
-    rate: requests per second, `math.inf` for all at once. burstiness: shape of the gamma distribution of the gaps; 1 is
-    a Poisson process, below 1 burstier, above 1 more even. Raises UserError for non-positive values.
-    """
+    """Seconds from the start at which each request is due; ascending, the first at 0. rate: requests per second,
+    `math.inf` for all at once. burstiness: shape of the gamma distribution of the gaps; 1 is a Poisson process, below 1
+    burstier, above 1 more even. Raises UserError for non-positive values."""
     if not rate > 0:
         raise UserError(f"--request-rate must be positive or inf, not {rate:g}", param="request_rate")
     if not (burstiness > 0 and math.isfinite(burstiness)):

@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
+
 from quire import envs
 from quire.bench.datasets import (
     LengthRange,
@@ -124,6 +126,9 @@ def _throughput_flags(parser: Parser) -> None:
     group.add_argument(
         "--ignore-eos", action=argparse.BooleanOptionalAction, default=True, help="generate all of the output length"
     )
+    group.add_argument(
+        "--oracle", metavar="P", type=float, help="replay a run without drafts; each draft is right with probability P"
+    )
     json_flag(group)
     add_engine_flags(parser)
 
@@ -136,8 +141,18 @@ def _throughput(namespace: argparse.Namespace) -> int:
     options = engine_options(namespace)
     every_id = f"0:{resolve(options).model.vocab_size - 1}"
     prompts = _prompts(namespace, random.Random(options.seed), every_id)
+    plain: offline.ThroughputResult | None = None
+    if namespace.oracle is not None:
+        if options.speculative_config is None:
+            raise UserError("--oracle needs --speculative-config, whose drafts it replaces", param="oracle")
+        with _generator(msgspec.structs.replace(options, speculative_config=None), show_progress=True) as generate:
+            plain = offline.measure_throughput(generate, prompts, ignore_eos=namespace.ignore_eos)
+        drafts = {**options.speculative_config, "oracle": namespace.oracle}
+        options = msgspec.structs.replace(options, speculative_config=drafts)
+    predicted = () if plain is None else plain.outputs
     with _generator(options, show_progress=True) as generate:
-        result = offline.measure_throughput(generate, prompts, ignore_eos=namespace.ignore_eos)
+        result = offline.measure_throughput(generate, prompts, ignore_eos=namespace.ignore_eos, predicted=predicted)
+    gain = [] if plain is None else [("times that without drafts", f"{plain.seconds / result.seconds:.2f}")]
     report.print_rows(
         f"throughput of {options.model}",
         [
@@ -148,12 +163,14 @@ def _throughput(namespace: argparse.Namespace) -> int:
             ("request throughput", f"{result.requests_per_second:,.2f} requests/s"),
             ("output throughput", f"{result.output_throughput:,.2f} tokens/s"),
             ("total throughput", f"{result.total_throughput:,.2f} tokens/s"),
+            *gain,
         ],
     )
     report.write_json(
         namespace.json,
         {
             "benchmark": "throughput",
+            "duration_without_drafts": None if plain is None else plain.seconds,
             "options": options_json(namespace),
             "duration": result.seconds,
             "num_requests": result.num_requests,
@@ -360,7 +377,7 @@ def _generator(options: EngineOptions, *, show_progress: bool) -> Iterator[Gener
         def generate(prompts: list[dict[str, Any]], params: list[SamplingParams]) -> list[RequestOutput]:
             outputs = llm.generate(cast("list[Prompt]", prompts), params, use_tqdm=show_progress)
             for output in outputs:
-                raise_if_nonfinite(output)  # what a broken model takes is no figure
+                raise_if_nonfinite(output)  # a broken model's time is no result
             return outputs
 
         yield generate

@@ -51,7 +51,7 @@ def build_parser() -> Parser:
 def main(arguments: Sequence[str]) -> int:
     namespace = build_parser().parse(arguments)
     settings = {**DEFAULTS, **given(namespace, SamplingParams)}
-    sampling_params(namespace, DEFAULTS)  # raises UserError before a model is loaded
+    sampling_params(namespace, DEFAULTS)  # raises UserError before the model loads
     with _open_answers(namespace) as answers:
         answers.check()
         conversation = Conversation(

@@ -33,7 +33,7 @@ def config_words(
         is_mapping = isinstance(content, dict) and all(isinstance(name, str) for name in content)
         words = [word for entry in content.items() for word in write(*entry)] if is_mapping else None
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
-        # PyYAML raises what its conversions meet: dates, endless numbers, aliases, tags that do not fit the value.
+        # PyYAML's conversions raise any of these: for dates, too long numbers, aliases, tags that do not fit the value.
         raise ConfigError(f"config: {path} is not valid {kind}: {one_line(str(error))}", param="config") from None
     if words is None:
         raise ConfigError(f"config: {path} must map flags to values", param="config")
@@ -41,7 +41,7 @@ def config_words(
 
 
 def _yaml(text: str) -> Any:
-    import yaml  # a tenth of a second that lines without a file need not wait for
+    import yaml  # takes 0.1 s, which command lines without a file save
 
     try:
         return yaml.safe_load(text)

@@ -210,7 +210,7 @@ def _describe_steps(report: Report, config: EngineConfig, limits: DeviceLimits) 
     for step in typical_steps(scheduler.max_num_seqs, scheduler.max_num_batched_tokens):
         execution = choose_execution(step.num_tokens, step.num_seqs, step.max_query_len, settings)
         report.choices.append((str(step), _choice(step, execution)))
-        # A graph's grids are those of the longest sequence there can be.
+        # A CUDA graph's grids are sized for the longest possible sequence.
         longest = model.max_model_len if execution.kind == "full" else max(1, model.max_model_len // 2)
         report.attention.append((str(step), _tiles(step, longest, shape, limits, config)))
 

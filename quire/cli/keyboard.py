@@ -110,7 +110,7 @@ def _prompt_session(
                     yield Completion(command, start_position=-len(typed), display_meta=text)
 
     keywords: dict[str, Any] = {}
-    if not sys.stdout.isatty():  # the answers go into a file: what is typed is shown beside them
+    if not sys.stdout.isatty():  # the answers go into a file; the prompt is shown on the terminal
         keywords["output"] = create_output(stdout=sys.stderr)
     return PromptSession(
         PROMPT,

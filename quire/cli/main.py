@@ -55,7 +55,7 @@ def run_program(name: str, program: Callable[[Sequence[str]], int], arguments: S
         return 0
     except QuireError as error:
         return _report(name, error, str(error))
-    except BaseException as error:  # a limit of the system, or a mistake of ours: one line as well
+    except BaseException as error:  # a system limit or a bug: one line as well
         if is_interrupt(error):
             raise
         return _report(name, error, explain(error))

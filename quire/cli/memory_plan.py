@@ -185,7 +185,7 @@ def stored_weight_bytes(model: ModelConfig, shape: ModelShape, *, is_native: boo
     Norms and biases count like their layers; matrices that expand prompts are extra. A GGUF file names each tensor's
     type. is_native: False widens a GGUF file's types to floating point."""
     if model.is_gguf and is_native:
-        from quire.models.gguf.sizes import packed_weight_bytes  # imports NumPy, for which `--help` need not wait
+        from quire.models.gguf.sizes import packed_weight_bytes  # imports NumPy, which would slow `--help`
 
         with GGUFFile(model.path) as file:
             return packed_weight_bytes(file, model)

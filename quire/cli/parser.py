@@ -93,7 +93,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _of_vllm(flag: str) -> str:
-    from quire.config.vllm import FLAGS  # a table that lines without mistakes need not load
+    from quire.config.vllm import FLAGS  # loaded only for a mistake on the line
 
     if flag.removeprefix("--").removeprefix("no-").replace("-", "_") not in FLAGS:
         return ""

@@ -199,7 +199,7 @@ def _plan_for_devices(
         checkpoint = read_checkpoint(find_model(options.model, revision=options.revision, config_only=True))
     dtype = STORED_AS.get(options.quantization or "") or (None if options.dtype == "auto" else options.dtype)
     if dtype is None and checkpoint is not None and checkpoint.format == "GGUF" and target.device.kind != "cpu":
-        dtype = "float32"  # to which a GPU widens all types of a file that says no dtype
+        dtype = "float32"  # GGUF files state no dtype; a GPU widens their types to float32
     kv_dtype = None if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     precision = Precision.of(shape, dtype, kv_dtype)
     is_invariant = options.batch_invariant or target.device.kind == "cpu"

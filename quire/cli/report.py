@@ -49,7 +49,7 @@ def print_rows(title: str, rows: Sequence[tuple[str, str]]) -> None:
     table.add_column(justify="right")
     for name, value in rows:
         table.add_row(name, value)
-    console().print(title, style="table.title", markup=False, highlight=False)  # as a title it is cut to the table
+    console().print(title, style="table.title", markup=False, highlight=False)  # rich cuts a table's title to its width
     console().print(table)
 
 

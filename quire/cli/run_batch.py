@@ -163,7 +163,7 @@ async def _run(
 ) -> int:
     """Return the exit status: 0 even if requests failed, 1 for an invalid line. listener: for the metrics server, if
     any. Raises EngineDeadError."""
-    from quire.engine.async_engine import AsyncLLM  # after the options are known to be good: it takes a while
+    from quire.engine.async_engine import AsyncLLM  # slow to import: only once the options are valid
     from quire.server.app import create_app
     from quire.server.batch import run_batch
     from quire.server.metrics_server import serving_metrics

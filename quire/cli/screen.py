@@ -161,4 +161,4 @@ class _End:
 def _markdown(text: str) -> Markdown:
     from rich.markdown import Markdown
 
-    return Markdown(text, hyperlinks=False)  # addresses are written out, so that no text hides where it leads
+    return Markdown(text, hyperlinks=False)  # addresses are written out, so that no link hides its target

@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     namespace = parser.parse(arguments)
     if namespace.config is not None:
         if namespace.model_positional is not None and not hasattr(namespace, "model"):
-            namespace.model = namespace.model_positional  # in place of the file's
+            namespace.model = namespace.model_positional  # overrides the file's
         namespace = argparse.Namespace(**{**vars(parse_config(namespace.config, parser)), **vars(namespace)})
     options = engine_options(namespace)
     keywords = given(namespace, ServerSettings)
@@ -57,6 +57,6 @@ def start(options: EngineOptions, settings: ServerSettings) -> int:
         sizes = options.tensor_parallel_size, options.data_parallel_size, settings.api_server_count
         if sizes == (1, 1, 1) and not settings.restart_engine:
             process = stack.enter_context(EngineProcess(imports=[LOCAL_EXECUTOR]))
-        from quire.server.run import serve  # after the options are known to be good: it imports the server
+        from quire.server.run import serve  # slow to import: only once the options are valid
 
         return serve(options, settings, process=process)

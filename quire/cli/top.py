@@ -95,7 +95,7 @@ def follow(client: FrameClient, url: str, rate: float) -> None:
         while frame is not None:
             now = time.monotonic()
             is_due = now >= next_sample
-            if is_due:  # also while the server rests and sends nothing: then the rates fall to zero
+            if is_due:  # also while an idle server sends nothing: the rates fall to zero
                 history.add_frame(frame, now)
                 next_sample = now + SAMPLE_SECONDS
             if live is not None:
@@ -134,7 +134,7 @@ def _read(client: FrameClient, rate: float, news: News) -> None:
             news.put(frame)
     except QuireError as error:
         news.put(error)
-    except BaseException as error:  # else the screen would wait for ever for a frame
+    except BaseException as error:  # otherwise the screen would wait forever
         news.put(QuireError(f"the stream of frames cannot be read: {explain(error)}"))
 
 

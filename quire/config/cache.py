@@ -11,13 +11,10 @@ SNAPSHOT_INTERVAL = 1024
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """block_size: tokens per block. memory: bytes of the pool; None: free memory after the profiling pass times
-    `memory_utilization`. num_blocks_override: exact number of blocks. swap_space: bytes of the host pool for preempted
-    requests and offloaded blocks; 0: none; None: chosen from free memory. offload_dir: directory of cached blocks.
-    offload_size: its byte limit. state_snapshot_interval: least tokens between snapshots of a recurrent state
-    (quire/kv_cache/layout.py rounds it up). prefault: write to the pool when it is allocated, so that its memory is
-    there before the first request. num_replicas: engines that share the measured memory; given sizes are for one
-    engine."""
+    """Fields with an option's name have its meaning. memory: bytes of the pool; None: free memory after the profiling
+    pass times `memory_utilization`. swap_space: bytes of the host pool; 0: none; None: chosen from free memory.
+    offload_dir: directory of cached blocks. offload_size: its byte limit. num_replicas: engines that share the measured
+    memory; given sizes are for one engine."""
 
     block_size: int
     memory: int | None

@@ -44,7 +44,7 @@ class CudaFacts:
 
 
 def find_cuda() -> CudaFacts:
-    """Read torch's files and query the driver, but only if torch could use one."""
+    """Read torch's files, and query the driver if torch could use one."""
     torch_version, torch_cuda = _torch_build()
     if torch_cuda is None:
         missing = "torch is not installed" if torch_version is None else f"torch {torch_version} was built without CUDA"
@@ -60,7 +60,7 @@ def has_triton() -> bool:
 
 
 def _torch_build() -> tuple[str | None, str | None]:
-    """(version, CUDA version) of the installed torch, from its version.py."""
+    """(version, CUDA version) from torch's version.py."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         return None, None
@@ -77,7 +77,7 @@ def _assigned(text: str, name: str) -> str | None:
 
 
 def _ask_driver() -> tuple[tuple[int, int] | None, tuple[CudaDevice, ...], str | None]:
-    """CUDA version of the driver, its devices, and the reason if it has none."""
+    """The driver's CUDA version, its devices, and the reason if it has none."""
     try:
         driver = ctypes.CDLL(DRIVER)
     except OSError:

@@ -13,15 +13,15 @@ NATIVE_HEAD_MULTIPLE, NATIVE_HEAD_LIMIT = 8, 256
 """Head sizes of the native kernels: multiples of the first number up to the second."""
 
 NATIVE_RANK_LIMIT, NATIVE_LATENT_LIMIT = 512, 640
-"""Largest compressed part of a latent, and largest whole latent, in elements, in the native kernels."""
+"""Limits of the native kernels: compressed part of a latent, and whole latent, in elements."""
 
 
 NATIVE_INDEX_HEADS, NATIVE_INDEX_DIM, NATIVE_INDEX_TOP = 64, 256, 8192
-"""Largest indexer of the native kernels: heads, elements of a head, chosen keys."""
+"""Limits of an indexer in the native kernels: heads, elements of a head, chosen keys."""
 
 
 def why_no_index(num_heads: int, dim: int, top: int) -> str | None:
-    """Reason why the native kernels cannot compute an indexer."""
+    """Reason why the native kernels cannot compute this indexer."""
     if num_heads > NATIVE_INDEX_HEADS or dim % NATIVE_HEAD_MULTIPLE or dim > NATIVE_INDEX_DIM or top > NATIVE_INDEX_TOP:
         return (
             f"an indexer of {num_heads} heads of {dim} elements that chooses {top} keys is not one of at most "
@@ -32,7 +32,7 @@ def why_no_index(num_heads: int, dim: int, top: int) -> str | None:
 
 
 def why_no_latents(rank: int, rope_dim: int) -> str | None:
-    """Reason why the native kernels cannot compute latents of these sizes, in elements."""
+    """Reason why the native kernels cannot compute these latents (sizes in elements)."""
     if rank % NATIVE_HEAD_MULTIPLE or rank > NATIVE_RANK_LIMIT or rope_dim % 2 or rank + rope_dim > NATIVE_LATENT_LIMIT:
         return (
             f"latents of {rank} + {rope_dim} elements are not a multiple of {NATIVE_HEAD_MULTIPLE} up to "
@@ -43,17 +43,18 @@ def why_no_latents(rank: int, rope_dim: int) -> str | None:
 
 @dataclass(frozen=True)
 class DeviceConfig:
-    """device: "cpu" or "cuda". num_threads: compute threads of the CPU back ends. attention_backend: "native" (the
-    whole model runs on the native CPU kernels), "torch" (plain operators on the CPU) or "triton" (Triton kernels: on
-    "cuda", or on "cpu" in Triton's interpreter, for tests). cpu_isa: highest instruction set for the native kernels;
-    "auto": the best one. matmul_precision: rounding of activations before they multiply bfloat16 weights, keys or
-    values, and quantised weights (to 14 bits or more without AMX): "float32": none; "bfloat16"; "auto": the faster one,
-    which the native kernels find at the start. Plain operators and devices multiply in the model's dtype, which is then
-    the value here; "fp8": a device multiplies FP8 weights with activations rounded to FP8 row by row. cuda_graphs: one
-    of CUDA_GRAPHS. cuda_graph_sizes: numbers of tokens with captured graphs, ascending. batch_invariant: a row's bits
-    depend on its own tokens only, which CPU back ends always ensure. platform: the worker's half
-    (quire/worker/platform/choice.py). collectives: transport of tensors between a model's ranks
-    (quire/parallel/choice.py)."""
+    """Fields with an option's name have its meaning, resolved. attention_backend: "native" (the whole model runs on the
+    native CPU kernels), "torch" (plain operators on the CPU) or "triton" (on "cuda", or on "cpu" in Triton's
+    interpreter, for tests). cpu_isa: highest instruction set for the native kernels.
+
+    matmul_precision: rounding of activations before they multiply bfloat16 weights, keys or values, and quantised
+    weights (to 14 bits or more without AMX): "float32": none; "bfloat16"; "auto": the faster one, which the native
+    kernels find at the start. Plain operators and devices multiply in the model's dtype, which is then the value here;
+    "fp8": a device multiplies FP8 weights with activations rounded to FP8 row by row.
+
+    platform: the worker's half (quire/worker/platform/choice.py). collectives: transport of tensors between a model's
+    ranks (quire/parallel/choice.py).
+    """
 
     device: str
     num_threads: int
@@ -83,13 +84,12 @@ class DeviceConfig:
 
 
 def has_native_kernels() -> bool:
-    """True if this installation contains the native CPU kernels."""
     return importlib.util.find_spec("quire.kernels.cpu._native") is not None
 
 
 LARGEST_SIZE = 1024
-"""Largest graph, in tokens. In larger passes the device takes longer than the host needs to start kernels, so a graph
-saves nothing."""
+"""Largest graph, in tokens. The device computes larger passes longer than the host needs to start their kernels, so a
+graph saves nothing."""
 _STEPS = ((4, None), (64, 8), (256, 16), (512, 32), (LARGEST_SIZE, 64))
 """(limit, distance): rungs below the limit are this far apart; None: each doubles. Above 32 tokens, padding adds at
 most an eighth."""

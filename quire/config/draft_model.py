@@ -28,9 +28,8 @@ def with_draft_model(
     backend: str,
     complete: Callable[[EngineOptions], ModelConfig],
 ) -> SpeculationConfig:
-    """The configuration with its draft model read. A head for drafts need not be called one: its config.json may say
-    it. backend: attention backend of `model`. complete: reads the model of options. Raises ConfigError for a model
-    that cannot make drafts."""
+    """Read the draft model. A head for drafts is also recognised by its config.json alone. backend: attention backend
+    of `model`. complete: reads the model of options. Raises ConfigError for a model that cannot make drafts."""
     chosen = speculation.draft_model
     if chosen is None:
         return speculation
@@ -66,9 +65,8 @@ def draft_options(
     backend: str,
     overrides: Mapping[str, Any] | None = None,
 ) -> EngineOptions:
-    """Options of the draft model as an engine of its own. Its keys and values have the types of `model`, in whose
-    blocks they lie. backend: attention backend of `model`. overrides: keys of its config.json, for a head, which is as
-    long as the model."""
+    """The draft model's options. Its keys and values have the types of `model`, in whose blocks they lie. backend:
+    attention backend of `model`. overrides: keys of a head's config.json; a head is as long as the model."""
     given: dict[str, Any] = {
         "model": chosen.name,
         "runner": "generate",

@@ -1,5 +1,5 @@
-"""Heads for drafts with checkpoints of their own (EAGLE, EAGLE-3): what their config.json says, and the model that a
-checkpoint of the `speculators` library names. Imports no torch."""
+"""Configuration of heads for drafts with checkpoints of their own (EAGLE, EAGLE-3), and the model that a checkpoint of
+the `speculators` library names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EAGLE_METHODS = ("eagle", "eagle3")
 MAX_TAPS = 16
 _SPECULATORS = "speculators_config"
 _CLASSES = MappingProxyType({"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"})
-"""By the `model_type` of a head: the class whose layer it has."""
+"""`model_type` of a head -> class whose layer it has."""
 _USUAL: Mapping[str, Mapping[str, int]] = MappingProxyType(
     {
         "llama": {"max_position_embeddings": 2048, "intermediate_size": 11008},
@@ -36,10 +36,10 @@ _USUAL_OF_ALL = MappingProxyType({"hidden_size": 4096, "num_attention_heads": 32
 class EagleConfig:
     """A head for drafts with a checkpoint of its own.
 
-    method: of EAGLE_METHODS. layers: of the model, whose inputs a head of "eagle3" reads; empty: it reads the model's
-    own results. read_size: elements of each. vocab_size: rows of its embedding, the model's. draft_vocab_size: tokens
-    that it can guess. norm_before_residual: the hidden state that its layer adds is the normalised one. norm_before_fc:
-    a norm over all that it reads. fc_norm: one over each. norm_output: its next guess takes normalised results.
+    method: one of EAGLE_METHODS. layers: the model's layers whose inputs a head of "eagle3" reads; empty: it reads the
+    model's results. read_size: elements of each. vocab_size: rows of its embedding, the model's. draft_vocab_size:
+    tokens that it can guess. norm_before_residual: its layer adds the normalised hidden state. norm_before_fc: a norm
+    over all that it reads. fc_norm: a norm over each. norm_output: its next guess takes normalised results.
     """
 
     method: str
@@ -64,8 +64,8 @@ class EagleConfig:
 
 
 def head_method(raw: Mapping[str, Any]) -> str:
-    """The method of the head for drafts that a config.json describes; "": of a whole model, as far as it says. Raises
-    ConfigError for other heads."""
+    """Method of the head that a config.json describes; "": it describes a whole model. Raises ConfigError for other
+    heads."""
     kind = raw.get("speculators_model_type")
     if kind is not None or _SPECULATORS in raw:
         if kind != "eagle3":
@@ -94,8 +94,7 @@ def head_values(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def read_eagle(method: str, raw: Mapping[str, Any], model: ModelConfig, where: str) -> EagleConfig:
-    """What a head says besides. Raises ModelLoadError for what is wrong in its config.json, and ConfigError for a head
-    of another model."""
+    """Raises ModelLoadError for faults of the head's config.json, and ConfigError for a head of another model."""
     is_speculator = isinstance(raw.get("transformer_layer_config"), Mapping)
     inner = raw["transformer_layer_config"] if is_speculator else raw
     fields, own = Fields(raw, where), Fields(inner, where)
@@ -134,7 +133,7 @@ def read_eagle(method: str, raw: Mapping[str, Any], model: ModelConfig, where: s
 
 
 def _layers(ids: object, num_layers: int, fields: Fields) -> tuple[int, ...]:
-    """The layers whose inputs are read, by the list of a config.json (None: vLLM's choice)."""
+    """Layers whose inputs are read. ids: list of a config.json; None: vLLM's choice."""
     if ids is None:
         ids = [2, num_layers // 2, num_layers - 3]
     numbers = [each for each in ids if type(each) is int] if isinstance(ids, list | tuple) else []

@@ -1,4 +1,5 @@
-"""The configuration of one engine: its slices. Components take the slice they use, not the whole."""
+"""The configuration of one engine: its slices. Components take the slice they use, not the whole. Fields of slices that
+have an option's name have its meaning (`EngineOptions`)."""
 
 from __future__ import annotations
 
@@ -28,22 +29,16 @@ class EngineConfig:
     device: DeviceConfig
     seed: int
     max_logprobs: int = MAX_LOGPROBS
-    """Limit of alternatives per token; -1: the vocabulary."""
     logprobs_mode: str = "raw_logprobs"
-    """Logits that log-probabilities come from (quire/sampling/sampler.py)."""
     output_window: float = 0.0
-    """Seconds for which the engine's process may hold tokens back, to send several steps' together."""
     step_log: Path | None = None
-    """Log file of the executor's steps; None: none."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     executor: str = "uni"
     """One of EXECUTORS, which starts the ranks and carries calls to them."""
     ray_placement: str = "pack"
-    """One of RAY_PLACEMENTS: distribution of ranks over Ray's nodes."""
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     adapters: AdaptersConfig = NO_ADAPTERS
     logits_processors: tuple[str, ...] = ()
-    """Classes that change logits, each as "module:Class"."""
     structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
     media: MediaConfig = field(default_factory=MediaConfig)
 

@@ -6,7 +6,7 @@ from typing import Any, TypedDict
 
 
 class EngineKeywords(TypedDict, total=False):
-    """The fields of `EngineOptions` but the model; their records say what each is."""
+    """Fields of `EngineOptions` but the model."""
 
     runner: str
     tokenizer: str | None

@@ -13,7 +13,7 @@ HINT = how_to_install("transformers")
 
 
 def import_transformers() -> ModuleType:
-    """The module. Raises ConfigError with the extra's name if it is not installed."""
+    """Raises ConfigError with the extra's name if the module is not installed."""
     try:
         import transformers
     except ImportError:

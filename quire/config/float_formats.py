@@ -8,7 +8,6 @@ from quire.config.quantization import QuantizationConfig
 from quire.config.quantization_fields import inner_object, known_integer, known_text, unsupported
 
 FLOAT_LAYOUTS = ("float-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized")
-"""Formats of compressed-tensors."""
 MX_GROUP, NV_GROUP = 32, 16
 FP8_BITS, FP4_BITS = 8, 4
 LARGEST_BLOCK = 2**20

@@ -95,7 +95,7 @@ class StateHeads:
 
 
 class Described(NamedTuple):
-    """config: a model's config.json, or what it would be. pooling: the method that a GGUF file names, or None."""
+    """config: a model's config.json, read or made from metadata. pooling: method that a GGUF file names."""
 
     config: dict[str, Any]
     pooling: Method | None = None
@@ -314,7 +314,6 @@ def _latent_keys(file: GGUFFile, keys: _Keys) -> dict[str, Any]:
 
 
 def _state_keys(file: GGUFFile, keys: _Keys, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of models with delta nets."""
     heads, num_layers = _state_heads(keys), config["num_hidden_layers"]
     listed = file.numbers(keys.named("attention.recurrent_layers"))
     if listed is not None and len(listed) < num_layers:
@@ -352,7 +351,7 @@ def _eos_token_ids(file: GGUFFile) -> list[int]:
 
 
 def end_tokens(named: Mapping[str, int]) -> dict[str, int]:
-    """Name -> id of the tokens that end a text. named: those of END_NAMES that a vocabulary has."""
+    """Name -> id of the tokens that end a text. named: tokens of END_NAMES in a vocabulary."""
     found = dict(named)
     calls = found.keys() & {"<|call|>", "<|calls|>"}
     if calls and found.keys() & {"<|return|>", "<|flush|>"}:

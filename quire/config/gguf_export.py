@@ -52,8 +52,8 @@ class Place:
 
 
 def describe(config: ModelConfig, title: str) -> Description:
-    """Describe a model's file. title: readable name of the model. Raises ModelLoadError for families that cannot be
-    exported, and for settings that files cannot express."""
+    """title: readable name of the model. Raises ModelLoadError for families that cannot be exported, and for settings
+    that files cannot express."""
     family = _family(config)
     names = family.gguf
     assert names is not None, "exported families have names in files"

@@ -43,7 +43,7 @@ def layer_of(name: str) -> int | None:
 
 
 def expected_shapes(family: Family, names: GGUFNames, config: Mapping[str, Any]) -> Shapes:
-    """Shape of every tensor of a model, by its name in the file. config: as `read_gguf` makes it."""
+    """Shape of every tensor, by name in the file. config: result of `read_gguf`."""
     hidden = config["hidden_size"]
     embedding = (config["vocab_size"], hidden)
     expected: Shapes = {"token_embd.weight": embedding, "output_norm.weight": (hidden,)}
@@ -94,8 +94,8 @@ def _layer_norm(name: str, size: int) -> Shapes:
 
 
 def with_joined_experts(expected: Shapes, present: Collection[str]) -> Shapes:
-    """Shapes for a file in which some layers have gate above up in one tensor for each expert. present: tensor names of
-    the file."""
+    """Shapes for a file in which some layers have gate above up in one tensor for each expert. present: names in the
+    file."""
     found = dict(expected)
     for name in expected:
         joined = name.replace(GATE_EXPERTS, JOINED_EXPERTS)

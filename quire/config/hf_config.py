@@ -51,7 +51,7 @@ _MOST_DRAFT_LAYERS = 16
 
 @dataclass(frozen=True)
 class ModelChoices:
-    """Choices about a model besides its dtypes and its length; fields have the options' names."""
+    """Further choices about a model; fields have the options' names."""
 
     runner: str = "auto"
     model_impl: str = "auto"
@@ -75,10 +75,10 @@ def load_model_config(
     config_only: bool,
     choices: ModelChoices = USUAL_CHOICES,
 ) -> ModelConfig:
-    """Read and check the configuration of the model `name`: "bundled", a directory, a GGUF file or a hub id. dtype:
-    "auto" means the checkpoint's own. kv_cache_dtype: "auto" means bfloat16 for bfloat16 weights, and for a GGUF file
-    with dtype "auto"; else float32. config_only: do not fetch a hub id's weights (dummy weights). choices.model_impl:
-    "auto" means Quire's code where it has the model, else Transformers'.
+    """Read and check the configuration of the model `name`: "bundled", a directory, a GGUF file or a hub id.
+    kv_cache_dtype: "auto" means bfloat16 for bfloat16 weights, and for a GGUF file with dtype "auto"; else float32.
+    config_only: do not fetch a hub id's weights (dummy weights).
+
     Raises ModelLoadError for faults of the model, ConfigError for a `max_model_len`, a runner or sampling defaults that
     it cannot have.
     """
@@ -210,7 +210,6 @@ def _token_id(config: Mapping[str, Any], key: str) -> int | None:
 
 
 def _where(path: Path) -> str:
-    """Name of the configuration in error messages."""
     return str(path if path.is_file() else path / CONFIG_FILE)
 
 

@@ -25,7 +25,7 @@ _shorten.maxlong = 40
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Parse a JSON file that holds one object. Raises ModelLoadError with the file's name."""
+    """Parse a JSON file of one object. Raises ModelLoadError with the file's name."""
     content = read_model_file(path, MAX_JSON_BYTES)
     if content.count(b",") + content.count(b"[") + content.count(b"{") > MAX_JSON_VALUES:
         raise ModelLoadError(f"{path} may hold {MAX_JSON_VALUES} values, and holds more")

@@ -22,8 +22,7 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 @dataclass(frozen=True)
 class ProcessorOptions:
-    """Options of an image processor that override its files. min_pixels, max_pixels: pixels of a resized picture; None:
-    as in the files."""
+    """Options that override an image processor's files. min_pixels, max_pixels: pixels of a resized picture."""
 
     min_pixels: int | None = None
     max_pixels: int | None = None
@@ -53,10 +52,9 @@ OF_FILES = ProcessorOptions()
 
 @dataclass(frozen=True)
 class MediaConfig:
-    """language_model_only: take text alone and load no tower. max_images: limit per prompt. background: color under
-    transparent pictures. cache_bytes: size of the front end's cache of processed pictures. domains: permitted hosts of
-    http and https URLs, in lower case. networks: permitted addresses that are not public. local_path: directory whose
-    files file URLs may name."""
+    """max_images: limit per prompt. background: color under transparent pictures. cache_bytes: size of the front end's
+    cache of processed pictures. domains: permitted hosts of http and https URLs, in lower case. networks: permitted
+    addresses that are not public. local_path: directory whose files file URLs may name."""
 
     language_model_only: bool = False
     max_images: int = MAX_IMAGES
@@ -96,7 +94,7 @@ class MediaConfig:
 
 
 def background_of(media_io_kwargs: Mapping[str, Any], option: str = "media_io_kwargs") -> Color:
-    """Color under transparent pictures in `media_io_kwargs`. Raises ConfigError."""
+    """Raises ConfigError."""
     for kind, settings in media_io_kwargs.items():
         if kind != "image" or not isinstance(settings, Mapping):
             raise ConfigError(f"{option} has an object for 'image' alone, not {kind!r:.50}", param=option)

@@ -147,9 +147,8 @@ class Experts:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """projections: the attention's matrices. intermediate: width of the MLP. experts: its replacement, or None.
-    is_gated: an MLP or expert has three matrices, not two. num_vectors: elements of norms, biases, sinks and
-    convolutions."""
+    """projections: the attention's matrices. intermediate: width of the MLP. experts: its replacement. is_gated: an MLP
+    or expert has three matrices, not two. num_vectors: elements of norms, biases, sinks and convolutions."""
 
     attention: AttentionShape
     projections: tuple[Matrix, ...]
@@ -214,7 +213,7 @@ class ModelShape:
 
     @cached_property
     def experts(self) -> Experts | None:
-        """The experts, which are alike in all layers that have some."""
+        """Experts, alike in all layers that have some."""
         return next((layer.experts for layer in self.layer_counts if layer.experts is not None), None)
 
     @property
@@ -305,7 +304,7 @@ class ModelShape:
 
     @property
     def routed_parameters(self) -> int:
-        """Elements of all experts that tokens are routed to."""
+        """Elements of the experts that tokens are routed to."""
         return 0 if self.experts is None else self.num_moe_layers * self.experts.num_experts * self.expert_parameters
 
     @property
@@ -326,7 +325,6 @@ class ModelShape:
 
     @property
     def embedding_parameters(self) -> int:
-        """Elements of one vocabulary table."""
         return self.vocab * self.embedding_width
 
     @property

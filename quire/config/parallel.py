@@ -120,7 +120,7 @@ def choose_executor(options: EngineOptions, parallel: ParallelConfig, is_acceler
 
 
 def _why_not_launched(options: EngineOptions) -> str | None:
-    """Reason why ranks of an external launcher would plan different steps, or None."""
+    """Reason why ranks of an external launcher would plan different steps."""
     for name, is_on in (("kv_offload_dir", options.kv_offload_dir is not None), ("enable_lora", options.enable_lora)):
         if is_on:
             return f"{name} moves data beside the steps, whose ends differ from rank to rank"
@@ -203,8 +203,8 @@ def why_not_dealt(shape: ModelShape, tp: int, count: int) -> str | None:
 
 
 def expert_placement(options: EngineOptions, model: ModelConfig) -> str | None:
-    """Placement of whole experts on the ranks; None: each rank has a slice of every expert. Raises ConfigError for a
-    model whose experts cannot be placed so."""
+    """Placement of whole experts; None: each rank has a slice of every expert. Raises ConfigError for a model whose
+    experts cannot be placed so."""
     strategy = choice("expert_placement_strategy", options.expert_placement_strategy, EXPERT_PLACEMENTS)
     if not options.enable_expert_parallel:
         return None

@@ -56,9 +56,9 @@ class DenseModule:
 class PoolingConfig:
     """task: "embed" makes a vector, "classify" the logits of `labels`. method: pooled states: the last token's, the
     first's ("cls"), or the mean of all. normalize: default of scaling a vector to length 1. dense: layers that the
-    vector passes before that. activation: function from logits to probabilities. dimensions: lengths to which a vector
-    may be cut (Matryoshka); if empty, `any_dimensions` permits every length or none. prompt: text before each embedded
-    text. prompts: (name, alternative that a request may choose)."""
+    vector passes before that. activation: from logits to probabilities. dimensions: lengths to which a vector may be
+    cut (Matryoshka); if empty, `any_dimensions` permits every length or none. prompt: text before each embedded text.
+    prompts: (name, alternative that a request may choose)."""
 
     task: Task
     method: Method

@@ -35,7 +35,6 @@ class QuantizationConfig:
 
     @property
     def bits(self) -> int:
-        """Bits of a weight."""
         return BITS[self.method]
 
     @property

@@ -15,7 +15,7 @@ SUPPORTED = (
 
 
 def inner_object(fields: Fields, key: str) -> Fields:
-    """The JSON object under a key. Raises ModelLoadError for anything else."""
+    """Raises ModelLoadError for anything but an object."""
     value = fields.values.get(key)
     if not isinstance(value, dict):
         raise fields.error(f"{key} must be a JSON object, not {shown(value)}")
@@ -28,7 +28,7 @@ def group_size(fields: Fields, key: str) -> int | None:
 
 
 def known_integer(fields: Fields, key: str, known: Sequence[int]) -> int:
-    """The integer under a key. Raises ModelLoadError with the supported kinds for others."""
+    """Raises ModelLoadError with the supported kinds for others."""
     value = fields.integer(key)
     if value not in known:
         raise unsupported(fields, f"{key} {value}")
@@ -36,7 +36,7 @@ def known_integer(fields: Fields, key: str, known: Sequence[int]) -> int:
 
 
 def known_text(fields: Fields, key: str, known: Sequence[str], default: str | None = None) -> str:
-    """The text under a key, in lower case. Raises ModelLoadError with the supported kinds for others."""
+    """Text in lower case. Raises ModelLoadError with the supported kinds for others."""
     value = fields.text(key, default).lower()
     if value not in known:
         raise unsupported(fields, f"{key} {shown(value)}")

@@ -12,7 +12,7 @@ from quire.config.quantization_fields import group_size, inner_object, known_int
 
 def read_quantization(fields: Fields) -> QuantizationConfig | None:
     """Quantisation in a model's config.json; None without the key. Raises ModelLoadError with the supported kinds for
-    any other."""
+    others."""
     if fields.values.get("quantization_config") is None:
         return None
     inner = inner_object(fields, "quantization_config")
@@ -78,7 +78,6 @@ def _auto_round(fields: Fields) -> QuantizationConfig:
 
 
 def _is_plain(settings: object) -> bool:
-    """True for a module that is not quantised."""
     bits = settings.get("bits") if isinstance(settings, dict) else None
     return isinstance(bits, int) and bits >= PLAIN_BITS
 

@@ -105,8 +105,6 @@ MAX_OUTPUT_WINDOW = 1.0
 
 @dataclass(frozen=True)
 class Defaults:
-    """Defaults of one kind of device."""
-
     max_num_seqs: int
     max_num_batched_tokens: int
     memory_utilization: float
@@ -239,6 +237,8 @@ def _speculation(
         raise ConfigError(
             f"{SPECULATION}.method {method!r} runs on a CPU so far: choose ngram on a GPU", param=SPECULATION
         )
+    if backend == "triton" and speculation.oracle is not None:
+        raise ConfigError(f"{SPECULATION}.oracle runs on a CPU so far", param=SPECULATION)
     if method == "mtp" and not model.shape.draft_layers:
         raise ConfigError(
             f"{SPECULATION}.method 'mtp' is of checkpoints with a head for drafts, and {model.name} has none that is "
@@ -488,7 +488,7 @@ def _swap_space(options: EngineOptions) -> int | None:
 
 
 def _gibibytes(size: float | str, param: str) -> int:
-    """Bytes of a size with a unit; a bare number counts GiB, as in vLLM."""
+    """Bytes of a size; a bare number counts GiB, as in vLLM."""
     if not isinstance(size, str):
         return parse_bytes(int(size * 2**30) if size < MAX_GIBIBYTES else 0, param=param)
     return parse_bytes(f"{size}GiB" if size.strip().replace(".", "", 1).isdigit() else size, param=param)

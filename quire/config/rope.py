@@ -101,8 +101,8 @@ class RopeConfig:
 
 
 def read_rope(config: Fields, head_dim: int, defaults: RopeDefaults, kind: str = FULL) -> RopeConfig:
-    """RoPE settings for layers of a kind, FULL or SLIDING, read as in Transformers. Raises ModelLoadError for an
-    unknown type or a missing or absurd value."""
+    """Settings for layers of a kind, FULL or SLIDING, read as in Transformers. Raises ModelLoadError for an unknown
+    type or a missing or absurd value."""
     raw, is_nested = _settings(config, defaults, kind)
     rope = Fields(raw, f"{config.where} (RoPE settings)")
     max_positions = config.integer("max_position_embeddings", maximum=MAX_POSITIONS)
@@ -150,7 +150,7 @@ def read_rope(config: Fields, head_dim: int, defaults: RopeDefaults, kind: str =
 def read_layer_ropes(
     config: Fields, head_dim: int, defaults: RopeDefaults, windows: Sequence[int | None]
 ) -> tuple[RopeConfig | None, ...]:
-    """Rotation of each layer, or None. windows: window of each layer; None: full attention."""
+    """Rotation of each layer. windows: window of each layer; None: full attention."""
     by_kind = {kind: read_rope(config, head_dim, defaults, kind) for kind in (FULL, SLIDING)}
     ropes = [by_kind[FULL if window is None else SLIDING] for window in windows]
     if not defaults.skips_rotation:

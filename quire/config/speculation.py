@@ -25,9 +25,8 @@ USUAL_LOOKUP = 5
 
 @dataclass(frozen=True)
 class DraftModelConfig:
-    """name: value of the option `model`. revision, quantization, max_model_len: options of these names. num_ranks:
-    ranks that share its layers (None: the target's). model: its resolved configuration. head: inputs of a
-    head (None: a whole model)."""
+    """name: value of the option `model`. num_ranks: ranks that share its layers (None: the target's). model: its
+    resolved configuration. head: inputs of a head (None: a whole model). Others: options of these names."""
 
     name: str
     revision: str | None = None
@@ -55,7 +54,8 @@ class SpeculationConfig:
     sequence's last tokens to find in its earlier text; the tokens that followed there are the drafts. by_batch_size:
     (running sequences, most drafts of each up to that number), ascending; the last one also holds above it. adapts: a
     sequence whose drafts are rejected computes fewer. method: one of METHODS. suffix: keys of that method.
-    custom_class: "module:class" of that method."""
+    custom_class: "module:class" of that method. oracle: share of right drafts in a replay of predictions (None: drafts
+    are the method's)."""
 
     max_drafts: int = 0
     lookup_min: int = USUAL_LOOKUP
@@ -66,6 +66,7 @@ class SpeculationConfig:
     method: str = "ngram"
     suffix: SuffixConfig | None = None
     custom_class: str = ""
+    oracle: float | None = None
 
     @property
     def draft(self) -> ModelConfig | None:
@@ -75,12 +76,11 @@ class SpeculationConfig:
     @property
     def reads_texts(self) -> bool:
         """True if drafts are looked up in texts."""
-        return self.method in ("ngram", "suffix")
+        return self.method in ("ngram", "suffix") or self.oracle is not None
 
     @classmethod
     def of(cls, given: Mapping[str, Any] | None) -> SpeculationConfig:
-        """Read the option with vLLM's names (None: no drafts). Raises ConfigError for unknown names and wrong
-        values."""
+        """Read the option (None: no drafts). Raises ConfigError for unknown names and wrong values."""
         if given is None:
             return cls()
         fields = converted(OPTION, given, _Given, _Given.__struct_fields__)
@@ -105,8 +105,11 @@ class SpeculationConfig:
         by_batch_size = _by_batch_size(fields.num_speculative_tokens_per_batch_size or [], most_drafts)
         is_of_model = method in ("draft_model", *EAGLE_METHODS)
         chosen = _draft_model(fields, fields.model) if fields.model is not None and is_of_model else None
+        oracle = fields.oracle
+        if oracle is not None and not 0 <= oracle <= 1:
+            raise ConfigError(f"{OPTION}.oracle must be from 0 to 1, not {oracle:g}", param=OPTION)
         custom = _custom_class(fields) if method == "custom_class" else ""
-        return cls(most_drafts, least, most, by_batch_size, fields.adaptive, chosen, method, suffix, custom)
+        return cls(most_drafts, least, most, by_batch_size, fields.adaptive, chosen, method, suffix, custom, oracle)
 
 
 def _by_batch_size(ranges: list[tuple[int, int, int]], most: int) -> tuple[tuple[int, int], ...]:
@@ -194,6 +197,7 @@ class _Given(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_speculative_tokens_per_batch_size: list[tuple[int, int, int]] | None = None
     adaptive: bool = True
     rejection_sample_method: str = "standard"
+    oracle: float | None = None
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
     model: str | None = None

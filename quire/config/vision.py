@@ -109,8 +109,8 @@ class EncoderCosts:
 
 
 def read_vision(architecture: str, values: Mapping[str, Any], hidden_size: int, where: str) -> VisionConfig:
-    """The tower of `vision_config`. architecture: name in VISION_TOWERS. hidden_size: the language model's. Raises
-    ModelLoadError with the key that is missing, wrong or not supported."""
+    """architecture: name in VISION_TOWERS. hidden_size: the language model's. Raises ModelLoadError with the key that
+    is missing, wrong or not supported."""
     fields = Fields(values, f"{where}: {VISION_CONFIG}")
     kind = VISION_TOWERS[architecture]
     num_layers = fields.integer("depth", kind.depth, maximum=MAX_LAYERS)

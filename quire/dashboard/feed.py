@@ -84,7 +84,7 @@ class Feed:
         del self._intervals[viewer]
         if not self._intervals:
             self._stop()
-            self._frame = None  # it is out of date when the next viewer comes
+            self._frame = None  # outdated by the time the next viewer comes
 
     def _stop(self) -> None:
         if self._polling is not None:
@@ -102,7 +102,7 @@ class Feed:
                 await self._pause(min(self._intervals.values()))
         except asyncio.CancelledError:
             raise  # the last viewer has left
-        except BaseException as error:  # viewers would wait for ever for a task that ended in silence
+        except BaseException as error:  # otherwise viewers would wait forever
             if isinstance(error, Exception):
                 self._failure = error
             else:

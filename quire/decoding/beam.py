@@ -1,11 +1,11 @@
-"""Beam search: the k best continuations of a prompt, found k at a time (paper §4.4, figure 9).
+"""Beam search: the k best continuations of a prompt, k at a time (paper §4.4, figure 9).
 
-A request of width k has k sequences as beam slots. In a step every live beam gets candidates from the worker;
-when all have theirs, `expand` ranks all continuations of all beams by cumulative log-probability. Of the first k those
-that end become hypotheses, and the k best that do not end go on, which `follow` does with fork and free alone: the
-first child of a beam keeps its place, further ones share its blocks, and a beam without a child gives its blocks back.
+A request of width k has k sequences as beam slots. In a step every live beam gets candidates from the worker. When all
+have theirs, `expand` ranks all continuations of all beams by cumulative log-probability. Those that end among the first
+k become hypotheses, and the k best of the others go on. `follow` does that with fork and free alone: the first child of
+a beam keeps its slot, further children share its blocks, and a beam without a child frees its blocks.
 
-What is decided equals Transformers' beam search: which candidates count, the score of a hypothesis (cumulative
+Results equal those of Transformers' beam search: which candidates count, the score of a hypothesis (cumulative
 log-probability / length ** length_penalty, the end token counted), and when a search is over.
 """
 
@@ -28,45 +28,45 @@ NO_CANDIDATES = Candidates([], [])
 
 @dataclass(slots=True)
 class Beam:
-    """A live beam. Its tokens and blocks are those of the sequence whose place it holds."""
+    """A live beam. Its tokens and blocks are in its sequence."""
 
     sequence: Sequence
     cumulative_logprob: float = 0.0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """One entry per generated token, where asked for."""
+    """One entry per generated token, if the request asks for them."""
     candidates: Candidates | None = None
-    """What it can go on with, once the worker has said so."""
+    """Candidates for the next token, once the worker has sent them."""
     is_stuck: bool = False
-    """Whether no token can follow under the request's constraint: then there are no candidates."""
+    """True if the request's constraint allows no next token: the beam gets no candidates."""
 
 
 class Child(NamedTuple):
-    """A beam of the next step: a live one with one more token."""
+    """A live beam of the next step, one token longer."""
 
     parent: Beam
     token_id: int
     cumulative_logprob: float
     logprobs: list[TokenLogprobs]
     matcher: Matcher | None
-    """Of the request's constraint, behind `token_id`."""
+    """Matcher of the request's constraint after `token_id`."""
 
 
 class Hypothesis(NamedTuple):
-    """A continuation that has ended."""
+    """A finished continuation."""
 
     token_ids: list[int]
-    """The generated ones, with the token that ended it."""
+    """Generated tokens, including the one that ended it."""
     cumulative_logprob: float
     score: float
     logprobs: list[TokenLogprobs]
     finish_reason: FinishReason
     stop_reason: int | None
     ends_in_text: bool = False
-    """Whether its constraint ended it, by a token of the text."""
+    """True if its constraint ended it, at a token of the text."""
 
 
 class BeamSearch:
-    """The search of one request: its live beams and its best hypotheses, both best first."""
+    """Beam search of one request: live beams and best hypotheses, both best first."""
 
     def __init__(self, request: Request) -> None:
         params = request.params
@@ -76,7 +76,7 @@ class BeamSearch:
         """At most `width`."""
         self.is_done = False
         self.failure: str | None = None
-        """Why the search is over without a result."""
+        """Reason for ending the search without a result."""
         self.request = request
         self._max_tokens = request.max_tokens
         self._length_penalty = params.length_penalty
@@ -84,21 +84,21 @@ class BeamSearch:
         self._num_logprobs = params.logprobs
         self._why_stuck = "no beam can go on"
         self._matchers: dict[tuple[int, int], Matcher] = {}
-        """(id of a beam's sequence, number of its candidate) -> the beam's matcher, asked about that candidate."""
+        """(sequence id of a beam, number of its candidate) -> the beam's matcher after that candidate."""
 
     @property
     def sequences(self) -> list[Sequence]:
-        """Those that hold a live beam."""
+        """Sequences that hold a live beam."""
         return [beam.sequence for beam in self.beams]
 
     @property
     def running_sequences(self) -> list[Sequence]:
-        """The running ones of the request, in the order of their ids."""
+        """Running sequences of the request, ordered by id."""
         return [each for each in self.request.sequences if each.blocks is not None]
 
     @property
     def num_shared_tokens(self) -> int:
-        """Leading tokens that all live beams have in common, the prompt included."""
+        """Leading tokens common to all live beams, including the prompt."""
         token_ids = [beam.sequence.token_ids for beam in self.beams]
         # What the smallest and the largest of sorted lists share, all between them share.
         first, last = min(token_ids), max(token_ids)
@@ -106,38 +106,39 @@ class BeamSearch:
         return next((position for position, (one, other) in pairs if one != other), len(first))
 
     def offer(self, sequence: Sequence, candidates: Candidates) -> bool:
-        """Take one beam's candidates. Returns whether all beams have theirs, so that `expand` is due."""
+        """Take one beam's candidates. Returns True when all beams have theirs and `expand` is due."""
         for beam in self.beams:
             if beam.sequence is sequence:
                 beam.candidates = NO_CANDIDATES if beam.is_stuck else candidates
         return self.has_candidates
 
     def give_up(self, sequence: Sequence, reason: str) -> None:
-        """No token can follow one beam: it ends here, and with the last one the search. reason: told if it has found
-        nothing then."""
+        """End a beam that has no next token; the last beam ends the search. reason: reported if the search has no
+        hypothesis then."""
         self._why_stuck = reason
         for beam in self.beams:
             beam.is_stuck |= beam.sequence is sequence
 
     def forget_candidates(self) -> None:
-        """The beams are computed again, and so get their candidates again."""
+        """Forget all candidates: the beams are computed again."""
         self._matchers = {}
         for beam in self.beams:
             beam.candidates = None
 
     @property
     def has_candidates(self) -> bool:
-        """All beams have their candidates."""
+        """True if all beams have their candidates."""
         return all(beam.candidates is not None for beam in self.beams)
 
     @property
     def awaited(self) -> list[Matcher]:
-        """The matchers that `expand` waits for."""
+        """Matchers that `expand` waits for."""
         return [matcher for matcher in self._matchers.values() if not matcher.is_ready]
 
     def expand(self) -> list[Child] | None:
-        """Rank all continuations: keep what ends among the first `width`, return what goes on (at most `width`, best
-        first; none when the search is done). None: matchers have yet to answer; it is to be called again then."""
+        """Rank all continuations, keep those of the first `width` that end, and return those that go on: at most
+        `width`, best first, none when the search is done. Returns None if matchers have yet to answer; then it must be
+        called again."""
         length = self.beams[0].sequence.num_output_tokens + 1
         ranked = self._ranked()
         if not self._ask(ranked, length):
@@ -165,7 +166,7 @@ class BeamSearch:
         return children
 
     def cut(self, reason: FinishReason) -> None:
-        """End the search before its time: live beams that have generated something stand as hypotheses."""
+        """End the search early: live beams with generated tokens become hypotheses."""
         for beam in self.beams:
             generated = beam.sequence.token_ids[self.request.num_prompt_tokens :]
             if generated:
@@ -175,8 +176,8 @@ class BeamSearch:
         self.is_done = True
 
     def _ranked(self) -> list[tuple[float, Beam, int]]:
-        """All continuations as (cumulative log-probability, beam, number of its candidate), best first; among equals
-        those of the better beam, then the better candidate."""
+        """All continuations as (cumulative log-probability, beam, number of its candidate), best first. Ties go to the
+        better beam, then to the better candidate."""
         continuations = [
             (beam.cumulative_logprob + score, beam, number)
             for beam in self.beams
@@ -187,8 +188,8 @@ class BeamSearch:
         return continuations
 
     def _ask(self, ranked: list[tuple[float, Beam, int]], length: int) -> bool:
-        """Ask the matchers of the continuations that `expand` looks at, some at a time: which it looks at depends on
-        the answers. Returns whether all have answered."""
+        """Ask the matchers of the continuations that `expand` looks at, in portions because the answers decide which
+        those are. Returns True if all have answered."""
         num_children = 0
         for rank, (_, beam, number) in enumerate(ranked):
             if rank >= self.width and num_children == self.width:
@@ -217,12 +218,13 @@ class BeamSearch:
             self._matchers[key].advance([beam.candidates.token_ids[number]], 0)
 
     def _is_constrained(self, beam: Beam, number: int) -> bool:
-        """A beam's candidate goes on under a constraint, and does not end the text."""
+        """True if a beam's candidate is subject to a constraint and does not end the text."""
         assert beam.candidates is not None
         return beam.sequence.matcher is not None and beam.candidates.token_ids[number] not in self.request.end_token_ids
 
     def _end_of(self, token_id: int, matcher: Matcher | None, length: int) -> tuple[FinishReason, int | None] | None:
-        """A text that its constraint ends waits for the score of an end token, where there is one and room for it."""
+        """End of a beam, if any. A text that its constraint ends waits for the score of an end token, if there is one
+        and room for it."""
         request = self.request
         if token_id in request.stop_token_ids:
             return FinishReason.STOP, token_id
@@ -263,7 +265,7 @@ class BeamSearch:
         return float(cumulative / length**self._length_penalty)
 
     def _is_settled(self, best_cumulative: float, length: int) -> bool:
-        """Whether there are enough hypotheses and no live beam is expected to get among them."""
+        """True if there are enough hypotheses and no live beam is expected to beat them."""
         if len(self.hypotheses) < self.width:
             return False
         if self._early_stopping is True:
@@ -274,7 +276,7 @@ class BeamSearch:
 
 
 class BlockSharing(Protocol):
-    """What beams need of the KV cache (KVCacheManager)."""
+    """The part of KVCacheManager that beams use."""
 
     def fork(self, parent: BlockTable, num_tokens: int) -> BlockTable: ...
 
@@ -282,20 +284,20 @@ class BlockSharing(Protocol):
 
 
 class Followed(NamedTuple):
-    """What `follow` did, for the plan."""
+    """Result of `follow`, for the plan."""
 
     dropped: list[Sequence]
-    """Sequences whose beam was dropped. Their slots are released before the forks."""
+    """Sequences of dropped beams. Their slots are released before the forks."""
     forks: list[SequenceFork]
     """Beam slots that start as a copy of another slot."""
     token_overrides: dict[int, int]
-    """seq_id of every live beam -> its new token."""
+    """Sequence id of every live beam -> its new token."""
 
 
 def follow(search: BeamSearch, children: list[Child], kv: BlockSharing) -> Followed:
     """Make `children` the live beams: assign beam slots, share and free blocks, append the tokens.
 
-    Preempted beams have no blocks; then only the tokens change, and nothing is reported.
+    Preempted beams have no blocks: only their tokens change, and nothing is reported.
     """
     request = search.request
     heirs: dict[Sequence, Child] = {}
@@ -333,7 +335,7 @@ def follow(search: BeamSearch, children: list[Child], kv: BlockSharing) -> Follo
 
 
 def _copy(parent: Sequence, kv: BlockSharing) -> tuple[list[int], BlockTable | None, HashChain | None, int]:
-    """Tokens, blocks, hash chain and number of computed tokens of a beam that begins as `parent` is."""
+    """Tokens, blocks, hash chain and number of computed tokens of a copy of `parent`."""
     blocks, chain = None, parent.chain
     if parent.blocks is not None:
         blocks = kv.fork(parent.blocks, parent.num_computed_tokens)

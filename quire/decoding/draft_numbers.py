@@ -1,6 +1,6 @@
-"""How many drafts a sequence computes in a step: as many as its drafts so far let expect to be accepted.
+"""Number of drafts that a sequence computes in a step, from the acceptance of its drafts so far.
 
-Counts alone decide, and no clock, so that every rank and every run of the same requests plans the same steps.
+Only counts decide, no clock: every rank and every run of the same requests plans the same steps.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ WEIGHT = 0.25
 """Weight of the last trial in the mean."""
 FIRST_MEAN = 2.0
 LEAST_MEAN = 0.2
-"""Accepted drafts of a trial, below which drafts cost more than they bring: then trials are rare."""
+"""Accepted drafts per trial below which drafts cost more than they save: trials become rare."""
 RARE = 16
-"""One in as many opportunities is such a trial, of one draft."""
+"""Opportunities per rare trial, which has one draft."""
 
 
 class DraftRecord:
-    """The drafts of one sequence. most: drafts of a step at most. mean: accepted drafts of a trial that are expected
-    before there was one."""
+    """Acceptance of one sequence's drafts. most: largest number of drafts in a step. mean: accepted drafts expected of
+    the first trial."""
 
     __slots__ = ("_most", "_num_left_out", "mean")
 
@@ -26,17 +26,17 @@ class DraftRecord:
         self._num_left_out = 0
 
     def note(self, num_drafts: int, num_accepted: int) -> None:
-        """Take in a trial of `num_drafts` (>= 1). Where all were accepted, more would have been."""
+        """Record a trial of `num_drafts` (>= 1). If all were accepted, it counts as twice as many, at most `most`."""
         reached = num_accepted if num_accepted < num_drafts else min(2 * num_accepted, self._most)
         self.mean += WEIGHT * (reached - self.mean)
 
     @property
     def limit(self) -> int:
-        """The most drafts of a trial, from 1 on."""
+        """Largest number of drafts of a trial, at least 1."""
         return 1 + int(1.5 * self.mean) if self.mean >= LEAST_MEAN else 1
 
     def wants_trial(self) -> bool:
-        """The next step may have drafts. Asked once for each step for which there are some."""
+        """True if the next step may have drafts. Called once for each step that could have some."""
         if self.mean >= LEAST_MEAN:
             return True
         self._num_left_out += 1

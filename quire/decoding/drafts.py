@@ -1,4 +1,4 @@
-"""Drafts: tokens that a step computes behind a sequence's last one, before it is known whether they are its own.
+"""Drafts: guessed tokens that a step computes after a sequence's last one.
 
 The scheduler asks a `Drafter`, counts the drafts like tokens, and corrects its counts when a result says how many the
 workers accepted (quire/step.py). Queue depth does not matter: while drafts are in flight, the scheduler's counts are
@@ -19,37 +19,37 @@ from quire.kv_cache.stats import EngineStats
 from quire.step import StepPlan, StepResult
 
 SHARE_OF_ONE = 1 / 16
-"""Weight of one trial in what new sequences expect."""
+"""Weight of one trial in the expectation of new sequences."""
 
 
 class Drafts(NamedTuple):
-    """The drafts of one sequence in one step."""
+    """Drafts of one sequence in one step."""
 
     num_tokens: int
     token_ids: list[int] | None = None
-    """None: the workers propose them, at most `num_tokens`."""
+    """None: the workers propose at most `num_tokens`."""
 
 
 NO_DRAFTS = Drafts(0)
 
 
 class Drafter(Protocol):
-    """Proposes drafts for sequences that are about to compute their last token. Beams have none."""
+    """Source of drafts for sequences about to compute their last token. Beams have none."""
 
     max_drafts: int
-    """Most drafts of a sequence in one step; 0: `propose` is never called."""
+    """Largest number of drafts of a sequence in one step; 0: `propose` is never called."""
     asks_always: bool
-    """Whether `propose` is called for every token. Else it is not for a sequence without `num_found_drafts`, which
-    takes the fast path."""
+    """True: `propose` is called for every token. False: not for a sequence without `num_found_drafts`, which takes the
+    fast path."""
 
     def propose(self, sequence: Sequence, limit: int, batch_size: int) -> Drafts:
-        """At most `limit` (>= 1) drafts, while `batch_size` sequences run. Tokens of its own it can propose only for a
-        sequence whose tokens are all known (`num_pending_tokens` is 0): otherwise None or no drafts."""
+        """Propose at most `limit` (>= 1) drafts while `batch_size` sequences run. If some tokens of the sequence are
+        unknown (`num_pending_tokens` > 0), the drafts have no `token_ids`, or there are none."""
         ...
 
 
 class NoDrafter:
-    """Every step computes known tokens."""
+    """Drafter of an engine without speculation."""
 
     max_drafts = 0
     asks_always = False
@@ -62,22 +62,22 @@ NO_DRAFTER = NoDrafter()
 
 
 class WorkerDrafts:
-    """The workers make the drafts, of tokens that the scheduler need not know, and say with each result for which
-    sequences they have any. Where they have none, steps are planned as without drafts. Of a sequence under a
-    constraint they tell the drafts, which the scheduler proposes when the masks behind them are known."""
+    """Drafter for drafts that the workers make. Each result says which sequences have drafts; the others are planned
+    without. For a constrained sequence the workers send the drafts, and the scheduler proposes them when the masks
+    after them are known."""
 
     asks_always = False
 
     def __init__(
         self, max_drafts: int, by_batch_size: SequenceOf[tuple[int, int]] = (), *, adapts: bool = True
     ) -> None:
-        """by_batch_size: as that of SpeculationConfig. adapts: fewer drafts where a sequence's are rejected."""
+        """by_batch_size: see SpeculationConfig. adapts: fewer drafts for a sequence whose drafts are rejected."""
         self.max_drafts = max_drafts
         self._ends = [end for end, _ in by_batch_size]
         self._numbers = [number for _, number in by_batch_size]
         self._adapts = adapts
         self._mean = FIRST_MEAN
-        """Accepted drafts of a trial that a new sequence expects: those of the sequences before it."""
+        """Accepted drafts per trial expected of a new sequence: the mean of earlier sequences."""
 
     def propose(self, sequence: Sequence, limit: int, batch_size: int) -> Drafts:
         if self._ends:
@@ -95,8 +95,8 @@ class WorkerDrafts:
 
 
 def note_found_drafts(samples: list[Sequence], result: StepResult) -> None:
-    """Note which drafts the workers have for the sequences of a result. A sequence whose drafts are hardly ever right
-    takes the fast path past most of them."""
+    """Note which sequences of a result have drafts on the workers. A sequence whose drafts are hardly ever accepted
+    skips most of them on the fast path."""
     for index, sequence in enumerate(samples):
         num_found, record = result.found_drafts.get(index, 0), sequence.draft_record
         if num_found and (record is None or record.wants_trial()):
@@ -109,7 +109,7 @@ def note_found_drafts(samples: list[Sequence], result: StepResult) -> None:
 
 
 def count_drafts(stats: EngineStats, plan: StepPlan, result: StepResult) -> None:
-    """Count the drafts of a step and those that were accepted."""
+    """Count the proposed and accepted drafts of a step."""
     stats.draft_tokens_total += result.num_drafts
     counts = list(stats.accepted_drafts_by_position)  # snapshots have the one before
     for source, token_ids in zip(plan.sample_from, result.token_ids, strict=True):
@@ -122,15 +122,15 @@ def count_drafts(stats: EngineStats, plan: StepPlan, result: StepResult) -> None
 
 
 def take_masked_drafts(sequence: Sequence) -> None:
-    """Keep of the drafts of a sequence under a constraint what is left behind the tokens that its matcher forced."""
+    """Keep the drafts of a constrained sequence that agree with the tokens that its matcher forced."""
     assert sequence.matcher is not None, "it has answered"
     sequence.draft_token_ids = drafts_behind(sequence.matcher.forced, sequence.draft_token_ids)
     sequence.num_found_drafts = len(sequence.draft_token_ids)
 
 
 def propose_drafts(drafter: Drafter, sequence: Sequence, budget: int, max_chunk: int, batch_size: int) -> Drafts:
-    """Drafts for a running sequence that computes its last token. budget: tokens of the step that it may have, that one
-    included. batch_size: running sequences."""
+    """Drafts for a running sequence about to compute its last token. budget: tokens that the sequence may have in the
+    step, including that one. batch_size: running sequences."""
     request = sequence.request
     if request.beam_search is not None or request.fork_position is not None or request.pooling or request.is_processed:
         return NO_DRAFTS
@@ -148,9 +148,8 @@ def propose_drafts(drafter: Drafter, sequence: Sequence, budget: int, max_chunk:
 def take_back_rejected(
     plan: StepPlan, samples: list[Sequence], token_ids: list[list[int]], kv: KVCacheManager
 ) -> dict[int, list[int]]:
-    """Correct the counts of the sequences with drafts in a plan, now that its result says how many were accepted, and
-    of those whose samples were discarded, and free the blocks that they no longer need. Returns seq_id -> table entries
-    kept per KV group, where some were freed.
+    """Correct the counts of sequences whose drafts were rejected or whose samples were discarded, and free the blocks
+    that they no longer need. Returns seq_id -> table entries kept per KV group, for sequences with freed blocks.
 
     samples, token_ids: aligned with the plan's `sample_seq_ids`.
     """
@@ -177,7 +176,7 @@ def take_back_rejected(
 
 
 def take_back_token(sequence: Sequence, kv: KVCacheManager) -> dict[int, list[int]]:
-    """Let a sequence, whose sample is discarded, compute its last token again. Returns as `take_back_rejected`."""
+    """Let a sequence with a discarded sample compute its last token again. Returns the same as `take_back_rejected`."""
     if sequence.blocks is None:
         sequence.num_computed_tokens -= sequence.swapped is not None
         return {}
@@ -187,8 +186,8 @@ def take_back_token(sequence: Sequence, kv: KVCacheManager) -> dict[int, list[in
 
 
 def take_accepted(sequence: Sequence, token_ids: list[int], kv: KVCacheManager) -> list[int]:
-    """Append the tokens of a step with accepted drafts up to the first that ends the sequence, as `max_tokens` or as an
-    end token, and offer the blocks that they fill to the prefix index. Returns what was appended."""
+    """Append the tokens of a step with accepted drafts, up to the one that ends the sequence (`max_tokens` or an end
+    token), and offer the filled blocks to the prefix index. Returns the appended tokens."""
     token_ids = token_ids[: sequence.max_total_tokens - len(sequence.token_ids)]
     ends = sequence.request.end_token_ids
     token_ids = next((token_ids[: number + 1] for number, token in enumerate(token_ids) if token in ends), token_ids)

@@ -1,5 +1,5 @@
-"""The sequences of a request, and how siblings fork from the first one: parallel samples at the end of the prompt
-(paper §4.4), beams that come back from a preemption where the first of them differ."""
+"""Sequences of a request, and forks of siblings from the first one: parallel samples at the end of the prompt (paper
+§4.4), preempted beams at their first difference."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MASK = (1 << 64) - 1
 
 
 def sequence_seed(seed: int, index: int) -> int:
-    """The 64-bit seed of sequence `index` of a request (splitmix64 of the pair: neighbours have nothing in common)."""
+    """64-bit seed of sequence `index` of a request: splitmix64 of the pair, so neighbours are unrelated."""
     state = (seed * 0x9E3779B97F4A7C15 + (index + 1) * 0xD1B54A32D192ED03) & _MASK
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -25,8 +25,8 @@ def sequence_seed(seed: int, index: int) -> int:
 def create_sequences(
     request: Request, source: EngineRequest, seq_ids: Iterator[int], kv: KVCacheManager | None = None
 ) -> None:
-    """Give a request its sequences, one for each sample or beam, with ids drawn from `seq_ids`, and its beam search.
-    kv: finds their blocks by the hashes of their tokens; None: it has no prefix cache."""
+    """Create the sequences of a request, one for each sample or beam, with ids from `seq_ids`, and its beam search. kv:
+    finds their cached blocks; None: no prefix cache."""
     params = source.params
     num_sequences = params.num_sequences
     stop_token_ids = sorted({*source.eos_token_ids, *(params.stop_token_ids or ())})
@@ -60,8 +60,8 @@ def create_sequences(
 
 
 def _resume(sequences: list[Sequence], point: ResumePoint) -> None:
-    """Give new sequences what another engine had generated. The workers draw token i from (seed, i), so they go on with
-    the tokens that the other engine would have drawn."""
+    """Give new sequences the tokens that another engine generated. The workers draw token i from (seed, i), so they
+    continue with the tokens that the other engine would have drawn."""
     for sequence, token_ids in zip(sequences, point.token_ids, strict=True):
         sequence.token_ids += token_ids
     for index in point.ended:
@@ -69,7 +69,7 @@ def _resume(sequences: list[Sequence], point: ResumePoint) -> None:
 
 
 def num_shared_tokens(request: Request) -> int:
-    """Known tokens that the first live sequence computes for all: all its own when there is no other."""
+    """Known tokens that the first live sequence computes for all; all its own if it is alone."""
     if request.beam_search is not None:
         return request.beam_search.num_shared_tokens
     sequences = request.live_sequences
@@ -77,7 +77,7 @@ def num_shared_tokens(request: Request) -> int:
 
 
 def waiting_siblings(request: Request) -> list[Sequence]:
-    """Those of the sequences without a row that will fork from the first: not the places that hold no beam."""
+    """Sequences without a row that will fork from the first one; not beam slots without a beam."""
     if request.beam_search is None:
         return list(request.pending_forks)
     beams = request.beam_search.sequences
@@ -85,10 +85,8 @@ def waiting_siblings(request: Request) -> list[Sequence]:
 
 
 def fork_siblings(parent: Sequence, kv: KVCacheManager) -> list[tuple[Sequence, SequenceFork]]:
-    """Fork the waiting siblings off `parent`, whose computed tokens are exactly those that they share.
-
-    A sibling with a history of its own (it was preempted) brings its tokens and goes on from there.
-    """
+    """Fork the waiting siblings off `parent`, whose computed tokens are exactly the shared ones. A preempted sibling
+    keeps its own tokens and goes on from there."""
     request, num_shared = parent.request, parent.num_computed_tokens
     assert num_shared == request.fork_position
     assert parent.blocks is not None

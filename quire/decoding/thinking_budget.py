@@ -1,7 +1,7 @@
-"""A limit on the tokens that a model thinks: when they are used up, the mark that ends the thoughts is forced.
+"""A limit on the tokens of a model's thoughts: at the limit, the end mark of the thoughts is forced.
 
-It is a constraint like others (quire/decoding/masks.py), around the one that the request may have besides: while the
-mark is forced, one token is allowed.
+It is a constraint (quire/decoding/masks.py) around the request's own, if any: while the mark is forced, one token is
+allowed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class BudgetMatcher:
     """Implements Matcher."""
 
     def __init__(self, inner: Matcher | None, budget: ThinkingBudget, num_bytes: int) -> None:
-        """num_bytes: of a mask."""
+        """num_bytes: size of a mask."""
         self._inner = inner
         self._budget = budget
         self._num_bytes = num_bytes
@@ -43,15 +43,15 @@ class BudgetMatcher:
         self._num_thought = 0
         self._recent: deque[int] = deque(maxlen=max(len(budget.start), len(budget.end)))
         self._forced: list[int] = []
-        """What is left of the mark that ends the thoughts, once the budget is used up."""
+        """Rest of the end mark, once the budget is used up."""
         self._num_asked = 0
-        """Tokens of the last `advance`."""
+        """Number of tokens of the last `advance`."""
         self._own: list[int] = []
-        """Tokens of the mark that were forced behind them."""
+        """Tokens of the mark that were forced after them."""
         self._num_followed = 0
-        """Tokens that the inner matcher has forced behind those, and that count for the budget."""
+        """Tokens forced by the inner matcher after those, which count for the budget."""
         self._drafts: list[int] = []
-        """Guesses of what comes behind the tokens of the mark."""
+        """Guesses of the tokens after the mark's."""
         self._check()
 
     @property
@@ -107,7 +107,7 @@ class BudgetMatcher:
             self._inner.advance(asked, num_left, with_mask=with_mask, drafts=self._drafts)
 
     def follow(self, token_id: int) -> None:
-        """Go on by a token, as far as the budget is concerned."""
+        """Count a token for the budget."""
         if self._forced:
             self._forced = self._forced[1:]
             self._is_thinking = bool(self._forced)
@@ -159,14 +159,14 @@ class BudgetMatcher:
         return found
 
     def _alone(self) -> BudgetMatcher:
-        """The same place in the budget, without the inner matcher and drafts."""
+        """Copy without the inner matcher and drafts."""
         found = copy.copy(self)
         found._inner, found._drafts = None, []
         found._recent, found._own = self._recent.copy(), list(self._own)
         return found
 
     def _follow_inner(self) -> None:
-        """Count what the inner matcher has forced, once."""
+        """Count the tokens forced by the inner matcher, once."""
         if self._inner is not None:
             forced = self._inner.forced[self._num_followed :]
             self._num_followed += len(forced)

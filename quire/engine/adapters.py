@@ -20,8 +20,8 @@ LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class KnownAdapters:
-    """Thread-safe registry of adapters. An adapter is read when it is first named, or again with `load_inplace`. A
-    request carries the digest of what was read, so later changes of the files do not affect it."""
+    """Thread-safe registry. An adapter is read when first named, or again with `load_inplace`. A request carries the
+    digest of what was read: later changes of the files do not affect it."""
 
     def __init__(self, config: AdaptersConfig) -> None:
         self._config = config
@@ -35,7 +35,7 @@ class KnownAdapters:
             raise UserError("lora_request needs an engine with enable_lora=True", param="lora_request")
 
     def resolve(self, lora_request: LoRARequest | None) -> AdapterRef | None:
-        """Return the reference that a request carries. Raises UserError for an invalid or incompatible adapter."""
+        """Reference for a request. Raises UserError for an invalid or incompatible adapter."""
         if lora_request is None:
             return None
         self.refuse()
@@ -60,7 +60,7 @@ class KnownAdapters:
         return ref
 
     def each(self, lora_request: LoRARequests, count: int) -> list[AdapterRef | None]:
-        """Resolve one adapter for each of `count` requests. Raises as `resolve`."""
+        """One adapter for each of `count` requests. Raises as `resolve`."""
         if isinstance(lora_request, str) or not isinstance(lora_request, Sequence):
             return [self.resolve(lora_request)] * count
         if len(lora_request) != count:
@@ -103,7 +103,7 @@ class KnownAdapters:
             return request, self._by_number[request.lora_int_id][1]
 
     def learn(self, name: str, path: str, ref: AdapterRef, base_model_name: str | None) -> None:
-        """Register a name whose adapter another process has read."""
+        """Register an adapter that another process has read."""
         with self._lock:
             known = self._by_name.get(name)
             number = max(self._by_number, default=0) + 1 if known is None else known.lora_int_id

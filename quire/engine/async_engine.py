@@ -73,7 +73,7 @@ class HasOptions(Protocol):
 
 
 class AsyncLLM:
-    """Asynchronous engine; use it from one event loop at a time. Keyword arguments are the engine's options
+    """Asynchronous engine for one event loop at a time. Keyword arguments are the engine's options
     (`quire.config.options`). The constructor returns while the engine process still starts; `ready` waits for it."""
 
     def __init__(
@@ -104,8 +104,8 @@ class AsyncLLM:
         process: EngineProcess | None = None,
     ) -> AsyncLLM:
         """Build an engine from options. executor: `"module:attribute"` of a callable from EngineConfig to Executor.
-        process: a process that already imports the engine's modules; used for a single engine without restarts. The
-        rest is as in the constructor."""
+        process: has already imported the engine's modules; for a single engine without restarts. Others: see the
+        constructor."""
         engine = cls.__new__(cls)
         start = _starter(in_process, restart_engine, hung_engine_timeout, process)
         engine._open(options, lambda options, config: start(options, config, executor=executor))
@@ -118,7 +118,7 @@ class AsyncLLM:
 
     @classmethod
     def of_session(cls, options: EngineOptions, client: SharedClient) -> AsyncLLM:
-        """Connect to an engine that several processes share. Each session derives other seeds for requests without
+        """Connect to an engine that several processes share. Each session derives its own seeds for requests without
         one."""
         engine = cls.__new__(cls)
         engine._open(options, lambda options, config: client)
@@ -167,7 +167,7 @@ class AsyncLLM:
         return self._front_end.tokenizer
 
     def get_tokenizer(self) -> UserTokenizer:
-        """The tokenizer, with the methods of a Transformers tokenizer. Raises UserError if the model has none."""
+        """Tokenizer with the methods of a Transformers tokenizer. Raises UserError if the model has none."""
         return user_tokenizer(self.tokenizer, self.input_processor)
 
     @property
@@ -229,7 +229,7 @@ class AsyncLLM:
     def check_health(self) -> None:
         """Raise EngineDeadError if the engine is dead, and EngineUnresponsiveError if its process has been silent for
         SILENCE_LIMIT seconds: it or a rank is stopped or deadlocked, or one thread holds the interpreter. A long step
-        does not count as silence."""
+        is not silence."""
         self._session.check_health()
 
     def check_awake(self) -> None:
@@ -244,15 +244,14 @@ class AsyncLLM:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests begun and not ended: those still being tokenised, and those whose consumer has outputs left to read,
-        included."""
+        """Requests begun and not ended, including those being tokenised or with outputs left to read."""
         return self._session.num_unfinished
 
     @property
     def num_pending(self) -> int:
-        """Requests that run, wait or are being prepared. A request that the engine has finished does not count, even if
-        its consumer has not read the end. Parts of a request that wait for their turn count as one. This and the
-        figures below cover all processes that share the engine."""
+        """Requests that run, wait or are being prepared, over all processes that share the engine (also in the figures
+        below). A finished request does not count, even with outputs left to read. Waiting parts of a request count as
+        one."""
         return self._session.num_pending
 
     @property
@@ -284,15 +283,14 @@ class AsyncLLM:
         part: RequestPart | None = None,
         **options: Unpack[PoolingOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield outputs as they come, the last one with `finished`, or as `sampling_params.output_kind` says.
+        """Yield outputs as they come, the last one with `finished`, or as `sampling_params.output_kind` says. delta:
+        see OutputProcessor.add_request. priority: lower is earlier (docs/scheduling.md). part: delays a checked request
+        until its turn. options: see PoolingOptions.
 
-        delta: see OutputProcessor.add. priority: lower is earlier (docs/scheduling.md). part: delays a checked
-        request until its turn. options: see PoolingOptions.
-
-        Leaving the iterator, or cancelling the task that awaits it, aborts the request and frees its blocks. Raises
-        UserError for a bad prompt or an id in use (before anything runs), EngineDeadError when the engine dies,
-        EngineUnresponsiveError before the start as `check_health` does (a request that has begun waits), InternalError
-        if its output cannot be processed, EngineAsleepError while the engine sleeps, and QuireError while draining.
+        Leaving the iterator, or cancelling the task that awaits it, aborts the request. Raises UserError for a bad
+        prompt or an id in use (before anything runs), EngineDeadError when the engine dies, EngineUnresponsiveError
+        before the start as `check_health` does (a request that has begun waits), InternalError if its output cannot be
+        processed, EngineAsleepError while the engine sleeps, and QuireError while draining.
         """
         lora_request = options.pop("lora_request", None)
         if options:
@@ -307,7 +305,7 @@ class AsyncLLM:
 
     async def register_prefix(self, prefix: Prompt, cache_salt: str = "") -> str:
         """Compute a prefix (text or token ids) and keep it until `unregister_prefix`; returns its id. See
-        LLM.register_prefix. If cancelled, nothing stays registered. Raises EngineUnresponsiveError as `call` does."""
+        LLM.register_prefix. A cancelled call registers nothing. Raises EngineUnresponsiveError as `call` does."""
 
         def process(name: str) -> EngineRequest:
             return self.input_processor.process_prefix(name, prefix, cache_salt=cache_salt)
@@ -322,8 +320,8 @@ class AsyncLLM:
     async def beam_search(
         self, prompt: Prompt, params: BeamSearchParams, request_id: str | None = None, *, cache_salt: str = ""
     ) -> BeamSearchOutput:
-        """Find the `beam_width` best continuations of a prompt. Cancelling the task aborts the search. Raises as
-        `generate`, which does the same with SamplingParams(use_beam_search=True)."""
+        """Find the `beam_width` best continuations of a prompt. Cancelling the task aborts the search. Same as
+        `generate` with SamplingParams(use_beam_search=True), also in its errors."""
         if not isinstance(params, BeamSearchParams):
             raise UserError(f"params must be BeamSearchParams, not {type(params).__name__}", param="params")
         running = self.generate(prompt, params.to_sampling_params(), request_id, cache_salt=cache_salt)
@@ -355,15 +353,15 @@ class AsyncLLM:
     async def pool_any(
         self, prompt: Prompt, params: PoolingParams, request_id: str | None = None, *, priority: int = 0
     ) -> PoolingRequestOutput:
-        """Raw pooled output for a text, as `LLM.encode`. (Here `encode` would give token ids.)"""
+        """Raw pooled output for a text, as `LLM.encode`. (`encode` here would give token ids.)"""
         self.pooling.check_task("encode")
         return self.pooling.pooled(await self.pool(prompt, params, request_id, priority=priority), params)
 
     async def score(
         self, data_1: list[str], data_2: list[str], params: PoolingParams, *, priority: int = 0
     ) -> list[ScoringRequestOutput]:
-        """Similarity or relevance score of each text of `data_2` to its partner in `data_1`, which holds one text for
-        all or as many as `data_2`."""
+        """Similarity or relevance score of each text of `data_2` to its partner in `data_1`, which has one text for all
+        or one for each."""
         self.pooling.check_task("score")
         places = [min(i, len(data_1) - 1) for i in range(len(data_2))]
         if self.pooling.is_cross_encoder:
@@ -424,7 +422,7 @@ class AsyncLLM:
 
     @property
     def sleep_level(self) -> int:
-        """Level at which a front end has sent the engine to sleep; 0 while it is awake."""
+        """Level of sleep; 0 while awake."""
         return self._session.control.sleep_level
 
     @property
@@ -434,7 +432,7 @@ class AsyncLLM:
 
     @property
     def refuses_new(self) -> bool:
-        """True if the pause keeps no requests ("abort", "wait"): a server then rejects new ones."""
+        """True if the pause rejects new requests ("abort", "wait")."""
         return self._session.control.refuses_new
 
     async def stats(self) -> EngineStats:
@@ -444,24 +442,23 @@ class AsyncLLM:
         return value
 
     async def kv_snapshot(self) -> KVSnapshot:
-        """Every block and every live request at the core's next turn. `request_id` is the engine's own key: the
-        caller's id, "#" and a unique number."""
+        """Every block and live request at the core's next turn. `request_id` is the engine's key: the caller's id, "#"
+        and a unique number."""
         snapshot = (await self._session.ask("kv_snapshot")).kv
         assert snapshot is not None
         return snapshot
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> int:
-        """Drop all cached prefixes; returns the number of blocks that held one. Arguments: see
-        LLM.reset_prefix_cache."""
+        """Drop all cached prefixes; returns the number of blocks that held one. See LLM.reset_prefix_cache."""
         check_reset(reset_connector)
         return await self._count("reset_prefix_cache")
 
     async def pause(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
         """Start no request until `resume`; new ones wait (a server rejects them unless mode is "keep").
+
         mode: "abort" ends all requests with finish reason "abort"; "wait" returns when the running ones have ended;
         "keep" suspends them until `resume`, with the same tokens. clear_cache: drop cached prefixes too, except with
-        "keep".
-        Raises UserError for another mode. If cancelled, the engine stays paused.
+        "keep". Raises UserError for another mode. If cancelled, the engine stays paused.
         """
         check_mode(mode)
         self._session.control.pauses, self._session.control.refuses_new = True, mode != "keep"
@@ -475,7 +472,7 @@ class AsyncLLM:
             await self.reset_prefix_cache()
 
     async def resume(self) -> None:
-        """End a pause, if there is one."""
+        """End a pause, if any."""
         await self._session.ask("resume")
         self._session.control.pauses = self._session.control.refuses_new = False
 

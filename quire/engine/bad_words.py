@@ -10,14 +10,14 @@ from quire.tokenization.tokenizer import Tokenizer, check_unicode
 
 MAX_BAD_WORDS = 1_024
 MAX_BAD_WORD_CHARACTERS = 16_384
-"""Maximum characters of all words of a request together."""
+"""Maximum characters in all words of a request."""
 MAX_BAD_WORD_TOKENS = 8_192
-"""Maximum tokens of all sequences of a request together; every step compares them with each completion."""
+"""Maximum tokens in all sequences of a request; every step compares them with each completion."""
 
 
 class BadWordTokenizer:
-    """Thread-safe. tokenizer: None if the model has none. vocab_size: number of token ids the model produces. The last
-    result is cached, because all prompts of a request share their words."""
+    """Thread-safe. tokenizer: None if the model has none. vocab_size: token ids of the model. The last result is
+    cached: all prompts of a request share their words."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
         self._tokenizer = tokenizer

@@ -1,5 +1,5 @@
-"""Entry point of the engine process. It writes a failed start as one line to the runtime directory, which the parent
-reads. It imports almost nothing itself, because imports are what fails first when files or memory run short."""
+"""Entry point of the engine process. It writes a failed start as one line to the runtime directory for the parent. It
+imports almost nothing itself: imports fail first when files or memory run short."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _LIBRARY = "lib/libtorch_cpu.so"
 
 
 def main() -> None:
-    """Run the engine process. The first line of stdin lists the modules to import; the second is the LaunchSpec, with
-    the directory."""
+    """Run the engine process. stdin: a line with the modules to import, then the LaunchSpec, which names the
+    directory."""
     first = sys.stdin.buffer.readline()
     failed = _prepare(json.loads(first)) if first.endswith(b"\n") else None
     line = sys.stdin.buffer.readline()
@@ -44,8 +44,7 @@ def main() -> None:
 
 
 def _prepare(modules: Sequence[str]) -> BaseException | None:
-    """Import the engine's modules; returns the error if that fails. What they allocate is exempt from garbage
-    collection."""
+    """Import the engine's modules, exempt from garbage collection; returns the error, if any."""
     gc.disable()
     try:
         if modules:

@@ -12,13 +12,13 @@ from quire.utils.failures import explain
 logger = get_logger(__name__)
 
 DEFAULT_EXECUTOR = "quire.executors.choice:make_executor"
-"""`"module:attribute"` of a callable that makes an executor from an EngineConfig. It is a name so that only the core's
-process imports torch."""
+"""`"module:attribute"` of a callable from EngineConfig to Executor. A name, so that only the core's process imports
+torch."""
 
 
 class EngineClient(Protocol):
-    """Connection to one engine core. Any thread may `send`; one thread at a time may `receive`. The defaults here are
-    those of a client without restarts."""
+    """Connection to one engine core. Any thread may `send`; one thread at a time may `receive`. Defaults are for a
+    client without restarts."""
 
     @property
     def ready(self) -> EngineReady:
@@ -28,8 +28,8 @@ class EngineClient(Protocol):
 
     @property
     def silence(self) -> float:
-        """Seconds since the core's process last made progress (quire/engine/heartbeat.py); 0 for a core in this
-        process. Only updated while a thread waits in `receive`."""
+        """Seconds since the core's process last made progress (quire/engine/heartbeat.py); 0 in this process. Updated
+        only while a thread waits in `receive`."""
         ...
 
     @property
@@ -62,7 +62,7 @@ class EngineClient(Protocol):
 
 
 def cause_of_death(error: BaseException) -> EngineDeadError:
-    """The error that all requests get when the receiver's thread ends with `error`."""
+    """The error for all requests when the receiver's thread ends with `error`."""
     if isinstance(error, EngineDeadError):
         return error
     if isinstance(error, QuireError):  # what a start failed with

@@ -46,20 +46,19 @@ from quire.step import StepPlan
 logger = get_logger(__name__)
 
 IDLE_CHECK_SECONDS = 10.0
-"""Minimum seconds between two checks of the invariants, which run when the engine falls idle and are linear in blocks.
-"""
+"""Minimum seconds between two checks of the invariants when idle; a check is linear in blocks."""
 FIRST_REPORTS = 50
-"""Maximum number of transfer plans that the start waits for until the KV connector has listed its blocks; each takes at
-most PATIENCE (quire/worker/kv_connector/interface.py)."""
+"""Maximum transfer plans at the start until the KV connector has listed its blocks; each takes at most PATIENCE
+(quire/worker/kv_connector/interface.py)."""
 BLOCKED_SECONDS = 0.005
-"""Seconds for which a driver sleeps while the core `is_blocked`, unless a message arrives."""
+"""Seconds of a driver's sleep while the core `is_blocked`, unless a message arrives."""
 PATIENCE = 0.001
 """Seconds that planning of a step waits for matchers."""
 LATE_SECONDS = 0.005
 """Seconds that a step in flight waits for masks."""
 BRIEF_SECONDS = 0.005
-"""Longest duration in seconds of a step after which quick matchers (0.1 ms) answer while the next step computes. Their
-tokens are reported with that next step."""
+"""Longest step in seconds after which quick matchers (0.1 ms) answer while the next step computes. Their tokens are
+reported with that next step."""
 ANSWER_SECONDS = 0.002
 """Seconds that a step without anything to compute waits for a matcher."""
 LAST_TRANSFERS = 100
@@ -94,15 +93,14 @@ class EngineCore:
         """Last plan in flight, while it lacks its sampling inputs."""
         self._rejections: list[RequestRejected] = []
         self._ended: list[SequenceUpdate] = []
-        """Final updates of requests that a call has ended; the next step reports them."""
+        """Final updates of requests ended by a call, for the next step to report."""
         self._next_check = 0.0
         self._is_stepping = False
         self.is_blocked = False
-        """True if the last step had nothing to compute although requests live: all of them wait for something outside
-        the engine."""
+        """True if the last step had nothing to compute although requests live: all wait for something outside the
+        engine."""
         layers = config.model.shape.layers if config.load.counts_experts else ()
         self._expert_layers = [number for number, layer in enumerate(layers) if layer.experts is not None]
-        """Numbers of the layers whose expert routing is counted."""
         started = clock.now()
         specs = executor.load_model()
         loaded = clock.now()
@@ -212,7 +210,6 @@ class EngineCore:
             observer.ends()
 
     def _allocate(self, config: EngineConfig, specs: list[LayerSpec]) -> KVCacheLayout:
-        """Size the KV cache, measuring memory if no size is given, and allocate it."""
         executor, cache, limits = self._executor, config.cache, config.scheduler
         groups, layers_per_group = group_layers(specs, cache.block_size, cache.state_snapshot_interval)
         if self._has_stages:
@@ -228,8 +225,8 @@ class EngineCore:
         return layout
 
     def _readiness(self, wanted: int, layout: KVCacheLayout, seconds: dict[str, float]) -> EngineReady:
-        """Build the report of a started core. wanted: configured maximum sequence length in tokens; lowered if the KV
-        cache has too few blocks."""
+        """Report of a started core. wanted: configured maximum sequence length in tokens; lowered if the KV cache has
+        too few blocks."""
         max_model_len = self.scheduler.longest_sequence(wanted)
         if max_model_len < 2:
             raise InsufficientMemoryError(
@@ -254,7 +251,6 @@ class EngineCore:
         )
 
     def _execute(self, plan: StepPlan) -> StepFuture:
-        """Start a plan and notify the observers."""
         ends = [observer.executes(plan) for observer in self._observers]
         future = self._executor.execute(plan)
         for end in ends:
@@ -263,7 +259,6 @@ class EngineCore:
         return future
 
     def _start_steps(self, outputs: EngineOutputs) -> None:
-        """Plan and start steps until the queue is full."""
         while not self._pause.stops_all and len(self._in_flight) < self._queue_depth and self._unsent is None:
             plan = self.scheduler.schedule(self._clock.now())
             if plan is None:
@@ -301,7 +296,6 @@ class EngineCore:
                 return  # else the answers for a beam search have led to further questions
 
     def _take_answers(self, outputs: EngineOutputs) -> None:
-        """Process the answers of matchers."""
         updates, refused = self.scheduler.settle(self._clock.now())
         outputs.updates += updates
         for request_id, error in refused:
@@ -373,7 +367,7 @@ class EngineCore:
         return CallResult(call_id, error=f"unknown method {method!r}")
 
     def _full_stats(self) -> EngineStats:
-        """Statistics with the workers' expert counts, for which the caller waits."""
+        """Statistics with the workers' expert counts, which take a call."""
         stats = self.scheduler.stats()
         if self._expert_layers:
             stats.expert_counts = dict(zip(self._expert_layers, self._executor.expert_counts(), strict=True))

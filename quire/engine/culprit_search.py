@@ -1,9 +1,8 @@
 """Search for the request that kills an engine.
 
-A request becomes a suspect if it was in the engine at a death, until it gets `CLEARED_TOKENS` further tokens. If
-suspects are in the engine at a second death, they continue in halves: the engine gets one group at a time and nothing
-else, until the group is cleared or the engine dies again, which halves the group. A request that kills the engine alone
-is the culprit.
+Requests in the engine at a death become suspects, each until it gets `CLEARED_TOKENS` further tokens. After a second
+death with suspects they continue in halves: the engine gets one group at a time and nothing else, until the group is
+cleared or the engine dies again, which halves the group. A request that kills the engine alone is the culprit.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 CLEARED_TOKENS = 16
-"""Tokens that clear a suspect: more than a death loses, i.e. those of the steps in flight with their drafts."""
+"""Tokens that clear a suspect: more than a death loses (the steps in flight with their drafts)."""
 
 
 class CulpritSearch:
-    """State of the search; its owner's lock guards it. A position is the token count of a request's longest
+    """State of the search, guarded by its owner's lock. A position is the token count of a request's longest
     sequence."""
 
     def __init__(self) -> None:
@@ -41,8 +40,8 @@ class CulpritSearch:
         return not self._tried or request_id in self._tried
 
     def note_death(self, running: Mapping[str, int]) -> str | None:
-        """Record a death of the engine. running: id -> position of the requests in it. Returns the culprit, which must
-        not run again, if it was alone."""
+        """Record a death of the engine. running: id -> position of the requests in it. Returns the culprit, if it was
+        alone."""
         suspects = {request_id: running[request_id] for request_id in self._suspects if request_id in running}
         if not suspects:
             self._suspects, self._tried = dict(running), []

@@ -1,5 +1,5 @@
-"""The interpreter of an engine process, before it gets its LaunchSpec. A command starts one before its own imports, so
-that both import in parallel; this module itself imports almost nothing."""
+"""The interpreter of an engine process before its LaunchSpec. A command starts it before its own imports, so that both
+import in parallel; this module itself imports almost nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from quire.utils.child_process import kill, start_interpreter, write_line
 
 LOCAL_EXECUTOR = "quire.executors.local"
-"""Module of the single-device executor; importing it takes seconds because of torch."""
+"""Module of the single-device executor; its import takes seconds because of torch."""
 
 
 class EngineProcess:
@@ -32,7 +32,7 @@ class EngineProcess:
             os.close(self.child_fd)
 
     def tell(self, spec: bytes) -> None:
-        """Send a LaunchSpec. From then on the caller owns the process and `alive_fd`."""
+        """Send a LaunchSpec. Then the caller owns the process and `alive_fd`."""
         self._is_told = True
         write_line(self.popen, spec)
 

@@ -1,10 +1,9 @@
 """A ledger of requests before one or more engines.
 
-A `Fleet` is an `EngineClient`. Its members are engines of one configuration. For each request the ledger keeps what
+A `Fleet` is an `EngineClient` over members, engines of one configuration. For each request the ledger keeps what
 another engine needs to continue with the same tokens (`ResumePoint`); text, stop strings and logprobs belong to the
-front end and outlive the engines. On top of the ledger: dead or hung engines are replaced; a router chooses the member
-of a new request; requests of a stopped or lost member move to the others; several front ends (sessions) each hear of
-their own requests.
+front end and outlive the engines. The ledger allows: replacement of dead or hung engines; routing of new requests;
+moving requests of a stopped or lost member; several front ends (sessions), each with its own requests.
 """
 
 from __future__ import annotations
@@ -48,8 +47,7 @@ PAUSE_SECONDS = 1.0
 RETRY_SECONDS = 60.0
 """Seconds between two starts of a lost member while others serve its requests."""
 MAX_FRUITLESS_DEATHS = 20
-"""Deaths in a row without a token after which a member is lost. A search for the culprit among 256 requests takes up to
-18."""
+"""Deaths in a row without a token after which a member is lost. A culprit search among 256 requests takes up to 18."""
 STATES = {"sleep": "sleep", "wake_up": "sleep", "pause": "pause", "resume": "pause"}
 """Method of a call -> the call that begins the state which it begins or ends."""
 FOR_REQUESTS = ("abort_all", "sleep")
@@ -59,7 +57,7 @@ REPLICA_CALLS = ("stop_replica", "start_replica")
 KEPT = (FinishReason.STOP, FinishReason.LENGTH)
 """Finish reasons of a prefix that counts as registered."""
 SUMS = ("reset_prefix_cache", "abort_all")
-"""Calls whose answers are summed, as those of `stats` are; otherwise the maximum counts."""
+"""Calls whose answers are summed (`stats` too); for others the maximum counts."""
 
 Parts = defaultdict[int, EngineOutputs]
 """Outputs by session. Session 0 gets the statistics."""
@@ -67,8 +65,8 @@ Parts = defaultdict[int, EngineOutputs]
 
 @dataclass(slots=True)
 class OpenCall:
-    """A call that some members have not answered. asked: the call as sent to the members. session, call_id: identify
-    the caller's call. waiting: numbers of the members that still owe an answer."""
+    """A call with answers still open. asked: the call as sent to the members. session, call_id: the caller's call.
+    waiting: members that owe an answer."""
 
     asked: Call
     session: int
@@ -98,8 +96,8 @@ class Fleet:
         self._router = make_router(router, len(starts))
         self._restarts, self._ends_hung = restarts, hung_engine_timeout > 0
         self._lock = threading.Condition()
-        """Guards the members and everything below. Notified when an engine is ready or must be started, and at the end.
-        """
+        """Guards the members and everything below. Notified when an engine is ready or must be started, and at the
+        end."""
         self._entries: dict[str, Entry] = {}
         self._names: dict[str, Entry] = {}
         """Requests by their callers' names."""
@@ -126,7 +124,7 @@ class Fleet:
 
     @property
     def _first_ready(self) -> EngineReady:
-        """Facts of the first engine of the first member; waits for them."""
+        """Facts of the first member's first engine; waits for them."""
         first = self.members[0]
         assert first.client is not None
         return first.ready or first.client.ready
@@ -235,7 +233,7 @@ class Fleet:
         return self.members[self._router.choose(beginnings_of(request))]
 
     def _place(self, entry: Entry, member: Member | None) -> None:
-        """Move a request to another member, or to none, and send requests that waited for it to leave."""
+        """Move a request to another member or none, and send requests that waited for it to leave."""
         before, entry.member, entry.is_sent = entry.member, member, False
         if member is not None:
             member.entries[entry.request_id] = entry
@@ -245,7 +243,6 @@ class Fleet:
                 self._send_waiting(before)
 
     def _forget(self, entry: Entry) -> None:
-        """Delete an ended request."""
         del self._entries[entry.request_id]
         if self._names.get(entry.name) is entry:
             del self._names[entry.name]
@@ -264,7 +261,7 @@ class Fleet:
         return receivers
 
     def _send_waiting(self, member: Member) -> None:
-        """Send a member's requests that its engine lacks and may have."""
+        """Send a member's engine the requests that it lacks and may have."""
         for entry in member.entries.values() if member.is_up else ():
             if not entry.is_sent and member.search.allows(entry.request_id):
                 entry.is_sent = True
@@ -273,7 +270,6 @@ class Fleet:
     # Calls.
 
     def _receivers(self, call: Call) -> Sequence[Member]:
-        """The members that answer a call."""
         up = [member for member in self.members if member.is_up]
         match call.method:
             case "stop_replica" | "start_replica":
@@ -311,7 +307,7 @@ class Fleet:
             self._arrived.put(parts)
 
     def _answer(self, opened: OpenCall, member: Member, result: CallResult | None, parts: Parts) -> None:
-        """Record a member's answer; the last one completes the call for its session."""
+        """Record a member's answer; the last one completes the call."""
         if member.number not in opened.waiting:
             return
         opened.waiting.discard(member.number)
@@ -326,7 +322,7 @@ class Fleet:
             parts[opened.session].results.append(msgspec.structs.replace(result, call_id=opened.call_id))
 
     def _combined(self, opened: OpenCall) -> CallResult:
-        """Combine the members' answers; the first error wins."""
+        """The members' answers as one; the first error wins."""
         results = list(opened.results.values())
         wrong = next((result for result in results if result.error is not None), None)
         if wrong is not None or len(self.members) == 1 or (results and results[0].kv is not None):
@@ -357,7 +353,6 @@ class Fleet:
     # What a member tells, and its deaths.
 
     def _run(self, member: Member) -> None:
-        """Body of a member's thread."""
         try:
             while True:
                 parts = self._pump(member, None)
@@ -386,7 +381,6 @@ class Fleet:
             return None if outputs is None else self._take(member, outputs)
 
     def _take(self, member: Member, outputs: EngineOutputs) -> Parts:
-        """Record a member's outputs and split them by session."""
         parts = Parts(EngineOutputs)
         with self._lock:
             if outputs.updates:
@@ -448,7 +442,7 @@ class Fleet:
         return parts
 
     def _restart(self, member: Member) -> None:
-        """Start engines of a member after a death until one is ready, while the member is wanted."""
+        """Start engines of a dead member until one is ready, while the member is wanted."""
         for attempt in itertools.count():
             assert member.client is not None
             member.client.shutdown()
@@ -477,7 +471,7 @@ class Fleet:
                         self._lose(member, f"{member.name} could not be started again: {error}")
 
     def _bring_up(self, member: Member) -> None:
-        """Wait for a member's engine and restore state, requests and unanswered calls of its predecessor."""
+        """Wait for a member's engine and restore its predecessor's state, requests and open calls."""
         started, death = time.monotonic(), member.death
         if death is not None:
             self._restart(member)
@@ -505,8 +499,8 @@ class Fleet:
             logger.warning(text, member.name, time.monotonic() - started, len(member.entries))
 
     def _lose(self, member: Member, reason: str) -> None:
-        """Mark a member as lost until an engine of it starts; the others take its requests. If there are none, the
-        fleet ends and this raises EngineDeadError."""
+        """Mark a member as lost until an engine of it starts; the others take its requests. Without others, ends the
+        fleet and raises EngineDeadError."""
         with self._lock:
             death = member.death or EngineDeadError(reason)
             member.is_lost, member.num_fruitless, member.search = True, 0, CulpritSearch()
@@ -522,7 +516,6 @@ class Fleet:
             self._settle(member)
 
     def _end(self, error: BaseException) -> None:
-        """End the fleet; the first cause counts."""
         with self._lock:
             if self._death is None:
                 self._death = error if isinstance(error, QuireError) else cause_of_death(error)

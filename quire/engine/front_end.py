@@ -33,8 +33,7 @@ MODES = ("abort", "wait", "keep")
 
 
 class FrontEnd:
-    """One engine as seen by its callers. tokenizer: None if the model has none or it is switched off. options: the
-    options that the engine was opened with."""
+    """One engine as seen by its callers. tokenizer: None if the model has none or it is switched off."""
 
     def __init__(
         self, config: EngineConfig, client: EngineClient, tokenizer: Tokenizer | None, options: EngineOptions
@@ -75,8 +74,7 @@ class FrontEnd:
 
     @property
     def input_processor(self) -> InputProcessor:
-        """Checks and tokenises prompts. Waits for the core: the maximum prompt length depends on the KV cache's
-        size."""
+        """Checks and tokenises prompts. Waits for the core: the KV cache limits the prompt length."""
         with self._making:
             if self._input_processor is None:
                 self._input_processor = InputProcessor(
@@ -89,6 +87,8 @@ class FrontEnd:
                     takes_priorities=self.config.scheduler.scheduling_policy == "priority",
                     pools=self.config.model.pooling is not None,
                 )
+                if self.config.speculation.oracle is not None:  # it knows places by the whole text
+                    self._input_processor.prediction_tail = self._input_processor.max_model_len
                 self._input_processor.chat_template = self._chat_template
                 self._input_processor.images = image_inputs(self.config)
                 self._input_processor.named_pictures = self.named_pictures

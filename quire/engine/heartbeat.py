@@ -1,7 +1,7 @@
 """Responsiveness of an engine: its silence, and the time limits of calls.
 
 At every beat (quire/utils/heartbeat.py) the engine process sends the time since it last made progress. It covers all
-ranks of a model: the engine counts as silent when one rank is stopped, or none makes progress.
+ranks of a model: one stopped rank, or no progress on any, counts as silence.
 """
 
 from __future__ import annotations
@@ -62,7 +62,6 @@ T = TypeVar("T")
 
 
 def takes_long(message: ClientMessage) -> bool:
-    """True if a message is one of LONG_CALLS."""
     return isinstance(message, Call) and message.method in LONG_CALLS
 
 

@@ -20,8 +20,8 @@ from quire.utils.failures import explain
 
 
 class InProcessClient(EngineClient):
-    """`receive` handles the messages sent so far and runs one step of the core. Without work it waits for a message,
-    with blocked requests for BLOCKED_SECONDS."""
+    """`receive` handles the messages sent so far and runs one step. Without work it waits for a message, with blocked
+    requests at most BLOCKED_SECONDS."""
 
     def __init__(
         self, options: EngineOptions, *, executor: str = DEFAULT_EXECUTOR, config: EngineConfig | None = None
@@ -91,7 +91,7 @@ class InProcessClient(EngineClient):
 
     def idle(self) -> bool:
         """Do one piece of deferred work (such as capturing a CUDA graph) if no other is left; returns whether there was
-        any. The caller decides when, because it runs in its thread."""
+        any. It runs in the caller's thread, at the caller's time."""
         with self._stepping:
             self._raise_if_dead()
             return self._core.idle()

@@ -1,5 +1,5 @@
-"""Conversion of a caller's prompt and parameters into an EngineRequest, with all checks; everything downstream trusts
-the result."""
+"""Conversion of a caller's prompt and parameters into an EngineRequest, with all checks that everything downstream
+relies on."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ PREDICTION_TAIL = 16
 
 
 class RenderedChat(NamedTuple):
-    """A rendered conversation: text and token ids, image placeholders included."""
+    """A rendered conversation: text and token ids, including image placeholders."""
 
     text: str
     token_ids: list[int]
@@ -137,6 +137,7 @@ class InputProcessor:
         self._takes_priorities = takes_priorities
         self._pools = pools
         self.clips_max_tokens = True
+        self.prediction_tail = PREDICTION_TAIL
         self.reports_logits = False
         self.max_new_tokens: int | None = None
         self.images: ImageInputs | NoImages = NoImages()
@@ -157,9 +158,8 @@ class InputProcessor:
         add_special_tokens: bool = True,
         adapter: AdapterRef | None = None,
     ) -> EngineRequest:
-        """Make the request that the engine core runs. priority: -MAX_PRIORITY to MAX_PRIORITY, lower is earlier.
-        add_special_tokens: let the tokenizer add its special tokens to a text. Raises UserError with `param` set, or
-        PromptTooLongError."""
+        """The request for the engine core. priority: -MAX_PRIORITY to MAX_PRIORITY, lower is earlier.
+        add_special_tokens: for texts. Raises UserError with `param` set, or PromptTooLongError."""
         if self._pools:
             raise UserError("this model gives vectors or scores of texts, and generates none (runner='pooling')")
         if not isinstance(params, SamplingParams):
@@ -226,7 +226,7 @@ class InputProcessor:
         if not isinstance(predicted, list):
             raise UserError(f"prediction must be a list of token ids, not {predicted!r:.100}", param="prediction")
         self.check_token_ids(predicted, "prediction")
-        return token_ids[-PREDICTION_TAIL:] + predicted[: self.max_model_len]
+        return token_ids[-self.prediction_tail :] + predicted[: self.max_model_len]
 
     def _thinking_budget(self, params: SamplingParams, token_ids: list[int]) -> ThinkingBudget:
         """The budget with the model's reasoning marks. Raises UserError if they are unknown."""
@@ -248,8 +248,8 @@ class InputProcessor:
         return ThinkingBudget(params.thinking_token_budget or 0, start, end, is_open)
 
     def process_prefix(self, request_id: str, prefix: Prompt, *, cache_salt: str = "") -> EngineRequest:
-        """Make the request that computes a prefix and registers it as `request_id`. Raises as `process`. It takes no
-        request number, so other requests keep their seeds."""
+        """Request that computes a prefix and registers it as `request_id`. Raises as `process`. It takes no request
+        number, so other requests keep their seeds."""
         content, cache_salt = split_prompt(prefix, cache_salt)
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, seed=0, detokenize=False)
         return EngineRequest(
@@ -291,7 +291,7 @@ class InputProcessor:
         return RenderedChat(rendered.text, token_ids, placed)
 
     def prepare_chat(self, conversation: Conversation) -> Conversion:
-        """Prepare the helper's job that renders a conversation. Raises UserError if the model has no template, and as
+        """Helper's job that renders a conversation. Raises UserError if the model has no template, and as
         ChatTemplate.prepare."""
         template, tokenizer = self.chat_template, self.tokenizer
         if template is None or tokenizer is None:
@@ -312,7 +312,6 @@ class InputProcessor:
         return self.chat_template.write(work)
 
     def tokenise_chat(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Tokenise a text that the helper has not tokenised."""
         assert self.tokenizer is not None, "there is a text only where there is a template"
         self.check_num_tokens(text, "messages")
         return self.tokenizer.encode(text, add_special_tokens)
@@ -484,7 +483,7 @@ def _in_pieces(token_ids: Sequence[int]) -> Iterator[Sequence[int]]:
 
 
 def num_units(prompt: Prompt, params: SamplingParams) -> int:
-    """Size of the work of `InputProcessor.process`: characters and token ids of prompt, lists and constraint."""
+    """Size of `InputProcessor.process`'s work: characters and token ids of prompt, lists and constraint."""
     content: Any = prompt
     if isinstance(prompt, Mapping):
         content = prompt.get("prompt_token_ids", prompt.get("prompt"))

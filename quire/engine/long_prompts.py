@@ -1,5 +1,5 @@
-"""Transfer of long prompts between processes. Their token ids travel in pieces; the engine decodes one per turn, so
-that running requests do not wait."""
+"""Transfer of long prompts between processes in pieces. The engine decodes one per turn, so that running requests do
+not wait."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ def encode_message(encoder: msgspec.msgpack.Encoder, message: SessionMessage) ->
 
 
 def send_parts(socket: zmq.Socket[bytes], parts: Sequence[bytes]) -> None:
-    """Send one message without waiting. Long parts are not copied: a copy of 9 MB blocked the event loop for 14 ms. For
-    short parts a copy is cheaper."""
+    """Send one message without waiting. Long parts are not copied: a copy of 9 MB blocked the event loop for 14 ms."""
     socket.send_multipart(parts, zmq.NOBLOCK, copy=max(map(len, parts)) < UNCOPIED_BYTES)
 
 

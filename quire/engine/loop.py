@@ -26,8 +26,8 @@ def build_core(
     config: EngineConfig | None = None,
 ) -> EngineCore:
     """Build a core: resolve the options, load the model, size the cache. Raises ConfigError, ModelLoadError or
-    InsufficientMemoryError. executor: `"module:attribute"`, imported here, so that a front end in another process never
-    imports torch. make_scheduler: see EngineCore. config: resolved `options`, if known."""
+    InsufficientMemoryError. executor: `"module:attribute"`, imported here, so that other processes never import torch.
+    make_scheduler: see EngineCore. config: resolved `options`, if known."""
     config = resolve(options) if config is None else config
     observers = [] if config.step_log is None else [StepLog(config, config.step_log, SystemClock())]
     workers = load_target(executor)(config)
@@ -45,8 +45,7 @@ def advance(core: EngineCore, messages: Iterable[ClientMessage], window: OutputW
     """Handle `messages`, then run one step if there is work. Returns None if there is nothing to send yet.
 
     Outputs carry statistics if messages were handled or a request starts or ends, so that the front end never shows
-    blocks of a request that is gone. Outputs with only tokens carry them rarely, because a snapshot costs about as much
-    as planning a step.
+    blocks of a request that is gone; otherwise rarely, because a snapshot costs about as much as planning a step.
     """
     handled = False
     results = []

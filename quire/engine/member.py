@@ -1,4 +1,4 @@
-"""A member of a fleet (quire/engine/fleet.py): one engine and its successors, with the ledger's entries of their
+"""A member of a fleet (quire/engine/fleet.py): one engine and its successors, with the ledger entries of their
 requests."""
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from quire.request import EngineRequest, ResumePoint
 from quire.utils.heartbeat import SILENCE_LIMIT
 
 StartEngine = Callable[[EngineReady | None, EngineStats | None], EngineClient]
-"""Function that starts an engine. Arguments: facts of the fleet's first engine (None: this is the first), and
-statistics of the member's earlier engines."""
+"""Starts an engine. Arguments: facts of the fleet's first engine (None: this is the first), and statistics of the
+member's earlier engines."""
 
 WATCH_SECONDS = 1.0
 """Seconds between two checks for a hung engine."""
@@ -64,7 +64,6 @@ class Entry:
         return len(self.ended) == len(self.generated)
 
     def note(self, update: SequenceUpdate) -> None:
-        """Record an engine's update."""
         self.generated[update.index] += update.new_token_ids
         if update.prompt_logprobs is not None:
             self.num_prompt_logprobs = update.prompt_logprobs.start + len(update.prompt_logprobs.entries)
@@ -85,8 +84,8 @@ class Member:
     """State of a member; the fleet's lock guards it."""
 
     def __init__(self, number: int, start: StartEngine, hung_engine_timeout: float) -> None:
-        """hung_engine_timeout: seconds of silence (quire/engine/heartbeat.py) after which the engine is killed as hung;
-        0: never. A long step does not count as silence."""
+        """hung_engine_timeout: seconds of silence (quire/engine/heartbeat.py) after which the engine is killed; 0:
+        never."""
         self.number, self.name = number, f"replica {number}"
         self.start = start
         self.client: EngineClient | None = None

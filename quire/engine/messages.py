@@ -16,13 +16,13 @@ from quire.scheduler.snapshot import KVSnapshot
 class AddRequest(msgspec.Struct, tag="add", array_like=True):
     request: EngineRequest
     pieces: list[bytes] = []
-    """Encoded tokens of a long prompt (quire/engine/long_prompts.py), which the request then lacks. The core ignores
-    them."""
+    """Encoded tokens of a long prompt (quire/engine/long_prompts.py), which the request then lacks. Unused by the
+    core."""
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True):
     """End a request, or its sequence `index`. Unknown ids are ignored: the request may just have ended. No update
-    reports the end."""
+    follows."""
 
     request_id: str
     index: int | None = None
@@ -40,7 +40,7 @@ class Call(msgspec.Struct, tag="call", array_like=True):
 
 
 class Shutdown(msgspec.Struct, tag="shutdown", array_like=True):
-    """Leave the loop and drop live requests. A front end that drains waits before it sends this."""
+    """Leave the loop and drop live requests. A draining front end waits before it sends this."""
 
 
 ClientMessage = AddRequest | Abort | Call | Shutdown
@@ -51,7 +51,7 @@ class CallResult(msgspec.Struct, array_like=True):
     value: EngineStats | int | None = None
     error: str | None = None
     kv: KVSnapshot | None = None
-    """Result of `kv_snapshot`; a separate field, because msgspec cannot distinguish two plain structs in a union."""
+    """Result of `kv_snapshot`; separate, because msgspec cannot distinguish two plain structs in a union."""
     is_internal: bool = False
     """True if `error` is not the caller's mistake; it may then contain paths."""
 
@@ -75,7 +75,6 @@ class RequestRejected(msgspec.Struct, array_like=True):
     is_culprit: bool = False
 
     def error(self) -> QuireError:
-        """The exception for the caller."""
         if self.is_culprit:
             summary = "the engine died whenever it ran this request, which is not tried again"
             return InternalError(self.message, summary=summary)
@@ -83,14 +82,14 @@ class RequestRejected(msgspec.Struct, array_like=True):
 
 
 class EngineOutputs(msgspec.Struct, tag="outputs", array_like=True):
-    """Outputs of one step, or of one turn without a step."""
+    """Outputs of one step, or of a turn without a step."""
 
     updates: list[SequenceUpdate] = []
     stats: EngineStats | None = None
     """Statistics; some messages that hold only tokens lack them (quire/engine/loop.py)."""
     results: list[CallResult] = []
     rejections: list[RequestRejected] = []
-    """Rejected requests; the front end drops its state of them."""
+    """Rejected requests, for the front end to drop."""
 
 
 class EngineReady(msgspec.Struct, tag="ready", array_like=True):
@@ -147,8 +146,8 @@ SessionMessage = ClientMessage | Ask | Answer
 
 
 class EngineFailed(msgspec.Struct, tag="failed", array_like=True):
-    """Last message of a failing engine process; also sent to the front ends that share an engine. is_user_error: the
-    message alone is enough to print."""
+    """Last message of a failing engine process, or to the front ends that share it. is_user_error: the message alone is
+    enough to print."""
 
     message: str
     """Full text, for the log and for callers in the front end's process."""

@@ -1,6 +1,6 @@
 """Conversion of the core's tokens into outputs for callers: text, logprobs, stop strings, metrics. One processor per
-engine client, driven by one thread. The core finds stop tokens and lengths; stop strings are found here, because the
-core knows no text, and then aborted in the core."""
+engine client, on one thread. The core knows no text: it finds stop tokens and lengths; this module finds stop strings
+and aborts their sequences in the core."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from quire.utils.failures import explain
 
 @dataclass(slots=True)
 class FailedRequest:
-    """A request whose output could not be processed. last: its last output for metrics, without content."""
+    """A request with unprocessable output. last: its last output for metrics, without content."""
 
     request_id: str
     error: InternalError
@@ -63,11 +63,11 @@ class OutputProcessor:
     ) -> None:
         """Expect updates of `request`; call before the core knows it. Raises UserError for an id in use.
 
-        By default an output holds the whole request so far (all `n` completions). delta: it holds only completions with
-        news, and of them what is new. Token ids and logprobs come together with their step. Text comes when it is
-        certain, so it may follow its token later (an unfinished character, a possible stop string), and is never taken
-        back. Prompt logprobs come once, with the first tokens. final_only: a single, last output; always so for
-        requests ranked at the end (beam search, best_of).
+        By default an output holds the whole request so far (all `n` completions). delta: only completions with news,
+        and their new part. Token ids and logprobs come with their step. Text comes when it is certain, maybe after its
+        token (an unfinished character, a possible stop string), and is never taken back. Prompt logprobs come once,
+        with the first tokens. final_only: a single, last output; always so for requests ranked at the end (beam search,
+        best_of).
         """
         if request.request_id in self._requests:
             raise UserError(f"request id {request.request_id!r} is already in use", param="request_id")
@@ -76,8 +76,8 @@ class OutputProcessor:
         )
 
     def process(self, updates: list[SequenceUpdate]) -> ProcessedOutputs:
-        """Process one step's updates. Updates of unknown requests and ended sequences are dropped, because the core may
-        have run ahead. A request whose output cannot be processed ends as a failure; the others continue."""
+        """Process one step's updates. Updates of unknown requests and ended sequences are dropped: the core may have
+        run ahead. A request with unprocessable output fails; the others continue."""
         processed = ProcessedOutputs()
         touched: dict[str, _RequestState] = {}
         for update in updates:
@@ -136,7 +136,7 @@ class OutputProcessor:
         processed.aborts.append(Abort(request_id))
 
     def fail_all(self) -> list[str]:
-        """Drop every request (the engine is dead). Returns their ids in order of arrival."""
+        """Drop every request of a dead engine. Returns their ids in order of arrival."""
         request_ids = list(self._requests)
         self._requests.clear()
         return request_ids
@@ -147,8 +147,6 @@ class OutputProcessor:
 
 
 class _RequestState:
-    """State of one request and its sequences."""
-
     __slots__ = (
         "_delta",
         "_draft_steps",
@@ -202,7 +200,7 @@ class _RequestState:
         return self._request.request_id
 
     def failed_output(self) -> RequestOutput:
-        """Last output of a failed request: it ends every open completion, without content."""
+        """Last output of a failed request: ends every open completion, without content."""
         outputs = [
             CompletionOutput(sequence.index, "", [], finish_reason=FinishReason.ERROR.value)
             for sequence in self.sequences
@@ -456,8 +454,8 @@ def to_logprobs(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, 
 
 
 class RepetitionDetector:
-    """Finds repeated patterns in one completion. For each pattern length it counts how many consecutive tokens equal
-    the token that many places earlier, so the cost per token is independent of the text's length."""
+    """Finds repeated patterns in one completion. For each pattern length it counts the consecutive tokens equal to the
+    token that many places earlier, so the cost per token is constant."""
 
     def __init__(self, params: RepetitionDetectionParams) -> None:
         self._lengths = range(max(1, params.min_pattern_size), params.max_pattern_size + 1)

@@ -26,11 +26,11 @@ MAX_SEPARATE = 32
 
 
 class OutputStream:
-    """Outputs of one request until its consumer takes them. Use it on one event loop.
+    """Outputs of one request until its consumer takes them, on one event loop.
 
-    request_id: the caller's. key: the engine's id of the request, never reused, so that late outputs of an aborted
-    request cannot reach another one of the same id. delta: outputs queue separately up to MAX_SEPARATE and are merged
-    beyond, so that a slow consumer costs no more memory than the whole answer. Else a newer output replaces the older.
+    request_id: the caller's. key: the engine's id of the request, never reused: late outputs of an aborted request
+    cannot reach another one of the same id. delta: outputs queue separately up to MAX_SEPARATE and are merged beyond,
+    so a slow consumer costs no more memory than the whole answer. Otherwise a newer output replaces the older.
     """
 
     def __init__(self, request_id: str, key: str, *, delta: bool) -> None:
@@ -160,7 +160,6 @@ class _PackedLogprobs:
             self._texts.append(alternative.decoded_token)
 
     def entries(self) -> list[dict[int, Logprob]]:
-        """The entries in order."""
         alternatives = zip(self._token_ids, self._values, self._ranks, self._texts, strict=True)
         return [
             {

@@ -1,4 +1,4 @@
-"""Joint sending of the outputs of short steps: a message costs the front end about as much for one token as for
+"""Joint sending of the outputs of short steps: a message costs the front end about the same for one token or
 several."""
 
 from __future__ import annotations
@@ -10,17 +10,16 @@ from quire.engine.messages import EngineOutputs
 from quire.outputs import SequenceUpdate
 
 MANY_SEQUENCES = 8
-"""Number of sequences from which a step's outputs may wait for the whole window."""
+"""Sequences from which a step's outputs may wait for the whole window."""
 FEW_SEQUENCES_SHARE = 0.25
-"""Share of the window for steps with fewer sequences: they save less, and a reader sees single tokens."""
+"""Share of the window for fewer sequences: they save less, and a reader sees single tokens."""
 STATS_SECONDS = 0.05
 """Maximum age in seconds of the front end's statistics while only tokens are sent."""
 
 
 class OutputWindow:
-    """Holds tokens back for at most `seconds` (for few sequences a share of it; 0: never), judged by the duration of
-    the last step. First tokens, ends and requests with EngineRequest.each_step are sent at once, with all that is held.
-    """
+    """Holds tokens back for at most `seconds` (a share of it for few sequences; 0: never), judged by the last step's
+    duration. First tokens, ends and requests with EngineRequest.each_step are sent at once, with all that is held."""
 
     def __init__(self, seconds: float, clock: Clock) -> None:
         self._seconds = seconds
@@ -34,8 +33,8 @@ class OutputWindow:
         """Earliest time at which outputs with only tokens carry statistics."""
 
     def joined(self, outputs: EngineOutputs, *, goes_on: bool) -> EngineOutputs | None:
-        """Join a step's outputs with held ones. Returns the outputs to send; None if they are held too. goes_on: the
-        next step starts at once."""
+        """Join a step's outputs with held ones. Returns the outputs to send; None if held. goes_on: the next step
+        starts at once."""
         if not self._seconds:
             return outputs
         now = self._clock.now()

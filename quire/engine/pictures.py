@@ -85,8 +85,8 @@ class Pictures:
     async def ready(
         self, inputs: ImageInputs, pictures: Sequence[Picture], options: MediaOptions = NO_OPTIONS
     ) -> list[ReadyImage]:
-        """Prepare the pictures of one prompt, in order. They are decoded one by one, so only one unresized picture is
-        in memory. Raises UserError naming the picture, and PromptTooLongError as soon as the context is full."""
+        """Prepare the pictures of one prompt, in order. Only one unresized picture is in memory at a time. Raises
+        UserError naming the picture, and PromptTooLongError as soon as the context is full."""
         longest = self._front_end.input_processor.max_model_len
         found: list[ReadyImage] = []
         for picture in await self._fetched(inputs, pictures):

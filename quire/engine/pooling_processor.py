@@ -1,5 +1,5 @@
-"""Pooling requests: conversion of texts into EngineRequests, and of the model's vectors into what callers asked for.
-Truncation, normalisation and activation of vectors are done here."""
+"""Pooling requests: texts to EngineRequests, and the model's vectors to callers' results, with truncation,
+normalisation and activation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SHORTEST = 1e-12
 
 
 class PoolingProcessor:
-    """Processor for one model. pooling: its pooling configuration; None for a generating model, which refuses every
+    """Processor for one model. pooling: its pooling configuration; None: a generating model, which refuses every
     task."""
 
     def __init__(self, inputs: InputProcessor, pooling: PoolingConfig | None, name: str, vector_size: int) -> None:
@@ -87,7 +87,7 @@ class PoolingProcessor:
         priority: int = 0,
         cache_salt: str = "",
     ) -> EngineRequest:
-        """Make the request that the core runs. second: second text of a pair. Raises UserError with `param` set, or
+        """The request for the core. second: second text of a pair. Raises UserError with `param` set, or
         PromptTooLongError."""
         inputs, pooling = self._inputs, self._pooling
         assert pooling is not None, "check_task comes first"
@@ -154,7 +154,6 @@ class PoolingProcessor:
         return token_ids, boundary
 
     def _padded(self, token_ids: list[int], *, is_pair: bool) -> list[int]:
-        """Pad the tokens to the model's context."""
         tokenizer = self._inputs.tokenizer
         padding_id = None if tokenizer is None else tokenizer.padding_token_id
         if padding_id is None:
@@ -215,12 +214,10 @@ class PoolingProcessor:
         return ClassificationRequestOutput(output.request_id, found, output.prompt_token_ids, output.num_cached_tokens)
 
     def pair_score(self, output: RequestOutput, params: PoolingParams) -> ScoringRequestOutput:
-        """Score of a pair from a cross-encoder's output."""
         found = ScoringOutput(self.vector(output, params)[0])
         return ScoringRequestOutput(output.request_id, found, output.prompt_token_ids, output.num_cached_tokens)
 
     def similarity(self, first: RequestOutput, second: RequestOutput, params: PoolingParams) -> ScoringRequestOutput:
-        """Cosine similarity of two texts' vectors."""
         left, right = (normalized(self.vector(output, params)) for output in (first, second))
         found = ScoringOutput(math.fsum(x * y for x, y in zip(left, right, strict=True)))
         token_ids = first.prompt_token_ids + second.prompt_token_ids
@@ -229,13 +226,11 @@ class PoolingProcessor:
 
 
 def normalized(vector: list[float]) -> list[float]:
-    """Scale a vector to length 1."""
     length = max(math.sqrt(math.fsum(value * value for value in vector)), _SHORTEST)
     return [value / length for value in vector]
 
 
 def activated(logits: list[float], activation: Activation) -> list[float]:
-    """Apply the activation to a classifier's logits."""
     if activation == "identity":
         return logits
     if activation == "sigmoid":

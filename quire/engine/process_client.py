@@ -34,7 +34,7 @@ CRASH_FILE = "crash"
 """File of the runtime directory with the process's Python stack after a fatal signal."""
 
 _LAST_WORDS_MILLISECONDS = 50
-"""Wait for messages that the process sent just before its end."""
+"""Milliseconds to wait for messages sent just before the process's end."""
 _EXIT_SECONDS = 5.0
 
 
@@ -194,7 +194,6 @@ class ProcessClient(RemoteClient[EngineFailed], EngineClient):
         return EngineFailed(text + self._crash_report(), summary=text)
 
     def _read(self, name: str) -> str:
-        """Text of a file in the runtime directory; empty if missing."""
         try:
             return (self._directory.path / name).read_text(errors="replace")
         except OSError:

@@ -29,7 +29,7 @@ REASONS: Mapping[str, str] = {
 
 
 def described(options: EngineOptions) -> str:
-    """Options that differ from the defaults, as Python source; the model always."""
+    """Options that differ from the defaults, and the model, as Python source."""
     usual = EngineOptions()
     values = {name: getattr(options, name) for name in options.__struct_fields__}
     parts = [f"{name}={value!r}" for name, value in values.items() if name != "model" and value != getattr(usual, name)]
@@ -48,7 +48,6 @@ def user_tokenizer(tokenizer: Tokenizer | None, inputs: InputProcessor) -> UserT
 
 
 def missing(engine: object, name: str) -> AttributeError:
-    """The error for a name that an engine lacks."""
     kind = type(engine)
     known = [each for each in dir(kind) if not each.startswith("_")]
     why = f": {REASONS[name]}" if name in REASONS else nearest_name(name, known)

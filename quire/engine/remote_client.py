@@ -86,7 +86,6 @@ class RemoteClient(ABC, Generic[Other]):
         send_parts(self._outbox, self._prefix + [encode_message(self._encoder, message) for message in messages])
 
     def _wait_until_ready(self) -> EngineReady:
-        """Wait for the first message."""
         message = self._poll(None)
         assert isinstance(message, EngineReady)
         return message

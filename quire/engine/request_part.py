@@ -23,7 +23,7 @@ RATE_SECONDS = 10.0
 
 
 class Backlog:
-    """Prompt tokens of requests without an output so far, and the rate at which they are computed."""
+    """Prompt tokens of requests without an output so far, and their rate of computation."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()
@@ -84,7 +84,7 @@ class RequestPart(Protocol):
 
 
 class Preparations:
-    """Requests on their way to the engine: being tokenised, or with parts that wait. Each counts once."""
+    """Requests being tokenised or with waiting parts. Each counts once."""
 
     def __init__(self) -> None:
         self._num_waiting: Counter[object] = Counter()

@@ -1,6 +1,5 @@
-"""Routers choose a replica per request from the replicas' reports and their own choices. Between two reports a router
-counts what it sends. The fleet reports before each request (quire/engine/fleet.py), the simulator at a fixed interval.
-"""
+"""Routers choose a replica per request from the replicas' reports and their own choices since. The fleet reports before
+each request (quire/engine/fleet.py), the simulator at a fixed interval."""
 
 from __future__ import annotations
 
@@ -84,8 +83,8 @@ class LeastLoaded:
 
 class PrefixAware:
     """Sends requests with a common prefix to the replica that has it cached, unless it exceeds its share. The longest
-    known beginning counts most, as that replica has the conversation. For the shortest one, rendezvous hashing orders
-    the replicas, so a popular prefix spreads over as few as it needs. Other requests go to the least loaded replica."""
+    known beginning counts most: that replica has the conversation. For the shortest one, rendezvous hashing orders the
+    replicas, so a popular prefix spreads over as few as it needs. Other requests go to the least loaded replica."""
 
     needs_reports = True
 
@@ -136,7 +135,7 @@ def make_router(name: str, num_replicas: int) -> Router:
 
 
 def beginnings_of(request: EngineRequest) -> list[str]:
-    """Names of a request's first PREFIX_TOKENS tokens, twice, four times as many, and so on."""
+    """Names of a request's first PREFIX_TOKENS tokens, its first 2 * PREFIX_TOKENS, 4 * PREFIX_TOKENS, and so on."""
     names = []
     token_ids, start, end = request.prompt_token_ids, 0, PREFIX_TOKENS
     digest = hashlib.blake2b(request.cache_salt.encode(), digest_size=16)

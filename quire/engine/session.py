@@ -1,5 +1,5 @@
 """The asyncio side of one engine: request streams and calls between an event loop and an EngineClient. A receiver
-thread turns the core's tokens into text and calls the loop once per message."""
+thread turns tokens into text and calls the loop once per message."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Unsent = tuple[AddRequest, Callable[[QuireError], None]]
 
 
 class Outbox:
-    """Sends all requests of one event-loop turn together, so that the engine process is woken once."""
+    """Sends all requests of one event-loop turn together, which wakes the engine process once."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
@@ -59,7 +59,6 @@ class Outbox:
         self._unsent.append((message, fail))
 
     def flush(self) -> None:
-        """Send the waiting requests now."""
         unsent, self._unsent = self._unsent, []
         if unsent:
             self._send(unsent)
@@ -113,7 +112,6 @@ class Session:
         self._all_finished = asyncio.Event()
 
     def start(self) -> None:
-        """Start the receiver thread."""
         threading.Thread(
             target=_receive, args=(self.client, weakref.ref(self)), name="quire-receiver", daemon=True
         ).start()
@@ -195,8 +193,8 @@ class Session:
                     self._leave(stream)
 
     async def run_prefix(self, process: Callable[[str], EngineRequest]) -> str:
-        """Compute and keep a prefix; returns its name. process: makes the request from the name, on another thread. If
-        cancelled, nothing stays registered."""
+        """Compute and keep a prefix; returns its name. process: makes the request from the name, on another thread. A
+        cancelled call registers nothing."""
         self._check_open()
         self._bind_loop()
         name = f"prefix-{uuid.uuid4().hex}"
@@ -286,7 +284,6 @@ class Session:
                 self._all_finished.set()
 
     def _check_open(self) -> None:
-        """Raise if new requests are rejected."""
         self.check_health()
         if self.is_draining:
             raise QuireError("the engine is draining and takes no new requests")
@@ -311,8 +308,8 @@ class Session:
         stream.fail(error)
 
     def _leave(self, stream: OutputStream) -> RequestOutput | None:
-        """Drop an unfinished request here, in the core and in the metrics. Returns its last output; None if it is
-        already gone or its output fails, which goes to its stream."""
+        """Drop an unfinished request here, in the core and in the metrics. Returns its last output; None if it is gone,
+        or if its output fails, which goes to its stream."""
         with self._lock:
             if not self._forget(stream.key):
                 return None
@@ -404,8 +401,8 @@ class Session:
 
 
 def _receive(client: EngineClient, reference: weakref.ref[Session]) -> None:
-    """Body of the receiver thread. It holds only a weak reference between messages, so that an unused engine is
-    collected, which ends this thread."""
+    """Body of the receiver thread. It holds only a weak reference between messages: an unused engine is collected,
+    which ends this thread."""
     while True:
         try:
             outputs = client.receive()

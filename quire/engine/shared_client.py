@@ -81,7 +81,7 @@ class SharedClient(RemoteClient[EngineFailed | Ask | Answer | Ended]):
         self.questions.hear(death)
 
     def _hear_ticks(self) -> None:
-        """Read from shared memory whether the parent is alive, and the engine's silence."""
+        """Read the parent's life and the engine's silence from shared memory."""
         num_ticks = self.state.engine.num_ticks
         if num_ticks == self._num_ticks:
             self._heartbeat.look()

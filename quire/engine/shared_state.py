@@ -1,4 +1,4 @@
-"""Shared numbers through which the processes of one engine know its state and each other's load."""
+"""Shared numbers: the engine's state and each process's load."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ T = TypeVar("T", bound=float)
 
 
 class _Number(Generic[T]):
-    """Descriptor of one of the common numbers."""
-
     def __init__(self, place: int, kind: Callable[[float], T]) -> None:
         self._place, self._kind = place, kind
 
@@ -62,8 +60,6 @@ class EngineState:
 
 
 class Loads:
-    """Load of each process."""
-
     _NUM_CELLS = 8
     _UNFINISHED, _PENDING, _TOKENS, _PROGRESS, _PROGRESS_AT, _CLOSED, _PID, _BEAT = range(_NUM_CELLS)
 
@@ -79,7 +75,7 @@ class Loads:
         own[self._PROGRESS], own[self._PROGRESS_AT] = progress
 
     def publish_connections(self, num_closed: int) -> None:
-        """Publish this process's number of closed connections, and that it makes progress."""
+        """Publish this process's number of closed connections and its progress."""
         own = self._cells.own
         own[self._CLOSED], own[self._BEAT] = num_closed, self._now()
 

@@ -1,7 +1,7 @@
 """Sleep and pause of an engine.
 
-Sleep: an idle engine frees its memory and can restore it without a restart. Level 1 keeps the weights (in host memory,
-for a device); level 2 drops them, to load them again. Both drop the KV cache. The weights can wake up first.
+Sleep frees an idle engine's memory; waking needs no restart. Level 1 keeps the weights (in host memory, for a device);
+level 2 drops them, to load them again. Both drop the KV cache. The weights can wake up first.
 
 Pause: the engine starts nothing new and keeps its state. Scope `new` holds requests that have not started; `all` also
 suspends running ones, which keep their blocks. Tokens are the same as without a pause.
@@ -36,7 +36,7 @@ class Cache(Protocol):
 
 
 class Requests(Protocol):
-    """The scheduler's part that sleep needs."""
+    """Requests and prefixes, as the scheduler has them."""
 
     @property
     def kv(self) -> Cache: ...
@@ -67,8 +67,8 @@ class Sleep:
 
     def fall_asleep(self, level: str) -> None:
         """Sleep at `level`, "1" or "2"; level 1 may become level 2. Raises UserError, with nothing changed, while
-        requests live or prefixes are registered, and InsufficientMemoryError, still awake but with an empty prefix
-        cache, if the host lacks memory for the weights."""
+        requests live or prefixes are registered, and InsufficientMemoryError, awake with an empty prefix cache, if the
+        host lacks memory for the weights."""
         if level not in LEVELS:
             raise UserError(f"the level of sleep must be 1 or 2, not {level!r}", param="level")
         wanted = LEVELS[level]

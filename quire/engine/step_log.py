@@ -1,5 +1,5 @@
-"""Log of a run's steps as JSON lines: their plans and durations. The first line describes the run (`StepLogHeader`);
-every other line is one plan (`StepRecord`), to which cost models can be fitted."""
+"""Log of a run's steps as JSON lines: a header (`StepLogHeader`), then one plan with its duration per line
+(`StepRecord`), for fitting cost models."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class StepRecord(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     at: hand-over of the plan, since the first one. seconds: from the hand-over, or the previous step's end if later, to
     this step's end. gap: from the previous step's end to the hand-over, 0 if the plan came earlier (queue_depth 2): the
     engine's work between steps, or idle time if nothing was running. num_carried: sequences that had a row before; if
-    0, `gap` may be idle time. starts, tokens: the plan's `start_positions` and `num_tokens`. Copies and swaps are
-    counted in blocks.
+    0, `gap` may be idle time. starts, tokens: the plan's `start_positions` and `num_tokens`. Copies and swaps are in
+    blocks.
     """
 
     step: int
@@ -95,8 +95,7 @@ def _decoded(path: Path, number: int, line: bytes, kind: type[Entry]) -> Entry:
 
 
 class StepLog(Observer):
-    """Writes a line for each successful plan. Records are buffered, because the next plan waits while a step is
-    recorded."""
+    """Writes a line for each successful plan, buffered because the next plan waits while a step is recorded."""
 
     def __init__(self, config: EngineConfig, path: Path, clock: Clock) -> None:
         """Open and truncate the file. Raises ConfigError if it cannot be written."""
@@ -112,7 +111,6 @@ class StepLog(Observer):
         self._lines.write([_header(self._config, layout, backend)])
 
     def executes(self, plan: StepPlan) -> StepEnd:
-        """Record the plan's hand-over and end."""
         handed_over = self._clock.now()
 
         def note(future: StepFuture) -> None:
@@ -142,8 +140,6 @@ class StepLog(Observer):
 
 
 class _EndedStep(NamedTuple):
-    """A plan with its times of hand-over and end."""
-
     plan: StepPlan
     handed_over: float
     ended: float

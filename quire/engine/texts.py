@@ -20,7 +20,7 @@ INLINE_CHARACTERS = 20_000
 MAX_LONG_TEXTS = 2
 """Threads for long texts and conversations; tokenising takes 70 to 300 times a text's size in memory."""
 LONG_WORK = 2 * 2**20
-"""Size in characters or bytes above which a text never takes the last thread, which stays for shorter ones."""
+"""Characters or bytes above which a text never takes the last thread, which stays for shorter ones."""
 SHORT_CONVERSATION_BYTES = 64 * 2**10
 """Size up to which conversations use a thread of their own and wait for no long work."""
 
@@ -50,7 +50,7 @@ class Texts:
         self, reader: str, argument: str, content: Sequence[bytes], decode: Callable[[bytes | bytearray], T]
     ) -> T:
         """Call the helper's function `reader` ("module:name") with `argument` and `content`, and decode its result on
-        another thread. Cancelling drops waiting work; work in progress is dropped at its end. Raises InternalError if
+        another thread. Cancelling drops waiting work at once, and work in progress at its end. Raises InternalError if
         the helper dies."""
         helpers = self.helpers
         assert helpers is not None, "servers are of models that have a tokenizer"

@@ -1,6 +1,5 @@
-"""Calls to ranks, whatever carries them: they go out in order, answers come back, and a rank that ends, for whatever
-reason, ends the others: none can compute without it.
-"""
+"""Calls to ranks over any transport. Calls go out in order, and answers come back. A rank that ends, for any reason,
+ends the others: none can compute without it."""
 
 from __future__ import annotations
 
@@ -22,12 +21,12 @@ from quire.executors.wire import decode, encode
 from quire.step import SamplingInputs, StepPlan, StepResult
 
 GRACE_SECONDS = 2.0
-"""After a rank's error, the time for the other ranks to answer, or to be found ended. Then they count as waiting for
-the rank that has failed, and are ended."""
+"""Seconds after a rank's error for the other ranks to answer or to be found ended. After it they count as waiting for
+the failed rank, and are ended."""
 
 
 class PendingCall:
-    """A call that went to every rank. decode: of an answer's body. answers: in rank order, None: not yet."""
+    """A call that went to every rank. decode: decodes an answer's body. answers: in rank order, None: not yet."""
 
     def __init__(self, method: str, decode: Callable[[msgspec.Raw], Any], num_ranks: int) -> None:
         self.method = method
@@ -38,11 +37,11 @@ class PendingCall:
 
     @property
     def is_answered(self) -> bool:
-        """Whether every rank has answered."""
+        """True if every rank has answered."""
         return None not in self.answers
 
     def error(self) -> QuireError | None:
-        """What the first rank that failed says, with its number unless all ranks say it."""
+        """Error of the first failed rank, with its number unless all ranks have the same error."""
         errors = [(rank, answer.error) for rank, answer in enumerate(self.answers) if answer and answer.error]
         if not errors:
             return None
@@ -54,8 +53,8 @@ class PendingCall:
         return named_error(error.error_type, message, error.param)
 
     def settle(self, death: EngineDeadError | None = None) -> None:
-        """Complete the future: with the end of a rank, which explains the errors of others, else an error among the
-        answers, else the answers."""
+        """Complete the future with `death`, which explains the errors of others, else an error among the answers, else
+        the answers."""
         if self.future.done():
             return
         error = death or self.error()
@@ -71,17 +70,17 @@ class PendingCall:
 
 
 class Pulse(Protocol):
-    """What one rank says of itself."""
+    """Signs of life of one rank."""
 
     def feel(self) -> VitalSigns:
-        """Read what has come since the last time."""
+        """Read the signs since the last call."""
         ...
 
     def close(self) -> None: ...
 
 
 class RankCalls(ABC):
-    """Implements `Workers` but for the transport, which a subclass has. One thread takes the answers."""
+    """Implements `Workers` except the transport, which a subclass adds. One thread takes the answers."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
@@ -89,39 +88,40 @@ class RankCalls(ABC):
         self._decode_result = msgspec.msgpack.Decoder(StepResult).decode
         self._sending = threading.Lock()
         self._lock = threading.Lock()
-        """Of the three below. Never held while a message is sent: a rank that cannot send does not read either."""
+        """Guards the three attributes below. Never held while a message is sent: a rank that cannot send does not read
+        either."""
         self._pending: deque[PendingCall] = deque()
         self._death: EngineDeadError | None = None
         self._is_closed = False
         self._unsent: PendingCall | None = None
-        """Of the last plan, while it lacks its sampling inputs."""
+        """Call of the last plan while it lacks its sampling inputs."""
         self._pulses: list[Pulse] = []
         self._feeling = threading.Lock()
-        """Of the pulses."""
+        """Guards the pulses."""
         self._reader = threading.Thread(target=self._read, name="quire-ranks", daemon=True)
 
     # -- the transport ----------------------------------------------------------------------------------------------
 
     @abstractmethod
     def _send(self, message: bytes) -> None:
-        """Send it to every rank. One that has ended is noticed by `_arrived`."""
+        """Send to every rank. `_arrived` notices one that has ended."""
 
     @abstractmethod
     def _arrived(self, seconds: float | None) -> Iterable[tuple[int, bytes | None]]:
-        """Wait for at most so long (None: for ever); messages since the last time, None for a rank that has ended.
-        Called on the reader's thread alone."""
+        """Wait for at most `seconds` (None: for ever). Messages since the last call; None for a rank that has ended.
+        Called only on the reader's thread."""
 
     @abstractmethod
     def _explain_exit(self, rank: int) -> str:
-        """What has become of a rank that has ended."""
+        """Cause of a rank's end, for people."""
 
     @abstractmethod
     def _end_ranks(self) -> None:
-        """End all of them at once; nothing waits."""
+        """End all ranks at once, without waiting."""
 
     @abstractmethod
     def _close(self) -> None:
-        """Let the ranks end, wait for that, and give back what carried messages. The reader ends first, if it runs."""
+        """Let the ranks end, wait for that, and release the transport. The reader ends first, if it runs."""
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
@@ -204,8 +204,8 @@ class RankCalls(ABC):
         self._die(f"{failed[0].error()}; the other ranks waited for it")
 
     def _take(self, rank: int, answer: RankAnswer) -> QuireError | None:
-        """Note a rank's answer to its oldest call, and complete the call when it was the last. Returns what a step has
-        failed with: the ranks' request states are undefined then."""
+        """Note a rank's answer to its oldest call, and complete the call after the last answer. Returns the error of a
+        failed step: the ranks' request states are undefined then."""
         with self._lock:
             call = next(call for call in self._pending if call.answers[rank] is None)
             call.answers[rank] = answer
@@ -216,7 +216,7 @@ class RankCalls(ABC):
         return call.error() if call.method in STEPS else None
 
     def _has_failure(self) -> bool:
-        """Whether a rank has failed in a call that others have not answered."""
+        """True if a rank has failed in a call that others have not answered."""
         with self._lock:
             return any(call.error() is not None for call in self._pending)
 

@@ -1,4 +1,4 @@
-"""The executor that a configuration asks for."""
+"""The executor of a configuration."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from quire.utils.garbage import without_collections
 
 
 def make_executor(config: EngineConfig) -> Executor:
-    """One worker in this process, or processes for several ranks. Only what is needed is imported: an engine core whose
-    ranks are other processes has no use for torch."""
+    """One worker in this process, or processes for several ranks. Imports only what is needed: an engine core with
+    ranks in other processes has no use for torch."""
     if config.executor == "ray":
         envs.keep_ray_to_itself()
         from quire.executors.ray_ranks import make_ray_executor

@@ -1,4 +1,4 @@
-"""The interface between the engine core and the executor, which runs the model on one or more workers."""
+"""Interface between the engine core and the executor, which runs the model on one or more workers."""
 
 from __future__ import annotations
 
@@ -17,32 +17,31 @@ from quire.step import SamplingInputs, StepPlan, StepResult
 
 
 class VitalSigns(NamedTuple):
-    """Of workers in other processes, in seconds; of others nothing is to be said."""
+    """Signs of life of workers in other processes, in seconds; the defaults for workers in this process."""
 
     silence: float = 0.0
-    """The longest time for which nothing was heard of a worker."""
+    """Longest time since a worker's last sign."""
     stalled: float = math.inf
-    """For how long none of them has got on, as far as they are not idle."""
+    """Time since any worker made progress, unless all are idle."""
     stopped: int | None = None
-    """The first rank whose process is stopped (SIGSTOP)."""
+    """First rank whose process is stopped (SIGSTOP)."""
 
 
 class StepFuture(Protocol):
-    """The result of a plan, which is to come. A `concurrent.futures.Future` is one; another one may be completed only
-    when it is asked."""
+    """The future result of a plan: a `concurrent.futures.Future`, or one that is completed only when it is asked."""
 
     def done(self) -> bool: ...
 
     def result(self, timeout: float | None = None) -> StepResult:
-        """Wait for the result, or raise what went wrong. timeout: seconds, where another thread completes it."""
+        """Wait for the result, or raise the plan's error. timeout: seconds, if another thread completes it."""
         ...
 
     def exception(self) -> BaseException | None:
-        """Wait for the end; return what went wrong."""
+        """Wait for the end; return the error, if any."""
         ...
 
     def add_done_callback(self, callback: Callable[[StepFuture], object], /) -> None:
-        """Call it with this future when it is done, on the thread that completes it."""
+        """Call `callback` with this future when it is done, on the thread that completes it."""
         ...
 
 
@@ -50,11 +49,11 @@ class Executor(Protocol):
     """Runs plans on one or more workers, strictly in order. Life: load, profile, allocate, execute ..., shutdown."""
 
     def load_model(self) -> list[LayerSpec]:
-        """Load the model; return what each layer keeps in the KV cache. Raises ModelLoadError."""
+        """Load the model; return each layer's contents of the KV cache. Raises ModelLoadError."""
         ...
 
     def profile(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:
-        """One forward pass with dummy data at the full budget, to measure memory."""
+        """Measure memory in one forward pass with dummy data at the full budget."""
         ...
 
     def allocate(self, layout: KVCacheLayout) -> None:
@@ -66,17 +65,17 @@ class Executor(Protocol):
         ...
 
     def describe_backend(self) -> str:
-        """One line for people: what computes, with how many threads, in which formats. After `load`."""
+        """One line for people: device, threads, formats. After `load`."""
         ...
 
     def expert_counts(self) -> list[list[int]]:
-        """By layer with experts: rows that each of them has computed since the start, once for all ranks. Empty without
-        the option `expert_counts`."""
+        """Rows computed by each expert since the start, per layer with experts, once for all ranks. Empty without the
+        option `expert_counts`."""
         ...
 
     def computing(self) -> AbstractContextManager[object]:
-        """What `execute` enters on the caller's thread. A driver of many steps may enter it once for all of them, which
-        is quicker; the results are the same."""
+        """Context that `execute` enters on the caller's thread. A driver of many steps may enter it once for all, which
+        is quicker with the same results."""
         ...
 
     def execute(self, plan: StepPlan) -> StepFuture:
@@ -84,31 +83,32 @@ class Executor(Protocol):
         ...
 
     def send_sampling_inputs(self, inputs: SamplingInputs) -> None:
-        """Give the last plan that was executed the inputs that it announced. Until then no other plan may be executed,
-        and its result cannot be had. What goes wrong in sampling is the future's. Raises QuireError when no plan awaits
-        these."""
+        """Give the last executed plan the inputs that it announced. Until then no other plan may be executed, and its
+        result is not available. The future carries errors of sampling. Raises QuireError if no plan awaits these
+        inputs."""
         ...
 
     def idle(self) -> bool:
-        """Do a piece of the work that can wait, while no plan is outstanding; returns whether there was any."""
+        """Do a piece of deferred work, while no plan is outstanding; returns whether there was any."""
         ...
 
     def vital_signs(self) -> VitalSigns:
-        """Whether the workers live. Any thread may ask, also while a plan runs; at every beat one does."""
+        """Signs of life of the workers. Any thread may ask, also while a plan runs."""
         ...
 
     def sleep(self, level: int) -> None:
-        """Give memory back, while no plan is outstanding: level 1 all of the KV cache, and the weights of a device to
-        the host; level 2 the weights as well. A worker that sleeps at level 1 may be sent to level 2."""
+        """Free memory, while no plan is outstanding. Level 1: all of the KV cache; a device's weights move to the host.
+        Level 2: the weights too. A worker may go from level 1 to level 2."""
         ...
 
     def wake_weights(self) -> None:
-        """Have the weights as before `sleep`, and still no KV cache: `wake_up` follows, or `sleep`. Raises as
+        """Restore the weights after `sleep`, without the KV cache: `wake_up` follows, or `sleep`. Raises the same as
         `wake_up`."""
         ...
 
     def wake_up(self) -> None:
-        """Be as after `allocate`. Raises ModelLoadError or InsufficientMemoryError, and may then be called again."""
+        """Restore the state after `allocate`. Raises ModelLoadError or InsufficientMemoryError, and may then be called
+        again."""
         ...
 
     def shutdown(self) -> None:
@@ -118,17 +118,17 @@ class Executor(Protocol):
 
 @runtime_checkable
 class KeepsTime(Protocol):
-    """An executor whose engine goes by another clock than the system's."""
+    """An executor with a clock other than the system's for its engine."""
 
     agreed_clock: Clock
 
 
 class Workers(Protocol):
-    """The ranks of one model, however they are reached. Every call goes to all of them, in the same order."""
+    """The ranks of one model over any transport. Every call goes to all of them, in the same order."""
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of `Executor` (not `execute`) on every rank; the results in rank order. Raises the first
-        rank's error, or EngineDeadError when a rank has ended."""
+        """Call a method of `Executor` (not `execute`) on every rank; the results in rank order. Raises the first rank's
+        error, or EngineDeadError if a rank has ended."""
         ...
 
     def execute(self, plan: StepPlan) -> Future[list[StepResult]]:
@@ -137,15 +137,15 @@ class Workers(Protocol):
         ...
 
     def send_sampling_inputs(self, inputs: SamplingInputs) -> None:
-        """As `Executor.send_sampling_inputs`, to every rank."""
+        """`Executor.send_sampling_inputs`, to every rank."""
         ...
 
     def check(self) -> None:
-        """Raise EngineDeadError when a rank has ended."""
+        """Raise EngineDeadError if a rank has ended."""
         ...
 
     def vital_signs(self) -> VitalSigns:
-        """As `Executor.vital_signs`."""
+        """See `Executor.vital_signs`."""
         ...
 
     def close(self) -> None:

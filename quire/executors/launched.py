@@ -1,7 +1,7 @@
-"""One rank in a process that a launcher such as torchrun has started: each runs the whole engine on the same inputs.
+"""One rank in a process of a launcher such as torchrun: each process runs the whole engine on the same inputs.
 
-Engines stay alike because nothing that differs between processes decides: the clock is the first rank's, memory is the
-least that any rank has, measured costs are the slowest rank's. Each look at the clock compares what has been planned.
+Engines stay alike because they decide on shared values alone: the first rank's clock, the least memory and the highest
+measured costs of all ranks. Each look at the clock compares the plans so far.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OPTION = "distributed_executor_backend"
 
 
 class AgreedClock:
-    """Implements Clock: the first rank's time. All ranks look at it equally often. Raises QuireError when this rank has
+    """Implements Clock: the first rank's time. All ranks look at it equally often. Raises QuireError if this rank has
     planned other steps than the first one."""
 
     def __init__(self, group: ProcessGroup, clock: Clock) -> None:
@@ -45,7 +45,7 @@ class AgreedClock:
         self._digest = 0
 
     def note(self, plan: bytes) -> None:
-        """This rank begins a plan."""
+        """Note that this rank begins a plan."""
         self._digest = zlib.crc32(plan, self._digest)
 
     def now(self) -> float:
@@ -63,7 +63,7 @@ class LaunchedRank(LocalExecutor):
     """Implements `Executor`, for one of several engines that run in step."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Return when all ranks have met. Raises ConfigError where the launcher has not started as many processes as
+        """Return when all ranks have met. Raises ConfigError if the launcher started another number of processes than
         there are ranks."""
         sums, self._agreement = _join(config)
         super().__init__(config, make_platform(config, sums))
@@ -97,7 +97,7 @@ class LaunchedRank(LocalExecutor):
 
 
 def _join(config: EngineConfig) -> tuple[ProcessGroup, ProcessGroup]:
-    """The group for the layers' sums, and one for what the engines agree on: their threads must not meet."""
+    """Two groups, since two threads use them: one for the layers' sums, one for agreements of the engines."""
     library: Any = torch.distributed
     try:
         store, rank, size = next(library.rendezvous("env://"))

@@ -1,4 +1,4 @@
-"""The executor of an engine whose model runs in the engine core's own process."""
+"""Executor that runs the model in the engine core's own process."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Unsent(NamedTuple):
 
 
 class LocalExecutor:
-    """Implements `Executor`. The platform says how plans run.
+    """Implements `Executor`. The platform chooses how plans run.
 
     Inline: inside `execute`, whose future is then complete. On a thread: everything runs there, in order, while the
-    caller plans the next step (torch releases the interpreter while it computes, so the two threads do overlap).
-    Queued: `execute` enqueues the plan; its future waits for the device when it is asked, so that no thread is needed.
+    caller plans the next step (torch releases the interpreter while it computes). Queued: `execute` enqueues the plan;
+    its future waits for the device when asked, so no thread is needed.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class LocalExecutor:
         columns: Sequence[Column] = STEP_COLUMNS,
         overlays: OverlaySource | None = None,
     ) -> None:
-        """platform: None: the one that the configuration asks for. columns, overlays: as those of Worker."""
+        """platform: None: the configuration's. columns, overlays: see Worker."""
         platform = make_platform(config) if platform is None else platform
         self._mode = platform.mode(config.scheduler.queue_depth)
         self._thread = WorkerThread("quire-worker") if self._mode == "thread" else None
@@ -133,7 +133,7 @@ class LocalExecutor:
         self._call(self._live_worker().wake_up)
 
     def shutdown(self) -> None:
-        """Wait for the plans that were started, then release the model and the pool."""
+        """Wait for the started plans, then release the model and the pool."""
         if self._thread is not None:
             self._thread.close()
         unsent, self._unsent = self._unsent, None
@@ -154,7 +154,7 @@ class LocalExecutor:
 
 
 class WorkerThread:
-    """Runs the calls on one daemon thread, which holds a reference to nothing but the call it runs."""
+    """Runs calls on one daemon thread, which holds a reference only to the call it runs."""
 
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None]
@@ -163,8 +163,8 @@ class WorkerThread:
         self._thread.start()
 
     def submit(self, call: Callable[..., Result], *arguments: Any) -> Future[Result]:
-        """Start `call(*arguments)`; the future carries its result or its exception. It cannot be cancelled: every later
-        plan relies on the effects of this one."""
+        """Start `call(*arguments)`; the future carries its result or exception. It cannot be cancelled: every later
+        plan relies on its effects."""
         future: Future[Result] = Future()
         future.set_running_or_notify_cancel()
         self._calls.put((future, call, arguments))
@@ -188,14 +188,14 @@ def _run_calls(calls: queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], t
 
 
 def _sample(worker: Worker, launched: Future[PendingStep], inputs: SamplingInputs) -> StepResult:
-    """The rest of a plan whose launch is over."""
+    """Finish a launched plan."""
     pending = launched.result()
     worker.send_sampling_inputs(inputs)
     return pending.result()
 
 
 def _settle(future: Future[Any], call: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """Run the call and complete the future with what comes of it."""
+    """Run the call and complete the future."""
     try:
         result = call(*arguments)
     except BaseException as error:  # a thread that ended here would leave the core waiting for this future

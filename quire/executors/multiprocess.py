@@ -29,16 +29,16 @@ from quire.utils.runtime_directory import RuntimeDirectory
 EXIT_SECONDS = 5.0
 MEETING_POINT = "ranks"
 LINK_ELEMENT_BYTES = 4
-"""Most bytes of an element that passes from stage to stage."""
+"""Largest size in bytes of an element that passes from stage to stage."""
 
 
 def make_multiprocess_executor(config: EngineConfig) -> Executor:
-    """Start one process for each rank of the configuration. Raises ConfigError, and what a rank fails with."""
+    """Start one process for each rank of the configuration. Raises ConfigError, or a rank's error."""
     return RankedExecutor(RankProcesses(config), config.parallel.pp)
 
 
 class Links:
-    """The links between ranks of neighbouring stages, while the ranks are started: they inherit the descriptors."""
+    """Links between ranks of neighbouring stages while the ranks start and inherit their descriptors."""
 
     def __init__(self, mesh: Mesh, config: EngineConfig) -> None:
         slot_bytes = LINK_ELEMENT_BYTES * config.scheduler.max_num_batched_tokens * config.model.hidden_size
@@ -47,7 +47,7 @@ class Links:
         self._behind = {rank: LinkFiles.create(slot_bytes) for group in stages for rank in group[:-1]}
 
     def of_rank(self, rank: int) -> tuple[LinkFiles | None, LinkFiles | None]:
-        """The link from the stage before and the one to the stage behind."""
+        """Links from the stage before and to the next stage."""
         group = self._mesh.group_of(rank, "pp")
         place = group.index(rank)
         return (self._behind[group[place - 1]] if place else None), self._behind.get(rank)
@@ -59,7 +59,7 @@ class Links:
 
 
 class RankPulse:
-    """What one rank says of itself. fd: read end of the pipe of its beats."""
+    """Signs of life of one rank. fd: read end of the pipe of its beats."""
 
     def __init__(self, fd: int) -> None:
         os.set_blocking(fd, False)
@@ -69,7 +69,7 @@ class RankPulse:
         self._stalled: float | None = None
 
     def feel(self) -> VitalSigns:
-        """Read what has come since the last time."""
+        """Read the beats since the last call."""
         try:
             beats = os.read(self._fd, 65536)
         except BlockingIOError:
@@ -91,7 +91,7 @@ class RankProcesses(RankCalls):
     """Implements `Workers`: a socket to each rank."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Start the processes; return when they have met. Raises what a rank fails with."""
+        """Start the processes; return when they have met. Raises a rank's error."""
         mesh = Mesh(config.parallel)
         super().__init__(mesh.num_ranks)
         self._connections: list[Connection] = []
@@ -183,7 +183,7 @@ def _hang_up(connection: Connection) -> None:
 
 
 def _abandon(processes: Sequence[subprocess.Popen[bytes]], directory: RuntimeDirectory, owner: int) -> None:
-    """Make sure that nothing is left of the ranks. Also runs at the end of the interpreter."""
+    """End the ranks' processes and remove their directory. Also runs at the end of the interpreter."""
     if os.getpid() != owner:
         return  # a fork of the owner ends; the ranks are not its own
     for process in processes:

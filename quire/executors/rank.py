@@ -1,7 +1,7 @@
 """The process of one rank: runs an executor of its own, and answers each call of the engine core with a message.
 
-Started by RankProcesses, which writes a RankLaunch to standard input and keeps that pipe open: its end-of-file means
-that the parent is gone.
+RankProcesses starts it, writes a RankLaunch to standard input and keeps that pipe open: its end-of-file means that the
+parent is gone.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ JOIN = "join"
 """The first call: its answer says that all ranks have met."""
 EXECUTE = "execute"
 LAUNCH, SAMPLE = "launch", "sample"
-"""Instead of EXECUTE, for a plan that expects sampling inputs: the forward pass; the rest, when they are there."""
+"""Replaces EXECUTE for a plan that expects sampling inputs: runs the forward pass now, and samples when they come."""
 STEPS = (EXECUTE, LAUNCH, SAMPLE)
 
 
 class RankLaunch(msgspec.Struct):
-    """What the process is told: one line of JSON. socket_fd: of messages in both directions. meeting_point:
-    beginning of the names of files for the ranks' addresses, one for each stage. beats_fd: write end of a pipe for
-    beats (quire/utils/heartbeat.py). incoming, outgoing: links to neighbouring stages."""
+    """Start message of the process: one line of JSON. socket_fd: socket for messages in both directions. meeting_point:
+    beginning of the names of files for the ranks' addresses, one per stage. beats_fd: write end of a pipe for beats
+    (quire/utils/heartbeat.py). incoming, outgoing: links to neighbouring stages."""
 
     rank: int
     socket_fd: int
@@ -59,13 +59,13 @@ class RankLaunch(msgspec.Struct):
     outgoing: LinkFiles | None = None
 
     def ends(self, stage: int) -> RankEnds:
-        """stage: the rank's."""
+        """stage: the rank's stage."""
         return RankEnds(Path(f"{self.meeting_point}{stage}"), self.incoming, self.outgoing)
 
 
 class RankEnds(NamedTuple):
-    """Ends of a rank's ways to others. meeting_point: as `join_group`'s, of its stage's ranks. collectives: a name of
-    GROUPS (None: the configuration's). incoming, outgoing: as RankLaunch has them."""
+    """A rank's ways to other ranks. meeting_point: `join_group`'s, for its stage's ranks. collectives: a name of GROUPS
+    (None: the configuration's). incoming, outgoing: see RankLaunch."""
 
     meeting_point: Path | NetworkMeeting
     incoming: LinkFiles | None = None
@@ -74,7 +74,7 @@ class RankEnds(NamedTuple):
 
 
 class RankCall(msgspec.Struct, array_like=True):
-    """body: a StepPlan to `execute` or `launch`, SamplingInputs to `sample`; of any other method the arguments, in the
+    """body: a StepPlan to `execute` or `launch`, SamplingInputs to `sample`; for any other method its arguments, in the
     format of quire/executors/wire.py."""
 
     method: str
@@ -82,7 +82,7 @@ class RankCall(msgspec.Struct, array_like=True):
 
 
 class RankError(msgspec.Struct, array_like=True):
-    """error_type: the class in quire.errors; None: another one, which `message` names."""
+    """error_type: class in quire.errors; None: another one, which `message` names."""
 
     message: str
     error_type: str | None
@@ -90,7 +90,7 @@ class RankError(msgspec.Struct, array_like=True):
 
 
 class RankAnswer(msgspec.Struct, array_like=True):
-    """body: a StepResult, or what the method returned."""
+    """body: a StepResult, or the method's result."""
 
     body: msgspec.Raw
     error: RankError | None = None
@@ -98,7 +98,7 @@ class RankAnswer(msgspec.Struct, array_like=True):
 
 NOTHING = msgspec.Raw(encode(None))
 Outcome: TypeAlias = StepFuture | msgspec.Raw | BaseException
-"""A plan's result, which may be to come; what another call returned; or what was raised."""
+"""A plan's result, which may be to come; another call's result; or an exception."""
 
 
 def main() -> None:
@@ -126,7 +126,7 @@ class Rank:
     """One rank's executor, made by the first call."""
 
     def __init__(self, number: int, ends: Callable[[int], RankEnds]) -> None:
-        """ends: of the rank, from the number of its stage."""
+        """ends: number of the rank's stage -> its ends."""
         self._number = number
         self._ends = ends
         self._executor: Executor | None = None
@@ -135,17 +135,17 @@ class Rank:
         self._results = msgspec.msgpack.Encoder()
         self._launched: StepFuture = Future()
         self._answers_in_full = False
-        """Whether it is the first of the ranks that sample."""
+        """True for the first of the ranks that sample."""
 
     def begin(self, call: RankCall) -> Outcome:
-        """Start one call. A plan may run on when this returns."""
+        """Start one call. A plan may still run when this returns."""
         try:
             return self._begin(call)
         except BaseException as error:  # the parent must learn of it, whatever it is
             return error
 
     def answer(self, outcome: Outcome) -> RankAnswer:
-        """Wait for what `begin` has started; on one thread, which may be another than the one that begins."""
+        """Wait for the result of `begin`; always on one thread, maybe another than `begin`'s."""
         if not isinstance(outcome, msgspec.Raw | BaseException):
             try:
                 result = outcome.result()
@@ -216,8 +216,7 @@ class Rank:
 
 
 class Answers:
-    """Sends what becomes of the calls, in their order. A thread waits for plans that run on, so that the rank reads the
-    next one meanwhile."""
+    """Sends the outcomes of calls in order. A thread waits for running plans while the rank reads the next call."""
 
     def __init__(self, rank: Rank, socket: Connection, progress: Progress) -> None:
         self._rank = rank
@@ -226,20 +225,20 @@ class Answers:
         self._encode = msgspec.msgpack.Encoder().encode
         self._lock = threading.Lock()
         self._num_awaited = 0
-        """Calls that have begun and are not answered."""
+        """Begun calls without an answer."""
         self._awaited: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="quire-answers", daemon=True).start()
 
     def begin(self) -> None:
-        """A call has come."""
+        """Note that a call has come."""
         with self._lock:
             self._num_awaited += 1
             self._progress.is_idle = False
         self._progress.turn()
 
     def add_outcome(self, outcome: Outcome) -> None:
-        """It is under way, or done: then it is answered at once, unless one before it is not. Raises OSError when the
-        parent has closed its end."""
+        """Add a running or finished call; a finished one is answered at once, unless an earlier one is not. Raises
+        OSError if the parent has closed its end."""
         with self._lock:
             waits = self._num_awaited > 1
         if waits or not (isinstance(outcome, msgspec.Raw | BaseException) or outcome.done()):
@@ -261,7 +260,7 @@ class Answers:
 
 
 def serve(rank: Rank, socket: Connection, progress: Progress) -> None:
-    """Begin calls in order. Raises EOFError or OSError when the parent has closed its end."""
+    """Begin calls in order. Raises EOFError or OSError if the parent has closed its end."""
     calls = msgspec.msgpack.Decoder(RankCall)
     answers = Answers(rank, socket, progress)
     progress.is_idle = True
@@ -272,4 +271,4 @@ def serve(rank: Rank, socket: Connection, progress: Progress) -> None:
 
 
 def _nothing() -> None:
-    """A rank leaves nothing behind."""
+    """Do nothing: a rank leaves nothing behind."""

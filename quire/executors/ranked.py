@@ -1,4 +1,4 @@
-"""The executor of a model that several ranks share: each call goes to all of them, and their answers become one."""
+"""Executor of a model on several ranks: each call goes to all of them, and their answers become one."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from quire.step import BlockKey, SamplingInputs, StepPlan, StepResult, StoreRepo
 
 
 class SampledTokens:
-    """Tokens that the last stage of a pipeline has sampled and the others do not have yet. A sequence is in one plan in
-    flight at most, unless it is a prompt's, so that its token is known here before its next plan."""
+    """Tokens that the last stage of a pipeline has sampled and the others do not have yet. Except for prompts, a
+    sequence is in at most one plan in flight, so its token is known here before its next plan."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         """Results come on another thread than plans."""
         self._known: list[tuple[int, int]] = []
         self._awaited: dict[int, list[int | None]] = {}
-        """Step -> the sequences that it samples; None for one that needs no token any more."""
+        """Step -> the sequences that it samples; None: the sequence needs no token any more."""
 
     def bring(self, plan: StepPlan) -> StepPlan:
-        """The plan with all that is known."""
+        """The plan with all known tokens."""
         with self._lock:
             known, self._known = self._known, []
             if plan.released:
@@ -56,10 +56,10 @@ class SampledTokens:
 
 
 class RankedExecutor:
-    """Implements `Executor` by `Workers`, whose ranks are on one host."""
+    """Implements `Executor` with `Workers` on one host."""
 
     def __init__(self, workers: Workers, num_stages: int = 1) -> None:
-        """num_stages: of a pipeline, each of as many neighbouring ranks."""
+        """num_stages: stages of a pipeline, each an equal run of neighbouring ranks."""
         self._workers = workers
         self._num_stages = num_stages
         self._sampled = SampledTokens() if num_stages > 1 else None
@@ -83,12 +83,12 @@ class RankedExecutor:
         return f"{lines[0]}, on each of {len(lines)} ranks{stages}"
 
     def expert_counts(self) -> list[list[int]]:
-        """The first rank's of each stage: each computes a share of every expert, over the same rows."""
+        """Counts of each stage's first rank: each rank computes a share of every expert, over the same rows."""
         counts: list[list[list[int]]] = self._workers.call("expert_counts")
         return [layer for first in counts[:: len(counts) // self._num_stages] for layer in first]
 
     def computing(self) -> AbstractContextManager[object]:
-        """The ranks compute in processes of their own."""
+        """An empty context: the ranks are other processes."""
         return nullcontext()
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:
@@ -117,7 +117,7 @@ class RankedExecutor:
         self._workers.send_sampling_inputs(inputs)
 
     def idle(self) -> bool:
-        """No rank has work that can wait. Raises EngineDeadError when one has ended, so that an engine without requests
+        """Return False: no rank has deferred work. Raises EngineDeadError if a rank has ended, so that an idle engine
         notices it."""
         self._workers.check()
         return False
@@ -141,7 +141,7 @@ class RankedExecutor:
 
 
 def alike(specs: Sequence[list[LayerSpec]]) -> list[LayerSpec]:
-    """The layers' specs of all ranks. Raises QuireError for ranks that disagree."""
+    """The layers' specs common to all ranks. Raises QuireError if ranks disagree."""
     first, *others = specs
     if any(each != first for each in others):
         raise QuireError("the ranks disagree on what the layers keep in the KV cache")
@@ -157,8 +157,8 @@ def slowest(costs: Sequence[PreemptionCosts]) -> PreemptionCosts:
 
 
 def reduce_profiles(profiles: Sequence[MemoryProfile]) -> MemoryProfile:
-    """What each rank may take. The least that any has left, the largest activations and weights count. The ranks share
-    the memory of the host evenly: all of it on a CPU, swapped blocks' where each has a device of its own."""
+    """One profile of all ranks: the least free memory, the largest activations and weights. The ranks share the host's
+    memory evenly: all of it on a CPU, only swapped blocks' if each has a device of its own."""
     first = profiles[0]
     available = min(each.available for each in profiles)
     shares = [each.device for each in profiles if each.device is not None]
@@ -196,19 +196,19 @@ def agree(results: Sequence[StepResult]) -> StepResult:
 
 
 class TransferReports:
-    """Makes one report of those of all ranks, which end transfers at their own times: a block is on disk, loaded or
+    """Merges the transfer reports of all ranks, which end transfers at their own times. A block is on disk, loaded or
     released when it is on every rank, and gone or failed when it is on one."""
 
     def __init__(self) -> None:
         self._last: list[StoreReport] = []
-        """Of each rank, for what a report says that is no event."""
+        """Each rank's last report, for its fields that are no events."""
         self._found: list[set[BlockKey]] = []
         self._loads: dict[int, list[bool]] = {}
-        """Host block -> for the ranks that have loaded it so far, whether that failed."""
+        """Host block -> for each rank that has loaded it so far, whether that failed."""
         self._releases: Counter[int] = Counter()
 
     def reduce(self, reports: Sequence[TransferReport | None]) -> TransferReport | None:
-        """reports: of one step, in rank order. None where no rank has one."""
+        """reports: one step's, in rank order. Returns None if no rank has one."""
         new = [(rank, report) for rank, report in enumerate(reports) if report is not None]
         if not new:
             return None

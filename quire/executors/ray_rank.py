@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class RankHost(NamedTuple):
-    """Where an actor runs. node_id: Ray's. address: which the other nodes reach. memory: equal for processes that can
+    """Place of an actor. node_id: Ray's. address: reachable from the other nodes. memory: equal for processes that can
     share memory."""
 
     node_id: str
@@ -28,8 +28,8 @@ class RankHost(NamedTuple):
 
 
 class RayRank:
-    """One rank. Calls are methods with messages, in order, one at a time: Ray keeps those that wait. `live` and `beat`
-    answer beside them, on threads of their own."""
+    """One rank. Calls are methods with messages, one at a time and in order: Ray queues them. `live` and `beat` answer
+    beside them, on threads of their own."""
 
     def __init__(self) -> None:
         configure_logging()
@@ -47,22 +47,22 @@ class RayRank:
         return RankHost(node_id, ray.util.get_node_ip_address(), os.getpid(), shared_memory())
 
     def open_meeting(self, address: str) -> int:
-        """The first rank's: the port at which all meet."""
+        """First rank only: open and return the port at which all meet."""
         from quire.parallel.torch_dist import NetworkMeeting
 
         self._meeting = NetworkMeeting.open(address)
         return self._meeting.port
 
     def begin(self, number: int, own: str, first: str, port: int, collectives: str | None) -> None:
-        """Be a rank of this number. own, first: this rank's address and the first one's. collectives: as RankEnds has
-        it."""
+        """Become the rank of this number. own, first: addresses of this rank and the first one. collectives: see
+        RankEnds."""
         from quire.parallel.torch_dist import NetworkMeeting
 
         meeting = self._meeting or NetworkMeeting.at(first, port, own)
         self._rank = Rank(number, lambda stage: RankEnds(meeting, collectives=collectives))
 
     def answer(self, message: bytes) -> bytes:
-        """A RankCall; its RankAnswer."""
+        """RankCall -> its RankAnswer."""
         assert self._rank is not None, "begin comes before the first call"
         self._progress.is_idle = False
         self._progress.turn()
@@ -76,5 +76,5 @@ class RayRank:
         return self._progress.byte()
 
     def live(self) -> None:
-        """Return never: how Ray tells that the actor has ended."""
+        """Never return: Ray ends this call when the actor ends."""
         threading.Event().wait()

@@ -24,19 +24,19 @@ from quire.executors.ray_rank import RankHost, RayRank
 from quire.utils.heartbeat import Heartbeat, decode_beats
 
 PLACEMENT_SECONDS = 60.0
-"""For Ray to find a place for all ranks."""
+"""Seconds for Ray to place all ranks."""
 LAST_WORDS = 400
-"""Most characters of what Ray says of an actor's end."""
+"""Length limit of Ray's explanation of an actor's end."""
 STRATEGIES = {"pack": "PACK", "strict_spread": "STRICT_SPREAD"}
 
 
 def make_ray_executor(config: EngineConfig) -> Executor:
-    """Start an actor for each rank of the configuration. Raises ConfigError, and what a rank fails with."""
+    """Start an actor for each rank of the configuration. Raises ConfigError, or a rank's error."""
     return RankedExecutor(RayRanks(config), config.parallel.pp)
 
 
 class RayPulse:
-    """Asks one rank at every look, unless the last question is not answered."""
+    """Asks one rank at every look, unless the last question is still open."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
@@ -56,16 +56,16 @@ class RayPulse:
         return VitalSigns(self._heartbeat.silence, math.inf if self._stalled is None else self._stalled)
 
     def close(self) -> None:
-        """Nothing is kept."""
+        """Do nothing."""
 
 
 class RayRanks(RankCalls):
-    """Implements `Workers`: messages are calls of actors. Their ends are Ray's word."""
+    """Implements `Workers`: messages are calls of actors, and Ray reports their ends."""
 
     def __init__(self, config: EngineConfig, *, may_share_memory: bool = True) -> None:
-        """Connect to the cluster that this process is in, or that runs on this host, or start one of its own; place the
-        ranks, and return when they have met. may_share_memory: False: ranks reach each other over the network alone.
-        Raises ConfigError where the cluster has no place for them, and what a rank fails with."""
+        """Connect to the cluster of this process or host, or start one; place the ranks, and return when they have met.
+        may_share_memory: False: ranks use the network alone. Raises ConfigError if the cluster has no place for the
+        ranks, or a rank's error."""
         sizes, device = config.parallel, config.device
         super().__init__(sizes.num_devices)
         self._events: queue.SimpleQueue[tuple[int, Future[bytes] | None]] = queue.SimpleQueue()
@@ -99,7 +99,7 @@ class RayRanks(RankCalls):
 
     @property
     def hosts(self) -> Sequence[RankHost]:
-        """In rank order."""
+        """Hosts in rank order."""
         return self._hosts
 
     def _place(self, num_threads: int, strategy: str) -> list[Any]:
@@ -118,7 +118,7 @@ class RayRanks(RankCalls):
         return [make.options(scheduling_strategy=place).remote() for place in places]
 
     def _in_order(self) -> None:
-        """Number the ranks: those of this node first, then node by node. (Two nodes may have one address.)"""
+        """Number the ranks: this node's first, then node by node. (Two nodes may have one address.)"""
         hosts = [RankHost(*host) for host in ray.get([actor.host.remote() for actor in self._actors])]
         here = ray.get_runtime_context().get_node_id()
         order = sorted(range(len(hosts)), key=lambda index: (hosts[index].node_id != here, hosts[index].node_id, index))
@@ -165,7 +165,7 @@ class RayRanks(RankCalls):
 
 
 def _connect(num_cpus: int) -> bool:
-    """Be part of a cluster; returns whether this call has connected. num_cpus: of a cluster of one's own, at least."""
+    """Join a cluster; returns whether this call has connected. num_cpus: least CPUs of a cluster started here."""
     if ray.is_initialized():
         return False
     options: dict[str, Any] = {"logging_level": "ERROR"}
@@ -177,7 +177,7 @@ def _connect(num_cpus: int) -> bool:
 
 
 def _last_words(error: BaseException) -> str:
-    """Ray's word on an actor's end in one line: the reason, without the table of its names."""
+    """Ray's reason for an actor's end in one line, without the table of its names."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = next((line for line in lines if line.startswith("The actor is dead")), lines[0] if lines else "")
     return f"{type(error).__name__}: {reason}"[:LAST_WORDS]

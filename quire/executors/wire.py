@@ -1,8 +1,8 @@
 """Control calls between an executor and its ranks, as msgpack: configurations, layouts and profiles.
 
-Each composite value is an array that begins with its kind, so that what a config.json says can not be taken for a kind,
-and records of one field list stay apart. Records are the dataclasses of `_ROOTS` and those that their fields are
-declared to hold; no other class can be named.
+Each composite value is an array that begins with its kind: contents of a config.json cannot be taken for a kind, and
+records with the same fields stay apart. Records are the dataclasses of `_ROOTS` and of their declared fields; no other
+class can be named.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from quire.kv_cache.spec import LayerSpec
 from quire.scheduler.preemption import PreemptionCosts
 
 _ROOTS = (EngineConfig, LayerSpec, KVCacheLayout, MemoryProfile, PreemptionCosts)
-"""What the calls of RankedExecutor take and return."""
+"""Arguments and results of RankedExecutor's calls."""
 _INTEGER_BITS = 63
 
 
 def _find_records(annotation: Any, found: dict[str, type]) -> dict[str, type]:
-    """Add the dataclasses that values of a type may hold to `found` (name -> class)."""
+    """Add the dataclasses in a type's values to `found` (name -> class)."""
     if isinstance(annotation, type) and is_dataclass(annotation):
         if annotation.__name__ not in found:
             found[annotation.__name__] = annotation
@@ -43,12 +43,12 @@ for _root in _ROOTS:
 
 
 def encode(value: object) -> bytes:
-    """Raises TypeError for a value that has no place here."""
+    """Raises TypeError for an unsupported value."""
     return msgspec.msgpack.encode(_plain(value))
 
 
 def decode(data: bytes) -> Any:
-    """What `encode` was given; mappings come back as dictionaries."""
+    """The value given to `encode`; mappings come back as dictionaries."""
     return _restored(msgspec.msgpack.decode(data))
 
 

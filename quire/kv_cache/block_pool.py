@@ -13,11 +13,9 @@ FREE_STATE, MOST_OWNERS, CACHED_STATE = 0, 254, 255
 
 
 class BlockPool:
-    """All blocks of one device except `NULL_BLOCK`.
-
-    A block is used (reference count > 0), evictable (count 0, its content in a prefix index) or free (count 0, no
-    content). Free blocks are handed out first, then the least recently used evictable one.
-    """
+    """All blocks of one device except `NULL_BLOCK`. A block is used (reference count > 0), evictable (count 0, its
+    content in a prefix index) or free (count 0, no content). Free blocks are handed out first, then the least recently
+    used evictable one."""
 
     def __init__(self, num_blocks: int, indexes: Iterable[PrefixIndex]) -> None:
         self.num_usable = num_blocks - 1
@@ -29,7 +27,6 @@ class BlockPool:
         self._group_of = [0] * num_blocks
         """KV group that a block serves, or served last."""
         self.num_used_of = [0] * max(1, len(self._indexes))
-        """Number of used blocks of each KV group."""
         self.num_references = 0
         """Sum of all reference counts: the blocks that owners would need without sharing."""
         self.num_evictions = 0
@@ -54,8 +51,7 @@ class BlockPool:
         return sum(map(self._evictable.__contains__, blocks))
 
     def allocate(self, group: int = 0) -> int:
-        """Hand out one block with reference count 1; the caller has checked `num_allocatable`. group: KV group that it
-        serves."""
+        """Hand out one block with reference count 1; the caller has checked `num_allocatable`."""
         if self._free:
             block = self._free.pop()
         else:
@@ -123,7 +119,7 @@ class BlockPool:
         return bytes(states)
 
     def check(self, owners: dict[int, int]) -> None:
-        """Compare with `owners` (block -> number of table entries that name it). Raises AssertionError."""
+        """Compare with `owners` (block -> table entries that name it). Raises AssertionError."""
         free = set(self._free)
         assert len(free) == len(self._free), "a block is in the free list twice"
         assert free.isdisjoint(self._evictable), "a block is free and evictable at once"

@@ -1,5 +1,3 @@
-"""Block tables of one sequence, and their changes by an allocation."""
-
 from __future__ import annotations
 
 from quire.kv_cache.block_hash import HashChain
@@ -13,7 +11,7 @@ class BlockTable:
     def __init__(self, tables: list[list[int]], capacity: int, chain: HashChain | None) -> None:
         self.tables = tables
         self.capacity = capacity
-        """Number of tokens that every group has slots for."""
+        """Tokens that every group has slots for."""
         self.chain = chain
         self.first_held = [0] * len(tables)
         """First entry of each group's table that may differ from `NULL_BLOCK`."""
@@ -36,4 +34,4 @@ class BlockAllocation:
         self.replaced: list[tuple[int, int, int]] = []
         """(group, logical index, new block)."""
         self.copies: list[tuple[int, int]] = []
-        """(source, destination) for each entry of `replaced`."""
+        """(source, destination), one for each entry of `replaced`."""

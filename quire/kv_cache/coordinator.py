@@ -24,20 +24,19 @@ class GroupManager(Protocol):
     """A sequence's use of one KV group's blocks."""
 
     block_size: int
-    """Tokens of a block."""
     keeps_all: bool
-    """True if a sequence keeps every block until it ends."""
+    """A sequence keeps every block until it ends."""
 
     def first_needed_block(self, position: int) -> int:
-        """First logical block that a query at `position` (or later) reads; earlier ones can be released."""
+        """First logical block that queries from `position` on read; earlier ones can be released."""
         ...
 
     def longest_hit(self, index: Findable, hashes: Sequence[bytes], num_blocks: int) -> int:
-        """Largest hit of at most `num_blocks` blocks (hashes[i] is block i's)."""
+        """Longest hit of at most `num_blocks` blocks (hashes[i] is block i's)."""
         ...
 
     def most_blocks(self, num_tokens: int, max_chunk: int) -> int:
-        """Largest number of blocks of a sequence of `num_tokens` that computes at most `max_chunk` tokens a step."""
+        """Upper bound of the blocks of a sequence of `num_tokens` that computes at most `max_chunk` tokens a step."""
         ...
 
 
@@ -52,21 +51,17 @@ MANAGERS: Mapping[str, Callable[[KVGroup], GroupManager]] = {
 
 
 class Coordinator:
-    """The managers of a layout's groups, in order."""
-
     def __init__(self, groups: Sequence[KVGroup]) -> None:
         self.managers = tuple(MANAGERS[group.spec.kind](group) for group in groups)
         self.sizes = sizes = tuple(manager.block_size for manager in self.managers)
-        """Tokens of each group's block."""
         self.block_size = gcd(*sizes) or 1
-        """Tokens of a hash block."""
         self.hit_size = lcm(*sizes)
         """Tokens; every hit is a multiple of it."""
         self.strides = tuple(size // self.block_size for size in sizes)
         """Hash blocks in each group's block."""
 
     def most_blocks(self, num_tokens: int, max_chunk: int) -> int:
-        """`GroupManager.most_blocks`, summed over all groups."""
+        """Sum over all groups."""
         return sum(manager.most_blocks(num_tokens, max_chunk) for manager in self.managers)
 
     def num_kept_blocks(self, num_tokens: int) -> int:
@@ -85,7 +80,7 @@ class Coordinator:
         return total
 
     def num_slots(self, tables: Sequence[Sequence[int]]) -> int:
-        """Number of tokens that block tables have room for in every group."""
+        """Tokens that block tables have room for in every group."""
         sizes = [len(table) * manager.block_size for table, manager in zip(tables, self.managers, strict=True)]
         return min(sizes, default=UNLIMITED)
 

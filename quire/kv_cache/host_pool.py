@@ -1,8 +1,6 @@
-"""A second, bounded pool of blocks in host memory, for preempted requests' KV (paper §4.5).
-
-A request moves whole: all its sequences, each block once. Tables keep their structure, so shared blocks stay shared
-here and after the return. This module only decides; the plan carries the copies.
-"""
+"""A second, bounded pool of blocks in host memory, for preempted requests' KV (paper §4.5). A request moves whole: all
+its sequences, each block once. Tables keep their structure, so shared blocks stay shared here and after the return.
+This module only decides; the plan carries the copies."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ class HostPool:
         host_indexes: Sequence[PrefixIndex] = (),
     ) -> None:
         """indexes, strides: prefix indexes of the device, and hash blocks per block, for each KV group. host_indexes:
-        indexes of host blocks that no swapped sequence needs (quire/kv_cache/connectors/offload.py)."""
+        indexes of host blocks that no swapped sequence needs (connectors/offload.py)."""
         self.blocks = BlockPool(num_blocks + 1, host_indexes)
         self._device = device
         self._indexes = tuple(indexes)
@@ -50,7 +48,6 @@ class HostPool:
 
     @property
     def num_sequences(self) -> int:
-        """Number of swapped sequences."""
         return len(self._swapped)
 
     def swap_out(self, sequences: Sequence[BlockTable]) -> list[tuple[int, int]] | None:
@@ -88,12 +85,10 @@ class HostPool:
         return num_fresh, self._device.count_evictable(reused), num_fresh + len(reused)
 
     def swap_in(self, sequences: Sequence[BlockTable]) -> list[tuple[int, int]]:
-        """Give a request device blocks again, shared as before. Returns (host block, device block) pairs to copy;
-        blocks that the prefix index still has on the device are reused.
-
-        The caller has checked the room. `num_committed` falls to the leading reused blocks: the others are new to the
-        index, and can be offered when their content has arrived.
-        """
+        """Give a request device blocks again, shared as before; the caller has checked the room. Returns (host block,
+        device block) pairs to copy; blocks that the prefix index still has on the device are reused. `num_committed`
+        falls to the leading reused blocks: the others are new to the index, and can be offered when their content has
+        arrived."""
         found = self._cached(sequences)
         # Share the reused blocks first, so that allocating the rest does not evict them.
         for block in set(found.values()):
@@ -120,7 +115,6 @@ class HostPool:
         return list(fresh.items())
 
     def free(self, blocks: BlockTable) -> None:
-        """Release the blocks of a swapped sequence that has ended."""
         del self._swapped[id(blocks)]
         for table in blocks.tables:
             for block in table:
@@ -132,7 +126,7 @@ class HostPool:
         return id(blocks) in self._swapped
 
     def footprint(self, sequences: Sequence[BlockTable]) -> Footprint:
-        """Costs of swapping a request that is on the device. Changes nothing."""
+        """Costs of swapping a request that is on the device."""
         distinct = _distinct_blocks(sequences)
         owned = dict.fromkeys(distinct, 0)
         for block in _blocks(sequences):
@@ -146,10 +140,8 @@ class HostPool:
         return Footprint(len(distinct), len(distinct) - len(retained), self._num_leading(sequences[0], retained))
 
     def check(self, owners: dict[int, int]) -> None:
-        """Assert that counts, free list and tables of the host's blocks agree. O(blocks).
-
-        owners: block -> owners other than swapped sequences; those are added.
-        """
+        """Assert that counts, free list and tables of the host's blocks agree. O(blocks). owners: block -> owners other
+        than swapped sequences, which are added."""
         for block in _blocks(self._swapped.values()):
             owners[block] = owners.get(block, 0) + 1
         self.blocks.check(owners)
@@ -181,10 +173,9 @@ class HostPool:
 
 
 def _blocks(sequences: Iterable[BlockTable]) -> Iterator[int]:
-    """The blocks of every table, with repetitions."""
     return (block for blocks in sequences for table in blocks.tables for block in table if block != NULL_BLOCK)
 
 
 def _distinct_blocks(sequences: Iterable[BlockTable]) -> list[int]:
-    """The distinct blocks of every table, in order of first occurrence."""
+    """Distinct blocks of the sequences, in order of first occurrence."""
     return list(dict.fromkeys(_blocks(sequences)))

@@ -1,9 +1,9 @@
-"""Layout of one pool for all layers: layers of a kind form groups of equal size, and a block serves one group.
+"""Layout of one pool for all layers (docs/kv-cache.md): layers of a kind form groups of equal size, and a block serves
+one group.
 
-A physical block is `layers_per_group` pages. Page j lies in tensor j, so layer number j of every group uses tensor j,
-and a block freed by one kind of layer serves another. All pages have equal bytes. Kinds with more or fewer bytes per
-token get blocks of fewer or more tokens, to fill their pages; a state's page is padded. If layer counts do not divide,
-the last group of a kind leaves pages unused.
+A physical block is `layers_per_group` pages of equal bytes. Page j lies in tensor j, so layer number j of every group
+uses tensor j. Kinds with more or fewer bytes per token get blocks of fewer or more tokens, to fill their pages; a
+state's page is padded. If layer counts do not divide, the last group of a kind leaves pages unused.
 
 Kernels use blocks of `block_size` tokens (the option). A page of n times as many tokens is n consecutive kernel blocks:
 the pool's block b is their blocks n b to n b + n - 1 (quire/worker/block_tables.py). Where n ranks keep a part of a
@@ -26,20 +26,18 @@ NULL_BLOCK = 0
 """Block that is never handed out: table entries outside a sliding window point to it."""
 
 PADDING_GOAL = 0.05
-"""Largest share of padding in the pages' bytes that ends the search for a size. Larger pages have less padding, but
+"""Largest padding, as a share of the pages' bytes, that ends the search for a size. Larger pages have less padding, but
 leave more slots of last blocks empty."""
 MOST_GROWTH = 8
-"""Largest factor by which a page exceeds its least size."""
+"""Largest factor between a page and its least size."""
 ALIGNMENT = 64
-"""Alignment in bytes of pages of different kinds, which hold arrays of different dtypes."""
+"""Alignment in bytes of pages of different kinds, whose arrays have different dtypes."""
 
 
 @dataclass(frozen=True)
 class KVGroup:
-    """Layers that share a block table. `layers[j]` uses page j of the group's blocks.
-
-    block_size: tokens of a block; for states, tokens between snapshots. page_bytes: bytes of a page that a layer uses.
-    """
+    """Layers that share a block table; `layers[j]` uses page j of the group's blocks. block_size: tokens of a block;
+    for states, tokens between snapshots. page_bytes: bytes of a page that a layer uses."""
 
     spec: LayerSpec
     layers: tuple[int, ...]
@@ -64,7 +62,7 @@ class KVCacheLayout:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of every page of the pool, padding included."""
+        """Bytes of a page, padding included."""
         return page_bytes(self.groups)
 
     @property
@@ -99,7 +97,7 @@ class KVCacheLayout:
 
 
 def page_bytes(groups: Sequence[KVGroup]) -> int:
-    """Bytes of every page: the largest that a group uses, aligned if groups differ."""
+    """Bytes of a page: the largest that a group uses, aligned if groups differ."""
     sizes = {group.page_bytes for group in groups} or {0}
     return max(sizes) if len(sizes) == 1 else _aligned(max(sizes))
 

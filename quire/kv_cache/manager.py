@@ -20,8 +20,6 @@ from quire.kv_cache.registered_prefixes import RegisteredPrefix, RegisteredPrefi
 
 
 class KVCacheManager:
-    """Allocates, shares, copies on write, caches and evicts the blocks of one pool."""
-
     def __init__(
         self,
         layout: KVCacheLayout,
@@ -29,10 +27,9 @@ class KVCacheManager:
         enable_prefix_caching: bool,
         make_connector: ConnectorFactory = no_connector,
     ) -> None:
-        """make_connector: constructor of the KV connector, which stores cached blocks outside the device."""
+        """make_connector: makes the KV connector, which stores cached blocks outside the device."""
         self.groups = Coordinator(layout.groups)
         self.block_size = self.groups.block_size
-        """Tokens of a hash block."""
         self.block_bytes = layout.block_bytes
         self.enable_prefix_caching = enable_prefix_caching
         self.num_groups = len(layout.groups)
@@ -60,12 +57,12 @@ class KVCacheManager:
     # -- looking up -------------------------------------------------------------------------------------------------
 
     def new_chain(self, salt: str, extra_keys: Mapping[int, tuple[bytes, ...]] = NO_KEYS) -> HashChain | None:
-        """The hash chain of a new sequence; None without caching. extra_keys: see `HashChain`."""
+        """The hash chain of a new sequence; None without caching."""
         return HashChain(self.block_size, salt, extra_keys) if self.enable_prefix_caching else None
 
     def match_prefix(self, chain: HashChain | None, token_ids: Sequence[int], max_tokens: int) -> int:
-        """Number of tokens (at most `max_tokens`) with KV cached in every group: whole blocks, or a longer registered
-        prefix with its partial last block. Changes nothing."""
+        """Tokens (at most `max_tokens`) with KV cached in every group: whole blocks, or a longer registered prefix with
+        its partial last block. Changes nothing."""
         if chain is None:
             return 0
         chain.extend(token_ids, max_tokens // self.block_size)
@@ -76,11 +73,8 @@ class KVCacheManager:
     def find_pending(
         self, chain: HashChain | None, num_cached_tokens: int, max_tokens: int
     ) -> tuple[BlockTable, int] | None:
-        """(the sequence that computes the block right after a hit, leading hash blocks that it shares with the chain),
-        or None.
-
-        num_cached_tokens: result of `match_prefix` for the same `max_tokens`.
-        """
+        """(the sequence that computes the block right after a hit, leading hash blocks that it shares with the chain).
+        num_cached_tokens: result of `match_prefix` for the same `max_tokens`."""
         step = self.groups.hit_size // self.block_size
         block, limit = num_cached_tokens // self.groups.hit_size, max_tokens // self.groups.hit_size
         if chain is None or block >= limit:
@@ -115,7 +109,7 @@ class KVCacheManager:
         return {block for table in tables for block in table if block != NULL_BLOCK}
 
     def num_freed_by(self, sequences: Iterable[BlockTable], kept: set[int]) -> int:
-        """Number of blocks, without those in `kept`, that freeing these sequences leaves without owners."""
+        """Blocks, without those in `kept`, that freeing these sequences leaves without owners."""
         owners: Counter[int] = Counter()
         for blocks in sequences:
             for table in blocks.tables:
@@ -154,9 +148,8 @@ class KVCacheManager:
 
     def allocate_slots(self, blocks: BlockTable, start: int, end: int) -> BlockAllocation | None:
         """Make slots for positions start .. end - 1 writable by this sequence alone: release blocks that no query from
-        `start` on reads, append blocks, copy a shared tail.
-        Returns None, with nothing allocated, when the pool has too few blocks.
-        """
+        `start` on reads, append blocks, copy a shared tail. Returns None, with nothing allocated, when the pool has too
+        few blocks."""
         pool, tables, uniform_size = self.pool, blocks.tables, self.uniform_size
         if self._releasing:
             self._release_unneeded(blocks, start, is_late=True)
@@ -190,7 +183,6 @@ class KVCacheManager:
         return allocation
 
     def _shared_at(self, tables: Sequence[list[int]], position: int) -> list[int]:
-        """Groups whose block at a position has several owners."""
         places = [position // size for size in self._sizes]
         ref_counts = self.pool.ref_counts
         return [
@@ -215,8 +207,8 @@ class KVCacheManager:
         blocks.tail_shared = allocation.tail_was_shared
 
     def trim(self, blocks: BlockTable, num_tokens: int) -> list[int]:
-        """Release the blocks after those of the first `num_tokens` tokens. Returns the entries kept per group, or [] if
-        all are. (The worker keeps drafts from changing a state that is kept.)"""
+        """Release the blocks after the first `num_tokens` tokens. Returns the entries kept per group, or [] if all are.
+        (The worker keeps drafts from changing a state that is kept.)"""
         kept = [-(-num_tokens // size) for size in self._sizes]
         if all(len(table) <= num for table, num in zip(blocks.tables, kept, strict=True)):
             return []
@@ -269,11 +261,9 @@ class KVCacheManager:
             self._pending_blocks.renew(blocks)
 
     def swap_out(self, sequences: Sequence[BlockTable], num_computed: Sequence[int]) -> list[tuple[int, int]] | None:
-        """Move a request's sequences to the host pool. num_computed: tokens of each with KV to move.
-
-        Returns (device block, host block) pairs to copy, or None when the host pool has too few blocks. The device
-        blocks are free at once. Until `swap_in` the sequences may only be freed.
-        """
+        """Move a request's sequences to the host pool. num_computed: tokens of each with KV to move. Returns (device
+        block, host block) pairs to copy, or None when the host pool has too few blocks. The device blocks are free at
+        once. Until `swap_in` the sequences may only be freed."""
         for blocks, position in zip(sequences, num_computed, strict=True):
             self._release_unneeded(blocks, position)
         copies = self.host.swap_out(sequences)
@@ -286,11 +276,9 @@ class KVCacheManager:
         return copies
 
     def swap_in(self, sequences: Sequence[BlockTable]) -> list[tuple[int, int]]:
-        """Bring a request back; the caller has checked `room_after_swap_in`.
-
-        Returns (host block, device block) pairs to copy, without blocks whose content was still on the device. The
-        first `cache_blocks` after the copies offers them to the prefix index.
-        """
+        """Bring a request back; the caller has checked `room_after_swap_in`. Returns (host block, device block) pairs
+        to copy, without blocks whose content was still on the device. The first `cache_blocks` after the copies offers
+        them to the prefix index."""
         copies = self.host.swap_in(sequences)
         for blocks in sequences:
             self._live[id(blocks)] = blocks
@@ -354,7 +342,7 @@ class KVCacheManager:
                 self.connector.forget((group, block_hash))
 
     def reset_prefix_cache(self) -> int:
-        """Clear all cached content; blocks in use stay in use. Returns the number of blocks set free."""
+        """Clear all cached content; blocks in use stay in use. Returns how many blocks were set free."""
         # Blocks that are being computed will still be committed, but never hit without the blocks before them.
         for blocks in self._live.values():
             self._pending_blocks.drop(blocks)
@@ -385,8 +373,8 @@ class KVCacheManager:
         )
 
     def unregister_prefix(self, name: str) -> int:
-        """Unregister a prefix; its full blocks stay cached. Returns the number of blocks that no longer belong to a
-        registered prefix. Raises KeyError for an unknown name."""
+        """Unregister a prefix; its full blocks stay cached. Returns how many blocks no longer belong to a registered
+        prefix. Raises KeyError for an unknown name."""
         before = self.num_registered_blocks
         self._release_all(self._registered.remove(name).blocks)
         return before - self.num_registered_blocks
@@ -403,7 +391,6 @@ class KVCacheManager:
 
     @property
     def num_unregistered_blocks(self) -> int:
-        """Blocks of the pool that sequences can have."""
         return self.pool.num_usable - self._registered.num_blocks
 
     @property
@@ -436,7 +423,6 @@ class KVCacheManager:
     # -- bounds and invariants --------------------------------------------------------------------------------------
 
     def most_blocks(self, num_tokens: int, max_chunk: int) -> int:
-        """See `Coordinator.most_blocks`."""
         return self.groups.most_blocks(num_tokens, max_chunk)
 
     def check(self) -> None:

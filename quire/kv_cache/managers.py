@@ -1,9 +1,6 @@
-"""Rules of layer groups: needed blocks, and prefix hits.
-
-Each step that computes tokens of a state's block i writes it; it then holds the state after the last of them, and is a
-snapshot once full. A step reads the state before its first token, in the block of the token before: a state is a window
-of two tokens.
-"""
+"""Rules of layer groups: needed blocks, and prefix hits. A state's block i holds the state after the last of its
+computed tokens, and is a snapshot once full. A step reads the state before its first token, in the block of the token
+before: a state is a window of two tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ STATE_WINDOW = 2
 
 
 class FullManager:
-    """GroupManager of layers that read every earlier token; a sequence keeps every block until it ends."""
+    """Manager of layers that read every earlier token; a sequence keeps every block until it ends."""
 
     keeps_all = True
 
@@ -26,7 +23,7 @@ class FullManager:
         return 0
 
     def longest_hit(self, index: Findable, hashes: Sequence[bytes], num_blocks: int) -> int:
-        """See `GroupManager`. Any shorter hit is a hit too."""
+        """Longest hit; any shorter one is a hit too."""
         for block in range(num_blocks):
             if index.find(hashes[block]) is None:
                 return block
@@ -37,7 +34,7 @@ class FullManager:
 
 
 class SlidingManager:
-    """GroupManager of states, and of layers in which a query at position p reads positions p - window + 1 .. p only."""
+    """Manager of states, and of layers in which a query at position p reads positions p - window + 1 .. p only."""
 
     keeps_all = False
 
@@ -49,8 +46,7 @@ class SlidingManager:
         return max(0, position - self._window + 1) // self.block_size
 
     def longest_hit(self, index: Findable, hashes: Sequence[bytes], num_blocks: int) -> int:
-        """See `GroupManager`. A hit needs only the blocks that the next query reads; the search begins with the
-        longest."""
+        """Longest hit, which needs only the blocks that the next query reads; the search begins with it."""
         hit = num_blocks
         while hit > 0:
             first = self.first_needed_block(hit * self.block_size)
@@ -68,8 +64,8 @@ class SlidingManager:
 
 
 class ChunkedManager(SlidingManager):
-    """GroupManager of layers in which a query reads its own chunk, from the last multiple of the window on. A hit that
-    ends with a chunk needs no block."""
+    """Manager of layers in which a query reads its own chunk, from the last multiple of the window on. A hit that ends
+    with a chunk needs no block."""
 
     def first_needed_block(self, position: int) -> int:
         return position // self._window * self._window // self.block_size

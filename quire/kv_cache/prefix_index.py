@@ -14,10 +14,8 @@ from quire.kv_cache.block_table import BlockTable
 
 
 class Findable(Protocol):
-    """An index of block contents by hash."""
-
     def find(self, block_hash: bytes) -> int | None:
-        """A block with this content, or None."""
+        """A block with this content."""
         ...
 
 
@@ -39,7 +37,6 @@ class PrefixIndex:
         return self._block_of.get(block_hash)
 
     def find_all(self, hashes: Sequence[bytes]) -> list[int]:
-        """Blocks of contents that are all present."""
         return list(map(self._block_of.__getitem__, hashes))
 
     def insert(self, block_hash: bytes, block: int) -> None:
@@ -51,7 +48,6 @@ class PrefixIndex:
         self._hash_of[block] = block_hash
 
     def remove(self, block: int) -> None:
-        """Remove a block's content."""
         block_hash = self._hash_of[block]
         assert block_hash is not None, f"block {block} has no content"
         del self._block_of[block_hash]
@@ -92,7 +88,6 @@ class PendingBlocks:
             self._owners.setdefault(blocks.pending_hash, blocks)
 
     def drop(self, blocks: BlockTable) -> None:
-        """Remove a sequence's pending block, if any."""
         if blocks.pending_hash is not None:
             if self._owners.get(blocks.pending_hash) is blocks:
                 del self._owners[blocks.pending_hash]

@@ -1,9 +1,7 @@
-"""Registered prefixes: the paper's shared prefixes (§4.4), computed once and kept whatever else needs memory.
-
-A registered prefix owns its blocks like a sequence, so they are never evicted. The prefix index finds its full blocks.
-The last, partly filled block has no hash: `RegisteredPrefixes` finds it for longer prompts that start with the whole
-prefix, and the sequence copies it before its first write, as after a fork.
-"""
+"""Registered prefixes (docs/prefixes.md): the paper's shared prefixes (§4.4). They own their blocks like sequences, so
+they are never evicted. The prefix index finds the full blocks. The last, partly filled block has no hash:
+`RegisteredPrefixes` finds it for longer prompts that start with the whole prefix, and the sequence copies it before its
+first write, as after a fork."""
 
 from __future__ import annotations
 
@@ -16,8 +14,6 @@ from quire.kv_cache.layout import NULL_BLOCK
 
 
 class RegisteredPrefix:
-    """One prefix and its blocks."""
-
     __slots__ = ("blocks", "num_tokens", "tail")
 
     def __init__(self, blocks: BlockTable, num_tokens: int, tail: list[int]) -> None:
@@ -28,8 +24,6 @@ class RegisteredPrefix:
 
 
 class RegisteredPrefixes:
-    """All registered prefixes, by name and by content."""
-
     def __init__(self, block_size: int) -> None:
         """block_size: tokens of a hash block."""
         self._block_size = block_size
@@ -68,7 +62,7 @@ class RegisteredPrefixes:
         self._counts.update(_blocks_of(prefix))
 
     def remove(self, name: str) -> RegisteredPrefix:
-        """Remove and return a prefix. Raises KeyError."""
+        """Raises KeyError for an unknown name."""
         prefix = self._registered.pop(name)
         siblings = self._by_parent[self._parent(prefix)]
         siblings.remove(prefix)

@@ -1,4 +1,4 @@
-"""Sizes of the pools, computed from the worker's measurements; the layout carries the result."""
+"""Sizes of the pools, computed from the worker's measurements."""
 
 from __future__ import annotations
 
@@ -16,11 +16,8 @@ DEFAULT_SWAP_SHARE = 0.5
 
 @dataclass(frozen=True)
 class DeviceShare:
-    """Memory of a device of its own, in bytes.
-
-    total: the device's memory. used: taken by this engine so far (weights, libraries). graphs: kept for CUDA graphs.
-    tables: rows, block tables and inputs. host_available: host memory for swapped blocks.
-    """
+    """Memory of a device of its own, in bytes. used: taken by this engine so far (weights, libraries). graphs: kept for
+    CUDA graphs. tables: rows, block tables and inputs. host_available: host memory for swapped blocks."""
 
     total: int
     used: int
@@ -31,12 +28,10 @@ class DeviceShare:
 
 @dataclass(frozen=True)
 class MemoryProfile:
-    """The worker's measurements after loading the weights, in bytes.
-
-    available: free memory before the profiling pass (on a CPU the smaller of the system's available memory and the
-    cgroup's limit minus its use). activations: peak growth in one forward pass of dummy data at the full token budget.
-    weights: bytes of the parameters. device: set if the pools are in different memories.
-    """
+    """The worker's measurements after loading the weights, in bytes. available: free memory before the profiling pass
+    (on a CPU the smaller of the system's available memory and the cgroup's limit minus its use). activations: peak
+    growth in one forward pass of dummy data at the full token budget. weights: bytes of the parameters. device: set if
+    the pools are in different memories."""
 
     available: int
     activations: int
@@ -91,14 +86,13 @@ def size_pool(
     max_model_len: int,
     max_num_seqs: int,
 ) -> KVCacheLayout:
-    """Choose the numbers of blocks and return the layout.
+    """Choose the numbers of blocks and return the layout. `num_blocks_override`, `kv_cache_memory` and `swap_space`
+    need no `profile`. Otherwise the pool takes `memory_utilization` of the available memory less activations and swap
+    space (on a device: that share of its memory less weights, activations, graphs and tables). The swap space is
+    DEFAULT_SWAP_SPACE, at most DEFAULT_SWAP_SHARE of free (on a device: host) memory. Neither exceeds what
+    `max_num_seqs` sequences of full length use (new requests do not start while preempted ones wait, so no more are
+    swapped out). A model without KV gets block 0 only.
 
-    `num_blocks_override`, `kv_cache_memory` and `swap_space` need no `profile`. Otherwise the pool takes
-    `memory_utilization` of the available memory less activations and swap space (on a device: that share of its memory
-    less weights, activations, graphs and tables). The swap space is DEFAULT_SWAP_SPACE, at most DEFAULT_SWAP_SHARE of
-    free (on a device: host) memory. Neither exceeds what `max_num_seqs` sequences of full length use (new requests do
-    not start while preempted ones wait, so no more are swapped out).
-    A model without KV gets a layout with block 0 only.
     Raises InsufficientMemoryError, with the arithmetic, when a pool has no room for one block. A pool smaller than one
     sequence of `max_model_len` is allowed: the engine then lowers `max_model_len`.
     """
@@ -148,7 +142,7 @@ def _tokens(groups: tuple[KVGroup, ...]) -> int:
 def _num_host_blocks(
     groups: tuple[KVGroup, ...], cache: CacheConfig, free: int, bytes_per_block: int, most_useful: int
 ) -> int:
-    """Blocks of the host pool. free: bytes of which the default takes its share."""
+    """free: bytes of which the default takes its share."""
     if cache.swap_space == 0:
         return 0
     if cache.swap_space is not None:

@@ -30,14 +30,13 @@ class _KeyValueSpec:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's key and value in one layer."""
         return self.num_kv_heads * ((self.key_dim + self.value_dim) * self.dtype_bytes + 2 * self.scale_bytes)
 
     def page_bytes(self, block_size: int) -> int:
         return block_size // self.dealt_to * self.token_bytes
 
     def page_shape(self, block_size: int) -> tuple[int, ...]:
-        """Shape of a page: [2, block_size, heads, dim], or [block_size, heads, key_dim + value_dim] if these differ."""
+        """[2, block_size, heads, dim], or [block_size, heads, key_dim + value_dim] if these differ."""
         if self.key_dim == self.value_dim:
             return 2, block_size, self.num_kv_heads, self.key_dim
         return block_size, self.num_kv_heads, self.key_dim + self.value_dim
@@ -102,8 +101,8 @@ class LatentSpec:
 
 @dataclass(frozen=True)
 class StateSpec:
-    """A recurrent layer: a state of fixed size. num_bytes: bytes of a page, with one sequence's state in one layer;
-    only the layer knows its content (quire/layers/functional.py)."""
+    """A recurrent layer's state of fixed size. num_bytes: bytes of a page, with one sequence's state in one layer; only
+    the layer knows its content (quire/layers/functional.py)."""
 
     kind: ClassVar[str] = "state"
     window: ClassVar[int | None] = None

@@ -19,7 +19,6 @@ def most_pages(groups: Sequence[KVGroup], stages: Sequence[range]) -> int:
 
 
 def layout_of_stage(layout: KVCacheLayout, layers: range) -> KVCacheLayout:
-    """The layout of a rank with these layers."""
     pages = pages_of(layout.groups, layers)
     groups = tuple(
         replace(group, layers=tuple(group.layers[page] for page in pages if page < len(group.layers)))

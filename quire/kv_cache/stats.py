@@ -1,8 +1,5 @@
 """Counters and gauges of the engine core, sent to the front end as one snapshot, and shares computed from them.
-
-quire/scheduler/kv_usage.py defines the paper's numbers (Fig. 2, Fig. 15): `num_stored_tokens`, `num_reserved_slots`,
-`num_wasted_slots`, `num_logical_blocks` and `shares`.
-"""
+docs/accounting.md defines the numbers of the KV cache."""
 
 from __future__ import annotations
 
@@ -27,14 +24,13 @@ class Load(NamedTuple):
 
 
 class EngineStats(msgspec.Struct, kw_only=True):
-    """A snapshot. Fields that end in `_total` only grow; the others are the present state."""
+    """Snapshot of the counters and gauges. Fields that end in `_total` only grow; the others are the present state."""
 
     block_size: int = 0
     """Tokens for which a block has slots."""
     block_bytes: int = 0
     """Bytes of a block over all its layers, on one rank."""
     num_blocks: int = 0
-    """Usable blocks of the pool."""
     num_used_blocks: int = 0
     """Blocks that a live sequence or registered prefix refers to."""
     num_cached_blocks: int = 0
@@ -44,19 +40,18 @@ class EngineStats(msgspec.Struct, kw_only=True):
     num_registered_blocks: int = 0
     """Blocks of registered prefixes; they count as used."""
     num_logical_blocks: int = 0
-    """Entries of all block tables: blocks that live sequences and registered prefixes would use without sharing."""
+    """Entries of all block tables."""
     num_stored_tokens: int = 0
     """Slots of used blocks with a token's keys and values; shared ones count once, every KV group counts."""
     num_reserved_slots: int = 0
     """Slots of used blocks whose tokens steps in flight compute."""
     num_wasted_slots: int = 0
-    """Slots of used blocks without a token, at the ends of last blocks (internal fragmentation)."""
+    """Slots of used blocks without a token, at the ends of last blocks."""
     num_host_blocks: int = 0
-    """Blocks of the host pool, for swapped requests."""
     num_used_host_blocks: int = 0
     num_running: int = 0
     num_waiting: int = 0
-    """Requests in the queue, preempted ones included."""
+    """Waiting requests, preempted ones included."""
     num_deferred: int = 0
     """Waiting requests that a gate held back in the last pass (quire/scheduler/gates.py). The others wait for request
     slots, blocks or tokens of a step."""
@@ -69,18 +64,15 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """Prompt tokens of started requests, prefix hits included."""
     generation_tokens_total: int = 0
     drafts_total: int = 0
-    """Number of times that a sequence had drafts in a step."""
+    """Sequences with drafts, summed over steps."""
     draft_tokens_total: int = 0
     """Drafts that steps computed (`speculative_config`)."""
     accepted_draft_tokens_total: int = 0
-    """Drafts that were accepted."""
     accepted_drafts_by_position: list[int] = []
     """Accepted drafts by place after the known token; as long as the most drafts of a step so far."""
     preemptions_total: int = 0
     swap_preemptions_total: int = 0
-    """Preemptions that swapped."""
     swapped_out_blocks_total: int = 0
-    """Blocks copied to the host."""
     swapped_in_blocks_total: int = 0
     """Blocks copied back; fewer, because the prefix cache still had some, or requests ended."""
     swapped_bytes_total: int = 0
@@ -91,11 +83,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
     offload_bytes: int = 0
     """Known bytes in `kv_offload_dir`, files of other models and engines included."""
     host_cache_hit_blocks_total: int = 0
-    """Blocks of prefix hits that came from host memory."""
     disk_cache_hit_blocks_total: int = 0
-    """Blocks of prefix hits that came from disk."""
     offload_stored_blocks_total: int = 0
-    """Blocks written to disk, without those already there."""
     offload_stored_bytes_total: int = 0
     offload_store_failures_total: int = 0
     offload_loaded_blocks_total: int = 0
@@ -104,25 +93,20 @@ class EngineStats(msgspec.Struct, kw_only=True):
     offload_load_failures_total: int = 0
     """Blocks missing on disk, corrupt or unreadable, and computed instead."""
     prefix_cache_queries_total: int = 0
-    """Prompt tokens looked up."""
     prefix_cache_hits_total: int = 0
-    """Prompt tokens found."""
     prefix_cache_waits_total: int = 0
-    """Number of times that a request waited for a running one to compute a shared prefix."""
+    """Times that a request waited for a running one to compute a shared prefix."""
     evictions_total: int = 0
-    """Cached blocks whose content was given up for a new owner."""
     copied_blocks_total: int = 0
     finished_requests_total: int = 0
     timed_out_requests_total: int = 0
-    """Finished requests that ended by their time limit."""
     max_running_adapters: int = 0
-    """Largest number of adapters whose requests run at a time."""
+    """Limit of adapters whose requests run at a time."""
     num_adapter_slots: int = 0
-    """Number of adapters that the workers may hold."""
+    """Adapters that the workers may hold."""
     num_loaded_adapters: int = 0
     adapter_loads_total: int = 0
     running_adapters: list[str] = []
-    """Names of the adapters of running requests."""
     waiting_adapters: list[str] = []
     max_encoder_tokens: int = 0
     """Tokens of images whose features the workers keep at most, unless one image has more; 0: requests have none."""
@@ -140,7 +124,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
 
 
 def add_up(snapshots: Sequence[EngineStats]) -> EngineStats:
-    """Sum of the snapshots of several engines of one configuration."""
+    """Sum of the snapshots of engines of one configuration."""
     if len(snapshots) == 1:
         return snapshots[0]
     total = EngineStats()
@@ -172,7 +156,7 @@ def _add_up_counts(counts: Sequence[dict[int, list[int]]]) -> dict[int, list[int
 
 
 def carry_over(before: EngineStats | None, stats: EngineStats) -> EngineStats:
-    """A snapshot whose counters (`_total`) continue those of `before`, from an engine that has ended."""
+    """A snapshot whose counters continue those of `before`, from an engine that has ended."""
     if before is None:
         return stats
     counters = (name for name in EngineStats.__struct_fields__ if name.endswith("_total"))
@@ -182,14 +166,8 @@ def carry_over(before: EngineStats | None, stats: EngineStats) -> EngineStats:
 
 
 def shares(stats: EngineStats) -> dict[str, float]:
-    """Shares computed from a snapshot, each from 0 to 1 (0 for an empty whole).
-
-    - kv_cache_usage: blocks in use, of all blocks.
-    - kv_cache_stored, kv_cache_reserved, kv_cache_waste: slots of used blocks with a token's keys and values, to be
-    filled by steps in flight, and without a token (paper Fig. 2). Their sum is 1 when any block is in use.
-    - kv_cache_sharing: blocks saved by sharing, of those used without it (paper Fig. 15).
-    - prefix_cache_hit_rate: prompt tokens found in the prefix cache, of those looked up since the start.
-    """
+    """Shares computed from a snapshot, each from 0 to 1 (0 for an empty whole), as docs/accounting.md defines them.
+    Those of stored, reserved and wasted slots add up to 1 when any block is in use."""
     used_slots = stats.num_stored_tokens + stats.num_reserved_slots + stats.num_wasted_slots
     return {
         "kv_cache_usage": _share(stats.num_used_blocks, stats.num_blocks),

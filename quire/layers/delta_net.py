@@ -130,7 +130,6 @@ class GatedDeltaNet:
 
     @property
     def _values_of_a_key(self) -> int:
-        """Value heads per key head."""
         return self._shape.num_value_heads // self._shape.num_key_heads
 
     def _load_kernel(self, source: WeightSource) -> None:

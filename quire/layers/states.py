@@ -248,17 +248,14 @@ def _take(x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _heads(x: torch.Tensor, group: int) -> torch.Tensor:
-    """[P, key heads, ...] -> [P, value heads, ...]."""
     return x.repeat_interleave(group, dim=1)
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """[P, heads, M, K] times [P, heads, K, N]."""
     return torch.bmm(left.flatten(0, 1), right.flatten(0, 1)).unflatten(0, left.shape[:2])
 
 
 def _unit(heads: torch.Tensor) -> torch.Tensor:
-    """Heads scaled to length 1."""
     return heads * torch.rsqrt((heads * heads).sum(-1, keepdim=True) + NORM_EPSILON)
 
 

@@ -22,18 +22,17 @@ from quire.sampling_params import SamplingParams
 
 State = TypeVar("State")
 Tensor: TypeAlias = Any
-"""A torch.Tensor. Not imported, because front ends import processors without torch."""
+"""A torch.Tensor, not imported: front ends import processors without torch."""
 
 
 class MoveDirectionality(Enum):
-    """Kind of a move: a request from one row to another, or a swap of two rows."""
+    """A request moves from one row to another, or two rows are swapped."""
 
     UNIDIRECTIONAL = auto()
     SWAP = auto()
 
 
 RemovedRequest: TypeAlias = int
-"""Row of the request."""
 AddedRequest: TypeAlias = tuple[int, SamplingParams, list[int] | None, list[int]]
 """(row, parameters, prompt tokens, generated tokens); the last list grows with the sequence."""
 MovedRequest: TypeAlias = tuple[int, int, MoveDirectionality]
@@ -42,11 +41,9 @@ MovedRequest: TypeAlias = tuple[int, int, MoveDirectionality]
 
 @dataclass(frozen=True)
 class BatchUpdate:
-    """Changes of a processor's batch, in order: rows are removed, added, then moved.
-
-    batch_size: rows after the changes. A sequence that a step left out is removed, and added again with all its tokens,
-    as after a preemption or restart; a processor rebuilds its state from them.
-    """
+    """Changes of a processor's batch, in order: rows are removed, added, then moved. batch_size: rows after the
+    changes. A sequence that a step left out is removed, and added again with all its tokens, as after a preemption or
+    restart; a processor rebuilds its state from them."""
 
     batch_size: int
     removed: Sequence[RemovedRequest]
@@ -124,8 +121,8 @@ def process_dict_updates(
     batch_update: BatchUpdate | None,
     new_state: Callable[[SamplingParams, list[int] | None, list[int]], State | None],
 ) -> bool:
-    """Keep a state for each row. new_state: function of (parameters, prompt, generated tokens); None: no state. Returns
-    True if `req_entries` changed."""
+    """Keep a state for each row. new_state: function of (parameters, prompt, generated tokens); None: no state. True:
+    `req_entries` changed."""
     if batch_update is None:
         return False
     before = dict(req_entries)
@@ -162,7 +159,7 @@ def load_processors(names: Sequence[str]) -> list[type[LogitsProcessor]]:
 
 
 def check_params(classes: Sequence[type[LogitsProcessor]], params: SamplingParams) -> bool:
-    """Check a request's parameters by the classes; returns True if one concerns it. Raises UserError."""
+    """Check a request's parameters; returns True if a class concerns it. Raises UserError."""
     if not classes:
         if params.extra_args:
             raise UserError(

@@ -1,8 +1,7 @@
-"""A watermark by green lists, and its detector: a stateless logits processor.
-
-A secret key gives each token a part of the vocabulary, its green list. A watermarked request gets a bonus for the
-tokens of the preceding token's list. An unmarked text has green tokens by chance; `z_score` measures the distance from
-that. (Kirchenbauer et al., A Watermark for Large Language Models, 2023.)
+"""A watermark by green lists, and its detector: a stateless logits processor. A secret key gives each token a part of
+the vocabulary, its green list. A watermarked request gets a bonus for the tokens of the preceding token's list. An
+unmarked text has green tokens by chance; `z_score` measures the distance from that. (Kirchenbauer et al., A Watermark
+for Large Language Models, 2023.)
 
 Load it with `--logits-processors quire.logits_processors.green_list:GreenList`, or a subclass with its own key. A
 request with `watermark` (true, or the bonus) is marked.
@@ -26,8 +25,6 @@ _MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 class GreenList(LogitsProcessor):
-    """Adds a bonus to the logits of green tokens."""
-
     KEY: ClassVar[int] = 15485863
     """Secret key of 64 bits. It allows finding and removing the mark."""
     SHARE: ClassVar[float] = 0.5
@@ -88,7 +85,6 @@ _Row = tuple[float, list[int], list[int]]
 
 
 def _mixed(numbers: Any) -> Any:
-    """64-bit hashes of the numbers (splitmix64)."""
     first, second, third = map(np.uint64, _MIX)
     with np.errstate(over="ignore"):
         numbers = numbers + first

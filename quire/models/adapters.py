@@ -102,7 +102,6 @@ class ModelAdapters:
         return found
 
     def _place(self, module: str) -> tuple[str, AdapterPlace]:
-        """Weight slot that a module changes, and its target. Raises ModelLoadError."""
         assert self._names is not None, "the model is loaded before adapters"
         bare = _bare(module)
         inner = _INNER.sub("model.", bare, count=1) if _INNER.match(bare) else bare

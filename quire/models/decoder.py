@@ -54,7 +54,6 @@ class Decoder:
     through a final norm."""
 
     columns: tuple[str, ...] = ()
-    """See CausalLM.columns."""
     _tokens: Embedding
     _norm: RMSNorm | LayerNorm | None = None
     """Norm of the last layer's results."""
@@ -76,7 +75,6 @@ class Decoder:
         self._numbers = range(len(layers)) if stage.count == 1 else stage.layers
         """Numbers of the layers that `forward` runs."""
         self._is_end = stage.is_last
-        """True if this stage ends with the model's last layer."""
         self._operations = context.operations
         self._adapters = context.adapters
         if context.adapters is not None:

@@ -184,13 +184,11 @@ def latent_heads(config: ModelConfig) -> LatentHeads:
 
 
 def expansion_rule(config: ModelConfig) -> ExpansionRule:
-    """Rule by which layers expand prompts."""
     heads = latent_heads(config)
     return ExpansionRule.of(heads.rank, heads.nope_dim, heads.value_dim)
 
 
 def _index_heads(config: ModelConfig) -> IndexHeads | None:
-    """Indexer of every layer; None for models without."""
     attention = config.shape.attention
     if not attention.index_top:
         return None

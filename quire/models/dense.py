@@ -82,7 +82,6 @@ class DenseLayer:
         ropes: Sequence[RopeConfig | None],
         layer: int,
     ) -> None:
-        """ropes: one per layer."""
         rope = ropes[layer]
         fields, family = model_fields(config), ARCHITECTURES[config.architecture]
         epsilon, size, names = fields.number("rms_norm_eps", 1e-6), config.hidden_size, style.norms

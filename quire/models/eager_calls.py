@@ -1,4 +1,4 @@
-"""Operations on tensors, for modelling code that knows only tensors (`transformers_model.py`)."""
+"""Operations on tensors, for modelling code without other values (`transformers_model.py`)."""
 
 from __future__ import annotations
 

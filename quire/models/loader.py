@@ -143,7 +143,6 @@ def _packed_share(files: GGUFWeights, config: ModelConfig, model: LoadableModel,
 
 
 def _staged(model: CausalLM, config: ModelConfig, context: LayerContext) -> CausalLM:
-    """The model wrapped for its stage, or itself if it is whole."""
     stage = context.stage
     return model if stage.count == 1 else StagedModel(model, stage, config.hidden_size, context.dtype)
 
@@ -287,7 +286,6 @@ def _device_context(config: ModelConfig, layers: DeviceLayers, group: ProcessGro
 
 
 def _packed_device_linear(config: ModelConfig, plain: DeviceLinear, layers: DeviceLayers) -> PackedDeviceLinear | None:
-    """None for an unquantised model."""
     if config.quantization is None:
         return None
     from quire.quantization.packed_device import PackedDeviceLinear
@@ -334,7 +332,6 @@ def _load_from(
 
 @contextmanager
 def _named_errors(files: WeightFiles | GGUFWeights) -> Iterator[None]:
-    """Add the file to errors of loading."""
     try:
         yield
     except ModelLoadError as error:

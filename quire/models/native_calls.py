@@ -1,4 +1,4 @@
-"""Native kernels as small programs, for modelling code that knows only tensors."""
+"""Native kernels as small programs, for modelling code without other values."""
 
 from __future__ import annotations
 

@@ -174,7 +174,6 @@ def _draft_layers(config: ModelConfig, context: LayerContext) -> list[HybridLaye
 
 
 def _without_drafts(weights: Iterable[tuple[str, WeightSource]]) -> Iterator[tuple[str, WeightSource]]:
-    """All tensors but the draft head's."""
     num_skipped = 0
     for name, tensor in weights:
         if name.startswith("mtp."):

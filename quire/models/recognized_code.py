@@ -1,6 +1,5 @@
-"""Recognition of Transformers modules whose code is known exactly, so that a kernel can replace them. Classes are
-compared by a digest of `forward`, since most families copy the same few functions. Code that differs in one operation
-runs unchanged."""
+"""Recognition of Transformers modules whose code is known exactly, so that a kernel can replace them. A digest of
+`forward` decides, since most families copy the same few functions. Code with one different operation runs unchanged."""
 
 from __future__ import annotations
 

@@ -46,7 +46,6 @@ def read_safetensors(path: Path, count: BytesRead) -> Iterator[tuple[str, FileTe
 
 
 def _file_tensor(path: Path, file: Any, name: str, count: BytesRead) -> FileTensor:
-    """Lazy tensor of an open file."""
     stored = _guarded(path, file.get_slice, name)
     shape = tuple(_guarded(path, stored.get_shape))
 

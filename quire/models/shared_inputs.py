@@ -93,7 +93,7 @@ class Taker(nn.Module):
 
 class Producer(nn.Module):
     """Stand-in for a module whose result is others' input; all are computed together. compute: its result, then theirs.
-    Skips hooks as `Taker` does."""
+    Skips hooks like `Taker`."""
 
     def __init__(self, compute: Compute, shared: SharedInput | None) -> None:
         super().__init__()

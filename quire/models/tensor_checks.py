@@ -41,7 +41,7 @@ def check_name(name: object) -> str:
 
 def checked(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor, float64 as float32. Raises ModelLoadError unless it is dense numbers in memory of their own:
-    not sparse, nested, quantised by torch, on meta, complex, overlapping, or of an eight-bit float other than e4m3 and
+    not sparse, nested, quantised by torch, on meta, complex, overlapping, or an eight-bit float other than e4m3 and
     e8m0."""
     if tensor.is_nested or tensor.is_quantized or tensor.layout != torch.strided:
         kind = "nested" if tensor.is_nested else "quantised by torch" if tensor.is_quantized else str(tensor.layout)

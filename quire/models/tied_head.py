@@ -1,4 +1,4 @@
-"""Heads that config.json ties to the embedding although the checkpoint differs, treated as in Transformers: a different
+"""Heads that config.json ties to the embedding although the checkpoint differs, treated like Transformers: a different
 head is used on its own; a head without an embedding serves as both."""
 
 from __future__ import annotations

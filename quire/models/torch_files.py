@@ -1,6 +1,5 @@
-"""Loading of `torch.save` files after an inspection. `weights_only` blocks code but still builds more than
-checkpoints need (sparse and meta tensors, byte arrays of any length), so a file's names are checked against a
-shorter list first."""
+"""Loading of `torch.save` files after an inspection. `weights_only` blocks code but still builds more than checkpoints
+need (sparse and meta tensors, byte arrays of any length), so a shorter list of names is checked first."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ ALLOWED = frozenset(
         *(f"torch {kind}Storage" for kind in _STORAGES),
     }
 )
-"""Names that a table of dense tensors needs, as arguments of pickle's GLOBAL, the only operation with which torch's
+"""Names for a table of dense tensors, as arguments of pickle's GLOBAL, the only operation with which torch's
 weights_only loader looks up names."""
 
 

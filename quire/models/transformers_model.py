@@ -1,7 +1,7 @@
-"""Models without a file here: Transformers' modelling code with this package's attention and linear layers. The model
-is built without weights and run once on shapes alone, to find each attention's parameters and modules with a common
+"""Models without a file here: Transformers' modelling code with this package's attention and linear layers. The
+model is built without weights and run once on shapes, to find each attention's parameters and modules with a common
 input. Then linear layers, embeddings, the attention function and recognised blocks are replaced
-(`transformers_modules.py`); the rest stays."""
+(`transformers_modules.py`)."""
 
 from __future__ import annotations
 
@@ -209,7 +209,6 @@ def _checkpoint_names(
 
 
 def _conversions(model: PreTrainedModel) -> list[Any]:
-    """Transformers' conversions of this class's checkpoint tensors."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     return list(get_model_conversion_mapping(model, add_legacy=False))

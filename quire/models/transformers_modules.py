@@ -89,7 +89,6 @@ class ModuleReplacement:
             self._replace(module, Taker(SharedInput(self._calls.layers([layer])), Columns(0)))
 
     def _linear(self, module: nn.Linear) -> Layer:
-        """A separate linear layer."""
         name, context = self._names[module], self._context
         shape = LinearShape(
             module.in_features, module.out_features, module.bias is not None, context.dtype, context.device
@@ -186,7 +185,7 @@ class ModuleReplacement:
 
 
 class Steps:
-    """The current step, and the rotations of its positions."""
+    """The current step, and its rotations."""
 
     def __init__(self) -> None:
         self._running: AttentionStep | None = None

@@ -1,5 +1,5 @@
-"""A run of a Transformers model on shapes alone, which finds the parameters of its attention and the modules with a
-common input."""
+"""A run of a Transformers model on shapes, which finds its attentions' parameters and the modules with a common
+input."""
 
 from __future__ import annotations
 
@@ -174,7 +174,6 @@ def probe(model: PreTrainedModel, refused: str, watched: list[nn.Module]) -> Pro
 
 @contextmanager
 def _observed(model: PreTrainedModel, found: Probe, watched: list[nn.Module]) -> Iterator[None]:
-    """Let the probe observe a run."""
     described = model.config
     experts = getattr(described, "_experts_implementation", None)
     described._experts_implementation = "batched_mm"  # of shapes alone: the others read which experts were chosen

@@ -28,7 +28,7 @@ class ReadyImages:
     def key(data: bytes, how: str) -> bytes:
         """how: text of all settings besides the file."""
         digest = hashlib.sha256(len(how).to_bytes(8, "little") + how.encode())
-        digest.update(data)  # other threads run meanwhile
+        digest.update(data)  # releases the GIL
         return digest.digest()
 
     def get(self, key: bytes) -> ReadyImage | None:

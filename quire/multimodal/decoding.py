@@ -93,7 +93,7 @@ def _array_pixels(values: npt.NDArray[Any], where: str, limits: ImageLimits, bac
             f"or 4 channels, not {list(values.shape)}",
             param=where,
         )
-    if values.shape[0] in (1, 3, 4):  # also where the last dimension could be the channels: Transformers decides so
+    if values.shape[0] in (1, 3, 4):  # as Transformers, even if the last dimension could be the channels
         values = np.moveaxis(values, 0, -1)
     _check_size(values.shape[1], values.shape[0], where, limits)
     if values.shape[2] == 4:

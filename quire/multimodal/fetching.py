@@ -70,7 +70,7 @@ def _read_file(parsed: SplitResult, where: str, media: MediaConfig, limits: Imag
     if not path.is_relative_to(media.local_path):
         raise failure
     try:
-        # A link that takes the place of the file between the two looks is not followed; a pipe is not waited for.
+        # The file may have been replaced since it was resolved: follow no link, and do not wait for a pipe.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         raise failure from None

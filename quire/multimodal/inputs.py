@@ -71,7 +71,7 @@ class ImageInputs:
         processor, most = self.processor, self.processor.max_pixels
         least, asked = processor.min_pixels, options.processor
         if asked.max_pixels is not None:
-            most = min(most, asked.max_pixels)  # what a request asks for must not take more than the server allows
+            most = min(most, asked.max_pixels)  # a request cannot exceed the server's limit
         if asked.min_pixels is not None:
             least = asked.min_pixels
         if detail == "low":

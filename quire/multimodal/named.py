@@ -1,7 +1,7 @@
-"""Pictures that clients have named (`uuid`) and may name again in place of sending them.
+"""Pictures that clients have named (`uuid`), to send only the name later.
 
-A name belongs to one owner, and means the picture that the owner sent last under it. It finds the picture's file, which
-is then taken as if it had been sent: names are in no key of a cache.
+A name belongs to one owner, and means the owner's last picture under it. The file found counts as if it had been sent:
+no cache's key contains names.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from quire.multimodal.sources import Picture
 
 
 def name_key(owner: str, uuid: str) -> bytes:
-    """The key of an owner's name for a picture."""
+    """Key of an owner's name for a picture."""
     return hashlib.sha256(f"{len(owner)}:{owner}{uuid}".encode()).digest()
 
 
 class NamedPictures:
-    """Up to `max_bytes` of files and pictures by name; those that were used last are kept. Thread-safe."""
+    """Pictures by name, the most recently used of together `max_bytes`. Thread-safe."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._kept: OrderedDict[bytes, tuple[Any, bytes, int]] = OrderedDict()
-        """By name: the picture, the digest of its file, and its bytes."""
+        """Picture, digest of its file, and size in bytes, by name."""
         self._num_bytes = 0
 
     def put(self, name: bytes, image: Any, digest: bytes = b"") -> None:
-        """Let a name mean a picture, in place of what it meant. image: a file's bytes, or a picture of a program, which
-        is copied. digest: of the file, for `holds`."""
+        """Give a name to a picture, in place of its former one. image: a file's bytes, or a program's picture, which is
+        copied. digest: the file's, for `holds`."""
         image, size = (image, len(image)) if isinstance(image, bytes) else _copied(image)
         size += ENTRY_BYTES
         with self._lock:
@@ -48,7 +48,7 @@ class NamedPictures:
                 self._num_bytes -= dropped
 
     def find(self, name: bytes) -> Any:
-        """What the name means; None: nothing."""
+        """Picture of the name, or None."""
         with self._lock:
             found = self._kept.get(name)
             if found is None:
@@ -57,7 +57,7 @@ class NamedPictures:
             return found[0]
 
     def holds(self, name: bytes, digest: bytes) -> bool:
-        """Whether the name means the file of this digest."""
+        """True if the name means the file of this digest."""
         with self._lock:
             found = self._kept.get(name)
             if found is None or found[1] != digest:
@@ -72,7 +72,7 @@ class NamedPictures:
 
 
 def unknown_name(picture: Picture) -> UserError:
-    """The error of a name that means nothing."""
+    """Error for an unknown name."""
     return UserError(
         f"{picture.where}: no picture is known by the uuid {picture.uuid!r:.100}: this client has sent none, or it was "
         f"forgotten; send it again",
@@ -81,7 +81,7 @@ def unknown_name(picture: Picture) -> UserError:
 
 
 def _copied(image: Any) -> tuple[Any, int]:
-    """A copy of a program's picture, which the program does not change, and its bytes."""
+    """Copy of a program's picture, and its size in bytes."""
     if hasattr(image, "getbands"):  # Pillow's
         return image.copy(), image.width * image.height * len(image.getbands())
     import numpy as np

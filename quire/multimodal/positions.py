@@ -87,7 +87,7 @@ def rotary_values(images: Sequence[PromptImage]) -> Mapping[str, TokenValues]:
 
 def rotary_positions(images: Sequence[PromptImage]) -> npt.NDArray[np.int64]:
     """Positions [3, tokens up to the last image's end]."""
-    import numpy as np  # the control plane, which hashes images, loads none
+    import numpy as np  # the control plane imports this module but not NumPy
 
     end = images[-1].end
     found = np.repeat(np.arange(end)[None], 3, axis=0)

@@ -104,7 +104,7 @@ class QwenProcessor:
 
     @property
     def max_tokens(self) -> int:
-        # The longest line of tokens, where one row has more than its share of the pixels.
+        # Second term: a single row of tokens at the largest aspect ratio.
         side = self.patch_size * self.merge_size
         return max(self.max_pixels // side**2, math.ceil(math.sqrt(self.max_pixels * LARGEST_RATIO) / side)) + 1
 
@@ -142,7 +142,7 @@ class QwenProcessor:
         _, rows, columns = image.grid
         merge, size = self.merge_size, self.patch_size
         blocks = image.pixels.reshape(rows // merge, merge, size, columns // merge, merge, size, 3)
-        # A patch's values are together: [patches, 3, size * size].
+        # The values of a patch are contiguous: [patches, 3, size * size].
         values = blocks.transpose(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, 3, size * size)
         found = np.empty((rows * columns, 3, self.frames, size * size), np.float32)
         for channel, table in enumerate(self.normalisation.table):
@@ -176,7 +176,7 @@ class SquareProcessor:
     def patches(self, image: ProcessedImage) -> Patches:
         _, rows, columns = image.grid
         size = self.patch_size
-        # Columns and rows behind the last whole patch are left out, as a convolution leaves them out.
+        # Columns and rows after the last whole patch are dropped, as by a convolution.
         blocks = image.pixels[: rows * size, : columns * size].reshape(rows, size, columns, size, 3)
         values = blocks.transpose(0, 2, 4, 1, 3).reshape(rows * columns, 3, size * size)
         found = np.empty(values.shape, np.float32)
@@ -213,7 +213,7 @@ def read_qwen_processor(directory: Path) -> QwenProcessor:
     fields = _read_settings(directory)
     size = _object(fields, "size")
     usual = (None, None) if size.values else (56 * 56, 28 * 28 * 1280)
-    # Older files have the limits beside the size, and these count.
+    # Older files have the limits beside `size`; those take precedence.
     least = fields.optional_integer("min_pixels") or size.integer("shortest_edge", usual[0])
     most = fields.optional_integer("max_pixels") or size.integer("longest_edge", usual[1])
     processor = QwenProcessor(

@@ -1,4 +1,4 @@
-"""The collectives that a configuration asks for."""
+"""The collectives of a configuration."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ GROUPS = Registry(
 
 
 def join_group(name: str, meeting_point: Path | NetworkMeeting, rank: int, size: int) -> ProcessGroup:
-    """The group of `size` ranks, when all have joined. name: of GROUPS, or "module:class" of another implementation of
-    ProcessGroup. meeting_point: as GlooGroup's."""
+    """Group of `size` ranks, when all have joined. name: key of GROUPS, or "module:class" of another ProcessGroup.
+    meeting_point: see GlooGroup."""
     make = load_target(name) if ":" in name else GROUPS.load(name)
     group: ProcessGroup = make(meeting_point, rank, size)
     return group

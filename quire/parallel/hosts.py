@@ -1,4 +1,4 @@
-"""Which ranks are on one host, and by what address others reach them."""
+"""Hosts of ranks, and the addresses at which others reach them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def shared_memory() -> str:
-    """The name of the memory that processes of this host can share: of the kernel since it started, and of /dev/shm,
-    which a container has of its own."""
+    """Name of the memory that processes of this host can share: the kernel's boot and /dev/shm, of which a container
+    has its own."""
     device = SHARED_MEMORY.stat().st_dev if SHARED_MEMORY.is_dir() else 0
     return f"{BOOT_ID.read_text().strip()} {device}"
 
 
 def own_address(peer: str) -> str:
-    """The address of the interface that leads to a host; nothing is sent."""
+    """Address of the interface that leads to a host; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((peer, 9))
         address: str = probe.getsockname()[0]

@@ -8,8 +8,8 @@ import torch
 
 
 class ProcessGroup(Protocol):
-    """A fixed set of ranks. Collectives are called by all of them in the same order, with tensors of the same shape and
-    dtype; the results are new tensors, or the argument where there is one rank."""
+    """A fixed set of ranks. All of them call the collectives in the same order, with tensors of the same shape and
+    dtype; results are new tensors, or the argument if there is one rank."""
 
     @property
     def rank(self) -> int:
@@ -21,7 +21,8 @@ class ProcessGroup(Protocol):
 
     @property
     def native(self) -> Any:
-        """What native programs record collectives over (`_native.SharedRanks`); None: they call back into torch."""
+        """Handle with which native programs record collectives (`_native.SharedRanks`); None: they call back into
+        torch."""
         ...
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Links between the stages of a pipeline that are processes of one host.
+"""Links between the stages of a pipeline in processes of one host.
 
-A link is memory that two processes have mapped, of as many slots as steps may be under way between them, and two
-counters of the kernel (eventfd): full and free slots. A process that waits for a slot sleeps. Whatever ends a process,
-the executor ends its peers, which would wait for ever.
+A link is memory mapped by two processes, with a slot for each step that may be under way between them, and two kernel
+counters (eventfd) of full and free slots. A process that waits for a slot sleeps. When a process ends, the executor
+ends its peers, which would wait for ever.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ NUM_SLOTS = 2
 
 
 class LinkFiles(NamedTuple):
-    """Descriptors of one link, which both of its ends inherit. memory: NUM_SLOTS slots. full, free: counters of
-    slots."""
+    """Descriptors of one link, inherited by both ends. memory: NUM_SLOTS slots. full, free: counters of slots."""
 
     memory: int
     full: int
@@ -24,7 +23,7 @@ class LinkFiles(NamedTuple):
 
     @classmethod
     def create(cls, slot_bytes: int) -> LinkFiles:
-        """A new link. The memory belongs to no file system: nothing is left of it when its ends are closed."""
+        """A new link. Its memory is in no file system and is gone when both ends are closed."""
         memory = os.memfd_create("quire-stages")
         os.truncate(memory, NUM_SLOTS * slot_bytes)
         full, free = (os.eventfd(count, os.EFD_SEMAPHORE) for count in (0, NUM_SLOTS))

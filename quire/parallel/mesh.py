@@ -46,8 +46,8 @@ class Mesh:
         return (place.dp * sizes.pp + place.pp) * sizes.tp + place.tp
 
     def groups(self, kind: str) -> tuple[tuple[int, ...], ...]:
-        """The groups of a kind of `KINDS`, ascending; every rank is in exactly one, and a group lists its ranks in
-        ascending order, which is the order of their shares.
+        """Groups of a kind of `KINDS`, ascending. Every rank is in exactly one; its ranks ascend, in the order of their
+        shares.
 
         A group of "tp", "pp" or "dp" has that coordinate from 0 on and shares the others. A group of "dcp" has `dcp`
         neighbours of a group of "tp". A group of "ep" has `ep` ranks of one stage: the tp ranks of neighbouring
@@ -56,7 +56,7 @@ class Mesh:
         return tuple(sorted(self._groups(kind)))
 
     def group_of(self, rank: int, kind: str) -> tuple[int, ...]:
-        """The group of that kind which the rank is in."""
+        """The rank's group of that kind."""
         return next(group for group in self.groups(kind) if rank in group)
 
     def _groups(self, kind: str) -> Iterator[tuple[int, ...]]:

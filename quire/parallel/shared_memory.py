@@ -1,4 +1,4 @@
-"""Collectives of ranks on one host over memory that they share, which native programs record as kernels."""
+"""Collectives over memory shared by the ranks of one host, which native programs record as kernels."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from quire.kernels.cpu import _native
 from quire.parallel.torch_dist import COLLECTIVE_TIMEOUT, GlooGroup, NetworkMeeting
 
 SPINS = 2000
-"""Looks at another rank's word, some tens of microseconds, before a rank sleeps: ranks meet after equal work."""
+"""Polls of another rank's word before a rank sleeps, some tens of microseconds: ranks meet after equal work."""
 CROWDED_SPINS = 50
-"""The same, where ranks have fewer cores than they are."""
+"""The same if ranks outnumber cores."""
 
 
 class SharedMemoryGroup(GlooGroup):
-    """Implements ProcessGroup. Sums of float32 go over shared memory; other tensors, and meetings outside of programs,
-    over gloo."""
+    """Implements ProcessGroup. Sums of float32 use shared memory; other tensors, and calls outside of programs, use
+    gloo."""
 
     def __init__(self, meeting_point: Path | NetworkMeeting, rank: int, size: int) -> None:
-        """As GlooGroup. Raises QuireError where a rank cannot open the first one's memory."""
+        """See GlooGroup. Raises QuireError if a rank cannot open the first one's memory."""
         super().__init__(meeting_point, rank, size)
         num_bytes = _native.SharedRanks.num_bytes(size)
         own = -1

@@ -1,4 +1,4 @@
-"""The group of one: collectives return their argument."""
+"""Group of one rank: collectives return their argument."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from quire.parallel.interface import ProcessGroup
 
 
 class SingleRank:
-    """The null instance of ProcessGroup."""
+    """ProcessGroup of one rank."""
 
     rank = 0
     size = 1
@@ -24,7 +24,7 @@ class SingleRank:
         return tensor
 
     def barrier(self) -> None:
-        """There is no other rank."""
+        """Return at once: there is no other rank."""
 
 
 SINGLE_RANK: ProcessGroup = SingleRank()

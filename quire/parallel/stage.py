@@ -1,4 +1,4 @@
-"""The stages of a pipeline, and what passes tensors from one to the next."""
+"""Stages of a pipeline, and the links between them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Link:
     """One end of a link. Tensors arrive in the order in which they were sent."""
 
     def __init__(self, files: LinkFiles) -> None:
-        """Takes the descriptors over."""
+        """Takes ownership of the descriptors."""
         size = os.fstat(files.memory).st_size
         self._files = files
         self._slots = torch.frombuffer(mmap.mmap(files.memory, size), dtype=torch.uint8).view(NUM_SLOTS, -1)
@@ -32,7 +32,7 @@ class Link:
         os.eventfd_write(self._files.full, 1)
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The next tensor, when it has come: a view of its slot, which is valid until `release`."""
+        """The next tensor, when it has come: a view of its slot, valid until `release`."""
         os.eventfd_read(self._files.full)
         num_bytes = dtype.itemsize * torch.Size(shape).numel()
         return self._turn()[:num_bytes].view(dtype).view(shape)
@@ -49,8 +49,8 @@ class Link:
 
 @dataclass(frozen=True)
 class Stage:
-    """A run of a model's layers that this rank computes, by their numbers. count: stages of the model. incoming,
-    outgoing: from the stage before and to the one behind (None: it is the first, or the last)."""
+    """The run of a model's layers on this rank, by their numbers. count: stages of the model. incoming, outgoing: links
+    from the stage before and to the next one (None: this is the first, or the last)."""
 
     number: int = 0
     count: int = 1
@@ -67,14 +67,14 @@ class Stage:
         return self.number == self.count - 1
 
     def at_entrance(self, slots: dict[str, SlotT], *, is_head: bool = False) -> dict[str, SlotT]:
-        """What comes before the first layer: nothing on other stages than the first. is_head: the last stage reads it
-        as well."""
+        """Weight slots before the first layer: `slots` on the first stage, none on others. is_head: the last stage
+        reads it too."""
         return slots if self.is_first or (is_head and self.is_last) else {}
 
     def at_exit(self, slots: dict[str, SlotT]) -> dict[str, SlotT]:
-        """What follows the last layer: nothing on other stages than the last."""
+        """Weight slots after the last layer: `slots` on the last stage, none on others."""
         return slots if self.is_last else {}
 
 
 WHOLE_MODEL = Stage()
-"""The one stage of a model that is not cut."""
+"""The only stage of a model without a pipeline."""

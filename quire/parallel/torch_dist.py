@@ -1,7 +1,7 @@
-"""Collectives of torch.distributed between processes, over gloo: of one host on the loopback interface, of several on
-an address that the others reach.
+"""Collectives of torch.distributed over gloo: on the loopback interface for one host, on an address that the others
+reach for several.
 
-The groups are objects: torch's process-wide default group is not used, so that two engines can live side by side.
+Groups are objects: torch's process-wide default group is not used, so two engines can live side by side.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ import torch.distributed
 
 LOOPBACK = "127.0.0.1"
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
-"""A guard only: the executor notices the end of a rank, and ends the ranks that wait for it."""
+"""Guard only: the executor notices the end of a rank, and ends the ranks that wait for it."""
 
 
 @dataclass(frozen=True)
 class NetworkMeeting:
-    """The place where ranks of several hosts exchange their addresses: a store of the first one. address: this rank's,
-    which the others reach. Neither store nor collectives check who speaks to them: the network must be private."""
+    """The place where ranks of several hosts exchange their addresses: a store on the first one. address: this rank's,
+    reachable from the others. Neither store nor collectives authenticate: the network must be private."""
 
     store: Any
     address: str
 
     @classmethod
     def open(cls, address: str, port: int = 0) -> NetworkMeeting:
-        """The first rank's. port: 0: any that is free."""
+        """Meeting of the first rank. port: 0: any free one."""
         library: Any = torch.distributed
         return cls(library.TCPStore(address, port, is_master=True, wait_for_workers=False), address)
 
     @classmethod
     def at(cls, host: str, port: int, address: str) -> NetworkMeeting:
-        """Another rank's, at the first one's store."""
+        """Meeting of another rank, at the first one's store."""
         library: Any = torch.distributed
         return cls(library.TCPStore(host, port, is_master=False), address)
 
@@ -51,8 +51,8 @@ class GlooGroup:
     native: Any = None
 
     def __init__(self, meeting_point: Path | NetworkMeeting, rank: int, size: int) -> None:
-        """Return when all ranks have joined. meeting_point: of ranks of one host a file, made by them, in a directory
-        that only this user can enter; the ranks exchange their addresses there."""
+        """Return when all ranks have joined. meeting_point: for ranks of one host a file that they create to exchange
+        their addresses, in a directory that only this user can enter."""
         self.rank = rank
         self.size = size
         library: Any = torch.distributed  # its type stubs leave out what makes a group by itself
@@ -65,8 +65,8 @@ class GlooGroup:
         self.barrier()
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """gloo's own sum divides a tensor among the ranks by its size, and adds each part in another order: a row's
-        bits would depend on the batch. So every rank adds up all parts."""
+        """Add all parts in rank order on every rank. gloo's own sum splits a tensor among the ranks by its size and
+        adds each part in another order: a row's bits would depend on the batch."""
         parts = self._gather(tensor)
         total = parts[0]
         for part in parts[1:]:

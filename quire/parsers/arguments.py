@@ -125,7 +125,7 @@ def python_literal(text: str) -> Any:
         raise ValueError("the literal is too large")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes that Python does not know
+            warnings.simplefilter("ignore")  # about escapes that Python does not know
             tree = ast.parse(_one_line_strings(text.strip()), mode="eval")
         return _value(tree.body)
     except (SyntaxError, MemoryError, RecursionError, OverflowError) as error:

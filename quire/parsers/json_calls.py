@@ -16,7 +16,7 @@ ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
 ID_KEYS = frozenset({"id", "tool_call_id"})
 CALL_KEYS = NAME_KEYS | ARGUMENT_KEYS | ID_KEYS | {"type"}
 """Keys of a call object. Another key before the name means that the object is not a call."""
-# "<" ends a broken value: outside strings it is no JSON, and markers begin with it.
+# "<" ends a broken value: JSON has none outside strings, and markers begin with it.
 _STRUCTURE = re.compile(r'["{}\[\]<]')
 _IN_STRING = re.compile(r'["\\\x00-\x1f]')
 _SCALAR_END = re.compile(r"[\s,}\]<;]")

@@ -123,7 +123,7 @@ class Output:
             return (yield from reader.until(markers, self.content))
         all_marks = Markers(*markers.texts, *self._drops)
         while (mark := (yield from reader.until(all_marks, self.content))) in self._drops:
-            self._held = self._held or []  # white space on either side belongs to the mark, if nothing else comes
+            self._held = self._held or []  # white space around the mark is dropped with it, unless text follows
         return mark
 
     def reasoning(self, text: str) -> None:

@@ -1,8 +1,8 @@
 """Matrices of AWQ checkpoints in the layout called gemm: 4 bits, with zero points.
 
-Of a matrix with K input features, N output rows and G groups:
+Layout of a matrix with K input features, N output rows and G groups:
 
-    qweight  [K, N / 8] int32    word c of feature k holds the rows 8 c and on, in the order of ROWS_OF_WORD
+    qweight  [K, N / 8] int32    word c of feature k holds the rows from 8 c on, in the order of ROWS_OF_WORD
     qzeros   [G, N / 8] int32    zero points, in the same order
     scales   [G, N]
 
@@ -20,7 +20,7 @@ from quire.quantization.packing import unpack_rows
 from quire.quantization.parts import MatrixFormat, Parts
 
 ROWS_OF_WORD = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Which of a word's 8 rows stands in each 4 bits, lowest bits first."""
+"""Row within a word's 8 for each 4 bits, lowest bits first."""
 BITS = 4
 
 

@@ -1,4 +1,4 @@
-"""Matrices in blocks as a GGUF file has them, not taken apart."""
+"""Matrices in the blocks of a GGUF file."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Unpack = Callable[[torch.Tensor], QuantizedWeight]
 
 @dataclass(frozen=True, eq=False)
 class BlockWeight(QuantizedWeight):
-    """rows: [N, bytes of a row] uint8, whole blocks with finite scales, where the file is mapped or in
-    memory. unpack: makes the common form of some rows. release: lets go of the memory that holds the file's pages,
-    which come back when they are read again; called when all rows have been copied."""
+    """rows: [N, bytes of a row] uint8, whole blocks with finite scales, in the mapped file or in memory. unpack: makes
+    the common form of some rows. release: called when all rows are copied; drops the file's pages from memory, which
+    come back when read again."""
 
     rows: torch.Tensor
     format: BlockFormatName

@@ -1,4 +1,4 @@
-"""Quantised checkpoints: from the stored tensors to matrices."""
+"""Quantised checkpoints: from stored tensors to matrices."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ FORMATS = {
 def quantized_weights(
     tensors: Iterable[tuple[str, torch.Tensor]], config: QuantizationConfig | None
 ) -> Iterator[tuple[str, WeightTensor]]:
-    """The stream of a checkpoint's tensors with each quantised matrix put together under one name. Tensors that
-    belong to no such matrix pass through. Raises ModelLoadError as `assemble` does."""
+    """A checkpoint's tensors with each quantised matrix assembled under one name; other tensors pass through. Raises
+    ModelLoadError like `assemble`."""
     if config is None or config.checkpoint_format is None:
         return iter(tensors)
     return assemble(tensors, FORMATS[config.checkpoint_format](config))

@@ -1,15 +1,15 @@
 """Matrices of compressed-tensors checkpoints.
 
-Of a matrix with K input features, N output rows and G groups (G = 1: one scale a row), in the format pack-quantized,
-with words of 32 bits that hold 32 / bits numbers each, the first in the lowest bits, each with 2 ** (bits - 1) added:
+Layout of a matrix with K input features, N output rows and G groups (G = 1: one scale per row) in the format
+pack-quantized. A 32-bit word holds 32 / bits numbers, the first in the lowest bits, each plus 2 ** (bits - 1):
 
-    weight_packed      [N, ceil(K * bits / 32)] int32    word c of row n holds the features c * 32 / bits and on
+    weight_packed      [N, ceil(K * bits / 32)] int32    word c of row n holds the features from c * 32 / bits on
     weight_scale       [N, G]
-    weight_zero_point  [ceil(N * bits / 32), G] int32    asymmetric only: word r holds the rows r * 32 / bits and on
+    weight_zero_point  [ceil(N * bits / 32), G] int32    asymmetric only: word r holds the rows from r * 32 / bits on
     weight_shape       [2]                               N, K
     weight_g_idx       [K] int32                         act-order only: the group of each feature
 
-and in the format int-quantized:
+Layout in the format int-quantized:
 
     weight             [N, K] int8
     weight_scale       [N, 1] (or [N])
@@ -30,7 +30,7 @@ from quire.quantization.parts import FLOATING, INTEGRAL, MatrixFormat, Parts, by
 
 
 def compressed_tensors_format(config: QuantizationConfig) -> MatrixFormat:
-    """Symmetric matrices may have zero points all the same, all of them 0."""
+    """Format of the matrices. Symmetric matrices may have zero points, all 0."""
     packed = config.checkpoint_format == "pack-quantized"
     required = {"weight_packed", "weight_scale", "weight_shape"} if packed else {"weight", "weight_scale"}
     harmless = {}

@@ -1,4 +1,4 @@
-"""Plain weights on a GPU: the library's matrix products, or ones that are the same for a row in any batch."""
+"""Plain weights on a GPU: the library's matrix products, or batch-invariant ones."""
 
 from __future__ import annotations
 
@@ -18,11 +18,9 @@ from quire.quantization.unquantized import PlainParameters, PlainStack, Unquanti
 
 
 class DeviceLinear(UnquantizedLinear):
-    """Instance of LinearMethod: stored as UnquantizedLinear does, computed without waiting for the device.
-
-    A residual is added by the product itself where there is no bias, and written over: one pass less over it than a
-    kernel of its own would take, and one rounding less. batch_invariant: see `quire.kernels.triton.matmul`.
-    """
+    """LinearMethod of plain weights on a GPU, computed without waiting for the device. Without a bias, the product
+    adds the residual and overwrites it: one pass and one rounding less. batch_invariant: see
+    `quire.kernels.triton.matmul`."""
 
     def __init__(self, dtype: torch.dtype, *, batch_invariant: bool) -> None:
         super().__init__(dtype)

@@ -1,4 +1,4 @@
-"""A tensor of a checkpoint's file of which only the parts asked for are read."""
+"""A tensor of a checkpoint's file, read in parts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ ReadSlice = Callable[[int, int, int], torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class FileTensor:
-    """shape: of the whole tensor. dtype: as it is stored. Reading may raise ModelLoadError, and is possible until the
-    next tensor of the file is asked for."""
+    """shape: the whole tensor. dtype: stored dtype. Reading may raise ModelLoadError, and is possible until the next
+    tensor of the file is asked for."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -25,23 +25,23 @@ class FileTensor:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole tensor."""
+        """Bytes of the whole tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def is_floating_point(self) -> bool:
         return self.dtype.is_floating_point
 
     def t(self) -> FileTensor:
-        """The matrix with its dimensions exchanged; nothing is read."""
+        """The transposed matrix; nothing is read."""
         return replace(self, shape=self.shape[::-1], transposed=not self.transposed)
 
     def read(self) -> torch.Tensor:
-        """All of it."""
+        """Read the whole tensor."""
         tensor = self.read_whole()
         return tensor.t() if self.transposed else tensor
 
     def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:
-        """The part [start, start + length) of a dimension, and nothing else, is read."""
+        """Read only the part [start, start + length) of a dimension."""
         if (start, length) == (0, self.shape[dim]):
             return self.read()
         if self.transposed:

@@ -1,25 +1,25 @@
 """Matrices of checkpoints with 8-bit and 4-bit floats.
 
-Of a matrix with K input features and N output rows, 8-bit floats (e4m3) of every kind of checkpoint:
+Layout of a matrix with K input features and N output rows in 8-bit floats (e4m3), in every kind of checkpoint:
 
     weight              [N, K] float8_e4m3fn
     weight_scale        one number, [N] or [N, 1], or [N / B, K / C] for blocks of B rows and C features, the last ones
-                        of which may be cut off (DeepSeek and its like call it weight_scale_inv)
+                        maybe cut off (DeepSeek and others call it weight_scale_inv)
 
-4-bit floats (e2m1), two to a byte, the first in the lower half, with G = K / group:
+Layouts in 4-bit floats (e2m1), two to a byte, the first in the lower half, with G = K / group:
 
     weight_packed       [N, K / 2] uint8                   compressed-tensors
     weight_scale        [N, G] uint8 (mxfp4: groups of 32) or float8_e4m3fn (nvfp4: groups of 16)
-    weight_global_scale [1]                                nvfp4 only: what scales are divided by
+    weight_global_scale [1]                                nvfp4 only: divisor of the scales
 
     weight              [N, K / 2] uint8                   ModelOpt, nvfp4
     weight_scale        [N, G] float8_e4m3fn
-    weight_scale_2      []                                 what scales are multiplied with
+    weight_scale_2      []                                 factor of the scales
 
     <name>_blocks       [E, N, G, 16] uint8                GPT-OSS, mxfp4: a matrix for each of E experts
     <name>_scales       [E, N, G] uint8
 
-Scales of activations (input_scale, input_global_scale, activation_scale) are passed over: activations are not rounded.
+Scales of activations (input_scale, input_global_scale, activation_scale) are ignored: activations are not rounded.
 """
 
 from __future__ import annotations

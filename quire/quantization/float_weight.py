@@ -1,8 +1,8 @@
 """Matrices of 8-bit and 4-bit floats with scales, as checkpoints store them.
 
-The formats are those of the Open Compute Project: OFP8 (e4m3: up to 448, without infinities) and Microscaling Formats
-(MXFP4: e2m1 values, and for each 32 of them a power of two). NVIDIA's NVFP4 has a scale in e4m3 for each 16 values, and
-a float32 besides.
+Formats are the Open Compute Project's OFP8 (e4m3: up to 448, without infinities) and Microscaling Formats (MXFP4: e2m1
+values, and a power of two for each 32 of them), and NVIDIA's NVFP4 (a scale in e4m3 for each 16 values, and a float32
+besides).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from quire.quantization.quantized_weight import (
 )
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""By code."""
+"""Values by code."""
 MX_GROUP, NV_GROUP = 32, 16
 NAN_SIZE = 0x7F
-"""An e4m3 code that is not a number, without its sign."""
+"""The e4m3 NaN code, without its sign."""
 NAN_EXPONENT = 0xFF
-"""The e8m0 code that is not a number."""
+"""The e8m0 NaN code."""
 EXPONENT_BIAS = 127
 
 
@@ -72,12 +72,12 @@ class Float8Weight(QuantizedWeight):
 
 @dataclass(frozen=True, eq=False)
 class Float4Weight(QuantizedWeight):
-    """w[n, k] = E2M1_VALUES[code of k] * scale of its group; or a stack of such matrices, with a dimension before.
+    """w[n, k] = E2M1_VALUES[code of k] * scale of its group; or a stack of such matrices, with a leading dimension.
 
-    pairs: [N, K / 2 rounded up] uint8, the code of the first of two in the lower half. num_columns: K. Of MXFP4
-    (row_scales is None) scale_codes [N, K / 32 rounded up] uint8 are exponents, e8m0: 2 ** (code - 127). Of NVFP4
-    they are [N, K / 16 rounded up], the bits of e4m3 numbers, and row_scales [N] float32 what they are multiplied with.
-    The constructor raises ModelLoadError for parts that do not fit together, and for scales that are not finite.
+    pairs: [N, K / 2 rounded up] uint8, the first code of two in the lower half. num_columns: K. scale_codes: for MXFP4
+    (row_scales is None) [N, K / 32 rounded up] uint8 e8m0 exponents, scale = 2 ** (code - 127); for NVFP4 [N, K / 16
+    rounded up], bits of e4m3 numbers, multiplied by row_scales, [N] float32. The constructor raises ModelLoadError for
+    parts that do not fit together, and for scales that are not finite.
     """
 
     pairs: torch.Tensor
@@ -104,7 +104,7 @@ class Float4Weight(QuantizedWeight):
 
     @property
     def group_size(self) -> int:
-        """Input features that share a scale."""
+        """Input features per scale."""
         return MX_GROUP if self.row_scales is None else NV_GROUP
 
     def __getitem__(self, which: int | slice | torch.Tensor) -> Self:
@@ -129,7 +129,7 @@ class Float4Weight(QuantizedWeight):
 
 
 def _refuse_nan(codes: torch.Tensor, what: str) -> None:
-    """Raise ModelLoadError where e4m3 numbers, or their bits, are not numbers."""
+    """Raise ModelLoadError if e4m3 numbers, or their bits, are NaN."""
     for block in codes.view(torch.uint8).split(max(1, BLOCK_ELEMENTS // codes.shape[1])):
         if bool(((block & NAN_SIZE) == NAN_SIZE).any()):
             raise ModelLoadError(f"{what} hold NaN")

@@ -1,9 +1,9 @@
 """Matrices of GPTQ checkpoints.
 
-Of a matrix with K input features, N output rows and G groups, with words of 32 bits that hold 32 / bits numbers each,
-the first in the lowest bits:
+Layout of a matrix with K input features, N output rows and G groups. A 32-bit word holds 32 / bits numbers, the first
+in the lowest bits:
 
-    qweight  [K * bits / 32, N] int32    word r of row n holds the features r * 32 / bits and on, in their own order
+    qweight  [K * bits / 32, N] int32    word r of row n holds the features from r * 32 / bits on, in their own order
     qzeros   [G, N * bits / 32] int32    zero points; format gptq stores each less one, modulo 2 ** bits
     scales   [G, N]
     g_idx    [K] int32                   the group of each feature
@@ -24,7 +24,7 @@ PARTS = frozenset(("qweight", "qzeros", "scales"))
 
 
 def gptq_format(config: QuantizationConfig) -> MatrixFormat:
-    """Whether g_idx, which may be stored without act-order too, has the groups in their natural order."""
+    """True if g_idx, which may be stored without act-order too, has the groups in their natural order."""
 
     def build(parts: Parts) -> IntegerWeight:
         return _build(parts, config)
@@ -64,7 +64,7 @@ def with_zero_points(
     zeros: torch.Tensor,
     order: torch.Tensor | None = None,
 ) -> IntegerWeight:
-    """w = scale * (value - zero). values: [N, K] uint8; scales: [N, G] float32; zeros: [N, G] uint8."""
+    """Matrix of w = scale * (value - zero). values: [N, K] uint8; scales: [N, G] float32; zeros: [N, G] uint8."""
     if bits == 4:
         return IntegerWeight(values, 4, group_size, scales, -scales * zeros, order)
     centre = 128

@@ -20,7 +20,7 @@ MAX_UINT4 = 15
 class IntegerWeight(QuantizedWeight):
     """w[n, k] = scales[n, g] * values[n, k] + offsets[n, g] with g = k // group_size, in float32.
 
-    values: [N, K], uint8 from 0 to 15 (bits = 4) or int8 (bits = 8). group_size: divides K (K itself: one scale an
+    values: [N, K], uint8 from 0 to 15 (bits = 4) or int8 (bits = 8). group_size: divides K (K itself: one scale per
     output row). scales, offsets: [N, K / group_size] float32; offsets may be None (all zero) for 8 bits only.
     column_order: [K] int32, a permutation, or None: column k of `values` belongs to input feature column_order[k].
 
@@ -54,12 +54,12 @@ class IntegerWeight(QuantizedWeight):
 
     @property
     def num_groups(self) -> int:
-        """Groups in each row."""
+        """Groups per row."""
         return self.shape[1] // self.group_size
 
     @property
     def has_half_scales(self) -> bool:
-        """Whether float16 holds all scales and offsets as they are."""
+        """True if float16 holds all scales and offsets exactly."""
         numbers = (self.scales,) if self.offsets is None else (self.scales, self.offsets)
         return all(torch.equal(each.half().float(), each) for each in numbers)
 
@@ -68,7 +68,7 @@ class IntegerWeight(QuantizedWeight):
         return replace(self, values=self.values[which], scales=self.scales[which], offsets=offsets)
 
     def columns(self, start: int, length: int) -> Self:
-        """Also raises ModelLoadError where columns are not side by side because of a column_order."""
+        """Also raises ModelLoadError if a column_order puts the columns apart."""
         if self.column_order is not None:
             raise ModelLoadError("a matrix whose columns are reordered (act-order) cannot be split by input features")
         values = self.values.narrow(1, start, length)
@@ -117,14 +117,13 @@ WeightTensor = torch.Tensor | QuantizedWeight
 """A matrix of a checkpoint: a plain tensor, or quantised."""
 
 WeightSource = WeightTensor | FileTensor
-"""The same, or the place where a file has it."""
+"""A WeightTensor, or its place in a file."""
 
 LoadWeight = Callable[[WeightSource], object]
 
 
 def copy_into(target: torch.Tensor, source: WeightSource) -> None:
-    """Fill a plain tensor of any floating dtype with a tensor of the same shape; a quantised matrix is
-    dequantised block by block."""
+    """Fill a plain tensor of any floating dtype with a tensor of the same shape, dequantised block by block."""
     if isinstance(source, FileTensor):
         source = source.read()
     if isinstance(source, torch.Tensor):

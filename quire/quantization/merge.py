@@ -1,4 +1,4 @@
-"""Bringing the parts of one fused matrix to one format, exactly."""
+"""Exact conversion of the parts of a fused matrix to one format."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from quire.quantization.quantized_weight import QuantizedWeight
 
 
 def merge_rows(parts: Sequence[QuantizedWeight]) -> Sequence[QuantizedWeight] | None:
-    """The same weights in one format (a checkpoint may keep the projections of one layer in different ones): with the
-    same number of bits, group size and presence of offsets. None when there is no such format: integers beside floats,
-    groups that do not divide each other, columns in different orders (act-order)."""
+    """The same weights with the same bits, group size and presence of offsets (a checkpoint may store the projections
+    of one layer differently). None if no such format exists: integers beside floats, groups that do not divide each
+    other, columns in different orders (act-order)."""
     parts = [part.unpacked() if isinstance(part, BlockWeight) else part for part in parts]
     integers = [part for part in parts if isinstance(part, IntegerWeight)]
     if len(integers) == len(parts):

@@ -1,4 +1,4 @@
-"""From the quantised parts of a matrix to the panels of the native kernels."""
+"""Quantised parts of a matrix, packed into panels for the native kernels."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from quire.quantization.quantized_weight import QuantizedWeight
 
 INTEGER_TYPES = {8: WeightType.I8, 4: WeightType.I4}
 MOST_RUNS = 3
-"""Matrices that a fused one is taken apart to: queries, keys and values, or gate and up."""
+"""Largest number of parts of a fused matrix: queries, keys and values, or gate and up."""
 ROUNDED_BITS = 8
 
 
 def runs_of_blocks(parts: Sequence[QuantizedWeight]) -> list[list[QuantizedWeight]]:
-    """The parts of a matrix, one below the other, in runs that are packed as a matrix each: blocks of different formats
-    apart, since no format holds both in as few bytes. One run where anything else is among them."""
+    """The stacked parts of a matrix in runs, each packed as a matrix: blocks of different formats apart, since no
+    common format is as small. One run if there are parts other than blocks."""
     runs: list[list[QuantizedWeight]] = []
     last = None
     for part in parts:
@@ -43,9 +43,9 @@ def pack_parts(
     rounded_activations: bool,
     memory: Callable[[int], torch.Tensor],
 ) -> PackedMatrix | None:
-    """A matrix of the parts, one below the other. None when no format holds them all. rounded_activations: of integers,
-    activations are rounded to 8 bits, with a scale for each row, or of blocks for each group; floats never round them.
-    memory: gives zeroed memory."""
+    """Packed matrix of the stacked parts. None if no format holds them all. rounded_activations: round activations to 8
+    bits, with a scale per row for integers and per group for blocks; floats never round them. memory: allocates zeroed
+    memory."""
     blocks = [part for part in parts if isinstance(part, BlockWeight)]
     if len(blocks) == len(parts) and len({part.format for part in blocks}) == 1:
         return _pack_blocks(blocks, shape, rounded_activations, memory)

@@ -43,7 +43,7 @@ FLOAT_TYPES = {
 }
 GATED_PARTS = 2
 PANEL = 16
-"""Columns of gate and up that take turns in a gated matrix."""
+"""Columns per turn of gate and up in a gated matrix."""
 
 
 @dataclass(eq=False, slots=True)
@@ -65,7 +65,7 @@ class PackedParameters:
 
 
 class PackedLinear:
-    """Instance of LinearMethod for native execution: weights in panels, calls recorded."""
+    """LinearMethod of native execution: weights in panels, calls recorded."""
 
     def __init__(self, weight_format: WeightFormat) -> None:
         self._format = weight_format
@@ -187,7 +187,7 @@ class PackedLinear:
         )
 
     def trim(self) -> None:
-        """Give back the memory that was taken for further weights: all are loaded."""
+        """Free memory reserved for further weights: all are loaded."""
         self._arena.trim()
 
     def stored_bytes(self, shape: Sequence[int]) -> int:
@@ -244,7 +244,7 @@ def _stacked(
     residual: Buffer | None,
     activation: _native.Activation,
 ) -> Buffer:
-    """The products of matrices that lie one below the other."""
+    """Products of stacked matrices."""
     out, row = residual, 0
     for matrix, bias in matrices:
         out = x.recorder.call(
@@ -264,7 +264,7 @@ def _stacked(
 
 
 def _apply_gated(shape: LinearShape, matrices: Sequence[tuple[PackedMatrix, int]], x: Buffer) -> Buffer:
-    """activation(gate) * up, of two matrices: the products and the numbers that one gated matrix gives."""
+    """activation(gate) * up of two matrices: the same numbers as one gated matrix."""
     gate, up = (
         x.recorder.call(
             "linear",
@@ -294,7 +294,7 @@ def _embed(
     start: int = 0,
     shared_rows: int = 0,
 ) -> Buffer:
-    """start, shared_rows: of a table that is one rank's share, its first row and the rows of all."""
+    """start, shared_rows: first row and total rows of a table shared among ranks."""
     matrix = _loaded(parameters)
     indices.recorder.keep.append(parameters)
     return indices.recorder.call(
@@ -313,13 +313,13 @@ def _embed(
 
 
 def fit_natively(groups: torch.Tensor) -> FittedGroups | None:
-    """`quire.quantization.quantize.fit_groups` by native kernels."""
+    """Native `quire.quantization.quantize.fit_groups`."""
     found = fit_int4(groups, CLIPPING, NUDGES)
     return None if found is None else FittedGroups(*found)
 
 
 def _native_matrices(parameters: PackedParameters) -> list[tuple[PackedMatrix, int]]:
-    """The packed matrices with the address of the bias of each, 0 for none."""
+    """Packed matrices, each with the address of its bias (0: none)."""
     assert parameters.matrices, "weights are loaded before a model is recorded"
     row = 0
     for matrix in parameters.matrices:

@@ -32,9 +32,8 @@ logger = get_logger(__name__)
 
 @dataclass(eq=False, slots=True)
 class DeviceStack(Sequence["DevicePart"]):
-    """Matrices of one shape and one format. matrix: None until the first of them is known. biases: [count,
-    out_features] or None. column_order: of the one matrix, as StoredParts has it. pending: by matrix, the quantised
-    parts of one whose other parts have not come yet, by first row."""
+    """Matrices of one shape and format. matrix: None until the first one is known. biases: [count, out_features] or
+    None. column_order: see StoredParts. pending: by matrix, its quantised parts by first row until all have come."""
 
     shape: LinearShape
     size: int
@@ -62,7 +61,7 @@ class DeviceStack(Sequence["DevicePart"]):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the weights are floating point: a checkpoint quantises some layers and leaves others."""
+        """True if the weights are floating point: a checkpoint may quantise only some layers."""
         return self.loaded.kind == PLAIN.value
 
 
@@ -75,15 +74,14 @@ class DevicePart:
 
 
 class PackedDeviceLinear:
-    """Instance of LinearMethod. How a quantised matrix is multiplied depends on the number of rows, and a row's last
-    bits with it, unless `plain` is batch-invariant: then tiles and order of additions depend on the matrix alone. So
-    they do for experts and heads in any case.
+    """LinearMethod of quantised weights on a GPU. The product depends on the number of rows, and so do a row's last
+    bits, unless `plain` is batch-invariant: then tiles and order of additions depend on the matrix alone. Experts and
+    heads are always batch-invariant.
 
-    plain: computes matrices that are not quantised. weight_format: as PackedLinear's. stored_bits: of a weight, for
-    estimates of memory. converts_e4m3: the device's instructions read e4m3 numbers (compute capability 8.9).
-    rounds_activations: of products with matrices in e4m3, rows of x are rounded to e4m3 as well, each by scales of its
-    own, and the tensor cores multiply them as such; of integers the weight_format says so. But not where each head has
-    a matrix of its own.
+    plain: computes matrices that are not quantised. weight_format: see PackedLinear. stored_bits: bits per weight, for
+    estimates of memory. converts_e4m3: the device has e4m3 conversions (compute capability 8.9). rounds_activations:
+    round rows of x to e4m3, with scales of their own, for products with e4m3 matrices on tensor cores, except in
+    `apply_heads`; weight_format decides for integers.
     """
 
     def __init__(
@@ -183,7 +181,7 @@ class PackedDeviceLinear:
         return apply_experts(matrices, x, routing, residual, gating.activation, gating.limit, weights.weighs_input)
 
     def stored_bytes(self, shape: Sequence[int]) -> int:
-        """Of a matrix without its scales."""
+        """Bytes without the scales."""
         return self._plain.stored_bytes(shape) if len(shape) == 1 else math.prod(shape) * self._stored_bits // 8
 
     def _rounds_for(self, stack: DeviceStack) -> bool:
@@ -217,7 +215,7 @@ class PackedDeviceLinear:
         put(stack.matrix, index, stored.matrix)
 
     def _load_plain(self, stack: DeviceStack, index: int, parts: Mapping[int, WeightTensor]) -> None:
-        """parts: by first row. Raises ModelLoadError where other matrices of the stack are quantised."""
+        """parts: by first row. Raises ModelLoadError if other matrices of the stack are quantised."""
         shape = stack.shape
         if stack.matrix is None:
             size = (len(stack), shape.out_features, shape.in_features)

@@ -1,4 +1,4 @@
-"""Small integers out of 32-bit words."""
+"""Small integers from 32-bit words."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def unpack_rows(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def per_word(bits: int) -> int:
-    """Fields of one word."""
+    """Fields per word."""
     return WORD_BITS // bits
 
 
 def recentre(values: torch.Tensor) -> torch.Tensor:
-    """uint8 0 to 255 -> int8 -128 to 127, 128 less each."""
+    """uint8 0 to 255 -> int8 -128 to 127, less 128 each."""
     return (values ^ 0x80).view(torch.int8)

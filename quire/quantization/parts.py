@@ -1,4 +1,4 @@
-"""Putting together the tensors of a checkpoint that make up one quantised matrix, as they stream by."""
+"""Assembly of quantised matrices from the streamed tensors of a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ INTEGRAL = (torch.int32, torch.int64)
 
 @dataclass
 class Parts:
-    """The parts of a matrix that have been streamed so far. prefix: of their names."""
+    """Parts of a matrix streamed so far. prefix: start of their names."""
 
     prefix: str
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def take(self, part: str, dtypes: Sequence[torch.dtype], shape: Sequence[int | None]) -> torch.Tensor:
-        """One part, of one of the dtypes and of this shape (None: any size). Raises ModelLoadError naming it."""
+        """One part, checked for dtype and shape (None: any size). Raises ModelLoadError naming it."""
         tensor = self.tensors[part]
         fits = len(tensor.shape) == len(shape) and all(
             wanted in (None, size) for size, wanted in zip(tensor.shape, shape, strict=True)
@@ -44,13 +44,13 @@ class Parts:
         return ModelLoadError(f"tensor '{self.prefix}{part}' {message}")
 
     def scalar(self, part: str) -> float:
-        """A number that is stored alone, [] or [1]."""
+        """A number of shape [] or [1]."""
         tensor = self.tensors[part]
         shape = (1,) if tensor.dim() == 1 else ()
         return float(self.take(part, FLOATING, shape))
 
     def group_size(self, part: str, columns: int, wanted: int | None) -> int:
-        """The features of a group: all for None. Raises ModelLoadError when groups do not divide the columns."""
+        """Features per group; None: all. Raises ModelLoadError if groups do not divide the columns."""
         size = columns if wanted is None else wanted
         if columns % size:
             raise self.error(part, f"has {columns} input features, which are no multiple of the group size {size}")
@@ -59,10 +59,10 @@ class Parts:
 
 @dataclass(frozen=True)
 class MatrixFormat:
-    """required: names of the parts that make up a matrix. harmless: parts that a checkpoint may hold for nothing, each
-    with a test that it says nothing. build: from the required parts to the matrix. weight_dtype: of a part called
-    "weight". aliases: further names of parts. separator: between the name of the matrix and those of its parts; where
-    it is a dot, the matrix is called `<name>.weight`."""
+    """required: part names of a matrix. harmless: parts without effect that a checkpoint may hold, each with a test for
+    that. build: makes the matrix from the required parts. weight_dtype: dtype of a part called "weight". aliases:
+    further names of parts. separator: between the names of matrix and part; if a dot, the matrix is called
+    `<name>.weight`."""
 
     required: frozenset[str]
     build: Callable[[Parts], QuantizedWeight]
@@ -80,7 +80,7 @@ class MatrixFormat:
         return f"{module}.weight" if self.separator == "." else module
 
     def owns(self, part: str, tensor: torch.Tensor) -> bool:
-        """Whether a tensor of this name is a part of a matrix. A plain weight has the name of a quantised one."""
+        """True if a tensor is a part of a matrix. A plain weight has the same name as a quantised one."""
         if part == "weight":
             return part in self.required and tensor.dtype == self.weight_dtype
         return part in self.required or part in self.harmless
@@ -89,10 +89,10 @@ class MatrixFormat:
 def assemble(
     tensors: Iterable[tuple[str, torch.Tensor]], matrix_format: MatrixFormat
 ) -> Iterator[tuple[str, WeightTensor]]:
-    """Yield each matrix as soon as its last part has come, and every other tensor as it comes.
+    """Yield each matrix after its last part, and every other tensor as it comes.
 
-    Parts of a matrix may come in any order and with other tensors between them; only matrices that lack a part are
-    held. Raises ModelLoadError, naming the tensor, for parts that are missing, given twice or do not fit.
+    Parts may come in any order and with other tensors between them; only incomplete matrices are held. Raises
+    ModelLoadError, naming the tensor, for parts that are missing, given twice or do not fit.
     """
     pending: dict[str, Parts] = {}
     done: set[str] = set()
@@ -134,8 +134,7 @@ def _build(parts: Parts, name: str, matrix_format: MatrixFormat) -> QuantizedWei
 
 def by_group(values: torch.Tensor, group_of: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Bring columns of the same group side by side. values: [N, K]; group_of: [K], the group of each input feature.
-    Returns the values and the column order (None when nothing moves). Raises ModelLoadError for groups that are not
-    of equal size."""
+    Returns the values and the column order (None: unchanged). Raises ModelLoadError for groups of unequal size."""
     columns = values.shape[1]
     if torch.equal(group_of, torch.arange(columns) // group_size):
         return values, None

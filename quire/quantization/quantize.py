@@ -1,4 +1,4 @@
-"""Rounding a floating-point matrix to integers, without looking at any activations."""
+"""Rounding of a floating-point matrix to integers, without activations."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from quire.quantization.integer_weight import MAX_UINT4, IntegerWeight
 GROUP_SIZES = (128, 64, 32)
 MAX_INT8 = 127
 CLIPPING = (1.0, 0.87, 0.75)
-"""Shares of a group's range that the search for 4 bits starts from: finer steps can outweigh the values cut off."""
+"""Shares of a group's range at which the search for 4 bits starts: finer steps can outweigh clipped values."""
 NUDGES = (
     (1.06, 0.0), (0.94, 0.0), (1.0, 0.3), (1.0, -0.3), (1.03, 0.0), (0.97, 0.0), (1.0, 0.15), (1.0, -0.15),
 )  # fmt: skip
-"""Changes that are then tried on the best so far: (factor of the step, shift in steps). On trained weights they lower
-the squared error by a further 7 %; 64 more starts in their place do no better."""
+"""Changes tried next on the best so far: (factor of the step, shift in steps). On trained weights they lower the
+squared error by a further 7 %; 64 more starts instead do no better."""
 LEAST_HALF_STEP = 2.0**-18
 MOST_STEPS_FROM_ZERO = 256
-"""A step of this size is a whole number of float16's smallest, 64 or more, and an offset that is this many steps is
-off by a sixteenth of one: the rounding of 4 bits errs by a quarter of a step on average."""
+"""Least step, and most steps in an offset, that float16 keeps well: a step of 64 units or more, an offset off by a
+sixteenth of a step. (4-bit rounding errs by a quarter of a step on average.)"""
 WORKING_ELEMENTS = 2**20
-"""Weights that are searched at once, which bounds the working memory to some megabytes."""
+"""Weights searched at once: limits the working memory to some megabytes."""
 
 
 class FittedGroups(NamedTuple):
@@ -38,12 +38,12 @@ class FittedGroups(NamedTuple):
 
 
 Fit = Callable[[torch.Tensor], FittedGroups | None]
-"""Groups of weights, [M, G] float32, rounded to 4 bits; None: some are infinite or NaN."""
+"""Rounds groups of weights, [M, G] float32, to 4 bits; returns None for infinities or NaN."""
 
 
 def fitting_group_size(in_features: int, requested: int) -> int:
-    """The largest of 128, 64 and 32 that is not above `requested` and divides `in_features`. Raises ModelLoadError,
-    with the arithmetic, when none does."""
+    """Largest of 128, 64 and 32 that is at most `requested` and divides `in_features`. Raises ModelLoadError, with the
+    arithmetic, if none does."""
     for size in GROUP_SIZES:
         if size <= requested and in_features % size == 0:
             return size
@@ -62,11 +62,11 @@ def quantize_rows(
 ) -> IntegerWeight:
     """Quantise [N, K] of any floating dtype.
 
-    8 bits: symmetric, one scale for each group by its largest magnitude (group_size None: each row); the same bits on
-    each device. 4 bits: a scale
-    and an offset for each group of `fitting_group_size(K, group_size)`, chosen to keep the squared error small and
-    rounded to float16 in groups where that does not show.
-    name: of the tensor, for errors (None: the caller names it). fit: of 4 bits (None: `fit_groups`). Raises
+    8 bits: symmetric, one scale per group from its largest magnitude (group_size None: per row); the same bits on each
+    device. 4 bits: a scale and an offset per group of `fitting_group_size(K, group_size)`, chosen for a small squared
+    error and rounded to float16 in groups that allow it.
+
+    name: the tensor's name for errors (None: the caller adds it). fit: 4-bit rounding (None: `fit_groups`). Raises
     ModelLoadError for infinities, NaN and sizes that do not fit.
     """
     assert tensor.dim() == 2, "only matrices are quantised"
@@ -96,7 +96,7 @@ def _row_blocks(rows: int, columns: int) -> Iterator[tuple[int, int]]:
 
 
 def _peaks(groups: torch.Tensor) -> torch.Tensor | None:
-    """[M, 1]: the largest magnitude in each row of [M, G], 1 where all are zero; None: some are not finite."""
+    """[M, 1]: largest magnitude in each row of [M, G], 1 if all are zero. None if some are not finite."""
     peak = groups.abs().amax(1, keepdim=True)
     return torch.where(peak > 0, peak, 1.0) if bool(torch.isfinite(peak).all()) else None
 
@@ -121,8 +121,8 @@ def _int4(groups: torch.Tensor, fit: Fit) -> tuple[torch.Tensor, torch.Tensor, t
 
 
 def fit_groups(groups: torch.Tensor) -> FittedGroups | None:
-    """A candidate is a step and a start: the group is rounded to them, and both are fitted anew to the rounded values
-    by least squares. The candidate that leaves the smallest squared error wins, for each group by itself."""
+    """Round groups by search. A candidate is a step and a start: the group is rounded to them, and both are fitted to
+    the rounded values by least squares. The candidate with the smallest squared error wins, per group."""
     if (peak := _peaks(groups)) is None:
         return None
     x = groups / peak
@@ -143,8 +143,8 @@ def fit_groups(groups: torch.Tensor) -> FittedGroups | None:
 
 
 def _in_halves(found: FittedGroups) -> tuple[torch.Tensor, torch.Tensor]:
-    """Steps rounded to numbers of float16, and offsets fitted to them, where float16 keeps both well. Where all groups
-    of a matrix are so, it is stored with 5 bits a weight in groups of 32 instead of 6."""
+    """Steps rounded to float16, and offsets fitted to them, if float16 keeps both well. If all groups of a matrix are
+    so, it is stored with 5 bits per weight in groups of 32 instead of 6."""
     _, steps, offsets, means = found
     half_steps = steps.half().float()
     half_offsets = (offsets + (steps - half_steps) * means).half().float()
@@ -154,7 +154,7 @@ def _in_halves(found: FittedGroups) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class _Line(NamedTuple):
-    """x = start + step * value, each [M, 1]; explained: the part of x's sum of squares that it accounts for."""
+    """x = start + step * value, each [M, 1]. explained: the part of x's sum of squares that it accounts for."""
 
     step: torch.Tensor
     start: torch.Tensor
@@ -162,13 +162,13 @@ class _Line(NamedTuple):
 
 
 def _better(first: _Line, second: _Line) -> _Line:
-    """Of each row the line that explains more."""
+    """The line that explains more, per row."""
     wins = second.explained > first.explained
     return _Line(*(torch.where(wins, new, old) for new, old in zip(second, first, strict=True)))
 
 
 def _round(x: torch.Tensor, step: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-    """The nearest of 0 to 15 to (x - start) / step; all 0 where step is 0."""
+    """Nearest of 0 to 15 to (x - start) / step; all 0 if step is 0."""
     per_step = torch.where(step > 0, 1 / step, 0.0)
     return torch.addcmul(-start * per_step, x, per_step).clamp_(0, MAX_UINT4).round_()
 

@@ -1,4 +1,4 @@
-"""Rounding a floating-point matrix to FP8 or MXFP4, without looking at any activations."""
+"""Rounding of a floating-point matrix to FP8 or MXFP4, without activations."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from quire.quantization.quantized_weight import BLOCK_ELEMENTS
 
 LARGEST_E4M3 = 448.0
 E2M1_EXPONENT = 2
-"""The largest e2m1 number is 6 = 1.5 * 2 ** 2."""
+"""Exponent of the largest e2m1 number, 6 = 1.5 * 2 ** 2."""
 MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-"""Between magnitudes of e2m1 that follow one another. A middle goes to the one whose code is even."""
+"""Midpoints of neighbouring e2m1 magnitudes. A tie goes to the even code."""
 SIGN_CODE = 8
 
 
 def quantize_float8(tensor: torch.Tensor, *, name: str | None = None) -> Float8Weight:
-    """[N, K] of any floating dtype, with a scale for each row by its largest magnitude; the same bits on each device,
-    and on the tensor's. name: of the tensor, for errors. Raises ModelLoadError for infinities and NaN."""
+    """Round [N, K] of any floating dtype, with a scale per row from its largest magnitude; the same bits on each
+    device. The result stays on the tensor's device. name: the tensor's name for errors. Raises ModelLoadError for
+    infinities and NaN."""
     rows, columns = tensor.shape
     values = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=tensor.device)
     scales = torch.empty(rows, 1, device=tensor.device)
@@ -33,9 +34,9 @@ def quantize_float8(tensor: torch.Tensor, *, name: str | None = None) -> Float8W
 
 
 def quantize_mxfp4(tensor: torch.Tensor, *, name: str | None = None) -> Float4Weight:
-    """[N, K] of any floating dtype in groups of 32 (the last may be shorter). The exponent of a group is that of its
-    largest magnitude, or the next one where that leaves a smaller squared error: the first cuts off what is above 6.
-    name: of the tensor, for errors. Raises ModelLoadError for infinities and NaN."""
+    """Round [N, K] of any floating dtype in groups of 32 (the last may be shorter). A group's exponent is that of its
+    largest magnitude, which clips values above 6, or the next one if its squared error is smaller. name: the tensor's
+    name for errors. Raises ModelLoadError for infinities and NaN."""
     rows, columns = tensor.shape
     groups = -(-columns // MX_GROUP)
     pairs = torch.empty(rows, groups * MX_GROUP // 2, dtype=torch.uint8)
@@ -63,7 +64,7 @@ def _mxfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _rounded(x: torch.Tensor, exponents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes of x / 2 ** exponents, and the squared error of each group in float64."""
+    """Codes of x / 2 ** exponents, and each group's squared error in float64."""
     size = torch.ldexp(x.double().abs(), -exponents)
     middles = torch.tensor(MIDDLES, dtype=torch.float64)
     # The even code of the two beside a middle is the lower one for every other middle, from the first on.
@@ -75,7 +76,7 @@ def _rounded(x: torch.Tensor, exponents: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def _finite(block: torch.Tensor, name: str | None) -> torch.Tensor:
-    """As float32."""
+    """The block as float32."""
     wide = block.float().contiguous()
     if not bool(torch.isfinite(wide).all()):
         named = "" if name is None else f"tensor {name!r}: "

@@ -1,4 +1,4 @@
-"""What all quantised matrices can do, whichever format their values are in."""
+"""Operations common to quantised matrices of every format."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 from quire.errors import ModelLoadError
 
 BLOCK_ELEMENTS = 2**20
-"""Weights that are turned into floating point at once: 4 MiB of working memory."""
+"""Weights dequantised at once: 4 MiB of working memory."""
 
 
 class QuantizedWeight(ABC):
-    """A matrix of small numbers with scales for groups of input features, as a checkpoint or a quantiser has it; in
-    some formats also a stack of such matrices, one for each of a layer's experts."""
+    """A matrix of small numbers with scales for groups of input features; in some formats also a stack of such
+    matrices, one per expert of a layer."""
 
     @property
     @abstractmethod
@@ -26,20 +26,19 @@ class QuantizedWeight(ABC):
 
     @abstractmethod
     def __getitem__(self, which: int | slice | torch.Tensor) -> Self:
-        """These output rows, or of a stack one matrix or some; sharing memory unless they are named one by one."""
+        """Some output rows, or matrices of a stack; a view unless selected one by one."""
 
     @abstractmethod
     def columns(self, start: int, length: int) -> Self:
-        """These input features, fewer than all, sharing memory. Raises ModelLoadError for a part that cuts through a
-        group."""
+        """A view of some input features, fewer than all. Raises ModelLoadError if the part cuts through a group."""
 
     @abstractmethod
     def dequantize(self) -> torch.Tensor:
         """[N, K] float32, columns in the order of the input features."""
 
     def narrow(self, dim: int, start: int, length: int) -> Self:
-        """The part [start, start + length) of the first dimension (dim 0) or of a matrix's input features (dim 1),
-        sharing memory. Raises ModelLoadError as `columns` does."""
+        """View of [start, start + length) of the first dimension (dim 0) or of a matrix's input features (dim 1).
+        Raises ModelLoadError like `columns`."""
         if (start, length) == (0, self.shape[dim]):
             return self
         return self[start : start + length] if dim == 0 else self.columns(start, length)
@@ -53,8 +52,8 @@ class QuantizedWeight(ABC):
 
 
 def group_range(group_size: int, start: int, length: int, columns: int) -> slice:
-    """The groups of the input features [start, start + length) of a matrix with `columns` of them. Raises
-    ModelLoadError for a part that does not start and end with a group (the last one may be shorter)."""
+    """Groups of the input features [start, start + length) of a matrix with `columns` of them. Raises ModelLoadError
+    unless the part starts and ends with a group (the last one may be shorter)."""
     end = start + length
     if start % group_size or (end % group_size and end != columns):
         raise ModelLoadError(f"input features {start} to {end} do not start and end with a group of {group_size}")
@@ -62,13 +61,13 @@ def group_range(group_size: int, start: int, length: int, columns: int) -> slice
 
 
 def check_shape(what: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Raise ModelLoadError for a tensor of another dtype or shape."""
+    """Raise ModelLoadError for another dtype or shape."""
     if tuple(tensor.shape) != shape or tensor.dtype != dtype:
         raise ModelLoadError(f"{what} must be {list(shape)} of {dtype}, not {list(tensor.shape)} of {tensor.dtype}")
 
 
 def check_scales(what: str, scales: torch.Tensor, shape: tuple[int, ...]) -> None:
-    """Raise ModelLoadError for scales that are not finite float32 of this shape."""
+    """Raise ModelLoadError unless the scales are finite float32 of this shape."""
     check_shape(what, scales, torch.float32, shape)
     low, high = torch.aminmax(scales)  # NaN if any is
     if not (math.isfinite(low) and math.isfinite(high)):

@@ -1,4 +1,4 @@
-"""From the quantised parts of a matrix to what the kernels of a device read."""
+"""Quantised parts of a matrix, stored for a device's kernels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HALF = PAIRED // 2
 
 @dataclass(frozen=True, slots=True)
 class StoredParts:
-    """matrix: where the parts lie, a stack of one. column_order: column k of it belongs to input feature
+    """matrix: the stacked parts, as a stack of one. column_order: column k of it belongs to input feature
     column_order[k]; None: to k."""
 
     matrix: StoredMatrix
@@ -28,8 +28,8 @@ class StoredParts:
 
 
 def store_parts(parts: Sequence[QuantizedWeight], *, converts_e4m3: bool) -> StoredParts | None:
-    """A matrix of the parts, one below the other. None when no format holds them all. converts_e4m3: the device's
-    instructions read e4m3 numbers."""
+    """Stored matrix of the stacked parts. None if no format holds them all. converts_e4m3: the device has e4m3
+    conversions."""
     merged = merge_rows(parts)
     if merged is None:
         return None
@@ -45,7 +45,7 @@ def store_parts(parts: Sequence[QuantizedWeight], *, converts_e4m3: bool) -> Sto
 
 
 def _joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """One below the other; None where there are none."""
+    """The parts stacked; None if there are none."""
     tensors = [part for part in parts if part is not None]
     if not tensors:
         return None
@@ -74,13 +74,13 @@ def _stored(part: QuantizedWeight, converts_e4m3: bool) -> StoredMatrix:
 
 
 def _paired(codes: torch.Tensor) -> torch.Tensor:
-    """[N, K] uint8, 0 to 15 -> [1, N, runs * 32], as StoredMatrix has them."""
+    """[N, K] uint8, 0 to 15 -> [1, N, runs * 32], in StoredMatrix's layout."""
     runs = pad(codes, (0, -codes.shape[1] % PAIRED)).unflatten(1, (-1, PAIRED))
     return (runs[..., :HALF] | runs[..., HALF:] << 4).flatten(1)[None]
 
 
 def empty_stack(like: StoredMatrix, count: int, device: torch.device) -> StoredMatrix:
-    """Room for `count` matrices of one format and shape."""
+    """Allocate `count` matrices of one format and shape."""
     return like.with_tensors(
         [
             None if each is None else torch.empty(count, *each.shape[1:], dtype=each.dtype, device=device)
@@ -90,7 +90,7 @@ def empty_stack(like: StoredMatrix, count: int, device: torch.device) -> StoredM
 
 
 def put(stack: StoredMatrix, index: int, matrix: StoredMatrix) -> None:
-    """Copy a stack of one to a place of a stack. Raises ModelLoadError for another format."""
+    """Copy a stack of one to an index of a stack. Raises ModelLoadError for another format."""
     if (stack.kind, stack.group_size, stack.offsets is None) != (
         matrix.kind,
         matrix.group_size,

@@ -51,7 +51,7 @@ class PlainStack(Sequence[PlainParameters]):
 
 
 class UnquantizedLinear:
-    """The plain instance of LinearMethod: torch tensors in `dtype`."""
+    """LinearMethod of plain torch tensors in `dtype`."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype

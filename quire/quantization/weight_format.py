@@ -1,4 +1,4 @@
-"""What weights are stored as."""
+"""Storage formats of weights."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ EIGHT_BITS = 8
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """bits: 0 keeps floating point as it comes, in `dtype`; 8 and 4 quantise it, in groups of at most `group_size`
-    input features (None: one group a row), to integers, or with small_floats to FP8 and MXFP4. rounded_activations: of
-    integer weights, activations are rounded to 8 bits, row by row, and multiply as integers. activation_bits: as
-    ModelConfig has them. A checkpoint's own quantised matrices are kept whatever `bits` is."""
+    """bits: 0 keeps floating point in `dtype`; 8 and 4 quantise in groups of at most `group_size` input features (None:
+    one group per row), to integers, or with small_floats to FP8 and MXFP4. rounded_activations: round activations to 8
+    bits per row and multiply integer weights as integers. activation_bits: see ModelConfig. A checkpoint's quantised
+    matrices are kept whatever `bits` is."""
 
     dtype: str
     bits: int = 0
@@ -29,17 +29,17 @@ class WeightFormat:
     activation_bits: int = 0
 
     def quantize(self, tensor: torch.Tensor, fit: Fit | None = None) -> QuantizedWeight:
-        """A plain matrix in this format, whose `bits` are not 0. fit: as that of `quantize_rows`."""
+        """A plain matrix in this format; `bits` is not 0. fit: see `quantize_rows`."""
         if not self.small_floats:
             return quantize_rows(tensor, self.bits, self.group_size, fit=fit)
         return quantize_float8(tensor) if self.bits == EIGHT_BITS else quantize_mxfp4(tensor)
 
 
 def weight_formats(config: ModelConfig) -> tuple[WeightFormat, WeightFormat, WeightFormat]:
-    """Of linear layers, of the vocabulary's matrices, and of learned positions.
+    """Formats of linear layers, of the vocabulary's matrices, and of learned positions.
 
-    Quantising at load leaves the vocabulary at 8 bits: it is both the first thing that a token goes through and the
-    last, and 4 bits there cost more than in all layers together.
+    Quantising at load leaves the vocabulary at 8 bits: every token passes it first and last, and 4 bits there cost more
+    than in all layers together.
     """
     quantization = config.quantization
     plain = WeightFormat(config.dtype, activation_bits=config.activation_bits)

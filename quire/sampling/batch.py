@@ -1,5 +1,3 @@
-"""The batch of sequences that the sampler samples in one step."""
-
 from __future__ import annotations
 
 from typing import Generic, NamedTuple, TypeVar
@@ -12,13 +10,10 @@ Array = TypeVar("Array", np.ndarray, torch.Tensor)
 
 
 class SampleBatch(NamedTuple, Generic[Array]):
-    """R sampled rows, in result order.
-
-    rows_host: [R] int64, row (request slot) of each result, on the host. The rest is integers where the kernels
-    compute. rows: [R], equal to rows_host. lengths: [R], tokens of the sequence, prompt included (= position of the
-    token being chosen). num_prompt_tokens: [R]. token_table: [num_rows, capacity] int32, with `lengths` valid tokens in
-    each row; the sampler writes the chosen token after them.
-    """
+    """R sampled rows, in result order. rows_host: [R] int64, row (request slot) of each result, on the host. The rest
+    is integers where the kernels compute. rows: [R], equal to rows_host. lengths: [R], tokens of the sequence, prompt
+    included (= position of the token being chosen). num_prompt_tokens: [R]. token_table: [num_rows, capacity] int32,
+    with `lengths` valid tokens in each row; the sampler writes the chosen token after them."""
 
     rows_host: np.ndarray
     rows: Array
@@ -28,7 +23,7 @@ class SampleBatch(NamedTuple, Generic[Array]):
 
     @property
     def num_generated(self) -> Array:
-        """[R]: tokens generated so far = index of the generated token being chosen."""
+        """[R]: index of the generated token being chosen."""
         return self.lengths - self.num_prompt_tokens
 
 

@@ -1,9 +1,6 @@
-"""One token per row from one uniform number per row, by the inverse cumulative distribution.
-
-Numbers depend only on (seed, index); there is no generator state. Rows are bitwise independent of the batch: NumPy's
-element-wise functions do not depend on an element's place, and sums run inside one row, over blocks of a fixed size in
-a fixed order.
-"""
+"""One token per row from one uniform number per row, by the inverse cumulative distribution. Numbers depend only on
+(seed, index). Rows are bitwise independent of the batch: NumPy's element-wise functions do not depend on an element's
+place, and sums run inside one row, over blocks of a fixed size in a fixed order."""
 
 from __future__ import annotations
 
@@ -19,11 +16,9 @@ _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 def compute_weights(scores: np.ndarray, temperature: np.ndarray) -> np.ndarray:
-    """exp((score - largest) / temperature), so the largest weight is 1.
-
-    scores: [R, vocab_size] float32; temperature: [R] float32 > 0. Returns [R, n] float32, n the next multiple of BLOCK,
-    the surplus 0. A row with NaN or infinite scores gives NaN.
-    """
+    """exp((score - largest) / temperature), so the largest weight is 1. scores: [R, vocab_size] float32; temperature:
+    [R] float32 > 0. Returns [R, n] float32, n the next multiple of BLOCK, the surplus 0. A row with NaN or infinite
+    scores gives NaN."""
     num_rows, vocab_size = scores.shape
     weights = np.empty((num_rows, -(-vocab_size // BLOCK) * BLOCK), np.float32)
     weights[:, vocab_size:] = 0
@@ -35,15 +30,13 @@ def compute_weights(scores: np.ndarray, temperature: np.ndarray) -> np.ndarray:
 
 
 def cumulative_blocks(weights: np.ndarray) -> np.ndarray:
-    """[R, num_blocks] float64: weight of all blocks up to and including each. weights: see compute_weights."""
+    """[R, num_blocks] float64: weight of all blocks up to and including each."""
     return np.cumsum(_in_blocks(weights).sum(axis=2), axis=1, dtype=np.float64)
 
 
 def draw(weights: np.ndarray, cumulative: np.ndarray, uniforms: np.ndarray) -> np.ndarray:
-    """Choose token i with probability weights[:, i] / sum; never one of weight 0.
-
-    cumulative: result of `cumulative_blocks`; uniforms: [R] float64 in (0, 1). Returns [R] int64.
-    """
+    """Choose token i with probability weights[:, i] / sum; never one of weight 0. cumulative: result of
+    `cumulative_blocks`; uniforms: [R] float64 in (0, 1). Returns [R] int64."""
     rows = np.arange(len(weights))
     targets = uniforms * cumulative[:, -1]
     block = _first_above(cumulative, targets)
@@ -53,7 +46,6 @@ def draw(weights: np.ndarray, cumulative: np.ndarray, uniforms: np.ndarray) -> n
 
 
 def _in_blocks(weights: np.ndarray) -> np.ndarray:
-    """A view [R, num_blocks, BLOCK]."""
     num_rows, size = weights.shape
     return weights.reshape(num_rows, size // BLOCK, BLOCK)
 

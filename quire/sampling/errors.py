@@ -1,5 +1,3 @@
-"""The error of sampling from non-finite logits."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -9,13 +9,13 @@ from __future__ import annotations
 import numpy as np
 
 FIRST_LOOK = 1024
-"""Number of largest weights that rows with top-p but no top-k try first."""
+"""Largest weights that rows with top-p but no top-k try first."""
 
 
 def apply_filters(
     weights: np.ndarray, totals: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray
 ) -> None:
-    """Set the weights of filtered tokens to zero, in place. Arguments: see `lowest_kept`."""
+    """Set the weights of filtered tokens to zero. Arguments: see `lowest_kept`."""
     weights[weights < lowest_kept(weights, totals, top_k, top_p, min_p)[:, None]] = 0
 
 

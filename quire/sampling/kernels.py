@@ -17,11 +17,9 @@ class SamplingKernels(Protocol[Array]):
     arguments only. No method waits for a device. scores: [R, vocab_size], edited in place."""
 
     def set_aside(self, logits: torch.Tensor, used: int, asked: Asked | None) -> tuple[Array, Array]:
-        """(scores that later passes may overwrite, logits that `rank` reads).
-
-        logits: [R, vocab_size], may be overwritten; float32 on the host. used: union of `Feature` over the batch.
-        asked: rows that ask for log-probabilities.
-        """
+        """(scores that later passes may overwrite, logits that `rank` reads). logits: [R, vocab_size], may be
+        overwritten; float32 on the host. used: union of `Feature` over the batch. asked: rows that ask for
+        log-probabilities."""
         ...
 
     def normalize(self, scores: Array, batch: SampleBatch[Array], beams: Asked) -> None:
@@ -34,7 +32,7 @@ class SamplingKernels(Protocol[Array]):
         ...
 
     def apply_penalties(self, scores: Array, batch: SampleBatch[Array], used: int) -> None:
-        """Apply repetition penalties, then presence and frequency penalties."""
+        """Apply repetition, then presence and frequency penalties."""
         ...
 
     def ban_stop_tokens(self, scores: Array, batch: SampleBatch[Array]) -> None:
@@ -96,7 +94,5 @@ class SamplingKernels(Protocol[Array]):
         self, logits: torch.Tensor, token_ids: Array, num_top: int, *, normalized: bool
     ) -> Deferred[Ranking]:
         """Log-probability and rank of one given token per row, and the `num_top` (at most MAX_LOGPROBS) best ones.
-
-        logits: [N, vocab_size], contiguous rows. token_ids: [N] int64, int32 on a device. normalized: see `rank`.
-        """
+        logits: [N, vocab_size], contiguous rows. token_ids: [N] int64, int32 on a device."""
         ...

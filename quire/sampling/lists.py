@@ -29,8 +29,7 @@ class Entries(NamedTuple):
 
 
 class RowLists:
-    """Lists of `num_rows` rows, of which most have none. Sequences of one request share list objects, which are
-    converted and stored once."""
+    """Lists of `num_rows` rows. Sequences of one request share list objects, which are converted and stored once."""
 
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
@@ -41,7 +40,6 @@ class RowLists:
         """Kind -> (rows, their last selection): most steps have the rows of the step before."""
 
     def set(self, row: int, sampling: SequenceSampling) -> None:
-        """Replace the lists of `row` by a sequence's."""
         params = sampling.params
         sources: tuple[Collection[Any], ...] = (
             params.logit_bias or {},
@@ -59,7 +57,7 @@ class RowLists:
                 self._change()
 
     def words(self) -> np.ndarray:
-        """[N] int32. Changed lists make a new array, so a running step may still read the last one."""
+        """[N] int32. Changed lists make a new array: a running step may still read the last one."""
         if self._words is None:
             self._words = self._flatten()
         return self._words
@@ -71,8 +69,7 @@ class RowLists:
         return spans[:, 0], spans[:, 1]
 
     def select(self, kind: int, rows: np.ndarray) -> list[Entries]:
-        """Entries of a kind in `rows` ([R] int64), grouped by length of prefix; one group for a kind without
-        prefixes."""
+        """Entries of a kind in `rows` ([R] int64), grouped by length of prefix."""
         rows_before, selected = self._selected.get(kind, (None, []))
         if rows_before is None or not np.array_equal(rows_before, rows):
             selected = self._select(kind, rows)
@@ -125,7 +122,7 @@ class SharedLists:
         """Identity of a list -> (the list, so that its identity stays unique; its words; its rows)."""
 
     def set(self, row: int, source: Collection[Any]) -> bool:
-        """Replace the list of `row`; an empty one clears it. Returns True if that is a change."""
+        """Replace the list of `row`; an empty one clears it. True: a change."""
         had_one = self.clear(row)
         if not source:
             return had_one
@@ -137,7 +134,7 @@ class SharedLists:
         return True
 
     def clear(self, row: int) -> bool:
-        """Remove the list of `row`. Returns False if it had none."""
+        """Remove the list of `row`. False: it had none."""
         key = self._key_of_row.pop(row, None)
         if key is None:
             return False
@@ -148,7 +145,7 @@ class SharedLists:
         return True
 
     def __iter__(self) -> Iterator[tuple[np.ndarray, list[int]]]:
-        """(converted list, its rows) for each distinct list."""
+        """(converted list, its rows), once for each list."""
         return ((words, list(rows)) for _, words, rows in self._entries.values())
 
 

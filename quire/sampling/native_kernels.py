@@ -18,8 +18,6 @@ from quire.sampling.rules import HostBatch
 
 
 class NativeKernels(PlainKernels):
-    """SamplingKernels over native code."""
-
     def __init__(self, rows: SamplingRows, runtime: NativeRuntime) -> None:
         super().__init__(rows)
         self._kernels = VocabularyKernels(runtime, rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed)
@@ -72,8 +70,8 @@ class NativeKernels(PlainKernels):
 
 
 def _joined(parts: Sequence[tuple[np.ndarray, Ranking]]) -> Ranking:
-    """The rankings of parts of the rows, given by their places, as one. It has as many best tokens as the widest; only
-    a part's own are valid."""
+    """Rankings of parts of the rows, given by their places, as one. It has as many best tokens as the widest; only a
+    part's own are valid."""
     places = np.concatenate([place for place, _ in parts])
     width = max(ranking.best.token_ids.shape[1] for _, ranking in parts)
     best = [[np.pad(column, ((0, 0), (0, width - column.shape[1]))) for column in ranking.best] for _, ranking in parts]

@@ -1,8 +1,5 @@
-"""Sampling parameters of every live row and their encoding.
-
-`COLUMNS` is the one table of parameters. The host's columns, a device row's words, and the numbers of the words in
-`quire.kernels.triton.sampling_words` follow from it.
-"""
+"""Sampling parameters of every live row and their encoding. `COLUMNS` is the one table of parameters; the host's
+columns, a device row's words, and their numbers in `quire.kernels.triton.sampling_words` follow from it."""
 
 from __future__ import annotations
 
@@ -21,11 +18,9 @@ MAX_WORD = 2**31 - 1
 
 
 class Feature:
-    """Bits of the sampler's features that a row uses. A step runs those in the union over its rows.
-
-    A new feature has a condition in `features_of`, and changes scores (`EDITS`) unless `_NOT_EDITS` names it. Plain
-    integers, because an enumeration's operators take a microsecond each.
-    """
+    """Bits of the sampler's features that a row uses. A step runs those in the union over its rows. A new feature has a
+    condition in `features_of`, and changes scores (`EDITS`) unless `_NOT_EDITS` names it. Plain integers, because an
+    enumeration's operators take a microsecond each."""
 
     GREEDY = 1 << 0
     RANDOM = 1 << 1
@@ -52,7 +47,6 @@ EDITS = sum(ALL_FEATURES) & ~_NOT_EDITS
 
 
 def features_of(sampling: SequenceSampling) -> int:
-    """Features of a sequence, as bits of `Feature`."""
     params = sampling.params
     wanted = Feature.GREEDY if params.is_greedy else Feature.RANDOM
     conditions = {
@@ -103,7 +97,7 @@ COLUMNS = (
     Column("num_candidates", np.int64, None, lambda sampling: sampling.num_candidates),
     Column("num_prompt_logprobs", np.int64, None, lambda sampling: sampling.params.prompt_logprobs or 0),
 )
-"""Columns of the parameters. top_k: 0 is off; at most 2**31 - 1, above any vocabulary. top_p: 1 is off."""
+"""top_k: 0 is off; at most 2**31 - 1, above any vocabulary. top_p: 1 is off."""
 
 ROW_DTYPE: np.dtype[Any] = np.dtype([(column.name, column.word_dtype) for column in COLUMNS if column.word_dtype])
 """A row on a device, in 32-bit words. A 64-bit number takes two, the lower half first."""
@@ -150,13 +144,11 @@ class SamplingRows:
         for column in COLUMNS:
             setattr(self, column.name, np.zeros(num_rows, column.dtype))
         self._used: tuple[np.ndarray | None, int] = (None, 0)
-        """Last argument and result of `used`."""
         self.lists = RowLists(num_rows)
         self.rows_with_prompt_logprobs: set[int] = set()
         self._listed: dict[int, list[int]] = {}
 
     def set(self, row: int, sampling: SequenceSampling) -> None:
-        """Write every column of `row`."""
         self._used = None, 0
         for column in COLUMNS:
             getattr(self, column.name)[row] = column.encode(sampling)
@@ -171,7 +163,6 @@ class SamplingRows:
             self._listed[row] = sampling.params.logprob_token_ids
 
     def clear(self, row: int) -> None:
-        """Drop the data of `row` outside its columns."""
         self.lists.clear(row)
         self.rows_with_prompt_logprobs.discard(row)
         self._listed.pop(row, None)
@@ -192,7 +183,7 @@ class SamplingRows:
         return used
 
     def listed(self, rows: np.ndarray, asked: Asked) -> Listed | None:
-        """Further tokens whose log-probabilities the asking ones of `rows` ([R] int64) want; None: none."""
+        """Further tokens whose log-probabilities the asking ones of `rows` ([R] int64) want."""
         if not self._listed:
             return None
         lists = [self._listed.get(row, ()) for row in rows[asked.indices].tolist()]

@@ -1,8 +1,5 @@
-"""The plain kernels: NumPy on the scores, torch for log-probabilities; the reference for the others.
-
-On a CPU NumPy is several times faster here than equal torch operators, and every operator used gives a row the same
-bits in any batch.
-"""
+"""The plain kernels: NumPy on the scores, torch for log-probabilities; the reference for the others. On a CPU NumPy is
+several times faster here than torch, and every operator used gives a row the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -20,12 +17,10 @@ from quire.sampling.results import LOWEST_SCORE, Best, Deferred, Ranking, ready
 from quire.sampling.rules import HostBatch
 
 SLICE_ELEMENTS = 2**20
-"""Approximate number of weights in a slice of random rows, which bounds memory and stays in the cache."""
+"""Approximate weights in a slice of random rows, which bounds memory and stays in the cache."""
 
 
 class PlainKernels:
-    """SamplingKernels over NumPy views of host tensors."""
-
     def __init__(self, rows: SamplingRows) -> None:
         self._rows = rows
 
@@ -65,7 +60,6 @@ class PlainKernels:
         return ready(token_ids.tolist())
 
     def chosen(self, token_ids: Deferred[list[int]]) -> np.ndarray:
-        """[R] int64."""
         return np.maximum(np.array(token_ids.read(iter(())), np.int64), 0)
 
     def keep_edited(self, scores: np.ndarray, asked: Asked) -> np.ndarray:
@@ -151,11 +145,9 @@ class PlainKernels:
         return Best(tokens, np.take_along_axis(log_probs, tokens, axis=1))
 
     def _best(self, scores: np.ndarray, num_best: int) -> np.ndarray:
-        """The `num_best` tokens with each row's highest scores, best first, the lowest first among equal ones.
-
-        scores: [N, vocab_size] float32, each row with a finite score, without NaN and plus infinity. Returns [N,
-        min(num_best, vocab_size)] int64.
-        """
+        """The `num_best` tokens with each row's highest scores, best first, the lowest first among equal ones. scores:
+        [N, vocab_size] float32, each row with a finite score, without NaN and plus infinity. Returns [N, min(num_best,
+        vocab_size)] int64."""
         num_rows, vocab_size = scores.shape
         width = min(num_best, vocab_size)
         lowest = np.partition(scores, vocab_size - width, axis=1)[:, vocab_size - width]

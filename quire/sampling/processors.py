@@ -31,7 +31,7 @@ class ProcessorRows(Protocol):
     """The processors of one worker, and the rows that they concern."""
 
     def set(self, row: int, params: SamplingParams) -> bool:
-        """Begin a sequence in a row. Returns True if a processor concerns it."""
+        """Begin a sequence in a row. True: a processor concerns it."""
         ...
 
     def apply(self, scores: Any, batch: SampleBatch[Any], temperature: np.ndarray | None) -> dict[int, str]:
@@ -41,8 +41,6 @@ class ProcessorRows(Protocol):
 
 
 class NoProcessors:
-    """Rows of an engine without processors."""
-
     def set(self, row: int, params: SamplingParams) -> bool:
         return False
 
@@ -82,7 +80,6 @@ class _Processor:
         self.start()
 
     def start(self) -> None:
-        """Make the processor, without rows."""
         config, device = self._arguments
         try:
             self.processor = self.kind(config, device, False)
@@ -100,7 +97,7 @@ class _Processor:
         return [place[id(entry)] for entry in self._entries]
 
     def _update(self, entries: Sequence[Entry], place: dict[int, int]) -> BatchUpdate | None:
-        """Update the batch: new entries fill rows of ended ones, then the last ones move into remaining holes."""
+        """Changes of the batch: new entries fill rows of ended ones, then the last ones move into remaining holes."""
         rows = self._entries
         known = {id(entry) for entry in rows}
         new = [entry for entry in entries if id(entry) not in known]
@@ -127,7 +124,7 @@ class _Processor:
 
 
 class LoadedProcessors:
-    """ProcessorRows of loaded classes. A processor that raises ends the requests of its rows and begins anew."""
+    """A processor that raises ends the requests of its rows and begins anew."""
 
     def __init__(self, kinds: Sequence[type[LogitsProcessor]], config: object, device: torch.device) -> None:
         self._processors = [_Processor(kind, config, device) for kind in kinds]

@@ -41,15 +41,14 @@ class Ranking(NamedTuple):
 
 
 class Deferred(NamedTuple, Generic[Result]):
-    """Result of a kernel. tensors: tensors to copy to the host, none if it is computed there. read: function from an
-    iterator over their copies to the result."""
+    """Result of a kernel. tensors: to copy to the host; none if computed there. read: from an iterator over their
+    copies to the result."""
 
     tensors: Sequence[torch.Tensor]
     read: Callable[[Iterator[torch.Tensor]], Result]
 
 
 def ready(result: Result) -> Deferred[Result]:
-    """A result that is on the host already."""
     return Deferred((), lambda _: result)
 
 
@@ -64,8 +63,8 @@ class SampledTokens(NamedTuple):
 
 
 class ListedLogprobs(NamedTuple):
-    """Log-probabilities of tokens that rows name. values: difference of each one's logit to the chosen token's, whose
-    log-probability is in the ranking; the logits themselves if not normalized."""
+    """values: difference of each listed token's logit to the chosen token's, whose log-probability is in the ranking;
+    the logits themselves if not normalized."""
 
     values: Deferred[np.ndarray]
     listed: Listed
@@ -88,8 +87,8 @@ class ListedLogprobs(NamedTuple):
 
 class Samples(NamedTuple):
     """Results of sampling R rows. token_ids: [R], -1 for rows with NaN or plus infinity, or without any finite score.
-    ranking, candidates: results of rows that ask for log-probabilities, and of beams; None: no row. failed: row ->
-    reason why its request must end."""
+    ranking, candidates: for rows that ask for log-probabilities, and beams. failed: row -> reason why its request must
+    end."""
 
     token_ids: Deferred[list[int]]
     ranking: Deferred[Ranking] | None = None
@@ -100,7 +99,6 @@ class Samples(NamedTuple):
     failed: Mapping[int, str] = MappingProxyType({})
 
     def tensors(self) -> list[torch.Tensor]:
-        """Tensors to copy to the host."""
         parts = (self.token_ids, self.ranking, None if self.listed is None else self.listed.values, self.candidates)
         return [tensor for part in parts if part is not None for tensor in part.tensors]
 
@@ -134,13 +132,10 @@ class Samples(NamedTuple):
 
 
 class Logprobs(NamedTuple):
-    """Log-probabilities of given tokens, each with `num_top` alternatives."""
-
     ranking: Deferred[Ranking]
     num_top: int
 
     def tensors(self) -> Sequence[torch.Tensor]:
-        """Tensors to copy to the host."""
         return self.ranking.tensors
 
     def assemble(self, hosts: Sequence[torch.Tensor] = ()) -> list[TokenLogprobs]:
@@ -154,7 +149,7 @@ class Logprobs(NamedTuple):
 
 
 def read_logprobs(ranking: Ranking, counts: Sequence[int]) -> list[TokenLogprobs]:
-    """counts: [N], number of best tokens that each row wants."""
+    """counts: [N], best tokens that each row wants."""
     columns = (ranking.token_ids, ranking.logprobs, ranking.ranks, *ranking.best)
     entries = zip(*(column.tolist() for column in columns), counts, strict=True)
     return [

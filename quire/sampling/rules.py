@@ -1,8 +1,6 @@
 """Rules on single tokens: logit bias, penalties, bans before `min_tokens`, allowed tokens. All edit scores in place.
-
 scores: [R, vocab_size] float32. Each step counts tokens for penalties afresh, so forks, preemptions and late tokens
-cannot make counts wrong. Reading a sequence's tokens (4 bytes each) is little beside its keys and values.
-"""
+cannot make counts wrong."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ def ban_sequences(scores: np.ndarray, lists: RowLists, batch: HostBatch) -> None
 
 
 def keep_allowed(scores: np.ndarray, lists: RowLists, batch: HostBatch) -> None:
-    """See `SamplingKernels.keep_allowed`. Row by row, which needs memory for one row's list only."""
+    """Works row by row, which needs memory for one row's list only."""
     words = lists.words()
     starts, counts = lists.spans(ALLOWED, batch.rows)
     for index in np.flatnonzero(counts).tolist():
@@ -57,20 +55,19 @@ def keep_allowed(scores: np.ndarray, lists: RowLists, batch: HostBatch) -> None:
 
 
 def keep_masked(scores: np.ndarray, masks: TokenMasks) -> None:
-    """See `SamplingKernels.keep_masked`. Row by row, as `keep_allowed`."""
+    """Works row by row, as `keep_allowed`."""
     for index, words in zip(masks.indices.tolist(), masks.words, strict=True):
         bits = np.unpackbits(words.astype("<u4").view(np.uint8), count=scores.shape[1], bitorder="little")
         scores[index, bits == 0] = -np.inf
 
 
 def _ban(scores: np.ndarray, index: np.ndarray, tokens: np.ndarray) -> None:
-    """Ban token `tokens[i]` in row `index[i]`. An impossible token (minus infinity) stays impossible."""
+    """Ban token `tokens[i]` in row `index[i]`. An impossible token (minus infinity) stays so."""
     scores[index, tokens] = np.minimum(scores[index, tokens], BANNED_SCORE)
 
 
 def apply_repetition_penalty(scores: np.ndarray, penalty: np.ndarray, batch: HostBatch) -> None:
-    """Divide positive and multiply negative scores of tokens in prompt or output by `penalty` ([R] float32, 1 is
-    off)."""
+    """Divide positive and multiply negative scores of prompt and output tokens by `penalty` ([R] float32, 1 is off)."""
     rows = np.flatnonzero(penalty != 1)
     index, tokens, _ = _seen_tokens(batch, rows, np.zeros(len(rows), np.int64), scores.shape[1])
     values, factors = scores[index, tokens], penalty[index]

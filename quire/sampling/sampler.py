@@ -72,14 +72,12 @@ class Sampler(Generic[Array]):
 
     def logprobs(self, logits: torch.Tensor, token_ids: Array, num_top: int) -> Logprobs:
         """Log-probability (or logit) and rank of one given token per row, and the `num_top` (at most MAX_LOGPROBS) best
-        tokens, without rules, temperature and filters.
-
-        logits: [N, vocab_size], as in `sample`. token_ids: [N] int64, int32 on a device, where the kernels compute.
-        """
+        tokens, without rules, temperature and filters. logits: [N, vocab_size], as in `sample`. token_ids: [N] int64,
+        int32 on a device, where the kernels compute."""
         return Logprobs(self._kernels.rank_tokens(logits, token_ids, num_top, normalized=self._normalized), num_top)
 
     def _edit(self, scores: Array, batch: SampleBatch[Array], used: int) -> None:
-        """Change the scores in place, in this order, by the features that the batch uses."""
+        """Change the scores in place, in this order, by the batch's features."""
         kernels = self._kernels
         if used & Feature.LOGIT_BIAS:
             kernels.add_logit_bias(scores, batch)

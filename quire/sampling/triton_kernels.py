@@ -1,10 +1,10 @@
-"""The Triton kernels of a device: passes are enqueued on the current stream, without waiting.
+"""The Triton kernels of a device: passes are enqueued on the current stream, without waiting. Greedy rows take two
+launches and read the logits once.
 
-Kernels find their rows themselves. Greedy rows take two launches and read the logits once. Memory of a batch: almost
-nothing without filters; 12 KiB per row and 8,192 tokens of the vocabulary with them (58 MB for 256 rows of 151,936); 4
-bytes per row and token of the longest list of allowed tokens; float32 scores, 4 bytes per row and token, if rules or
-penalties change 16-bit logits, or logits that log-probabilities need. Penalties keep as much permanently, from their
-first use.
+Memory of a batch: almost nothing without filters; 12 KiB per row and 8,192 tokens of the vocabulary with them (58 MB
+for 256 rows of 151,936); 4 bytes per row and token of the longest list of allowed tokens; float32 scores, 4 bytes per
+row and token, if rules or penalties change 16-bit logits, or logits that log-probabilities need. Penalties keep as much
+permanently, from their first use.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Pinned = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 
 
 class TritonKernels:
-    """SamplingKernels over device tensors. rows, lengths and num_prompt_tokens of a batch are int32."""
+    """Kernels over device tensors. A batch's rows, lengths and num_prompt_tokens are int32."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class TritonKernels:
         self._counts = torch.zeros((0, 0), dtype=torch.int32, device=words.device)
 
     def set_aside(self, logits: torch.Tensor, used: int, asked: Asked | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Changing scores are a float32 copy if log-probabilities need the logits or these have 16 bits."""
+        """Scores are a float32 copy if log-probabilities need the logits or these have 16 bits."""
         changes = used & (EDITS | Feature.CANDIDATES)
         if changes and (logits.dtype != torch.float32 or asked is not None):
             return logits.to(torch.float32, copy=True), logits
@@ -100,7 +100,6 @@ class TritonKernels:
         return Deferred((buffers.chosen,), _read_choice)
 
     def chosen(self, token_ids: Deferred[list[int]]) -> torch.Tensor:
-        """[R] int32."""
         return token_ids.tensors[0][:, 0]
 
     def keep_edited(self, scores: torch.Tensor, asked: Asked) -> torch.Tensor:
@@ -188,8 +187,8 @@ class TritonKernels:
         return host.to(self._words.device, non_blocking=True)
 
     def _list_words(self) -> torch.Tensor:
-        """Words of the rows' lists; changed ones are copied to a new tensor, because a running step may still read the
-        last one."""
+        """Words of the rows' lists; changed ones are copied to a new tensor: a running step may still read the last
+        one."""
         words = self._rows.lists.words()
         source, tensor = self._lists
         if source is not words:

@@ -1,5 +1,3 @@
-"""Compilation of a device's sampling kernels before the first request: seconds, once per machine."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -40,12 +38,10 @@ def warm_up(
     token_table: torch.Tensor,
     logits: torch.Tensor,
 ) -> None:
-    """Sample dummy requests in the first slots, which must be free. Uses the real tables, because kernels are compiled
-    for their strides.
-
-    words: the rows' words, on the device. token_table: [num_rows, capacity] int32; the beginnings of its first two rows
-    are overwritten. logits: [2, vocab_size] in the model's type; overwritten.
-    """
+    """Compile a device's kernels before the first request, by sampling dummy requests in the first slots, which must be
+    free: seconds, once per machine. Uses the real tables, because kernels are compiled for their strides. words: the
+    rows' words, on the device. token_table: [num_rows, capacity] int32; the beginnings of its first two rows are
+    overwritten. logits: [2, vocab_size] in the model's type; overwritten."""
     count = min(2, len(words))
     logits = logits[:count]
     column = torch.arange(count, dtype=torch.int32, device=logits.device)

@@ -19,9 +19,8 @@ from quire.scheduler.gates import Stage
 from quire.scheduler.running import RunningSet
 
 LOADING = "loading adapter"
-"""Reason of the deferral."""
 PATIENCE = 1.0
-"""Seconds that a request waits for the requests of other adapters before the least used of these adapters drains."""
+"""Seconds that a request waits for requests of other adapters before the least used of these drains."""
 
 
 class AdapterSlots:
@@ -43,7 +42,7 @@ class AdapterSlots:
         self.num_loads = 0
 
     def slot_of(self, adapter: AdapterRef) -> int | None:
-        """The slot that holds the adapter, which becomes the most recently used; None: not loaded."""
+        """The adapter's slot, which becomes the most recently used; None: not loaded."""
         slot = self._held.pop(adapter.digest, None)
         if slot is not None:
             self._held[adapter.digest] = slot
@@ -75,7 +74,7 @@ class AdapterSlots:
         return self._in_use
 
     def is_least_used(self, adapter: AdapterRef) -> bool:
-        """True if the adapter has the fewest running sequences of all adapters in use."""
+        """True if it has the fewest running sequences of all adapters in use."""
         used = self.in_use()
         return adapter.digest == min(used, key=lambda digest: used[digest], default=b"")
 
@@ -89,7 +88,7 @@ class AdapterSlots:
         return bool(self._free) or any(digest not in used for digest in self._held)
 
     def take_orders(self, *, may_wait: bool) -> AdapterOrders | None:
-        """The adapter orders of the next plan, or None. may_wait: the plan has nothing else, and none is in flight."""
+        """The next plan's adapter orders. may_wait: the plan has nothing else, and none is in flight."""
         orders, self._orders = self._orders, []
         if not orders and not (may_wait and self._loading):
             return None
@@ -109,12 +108,10 @@ class AdapterSlots:
                     self.refused.append((request, UserError(error, param="lora_request")))
 
     def take_refused(self) -> list[tuple[Request, UserError]]:
-        """Requests to end, with reasons."""
         refused, self.refused = self.refused, []
         return [(request, error) for request, error in refused if request.live_sequences]
 
     def report_stats(self, stats: EngineStats, waiting: Iterable[Request]) -> None:
-        """Report slots, and the names of running and waiting requests' adapters."""
         if not self._config.is_on:
             return
         stats.max_running_adapters = self._config.max_running
@@ -125,7 +122,6 @@ class AdapterSlots:
         stats.waiting_adapters = _names(waiting)
 
     def forget_workers(self) -> None:
-        """Record that the workers hold nothing any more."""
         assert not self._loading, "a load is under way"
         self._free += self._held.values()
         self._held.clear()
@@ -146,7 +142,7 @@ class AdapterGate:
     def __init__(self, slots: AdapterSlots) -> None:
         self._slots = slots
         self._crowded_out: dict[str, float] = {}
-        """Request that waits for other adapters' requests -> time of its first wait, earliest first."""
+        """Request that waits for other adapters' requests -> its first wait, earliest first."""
 
     def check(self, request: Request, quote: Quote, now: float) -> Deferral | None:
         slots, adapter = self._slots, request.adapter

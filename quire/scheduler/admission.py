@@ -17,14 +17,12 @@ WATERMARK = 0.01
 
 
 class Limits(NamedTuple):
-    """Limits of one step."""
-
     max_num_seqs: int
     max_num_tokens: int
     max_chunk: int
-    """Largest number of tokens of one sequence in a step."""
+    """Limit of tokens of one sequence in a step."""
     whole_prompts: bool = False
-    """True if each prompt is computed in one step."""
+    """Each prompt is computed in one step."""
 
 
 class Quote(NamedTuple):
@@ -45,11 +43,11 @@ class Quote(NamedTuple):
     room: int
     """Blocks that the pool can give, without those reserved for deferred requests."""
     is_resumed: bool
-    """True if the request is swapped in and recomputes nothing."""
+    """The request is swapped in and recomputes nothing."""
 
 
 def quote(request: Request, kv: KVCacheManager, max_chunk: int, num_reserved_blocks: int = 0) -> Quote:
-    """Needs of a waiting request. num_reserved_blocks: blocks of requests deferred before it."""
+    """num_reserved_blocks: blocks of requests deferred before it."""
     sequences, swapped, allocatable = request.live_sequences, request.swapped_blocks, kv.pool.num_allocatable
     num_cached = max_cached = num_new = 0
     if swapped:
@@ -73,11 +71,8 @@ def quote(request: Request, kv: KVCacheManager, max_chunk: int, num_reserved_blo
 
 def reject_impossible(request: Request, kv: KVCacheManager, num_usable: int, limits: Limits) -> None:
     """Raise UserError for contradictory settings, PromptTooLongError for a request that could not finish even alone in
-    the pool.
-
-    num_usable: blocks that registered prefixes neither hold nor reserve. An accepted request can always run, because
-    the scheduler can preempt all others for it, so no request starves.
-    """
+    the pool. num_usable: blocks that registered prefixes neither hold nor reserve. An accepted request can always run,
+    because the scheduler can preempt all others for it, so no request starves."""
     params = request.params
     n, name = params.num_sequences, "n" if params.best_of is None else "best_of"
     if params.use_beam_search and request.pooling:
@@ -105,7 +100,7 @@ def reject_impossible(request: Request, kv: KVCacheManager, num_usable: int, lim
 
 
 def blocks_at_most(request: Request, kv: KVCacheManager, max_chunk: int) -> int:
-    """Largest number of blocks that a request can hold, without those of a registered prefix that it always shares."""
+    """Upper bound of the blocks that a request can hold, without those of a registered prefix that it always shares."""
     n = request.params.num_sequences
     # The last sampled token needs no KV.
     total = request.num_prompt_tokens + request.max_tokens - 1
@@ -152,7 +147,7 @@ class PrefixRegistration:
         return self._kv.num_unregistered_blocks - sum(self._reserved.values())
 
     def longest_sequence(self, limit: int) -> int:
-        """Longest sequence, at most `limit` tokens, that fits into the pool beside the registered prefixes."""
+        """Longest sequence, at most `limit` tokens, that fits into the pool beside registered prefixes."""
         lengths = range(1, limit + 1)
         return bisect.bisect_right(lengths, self.num_usable, key=lambda n: self._kv.most_blocks(n, self._max_chunk))
 

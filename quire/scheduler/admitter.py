@@ -25,9 +25,8 @@ from quire.scheduler.running import Collections
 PIECE_TOKENS = 2**14
 """Tokens hashed in a pass beside running sequences, over all long prompts: about a millisecond."""
 SHORT_TOKENS = 2**10
-"""Number of unhashed tokens up to which prompts never wait for hashing."""
+"""Unhashed tokens up to which prompts never wait for hashing."""
 HASHING_PROMPT = "hashing prompt"
-"""Reason of the deferral."""
 
 
 class Admitter:
@@ -68,8 +67,8 @@ class Admitter:
         self._gates.forget(request)
 
     def plan_preemption(self, now: float) -> PreemptionPlan:
-        """Plan which running requests the first waiting one preempts (quire/scheduler/preemption.py). Begins each pass;
-        `admit` reuses the quote unless the plan has changed the pool."""
+        """Plan which running requests the first waiting one preempts (preemption.py). Begins each pass; `admit` reuses
+        the quote unless the plan has changed the pool."""
         self._quoted = None
         self._hashing.begin_pass(is_idle=not self._running.sequences)
         request = self._waiting.first
@@ -94,7 +93,7 @@ class Admitter:
 
     def admit(self, builder: PlanBuilder, now: float) -> None:
         """Start waiting requests in order while token budget, request slots and blocks allow; stop at the first that
-        does not fit. Later requests may start before a deferred one (quire/scheduler/gates.py)."""
+        does not fit. Later requests may start before a deferred one (gates.py)."""
         reserved = Reservations()
         started = []
         for request in self._waiting:
@@ -141,7 +140,6 @@ class Admitter:
         self._stats.num_deferred = reserved.num_requests
 
     def preempt(self, builder: PlanBuilder, request: Request) -> None:
-        """Preempt a running request: release its blocks and slots."""
         for sequence in request.live_sequences:
             if sequence.blocks is not None:
                 self._changes.release_slot(sequence)
@@ -158,14 +156,14 @@ class Admitter:
         return self.holds_new and request.status is not RequestStatus.PREEMPTED
 
     def _quote(self, request: Request, builder: PlanBuilder, reserved: Reservations) -> Quote:
-        """The quote of `plan_preemption` if it is still valid for this request, else a new one."""
+        """The quote of `plan_preemption` if still valid for this request, else a new one."""
         quoted, self._quoted = self._quoted, None
         if quoted is not None and quoted[0] is request and not (builder.grown or builder.forked):
             return quoted[1]
         return quote(request, self._kv, self._limits.max_chunk, reserved.num_blocks)
 
     def _has_room(self, request: Request, needs: Quote) -> bool:
-        """True if the pool has the blocks that a request needs; otherwise the request is remembered."""
+        """True if the pool has the blocks that a request needs; otherwise it is remembered."""
         fits = has_room(needs.num_blocks, needs.room, self._kv, is_alone=not self._running.sequences)
         self._rejected, self._rejected_room = (None, 0) if fits else (request, needs.room)
         return fits

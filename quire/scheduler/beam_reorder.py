@@ -78,13 +78,12 @@ class BeamReorder:
         return ended, released
 
     def forget(self, sequence: Sequence) -> bool:
-        """Drop the pending changes of a sequence that loses its slot. Returns False if the workers do not know the slot
-        yet."""
+        """Drop the pending changes of a sequence that loses its slot. False: the workers do not know the slot yet."""
         self._token_overrides.pop(sequence.seq_id, None)
         return self._reorders.pop(sequence.seq_id, None) is None
 
     def take(self) -> tuple[list[SequenceFork], list[tuple[int, int]]]:
-        """Return and clear (beam reorders, token overrides) for a plan."""
+        """Take (beam reorders, token overrides) for a plan."""
         pending = list(self._reorders.values()), list(self._token_overrides.items())
         self._reorders, self._token_overrides = {}, {}
         return pending

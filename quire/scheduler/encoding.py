@@ -18,7 +18,6 @@ from quire.scheduler.admission import Quote
 from quire.scheduler.gates import Stage
 
 ENCODING = "encoding image"
-"""Reason of the deferral."""
 
 
 class Wanted:
@@ -30,17 +29,14 @@ class Wanted:
         """None: the workers have the pixels."""
         self.requests: dict[Request, None] = {}
         self.num_layers = 0
-        """Number of ordered layers."""
+        """Ordered layers."""
 
     @property
     def order_key(self) -> OrderKey | None:
-        """Earliest order key of the requests."""
         return min((request.order_key for request in self.requests), default=None)
 
 
 class ImageEncodings:
-    """The images of the scheduler's requests, by content."""
-
     def __init__(self, costs: EncoderCosts | None) -> None:
         """costs: None for models without images."""
         self._costs, self.are_any = costs, costs is not None
@@ -73,7 +69,7 @@ class ImageEncodings:
         return end
 
     def await_first(self, request: Request, start: int) -> bytes | None:
-        """Request the unencoded image at position `start` and return its key; None if there is none."""
+        """Request the unencoded image at position `start` and return its key."""
         for image in request.images:
             if image.start <= start < image.end and image.key not in self._kept:
                 self._want(image, request)
@@ -84,8 +80,8 @@ class ImageEncodings:
         return key in self._wanted or (self._current is not None and self._current.key == key)
 
     def orders(self, budget: int, *, is_idle: bool) -> ImageOrders | None:
-        """This pass's image orders, or None. budget: tokens left in the step; one layer is encoded in any case.
-        is_idle: nothing else is computed, so unread images of waiting requests may be dropped for another."""
+        """This pass's image orders. budget: tokens left in the step; one layer is encoded in any case. is_idle: nothing
+        else is computed, so unread images of waiting requests may be dropped for another."""
         reads, self._reads = self._reads, set()
         if not self._wanted and self._current is None:
             return None
@@ -104,14 +100,12 @@ class ImageEncodings:
         return ImageOrders(dropped, slices) if dropped or slices else None
 
     def forget(self, request: Request) -> None:
-        """Drop an ended request's need of images."""
         current = () if self._current is None else (self._current,)
         for wanted in (*self._kept.values(), *self._wanted.values(), *current):
             wanted.requests.pop(request, None)
         self._wanted = {key: wanted for key, wanted in self._wanted.items() if wanted.requests}
 
     def forget_workers(self) -> None:
-        """Record that the workers hold nothing any more."""
         self._kept.clear()
         self._wanted.clear()
         self._current = None
@@ -130,8 +124,8 @@ class ImageEncodings:
         current.requests[request] = None
 
     def _next(self, reads: set[bytes], dropped: list[bytes], *, is_idle: bool) -> Wanted | None:
-        """The image whose layers are ordered next, with room for its features, or None. dropped: receives the images
-        that make room."""
+        """The image whose layers are ordered next, with room for its features. dropped: receives the images that make
+        room."""
         if self._current is not None:
             if self._current.requests:
                 return self._current

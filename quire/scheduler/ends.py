@@ -30,8 +30,6 @@ from quire.step import StepResult
 
 
 class Ends:
-    """Ends sequences and requests in all of the scheduler's collections."""
-
     def __init__(
         self,
         kv: KVCacheManager,
@@ -51,7 +49,6 @@ class Ends:
     # -- before their time ------------------------------------------------------------------------------------------
 
     def end(self, request: Request, ended: list[Sequence], reason: FinishReason) -> None:
-        """End some or all sequences of a request early."""
         self._admitter.forget_rejection()  # with one running sequence fewer, the waiting request may fit
         lost_leader = bool(request.pending_forks) and any(s.blocks is not None for s in ended)
         for sequence in ended:
@@ -65,7 +62,6 @@ class Ends:
         self._running.drop_finished()
 
     def end_requests(self, requests: Iterable[Request], reason: FinishReason, now: float) -> list[SequenceUpdate]:
-        """End requests early; the updates report it."""
         updates = []
         for request in requests:
             updates += early_end(request, reason, now)
@@ -73,7 +69,6 @@ class Ends:
         return updates
 
     def end_expired(self, expired: list[Request], now: float) -> list[SequenceUpdate]:
-        """End requests whose time is over."""
         self._stats.timed_out_requests_total += len(expired)
         return self.end_requests(expired, FinishReason.TIMEOUT, now)
 

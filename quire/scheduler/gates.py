@@ -1,7 +1,7 @@
 """Gates: the reasons why a waiting request may not start yet.
 
 A gate lets a request pass or defers it (`Request.deferral`). The scheduler asks the gates of `default_gates` in order,
-in three stages (`Stage`). A new reason is a new class and a line in that list.
+in three stages (`Stage`).
 
 A deferred request keeps its place, and every pass looks at it again. Later requests may start before it but take
 nothing from it (`Reservations`): its blocks are reserved, and a later prompt must fit into the rest of the step's
@@ -50,7 +50,7 @@ class Gate(Protocol):
     stage: Stage
 
     def check(self, request: Request, quote: Quote, now: float) -> Deferral | None:
-        """The deferral of the request, or None if it passes. A request is asked again when its deferral has ended."""
+        """The deferral of the request; None: it passes. A request is asked again when its deferral has ended."""
         ...
 
     def forget(self, request: Request) -> None:
@@ -59,8 +59,6 @@ class Gate(Protocol):
 
 
 class Gates:
-    """The gates of one scheduler, in order."""
-
     def __init__(self, gates: Sequence[Gate]) -> None:
         self._gates = gates
         self.num_deferrals: Counter[str] = Counter()
@@ -74,7 +72,7 @@ class Gates:
         return None
 
     def defer(self, stages: tuple[Stage, ...], request: Request, quote: Quote, now: float) -> bool:
-        """`check`, which also stores the deferral in the request. Returns True if there is one."""
+        """`check`, which also stores the deferral in the request. True: there is one."""
         request.deferral = self.check(stages, request, quote, now)
         if request.deferral is not None:
             self.num_deferrals[request.deferral.reason] += 1
@@ -106,7 +104,7 @@ class Reservations:
         self.num_slots = 0
         self.num_blocks = 0
         self.has_preempted = False
-        """True if one of the requests was preempted: then no later request starts."""
+        """One of the requests was preempted: then no later request starts."""
 
     def __bool__(self) -> bool:
         return self.num_requests > 0
@@ -185,7 +183,7 @@ class AsynchronousLoadGate:
     def __init__(self, kv: KVCacheManager) -> None:
         self._kv = kv
         self._tried: set[str] = set()
-        """Ids of waiting requests that have found something to load: each tries once."""
+        """Waiting requests that have found something to load: each tries once."""
 
     def check(self, request: Request, quote: Quote, now: float) -> Deferral | None:
         if quote.is_resumed or request.request_id in self._tried:
@@ -246,7 +244,6 @@ def _begin_load(reason: str, kv: KVCacheManager, found: Lookup, quote: Quote, no
 
 
 def default_gates(kv: KVCacheManager) -> list[Gate]:
-    """The standard gates in order."""
     return [
         ConstraintGate(),
         PendingPrefixGate(kv),

@@ -18,14 +18,12 @@ Sampled: TypeAlias = tuple[Sequence, list[int], list[TokenLogprobs] | None]
 
 
 class InFlight(msgspec.Struct, frozen=True):
-    """One plan in flight."""
-
     plan: StepPlan
     sequences: list[Sequence]
     """Aligned with the plan's columns of the batch."""
     filled: list[tuple[Sequence, BlockTable, int]]
-    """Sequences that may reach the end of a block, with their blocks at planning time (a preemption may
-    change them) and their computed tokens after the plan (an upper bound with drafts in flight)."""
+    """Sequences that may reach the end of a block, with their blocks at planning time (a preemption may change them)
+    and their computed tokens after the plan (an upper bound with drafts in flight)."""
     samples: list[Sequence]
     """Aligned with the plan's `sample_seq_ids`."""
     forked: list[tuple[Sequence, list[Sequence]]]
@@ -37,7 +35,6 @@ class InFlight(msgspec.Struct, frozen=True):
 
     @property
     def awaits_masks(self) -> bool:
-        """True while an expected mask is missing."""
         return any(_awaits_mask(self.samples[index]) for index in self.plan.expects_sampling_inputs)
 
     def sampling_inputs(self) -> tuple[SamplingInputs, list[tuple[Sequence, UserError]]]:

@@ -38,7 +38,7 @@ class CachedBlocks(Protocol):
     def can_transfer(self) -> bool: ...
 
     def reset_prefix_cache(self) -> int:
-        """Clear all cached content; returns the number of blocks set free."""
+        """Clear all cached content; returns how many blocks were set free."""
         ...
 
 
@@ -58,7 +58,7 @@ class EngineScheduler(Protocol):
         ...
 
     def most_blocks(self, num_tokens: int) -> int:
-        """Largest number of blocks that one sequence of `num_tokens` holds."""
+        """Upper bound of the blocks that one sequence of `num_tokens` holds."""
         ...
 
     def add_request(self, source: EngineRequest, now: float, constraint: Constraint | None = None) -> None:
@@ -88,8 +88,8 @@ class EngineScheduler(Protocol):
         ...
 
     def schedule_transfers(self, *, awaits_report: bool = False) -> StepPlan | None:
-        """A plan of the KV connector's transfers alone, or None. awaits_report: return a plan in any case; its result
-        comes with the connector's next report."""
+        """A plan of the KV connector's transfers alone. awaits_report: return a plan in any case; its result comes with
+        the connector's next report."""
         ...
 
     def sampling_inputs(self, plan: StepPlan) -> SamplingInputs:
@@ -129,8 +129,8 @@ class EngineScheduler(Protocol):
         ...
 
     def unregister_prefix(self, name: str) -> int:
-        """Unregister a prefix; returns the number of blocks that no longer belong to one. Raises UserError for an
-        unknown name."""
+        """Unregister a prefix; returns how many blocks no longer belong to one. Raises UserError for an unknown
+        name."""
         ...
 
     def forget_rows(self) -> None:
@@ -138,7 +138,7 @@ class EngineScheduler(Protocol):
         ...
 
     def stats(self) -> EngineStats:
-        """A snapshot of all counters and gauges. O(running sequences)."""
+        """All counters and gauges. O(running sequences)."""
         ...
 
     def current_load(self) -> Load:

@@ -1,17 +1,6 @@
-"""Use of KV slots in the paper's terms (§3.1, Fig. 2), for a paged pool.
-
-A used block has one slot per token of its KV group's block size; a block of states has one, always stored. States of a
-slot:
-
-- stored: it holds a computed token's keys and values. A slot that several sequences share counts once; a token counts
-in every KV group.
-- reserved: a plan in flight computes its token. A paged pool reserves nothing earlier.
-- wasted (internal fragmentation): without a token, at the ends of last blocks, less than one block per sequence and
-group.
-
-Blocks that the KV connector loads for a deferred request, or sends for an ended one, count as stored. There is no
-external fragmentation: every free block is usable. Free blocks with a cached prefix (evictable) count apart.
-"""
+"""Use of KV slots in the paper's terms (§3.1, Fig. 2), for a paged pool; docs/accounting.md defines stored, reserved
+and wasted slots. Blocks that the KV connector loads for a deferred request, or sends for an ended one, count as
+stored."""
 
 from __future__ import annotations
 
@@ -27,7 +16,6 @@ from quire.step import StepPlan
 
 
 def first_stats(kv: KVCacheManager) -> EngineStats:
-    """Statistics of a new engine."""
     return EngineStats(
         block_size=kv.block_size,
         block_bytes=kv.block_bytes,
@@ -127,7 +115,7 @@ def _first_starts(flights: Iterable[InFlight]) -> dict[Sequence, int]:
 
 
 def _add_slots(slots: dict[int, int], table: list[int], start: int, end: int, block_size: int) -> None:
-    """Add the number of slots that positions [start, end) take in each block of a table."""
+    """Add the slots that positions [start, end) take in each block of a table."""
     for index in range(start // block_size, -(-end // block_size)):
         first = index * block_size
         count = min(end, first + block_size) - max(start, first)

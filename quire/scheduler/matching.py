@@ -26,8 +26,6 @@ Asked: TypeAlias = tuple[Sequence, list[int], list[TokenLogprobs] | None]
 
 
 class Matching:
-    """Unanswered questions to matchers."""
-
     def __init__(self) -> None:
         self.starting: list[Request] = []
         """Requests that cannot start before their matchers have answered."""
@@ -151,7 +149,6 @@ class Matching:
 
 
 def first_matchers(request: Request) -> list[Matcher]:
-    """Matchers that a request needs to start."""
     found = [] if request.first_matcher is None else [request.first_matcher]
     return found + [each.matcher for each in request.live_sequences if each.matcher is not None]
 

@@ -27,7 +27,6 @@ class PlanChanges:
         return not (self.released or self.trimmed) and self.beam_reorder.is_empty
 
     def release_slot(self, sequence: Sequence) -> None:
-        """Release a sequence's request slot with the next plan."""
         sequence.fast_path_until = sequence.num_unsent_tokens = 0
         self.trimmed.pop(sequence.seq_id, None)
         if self.beam_reorder.forget(sequence):
@@ -48,7 +47,7 @@ class PlanBuilder:
         self.num_tokens: list[int] = []
         self.sample_from: list[int] = []
         self.plan = StepPlan(step_id, [], self.start_positions, self.num_tokens, [], self.sample_from)
-        """Without `seq_ids`, `sample_seq_ids` and what `build` adds."""
+        """Plan to which `build` adds `seq_ids`, `sample_seq_ids` and changes."""
         self.budget = budget
         """Tokens that may still be scheduled."""
         self.num_steady = 0
@@ -68,7 +67,6 @@ class PlanBuilder:
         self.forked: list[tuple[Sequence, list[Sequence]]] = []
 
     def grow(self, sequence: Sequence, allocation: BlockAllocation) -> None:
-        """Record an allocation for a sequence with a request slot."""
         self.grown.append((sequence, allocation))
         if any(allocation.new_blocks):
             self.plan.new_blocks[sequence.seq_id] = allocation.new_blocks
@@ -174,7 +172,6 @@ class PlanBuilder:
         return index
 
     def sample(self, sequence: Sequence, batch_index: int) -> None:
-        """Sample a token for `sequence` from the logits of a batch entry."""
         self.samples.append(sequence)
         self.sample_from.append(batch_index)
         sequence.num_pending_tokens += 1
@@ -245,7 +242,7 @@ class PlanBuilder:
         self.plan.transfers = transfers
 
     def in_flight(self) -> InFlight:
-        """What the scheduler knows of the plan that was built, until its result comes."""
+        """The scheduler's data on the built plan, until its result comes."""
         return InFlight(self.plan, self.sequences, self.filled, self.samples, self.forked, self.resumed, [])
 
     def build(self, changes: PlanChanges) -> StepPlan:

@@ -1,11 +1,8 @@
-"""Preemption: release of running requests' KV blocks, and the choice of victims for an earlier waiting request.
+"""Preemption: release of running requests' KV blocks (docs/preemption.md), and the choice of victims for an earlier
+waiting request.
 
-A preempted request's blocks are recomputed, or swapped to the host (paper §4.5): all its sequences together or none.
-Without room in the host pool a victim is recomputed in any mode.
-
-Priority preemption: a late request can come first in `Request.order_key` by its priority, and a preempted request comes
-before those that started after it. Such a request gets its share of the step's tokens before the running requests
-behind it. It may also preempt requests of a worse priority, if
+A request that comes first in `Request.order_key` gets its share of the step's tokens before the running requests behind
+it. It may also preempt requests of a worse priority, if
 
 - the victims come after it in the order and have a worse priority (equal priorities never preempt each other);
 - it lacks request slots or blocks, and the preemption frees enough of both;
@@ -47,7 +44,7 @@ class Choice(Protocol):
 
 
 def choice(mode: str, costs: PreemptionCosts | None) -> Choice:
-    """The rule of a preemption mode. costs: needed by "auto"."""
+    """The rule of a preemption mode; "auto" needs costs."""
     match mode:
         case "recompute":
             return lambda _footprint, _num_tokens: False
@@ -126,8 +123,6 @@ def computed_tokens(request: Request) -> int:
 
 
 class PreemptionPlan(NamedTuple):
-    """Victims and tokens that let the first waiting request start."""
-
     victims: list[Request]
     """Running requests to preempt, the last in order first."""
     num_tokens: int

@@ -30,7 +30,6 @@ class RequestQueue:
         return len(self._requests)
 
     def order_time(self, client: str, priority: int, now: float) -> float:
-        """See `FairOrder.order_time`."""
         return self._fair_order.order_time(client, priority, now)
 
     def receive(self, source: EngineRequest, now: float, constraint: Constraint | None) -> Request:
@@ -46,7 +45,6 @@ class RequestQueue:
         )
 
     def push(self, request: Request) -> None:
-        """Insert a request that has arrived."""
         self._fair_order.add_request(request)
         bisect.insort(self._requests, request, key=_order_key)
 
@@ -56,7 +54,6 @@ class RequestQueue:
         bisect.insort(self._requests, request, key=_order_key)
 
     def remove(self, request: Request) -> None:
-        """Remove a request, if the queue holds it."""
         place = bisect.bisect_left(self._requests, request.order_key, key=_order_key)
         if place < len(self._requests) and self._requests[place] is request:
             del self._requests[place]
@@ -73,7 +70,6 @@ class RequestQueue:
         return len(self._returned)
 
     def report_stats(self, stats: EngineStats) -> None:
-        """Report the numbers of waiting, preempted and swapped requests."""
         stats.num_waiting = len(self._requests)
         stats.num_deferred = min(stats.num_deferred, stats.num_waiting)
         stats.num_preempted = len(self._returned)
@@ -100,7 +96,6 @@ class Deadlines:
         return len(self._live)
 
     def watch(self, request: Request) -> None:
-        """Watch a request, if it has a time limit."""
         timeout = request.params.timeout_s
         if timeout is not None:
             number = request.order_key[1]
@@ -108,7 +103,6 @@ class Deadlines:
             self._live.add(number)
 
     def discard(self, request: Request) -> None:
-        """Stop watching an ended request."""
         self._live.discard(request.order_key[1])
         if len(self._heap) > 2 * len(self._live) + 16:
             self._heap = [entry for entry in self._heap if entry[1] in self._live]

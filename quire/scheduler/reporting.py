@@ -43,7 +43,6 @@ def early_end(request: Request, reason: FinishReason, now: float) -> list[Sequen
 
 
 def ended_search(request: Request, now: float) -> list[SequenceUpdate]:
-    """Updates of a finished beam search."""
     search = request.beam_search
     if search is not None and search.failure is not None:
         updates = early_end(request, FinishReason.ERROR, now)
@@ -57,7 +56,6 @@ def ended_search(request: Request, now: float) -> list[SequenceUpdate]:
 
 
 def pooled_end(sequence: Sequence, vector: list[float], now: float) -> SequenceUpdate:
-    """The only update of a pooled request."""
     request = sequence.request
     update = SequenceUpdate(request.request_id, sequence.index, [], finish_reason=FinishReason.STOP, pooled=vector)
     report_times(update, request, now)
@@ -65,7 +63,7 @@ def pooled_end(sequence: Sequence, vector: list[float], now: float) -> SequenceU
 
 
 def live_requests(sequences: Iterable[Sequence], seq_ids: Collection[int]) -> list[Request]:
-    """Distinct unfinished requests of the sequences with these ids."""
+    """Distinct unfinished requests of these sequences."""
     found = dict.fromkeys(sequence.request for sequence in sequences if sequence.seq_id in seq_ids)
     return [request for request in found if request.status is not RequestStatus.FINISHED]
 

@@ -13,11 +13,9 @@ from quire.scheduler.queue import Deadlines, RequestQueue
 
 
 class RunningSet:
-    """Sequences with a request slot.
-
-    sequences: one request's are adjacent. num_reserved: reservations, one for each sequence of a running request
-    that will fork later (`Request.pending_forks`). version: grows with every possible change of the running requests.
-    """
+    """Sequences with a request slot. sequences: one request's are adjacent. num_reserved: reservations, one for each
+    sequence of a running request that will fork later (`Request.pending_forks`). version: grows with every possible
+    change of the running requests."""
 
     def __init__(self) -> None:
         self.sequences: list[Sequence] = []
@@ -53,7 +51,6 @@ class RunningSet:
         self.num_reserved += len(search.request.pending_forks) - num_reserved
 
     def drop_reservation(self, sequence: Sequence) -> None:
-        """Drop the reservation of a sequence that ends, if any."""
         if sequence in sequence.request.pending_forks:
             sequence.request.pending_forks.remove(sequence)
             self.num_reserved -= 1

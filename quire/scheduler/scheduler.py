@@ -55,7 +55,7 @@ from quire.step import SamplingInputs, StepPlan, StepResult
 
 class Scheduler:
     """Serves requests in order (`Request.order_key`) under a token budget and a limit of sequences; preempts the last
-    in order. Implements `EngineScheduler`."""
+    in order."""
 
     def __init__(
         self,
@@ -213,7 +213,7 @@ class Scheduler:
         return inputs
 
     def update(self, result: StepResult, now: float, *, may_go_ahead: bool = False) -> list[SequenceUpdate]:
-        """See `EngineScheduler`: append tokens, end sequences, commit full blocks, free."""
+        """Append tokens, end sequences, commit full blocks, free."""
         in_flight = self._in_flight.pop(result.step_id)
         plan, samples, ends = in_flight.plan, in_flight.samples, self._ends
         assert len(samples) == len(result.token_ids), "a result without a sample, or the other way round"
@@ -301,8 +301,7 @@ class Scheduler:
         return self.matching.awaited() + [matcher for matcher in beams if not matcher.is_slow]
 
     def settle(self, now: float) -> tuple[list[SequenceUpdate], list[tuple[str, UserError]]]:
-        """See `EngineScheduler`: append forced tokens, end finished sequences, and end requests that cannot start under
-        their constraints."""
+        """Append forced tokens, end finished sequences, and end requests that cannot start under their constraints."""
         updates = self._ends.settle(self.matching, now)
         refused: list[tuple[Request, UserError]] = []
         if self.matching.starting or self._adapters.refused:
@@ -412,7 +411,7 @@ class Scheduler:
         return Load(len(self._requests) - num_waiting, num_waiting, self.kv.pool.num_used, preemptions)
 
     def snapshot(self) -> KVSnapshot:
-        """A snapshot of every block and every live request. O(blocks + table entries)."""
+        """Every block and every live request. O(blocks + table entries)."""
         return take_snapshot(self.kv, dict.fromkeys(s.request for s in self._running.sequences), self._waiting)
 
     def check(self) -> None:

@@ -14,10 +14,8 @@ from quire.kv_cache.registered_prefixes import RegisteredPrefix
 
 
 class SequenceView(msgspec.Struct):
-    """One live sequence and its block tables."""
-
     index: int
-    """Index of the request's completion, 0 .. n - 1."""
+    """Index of the completion, 0 .. n - 1."""
     num_output_tokens: int
     num_stored_tokens: int
     """Tokens with keys and values in the cache, those of plans in flight included."""
@@ -44,13 +42,11 @@ class RequestView(msgspec.Struct):
     num_image_tokens: int
     """Prompt tokens that stand for images."""
     waits_for_prefix: bool
-    """True while another request computes a prefix that this one will share."""
+    """Another request computes a prefix that this one will share."""
     sequences: list[SequenceView]
 
 
 class KVSnapshot(msgspec.Struct):
-    """The whole KV cache between two steps."""
-
     block_size: int
     """Tokens of a block; the greatest common divisor if KV groups have different sizes."""
     block_sizes: list[int]

@@ -187,7 +187,7 @@ class ServedAdapters:
 
     async def _try(self, adapter: LoRARequest | None) -> None:
         if self._engine.model_config.pooling is not None:
-            return  # vectors are computed by their own parameters
+            return  # a pooling model cannot generate
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False, seed=0)
         async for _ in self._engine.generate([0], params, cache_salt=PROBE, lora_request=adapter):
             pass

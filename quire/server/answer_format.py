@@ -74,7 +74,7 @@ class AnswerFormats:
             )
         calls = None if tools == NONE else tool_format(tools)
         if calls is not None and calls.channels is not None:
-            reasoning = HARMONY  # its reader of calls reads the thoughts
+            reasoning = HARMONY  # its call reader reads the reasoning too
         if (tools, reasoning) != (NONE, NONE):
             logger.info("tool calls are read as %s, reasoning as %s", tools, reasoning)
         return cls(
@@ -108,7 +108,7 @@ class AnswerFormat:
             raise UserError(NO_PARSER, param="tool_choice")
         self._is_forced = self._mode in ("required", "function")
         has_constraint = body.to_structured_outputs() is not None
-        is_format = body.constraint_field == "response_format"  # of the content, which forced calls have none of
+        is_format = body.constraint_field == "response_format"  # constrains content, and forced calls have none
         if self._is_forced and has_constraint and not is_format:
             raise UserError(
                 f"tool_choice {self._mode!r} and {body.constraint_field} exclude one another", param="tool_choice"

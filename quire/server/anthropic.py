@@ -117,7 +117,7 @@ class _MessageAnswer:
         if turn.finish_reason == "stop" and turn.stop_string is not None:
             return "stop_sequence", turn.stop_string
         if turn.finish_reason == "stop" and any(segment.kind is Kind.CALL for segment in turn.segments):
-            return "tool_use", None  # of a tool that the request named
+            return "tool_use", None  # a tool that the request forced
         if turn.finish_reason == "length" and turn.usage.completion_tokens < self._max_tokens:
             return "model_context_window_exceeded", None
         return STOP_REASONS.get(turn.finish_reason, "end_turn"), None

@@ -91,12 +91,12 @@ ToParent = Serving | Drained | EngineFailed
 
 
 def main() -> None:
-    # The parent decides: Ctrl-C and supervisors may signal every process of a group.
+    # Ctrl-C and supervisors may signal every process of a group; the parent decides what it means.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     line = sys.stdin.buffer.readline()
     if not line.endswith(b"\n"):
-        return  # the parent ended before it had said what to do
+        return  # the parent ended before it sent the work
     launch = msgspec.json.decode(line, type=ApiLaunch)
     os.set_inheritable(launch.control_fd, False)
     control = socket.socket(fileno=launch.control_fd)
@@ -114,7 +114,7 @@ def main() -> None:
         logger.exception("an API process failed")
         control.send(msgspec.msgpack.encode(EngineFailed(f"an API process failed: {explain(error)}")))
         status = 1
-    with contextlib.suppress(OSError):  # what cannot be written is lost
+    with contextlib.suppress(OSError):  # unwritten output is lost
         sys.stdout.flush()
     os._exit(status)  # nothing is left to save
 
@@ -176,7 +176,7 @@ class _Process:
             if serving.done():
                 serving.result()
                 raise QuireError("the HTTP server did not start")
-        # What the start-up made lives for ever: collections need not look at it again.
+        # The objects of the start-up are never freed: collections can skip them.
         gc.collect()
         gc.freeze()
         self._control.setblocking(False)
@@ -218,7 +218,7 @@ class _Process:
             self._num_arriving -= 1
 
     async def _drain(self, seconds: float) -> None:
-        with contextlib.suppress(EngineDeadError):  # the parent hears of that itself
+        with contextlib.suppress(EngineDeadError):  # the parent notices a dead engine itself
             await self._engine.drain(seconds)
         self._say(Drained())
 

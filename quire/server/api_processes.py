@@ -106,7 +106,7 @@ class _Process:
     num_stopped: int = 0
 
     def say(self, message: ToProcess) -> None:
-        with contextlib.suppress(OSError):  # it has ended, which is noticed when `control` is read
+        with contextlib.suppress(OSError):  # it has ended; reading `control` notices that
             self.control.send(msgspec.msgpack.encode(message))
 
 
@@ -191,7 +191,7 @@ class _Parent:
             connection.close()
         self._engine.shutdown()
 
-    # The course of things.
+    # Life of the service.
 
     @property
     def _serves(self) -> bool:
@@ -239,7 +239,7 @@ class _Parent:
             return 128 + self._signals[-1]
         failure = self._engine.failure
         if isinstance(failure, EngineDeadError) and num_running:
-            # An engine that leaves with nothing left to do (a signal to the whole group reaches it too) is no failure.
+            # An idle engine that ends is no failure: a signal to the whole group reaches it too.
             tell(f"error {failure.error_id}: the engine died while requests were running: {failure}")
             return 1
         return 0
@@ -281,7 +281,7 @@ class _Parent:
     def _note_change(self) -> None:
         """Runs on the engine's threads."""
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: all is over anyway
+            with contextlib.suppress(RuntimeError):  # the loop is closed already
                 self._loop.call_soon_threadsafe(self._changed.set)
 
     # Connections.
@@ -304,7 +304,7 @@ class _Parent:
         except (BlockingIOError, ConnectionAbortedError):
             pass
         except OSError as error:
-            self._loop.remove_reader(self._accepting)  # until the next tick: connections wait in the backlog
+            self._loop.remove_reader(self._accepting)  # until the next tick; connections wait in the backlog
             logger.warning("no connections are accepted for a moment: %s", error)
         self._hand_over()
         if self._waiting:
@@ -318,7 +318,7 @@ class _Parent:
                 try:
                     socket.send_fds(process.control, packet, [self._waiting[0].fileno()])
                 except OSError:
-                    continue  # it has ended, or has not taken what it was sent
+                    continue  # it has ended, or its socket is full
                 process.num_given += 1
                 self._waiting.pop(0).close()
                 break

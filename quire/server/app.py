@@ -95,7 +95,7 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, common: Common | None
     common = common or alone(engine, settings)
     engine.texts.pictures.names = common.pictures
     engine.input_processor.clips_max_tokens = False
-    engine.pooling.model_name = names[0]  # clients know no path
+    engine.pooling.model_name = names[0]  # clients must not see a path
     engine.input_processor.max_new_tokens = engine.model_config.sampling_defaults.get("max_tokens")
     engine.add_listener(metrics)
     metrics.registry.register(ProcessMetrics(common.pids))
@@ -106,7 +106,7 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, common: Common | None
     formats = AnswerFormats.of(
         engine.tokenizer, settings, in_reasoning=engine.engine_config.structured_outputs.enable_in_reasoning
     )
-    if settings.reasoning_parser is not None:  # else a budget for thoughts takes the marks of the chat template
+    if settings.reasoning_parser is not None:  # otherwise a thinking budget uses the chat template's marks
         engine.input_processor.reasoning = formats.reasoning
     size = settings.max_body_bytes_of(takes_images=engine.takes_images)
     served = ServedAdapters(engine, settings.lora_dir, names, common.adapters)
@@ -116,7 +116,7 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, common: Common | None
         title="Quire",
         version=__version__,
         openapi_url=None,
-        redirect_slashes=False,  # the address to go to would be made of the client's Host
+        redirect_slashes=False,  # a redirect's address would come from the client's Host
         dependencies=[
             Depends(key_check(common.keys(), on_unix_socket=settings.uds is not None)),
             Depends(check_query),
@@ -153,7 +153,7 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, common: Common | None
 
 
 def alone(engine: AsyncLLM, settings: ServerSettings) -> Common:
-    """What the only process of a server has to itself."""
+    """Shared state of a server with one process."""
     responses = OwnResponses(ResponseStore(settings.max_stored_responses, settings.response_store_bytes))
     adapters, pictures = OneProcess(), engine.texts.pictures.names
     return Common(Numbers.alone(), lambda: KeyRing.of(settings), responses, lambda: [os.getpid()], adapters, pictures)
@@ -233,7 +233,7 @@ def add_middleware(app: FastAPI, settings: ServerSettings, metrics: EngineMetric
             allow_methods=["*"],
             allow_headers=["*"],
         )
-    # No page reaches a Unix socket, and clients call it by any name.
+    # No web page reaches a Unix socket, and its clients send any Host.
     names = settings.allowed_hosts or ([ANY] if settings.uds is not None else [])
     hosts = HostRules(settings.host, names)
     app.add_middleware(SiteGuard, hosts=hosts, origins=settings.cors_allowed_origins)

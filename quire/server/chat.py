@@ -173,7 +173,7 @@ class ChatAnswer(Answer[ChatRequest]):
     def _events_of(self, output: RequestOutput) -> Iterator[Begin | Piece]:
         for completion in output.outputs:
             if completion.index not in self._begun:
-                self._counter.count_output(0, output, count_completion=False)  # a role is no token
+                self._counter.count_output(0, output, count_completion=False)  # the chunk with the role has no token
                 yield Begin(completion.index, output, is_first=not self._begun)
                 self._begun.add(completion.index)
         self._counter.count_output(0, output)

@@ -239,7 +239,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
         if body.prompt_logprobs is not None:
             piece.prompt_logprobs = prompt_logprobs(limited(entries, body.prompt_logprobs))
         if body.echo:
-            # Of a prompt that came as token ids all tokens are shown: no text of it is known.
+            # A prompt sent as token ids has no text: all its tokens are shown, special ones too.
             skips = body.skips_special and output.prompt is not None
             text = output.prompt if body.truncate_prompt_tokens is None else None
             piece.text = self._tokenizer.decode(token_ids, skips) if text is None else text
@@ -248,7 +248,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
                 self._tokenizer, as_ids=bool(body.return_tokens_as_token_ids)
             )
             if body.echo:
-                # A request that was ended in its prompt has no more.
+                # A request that ended within its prompt lacks entries for the rest.
                 known = list(entries or []) + [None] * (len(token_ids) - len(entries or []))
                 columns.begin_text(skips, [])
                 piece.logprobs = columns.append_tokens(token_ids, limited(known, body.logprobs))

@@ -133,7 +133,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._num_unsent_bytes = 0
         self._write_deadline = math.inf
 
-    # What the transport calls
+    # Called by the transport
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -144,7 +144,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._enter(Phase.HEAD if self._is_surplus else Phase.IDLE)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        # uvicorn tells the newest request only; the one that runs is an older one when requests are pipelined.
+        # uvicorn tells the newest request only; with pipelined requests an older one is running.
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
             self._running.message_event.set()
@@ -156,7 +156,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._discard(len(data))
             return
         if self._is_surplus:
-            # Not before the client has sent something: an answer without a question confuses clients.
+            # Only if the client has sent something: an answer without a request confuses clients.
             limit = self._limits.max_connections
             error = unavailable(f"the server has {limit} connections already, its limit (--max-connections)")
             error.headers["Retry-After"] = "1"
@@ -196,7 +196,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         else:
             super().shutdown()
 
-    # What the parser calls. An exception stops it, and whatever it has not parsed yet is dropped.
+    # Called by the parser. An exception stops it and drops the bytes not parsed yet.
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -207,7 +207,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._num_headers += 1
         if self._num_headers > self._limits.max_num_headers:
             self._stop(_head_too_large(f"{self._limits.max_num_headers} headers"))
-        if self.phase is Phase.HEAD:  # else it is a trailer, which means nothing here
+        if self.phase is Phase.HEAD:  # trailers are ignored
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -217,7 +217,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if len(self.pipeline) == MAX_NUM_PIPELINED:
             self._stop(_too_much_pipelined())
         super().on_headers_complete()
-        scope: Any = self.scope  # which has room for more than ASGI's own entries
+        scope: Any = self.scope  # typed as ASGI's entries only
         scope[CHUNK_WRITER] = ChunkWriter(self.cycle)
         if not self.cycle.keep_alive:
             late: Any = _LateClosing(self, self.cycle)
@@ -225,7 +225,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._running is None:
             self._running = self.cycle
         else:
-            self.flow.resume_reading()  # uvicorn pauses it
+            self.flow.resume_reading()  # uvicorn has paused it for pipelining
         self._enter(Phase.BODY)
 
     def on_body(self, body: bytes) -> None:
@@ -255,13 +255,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         else:
             self.transport.close()
 
-    # What uvicorn calls when an answer is complete
+    # Called by uvicorn when an answer is complete
 
     def on_response_complete(self) -> None:
         self._running = self.pipeline[-1][0] if self.pipeline else None
         self._num_pipelined_bytes = 0
         super().on_response_complete()
-        self._unset_keepalive_if_required()  # uvicorn's timer: `check_deadlines` does that
+        self._unset_keepalive_if_required()  # stops uvicorn's timer: `check_deadlines` replaces it
         if self._running is None:
             if self._is_deaf and not self.transport.is_closing():
                 self._linger()

@@ -208,9 +208,9 @@ def to_api_error(error: BaseException) -> ApiError:
         return unavailable(f"the engine is dead: {error.summary} ({_see_log(error.error_id)})")
     if isinstance(error, InternalError):
         return _internal_error(error, error.summary, error.error_id)
-    if isinstance(error, ModelOutputError):  # of this request alone, and it would probably fail again
+    if isinstance(error, ModelOutputError):  # concerns this request alone; a retry would probably fail again
         return api_error(500, str(error), "model_error")
-    if isinstance(error, ChatTemplateProcessError):  # of this request alone
+    if isinstance(error, ChatTemplateProcessError):  # the template failed for this request alone
         return api_error(500, str(error), "chat_template_error")
     if isinstance(error, QuireError):
         return unavailable(str(error))
@@ -276,8 +276,8 @@ def _no_such_route(request: Request, error: HTTPException) -> ApiError:
         flags = [flag for route, flag in unserved if route.matches(request.scope)[0] is not Match.NONE]
         hint = f"; it is served with {flags[0]}" if flags else ""
         return api_error(404, f"unknown request URL: {what}{hint}", "unknown_url")
-    # The router names the methods of one route only, and a path may have several. Where it is a route's own path, it is
-    # not the id that another route would take its end for.
+    # The router names the methods of one route only; a path may match several. A route without parameters wins over one
+    # that would read the path's end as an id.
     routes = [route for route in request.app.routes if isinstance(route, Route)]
     found = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
     found = [route for route in found if not route.param_convertors] or found

@@ -141,7 +141,7 @@ async def generate(
         index, place = divmod(number, per_prompt)
         settings, part = params, None
         if per_prompt > 1:
-            # What is said of the prompt comes with the first part.
+            # The first part alone returns the prompt's log-probabilities.
             scored = params.prompt_logprobs if place == 0 else None
             settings = msgspec.structs.replace(params, n=parts[number].num_sequences, prompt_logprobs=scored)
         if len(prompts) * size > share:
@@ -160,7 +160,7 @@ async def generate(
         index = number // per_prompt
         charge.count((request_id, index), output)
         if per_prompt > 1:
-            # Later parts find the whole prompt in the cache; the request found what its first part did.
+            # Later parts find the whole prompt in the cache; only the first part's number is the request's.
             output.num_cached_tokens = num_cached.setdefault(index, output.num_cached_tokens)
             for completion in output.outputs:
                 completion.index += parts[number].first_index
@@ -168,7 +168,7 @@ async def generate(
 
     try:
         with context.running.hold((answer_id, request_id), Work(ids, turns)):
-            if len(streams) == 1:  # every generator that an output passes through costs it time
+            if len(streams) == 1:  # each generator in the way adds time per output
                 async with aclosing(streams[0]) as outputs:
                     async for output in outputs:
                         yield placed(0, output)
@@ -225,7 +225,7 @@ async def _merge(
     streams: list[AsyncGenerator[RequestOutput, None]],
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     queue: asyncio.Queue[tuple[int, RequestOutput] | None] = asyncio.Queue()
-    # One output of each stream lies in the queue at most: what comes meanwhile is merged where the stream keeps it.
+    # The queue holds at most one output of each stream; the stream itself merges those that come meanwhile.
     taken = [asyncio.Event() for _ in streams]
 
     async def pump(index: int, outputs: AsyncGenerator[RequestOutput, None]) -> None:

@@ -37,7 +37,7 @@ def add_health_routes(app: FastAPI, context: ServerContext) -> None:
     restarts."""
 
     @app.get("/health")
-    @app.head("/health")  # what some load balancers ask
+    @app.head("/health")  # some load balancers send HEAD
     @app.get("/ping")
     @app.post("/ping")
     @public

@@ -64,7 +64,7 @@ def make_http_server(
     timeouts."""
     limits = ConnectionLimits.of(settings, clock or SystemClock())
     protocol: Any = functools.partial(BoundedHttpProtocol, limits)
-    # Errors are logged where they become answers; uvicorn would log them again, and what any client can provoke.
+    # Errors are logged where they become answers; uvicorn would log them again, even those any client can provoke.
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     if settings.access_log:
         _log_accesses()

@@ -118,7 +118,7 @@ def _objection(scope: Scope) -> ApiError | None:
         name == b"content-encoding" and value.strip().lower() != b"identity" for name, value in scope["headers"]
     )
     if is_json and not is_compressed:
-        return None  # without a look at the routes, of which there are many
+        return None  # saves a search of the many routes
     app: Starlette | None = scope.get("app")
     found = [] if app is None else [route for route in app.routes if route.matches(scope)[0] is not Match.NONE]
     if app is not None and not found:

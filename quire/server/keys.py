@@ -98,7 +98,7 @@ def _read_keys(path: str, anyone: Client, numbers: Numbers) -> dict[str, Client]
     text = read_text_file(path, param=FIELD)
     try:
         tables: dict[str, Any] = tomllib.loads(text)
-    except (ValueError, RecursionError):  # also numbers without end; the message may quote a key
+    except (ValueError, RecursionError):  # also too long numbers; the error's own text may quote a key
         raise ConfigError(f"{path}: no valid TOML", param=FIELD) from None
     if not tables:
         raise ConfigError(f"{path}: no table [name] with a key", param=FIELD)

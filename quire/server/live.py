@@ -48,7 +48,7 @@ async def take_frame(context: ServerContext, recent: RecentRequests) -> Frame:
     """Raises EngineDeadError if the engine is gone."""
     kv = await context.engine.kv_snapshot()
     metrics = context.metrics
-    # The answer came with a snapshot of the counters, which the metrics have by now.
+    # The engine's answer came with a snapshot of the counters; the metrics already hold it.
     return Frame(
         version=__version__,
         model=context.model_names[0],

@@ -35,7 +35,7 @@ async def serving_metrics(context: ServerContext, settings: ServerSettings, list
         while not server.started and not serving.done():
             await asyncio.sleep(STARTED_SECONDS)
         if serving.done():
-            await serving  # says what kept it from listening
+            await serving  # raises the reason it does not listen
         yield
     finally:
         server.should_exit = True

@@ -53,7 +53,7 @@ def add_model_routes(app: FastAPI, context: ServerContext) -> None:
         first, last = (page[0], page[-1]) if page else (None, None)
         return json_response(ModelPage([info(name) for name in page], len(page) < len(names), first, last))
 
-    # A name may hold slashes: hub ids do.
+    # Names may hold slashes, as hub ids do.
     @app.get("/v1/models/{name:path}")
     async def get_model(request: Request, name: str) -> Response:
         await context.meet(name)

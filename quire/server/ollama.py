@@ -199,7 +199,7 @@ def _ended(answer: OllamaResponse, turn: Turn) -> OllamaResponse:
     answer.total_duration = round(((times.queue_time_ms or 0.0) + prompt + tokens) * NANOSECONDS_PER_MS)
     answer.load_duration = 0
     answer.prompt_eval_count, answer.eval_count = usage.prompt_tokens, usage.completion_tokens
-    # Clients divide by it: of a single token it is not 0.
+    # Clients divide by the durations: never 0.
     answer.prompt_eval_duration, answer.eval_duration = (
         max(1, round(ms * NANOSECONDS_PER_MS)) for ms in (prompt, tokens)
     )

@@ -116,7 +116,7 @@ def _found(answer: bytes | bytearray) -> Found:
 def _with_conversations(parsed: T, conversations: list[Messages]) -> T:
     if not conversations:
         return parsed
-    given: Any = getattr(parsed, "messages")  # noqa: B009 - of a type that is known to have them
+    given: Any = getattr(parsed, "messages")  # noqa: B009 - its type is known to have them
     if isinstance(parsed, ChatBatchRequest):
         pairs = zip(given, conversations, strict=True)
         return msgspec.structs.replace(parsed, messages=[ReadMessages(each[-1], found) for each, found in pairs])

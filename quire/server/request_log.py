@@ -26,7 +26,7 @@ class RequestLog(StatsListener):
         """max_characters: limit of characters and of tokens shown of a prompt; None: all."""
         self._max_characters = max_characters
         if logger.getEffectiveLevel() > logging.INFO:
-            logger.setLevel(logging.INFO)  # the setting asked for these records, whatever else is logged
+            logger.setLevel(logging.INFO)  # the user asked for these records
 
     def record_request(self, request_id: str, request: EngineRequest, text: str | None) -> None:
         if request.register_prefix:

@@ -63,7 +63,7 @@ def serve(
     if settings.log_format is not None:
         set_log_format(settings.log_format)
     check_certificate(settings)
-    KeyRing.of(settings)  # a wrong file is refused before the engine starts
+    KeyRing.of(settings)  # refuses a wrong file before the engine starts
     prefixes = read_prefixes(settings)
     with bind(settings) as listener, _interruptible():
         report.announce(options.model)
@@ -134,7 +134,7 @@ class _Service:
                 if serving.done():
                     serving.result()
                     raise ConfigError("the HTTP server did not start")
-            # What the start-up made lives for ever: collections need not look at it again.
+            # The objects of the start-up are never freed: collections can skip them.
             gc.collect()
             gc.freeze()
             announce()

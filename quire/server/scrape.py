@@ -32,7 +32,7 @@ SNAPSHOT_SECONDS = 1.0
 
 def add_metrics_route(app: FastAPI, context: ServerContext) -> None:
     async def metrics(request: Request) -> Response:
-        # Of an engine that is dead, silent, or deep in a long step, the last snapshot is what there is to tell.
+        # An engine that is dead, silent, or in a long step sends nothing: the last snapshot is answered.
         with contextlib.suppress(EngineDeadError, EngineUnresponsiveError, TimeoutError):
             async with asyncio.timeout(SNAPSHOT_SECONDS):
                 context.metrics.record_stats(await context.engine.stats())

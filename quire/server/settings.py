@@ -262,7 +262,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 value = getattr(self, name)
                 raise ConfigError(f"{name} must be between {low} and {high}, not {value}", param=name)
         for name in ("api_key", "admin_api_key"):
-            if not isinstance(getattr(self, name), list):  # the characters of a string would all be keys
+            if not isinstance(getattr(self, name), list):  # each character of a string would become a key
                 raise ConfigError(f"{name} must be a list of keys", param=name)
             if not all(key.strip() for key in getattr(self, name)):
                 raise ConfigError(f"{name} must not be empty", param=name)

@@ -62,13 +62,13 @@ class ParentsNames:
 
 
 class PictureService:
-    """The parent's half. Its methods are called by several threads."""
+    """The parent's half. Several threads call its methods."""
 
     def __init__(self, pictures: NamedPictures) -> None:
         self._pictures = pictures
 
     def answer(self, session: int, message: bytes) -> bytes:
-        """What a message of ParentsNames is answered with: a file, or b"" for no."""
+        """Answer to a message of ParentsNames: a file, or b"" for no."""
         match msgspec.msgpack.decode(message, type=_Message):
             case _Put(name, digest, file):
                 self._pictures.put(name, file, digest)

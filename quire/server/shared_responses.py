@@ -96,7 +96,7 @@ class ResponseService:
                 case _Put(owner, response_id, response):
                     self._store.put(owner, response_id, response)
                 case _Begin(owner, response_id, response):
-                    if session not in self._ended:  # else nothing would ever end it
+                    if session not in self._ended:  # otherwise nothing would end the response
                         result = self._store.begin_response(owner, response_id, response)
                 case _Finish(owner, response_id, response):
                     self._store.keep_finished(owner, response_id, session, response)

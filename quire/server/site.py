@@ -48,7 +48,7 @@ class HostRules:
         if name == self._bound_to or _address(name) is not None:
             return True
         if self._machine is None:
-            # Not at the start: a resolver that does not answer would delay it.
+            # Looked up here and not at the start, which a resolver that does not answer would delay.
             self._machine = await asyncio.to_thread(_machine_names)
         return name in self._machine
 

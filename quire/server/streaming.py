@@ -71,7 +71,7 @@ class EventStream(Response):
             return
 
     async def _send_events(self, send: Send, scope: Scope) -> None:
-        writer: ChunkWriter | None = scope.get(CHUNK_WRITER)  # None where another server than ours runs the application
+        writer: ChunkWriter | None = scope.get(CHUNK_WRITER)  # None if another HTTP server runs the application
         started = False
         async with aclosing(self.events) as events:
             try:
@@ -82,7 +82,7 @@ class EventStream(Response):
                         started = True
                         await send(self._start())
                     await send({"type": "http.response.body", "body": event, "more_body": True})
-            except BaseException as error:  # also the panic of a native extension
+            except BaseException as error:  # includes panics of native extensions
                 if is_interrupt(error) or isinstance(error, asyncio.CancelledError):
                     raise
                 if not started:

@@ -266,7 +266,7 @@ def _begin(
     context.check_priority(priority, client_of(request))
     try:
         answer = make()
-        # Tools are flat in these APIs.
+        # These APIs have no `function` object inside a tool.
         report_ignored(request, context, [name.replace("[].function", "[]") for name in answer.ineffective_fields])
         return Turn(answer, names)
     except EngineDeadError:

@@ -56,7 +56,7 @@ class Turns:
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # it had been given
+            if not turn.cancelled():  # the turn was given before the cancellation
                 self._num_free += num_places
             self._give()
             raise

@@ -58,7 +58,7 @@ def _to_bfloat16(word: int) -> int:
 
 def _to_float8(vector: list[float], kind: str) -> bytes:
     """Round to nearest, ties to even."""
-    import numpy as np  # heavy: a server that makes no such vectors starts without it
+    import numpy as np  # slow to import; only these vectors need it
 
     num_bits, bias, largest = _FLOAT8[kind]
     codes = np.arange(largest + 1)

@@ -1,11 +1,8 @@
-"""Fit of the cost model to logged steps of a real run.
-
-A device's profile states limits. Calibration fits the share of them that kernels reach, and a step's other costs, to
-every step's time: least squares of log(predicted / measured), so a step of 2 ms counts as much as one of 200. Steps
-that took far longer than usual were disturbed and get less weight. Their absence would make the sum too short, so all
-times are scaled in the end to match it, without the worst hundredth. Numbers that a log does not determine (no long
-prompts, no copies) keep their values and are reported.
-"""
+"""Fit of the cost model to logged steps of a real run (docs/calibration.md): the reached share of a device's limits,
+and a step's other costs. Least squares of log(predicted / measured), so a step of 2 ms counts as much as one of 200.
+Steps that took far longer than usual were disturbed and get less weight. Their absence would make the sum too short, so
+all times are scaled in the end to match it, without the worst hundredth. Numbers that a log does not determine (no long
+prompts, no copies) keep their values and are reported."""
 
 from __future__ import annotations
 
@@ -30,15 +27,15 @@ Vector = npt.NDArray[np.float64]
 
 MIN_STEPS = 30
 MIN_IDLE = 5
-"""Least number of steps after idle time for a fit of their extra seconds."""
+"""Least steps after idle time for a fit of their extra seconds."""
 MAX_STEPS = 1500
-"""Largest number of fitted steps, taken evenly from a longer log."""
+"""Limit of fitted steps, taken evenly from a longer log."""
 FEWEST_ROWS = 3
 """First steps of a run, left out because buffers grow and programs are recorded."""
 ITERATIONS = 60
 DIFFERENCE = 1e-3
 PRIOR = 1e-5
-"""Weight of a profile's former value relative to a step. It decides what the log does not."""
+"""Weight of a profile's former value relative to a step, where the log decides little."""
 LEAST_SPREAD = 0.02
 USUAL = 1.5
 """Residuals beyond this number of spreads count linearly."""
@@ -53,7 +50,7 @@ NO_TIME = 1e-9
 
 @dataclass(frozen=True)
 class Parameter:
-    """One number to fit, on a logarithmic scale. start: first value if the profile's is less (zero)."""
+    """One number to fit, on a logarithmic scale. start: first value if the profile's is zero."""
 
     name: str
     lowest: float
@@ -101,8 +98,7 @@ class Errors:
 
 @dataclass(frozen=True)
 class Fit:
-    """Result of a fit. hardware: the profile with the fitted numbers. told: names of the numbers that the log
-    determines."""
+    """hardware: the profile with the fitted numbers. told: names of the numbers that the log determines."""
 
     hardware: Hardware
     told: frozenset[str]
@@ -114,8 +110,8 @@ class Fit:
 
 
 def samples_of(records: Sequence[StepRecord], windows: Windows) -> list[Sample]:
-    """Samples of steps that computed something and did not swap. A step after swapping is left out too, because copies
-    may last into it."""
+    """Samples of steps that computed something and did not swap, nor followed swapping, whose copies may last into
+    them."""
     found = []
     was_swapping = False
     for record in records[FEWEST_ROWS:]:
@@ -151,10 +147,8 @@ def plan_of(record: StepRecord) -> StepPlan:
 def calibrate(
     shape: ModelShape, hardware: Hardware, precision: Precision, samples: Sequence[Sample], *, block_tokens: int = 16
 ) -> Fit:
-    """Fit the numbers of PARAMETERS, and the host's overhead, to logged steps of one device.
-
-    Raises UserError for too few steps.
-    """
+    """Fit the numbers of PARAMETERS, and the host's overhead, to logged steps of one device. Raises UserError for too
+    few steps."""
     awake = [sample for sample in samples if not sample.follows_idle]
     if len(awake) < MIN_STEPS:
         raise UserError(f"a calibration needs {MIN_STEPS} steps, and the log has {len(awake)} that can be used")
@@ -279,7 +273,6 @@ def _loss(r: Vector, bend: float, moved: Vector, prior: float) -> float:
 
 
 def _usual(measured: Vector, predicted: Vector) -> float:
-    """Sum of measured over sum of predicted times, without outliers."""
     ratio = measured / predicted
     low, high = np.quantile(ratio, (0.005, 0.99))
     inside = (ratio >= low) & (ratio <= high)

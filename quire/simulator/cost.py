@@ -16,8 +16,7 @@ each node.
 - pp > 1: micro-batches of the step's sequences pass the stages, all as long as the largest (`step_seconds`).
 - every kernel costs `launch_overhead`, every token and sequence the profile's overheads.
 
-Host overhead and swapping run beside the device (quire/simulator/executor.py). docs/decisions/0016-simulator.md lists
-what is left out.
+Host overhead and swapping run beside the device (executor.py). docs/decisions/0016-simulator.md lists what is left out.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class Precision:
 
     @classmethod
     def of(cls, shape: ModelShape, dtype: str | None = None, kv_dtype: str | None = None) -> Precision:
-        """Precision from options. dtype, kv_dtype: None means weights as stored, and keys and values as computed."""
+        """dtype, kv_dtype: None means weights as stored, and keys and values as computed."""
         weights = ALIASES.get(dtype or "", dtype) or shape.dtype
         if weights not in DTYPE_BYTES:
             raise UserError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, not {weights!r}", param="dtype")
@@ -101,8 +100,8 @@ class Attention:
 
 
 def windows_of(shape: ModelShape) -> Windows:
-    """Positions that a token reads, for each kind of attention in the order of `attention_counts`. An indexer's own
-    reads follow those of its attention."""
+    """Positions that a token reads, for each kind of attention in the order of `attention_counts`; an indexer's own
+    reads follow."""
     windows: list[int | Chunk | None] = []
     for attention in shape.attention_counts:
         if attention.kind == "chunked" and attention.window:
@@ -144,7 +143,7 @@ class CostModel:
         self._moe_layers = min(self._layers, -(-shape.num_moe_layers * self._layers // shape.num_layers))
         self._half_rows = hardware.half_rows
         self._decode_seconds: dict[int, float] = {}
-        """Number of sequences with one token each -> `_rows_seconds` of such a step."""
+        """Sequences with one token each -> `_rows_seconds` of such a step."""
         self._products = _merged(self._dense_products())
         self._logits = self._logits_product()
         self._set_up_attention()
@@ -165,12 +164,10 @@ class CostModel:
             self._set_up_attention()
 
     def step_seconds(self, work: StepWork, *, overlapped: bool = False) -> float:
-        """Seconds from the first kernel of a step to its results.
-
-        With pp > 1 the step's sequences are cut into m micro-batches that pass the stages. A single step takes (m + pp
-        - 1) times the longest stage, with the m that makes this least; the bubble is (pp - 1) of them. overlapped: the
-        next step is in flight, so its micro-batches follow at once, and a step takes m >= pp stages, without a bubble.
-        """
+        """Seconds from the first kernel of a step to its results. With pp > 1 the step's sequences are cut into m
+        micro-batches that pass the stages. A single step takes (m + pp - 1) times the longest stage, with the m that
+        makes this least; the bubble is (pp - 1) of them. overlapped: the next step is in flight, so its micro-batches
+        follow at once, and a step takes m >= pp stages, without a bubble."""
         pp = self.layout.pp
         if pp == 1:
             return self._stage_seconds(work)
@@ -218,7 +215,6 @@ class CostModel:
 
     @property
     def weight_bytes(self) -> float:
-        """Bytes of the model's weights."""
         shape, precision = self.shape, self.precision
         tables = shape.embedding_parameters * (1 if shape.is_tied else 2)
         routed = shape.routed_parameters
@@ -302,7 +298,7 @@ class CostModel:
         return max(attention.decode_pair, attention.decode_kept)
 
     def _copies(self, work: StepWork) -> float:
-        """Seconds of copy-on-write of blocks, read and written."""
+        """Seconds of copy-on-write of blocks."""
         elements = self.shape.kv_elements(self.layout.tp) * self._layers / self.shape.num_layers
         block = self._block_tokens / self.layout.dcp * elements * self._kv_size
         return 2 * work.num_copied_blocks * block / self._bandwidth
@@ -364,8 +360,8 @@ class CostModel:
 
     def _exchange_seconds(self, picks: int) -> float:
         """Seconds of one token in one layer to its experts and back. Over the network it goes once to each node with
-        one of them, from there over the link to each; in the experts' precision, if narrower, and back in that of the
-        activations."""
+        one of them, from there over the link to each; in the experts' precision, if narrower, and back in the
+        activations'."""
         hardware, factor = self.hardware, self.hardware.factors.link
         there = min(self._row_size, max(1.0, DTYPE_BYTES[self.precision.experts or self.precision.weights]))
         num_bytes = self.shape.hidden * (there + self._row_size)
@@ -501,7 +497,6 @@ def _add(seconds: dict[str, float], name: str, value: float) -> None:
 
 
 def _share(work: StepWork, m: int) -> StepWork:
-    """One of `m` even micro-batches of a step."""
     if m == 1:
         return work
     return StepWork(
@@ -519,7 +514,6 @@ def _share(work: StepWork, m: int) -> StepWork:
 
 
 def _check(shape: ModelShape, layout: ParallelConfig) -> None:
-    """Raise UserError for a layout that the model cannot have."""
     for attention in shape.attention_counts:
         if attention.num_heads % layout.tp:
             raise UserError(

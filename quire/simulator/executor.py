@@ -1,8 +1,6 @@
-"""An executor without a device: plans in, made-up tokens out, while a virtual clock advances by predicted seconds.
-
-The clock itself is the host (engine core and scheduler); `execute` moves it by the host's overhead. The device runs
-plans one after the other, each after its hand-over and its predecessor's end. Taking a result moves the clock to the
-end of its step. So with queue depth 1 the device waits while the host plans; with 2 both work at once.
+"""An executor without a device: plans in, made-up tokens out, while a virtual clock advances by predicted seconds
+(docs/simulator.md). The clock is the host; `execute` moves it by the host's overhead, and taking a result moves it to
+the end of its step.
 
 Swapping runs beside the model over the host link: swap_out, then swap_in, begin with the plan. The model waits for
 swap_out only if the plan hands out a block that it also saves; the next plan waits for all of it (quire/step.py).
@@ -48,8 +46,7 @@ class SimulatedFuture(Future[StepResult]):
 
 class SimulatedExecutor:
     def __init__(self, cost: CostModel, clock: VirtualClock, *, queue_depth: int = 1, seed: int = 0) -> None:
-        """queue_depth: the engine's; above 1, the next step fills pipeline stages. seed: seed of the device's jitter,
-        if any."""
+        """queue_depth: above 1, the next step fills pipeline stages. seed: seed of the device's jitter."""
         self._cost = cost
         self._scatter = make_scatter(cost.hardware.jitter, seed)
         self._clock = clock
@@ -59,9 +56,9 @@ class SimulatedExecutor:
         self._layout: KVCacheLayout | None = None
         self._swap_seconds = 0.0
         self.busy_seconds = 0.0
-        """Seconds in which the device has computed."""
+        """Seconds of the device's computation."""
         self.swap_seconds = 0.0
-        """Seconds in which the host link was busy."""
+        """Seconds of the host link's copies."""
         self.num_steps = 0
 
     # -- the protocol -----------------------------------------------------------------------------------------------
@@ -141,7 +138,7 @@ class SimulatedExecutor:
         return SimulatedFuture(clock, ready, self._result(plan))
 
     def send_sampling_inputs(self, inputs: SamplingInputs) -> None:
-        """Raise QuireError: made-up tokens follow no masks."""
+        """Raises QuireError: made-up tokens follow no masks."""
         raise QuireError("a simulated engine has no constraints on tokens")
 
     def idle(self) -> bool:
@@ -152,7 +149,7 @@ class SimulatedExecutor:
         return VitalSigns()
 
     def sleep(self, level: int) -> None:
-        """Raise QuireError: a simulated device keeps its memory."""
+        """Raises QuireError: a simulated device keeps its memory."""
         raise QuireError("a simulated engine does not sleep")
 
     def wake_weights(self) -> None:

@@ -1,9 +1,6 @@
-"""Many replicas behind a router, in one process or several.
-
-Time goes in windows. The router shares out a window's requests by the replicas' reports at its beginning; then every
-replica serves its own to the window's end and reports again. Replicas are independent between reports, so results do
-not depend on the number of processes.
-"""
+"""Many replicas behind a router, in one process or several. Time goes in windows. The router shares out a window's
+requests by the replicas' reports at its beginning; then every replica serves its own to the window's end and reports
+again. Replicas are independent between reports, so results do not depend on the number of processes."""
 
 from __future__ import annotations
 
@@ -28,12 +25,11 @@ UNREPORTED_SECONDS = 60.0
 """Seconds of a window when the router needs no reports."""
 
 Shares = Sequence[list[TraceRequest]]
-"""Requests of a window, for each replica."""
 
 
 @dataclass(frozen=True)
 class ReplicaSpec:
-    """Parts of each replica of a fleet, sent to other processes. See `Replica`."""
+    """Parts of each replica of a fleet (see `Replica`), sent to other processes."""
 
     cost: CostModel
     settings: EngineSettings
@@ -55,7 +51,7 @@ class Group(Protocol):
         ...
 
     def end_window(self) -> list[int]:
-        """Wait for the window's end; returns each replica's number of unfinished requests."""
+        """Wait for the window's end; returns each replica's unfinished requests."""
         ...
 
     def finish_replicas(self) -> list[Metrics]:
@@ -145,7 +141,7 @@ def _windows(requests: Iterable[TraceRequest], seconds: float) -> Iterator[tuple
 
 
 class LocalGroup:
-    """Replicas of this process, run one after the other."""
+    """Replicas of this process, one after the other."""
 
     def __init__(self, spec: ReplicaSpec, numbers: Sequence[int]) -> None:
         self._replicas = [spec.build(number) for number in numbers]
@@ -172,8 +168,6 @@ class LocalGroup:
 
 
 class ProcessGroup:
-    """Replicas in a process of their own."""
-
     def __init__(self, spec: ReplicaSpec, numbers: Sequence[int]) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()

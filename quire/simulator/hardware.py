@@ -1,5 +1,5 @@
-"""Device profiles: data-sheet limits (`hardware.json`), and the share of them that kernels reach (`Factors`). A device
-has one set of factors; a calibration replaces it (docs/simulator.md)."""
+"""Device profiles: data-sheet limits (`hardware.json`), and the share of them that kernels reach (`Factors`), which a
+calibration replaces (docs/simulator.md)."""
 
 from __future__ import annotations
 
@@ -26,12 +26,9 @@ CACHED = 8.0
 
 @dataclass(frozen=True)
 class Factors:
-    """Reached shares of the limits, each above 0 and at most 1 (CACHED for memory bandwidths).
-
-    compute: share of the peak in matrix products. bandwidth: share of the memory bandwidth in matrix products that read
-    weights and in element-wise operators. attention_compute, attention_bandwidth: the same in attention. link: share of
-    the link's bandwidth in an all-reduce. pcie: share of the host link's bandwidth in swapping.
-    """
+    """Reached shares of the limits, each above 0 and at most 1 (CACHED for memory bandwidths). compute: matrix
+    products, relative to the peak. bandwidth: matrix products that read weights, and element-wise operators.
+    attention_compute, attention_bandwidth: the same in attention. link: all-reduce. pcie: swapping."""
 
     compute: float = 0.7
     bandwidth: float = 0.8
@@ -54,20 +51,17 @@ class Hardware:
     memory: bytes, in the data sheet's decimal GB. bandwidth: device memory's bytes per second. peaks: dtype -> dense
     matrix operations per second, accumulating in float32 (or int32). link_bandwidth: bytes per second and direction
     from a device to its peers in an all-reduce. link_latency: seconds before its first byte. pcie_bandwidth: bytes per
-    second and direction to host memory. pcie_latency: fixed seconds of a copy.
-    launch_overhead: fixed seconds of a kernel in a captured graph. host_overhead: seconds between steps in which the
-    host plans (with steps in flight: meanwhile); host_overhead_per_sequence, host_overhead_per_request,
-    host_overhead_per_new_sequence: more for each sequence, request (whatever its number of sequences) and sequence that
-    gets a row. wake_overhead: extra seconds of a step after IDLE_SECONDS without work.
-    node_size: devices that the link connects. network_bandwidth, network_latency: between nodes, per device and
-    direction.
-    half_rows: rows at which a matrix product reaches half of its full rate. token_overhead, sequence_overhead,
-    new_sequence_overhead: further device seconds per token, sequence, and sequence that gets a row.
-    run_overhead: bytes in whose time attention of a single token moves to the next run of contiguous keys or values
-    (one head's part of a block). 1 KiB on GPUs: a kernel over blocks of 16 tokens of 128 elements (runs of 4 KiB) is 20
-    to 26 % slower than over contiguous memory (PagedAttention paper, Fig. 18a).
-    jitter: variation of equal steps; empty in profiles of data sheets. source: origin of the numbers; "": data sheets
-    and usual factors. kind: "gpu" or "cpu".
+    second and direction to host memory. pcie_latency: fixed seconds of a copy. launch_overhead: fixed seconds of a
+    kernel in a captured graph. host_overhead: seconds between steps in which the host plans (with steps in flight:
+    meanwhile); host_overhead_per_sequence, host_overhead_per_request, host_overhead_per_new_sequence: more for each
+    sequence, request (whatever its number of sequences) and sequence that gets a row. wake_overhead: extra seconds of a
+    step after IDLE_SECONDS without work. node_size: devices that the link connects. network_bandwidth, network_latency:
+    between nodes, per device and direction. half_rows: rows at which a matrix product reaches half of its full rate.
+    token_overhead, sequence_overhead, new_sequence_overhead: further device seconds. run_overhead: bytes in whose time
+    attention of a single token moves to the next run of contiguous keys or values (one head's part of a block). 1 KiB
+    on GPUs: a kernel over blocks of 16 tokens of 128 elements (runs of 4 KiB) is 20 to 26 % slower than over contiguous
+    memory (PagedAttention paper, Fig. 18a). jitter: variation of equal steps; empty in profiles of data sheets. source:
+    origin of the numbers; "": data sheets and usual factors. kind: "gpu" or "cpu".
     """
 
     name: str
@@ -99,20 +93,19 @@ class Hardware:
     kind: str = "gpu"
 
     def peak(self, dtype: str) -> float:
-        """Matrix operations per second in a dtype. Raises UserError for one that the device lacks."""
+        """Matrix operations per second. Raises UserError for a dtype that the device lacks."""
         name = _COMPUTED_AS.get(dtype, dtype)
         if name not in self.peaks:
             raise UserError(f"{self.title} does not multiply {dtype} (it knows {', '.join(self.peaks)})", param="dtype")
         return self.peaks[name]
 
     def with_factors(self, **changes: float) -> Hardware:
-        """The device with other factors."""
         return replace(self, factors=replace(self.factors, **changes))
 
 
 def find(name: str) -> Hardware:
     """The profile of a name (case does not matter) or of a JSON file from `quire simulate calibrate`. Raises UserError,
-    for a name with the nearest one suggested."""
+    with the nearest name suggested."""
     known = profiles()
     if name.lower() in known:
         return known[name.lower()]
@@ -161,7 +154,6 @@ def from_json(name: str, entry: Mapping[str, Any]) -> Hardware:
 
 
 def to_json(hardware: Hardware) -> dict[str, Any]:
-    """Content of a profile file."""
     entry = {key: value for key, value in vars(hardware).items() if key not in ("name", "jitter")}
     entry |= {"peaks": dict(hardware.peaks), "factors": dict(vars(hardware.factors))}
     if hardware.jitter:

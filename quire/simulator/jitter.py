@@ -1,11 +1,8 @@
-"""Jitter: the variation of equal steps on a real machine, and its duration.
-
-The cost model predicts a step's usual time. Neighbours, the operating system and cold caches scatter real times, and
-what slows a step often slows the next hundred. This hardly matters to mean latencies but does to 99th percentiles. A
-profile may therefore hold the distribution of measured over expected time, for steps with one token per sequence and
-for steps with longer chunks; the share of that scatter that lasts for a time; and the rate of stalls, rare single
-delays in steps with single tokens. Only a fit to a log (quire/simulator/jitter_fit.py) makes jitter.
-"""
+"""Jitter: the variation of equal steps on a real machine, and its duration (docs/decisions/0016-simulator.md). It
+hardly matters to mean latencies but does to 99th percentiles. A profile may hold the distribution of measured over
+expected time, for steps with one token per sequence and for steps with longer chunks; the share of that scatter that
+lasts for a time; and the rate of stalls, rare single delays in steps with single tokens. Only a fit to a log
+(jitter_fit.py) makes jitter."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ class Jitter:
     stalls: Pairs = ()
 
     def __post_init__(self) -> None:
-        """Raise UserError for an invalid distribution, or shares above 1."""
+        """Raises UserError for an invalid distribution, or shares above 1."""
         for name, table in (("single", self.single), ("chunks", self.chunks)):
             levels = [level for level, _ in table]
             is_rising = all(low < high for low, high in zip([0.0, *levels], levels, strict=False))
@@ -55,7 +52,7 @@ class Jitter:
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Jitter:
-        """Jitter of a profile's entry. Raises UserError or TypeError for a wrong one."""
+        """Raises UserError or TypeError for a wrong entry of a profile."""
         return cls(**{name: tuple((float(at), float(value)) for at, value in pairs) for name, pairs in entry.items()})
 
 
@@ -63,14 +60,12 @@ class Scatter(Protocol):
     """Model of the variation of step times."""
 
     def seconds(self, now: float, expected: float, has_chunks: bool) -> float:
-        """Seconds of the step that begins now; `now` never falls. expected: predicted seconds. has_chunks: True if a
-        sequence computes more than one token."""
+        """Seconds of the step that begins now; `now` never falls. has_chunks: a sequence computes more than one
+        token."""
         ...
 
 
 class NoScatter:
-    """No jitter: every step takes its predicted time."""
-
     def seconds(self, now: float, expected: float, has_chunks: bool) -> float:
         return expected
 

@@ -19,19 +19,19 @@ LEVELS = (
 )  # fmt: skip
 """Levels of the fitted distributions."""
 FEWEST = 10
-"""Least number of steps between two levels."""
+"""Least steps between two levels."""
 LASTING = (0.01, 0.1, 1.0, 10.0)
 """Seconds over which parts of the scatter fade."""
 LEAST_SHARE = 0.01
 STALLED = 2.0
 """Ratio of measured to predicted time from which a step of single tokens has stalled."""
 NUM_STALLS = 8
-"""Number of distinct stall lengths."""
+"""Distinct stall lengths."""
 
 
 def fit_jitter(measured: Vector, expected: Vector, begins: Vector, has_chunks: Flags) -> Jitter:
     """measured, expected: seconds of each step, in the log's order. begins: start of each in seconds; several logs may
-    follow each other, so steps backwards in time are no pair. has_chunks: True for steps with chunks."""
+    follow each other, so steps backwards in time are no pair."""
     is_stalled = (measured > STALLED * expected) & ~has_chunks
     stalls = _stalls((measured - expected)[is_stalled], float(expected[~has_chunks].sum()))
     if stalls:

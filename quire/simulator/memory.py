@@ -49,7 +49,7 @@ def kv_cache_bytes(cost: CostModel, *, utilization: float, max_num_batched_token
 
 
 def check_pool(cost: CostModel, num_bytes: int) -> None:
-    """Raise InsufficientMemoryError for a KV cache of a given size that does not fit beside the weights."""
+    """Raise InsufficientMemoryError for a KV cache that does not fit beside the weights."""
     weights, memory = int(cost.weight_bytes_per_device), int(cost.hardware.memory)
     if weights + num_bytes > memory:
         raise InsufficientMemoryError(

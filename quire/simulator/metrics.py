@@ -1,11 +1,7 @@
-"""Metrics of a simulated run: distributions of latencies, and a replica's state over time, in bounded memory.
-
-TTFT: arrival to first token. Latency: arrival to last token. TPOT: the latency after TTFT for each further token.
-Normalised latency: latency per output token (the paper's measure, §6.1; for several sequences, the tokens of one).
-
-A distribution keeps its first values exactly, then counts them in bins 0.5 % wide: percentiles are off by at most that,
-while mean, extremes and count stay exact. Distributions of replicas merge.
-"""
+"""Metrics of a simulated run (docs/simulator.md defines them): distributions of latencies, and a replica's state over
+time, in bounded memory. For several sequences, the normalised latency takes the tokens of one. A distribution keeps its
+first values exactly, then counts them in bins 0.5 % wide: percentiles are off by at most that, while mean, extremes and
+count stay exact."""
 
 from __future__ import annotations
 
@@ -18,16 +14,16 @@ from typing import Any
 from quire.kv_cache.stats import EngineStats
 
 EXACT = 100_000
-"""Number of values that a distribution keeps exactly."""
+"""Values that a distribution keeps exactly."""
 BIN_WIDTH = math.log(1.005)
 NUM_BINS = 1024
-"""Largest number of bins of a time series; beyond it neighbours are merged."""
+"""Bins of a time series beyond which neighbours are merged."""
 PERCENTILES = (50.0, 90.0, 95.0, 99.0)
 LATENCIES = ("ttft", "tpot", "latency", "normalized_latency")
 
 
 class Distribution:
-    """Distribution of one quantity with values of at least 0."""
+    """Distribution of one quantity with values of at least 0. Replicas' merge."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -36,7 +32,7 @@ class Distribution:
         self.highest = 0.0
         self._values: array[float] | None = array("d")
         self._bins: Counter[int] = Counter()
-        """Number of a bin (of the value's logarithm) -> count, once there are too many values to keep."""
+        """Bin (of the value's logarithm) -> count, once there are too many values to keep."""
 
     def add_value(self, value: float) -> None:
         self.count += 1
@@ -51,7 +47,6 @@ class Distribution:
             self._begin_bins()
 
     def merge(self, other: Distribution) -> None:
-        """Add another distribution's values."""
         self.count += other.count
         self.total += other.total
         self.lowest, self.highest = min(self.lowest, other.lowest), max(self.highest, other.highest)
@@ -73,7 +68,7 @@ class Distribution:
         return self.total / self.count if self.count else math.nan
 
     def percentile(self, percent: float) -> float:
-        """The value below which `percent` percent of the values lie, interpolated linearly; NaN without values."""
+        """Value below which `percent` percent of the values lie, interpolated linearly; NaN without values."""
         if not self.count:
             return math.nan
         if self._values is not None:
@@ -141,7 +136,6 @@ class TimeSeries:
             self._put(start, moments)
 
     def _put(self, start: float, moments: Moments) -> None:
-        """Add to the bin at `start`."""
         number = int(start / self.width)
         while number >= NUM_BINS:
             self._widen()
@@ -163,7 +157,6 @@ class TimeSeries:
         self._put(start + (parts - 1) * seconds, last)
 
     def merge(self, other: TimeSeries) -> None:
-        """Add another replica's series."""
         while self.width < other.width:
             self._widen()
         ratio = self.width / other.width
@@ -201,7 +194,6 @@ class Metrics:
     latencies: dict[str, Distribution] = field(default_factory=lambda: {name: Distribution() for name in LATENCIES})
     series: TimeSeries = field(default_factory=TimeSeries)
     num_requests: int = 0
-    """Requests that arrived."""
     num_finished: int = 0
     num_refused: int = 0
     num_priorities_ignored: int = 0
@@ -213,10 +205,9 @@ class Metrics:
     num_slo_met: int = 0
     """Finished requests that met every objective."""
     end: float = 0.0
-    """Time of the last request's end."""
     num_steps: int = 0
     busy_seconds: float = 0.0
-    """Seconds in which the device computed."""
+    """Seconds of the device's computation."""
     step_seconds: float = 0.0
     """Seconds in which a step was on its way; averages over steps are taken over them."""
     running_seconds: float = 0.0
@@ -228,7 +219,6 @@ class Metrics:
     """The engine's counters; merged replicas have the sums of those that only grow."""
 
     def merge(self, other: Metrics) -> None:
-        """Add another replica's run."""
         for name, distribution in other.latencies.items():
             self.latencies[name].merge(distribution)
         self.series.merge(other.series)
@@ -241,7 +231,7 @@ class Metrics:
 
     @property
     def mean_running(self) -> float:
-        """Mean number of running requests while a step is on its way (Fig. 13)."""
+        """Mean running requests while a step is on its way (Fig. 13)."""
         return self.running_seconds / self.step_seconds if self.step_seconds else 0.0
 
     @property

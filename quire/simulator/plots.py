@@ -29,9 +29,8 @@ def check_matplotlib() -> None:
 
 @contextmanager
 def figure(path: Path, *, rows: int = 1, title: str = "") -> Iterator[list[Any]]:
-    """Axes of a new figure, one below the other; the figure is written to `path` when the block ends.
-    Raises UserError when matplotlib is missing or the file cannot be written.
-    """
+    """Axes of a new figure, one below the other; the figure is written to `path` when the block ends. Raises UserError
+    when matplotlib is missing or the file cannot be written."""
     check_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -98,7 +97,7 @@ def plot_memory(path: Path, metrics: Metrics, *, title: str = "") -> None:
 
 
 def plot_pareto(path: Path, results: Sequence[SweepResult], *, title: str = "") -> None:
-    """Plot output tokens per second of a device against those of one user (1/TPOT), and the Pareto front."""
+    """Plot output tokens per second of a device against one user's (1/TPOT), and the Pareto front."""
     with figure(path, title=title) as (axis,):
         for result in results:
             points = [(point.interactivity, point.tokens_per_device) for point in result.points]

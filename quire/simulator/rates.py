@@ -20,8 +20,6 @@ class UnboundedRateError(QuireError):
 
 @dataclass(frozen=True)
 class Trial:
-    """A tried rate; `holds` is True if it keeps the objectives."""
-
     rate: float
     holds: bool
     metrics: Metrics

@@ -78,11 +78,9 @@ class Record:
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """The EngineOptions that affect scheduling, with a GPU's defaults.
-
-    kv_cache_memory: bytes on each device; None: gpu_memory_utilization of its memory, less weights and activations.
-    swap_space: host bytes for each device's preempted requests. seed: seed of the device's jitter, if any.
-    """
+    """The EngineOptions that affect scheduling, with a GPU's defaults. kv_cache_memory: bytes on each device; None:
+    gpu_memory_utilization of its memory, less weights and activations. swap_space: host bytes for each device's
+    preempted requests. seed: seed of the device's jitter."""
 
     max_model_len: int | None = None
     block_size: int = 16
@@ -171,23 +169,18 @@ def _model_config(shape: ModelShape, max_model_len: int, cost: CostModel) -> Mod
 
 @dataclass(slots=True)
 class _Live:
-    """A request that has not ended."""
-
     request: TraceRequest
     number: int
     first_token: float = -1.0
     num_left: int = 1
-    """Number of sequences that have not ended."""
+    """Sequences that have not ended."""
 
 
 @dataclass(frozen=True)
 class Observer:
-    """Callbacks during a run."""
-
     on_record: Callable[[Record], None] | None = None
-    """Called for every finished request."""
     on_refusal: Callable[[TraceRequest, str], None] | None = None
-    """Called for every refused request, with the reason."""
+    """Called for a refused request, with the reason."""
     on_step: Callable[[EngineCore, float], None] | None = None
     """Called after every step with the core and the step's seconds. Slows a run."""
 
@@ -205,8 +198,8 @@ class Replica:
         objectives: Mapping[str, float] = MappingProxyType({}),
         observer: Observer | None = None,
     ) -> None:
-        """make_core: constructor of the engine core (baselines have another scheduler). objectives: names of LATENCIES
-        -> seconds, for `num_slo_met`. Raises InsufficientMemoryError when the model does not fit."""
+        """make_core: makes the engine core (baselines have another scheduler). objectives: names of LATENCIES ->
+        seconds, for `num_slo_met`. Raises InsufficientMemoryError when the model does not fit."""
         self.clock = VirtualClock()
         if make_executor is None:
             self.executor: Executor = SimulatedExecutor(
@@ -223,17 +216,14 @@ class Replica:
         self._live: dict[str, _Live] = {}
         self._num_offered = 0
         self._load = self.core.scheduler.current_load()
-        """The scheduler's load after the last step."""
 
     # -- running ----------------------------------------------------------------------------------------------------
 
     @property
     def num_live(self) -> int:
-        """Requests that have arrived and not ended."""
         return len(self._live)
 
     def serve_trace(self, requests: Iterable[TraceRequest]) -> Metrics:
-        """Serve a whole trace, in the order of arrival."""
         for request in requests:
             self.advance(request.arrival)
             self.offer(request)
@@ -276,8 +266,7 @@ class Replica:
         )
 
     def _priority(self, request: TraceRequest) -> int:
-        """The request's priority; 0 under `fcfs`, so that a trace with priorities can be replayed with both
-        policies."""
+        """0 under `fcfs`, so that a trace with priorities can be replayed with both policies."""
         if self._takes_priorities or not request.priority:
             return request.priority
         self.metrics.num_priorities_ignored += 1
@@ -330,7 +319,7 @@ class Replica:
             self._observer.on_step(self.core, seconds)
 
     def _take(self, updates: list[SequenceUpdate], now: float) -> int:
-        """Record updates that begin or end something; returns the number of all updates' tokens."""
+        """Record updates that begin or end something; returns the tokens of all updates."""
         num_tokens = len(updates)
         for update in updates:
             if update.timing is None:

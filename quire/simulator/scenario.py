@@ -18,14 +18,12 @@ from quire.simulator.workloads import Arrivals, stream
 
 
 class Source(Protocol):
-    """A source of requests."""
-
     def requests(self, rate: float | None) -> Iterator[TraceRequest]:
         """Requests at `rate` per second (None: the native rate); equal for equal rates."""
         ...
 
     def rate(self) -> float | None:
-        """Native requests per second, or None."""
+        """Native requests per second."""
         ...
 
 
@@ -94,7 +92,7 @@ class Scenario:
         )
 
     def holds(self, metrics: Metrics) -> bool:
-        """True if a run met all objectives and refused no request. False for a run without requests."""
+        """True if a run met all objectives and refused no request. False without requests."""
         return (
             metrics.num_finished > 0
             and metrics.num_refused == 0

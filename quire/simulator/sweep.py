@@ -1,4 +1,4 @@
-"""Comparison of all layouts of a number of devices that the model and its memory allow, at rising rates."""
+"""Comparison, at rising rates, of all layouts of a number of devices that the model and its memory allow."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GROWTH = 1.05
 MAX_POINTS = 14
 MAX_STAGES = 8
 SAMPLE, CONTEXT = 100, 512
-"""Number of requests, and tokens of context, for an estimate of a single request's time."""
+"""Requests, and tokens of context, for an estimate of a single request's time."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -50,7 +50,6 @@ class Point:
 
     @property
     def tokens_per_device(self) -> float:
-        """Output tokens per second of one device."""
         return self.tokens_per_second / self.layout.num_devices
 
 
@@ -109,7 +108,7 @@ def side_by_side(work: Callable[[Item], Result], items: Sequence[Item], num_proc
 
 
 def die_quietly() -> None:
-    """Initializer of the simulator's processes: an interrupt from the keyboard ends them silently."""
+    """Initializer of the simulator's processes: a keyboard interrupt ends them silently."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -141,7 +140,6 @@ def run_layout(scenario: Scenario, layout: ParallelConfig) -> SweepResult:
 
 
 def point(layout: ParallelConfig, rate: float, metrics: Metrics) -> Point:
-    """The point of a run's metrics."""
     return Point(
         layout=layout,
         rate=rate,
@@ -153,7 +151,7 @@ def point(layout: ParallelConfig, rate: float, metrics: Metrics) -> Point:
 
 
 def pareto_front(points: Sequence[Point]) -> list[Point]:
-    """The points that no other one beats in both interactivity and tokens per device, by rising interactivity."""
+    """Points that no other one beats in both interactivity and tokens per device, by rising interactivity."""
     front: list[Point] = []
     for each in sorted(points, key=lambda point: (-point.interactivity, -point.tokens_per_device)):
         if not front or each.tokens_per_device > front[-1].tokens_per_device:
@@ -180,7 +178,7 @@ def _cost(scenario: Scenario, layout: ParallelConfig) -> CostModel:
 
 
 def _lowest_rate(scenario: Scenario) -> float:
-    """The rate at which one request keeps a replica busy half of the time. Raises UserError when no request arrives."""
+    """Rate at which one request keeps a replica busy half of the time. Raises UserError when no request arrives."""
     outputs = [request.output_tokens for request in itertools.islice(scenario.source.requests(None), SAMPLE)]
     if not outputs:
         raise UserError("no request arrives: take a longer duration", param="duration")

@@ -1,11 +1,9 @@
 """Made-up token ids with the prefix-cache hits of real ones.
 
 A prompt is a run of consecutive numbers: the run of its group, which it shares, then numbers that no other request has.
-A block's hash covers all blocks before it, so one different token is enough.
-
-A request whose whole prompt is its group's run is a turn of a conversation: its output continues the run, and the next
-turn, whose prompt is longer, finds both in the cache. Other generated tokens are the number of their sequence, unlike
-anything else.
+A block's hash covers all blocks before it, so one different token is enough. If a prompt is its group's whole run, it
+is a turn of a conversation: its output continues the run, so the next, longer turn finds both in the cache. Other
+generated tokens are the number of their sequence.
 """
 
 from __future__ import annotations
@@ -37,14 +35,11 @@ def prompt_tokens(number: int, num_tokens: int, group: str | None, num_shared: i
 
 
 def first_of_group(group: str) -> int:
-    """First token of a group's run."""
     digest = hashlib.blake2b(group.encode(), digest_size=4).digest()
     return GROUP_TOKENS + int.from_bytes(digest, "little") % OWN_TOKENS
 
 
 class Streams:
-    """Generated token ids of an executor's sequences."""
-
     def __init__(self) -> None:
         self._first_tokens: dict[int, int] = {}
         """seq_id -> token at position 0, for turns of conversations."""
@@ -71,7 +66,6 @@ class Streams:
                     self._num_candidates[fork.child] = fork.sampling.num_candidates
 
     def num_requests(self, plan: StepPlan) -> int:
-        """Number of requests of the plan's sequences."""
         if not self._requests:
             return len(plan.seq_ids)
         return len({self._requests.get(seq_id, seq_id) for seq_id in plan.seq_ids})

@@ -1,9 +1,4 @@
-"""Lazily read requests of a trace file.
-
-JSON lines, one object a line, or CSV with a header. Columns: `arrival` (seconds from the start, not falling),
-`input_tokens`, `output_tokens`; optional: `prefix_group` (a name) and `prefix_tokens` (input tokens that all requests
-of the group share; default: all), `n` (sequences), `beam_width`, `priority`.
-"""
+"""Lazily read requests of a trace file: JSON lines, or CSV with a header (columns: docs/simulator.md)."""
 
 from __future__ import annotations
 
@@ -21,9 +16,9 @@ from quire.sampling_params import MAX_BEAM_WIDTH, MAX_N
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """arrival: seconds from the start. n: sequences of parallel sampling. beam_width: width of a beam search, 0: none.
-    prefix_tokens: leading input tokens that all requests of `prefix_group` share. If they share all, each request is a
-    turn of a conversation, and its output belongs to the next turn's input."""
+    """arrival: seconds from the start. n: sequences of parallel sampling. beam_width: 0: no beam search. prefix_tokens:
+    leading input tokens that all requests of `prefix_group` share. If they share all, each request is a turn of a
+    conversation, and its output belongs to the next turn's input."""
 
     arrival: float
     input_tokens: int
@@ -68,7 +63,6 @@ def read_trace(path: Path) -> Iterator[TraceRequest]:
 
 
 def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
-    """Write requests as JSON lines that `read_trace` reads."""
     with path.open("w", encoding="utf-8") as file:
         for request in requests:
             entry = {name: getattr(request, name) for name in REQUIRED}

@@ -21,11 +21,9 @@ Windows = Sequence[int | Chunk | None]
 
 
 class StepWork(msgspec.Struct, kw_only=True):
-    """The work of one step. Lists have one entry for each distinct window of the model.
-
-    decode_context: positions that sequences with one token read. prefill_context: positions that chunks of several
-    tokens read, once for all tokens. prefill_pairs: pairs of a chunk's token and a position up to its own.
-    """
+    """The work of one step. Lists have one entry for each distinct window of the model. decode_context: positions that
+    sequences with one token read. prefill_context: positions that chunks of several tokens read, once for all tokens.
+    prefill_pairs: pairs of a chunk's token and a position up to its own."""
 
     num_tokens: int = 0
     num_sequences: int = 0
@@ -44,11 +42,11 @@ class StepWork(msgspec.Struct, kw_only=True):
     """Blocks that go to the host."""
     num_swapped_in: int = 0
     waits_for_swap: bool = False
-    """True if the plan hands out blocks that it also saves: writes to them wait for the copies."""
+    """The plan hands out blocks that it also saves: writes to them wait for the copies."""
 
     @classmethod
     def of(cls, plan: StepPlan, windows: Windows = (None,)) -> StepWork:
-        """The work of a plan. Sums over its columns; windows and chunks cost a Python loop each."""
+        """Sums over the plan's columns; windows and chunks cost a Python loop each."""
         starts, counts = plan.start_positions, plan.num_tokens
         num_tokens, num_sequences = sum(counts), len(counts)
         none = [0] * len(windows)
@@ -82,7 +80,6 @@ class StepWork(msgspec.Struct, kw_only=True):
 
 
 def _decode_context(starts: Sequence[int], count: int, window: int | Chunk | None) -> int:
-    """Positions that single tokens at `starts` read."""
     if window is None:
         return sum(starts) + count
     if isinstance(window, Chunk):
@@ -91,7 +88,6 @@ def _decode_context(starts: Sequence[int], count: int, window: int | Chunk | Non
 
 
 def _chunk_context(start: int, count: int, window: int | Chunk | None) -> int:
-    """Positions that a chunk of tokens reads."""
     end = start + count
     if isinstance(window, Chunk):
         return end - start // window.size * window.size

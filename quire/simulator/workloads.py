@@ -1,14 +1,13 @@
 """Synthetic workloads: lengths like those of well-known data sets, arrivals of a random process.
 
 The paper gives means for two data sets (§6.1, Fig. 11), both heavy-tailed. Lengths here are lognormal, cut to what the
-paper's models hold: 512 tokens in and 1,536 out, together 2,048. The location makes the mean after the cut the paper's.
-The shape, sigma 0.85, follows from Fig. 2: Orca (Max) holds token states in 20.4 % of 15.7 K slots with 7 requests, 457
-tokens each: the input and half of the output that a token belongs to on average, E[o^2] / E[o] = 592 tokens; sigma 0.85
-has 605. No data set is shipped.
+paper's models hold: 512 tokens in and 1,536 out. The location makes the mean after the cut the paper's. The shape,
+sigma 0.85, follows from Fig. 2: Orca (Max) holds token states in 20.4 % of 15.7 K slots with 7 requests, 457 tokens
+each: the input and half of the output that a token belongs to on average, E[o^2] / E[o] = 592 tokens; sigma 0.85 has
+605.
 
-`translation` stands for the paper's WMT16 run (§6.4): every prompt begins with the same examples (one of 80 tokens, or
-five of 341) before a sentence. `chat` stands for its chatbot (§6.5): the prompt is the last 1,024 tokens of the
-conversation.
+`translation` stands for the paper's WMT16 run (§6.4): every prompt begins with the same examples before a sentence.
+`chat` stands for its chatbot (§6.5): the prompt is the last 1,024 tokens of the conversation.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ LONGEST_CHAT = 1024
 """Longest prompt and answer of `chat`, in tokens, as in the paper."""
 NUM_SHUFFLES = 200
 TABLE = 2048
-"""Number of equally likely lengths that a stream draws from."""
+"""Equally likely lengths that a stream draws from."""
 ONE_SHOT, FIVE_SHOT = 80, 341
 """Tokens of the shared prefix of `translation`, in the paper."""
 SENTENCE = 28.0
-"""Mean tokens of a sentence and of its translation (not the paper's number: about WMT16's)."""
+"""Mean tokens of a sentence and of its translation (about WMT16's)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +125,8 @@ class Arrivals:
 
 
 def stream(name: str, arrivals: Arrivals, seed: int = 0, *, n: int = 1, beam_width: int = 0) -> Iterator[TraceRequest]:
-    """Requests of a workload in WORKLOADS, one at a time; equal for equal arguments. Lengths and arrivals have
-    generators of their own, so other rates keep the same requests. n, beam_width: the same for every request."""
+    """Requests of a workload in WORKLOADS, equal for equal arguments. Lengths and arrivals have generators of their
+    own, so other rates keep the same requests. n, beam_width: the same for every request."""
     if name not in WORKLOADS:
         raise UserError(f"unknown workload {name!r}{nearest_name(name, WORKLOADS)} (known: {', '.join(WORKLOADS)})")
     source = WORKLOADS[name](random.Random(f"lengths {seed}"))

@@ -20,8 +20,8 @@ class Bound:
 
 
 def digits_of(value: Decimal) -> tuple[str, str]:
-    """(digits before the point, digits after it without trailing zeros) of a value >= 0. Raises ValueError for more
-    than MAX_DIGITS."""
+    """(digits before the point, digits after it without trailing zeros) of a value >= 0. Raises ValueError beyond
+    MAX_DIGITS."""
     if value.adjusted() >= MAX_DIGITS or (value and value.adjusted() < -MAX_DIGITS):
         raise ValueError(f"it has more than {MAX_DIGITS} digits")
     whole, _, rest = f"{value:f}".partition(".")
@@ -32,7 +32,6 @@ def digits_of(value: Decimal) -> tuple[str, str]:
 
 
 def exact_number(value: Decimal) -> str:
-    """Expression for exactly this number, without an exponent."""
     whole, rest = digits_of(value.copy_abs())
     sign = "-" if value < 0 else ""
     return f"{sign}{whole}" + (rf"\.{rest}" if rest else "")

@@ -37,7 +37,7 @@ def is_ebnf(text: str) -> bool:
 
 
 def to_lark(text: str) -> str:
-    """Translate a grammar. Raises ValueError with the line for an invalid one."""
+    """Raises ValueError with the line for an invalid grammar."""
     return _written(_Reader(text).rules())
 
 

@@ -1,6 +1,6 @@
 """The fork server: a process with the model's vocabulary and no threads. Its forks rehearse texts (rehearsal.py) or
-make masks (mask_process.py). They share the vocabulary's memory and start in milliseconds. ConstraintService
-(service.py) starts it; it ends with its parent, and its forks with it."""
+make masks (mask_process.py); they share the vocabulary's memory and start in milliseconds. It ends with its parent, and
+its forks with it."""
 
 from __future__ import annotations
 
@@ -69,8 +69,6 @@ class Rehearsal:
 
 
 class ForkServer:
-    """One thread that waits for messages of the engine core and forks."""
-
     def __init__(self, setup: Setup, vocabulary: LLTokenizer | None, failure: str) -> None:
         """failure: reason why the model's tokenizer has no vocabulary, which refuses every text."""
         self._setup = setup
@@ -91,7 +89,7 @@ class ForkServer:
         """Earliest deadline: texts that came while the vocabulary was made get their full time."""
 
     def serve(self) -> None:
-        """Work until the engine core is gone."""
+        """Serve until the engine core is gone."""
         while not self._connection.is_at_end:
             self._dispatch()
             readable = self._wait()
@@ -168,7 +166,6 @@ class ForkServer:
         return Rehearsal(pid, Connection(ours))
 
     def _finish(self, rehearsal: Rehearsal) -> None:
-        """Process a fork's answer or end."""
         job = rehearsal.job
         assert job is not None
         frames = rehearsal.connection.receive()
@@ -193,7 +190,6 @@ class ForkServer:
         self._running = {lanes: each for lanes, each in self._running.items() if each is not rehearsal}
 
     def _drop(self, job: Job) -> None:
-        """Drop a job and end its forks."""
         self._turns.remove(job)
         for rehearsal in list(self._running.values()):
             if rehearsal.job is job:
@@ -231,7 +227,6 @@ class ForkServer:
 
 
 def main() -> None:
-    """Entry point of `start_interpreter`."""
     serve(open_tokenizer)
 
 

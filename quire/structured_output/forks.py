@@ -21,8 +21,8 @@ _PAGE = resource.getpagesize()
 
 
 def fork(name: str, work: Callable[[], None], stack: int) -> int:
-    """Fork this single-threaded process; returns the child's id to the parent. The child does `work` on a thread with
-    `stack` bytes of stack, and ends. name: at most 15 bytes, shown in lists of processes."""
+    """Fork this single-threaded process; returns the child's id. The child does `work` on a thread with `stack` bytes
+    of stack, and ends. name: at most 15 bytes, shown in lists of processes."""
     parent = os.getpid()
     child = os.fork()
     if child:
@@ -57,7 +57,7 @@ def limit(kind: int, value: int) -> None:
 
 
 def limit_memory(more: int) -> None:
-    """Limit this process's address space to `more` bytes above its present size, on Linux."""
+    """Limit the address space to `more` bytes above its present size, on Linux."""
     if sys.platform == "linux":
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit(resource.RLIMIT_AS, pages * _PAGE + more)

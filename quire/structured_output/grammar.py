@@ -50,13 +50,11 @@ def write_grammar(params: StructuredOutputsParams, special_tokens: Mapping[str, 
 
 
 def refusal(name: str, reason: object) -> UserError:
-    """The error for the field `name`."""
     text = " ".join(str(reason).split()) or type(reason).__name__
     return UserError(f"{name} cannot be used as a constraint: {text[:MAX_REASON]}", param="structured_outputs")
 
 
 def json_options(params: StructuredOutputsParams) -> dict[str, Any]:
-    """`llguidance.JsonCompileOptions` of the params."""
     if params.whitespace_pattern is not None:
         options: dict[str, Any] = {"whitespace_pattern": params.whitespace_pattern}
     elif not params.disable_any_whitespace:
@@ -67,7 +65,6 @@ def json_options(params: StructuredOutputsParams) -> dict[str, Any]:
 
 
 def _check_lengths(params: StructuredOutputsParams) -> None:
-    """Raises ValueError."""
     limits = {"regex": MAX_EXPRESSION_CHARACTERS, "grammar": MAX_EXPRESSION_CHARACTERS}
     limits |= {"whitespace_pattern": MAX_EXPRESSION_CHARACTERS}
     for name, limit in (limits | {"json": MAX_GRAMMAR_CHARACTERS, "structural_tag": MAX_GRAMMAR_CHARACTERS}).items():
@@ -80,7 +77,7 @@ def _check_lengths(params: StructuredOutputsParams) -> None:
 
 
 def json_text(value: str | dict[str, Any] | bool) -> str:
-    """Text of a schema or tag. Raises ValueError if it is too large or not JSON."""
+    """Raises ValueError for a text that is too large or not JSON."""
     text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
     if len(text) > MAX_GRAMMAR_CHARACTERS:
         raise ValueError(f"it has {len(text)} characters, more than {MAX_GRAMMAR_CHARACTERS}")

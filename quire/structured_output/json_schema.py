@@ -100,8 +100,6 @@ def _refuse_constant(text: str) -> Any:
 
 
 class Normaliser:
-    """The walk over one document."""
-
     def __init__(self, root: Any, budget: patterns.Budget, closed: bool) -> None:
         self._root = root
         self._closed = closed
@@ -428,7 +426,7 @@ class Normaliser:
         self._found.has_patterns = True
 
     def matcher(self, pattern: str, node: patterns.Node) -> patterns.Matcher:
-        """Matcher of names with one pattern. Raises ValueError if the pattern is too large."""
+        """Raises ValueError if the pattern is too large."""
         if pattern not in self._matchers:
             self._matchers[pattern] = patterns.Matcher(node, self._budget)
         return self._matchers[pattern]

@@ -56,7 +56,7 @@ DEATH_SECONDS = 60.0
 
 @dataclass(slots=True)
 class KeptGrammar:
-    """number: id in the mask process. size: bytes. used_at: time.monotonic() when a matcher was last seen."""
+    """number: id in the mask process. used_at: time.monotonic() when a matcher was last seen."""
 
     number: int
     size: int
@@ -83,9 +83,7 @@ class MaskClient:
         self._serials = itertools.count(1)
         self._matchers: dict[int, weakref.ref[RemoteMatcher]] = {}
         self.ended_slots: deque[int] = deque()
-        """Slots of matchers that are gone."""
         self._free_slots: list[int] = []
-        """Heap of free slots."""
         self._num_slots = 0
         self._known: set[int] = set()
         """Slots that the process knows."""
@@ -103,7 +101,7 @@ class MaskClient:
         self._unsettled: list[RemoteMatcher] = []
         """Matchers with news since the last `settle`."""
         self.num_settled = 0
-        """Number of them in the last `settle`."""
+        """Matchers with news in the last `settle`."""
         self._last_sign = self._next_check = self._next_trim = 0.0
         self._suspects: deque[weakref.ref[RemoteMatcher]] = deque()
         """Matchers at work when the process died, to be tried one at a time."""
@@ -120,7 +118,6 @@ class MaskClient:
         return next(self._serials)
 
     def add(self, matcher: RemoteMatcher) -> None:
-        """Make a new matcher with a rehearsed text."""
         self._waiting.append(weakref.ref(matcher))
 
     def advance(self, matcher: RemoteMatcher) -> None:
@@ -152,7 +149,6 @@ class MaskClient:
     # Messages
 
     def flush(self) -> None:
-        """Send the matchers' questions in one message."""
         if self._tried is not None or self._suspects:
             self._try_next()
         if not (self._advances or self._waiting or self._copies or self.ended_slots or self._ended_grammars):
@@ -224,7 +220,7 @@ class MaskClient:
         self._missing.add(matcher.slot)
 
     def receive(self) -> bool:
-        """Process received messages. Returns False if there were none."""
+        """Process messages. False: there were none."""
         connection = self.connection
         if connection is None:
             return False
@@ -264,7 +260,6 @@ class MaskClient:
                     self._fail(each, too_much_work())
 
     def settle(self) -> None:
-        """Make matchers ready that have received enough."""
         self.num_settled = len(self._unsettled)
         for matcher in self._unsettled:
             matcher.settle()
@@ -279,7 +274,6 @@ class MaskClient:
         self._fail(matcher, error)
 
     def fail_all(self, error: UserError) -> None:
-        """End all live matchers."""
         for matcher in self._live():
             self._fail(matcher, error)
 
@@ -374,7 +368,7 @@ class MaskClient:
         return [text for text in self._grammars if text not in used]
 
     def _drop(self, text: str) -> int:
-        """Drop a grammar; returns its bytes."""
+        """Returns the grammar's bytes."""
         dropped = self._grammars.pop(text)
         self._ended_grammars.append(dropped.number)
         return dropped.size
@@ -479,7 +473,6 @@ class MaskClient:
         self._is_strict = self._is_strict and self._tried is not None
 
     def _is_one_alone(self) -> bool:
-        """True while only the tried matcher may be at work."""
         return self._tried is not None and time.monotonic() < self._alone_until
 
 

@@ -55,7 +55,7 @@ class MaskMemory:
         self.hold(MIN_SLOTS)
 
     def hold(self, num_slots: int) -> None:
-        """Make room for `num_slots` slots. A slot takes memory once it is written."""
+        """Make room for slots. A slot takes memory once it is written."""
         if num_slots <= self.num_slots:
             return
         size = BOARD_BYTES + num_slots * self._stride
@@ -73,7 +73,7 @@ class MaskMemory:
         return self._map[start : start + num_bytes]
 
     def note_work(self, thread: int, slot: int, now: float) -> None:
-        """Record that a thread of the mask process begins work for a slot; -1: it has none."""
+        """A thread of the mask process begins work for a slot; -1: it has none."""
         _ENTRY.pack_into(self._map, thread * _ENTRY.size, slot + 1, now)
 
     def busy(self, num_threads: int) -> list[Busy]:

@@ -45,7 +45,7 @@ NUM_THREADS = 3
 SLOW_THREAD = 2
 """Thread of slow sequences. One of the others leads."""
 SLOW_NICE = 5
-"""Its niceness: the engine computes beside it."""
+"""Niceness of that thread: the engine computes beside it."""
 STACK = 2
 """Stack of each thread relative to a rehearsal's."""
 MEMORY = 2
@@ -110,7 +110,7 @@ class Compiled:
         return self._start is None and self._compile_seconds > SLOW_SECONDS
 
     def start(self, vocabulary: LLTokenizer) -> LLMatcher:
-        """A matcher at the start. Raises UserError."""
+        """Raises UserError."""
         with self._lock:
             if self._start is None:
                 start = start_matcher(vocabulary, self._text)
@@ -192,7 +192,6 @@ class MaskProcess:
         self._firsts: deque[Task] = deque()
         """Answers without masks, which the engine core waits for."""
         self._masks: deque[Task] = deque()
-        """Masks, and answers with masks."""
         self._slow = SlowTasks()
         self._answers: list[Answer] = []
         self._masked: list[Masked] = []
@@ -523,7 +522,6 @@ def leave_the_first_core() -> None:
 
 
 def be_nice(thread: int) -> None:
-    """Lower a thread's priority, on Linux."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, thread, SLOW_NICE)
 
@@ -548,7 +546,6 @@ def serve_masks(
     end_ids: list[int],
     limits: Limits,
 ) -> None:
-    """The work of the fork."""
     sys.setswitchinterval(SWITCH_SECONDS)
     wake_politely()
     leave_the_first_core()

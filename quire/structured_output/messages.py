@@ -199,7 +199,6 @@ class Connection:
         self._unsent: deque[tuple[bytearray | memoryview, Sequence[int]]] = deque()
         self.descriptors: deque[int] = deque()
         self.is_at_end = False
-        """True when the other side is gone."""
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -209,7 +208,7 @@ class Connection:
         return bool(self._unsent)
 
     def send(self, message: msgspec.Struct, descriptors: Sequence[int] = ()) -> None:
-        """Send a message. descriptors: sent along, then closed here."""
+        """descriptors: sent along, then closed here."""
         self._unsent.append((encode_frame(message), descriptors))
         self.pump()
 
@@ -236,7 +235,7 @@ class Connection:
                 self._unsent[0] = memoryview(data)[sent:], ()
 
     def receive(self) -> list[bytes]:
-        """The complete messages received. Only `is_at_end` marks the end."""
+        """Complete messages. Only `is_at_end` marks the end."""
         while True:
             try:
                 if self._takes_descriptors:

@@ -293,7 +293,6 @@ def _character(code: int) -> str:
 
 
 def written(node: Node) -> str:
-    """The expression in Rust's syntax."""
     match node:
         case Characters():
             return node.text
@@ -350,20 +349,18 @@ def _counted(node: Node) -> tuple[int, int]:
 
 
 class Budget:
-    """Remaining steps for a document's expressions."""
-
     def __init__(self, num_steps: int = MAX_STEPS) -> None:
         self._num_steps = num_steps
 
     def spend(self, count: int = 1) -> None:
-        """Raises ValueError when none are left."""
+        """Raises ValueError when no steps are left."""
         self._num_steps -= count
         if self._num_steps < 0:
             raise ValueError("the patterns are too large to be compared with the names of properties")
 
 
 class Matcher:
-    """Finds an expression in texts. Raises ValueError when the budget is spent."""
+    """Finds an expression in texts."""
 
     def __init__(self, node: Node, budget: Budget) -> None:
         self._budget = budget

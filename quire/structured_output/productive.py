@@ -47,7 +47,6 @@ class _Graph:
         return len(self._needs) - 1
 
     def add(self, schema: Any) -> int:
-        """Node of a schema in normal form."""
         if not isinstance(schema, dict):
             return self._new([], is_any=schema is False)
         node = self._new([])

@@ -15,7 +15,7 @@ class RecentTexts(Generic[T]):
         """size_of: characters of a text with its result; a replacing result must have the same."""
         self._size_of = size_of
         self.entries: OrderedDict[str, T] = OrderedDict()
-        """The most recently used last."""
+        """Entries by text, the most recently used last."""
         self.num_characters = 0
 
     def get(self, text: str) -> T | None:

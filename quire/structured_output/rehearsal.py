@@ -1,5 +1,5 @@
-"""A rehearsal: a fork compiles one text and makes its first mask, under limits of the kernel. No check can predict a
-compiler's cost; a fork that takes too much, or crashes, ends, and the engine learns why."""
+"""A rehearsal: a fork compiles one text and makes its first mask, under limits of the kernel, because no check can
+predict a compiler's cost."""
 
 from __future__ import annotations
 
@@ -126,7 +126,6 @@ def out_of_memory(limits: Limits) -> str:
 
 
 def in_one_line(reason: str) -> str:
-    """The library's reason, in one line of limited length."""
     text = " ".join(reason.split())
     if text.startswith("NoExtension"):
         text = "no token of this model continues the text"

@@ -38,7 +38,7 @@ class ConstraintText:
         less for each later one that did not, at least GOES_ON."""
 
     def note(self, token_id: int, *, stops: bool) -> None:
-        """stops: a sequence's token ended it, or forced others."""
+        """stops: the token ended a sequence, or forced others."""
         place = token_id % NUM_PLACES
         self.behind[place] = STOPS if stops else max(self.behind[place] - 1, GOES_ON)
 
@@ -61,12 +61,10 @@ class RemoteConstraint:
         return matcher
 
     def note_work(self, seconds: float, num_tokens: int) -> None:
-        """Charge work of one of its matchers."""
         self._seconds_left += TOKEN_SECONDS * num_tokens - seconds
 
     @property
     def is_exhausted(self) -> bool:
-        """True if its matchers may do no more work."""
         return self._seconds_left < 0
 
 
@@ -81,7 +79,7 @@ class RemoteMatcher:
         self.serial = masks.next_serial()
         """Number of its last `advance`, unique among all matchers."""
         self.is_held = True
-        """The mask process does not know it."""
+        """True while the mask process does not know it."""
         self.tokens = list(token_ids)
         """Followed tokens, as far as answered."""
         self.unanswered: tuple[Sequence[int], int, bool, Sequence[int], Sequence[int]] | None = None
@@ -159,7 +157,6 @@ class RemoteMatcher:
         return self.has_mask and (self._is_answered or self.error is not None)
 
     def settle(self) -> None:
-        """Set `is_ready` if enough has come."""
         self.is_ready = (self._is_answered and not self.is_slow) or self.has_all
 
     def fail(self, error: UserError) -> None:

@@ -27,7 +27,6 @@ BESIDE = "is not supported beside numbers of more than 53 bits"
 
 
 def parts_of(node: dict[str, Any]) -> list[Any]:
-    """Schemas directly inside a schema."""
     found = [node[name] for name in ("additionalProperties", "items") if name in node]
     for name in ("allOf", "anyOf", "oneOf", "prefixItems"):
         found += node.get(name, ())
@@ -50,7 +49,7 @@ class JoinBudget:
             raise ValueError(f"allOf or oneOf of as many parts {BESIDE}")
 
     def compare(self, count: int) -> None:
-        """Count comparisons of names, constants and views. Raises ValueError beyond the limit."""
+        """Raises ValueError beyond the limit."""
         self.num_compared += count
         if self.num_compared > MAX_COMPARISONS:
             raise ValueError(f"oneOf of as many parts {BESIDE}")
@@ -90,7 +89,7 @@ class Joiner:
         self._constants: dict[int, tuple[Any, set[str] | None]] = {}
 
     def run(self) -> None:
-        """Change the schema. Raises ValueError for what cannot be joined."""
+        """Raises ValueError for what cannot be joined."""
         for name in list(self._definitions):
             self._definitions[name] = self._flattened(self._definitions[name])
         self._schema.root = self._flattened(self._schema.root)
@@ -269,7 +268,7 @@ class Joiner:
                     )
 
     def _have_no_type_in_common(self, options: list[Any]) -> bool:
-        """Two of them share at most the object type."""
+        """True if any two schemas share at most the object type."""
         seen: set[str] = set()
         for each in options:
             found = self.kinds(each) - {"object"}
@@ -349,7 +348,6 @@ class Joiner:
 
 
 def _are_apart(first: dict[str, Any], second: dict[str, Any], joiner: Joiner) -> bool:
-    """True if no value satisfies both."""
     joiner.budget.compare(1)
     shared = joiner.kinds(first) & joiner.kinds(second)
     if not shared:

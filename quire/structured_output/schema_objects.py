@@ -17,7 +17,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 class ObjectKeywords:
-    """Object keywords of one schema. `walk` normalises the parts."""
+    """`walk` normalises the parts."""
 
     def __init__(self, walk: Normaliser, given: dict[str, Any], place: Place, *, closed: bool) -> None:
         self._walk = walk
@@ -37,7 +37,6 @@ class ObjectKeywords:
         """True if named properties also follow the schema of additional ones."""
 
     def normal(self) -> dict[str, Any]:
-        """The keywords in llguidance's form."""
         self._apply_dependencies()
         self._merge_patterns()
         self._free_names()
@@ -196,7 +195,6 @@ class ObjectKeywords:
 
 
 def all_of(first: Any, second: Any) -> Any:
-    """A schema of the values that satisfy both."""
     if first is False or second is False:
         return False
     if first is True or first == {}:

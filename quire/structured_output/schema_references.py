@@ -50,7 +50,7 @@ class References:
         return self._resource_of[id(node)].draft
 
     def target(self, node: dict[str, Any], keyword: str) -> Any:
-        """Schema that `node[keyword]` refers to. Raises ValueError if the document has none."""
+        """Raises ValueError if the document lacks the schema."""
         reference = node[keyword]
         if not isinstance(reference, str):
             raise ValueError("a reference must be a string")
@@ -132,7 +132,6 @@ class References:
 
 
 def subschemas(node: dict[str, Any]) -> Iterator[Any]:
-    """The schemas inside a schema, by keyword."""
     for name in ONE:
         if name in node:
             yield node[name]

@@ -174,7 +174,6 @@ class SequenceState:
 
 
 def bits(token_ids: Sequence[int]) -> int:
-    """An integer with a bit for each token."""
     found = 0
     for token_id in token_ids:
         found |= 1 << token_id

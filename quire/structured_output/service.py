@@ -96,7 +96,6 @@ class ConstraintService:
         return RemoteConstraint(self, found, client, next(self._charges))
 
     def begin(self, matcher: RemoteMatcher) -> None:
-        """Make a new matcher once its text is rehearsed."""
         text = matcher.constraint.text
         if text.outcome is None:
             if not text.job:

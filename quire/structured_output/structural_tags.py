@@ -61,7 +61,6 @@ class TagGrammar:
         return "\n".join([f"start: {body} {behind}".rstrip(), *self.rules, f"TAG_TEXT: {ANY_TEXT}"])
 
     def _form(self, form: Any, depth: int) -> str:
-        """Right side of a rule for one format."""
         if not isinstance(form, dict):
             raise _error(f"a format must be an object, not {type(form).__name__}")
         if depth > MAX_DEPTH or len(self.rules) > MAX_PARTS:
@@ -84,13 +83,11 @@ class TagGrammar:
         return writers[kind](form, depth + 1)
 
     def _rule(self, body: str, attributes: str = "") -> str:
-        """Add a rule; returns its name."""
         name = f"part_{len(self.rules)}"
         self.rules.append(f"{name}{attributes}: {body}")
         return name
 
     def _text(self, text: str) -> str:
-        """Literals and special tokens of a text."""
         pieces, start = [], 0
         for found in self._special.finditer(text) if self._special else ():
             pieces += [_quoted(text[start : found.start()]), f"<[{self._ids[found[0]]}]>"]
@@ -177,7 +174,6 @@ class TagGrammar:
 
 
 def _from_structures(tag: dict[str, Any]) -> dict[str, Any]:
-    """The older form converted to the newer."""
     tags = [
         {
             "begin": each.get("begin"),
@@ -190,7 +186,7 @@ def _from_structures(tag: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_fields(form: dict[str, Any], kind: str) -> None:
-    """Raise UserError for a field without effect."""
+    """Raises UserError for a field without effect."""
     unknown = next((name for name in form if name not in ("type", *FIELDS[kind])), None)
     if unknown is not None:
         raise _error(f"a format of type {kind} has no field {unknown!r:.100}")

@@ -21,8 +21,6 @@ class Job:
 
 
 class Turns:
-    """Waiting jobs, by lane."""
-
     def __init__(self, num_lanes: int) -> None:
         self._lanes: list[OrderedDict[str, deque[Job]]] = [OrderedDict() for _ in range(num_lanes)]
 

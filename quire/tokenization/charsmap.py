@@ -32,8 +32,7 @@ class Charsmap:
         self._replacements = table[4 + size :]
         self._root = self._children(0)
         depth = self._ascii_depth()
-        # Most texts are ASCII, of which most tables change nothing: only the places that may begin a sequence are
-        # looked at.
+        # Most texts are ASCII, and most tables leave ASCII alone: only places that may begin a sequence are looked up.
         self._place = re.compile("(?s:.)" if depth is None else f"[ -~]{{0,{depth}}}{_OTHER}")
 
     def __call__(self, text: str) -> str:

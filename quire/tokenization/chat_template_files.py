@@ -57,7 +57,7 @@ def _files(path: Path) -> dict[str, str]:
 
 def _read(file: Path) -> str:
     try:
-        # As a file is read elsewhere: any end of a line is a line feed.
+        # Every line ending becomes a line feed, as in Python's text files.
         text = read_model_file(file, MAX_TEMPLATE_BYTES).decode("utf-8")
     except UnicodeDecodeError as error:
         raise ModelLoadError(f"{file} is not readable: {error}") from None

@@ -149,7 +149,7 @@ class LocalStream:
             except UnicodeDecodeError as error:
                 if error.start == 0 and error.reason == "unexpected end of data":
                     break
-                # The held bytes cannot become a character: give them up, and look at what is left afresh.
+                # The held bytes cannot become a character: replace them and decode the rest anew.
                 text += REPLACEMENT * error.end
                 del held[: error.end]
         return text
@@ -182,7 +182,7 @@ class WindowStream:
     def set_prompt(self, token_ids: Sequence[int]) -> None:
         self._window = list(token_ids)
         self._num_shown = len(self._window)
-        # An unfinished character at the prompt's end is left to be shown when the completion completes it.
+        # An unfinished character at the prompt's end is shown once the completion completes it.
         self._shown = self._pieces.decode(self._window).rstrip(REPLACEMENT)
 
     def push(self, token_id: int) -> str:

@@ -183,7 +183,7 @@ def _sentencepiece(
         charsmap = bytes(int(value) & 255 for value in table)
     except (ValueError, OverflowError):
         raise file.error("tokenizer.ggml.precompiled_charsmap must hold bytes") from None
-    # llama.cpp's converter writes what the user defined, as runs of spaces, with plain spaces.
+    # llama.cpp's converter writes user-defined pieces, such as runs of spaces, with plain spaces.
     texts = [
         token.replace(" ", SPACE) if kind == USER_DEFINED else token for token, kind in zip(tokens, kinds, strict=True)
     ]
@@ -210,13 +210,13 @@ def _wordpiece(file: GGUFFile, fields: Fields, max_values: int) -> tuple[tokeniz
     own = [_bert_name(token, kind) for token, kind in zip(tokens, kinds, strict=True)]
     vocabulary = {token: token_id for token_id, token in enumerate(own)}
     config = _config(fields, own, adds_bos=True, adds_eos=True)
-    # Older files call [CLS] and [SEP] the beginning and the end alone, newer ones do not name those.
+    # Older files name [CLS] and [SEP] only as bos and eos; newer ones only as cls and sep.
     config["bos_token"] = config.get("cls_token") or config.get("bos_token") or "[CLS]"
     config["eos_token"] = config.get("sep_token") or config.get("eos_token") or "[SEP]"
     lacking = [config[name] for name in ("bos_token", "eos_token") if config[name] not in vocabulary]
     if lacking:
         raise file.error(f"its vocabulary lacks {lacking[0]!r}, which stands around every text")
-    # A vocabulary of small letters is one of texts in small letters; only newer files say so.
+    # A lowercase vocabulary means a lowercasing tokenizer; only newer files say so.
     is_cased = any(token != token.lower() for token, kind in zip(own, kinds, strict=True) if kind == NORMAL)
     strips = fields.values.get("ggml.normalizer.strip_accents")
     backend = tokenizers.Tokenizer(
@@ -262,7 +262,7 @@ def _vocabulary(file: GGUFFile) -> tuple[list[str], list[int | float]]:
         raise file.error(f"tokenizer.ggml.token_type has {len(kinds)} entries for {len(tokens)} tokens")
     named = {token: token_id for token_id, token in enumerate(tokens) if token in END_NAMES}
     for token_id in end_tokens(named).values():
-        kinds[token_id] = CONTROL  # some converters wrote another kind
+        kinds[token_id] = CONTROL  # some converters write another kind
     return tokens, kinds
 
 

@@ -189,7 +189,7 @@ def _by_merges(
 
 
 def _sentencepiece(pieces: SentencePieces) -> dict[str, Value]:
-    # Files have what the user defined, as runs of spaces, with plain spaces.
+    # GGUF files write user-defined pieces, such as runs of spaces, with plain spaces.
     tokens = [
         piece.replace(SPACE, " ") if kind == USER_DEFINED else piece
         for piece, kind in zip(pieces.pieces, pieces.kinds, strict=True)

@@ -165,8 +165,8 @@ class Worker:
 def main() -> None:
     line = sys.stdin.buffer.readline()
     if not line.endswith(b"\n"):
-        return  # the parent ended before it had said what to do
-    # The parent decides what a signal to all processes of a service means, and ends this one.
+        return  # the parent ended before it sent the work
+    # The parent decides what a signal to all processes of a service means, and ends this process.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     watch_parent(lambda: None)
@@ -203,7 +203,7 @@ def _be_silent() -> None:
 
 def _limit(kind: int, value: int) -> None:
     if kind == resource.RLIMIT_AS and sys.platform != "linux":
-        return  # other systems have the name, and refuse or ignore the value
+        return  # other systems know the name, but refuse or ignore the value
     _, hard = resource.getrlimit(kind)
     if value == resource.RLIM_INFINITY or (hard != resource.RLIM_INFINITY and value > hard):
         value = hard

@@ -163,7 +163,7 @@ class Helper:
                 return Failed("time")
             raise _of_template(_describe(status))
         if isinstance(answer, Failed):
-            self.is_usable = answer.kind != "memory"  # what it still holds is not known
+            self.is_usable = answer.kind != "memory"  # the memory it still holds is unknown
             return answer
         assert isinstance(answer, Rendered)
         if answer.is_long:
@@ -364,6 +364,6 @@ def _describe(status: int | None) -> str:
 def _end(process: subprocess.Popen[bytes], connection: socket.socket, owner: int) -> None:
     """Also runs when the interpreter exits."""
     if os.getpid() != owner:
-        return  # a fork of the owner ends; the process is not its own
+        return  # a fork of the owner is ending, and the process is not the fork's
     kill(process)
     connection.close()

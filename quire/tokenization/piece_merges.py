@@ -41,8 +41,8 @@ class PieceMerger:
         check_pieces("the vocabulary", self._scores)
         for piece in self._scores:
             self._joined.update(itertools.pairwise(piece))
-        # Words: runs of other characters with the spaces before them. A few characters may be joined with a space
-        # behind them.
+        # A word is a run of other characters with the spaces before it. A few characters may also merge with a space
+        # after them.
         before_space = {first for first, second in self._joined if second == space and first != space}
         other = f"[^{re.escape(space)}]"
         word = f"{re.escape(space)}*{other}*"
@@ -94,7 +94,7 @@ class PieceMerger:
             if len(part) == 1:
                 yield part
                 continue
-            last, pieces = self._last_long  # of long runs of one character all parts are the same
+            last, pieces = self._last_long  # the parts of a long run of one character are all equal
             if part != last:
                 found = self._kept.get(part)
                 pieces = tuple(self._merged(part)) if found is None else found
@@ -137,7 +137,7 @@ class PieceMerger:
         while candidates:
             _, left, length = heapq.heappop(candidates)
             right = behind[left]
-            # Whether both are still what they were.
+            # Skip a candidate one of whose symbols has merged since.
             if not symbols[left] or right == size or len(symbols[left]) + len(symbols[right]) != length:
                 continue
             union = symbols[left] + symbols[right]

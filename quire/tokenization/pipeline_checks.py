@@ -115,7 +115,7 @@ def _growth(step: dict[str, Any], what: str) -> float:
         return len(inserted) / len(pattern)
     if _NEVER_EMPTY.fullmatch(step.get("pattern", {}).get("Regex", "")):
         return len(inserted)
-    return 1.0 + len(inserted)  # a regular expression may match nothing, before each character
+    return 1.0 + len(inserted)  # a regular expression may match the empty text before each character
 
 
 def _steps(description: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -99,7 +99,7 @@ def _unigram(model: SentencePieces) -> models.Unigram:
     best = max([0.0, *(score for score, kind in zip(model.scores, model.kinds, strict=True) if kind == NORMAL)])
     scored = []
     for piece, score, kind in zip(model.pieces, model.scores, model.kinds, strict=True):
-        # Better than any other way to cut it.
+        # A user-defined piece scores higher than every other segmentation of its text.
         scored.append((piece, len(piece.encode()) * best - 0.1 if kind == USER_DEFINED else score))
     unknown_id = None if unknown is None else list(model.pieces).index(unknown)
     return models.Unigram(scored, unk_id=unknown_id, byte_fallback=BYTE in model.kinds)
@@ -123,7 +123,7 @@ class TextPreparation:
         self._normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
         self._start = SPACE if model.adds_space else ""
         self._special = any_of(special)
-        # What the user defined is not mapped.
+        # The character table leaves user-defined pieces as they are.
         own = [piece for piece, kind in zip(model.pieces, model.kinds, strict=True) if kind == USER_DEFINED and piece]
         self._user_defined = any_of(own) if model.charsmap else None
         self._cut: Callable[[str], list[str]] = _merger(model, [*special, *own]) if model.model == BPE else _whole

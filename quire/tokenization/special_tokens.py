@@ -171,7 +171,7 @@ def _put_over(path: Path, values: dict[str, Any]) -> None:
 def _older(path: Path, values: Mapping[str, Any]) -> dict[int, AddedToken]:
     """Tokens of added_tokens.json by id; only those named in `values` are special."""
     named = [values.get(name) for name in SPECIAL_NAMES] + list(values.get(_EXTRA) or [])
-    special = {text_of(token) for token in named if isinstance(token, str | AddedToken)}  # objects are not looked into
+    special = {text_of(token) for token in named if isinstance(token, str | AddedToken)}  # other objects do not count
     found = {}
     for text, token_id in read_optional_json(path / ADDED_TOKENS_FILE).items():
         if not isinstance(token_id, int):

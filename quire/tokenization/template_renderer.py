@@ -69,7 +69,7 @@ class TemplateRenderer:
             template = self._template(request)
         except MemoryError:
             return Failed("memory")
-        except Exception as error:  # Jinja's own, and what Python's compiler raises for code nested too deeply
+        except Exception as error:  # Jinja's errors, and those of Python's compiler for too deeply nested code
             return Failed("invalid", _describe(error, named=not isinstance(error, jinja2.TemplateError)))
         try:
             text = self._render(template, request, msgspec.msgpack.decode(messages))
@@ -82,7 +82,7 @@ class TemplateRenderer:
             return Failed("refused", str(error))
         except ContinuationError as error:
             return Failed("continued", str(error))
-        except Exception as error:  # what the bugs of a template raise cannot be listed
+        except Exception as error:  # a template's bugs raise any exception
             return Failed("failed", _describe(error, named=True))
 
     def _template(self, request: Render) -> CompiledTemplate:
@@ -120,7 +120,7 @@ class TemplateRenderer:
                 return None
             chunks.append(chunk)
         text = "".join(chunks)
-        text.encode()  # lone surrogates, which no message can carry
+        text.encode()  # raises for lone surrogates, which no message can carry
         return text if final is None else _cut_at_mark(text, final)
 
 
@@ -148,7 +148,7 @@ def _describe(error: Exception, *, named: bool) -> str:
     kind = type(error).__name__
     try:
         text = str(error)[:MAX_REASON_CHARACTERS].encode(errors="replace").decode()
-    except Exception:  # a template chooses what its errors are about
+    except Exception:  # `str` of an error runs on the template's own objects
         return kind
     return f"{kind}: {text}" if named else text
 

@@ -84,7 +84,7 @@ class Tokenizer:
         extra_special_tokens: Sequence[str] = (),
         cleans_up: bool = False,
     ) -> None:
-        # A tokenizer.json may carry the truncation of its training: prompts are never cut in silence.
+        # A tokenizer.json may carry its training's truncation; prompts are never cut silently.
         backend.no_truncation()
         backend.no_padding()
         self.name = name
@@ -118,7 +118,7 @@ class Tokenizer:
 
     def encode_batch(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Encode several texts on several cores."""
-        # The batch call, even for one text: it lets other threads run, and it computes no offsets.
+        # The batch call, even for one text: it releases the GIL and computes no offsets.
         return [each.ids for each in self.encodings(texts, add_special_tokens)]
 
     def beginnings(self, texts: list[str], max_tokens: int) -> list[str]:
@@ -126,7 +126,7 @@ class Tokenizer:
         def cut(text: str, found: tokenizers.Encoding) -> str:
             if len(found.ids) <= max_tokens:
                 return text
-            if self._prepare is not None:  # places are not those of the text
+            if self._prepare is not None:  # offsets refer to the prepared text
                 return self.decode(found.ids[:max_tokens], skip_special_tokens=False)
             return text[: found.offsets[max_tokens - 1][1]]
 
@@ -284,8 +284,8 @@ def load_tokenizer(
             pieces=pieces,
             cleans_up=found.cleans_up,
         )
-        # Some mistakes show only when text is taken apart and put together: better here than in every request.
-        with suppress(UserError):  # a vocabulary without a token for what it does not know
+        # Some mistakes show only when text is encoded and decoded: better here than in every request.
+        with suppress(UserError):  # a vocabulary without an unknown token
             tokenizer.decode(tokenizer.encode(SAMPLE))
     if tokenizer.vocab_size > MAX_TOKEN_ID:
         raise ModelLoadError(f"{path}: the tokenizer has the id {tokenizer.vocab_size - 1}, more than {MAX_TOKEN_ID}")

@@ -63,7 +63,7 @@ def check_text_lengths(file: Path, content: bytes) -> None:
         for start, end in _long_runs(content, b"\n", LONGEST_PIECE):
             _check_merge(file, content[start:end].decode(errors="replace"))
         return
-    # What stands for a quote or a backslash inside a text does not count as either.
+    # Escaped quotes and backslashes inside a text do not delimit it.
     plain = content.replace(b"\\\\", b"xx").replace(b'\\"', b"xx")
     num_quotes, counted = 0, 0
     for start, end in _long_runs(plain, b'"', LONGEST_PIECE):

@@ -23,11 +23,9 @@ _BOOT = (
 
 def start_interpreter(module: str, name: str, line: bytes, fds: Collection[int]) -> subprocess.Popen[bytes]:
     """Start `module`'s main() in a fresh interpreter with our search path. The caller's script is not imported again
-    and needs no __main__ guard. Its own process group keeps Ctrl-C away.
-
-    name: shown at the end of the command line, and its first 15 bytes in `top`. line: first line on standard input,
-    which stays open while we live. fds: inherited files. A process that has already ended is no error here.
-    """
+    and needs no __main__ guard. Its own process group keeps Ctrl-C away. name: shown at the end of the command line,
+    and its first 15 bytes in `top`. line: first line on standard input, which stays open while we live. fds: inherited
+    files. A process that has already ended is no error here."""
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", _BOOT.format(module=module), json.dumps([str(each) for each in sys.path]), name],
         stdin=subprocess.PIPE,
@@ -39,7 +37,7 @@ def start_interpreter(module: str, name: str, line: bytes, fds: Collection[int])
 
 
 def write_line(process: subprocess.Popen[bytes], line: bytes) -> None:
-    """Write another line to the standard input of a process, which may have ended."""
+    """Write another line to a process's standard input; it may have ended."""
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # it ended already: the caller notices by what it waits for
         process.stdin.write(line + b"\n")
@@ -47,11 +45,9 @@ def write_line(process: subprocess.Popen[bytes], line: bytes) -> None:
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """End the process and its children at once, wait for it and close its standard input. Idempotent.
-
-    Children usually end with their parent (`watch_parent`), except one that is stopped on a system without
-    PR_SET_PDEATHSIG, or whose thread holds the interpreter.
-    """
+    """End the process and its children at once, wait for it and close its standard input. Idempotent. Children usually
+    end with their parent (`watch_parent`), except one that is stopped on a system without PR_SET_PDEATHSIG, or whose
+    thread holds the interpreter."""
     assert process.stdin is not None
     with contextlib.ExitStack() as stack:
         children = [] if process.poll() is not None else _children(process.pid, stack)
@@ -76,7 +72,7 @@ def _children(parent: int, stack: contextlib.ExitStack) -> list[int]:
 
 
 def is_stopped(process: subprocess.Popen[bytes]) -> bool:
-    """True if the process is stopped (SIGSTOP); False if it has ended."""
+    """True for a stopped process (SIGSTOP), False for an ended one."""
     try:
         return os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
     except ChildProcessError:
@@ -84,7 +80,6 @@ def is_stopped(process: subprocess.Popen[bytes]) -> bool:
 
 
 def wait_or_kill(process: subprocess.Popen[bytes], timeout: float) -> None:
-    """Wait for the process to end; kill it after `timeout` seconds."""
     try:
         process.wait(timeout)
     except subprocess.TimeoutExpired:
@@ -93,7 +88,7 @@ def wait_or_kill(process: subprocess.Popen[bytes], timeout: float) -> None:
 
 
 def describe_exit(status: int) -> str:
-    """Description of a `returncode`: "exited with ..." or "was killed by signal ..."."""
+    """Text such as "exited with ..." or "was killed by signal ..."."""
     if status >= 0:
         return f"exited with status {status}"
     try:
@@ -104,12 +99,10 @@ def describe_exit(status: int) -> str:
 
 
 def watch_parent(last_act: Callable[[], None]) -> None:
-    """End this process, after `last_act`, when the parent's end closes standard input.
-
-    Not PR_SET_PDEATHSIG with SIGKILL: that signal comes when the *thread* that started the process ends, and
-    short-lived threads start engines too. On Linux the signal is SIGCONT, harmless for a running process: a stopped one
-    continues when its parent's main thread ends, and sees the pipe.
-    """
+    """End this process, after `last_act`, when the parent's end closes standard input. Not PR_SET_PDEATHSIG with
+    SIGKILL: that signal comes when the *thread* that started the process ends, and short-lived threads start engines
+    too. On Linux the signal is SIGCONT, harmless for a running process: a stopped one continues when its parent's main
+    thread ends, and sees the pipe."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
 

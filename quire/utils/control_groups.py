@@ -11,11 +11,9 @@ ROOT = Path("/")
 
 
 def group_directories(controller: str, root: Path = ROOT) -> Iterator[Path]:
-    """Directories of the groups that limit this process by `controller` ("memory", "cpu"), innermost first.
-
-    root: parent of /proc and /sys. In a container the system may name a directory that only the host sees; the
-    process's own group is then the mount itself, which comes last.
-    """
+    """Directories of the groups that limit this process by `controller` ("memory", "cpu"), innermost first. root:
+    parent of /proc and /sys. In a container the system may name a directory that only the host sees; the process's own
+    group is then the mount itself, which comes last."""
     membership = root / "proc/self/cgroup"
     for line in membership.read_text().splitlines() if membership.exists() else []:
         _, controllers, path = line.split(":", 2)
@@ -30,7 +28,7 @@ def group_directories(controller: str, root: Path = ROOT) -> Iterator[Path]:
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
-    """CPU time in cores allowed by the tightest group of this process; None: no limit."""
+    """CPU time in cores allowed by the tightest group of this process."""
     found = []
     for directory in group_directories("cpu", root):
         if (directory / "cpu.max").exists():
@@ -46,8 +44,8 @@ def cpu_quota(root: Path = ROOT) -> float | None:
 
 
 def usable_cores(root: Path = ROOT) -> int:
-    """Number of threads that can always compute: cores of the affinity mask within the quota, at least 1. More threads
-    would use the quota up early in each period, and all would stand still for the rest."""
+    """Threads that can always compute: cores of the affinity mask within the quota, at least 1. More threads would use
+    the quota up early in each period, and all would stand still for the rest."""
     quota = cpu_quota(root)
     cores = envs.affinity_cores()
     return cores if quota is None else max(1, min(cores, int(quota)))

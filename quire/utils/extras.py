@@ -1,8 +1,7 @@
-"""Extras of pyproject.toml and their installation."""
-
 from __future__ import annotations
 
 
 def how_to_install(extra: str) -> str:
-    """Commands that add an extra. They name no package index, because `quire-llm` is not published."""
+    """Commands that add an extra of pyproject.toml. They name no package index, because `quire-llm` is not
+    published."""
     return f"pip install -e '.[{extra}]' in a clone of Quire, or pip install 'FILE.whl[{extra}]' with its wheel"

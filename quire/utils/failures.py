@@ -1,4 +1,4 @@
-"""Explanation of an exception in one line, for the user who started the process."""
+"""An exception explained in one line, for the user who started the process."""
 
 from __future__ import annotations
 

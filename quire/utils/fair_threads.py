@@ -27,7 +27,7 @@ class _Item:
     number: int
     is_long: bool = field(compare=False)
     work: list[Callable[[], Any]] = field(compare=False)
-    """The work; empty once it has begun or was cancelled."""
+    """Callable; empty once the work has begun or was cancelled."""
     future: Future[Any] = field(compare=False)
 
 
@@ -48,11 +48,8 @@ class FairThreads:
 
     def submit(self, size: float, work: Callable[[], T]) -> Future[T]:
         """Run `work` of `size` units for CALLER in its turn. A future cancelled before drops its work at once. Raises
-        RuntimeError after `shutdown`.
-
-        The future is in no reference cycle, so its large result is freed with its last user, not by a garbage
-        collection in any thread.
-        """
+        RuntimeError after `shutdown`. The future is in no reference cycle, so its large result is freed with its last
+        user, not by a garbage collection in any thread."""
         due = self._clock.now() + size / UNITS_PER_SECOND
         kept = [work]
         item = _Item(due, next(self._numbers), size > self._long_size, kept, Future())
@@ -94,7 +91,7 @@ class FairThreads:
             del item, work  # the error has this frame in its traceback
 
     def _next(self) -> _Item | None:
-        """Take the first allowed work of the caller whose turn it is, or None."""
+        """The first allowed work of the caller whose turn it is."""
         with self._lock:
             for caller, items in list(self._waiting.items()):
                 while items and items[0].future.cancelled():

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import msgspec
 
 HEADER = struct.Struct("<Q")
-"""Header of each message: its length in bytes."""
+"""Length of the message in bytes."""
 READ_BYTES = 2**16
 
 
@@ -23,7 +23,7 @@ class Waiting(Protocol):
         ...
 
     def send(self, connection: socket.socket, content: bytes | bytearray | memoryview) -> None:
-        """Send all content. Raises TimeoutError after the limit."""
+        """Raises TimeoutError after the limit."""
         ...
 
 
@@ -34,7 +34,7 @@ class Deadline:
         self._end = time.monotonic() + seconds
 
     def apply(self, connection: socket.socket) -> None:
-        """Let the next operation of `connection` wait until the deadline. Raises TimeoutError after it."""
+        """The next operation of `connection` may wait until the deadline. Raises TimeoutError after it."""
         remaining = self._end - time.monotonic()
         if remaining <= 0:
             raise TimeoutError
@@ -55,7 +55,7 @@ def encode_frame(message: msgspec.Struct) -> bytearray:
 
 
 def encode(value: Any) -> bytes:
-    """A frame's encoding of a value. Raises as `encode_frame`."""
+    """Encode a value as in a frame. Raises as `encode_frame`."""
     return _ENCODER.encode(value)
 
 

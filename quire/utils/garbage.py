@@ -1,5 +1,3 @@
-"""Control of the garbage collector."""
-
 from __future__ import annotations
 
 import contextlib

@@ -44,7 +44,7 @@ MAX_PARTS = 1000
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
-"""Value type of fixed size -> format of the struct module."""
+"""Value type of fixed size -> struct format."""
 _LEAST_PAIR_BYTES = 8 + 4 + 1
 _LEAST_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8
 _FIRST_PART = re.compile(rf"-00001-of-(\d{{5}}){re.escape(SUFFIX)}$")
@@ -91,7 +91,7 @@ BLOCK_TYPES = {
 OTHER_TYPES = {
     9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 40: "NVFP4", 41: "Q1_0",
 }  # fmt: skip
-"""Known types that are not supported, for the error message."""
+"""Unsupported types, for the error message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class _Array:
-    """An array value, not decoded: `count` elements of the type from `start` on."""
+    """An array that is not decoded: `count` elements of the type from `start` on."""
 
     type: int
     count: int
@@ -196,7 +196,6 @@ class GGUFFile:
         return {text.decode(): index for index, text in enumerate(found) if text in known} if known else {}
 
     def numbers(self, key: str) -> list[int | float] | None:
-        """An array of numbers; None without the key."""
         array = self._array(key)
         if array is None:
             return None
@@ -258,7 +257,7 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def find_gguf(directory: Path) -> Path | None:
-    """The GGUF file of a directory, of a split model the first, or None. Raises ModelLoadError for several models."""
+    """The GGUF file of a directory, of a split model the first. Raises ModelLoadError for several models."""
     found = sorted(path for path in directory.glob(f"*{SUFFIX}") if path.is_file())
     if len(found) > 1 and found != parts_of(found[0]):
         raise ModelLoadError(f"{directory} holds {len(found)} GGUF files: name the one to load, such as {found[0]}")

@@ -1,8 +1,6 @@
-"""GGUF writer: the header first, then tensors' bytes in any order.
-
-The file has a temporary name until it is complete; an interrupted run leaves the final name as it was. Only the header
-is held in memory. Imports neither torch nor numpy.
-"""
+"""GGUF writer: the header first, then tensors' bytes in any order. The file has a temporary name until it is complete;
+an interrupted run leaves the final name as it was. Only the header is held in memory. Imports neither torch nor
+numpy."""
 
 from __future__ import annotations
 
@@ -97,7 +95,6 @@ class GGUFWriter:
         return UserError(f"cannot write {str(self.path)!r}: {error.strerror}", param="output")
 
     def _drop(self) -> None:
-        """Remove the partial file."""
         self._file.close()
         self.partial.unlink(missing_ok=True)
 

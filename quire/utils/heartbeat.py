@@ -22,7 +22,7 @@ BEAT_SECONDS = 0.5
 """Seconds between two beats."""
 SILENCE_LIMIT = 4.0
 """Seconds without a sign of life after which a process counts as unresponsive: eight beats, so that a busy machine does
-not look like a stopped process. A dead-lock or stopped rank is noticed a beat or two later."""
+not look like a stopped process."""
 HUNG_ENGINE_TIMEOUT = 60.0
 """Default seconds of silence after which an engine hangs and `restart_engine` ends it: time for a process in a
 debugger, or swapped out, to come back."""
@@ -41,11 +41,9 @@ IDLE = 255
 
 
 class Heartbeat:
-    """The observer's side: time without a beat. Thread-safe.
-
-    Only time that the observer has seen counts, `MAX_GAP` at most between two looks: if the machine is suspended, or
-    both processes are stopped and continue together, the other one was not silent.
-    """
+    """The observer's side: time without a beat. Thread-safe. Only time that the observer has seen counts, `MAX_GAP` at
+    most between two looks: if the machine is suspended, or both processes are stopped and continue together, the other
+    one was not silent."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()
@@ -90,7 +88,6 @@ class Progress:
         """True while the loop waits for orders."""
 
     def turn(self) -> None:
-        """Note another turn of the loop."""
         self._num_turns += 1
 
     @contextlib.contextmanager
@@ -115,13 +112,11 @@ class Progress:
         return self._stalled
 
     def byte(self) -> int:
-        """The process's own byte."""
         stalled = self.look()
         return IDLE if self.is_idle else encode_beat(stalled)
 
 
 def encode_beat(stalled: float) -> int:
-    """The byte for `stalled` seconds without progress."""
     return min(LONGEST, int(stalled * TENTHS))
 
 

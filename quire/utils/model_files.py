@@ -19,8 +19,8 @@ _KINDS = {
 
 
 def file_bytes(path: Path) -> int | None:
-    """Size of a regular file (links are followed); None if nothing is there. Raises ModelLoadError for anything else: a
-    FIFO, a device, a directory, a link to itself."""
+    """Size of a regular file (links are followed); None if nothing is there. Raises ModelLoadError for anything
+    else."""
     try:
         return _regular_size(path, os.stat(path))
     except (FileNotFoundError, NotADirectoryError):

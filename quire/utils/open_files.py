@@ -1,5 +1,3 @@
-"""The process's limit of open files, sockets included."""
-
 from __future__ import annotations
 
 import sys

@@ -1,5 +1,3 @@
-"""The memory of this process."""
-
 from __future__ import annotations
 
 import ctypes

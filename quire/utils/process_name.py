@@ -1,4 +1,4 @@
-"""The name of a process in `top` and `ps -o comm`. Imports almost nothing, because a process is named first."""
+"""Imports almost nothing, because a process is named first."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ MAX_BYTES = 15
 
 
 def name_process(name: str) -> None:
-    """Show this process as `name`, on Linux; call it from the main thread. Without effect where that is not
-    possible."""
+    """Show this process as `name` in `top` and `ps -o comm`, on Linux; call it from the main thread. Without effect
+    where that is not possible."""
     try:
         with open("/proc/self/comm", "w", encoding="utf-8") as file:
             file.write(name)

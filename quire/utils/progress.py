@@ -55,7 +55,6 @@ class ProgressBar:
 
 
 def _is_notebook() -> bool:
-    """True if standard error is a notebook's cell."""
     return type(sys.stderr).__module__.startswith("ipykernel.")
 
 
@@ -71,7 +70,6 @@ class ProgressLog:
         self._completed = 0
 
     def update(self, completed: int) -> None:
-        """Report `completed` of `total`."""
         now = self._clock.now()
         is_due = now - self._logged >= LOG_EVERY_SECONDS
         is_due |= completed - self._completed >= LOG_EVERY_SHARE * self._total

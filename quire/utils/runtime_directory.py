@@ -1,8 +1,6 @@
-"""A private directory for one engine process's sockets, removed after any kind of death.
-
-Parent and child hold a shared lock on it while they live. The parent removes it, or the child if the parent was killed;
-if both were, the next engine on this machine finds it unlocked and removes it.
-"""
+"""A private directory for one engine process's sockets, removed after any kind of death. Parent and child hold a shared
+lock on it while they live. The parent removes it, or the child if the parent was killed; if both were, the next engine
+on this machine finds it unlocked and removes it."""
 
 from __future__ import annotations
 

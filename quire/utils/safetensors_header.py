@@ -10,11 +10,10 @@ from quire.errors import ModelLoadError
 from quire.utils.model_files import file_bytes
 
 MAX_HEADER_BYTES = 2**24
-"""Largest header in bytes. The library allows 100 MB, and needs some ten times that for the content."""
+"""Limit of a header in bytes. The library allows 100 MB, and needs some ten times that for the content."""
 MAX_TENSORS = 2**16
-"""Largest number of tensors in a file."""
 MAX_VALUES = 2**20
-"""Largest number of commas, sixteen per tensor. A parsed value takes some 100 bytes, however short its text."""
+"""Limit of commas, sixteen per tensor. A parsed value takes some 100 bytes, however short its text."""
 
 
 def read_header(path: Path) -> bytes:

@@ -69,7 +69,6 @@ class _ErrorBody(msgspec.Struct):
 
 
 def error_message(body: bytes) -> str | None:
-    """Message of an OpenAI error body, or None."""
     try:
         return msgspec.json.decode(body, type=_ErrorBody).error.message
     except (msgspec.MsgspecError, UnicodeDecodeError):

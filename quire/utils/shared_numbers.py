@@ -1,8 +1,6 @@
-"""Numbers that several processes count, each in its own slot of a mapped file, and can sum at any time.
-
-No process sends or waits, so sums work even while a process is stopped. A slot outlives its process: the next owner
-continues it.
-"""
+"""Numbers that several processes count, each in its own slot of a mapped file, and can sum at any time. No process
+sends or waits, so sums work even while a process is stopped. A slot outlives its process: the next owner continues
+it."""
 
 from __future__ import annotations
 
@@ -30,11 +28,9 @@ class Cells:
     """Cells of each slot; `common` is the last."""
 
     def total(self, place: int) -> float:
-        """Sum of one number over all slots."""
         return sum(slot[place] for slot in self.slots)
 
     def totals(self) -> Sequence[float]:
-        """Sum of each number over all slots."""
         if len(self.slots) == 1:
             return self.own.tolist()
         return [sum(column) for column in zip(*(slot.tolist() for slot in self.slots), strict=True)]
@@ -51,7 +47,6 @@ class Numbers:
 
     @classmethod
     def alone(cls) -> Numbers:
-        """Numbers of one process, with one slot."""
         return cls(mmap.mmap(-1, SLOT_BYTES), 1, 0)
 
     @classmethod

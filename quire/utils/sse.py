@@ -6,18 +6,14 @@ from collections.abc import Iterator
 
 
 class EventParser:
-    """Parser fed with bytes; yields the `data` of complete events.
-
-    Works on bytes, so split multi-byte characters are safe. Lines may end in LF, CR LF or CR; several `data:` lines of
-    an event are joined by LF; comments and other fields are skipped.
-    """
+    """Parser fed with bytes, so split multi-byte characters are safe. Lines may end in LF, CR LF or CR; several `data:`
+    lines of an event are joined by LF; comments and other fields are skipped."""
 
     def __init__(self) -> None:
         self._pending = b""
         self._data: list[bytes] = []
 
     def feed(self, chunk: bytes) -> Iterator[bytes]:
-        """Yield the data of the events that `chunk` completes."""
         lines = (self._pending + chunk).splitlines(keepends=True)
         # The last line waits until its end is certain: more of it, or the LF of a CR LF, may follow.
         self._pending = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""

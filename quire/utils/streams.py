@@ -32,7 +32,7 @@ class GuardedFile(io.FileIO):
         self._num_lost = 0
 
     def take_num_lost(self) -> int:
-        """Number of losses since the last call."""
+        """Losses since the last call."""
         with self._lock:
             count, self._num_lost = self._num_lost, 0
             return count

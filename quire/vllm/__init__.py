@@ -135,7 +135,7 @@ class _Module(ModuleType):
 
 def _missing(name: str, module: str, known: list[str]) -> Exception:
     if name.startswith("__"):
-        return AttributeError(name)  # what Python itself asks for
+        return AttributeError(name)  # Python itself asks for such names
     why = REASONS.get(name) or f"it has no such name{nearest_name(name, known)} (docs/from-vllm.md)"
     return ImportError(f"cannot import {name!r} from {module!r}: {why}", name=module)
 

@@ -39,7 +39,7 @@ class NoAdapterLoads:
 
 
 class AdapterLoads:
-    """Adapter loads of one model. held: loaded adapters by slot."""
+    """Adapter loads of one model."""
 
     def __init__(self, adapters: ModelAdapters, held: Mapping[int, AdapterRef]) -> None:
         """held: adapters of the previous model, loaded again here. Raises ModelLoadError."""
@@ -52,8 +52,8 @@ class AdapterLoads:
             adapters.load(slot, adapter)
 
     def begin_plan(self, plan: StepPlan) -> None:
-        """Start the plan's loads. Wait for those whose first rows the plan brings, because the scheduler may have read
-        another rank's report. Raises ModelLoadError for a load that failed only here."""
+        """Start the plan's loads, and wait for those whose first rows it brings: the scheduler may have read another
+        rank's report. Raises ModelLoadError for a load that failed only here."""
         for slot, adapter in () if plan.adapters is None else plan.adapters.loads:
             self.held.pop(slot, None)
             self._orders[slot] = adapter

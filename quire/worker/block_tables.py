@@ -26,7 +26,6 @@ class TableShape(NamedTuple):
         return -(-num_tokens // (self.block_size * self.kernel_blocks)) * self.kernel_blocks
 
     def entries(self, block_ids: Sequence[int]) -> Sequence[int] | np.ndarray:
-        """Entries of some blocks, in order."""
         if self.kernel_blocks == 1:
             return block_ids
         first = np.array(block_ids, np.int32)[:, None] * self.kernel_blocks
@@ -81,7 +80,6 @@ class BlockTables:
         return len(self._tables)
 
     def num_entries(self, row: int) -> list[int]:
-        """Entries of a row's tables, per group."""
         counts: list[int] = self._num_entries[:, row].tolist()
         return counts
 
@@ -122,7 +120,6 @@ class BlockTables:
                 self._num_entries[group, row] = count
 
     def copy(self, source: int, destination: int) -> None:
-        """Copy all tables of row `source` to row `destination`."""
         for table in self._tables:
             table[destination] = table[source]
         self._num_entries[:, destination] = self._num_entries[:, source]

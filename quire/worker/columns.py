@@ -1,8 +1,7 @@
 """Step columns: integers per token that a model reads beside token ids and positions.
 
 A column is an entry of `STEP_COLUMNS`; models name those they read (`CausalLM.columns`). Gathering, upload, memory,
-warm-up, graphs and recorded programs work on `ColumnValues` and know no column by name. A model without columns pays
-nothing.
+warm-up, graphs and recorded programs use `ColumnValues` and know no column by name.
 
 A request brings a 32-bit integer per column (`EngineRequest.columns`), which its row keeps; a rule derives its tokens'
 values. Values without a rule, such as positions of image patches, are listed per token (`EngineRequest.token_columns`).
@@ -54,9 +53,8 @@ STEP_COLUMNS = (
     *(Column(name, Rule.SHIFTED) for name in ROTARY_COLUMNS),
     Column(ADAPTER_SLOTS, Rule.ROW),
 )
-"""Known columns. `segments`: text of a pair that a token belongs to; a request brings the position of the second text's
-first token. ROTARY_COLUMNS: positions for rotation, where they differ from cache positions. ADAPTER_SLOTS: set by the
-scheduler."""
+"""Known columns. `segments`: text of a pair; a request brings the position of the second text's first token.
+ROTARY_COLUMNS: positions for rotation, where they differ from cache positions. ADAPTER_SLOTS: set by the scheduler."""
 
 
 class ColumnValues:

@@ -1,7 +1,9 @@
-"""The model's forward pass on a device: eager, as one CUDA graph, or as graphs between the layers' attention. All run
-the same model function. Full graphs and the largest piecewise one are captured at the start, because a capture would
-delay a decode by tens of milliseconds, and smaller graphs fit into the largest one's memory. Other piecewise sizes are
-captured in idle time or at first use, after an eager pass."""
+"""The model's forward pass on a device: eager, as one CUDA graph, or as graphs between the layers' attention.
+
+Full graphs and the largest piecewise one are captured at the start, because a capture would delay a decode by tens of
+milliseconds, and smaller graphs fit into the largest one's memory. Other piecewise sizes are captured in idle time or
+at first use, after an eager pass.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,7 @@ class DeviceBackends(NamedTuple):
 
 
 PaddedInputs = Callable[[Execution], tuple[DeviceBatch, TokenColumns]]
-"""Padding-only inputs of an execution's size, in the same tensors that steps of that size use."""
+"""Padding-only inputs of an execution's size, in the tensors that its steps use."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ class CudaGraphRunner:
         overlay: RowOverlay | None = None,
     ) -> ForwardResult[torch.Tensor]:
         """Run one forward pass over inputs prepared at the execution's sizes. rows: [R], the rows to return (None:
-        all); captured passes compute all rows. overlay: the step's overlay, which excludes full graphs. Returns hidden
+        all); captured passes compute all. overlay: the step's overlay, which excludes full graphs. Returns hidden
         states [R, hidden] and taps; the next call may overwrite them. Padded rows are undefined."""
         if self._num_rows is not None:
             self._num_rows.copy_(batch.query_start[-1:])
@@ -229,7 +231,6 @@ class CudaGraphRunner:
         return _PiecewisePass(self._backends, pieces.graphs, pieces.calls, last, _token_addresses(batch, columns))
 
     def _keep(self, result: ForwardResult[torch.Tensor], num_tokens: int) -> None:
-        """Copy a captured pass's results to their fixed place."""
         for kept, computed in zip(self._results, (result.hidden, *result.tapped.values()), strict=True):
             kept[:num_tokens].copy_(computed)
 
@@ -279,8 +280,8 @@ class _PiecewisePass:
 
 
 class _Pieces(AttentionStep):
-    """Stand-in for attention step, state step and overlay during capture of pieces: each call ends one piece and starts
-    the next."""
+    """Stand-in for attention, states and overlay during capture of pieces: each call ends one piece and starts the
+    next."""
 
     def __init__(self, capture: GraphCapture, attended: torch.Tensor, layers: tuple[int, ...]) -> None:
         """attended: [max tokens, H * D], output of every layer's attention; the next piece reads it before the next
@@ -345,14 +346,12 @@ def _borrowed(capture: GraphCapture, value: Any) -> Any:
 
 
 def _token_addresses(batch: DeviceBatch, columns: TokenColumns) -> tuple[int, ...]:
-    """Addresses of the model's inputs per token."""
     token_ids, others, hidden = columns
     tensors = (token_ids, batch.slot_positions, *others.values(), hidden)
     return tuple(tensor.data_ptr() for tensor in tensors if tensor is not None)
 
 
 def _addresses(batch: DeviceBatch, columns: TokenColumns) -> tuple[int, ...]:
-    """Addresses of a full graph's inputs."""
     tensors = batch.rows, batch.query_start, batch.seq_lens
     tables = *batch.slot_mapping, *batch.block_tables, *batch.state_tables
     return (*_token_addresses(batch, columns), *(tensor.data_ptr() for tensor in (*tensors, *tables)))

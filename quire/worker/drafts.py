@@ -4,7 +4,7 @@ a sequence's tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ from quire.worker.pooling import generated_samples
 
 if TYPE_CHECKING:
     from quire.worker.input_batch import InputBatch
+    from quire.worker.oracle import Oracle
     from quire.worker.request_state import RequestState
 
 PATIENCE, STRIDE = 64, 4
@@ -47,6 +48,14 @@ class Accepted(NamedTuple):
 NOTHING_ACCEPTED = Accepted()
 
 
+Overwrite = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+"""As Oracle.overwrite."""
+
+
+def _as_made(rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    return tokens
+
+
 class HostDrafts:
     """Drafts on a CPU, where the host knows all tokens."""
 
@@ -62,6 +71,7 @@ class HostDrafts:
     def __init__(self, num_rows: int, max_drafts: int, finder: Finder, *, has_states: bool) -> None:
         """has_states: True for a model with states kept at borders; no draft may be the last token before one."""
         self.finder = finder
+        self._overwrite: Overwrite = _as_made
         self._has_states = has_states
         self._drafts = np.zeros((num_rows, max_drafts), np.int32)
         self._counts = np.zeros(num_rows, np.int64)
@@ -90,6 +100,10 @@ class HostDrafts:
                 requests.columns.write_tokens(row, length, tokens)
                 self._placed[index] = tokens
         return Placed(starts, counts, np.array(num_drafts, np.int64))
+
+    def follow_oracle(self, oracle: Oracle) -> None:
+        """Replace the drafts by those of an oracle, from the first step on."""
+        self.finder, self._overwrite = oracle, oracle.overwrite
 
     def forget(self, row: int) -> None:
         """Reset a row for another sequence."""

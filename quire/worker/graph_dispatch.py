@@ -1,5 +1,5 @@
-"""Choice of how a step's forward pass runs: kernel by kernel, as graphs between attention calls, or as one graph. It is
-a pure function of numbers known before the inputs are prepared; `quire doctor` prints it."""
+"""Choice of how a step's forward pass runs: kernel by kernel, as graphs between attention calls, or as one graph. A
+pure function of numbers known before the inputs are prepared; `quire doctor` prints it."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class ExecutionSettings:
         return tuple(size for size in self.full_sizes if 0 < size * self.draft_rows <= MOST_DRAFT_TOKENS)
 
     def executions(self) -> list[Execution]:
-        """All captured passes: pieces, decodes, decodes with drafts; each kind from its largest. Pieces serve any
-        number of sequences, and have num_seqs 1."""
+        """All captured passes: pieces, decodes, decodes with drafts; each kind from its largest. Pieces have num_seqs 1
+        and serve any number."""
         return [
             *(Execution("piecewise", size, 1) for size in reversed(self.piecewise_sizes)),
             *(Execution("full", size, size) for size in reversed(self.full_sizes)),
@@ -43,7 +43,6 @@ class ExecutionSettings:
         ]
 
     def without_full(self) -> ExecutionSettings:
-        """Settings without full graphs."""
         return replace(self, full_sizes=())
 
 
@@ -98,6 +97,5 @@ def choose_execution(
 
 
 def _next(sizes: Sequence[int], number: int) -> int | None:
-    """Smallest of `sizes` that is at least `number`."""
     index = bisect_left(sizes, number)
     return sizes[index] if index < len(sizes) else None

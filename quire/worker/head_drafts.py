@@ -126,6 +126,7 @@ class HeadDrafts(HostDrafts):
             tokens = self._head.compute_logits(results).argmax(1).numpy()
             if self._token_ids is not None:
                 tokens = self._token_ids[tokens]
+            tokens = self._overwrite(rows, lengths + number, tokens)
             table[rows, lengths + number] = tokens
             self._drafts[rows, number] = tokens
             number += 1

@@ -18,9 +18,8 @@ from quire.worker.overlays import StepOverlay
 
 
 class ImageOverlays:
-    """OverlaySource of a model with images. Plans order encoding, and features are kept until a plan drops them, so
-    every worker holds what the scheduler knows of (quire/scheduler/encoding.py). An image's bits do not depend on how
-    its encoding is sliced."""
+    """OverlaySource of a model with images. Plans order encoding and dropping, so the scheduler knows every worker's
+    features (quire/scheduler/encoding.py). An image's bits do not depend on how its encoding is sliced."""
 
     def __init__(self, encoder: VisionEncoder, processor: ImageProcessor) -> None:
         self._encoder = encoder

@@ -19,8 +19,8 @@ class InputBatch(NamedTuple):
     the last. query_start: [S + 1] int64: tokens of sequence s are query_start[s]:query_start[s + 1]. logits_rows: [R]
     int64, ascending, tokens whose hidden states are read (None: all T): each sequence's last, and all of a scored
     prompt. read_start: [S + 1] int64, start of each sequence's part of the R. rows_version: batches with equal versions
-    other than 0 have equal rows. num_drafts: [S] int64, number of last tokens that are drafts (None: none); their
-    hidden states, and the one before, are read. overlay: rows that replace embeddings (None: none).
+    other than 0 have equal rows. num_drafts: [S] int64, last tokens that are drafts (None: none); their hidden states,
+    and the one before, are read. overlay: rows that replace embeddings (None: none).
     """
 
     rows: np.ndarray
@@ -79,17 +79,14 @@ class InputBatch(NamedTuple):
 
     @property
     def max_seq_len(self) -> int:
-        """Tokens of the longest sequence after this step."""
         return int(self.ends.max(initial=0))
 
     @property
     def sequence_index(self) -> np.ndarray:
-        """Sequence index of each token, [T] int64."""
         return np.repeat(np.arange(len(self.rows)), self.counts)
 
     @property
     def positions(self) -> np.ndarray:
-        """Position of each token in its sequence, [T] int64."""
         return np.arange(self.num_tokens) + np.repeat(self.starts - self.query_start[:-1], self.counts)
 
 

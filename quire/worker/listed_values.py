@@ -1,5 +1,4 @@
-"""Step-column values that requests list per token, such as positions of image patches. The host keeps them; a step
-takes those of its tokens."""
+"""Step-column values that requests list per token, such as positions of image patches, on the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory available to an engine's pools: measured by dummy steps before the KV cache exists, or estimated."""
+"""Memory available to an engine's pools, measured by dummy steps before the KV cache exists or estimated."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ class ModelDrafts(HostDrafts):
         self._first[rows], self._num_fed[rows] = ends, counts - 1
         number = 0
         while len(rows):
-            tokens = self._likeliest(hidden)
+            tokens = self._overwrite(rows, ends + number, self._likeliest(hidden))
             table[rows, ends + number] = tokens
             self._drafts[rows, number] = tokens
             number += 1

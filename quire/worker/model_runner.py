@@ -186,7 +186,6 @@ class ModelRunner:
                 raise
 
     def _finish(self, computed: Computed, masks: TokenMasks | None) -> None:
-        """Do what follows a forward pass: sampling, drafts, pooling, scores."""
         launched, step, hidden, batch, sampled, pooled = computed
         if not self._compute.samples:  # a later plan brings the tokens (`StepPlan.sampled`)
             launched.copy = self._compute.copy_out(())
@@ -200,7 +199,6 @@ class ModelRunner:
         launched.copy = self._compute.copy_out(_tensors(launched))
 
     def warm_up(self) -> None:
-        """Warm up before the first plan."""
         self._compute.warm_up(self.launch)
 
     def capture_next(self) -> bool:
@@ -208,7 +206,6 @@ class ModelRunner:
         return self._compute.capture_next()
 
     def _move_blocks(self, plan: StepPlan, step: ComputeStep) -> None:
-        """Start swaps and do copy-on-write."""
         if plan.transfers is not None:
             self._transfers.start(plan.transfers.swap_out, plan.transfers.swap_in)
         if plan.block_copies:

@@ -1,5 +1,5 @@
-"""Request state: a slot (one row of every column) for each live sequence. Input batches are gathered from these rows;
-plans bring only differences."""
+"""Request state: a slot (one row of every column) for each live sequence. Batches are gathered from these rows; plans
+bring only differences."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RequestState:
         return self._row_of[seq_id]
 
     def rows_of(self, seq_ids: Sequence[int]) -> np.ndarray:
-        """[len(seq_ids)] int64. `rows_version` stays for the same sequences as in the last call, as in decodes; data
+        """[len(seq_ids)] int64. `rows_version` stays for the same sequences as in the last call, as in decodes: data
         derived from the rows stays valid."""
         if self._asked != seq_ids:
             self._rows = np.fromiter(map(self._row_of.__getitem__, seq_ids), np.int64, len(seq_ids))
@@ -96,8 +96,8 @@ class RequestState:
             self.columns.write_blocks(row, group, start, entries)
 
     def update(self, plan: StepPlan) -> None:
-        """Apply a plan's changes, forks included. Forks take effect after the forward pass but may be copied before: a
-        child's slot was free, and the pass does not change what is copied. Independent writes come first, so that a
+        """Apply a plan's changes, forks included. A fork takes effect after the forward pass but may be copied before:
+        a child's slot was free, and the pass does not change the copied data. Independent writes come first, so that a
         device needs one round."""
         for seq_id, token_id in plan.sampled:
             self.columns.write_tokens(self._row_of[seq_id], self.lengths[seq_id] - 1, [token_id])
@@ -140,7 +140,6 @@ class RequestState:
         return row
 
     def _add_child(self, fork: SequenceFork) -> None:
-        """Give a child a row, with what does not come from its parent."""
         row = self._take_row(fork.child, fork.sampling)
         if fork.token_ids is not None:
             self._set_tokens(fork.child, row, fork.token_ids)

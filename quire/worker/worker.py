@@ -1,6 +1,6 @@
 """One worker: a device's share of the model and of the KV cache, driven by an executor. Life cycle: load, profile
 (unless the pool's size is given), allocate, launch ..., sleep, wake up, close. Calls are sequential. The Platform
-handles differences between devices (quire/worker/platform/interface.py)."""
+(quire/worker/platform/interface.py) handles differences between devices."""
 
 from __future__ import annotations
 
@@ -172,7 +172,6 @@ class Worker:
         return [] if counters is None else [counts.tolist() for counts in counters.by_layer]
 
     def _forget_expert_counts(self) -> None:
-        """Reset the expert counters after rows of the start."""
         counters = self.platform.expert_counts
         for counts in () if counters is None else counters.by_layer:
             counts.zero_()

@@ -42,7 +42,7 @@ def test_results_of_a_process(tmp_path: Path) -> None:
     results = list(run_script(client, "x.py", Server("m", "http://x"), tmp_path))
     assert results[:2] == [Result("some", "good", None), Result("some", "bad", "it is m")]
     assert "status 3" in (results[2].reason or "")
-    assert "| some | some==1 | 1 of 3 | good, **bad: it is m**" in page([client], results)
+    assert "| some | some==1 |  | 1 of 3, **bad: it is m**" in page([client], results)
 
 
 def test_every_script_belongs_to_a_client() -> None:

@@ -180,7 +180,7 @@ COMMANDS = {
 def commands(page: str) -> list[str]:
     """The command lines of a page's code blocks; a line that ends in a backslash goes on in the next."""
     text = (ROOT / page).read_text(encoding="utf-8")
-    blocks = re.findall(r"^```\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```sh\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
     return [line for line in lines if line.startswith(("quire plan", "quire simulate", "python benchmarks/simulator"))]
 

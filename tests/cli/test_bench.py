@@ -86,6 +86,19 @@ def test_throughput_with_a_workload(calls: Calls, tmp_path: Path) -> None:
     assert [(one.max_tokens, one.ignore_eos) for one in params] == [(4, False), (1, False)]
 
 
+def test_throughput_with_an_oracle(calls: Calls, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A run without drafts, whose outputs the second one predicts."""
+    file, shape = tmp_path / "result.json", ["--num-prompts", "2", "--input-len", "3", "--output-len", "5"]
+    drafts = json.dumps({"method": "ngram", "num_speculative_tokens": 4})
+    flags = [*shape, "--oracle", "0.7", "--speculative-config", drafts, "--json", str(file)]
+    assert main(["bench", "throughput", *flags]) == 0
+    (plain, _), (predicted, _) = calls
+    assert [set(prompt) for prompt in plain] == [{"prompt_token_ids"}] * 2
+    assert [prompt["prediction"] for prompt in predicted] == [[1] * 5] * 2
+    assert "times that without drafts" in capsys.readouterr().out
+    assert json.loads(file.read_text())["duration_without_drafts"] > 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -93,6 +106,7 @@ def test_throughput_with_a_workload(calls: Calls, tmp_path: Path) -> None:
         (["latency", "--num-repeats", "0"], "must be at least 1"),
         (["latency", "--block-size", "7"], "power of two"),
         (["latency", "/no/such/model"], "/no/such/model"),
+        (["throughput", "--oracle", "0.7"], "--oracle needs --speculative-config"),
         (["throughput", "--input-len", "5:2"], "--input-len must be a length"),
         (["throughput", "--dataset", "/no/such/file.json"], "cannot read data set"),
         (["throughput", "--json", "/no/such/dir/x.json"], "cannot write"),

@@ -84,6 +84,7 @@ def test_methods_of_a_cpu(method: dict[str, Any]) -> None:
     [
         ({"num_speculative_tokens": 2}, "method must be one of"),
         ({"method": "ngram"}, "num_speculative_tokens"),
+        ({"method": "ngram", "num_speculative_tokens": 2, "oracle": 1.5}, "oracle must be from 0 to 1, not 1.5"),
         (
             {"method": "egale", "num_speculative_tokens": 2},
             r"method must be one of ngram, ngram_gpu, suffix, .*, not 'egale'",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +18,13 @@ from tests.e2e.test_drafts import BORDERS, KINDS, PROMPTS, TORCH
 from tests.e2e.test_drafts_in_text import CONSTRAINTS, OPTIONS, VARIED, Engines, params
 from tests.e2e.test_drafts_in_text import KINDS as KINDS_OF_TEXT
 from tests.e2e.test_drafts_in_text import PROMPTS as TEXTS
+from tests.e2e.test_restart import GUARD_SECONDS, compare, fates, open_engine, think
+from tests.e2e.test_restart import OPTIONS as FEW_BLOCKS_OF_TEXT
+from tests.fakes.fates import Fates
 from tests.long import all_but_long
 from tests.models.conftest import SavedModel
+
+__all__ = ["fates"]
 
 Saved = Callable[[str], SavedModel]
 PAIRS = {
@@ -94,15 +100,16 @@ def test_equal_bits(pair: tuple[Variant, Path], plain: list[object], queue_depth
     assert (stats["prefix_cache_hits_total"] > 0) == ((pair[0].family, pair[1].name) not in SIZES_APART)
 
 
-@pytest.mark.parametrize("queue_depth", all_but_long([1, 2], [2]))
-def test_in_chunks_with_few_blocks(pair: tuple[Variant, Path], plain: list[object], queue_depth: int) -> None:
+@pytest.mark.parametrize(("queue_depth", "mode"), all_but_long([(1, "swap"), (2, "recompute")], [(2, "recompute")]))
+def test_in_chunks_with_few_blocks(
+    pair: tuple[Variant, Path], plain: list[object], queue_depth: int, mode: str
+) -> None:
     """Preempted requests are computed again, or swapped."""
     few: dict[str, Any] = {"block_size": 8, "max_prefill_chunk": 11, "queue_depth": queue_depth}
     few["num_blocks_override"] = FEW_BLOCKS.get((pair[0].family, pair[1].name), 34)
-    stats = check(pair, plain, preemption_mode="swap", swap_space="1MiB", **few)
-    assert stats["swap_preemptions_total"] > 0
-    stats = check(pair, plain, **few)
+    stats = check(pair, plain, preemption_mode=mode, swap_space="1MiB" if mode == "swap" else None, **few)
     assert stats["preemptions_total"] > 0
+    assert (stats["swap_preemptions_total"] > 0) == (mode == "swap")
 
 
 @pytest.fixture(scope="module", params=all_but_long(["native-2", "torch-1", "native-1", "torch-2"], ["native-2"]))
@@ -228,3 +235,21 @@ def test_ranks(saved_model: Saved, ranks: int) -> None:
     accepted, drafts = counts(stats)
     assert 0 < accepted <= drafts
     assert accepted == drafts or ranks == 1  # one rank adds in another order
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("queue_depth", [1, 2])
+async def test_an_engine_that_is_killed(
+    fates: Fates, queue_depth: int, bundled_model_path: Path, tmp_path: Path
+) -> None:
+    """Requests go on with the same tokens, and have drafts again behind the death."""
+    other = changed(bundled_model_path, tmp_path / "noisy", noisy)
+    engine = open_engine({**FEW_BLOCKS_OF_TEXT, "queue_depth": queue_depth, **drafting(other)})
+    try:
+        async with asyncio.timeout(GUARD_SECONDS):
+            await think(engine)
+            await compare(engine, fates, [("die", 23)], 18)
+            stats = await engine.stats()
+        assert 0 < stats.accepted_draft_tokens_total < stats.draft_tokens_total
+    finally:
+        engine.shutdown()

@@ -21,7 +21,6 @@ _MODULES = (
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family for name in _MODULES for family in import_module(f"{__name__}.{name}").FAMILIES
 }
-"""Families by model_type."""
 ARCHITECTURES: Mapping[str, Family] = {name: each for each in FAMILIES.values() for name in each.architectures}
 """Families by class, which takes precedence over model_type."""
 RUNNABLE = tuple(sorted(name for name, family in ARCHITECTURES.items() if family.is_runnable))
@@ -53,14 +52,13 @@ _OTHER = Family(
 TEXT_CONFIG = "text_config"
 """Key of the language model's configuration in a multimodal config.json."""
 VISION_CONFIG = "vision_config"
-"""Key of the vision tower's configuration."""
 _SHARED_KEYS = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "eos_token_id")
 """Outer keys that also hold for the language model."""
 _RECURRENT_KEYS = (
     "mamba_d_state", "mamba_d_conv", "ssm_state_size", "state_size", "linear_num_value_heads", "linear_attn_config",
     "conv_L_cache", "layers_block_type", "rwkv", "lru_width",
 )  # fmt: skip
-"""Keys of layers with a state instead of keys and values, in unknown families."""
+"""Keys of layers with a state, in unknown families."""
 
 
 def by_class(values: Mapping[str, Any]) -> Family | None:
@@ -93,7 +91,7 @@ def language_model(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
 
 
 def known_values(values: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """Keys and values that a language model's family reads (`keys.honoured`)."""
+    """Keys and values that the language model's family reads (`keys.honoured`)."""
     family = _family_of(values)
     return values if family is None else honoured(values, family, where)
 
@@ -117,7 +115,7 @@ def read_shape(values: Mapping[str, Any], name: str = "model", where: str | None
 
 
 def shape_of(values: Mapping[str, Any], name: str, where: str) -> ModelShape:
-    """Shape of `known_values`; raises as `read_shape`."""
+    """Raises as `read_shape`."""
     fields, family = Fields(values, where), _family_of(values)
     kind = str(fields.values.get("model_type") or "")
     if family is None or not (family.is_runnable or family.state_layer):

@@ -18,7 +18,7 @@ Layer = tuple[AttentionShape, tuple[Matrix, ...], int]
 
 @dataclass(frozen=True)
 class Bias:
-    """Rule for a linear layer's bias: the value of `key` in config.json, else `default`."""
+    """A linear layer's bias: the value of `key` in config.json, else `default`."""
 
     key: str = ""
     default: bool = False
@@ -32,9 +32,9 @@ ALWAYS, NEVER = Bias(default=True), Bias()
 
 
 EXPERT = "{expert}"
-"""Index of an expert, in Hugging Face names of matrices that a GGUF file stacks over all experts."""
+"""Index of an expert, in Hugging Face names of matrices that a GGUF file stacks."""
 HEAD = "{head}"
-"""Index of a head, in names of matrices that a GGUF file stacks over all heads."""
+"""Index of a head, in names of matrices that a GGUF file stacks."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class GGUFNames:
 
     @property
     def has_experts(self) -> bool:
-        """True if the layers have experts; one architecture may exist with and without."""
+        """One architecture may exist with and without experts."""
         return any(EXPERT in place for place in self.layer.values())
 
 
@@ -78,37 +78,43 @@ class Family:
     """model_type, aliases: names in config.json. architectures: classes; GGUF files get the first. is_runnable: the
     engine has its layers (quire/models/registry.py) and requires their keys; otherwise the family can only be planned
     and simulated.
+
     hidden_size to intermediate, embedding_width, window: keys of sizes; the first that exists counts.
     intermediate_factor: default MLP width in hidden sizes (None: the key is required for a runnable family, 4 for
     others). Empty num_kv_heads: as many as heads, of hidden size / heads elements.
+
     gated: an MLP has three matrices, not two. tied: default of tied embeddings. norms: norms of a layer. affine: they
     have a bias. query_bias: bias of queries, keys and values. head_norms: norms of queries and keys: "head" (a weight
     for each element of one head), "whole" (of all heads) or None; with head_norms_key only if that key is true.
-    output_gate: the query projection also makes a gate. head_dim: default.
+    output_gate: the query projection also makes a gate.
+
     windows: layers with a sliding window without `layer_types`: "none" (no key is read), "everywhere", "unless"
     (`use_sliding_window` is false), "if" (it is true: everywhere), "qwen" (if true, from `max_window_layers` on),
     "qwen_moe" (if true, every other one below `max_window_layers`), "unrotated" (if true, those without rotation), or
-    n: all but every n-th, first layer n - 1.
-    layer_types: known names in `layer_types`. has_chunks: windows are chunks of positions, in the layers that
-    `no_rope_layers` marks as rotated.
-    rope: defaults of RoPE settings. is_interleaved: the elements of a rotated pair are neighbours, not half of the
-    rotated part apart. fused: tensors that join several projections in checkpoints.
-    position_rows: surplus rows of the table of learned positions; None: positions are rotated. unused_positions: first
-    positions that no token has. is_bidirectional: an encoder, whose tokens also attend to later ones; it caches
+    n: all but every n-th, first layer n - 1. layer_types: known names in `layer_types`. has_chunks: windows are chunks
+    of positions, in the layers that `no_rope_layers` marks as rotated.
+
+    is_interleaved: the elements of a rotated pair are neighbours, not half of the rotated part apart. fused: tensors
+    that join several projections in checkpoints. position_rows: surplus rows of the table of learned positions; None:
+    positions are rotated. unused_positions: first positions that no token has. is_bidirectional: an encoder; it caches
     nothing.
-    has_sinks: an attention sink for each head. has_latents, has_experts: the engine runs its latent attention, its
-    experts. has_index: an indexer chooses what latent attention reads. has_shared_gate: a gate over the shared expert.
-    corrects_choice: experts are chosen by corrected scores. shares_expert: every token passes one more expert of the
-    same width. sparse_from: first layer with experts.
+
+    has_sinks: an attention sink for each head. has_latents, has_experts: the engine runs them. has_index: an indexer
+    chooses what latent attention reads. has_shared_gate: a gate over the shared expert. corrects_choice: experts are
+    chosen by corrected scores. shares_expert: every token passes one more expert of the same width. sparse_from: first
+    layer with experts.
+
     state_layer: makes a layer with a state from the configuration and the hidden size. state_layers: True for each such
     layer without `layer_types`, from the configuration and the number of layers.
+
     usual_values: keys that are read besides sizes and rotation, with the defaults of Transformers' class. Other keys
-    are ignored, as in Transformers. Empty (families that are not run, encoders): all keys are read.
-    nullable: keys of usual_values for which null means "none". renamed: other names of keys -> keys; the other name
-    counts. refused: unsupported keys that change results -> values that change nothing.
+    are ignored, as in Transformers. Empty (families that are not run, encoders): all keys are read. nullable: keys of
+    usual_values for which null means "none". renamed: other names of keys -> keys; the other name counts. refused:
+    unsupported keys that change results -> values that change nothing.
+
     checkpoint_base: prefix that checkpoints of the bare model omit. checkpoint_surplus: pattern of tensors to ignore.
-    draft_prefix: prefix of a draft head's tensors; "": none. draft_layer: name of a tensor of a draft head that is
-    stored as the layer after the last; "": none.
+    draft_prefix: prefix of a draft head's tensors. draft_layer: name of a tensor of a draft head that is stored as the
+    layer after the last.
     """
 
     model_type: str
@@ -310,7 +316,6 @@ class Family:
         return tuple(kind == "linear_attention" for kind in kinds)
 
     def _windows(self, fields: Fields, num_layers: int) -> tuple[int | None, ...]:
-        """Attention window of each layer; None: full attention."""
         full, rule = (None,) * num_layers, self.windows
         if rule == "none":
             return full
@@ -409,7 +414,6 @@ def names(fields: Fields, key: str, num_layers: int, known: tuple[str, ...]) -> 
 
 
 def _dtypes(fields: Fields) -> tuple[str, str]:
-    """Stored dtypes of the matrices of layers and of experts."""
     stored = fields.values.get("dtype") or fields.values.get("torch_dtype")
     plain = stored if isinstance(stored, str) and stored in DTYPE_BYTES else "bfloat16"
     quantization = fields.values.get("quantization_config")

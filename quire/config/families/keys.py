@@ -20,7 +20,6 @@ SHARED_KEYS = frozenset(
         "experts_apart", "projections_apart", "expansion_apart",
     }
 )  # fmt: skip
-"""Keys that every family reads."""
 REFUSED: Mapping[str, tuple[object, ...]] = {"is_causal": (True,), "per_layer_config": (None, {})}
 """Unsupported keys of every decoder in Transformers -> values that change nothing."""
 
@@ -37,7 +36,6 @@ def sizes(family: Family) -> tuple[str, ...]:
 
 
 def known_keys(family: Family) -> frozenset[str]:
-    """All keys that a family reads."""
     rotation = frozenset() if family.position_rows is not None else ROTATION_KEYS
     local = (family.rope.local_key,) if family.rope.local_key else ()
     return SHARED_KEYS | rotation | {*sizes(family), *family.usual_values, *local}

@@ -32,7 +32,6 @@ class StatePlans:
         return self._plan
 
     def _checked(self, states: StateStep, query_start: torch.Tensor) -> tuple[Any, ...]:
-        """Checked arguments of the native plan's `set`."""
         starts, num_sequences = states.starts, len(states.query_start) - 1
         if starts.dtype != torch.int64 or tuple(starts.shape) != (num_sequences,) or not starts.is_contiguous():
             raise ValueError(f"starts: int64 [{num_sequences}] expected, got {starts.dtype} {list(starts.shape)}")

@@ -379,6 +379,5 @@ class Arena:
 
 
 def _touched(memory: torch.Tensor) -> torch.Tensor:
-    """Touch the memory and return it."""
     touch([memory], min(affinity_cores(), _MOST_THREADS))
     return memory

@@ -148,7 +148,6 @@ def _find_kernel(
     arena, rows, firsts, ends, num_found, token_width, found_start, LEAST, MOST,
     WIDTH: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (sample)."""
     sample = tl.program_id(0)
     row = tl.load(rows + tl.load(firsts + sample)).to(tl.int64)
     length = tl.load(ends + sample)

@@ -156,7 +156,6 @@ def _choose_kernel(
     TOP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (token after `first_token`)."""
     token = first_token + tl.program_id(0)
     if token >= tl.load(query_start + num_seqs):
         return

@@ -191,7 +191,6 @@ product = interpreted_dot if INTERPRETED else compiled_product
 
 @triton.jit
 def _unit(heads, EPSILON: tl.constexpr):
-    """Rows divided by their lengths."""
     return heads * tl.rsqrt(tl.sum(heads * heads, 1) + EPSILON)[:, None]
 
 

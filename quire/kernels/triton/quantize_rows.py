@@ -57,7 +57,6 @@ def _round_kernel(x, codes, scales, width, x_stride, scale_stride, GROUP: tl.con
 
 @triton.jit
 def _round_integers_kernel(x, codes, scales, width, x_stride, BLOCK: tl.constexpr):
-    """Program (row)."""
     row = tl.program_id(0).to(tl.int64)
     x += row * x_stride
     columns = tl.arange(0, BLOCK)

@@ -26,7 +26,6 @@ FILL = 8192
 
 @triton.jit
 def _list_of(lists, row, KIND: tl.constexpr):
-    """Start and size of a list."""
     header = lists + row * HEADER_WORDS + 2 * KIND
     return tl.load(header), tl.load(header + 1)
 

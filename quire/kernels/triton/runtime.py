@@ -74,7 +74,6 @@ class BoundKernel:
             self._compiled.add_compiled(args, self.kernel[grid](*self._completed(args), **self.constants))
 
     def _completed(self, args: Sequence[Any]) -> list[Any]:
-        """All arguments in the kernel's order."""
         completed = list(self._fixed)
         for index, arg in zip(self._open, args, strict=True):
             completed[index] = arg

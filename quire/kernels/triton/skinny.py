@@ -46,7 +46,6 @@ class SkinnyTiles:
 
 @triton.jit
 def _multiply(w, x, accumulator, ROUNDED: tl.constexpr):
-    """accumulator + w @ x for each slice."""
     if accumulator.dtype == tl.int32:
         total = tl.dot(w, x, accumulator, out_dtype=tl.int32)
     elif not ROUNDED:

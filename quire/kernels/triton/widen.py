@@ -34,7 +34,6 @@ def _widen_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (columns, rows). ROUNDED is unused."""
     rows = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     row = tl.minimum(rows, n - 1)[:, None]
     within = (rows < n)[:, None]

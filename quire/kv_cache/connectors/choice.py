@@ -1,5 +1,3 @@
-"""Choice of an engine's KV connector."""
-
 from __future__ import annotations
 
 from quire.config.cache import CacheConfig

@@ -1,12 +1,9 @@
 """The scheduler's half of a KV connector: it knows the cached blocks outside the device, orders their transfers, and
-processes the reports of the worker's half (quire/worker/kv_connector/interface.py).
+processes the reports of the worker's half (docs/decisions/0028-kv-connector.md).
 
 Loading a prefix: `lookup` extends a hit; TransferBlocks allocates device blocks for it; `allocated` names them to the
 connector, whose next `orders` carry the load to the workers. Meanwhile the request waits (quire/scheduler/gates.py).
 Loaded blocks enter the prefix index, and the request starts with a plain prefix hit.
-
-Sending a finished request's blocks: `request_finished` returns True, and the blocks keep an owner until the connector
-calls `TransferBlocks.end_send`.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ class Lookup(NamedTuple):
     num_blocks: int
     """Leading hash blocks of the prompt, those on the device included."""
     on_device: list[BlockKey]
-    """Hits to keep meanwhile."""
+    """Hits that must stay meanwhile."""
     to_load: list[BlockKey]
     """Blocks to load, each into a device block of its own."""
     staged: Sequence[BlockKey] = ()
@@ -39,17 +36,17 @@ class Lookup(NamedTuple):
     is_asynchronous: bool = False
     """True if blocks arrive with a later report, False if they are there for the next plan."""
     is_worthwhile: bool = True
-    """True if loading takes less time than computing."""
+    """Loading takes less time than computing."""
 
 
 class PendingLoad(Protocol):
-    """The loads that one deferred request waits for."""
+    """Loads that one deferred request waits for."""
 
     @property
     def is_pending(self) -> bool: ...
 
     def release(self) -> None:
-        """Stop waiting, because the request continues or has ended. Blocks that still arrive stay cached."""
+        """Stop waiting: the request continues or has ended. Blocks that still arrive stay cached."""
         ...
 
 
@@ -58,7 +55,7 @@ class KVConnector:
     a bounded time; the worker's half ensures that. The defaults here store nothing."""
 
     is_ready: bool = True
-    """True after the scan of what was stored before the start."""
+    """False until what was stored before the start is scanned."""
 
     @property
     def has_work(self) -> bool:
@@ -73,7 +70,7 @@ class KVConnector:
     def lookup(
         self, chain: HashChain | None, num_cached_tokens: int, max_tokens: int, *, asynchronous: bool
     ) -> Lookup | None:
-        """Extension of a hit of `num_cached_tokens`, as `match_prefix` returned it for the same `max_tokens`, by the
+        """Extension of a hit of `num_cached_tokens` (result of `match_prefix` for the same `max_tokens`) by the
         connector's blocks; None below MIN_BLOCKS more. asynchronous: include blocks that cannot be there for the next
         plan."""
         return None
@@ -84,9 +81,8 @@ class KVConnector:
         raise AssertionError("nothing was found")
 
     def request_finished(self, request_id: str, seq_id: int, blocks: BlockTable, num_tokens: int) -> bool:
-        """Offer a sequence that has ended by itself, with the keys and values of its first `num_tokens` tokens in
-        `blocks`. True: hold the blocks until `TransferBlocks.end_send(seq_id)`. Aborted, timed-out and failed sequences
-        are not offered."""
+        """Offer a sequence that has ended by itself (not aborted, timed-out or failed), with the keys and values of its
+        first `num_tokens` tokens in `blocks`. True: hold the blocks until `TransferBlocks.end_send(seq_id)`."""
         return False
 
     def orders(self, *, may_allocate: bool) -> Transfers | None:
@@ -111,12 +107,12 @@ class KVConnector:
         """Clear all content."""
 
     def release_held(self) -> bool:
-        """Release the host blocks held for deferred requests, because swapped requests need the memory. Returns False
-        if there were none."""
+        """Release the host blocks held for deferred requests, because swapped requests need the memory. False: there
+        were none."""
         return False
 
     def report_stats(self, stats: EngineStats) -> None:
-        """Report the connector's contents and transfers; subtract its blocks from `num_used_host_blocks`."""
+        """Report contents and transfers; subtract the connector's blocks from `num_used_host_blocks`."""
 
     def check(self, owners: dict[int, int]) -> None:
         """Add the connector's shares of host blocks to `owners` (block -> owners), and assert its invariants."""

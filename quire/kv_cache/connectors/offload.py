@@ -1,13 +1,10 @@
-"""The KV connector to host memory and disk.
+"""The KV connector to host memory and disk (docs/decisions/0011-disk-tier.md). It decides on copies and owns their
+blocks; the worker executes the plan's copies and file accesses. One plan copies a prompt's next blocks from the host to
+the device. Blocks that are only on disk are first fetched to the host while the request waits.
 
-A block that enters the prefix index is copied to the host, then to disk, a little later and beside computation; the
-host copy stays until its memory is needed. One plan copies a prompt's next blocks from the host to the device. Blocks
-that are only on disk are first fetched to the host while the request waits.
-
-This module decides on copies and owns their blocks; the worker executes the plan's copies and file accesses. A host
-block is owned by a swapped sequence, by a store or load until its end is reported, by a deferred request that waits for
-it, and in a pass that orders its copy to the device. Otherwise it is evictable, so swapped requests get it when they
-need it.
+A host block is owned by a swapped sequence, by a store or load until its end is reported, by a deferred request that
+waits for it, and in a pass that orders its copy to the device. Otherwise it is evictable, so swapped requests get it
+when they need it.
 """
 
 from __future__ import annotations
@@ -27,11 +24,11 @@ LOADING_SHARE = 2
 
 RETRY = 16
 MAX_BACKLOG = 2**16
-"""Largest number of blocks waiting to be copied. The oldest are dropped, as they are probably evicted already."""
+"""Limit of blocks waiting to be copied. The oldest are dropped, as they are probably evicted already."""
 
 
 class Fetch:
-    """A PendingLoad: blocks that one request fetches from disk, and those already on the host."""
+    """Blocks that one request fetches from disk, and those already on the host."""
 
     __slots__ = ("_connector", "held", "num_loading", "wanted")
 
@@ -52,8 +49,6 @@ class Fetch:
 
 
 class TransferCounters:
-    """Counters of transfers, in blocks."""
-
     __slots__ = (
         "num_bytes",
         "num_disk_hits",
@@ -67,7 +62,7 @@ class TransferCounters:
     def __init__(self) -> None:
         self.num_stored = self.num_store_failures = self.num_loaded = self.num_load_failures = 0
         self.num_host_hits = 0
-        """Blocks that were swapped in for a prompt ..."""
+        """Blocks swapped in for a prompt ..."""
         self.num_disk_hits = 0
         """... of which these were fetched from disk before."""
         self.num_bytes = 0
@@ -75,7 +70,7 @@ class TransferCounters:
 
 
 class OffloadConnector(KVConnector):
-    """A KVConnector to host memory and disk. It uses host blocks of the pool for swapped requests."""
+    """KV connector to host memory and disk; it uses host blocks of the pool for swapped requests."""
 
     def __init__(self, pools: Pools) -> None:
         self._device, self._host, self._indexes, self._blocks = pools
@@ -105,7 +100,6 @@ class OffloadConnector(KVConnector):
 
     @property
     def has_content(self) -> bool:
-        """True if any content is stored."""
         return bool(self._disk) or any(self._indexes)
 
     @property
@@ -122,12 +116,12 @@ class OffloadConnector(KVConnector):
 
     @property
     def num_busy(self) -> int:
-        """Number of host blocks shared by a transfer or a waiting request."""
+        """Host blocks shared by a transfer or a waiting request."""
         return len(self._wanted_blocks().union(self._storing))
 
     @property
     def num_loadable(self) -> int:
-        """Largest number of blocks that a fetch can bring from disk now."""
+        """Limit of blocks that a fetch can bring from disk now."""
         held = len(self._wanted_blocks())
         wanted = sum(len(fetch.wanted) for fetch in self._fetches)
         return max(0, min(self._max_loading - held, self._host.num_allocatable) - wanted)
@@ -157,7 +151,6 @@ class OffloadConnector(KVConnector):
         return None
 
     def find(self, key: BlockKey) -> int | None:
-        """The host block with this content, or None."""
         return self._indexes[key[0]].find(key[1])
 
     def is_on_disk(self, key: BlockKey) -> bool:
@@ -410,7 +403,7 @@ class DiskIndex:
         return key[1] in self._hashes[key[0]]
 
     def insert(self, keys: Iterable[BlockKey]) -> None:
-        """Add keys; those of groups that the engine lacks (a foreign file) are ignored."""
+        """Keys of groups that the engine lacks (a foreign file) are ignored."""
         for group, block_hash in keys:
             if group < len(self._hashes):
                 self._hashes[group].add(block_hash)

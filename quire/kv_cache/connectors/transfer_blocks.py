@@ -26,7 +26,7 @@ MIN_BLOCKS = 2
 
 
 class DeviceLoad:
-    """A PendingLoad: blocks that one request loads to the device, and the hits that it keeps meanwhile."""
+    """Blocks that one request loads to the device, and the hits that it keeps meanwhile."""
 
     __slots__ = ("_owner", "hits", "numbers", "orders")
 
@@ -34,7 +34,7 @@ class DeviceLoad:
         self._owner = owner
         self.hits: list[int] = []
         self.numbers: set[int] = set()
-        """Numbers of unfinished loads, those begun by other requests included."""
+        """Unfinished loads, those begun by other requests included."""
         self.orders: list[tuple[int, BlockKey, int]] = []
         """(number of the load, content, device block): loads for the connector to order."""
 
@@ -47,8 +47,6 @@ class DeviceLoad:
 
 
 class _Arrival:
-    """A block that is being loaded."""
-
     __slots__ = ("block", "is_void", "key", "waiters")
 
     def __init__(self, key: BlockKey, block: int) -> None:
@@ -56,7 +54,7 @@ class _Arrival:
         self.block = block
         self.waiters: list[DeviceLoad] = []
         self.is_void = False
-        """True if its content was removed from the cache meanwhile."""
+        """Its content was removed from the cache meanwhile."""
 
 
 class TransferBlocks:
@@ -67,10 +65,8 @@ class TransferBlocks:
         self._indexes = indexes
         self._groups = groups
         self.block_size = groups.block_size
-        """Tokens of a hash block."""
         self._numbers = itertools.count()
         self._arrivals: dict[int, _Arrival] = {}
-        """Number of a load -> its block."""
         self._arriving: dict[BlockKey, int] = {}
         """Content that can be waited for -> number of its load."""
         self._in_this_plan: list[int] = []
@@ -93,9 +89,7 @@ class TransferBlocks:
         is_stored: Callable[[BlockKey], bool],
     ) -> Lookup | None:
         """Length of a hit when all blocks that are stored or arriving are loaded; None below MIN_BLOCKS more.
-
-        num_cached_tokens: result of `match_prefix` for at least `max_tokens`.
-        """
+        num_cached_tokens: result of `match_prefix` for at least `max_tokens`."""
         if chain is None:
             return None
         size = self.block_size
@@ -118,14 +112,14 @@ class TransferBlocks:
         return key in self._arriving
 
     def num_taken(self, found: Lookup) -> int:
-        """Number of allocatable blocks that `allocate` takes."""
+        """Allocatable blocks that `allocate` takes."""
         hits = (self._indexes[group].find(block_hash) for group, block_hash in found.on_device)
         num_evictable = sum(block is not None and self._pool.is_evictable(block) for block in hits)
         return num_evictable + sum(key not in self._arriving for key in found.to_load)
 
     def allocate(self, found: Lookup) -> DeviceLoad:
-        """Own a lookup's hits, and allocate the blocks that are to be loaded and not arriving yet. The caller has
-        checked the room (`num_taken`)."""
+        """Own a lookup's hits, and allocate the blocks to load that are not arriving yet. The caller has checked the
+        room (`num_taken`)."""
         load = DeviceLoad(self)
         for group, block_hash in found.on_device:  # all of them before one is allocated, which could evict them
             block = self._indexes[group].find(block_hash)
@@ -147,7 +141,7 @@ class TransferBlocks:
         return load
 
     def end_load(self, number: int, *, is_loaded: bool) -> None:
-        """End a load. is_loaded: the block holds the requested content. Ignores ended loads."""
+        """End a load. is_loaded: the block holds the requested content. Ended loads are ignored."""
         arrival = self._arrivals.pop(number, None)
         if arrival is None:
             return
@@ -165,7 +159,7 @@ class TransferBlocks:
                 self._keep_hits(load)
 
     def stop_waiting(self, load: DeviceLoad) -> None:
-        """Stop waiting, because the request continues or has ended. The transfers continue."""
+        """Stop waiting: the request continues or has ended. The transfers continue."""
         for number in load.numbers:
             self._arrivals[number].waiters.remove(load)
         load.numbers.clear()
@@ -213,14 +207,13 @@ class TransferBlocks:
     # -- sending ----------------------------------------------------------------------------------------------------
 
     def hold(self, seq_id: int, tables: Iterable[Sequence[int]]) -> None:
-        """Own the blocks of an ended sequence until `end_send`."""
         assert seq_id not in self._sending, "a sequence ends twice"
         self._sending[seq_id] = [block for table in tables for block in table if block != NULL_BLOCK]
         for block in self._sending[seq_id]:
             self._pool.share(block)
 
     def end_send(self, seq_id: int) -> None:
-        """Release a sequence's blocks, which were sent or cannot be. Ignores repetitions."""
+        """Release a sequence's blocks, which were sent or cannot be. Repetitions are ignored."""
         for block in reversed(self._sending.pop(seq_id, ())):
             self._pool.release(block)
 

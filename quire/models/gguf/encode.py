@@ -183,7 +183,6 @@ def _fifth_bits(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _halves(x: torch.Tensor) -> torch.Tensor:
-    """Round to half precision."""
     return x.clamp(-_LARGEST_HALF, _LARGEST_HALF).half().float()
 
 

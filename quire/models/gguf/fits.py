@@ -1,7 +1,7 @@
-"""Search for the scales of groups of quantised weights. A weight is about scale * code - offset, with integer codes in
-a range. Rounding with given scales yields codes, and weighted least squares yields scale and offset for given codes.
-The search starts from scales around the one that the largest weight needs and keeps the best. All groups of a batch are
-searched at once."""
+"""Search for the scales of groups of quantised weights. A weight is about scale * code - offset, with integer codes
+in a range. Given scales yield codes by rounding; given codes yield scale and offset by weighted least squares. The
+search starts from scales around the one that the largest weight needs and keeps the best, for all groups of a batch
+at once."""
 
 from __future__ import annotations
 
@@ -150,7 +150,6 @@ def fit_factor(scales: torch.Tensor, weights: torch.Tensor, least: int, most: in
 
 
 def _half(x: torch.Tensor) -> torch.Tensor:
-    """Round to half precision."""
     return x.clamp(-65504, 65504).half().float()
 
 

@@ -66,7 +66,6 @@ def packed_weight_bytes(file: GGUFFile, model: ModelConfig) -> int:
 
 
 def _matrix_of(name: str) -> str:
-    """Name of the packed matrix that contains a tensor."""
     place, _, own = name.removesuffix(".weight").rpartition(".")
     return f"{place}.{next((group[0] for group in _JOINED if own in group), own)}"
 

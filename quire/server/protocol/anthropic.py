@@ -198,7 +198,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, frozen=True):
     def to_chat(self, *, reasons: bool = False) -> dict[str, Any]:
         """Body of the chat completion, without messages. reasons: see `ignored`. Raises UserError."""
         fields: dict[str, Any] = {name: getattr(self, name) for name in PASSED_ON if getattr(self, name, None)}
-        if self.messages[-1].role == "assistant":  # what the answer begins with
+        if self.messages[-1].role == "assistant":  # the answer's beginning
             fields |= {"add_generation_prompt": False, "continue_final_message": True}
         if self.tools:
             fields["tools"] = [tool.to_chat() for tool in self.tools]
@@ -252,7 +252,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True, frozen=True):
 
     def to_chat(self, *, reasons: bool = False) -> dict[str, Any]:
         fields = super().to_chat(reasons=reasons)
-        for name in ("temperature", "top_p", "top_k"):  # a zero counts
+        for name in ("temperature", "top_p", "top_k"):  # 0 counts as given
             if (value := getattr(self, name)) is not None:
                 fields[name] = value
         if self.stop_sequences:

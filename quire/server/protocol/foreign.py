@@ -19,13 +19,13 @@ NO_EFFECT: frozenset[str] = frozenset(
         "safety_identifier",
         "service_tier",
         "store",
-        # vLLM: of other routes, or of models with media, which see none here.
+        # vLLM: fields of other routes, and of media that these routes do not take.
         "media_io_kwargs",
         "mm_processor_kwargs",
         "return_mm_kwargs",
         "return_token_offsets",
         "session_id",
-        # llama.cpp: slots, caching, timing. The parameters of samplers that are off unless another field says so.
+        # llama.cpp: slots, caching, timing; parameters of samplers that are off unless another field enables them.
         "cache_prompt",
         "cache_reuse",
         "dry_allowed_length",

@@ -182,7 +182,7 @@ class OllamaChatRequest(OllamaFields, kw_only=True, frozen=True):
         if self.tools:
             found["tools"] = [tool.to_dict() for tool in self.tools]
         last = self.messages[-1]
-        if last.role == "assistant" and not last.tool_calls:  # what the answer begins with
+        if last.role == "assistant" and not last.tool_calls:  # the answer's beginning
             found |= {"add_generation_prompt": False, "continue_final_message": True}
         return found
 

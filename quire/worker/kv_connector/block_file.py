@@ -1,20 +1,19 @@
 """One block of KV cache as a file: a header that identifies it, then its pages.
 
     offset  bytes
-    0       8      magic, which is also the version of the format
-    8       32     namespace: what computed the content, and in which layout (cache_identity.py)
-    40      32     the block's hash (quire/kv_cache/block_hash.py): its tokens, all before them, and the salt
+    0       8      magic: the version of the format
+    8       32     namespace: hash of what computed the content, and its layout (cache_identity.py)
+    40      32     the block's hash (quire/kv_cache/block_hash.py)
     72      4      KV group
-    76      4      pages
+    76      4      number of pages
     80      8      bytes of a page
     88      4      CRC-32 of the pages
     92      4      CRC-32 of the 92 bytes before
     96      -      the pages, one after the other
 
-Little-endian. The file ends with the last page. Nothing in it is ever executed or unpickled: it is compared with what
-was asked for, and the pages are plain bytes. CRC-32 finds accidents (every error in up to 32 neighbouring bits, all
-others but one in four thousand million) at 4 GB/s; a keyed hash, which would find forgeries as well, takes more than
-twice as long, and the engine trusts every user that can write to the directory (docs/decisions/0011-disk-tier.md).
+Numbers are little-endian. Readers compare the header with the requested block and never unpickle anything. CRC-32 finds
+accidental damage at 4 GB/s. It does not find forgeries: the engine trusts every user that can write to the directory
+(docs/decisions/0011-disk-tier.md).
 """
 
 from __future__ import annotations

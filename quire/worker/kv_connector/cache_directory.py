@@ -1,13 +1,12 @@
-"""The directory of the disk tier: the paths of blocks, the bytes in use, and the eviction when it is full.
+"""The directory of the disk tier: paths of blocks, bytes in use, and eviction.
 
-    DIR/lock                                      held by the engine that makes room
+    DIR/lock                                      held by the engine that evicts
     DIR/<namespace>/<two digits>/<hash>-<group>   one block
-    DIR/<namespace>/.new-<engine>-<number>        one being written; renamed when it is whole
+    DIR/<namespace>/.new-<engine>-<number>        an unfinished block, renamed when complete
 
-Several engines may use one directory, of the same model or of others: a file's name identifies its
-content; it appears complete, by a rename, and is never changed; a reader either has it open or finds it removed. The
-limit is on all of them together. How long ago a block was used is its file's modification time, so that all see the
-same order.
+Several engines, of the same or different models, may share a directory: a file's name identifies its content, and the
+file appears complete, by a rename, and never changes. A removed file stays readable while it is open. The limit counts
+the files of all engines. A file's modification time is its block's last use.
 """
 
 from __future__ import annotations
@@ -75,8 +74,7 @@ class CacheDirectory:
         self._written = 0
         self._number = 0
         self._name = secrets.token_hex(8)
-        """Part of the names of this engine's unfinished files. It is random, because process ids repeat across
-        containers."""
+        """Part of the names of this engine's unfinished files; random, because process ids repeat across containers."""
         require_writable(path)
         require_writable(self.own)
 
@@ -110,7 +108,7 @@ class CacheDirectory:
 
     def make_room(self) -> list[BlockKey]:
         """Scan the directory and, beyond its limit, remove the least recently used blocks. Returns removed keys of the
-        own namespace. Only one engine removes at a time; in others this removes nothing."""
+        own namespace. While another engine removes, this removes nothing."""
         blocks = list(self._blocks())
         self.num_bytes = sum(block.size for block in blocks)
         self._written = 0

@@ -1,6 +1,6 @@
-"""Files of OffloadConnector: transfers between host memory and files, on separate threads. A StoreReport, which travels
-with a step's result, tells which transfers ended. One thread stores (and first scans the directory); NUM_LOADERS others
-load, so that a load, for which a request waits, never queues behind a store. I/O and checksums release the GIL."""
+"""Files of OffloadConnector: transfers between host memory and files, on separate threads. A StoreReport in a step's
+result tells which transfers ended. One thread stores (and first scans the directory); NUM_LOADERS others load, so that
+a load, for which a request waits, never queues behind a store. I/O and checksums release the GIL."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ PATIENCE = 0.02
 
 
 class WorkerConnector:
-    """Executes the connector's own orders in `StepPlan.transfers`. The runner does the copies between device and host
-    pools (quire/worker/kv_transfer.py). Each transfer must end within a bounded time and be reported as done or failed;
+    """Executes the connector's own orders in `StepPlan.transfers`. The runner copies between device and host pools
+    (quire/worker/kv_transfer.py). Each transfer must end within a bounded time and be reported as done or failed;
     until then the scheduler leaves its blocks alone. The plan's thread calls the methods once per plan, in the order
     below."""
 

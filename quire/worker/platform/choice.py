@@ -15,8 +15,8 @@ PLATFORMS = Registry(
 
 
 def make_platform(config: EngineConfig, group: ProcessGroup | None = None, stage: Stage = WHOLE_MODEL) -> Platform:
-    """Make the platform `config.device.platform`: a name of PLATFORMS, or "module:class" with the same arguments (the
-    last only if it supports stages). Only its module is imported. group: ranks that share each layer (None: one rank).
+    """Make the platform `config.device.platform`: a name of PLATFORMS, or "module:class" with the same arguments
+    (`stage` only if it supports stages). Imports only its module. group: ranks that share each layer (None: one rank).
     stage: layers to compute."""
     name = config.device.platform
     make = load_target(name) if ":" in name else PLATFORMS.load(name)

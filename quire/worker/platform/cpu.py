@@ -54,6 +54,7 @@ from quire.worker.kv_tensors import (
 )
 from quire.worker.kv_transfer import BlockTransfers
 from quire.worker.model_drafts import ModelDrafts, layers_of
+from quire.worker.oracle import Oracle
 from quire.worker.plain_texts import PlainCorpus, PlainTexts
 from quire.worker.platform.cpu_blocks import HostPages, ThreadTransfers, block_copier, block_mover
 from quire.worker.platform.cpu_inputs import CacheBackends, CpuColumns, PlainInputs, StepInputs
@@ -175,7 +176,6 @@ class CpuPlatform:
 
     @property
     def _draft_group(self) -> ProcessGroup:
-        """Ranks that share the draft model's layers."""
         chosen = self._config.speculation.draft_model
         return self._group if chosen is not None and chosen.num_ranks == self._group.size else SINGLE_RANK
 
@@ -267,9 +267,19 @@ class CpuPlatform:
         self, model: CausalLM, layout: KVCacheLayout, pages: Sequence[torch.Tensor], tables: BlockTables
     ) -> HostDrafts | None:
         num_rows, speculation = self._config.scheduler.max_num_seqs, self._config.speculation
-        has_states = bool(layout.state_groups)
         if not speculation.max_drafts:
             return None
+        drafts = self._drafts_of_method(model, layout, pages, tables)
+        if speculation.oracle is not None:
+            size = self._config.model.vocab_size
+            drafts.follow_oracle(Oracle(num_rows, speculation.oracle, self._config.seed, size))
+        return drafts
+
+    def _drafts_of_method(
+        self, model: CausalLM, layout: KVCacheLayout, pages: Sequence[torch.Tensor], tables: BlockTables
+    ) -> HostDrafts:
+        num_rows, speculation = self._config.scheduler.max_num_seqs, self._config.speculation
+        has_states = bool(layout.state_groups)
         own = self.draft_model
         if own is not None:
             if own.is_apart:

@@ -55,9 +55,9 @@ class CpuMeter:
         return available_memory()
 
     def step_bytes(self, model: CausalLM, limits: StepLimits, estimate: int) -> int | None:
-        """Measure a forward pass over the token budget in the fewest sequences, then logits and random sampling for the
-        most sequences, as growth of resident memory. Since this grows at most linearly, it is measured on
-        PROFILED_TOKENS and PROFILED_ROWS and scaled; a full pass would dominate the start."""
+        """Measure the growth of resident memory in a forward pass over the token budget in the fewest sequences, then
+        logits and random sampling for the most sequences. Measured on PROFILED_TOKENS and PROFILED_ROWS and scaled,
+        since growth is at most linear and a full pass would dominate the start."""
         num_tokens = min(limits.max_num_tokens, PROFILED_TOKENS)
         num_rows = min(limits.max_num_rows, PROFILED_ROWS)
         prompt = InputBatch.dummy_prompts(num_tokens, min(num_tokens, limits.longest))

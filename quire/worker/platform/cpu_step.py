@@ -138,7 +138,6 @@ class CpuStep(NamedTuple):
         return accepted._replace(found=ready(found), token_ids=tokens)
 
     def _lengths(self, requests: RequestState) -> np.ndarray:
-        """Tokens of the batch's sequences, [S]."""
         return np.fromiter(map(requests.lengths.__getitem__, self.plan.seq_ids), np.int64, len(self.plan.seq_ids))
 
     def pool(self, hidden: torch.Tensor, pooled: PooledRows) -> Deferred[np.ndarray]:

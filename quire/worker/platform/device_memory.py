@@ -20,9 +20,7 @@ class DeviceMemory(Protocol):
     """Measures and pins memory; all sizes are in bytes."""
 
     @property
-    def is_measured(self) -> bool:
-        """True if `measure_peak` is supported."""
-        ...
+    def is_measured(self) -> bool: ...
 
     def total(self) -> int: ...
 

@@ -128,7 +128,7 @@ def graph_bytes(
 
 
 def table_bytes(limits: StepLimits, num_groups: int, num_columns: int = 0) -> int:
-    """Bytes of the rows' token ids, block tables and column values, of a step's inputs, and of the upload buffers."""
+    """Bytes of token ids, block tables, column values, a step's inputs, and the upload buffers."""
     row = num_columns + limits.longest + 1 + num_groups * -(-(limits.longest + 1) // limits.block_size)
     inputs = limits.max_num_tokens * (3 + num_groups + num_columns)
     return 4 * limits.max_num_seqs * row + 8 * inputs + upload_bytes(limits, num_groups)

@@ -248,8 +248,8 @@ class DeviceStep:
 
 def copy_rounds(copies: Pairs) -> Iterator[Pairs]:
     """Split (source, destination) pairs into rounds in which no block is both, so that each round may run in any order
-    and sources are read before they are overwritten. Usually there is one round; a block that is freed and reallocated
-    in one plan needs another. Cycles are impossible, because a destination was free when it was chosen."""
+    and sources are read before they are overwritten. Only a block freed and reallocated in one plan needs a second
+    round. Cycles are impossible: a destination was free when chosen."""
     remaining = copies
     while remaining:
         sources = {source for source, _ in remaining}

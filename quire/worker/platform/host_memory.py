@@ -49,7 +49,6 @@ def measure_peak(work: Callable[[], object], root: Path = ROOT) -> int | None:
 
 
 def _reset_peak(root: Path) -> bool:
-    """Reset the peak of resident memory; returns whether that worked."""
     try:
         (root / "proc/self/clear_refs").write_text(RESET_PEAK)
     except OSError:
@@ -60,7 +59,6 @@ def _reset_peak(root: Path) -> bool:
 
 
 def _status(root: Path, name: str) -> int | None:
-    """Size in bytes from this process's status."""
     try:
         return _field(root / "proc/self/status", name) * 1024
     except (OSError, ValueError):

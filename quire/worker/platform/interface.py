@@ -50,8 +50,8 @@ class PendingCopy(Protocol):
 
 class RequestColumns(Protocol):
     """Columns of the request state for kernels: tokens, block tables, sampling parameters, step columns. On a CPU these
-    are the host's columns. On a device each call stages a write, which the next step sends; within a plan no word may
-    be written twice without a copy in between. BlockTables and SamplingRows already hold what is written here."""
+    are the host's columns. On a device each call stages a write for the next step; within a plan no word may be written
+    twice without a copy in between. BlockTables and SamplingRows already hold the same data."""
 
     def write_tokens(self, row: int, position: int, token_ids: Sequence[int]) -> None: ...
 
@@ -87,9 +87,7 @@ class RequestColumns(Protocol):
         """Write the row's step-column values (`NewSequence.columns` and `token_columns`)."""
         ...
 
-    def copy_values(self, source: int, destination: int) -> None:
-        """Copy a row's step-column values to another row."""
-        ...
+    def copy_values(self, source: int, destination: int) -> None: ...
 
     def place_drafts(self, plan: StepPlan, requests: RequestState) -> Placed:
         """Write the step's drafts to the token table, after the known tokens."""

@@ -23,8 +23,8 @@ FIRST_CAPACITY = 256
 
 
 class NativeColumns(CpuColumns):
-    """Columns and step inputs in the same memory each time and, for decodes of equal size, in the same objects: between
-    two model runs the caches are cold, so skipping code saves time. `PlainInputs` computes the same. Gathered tables
+    """Columns and step inputs in the same memory each time and, for decodes of equal size, in the same objects: the
+    caches are cold between two model runs, so skipped code saves time. `PlainInputs` computes the same. Gathered tables
     are as wide as a row's own; entries beyond a sequence's tokens are undefined."""
 
     def __init__(
@@ -125,7 +125,6 @@ class NativeColumns(CpuColumns):
         return ForwardBatch(token_ids, positions, step, states=states, columns=columns, version=version)
 
     def _reserve(self, num_tokens: int) -> None:
-        """Allocate memory for a step of `num_tokens`."""
         num_groups = sum(shape.has_slots for shape in self._shapes)
         capacity = 1 << (num_tokens - 1).bit_length()
         num_columns = 3 + num_groups + len(self.values.names)

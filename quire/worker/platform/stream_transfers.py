@@ -1,6 +1,6 @@
 """Swapping on a device: between its pool and pinned host memory, on a separate stream. A block is contiguous on the
-host, but its pages are apart on the device, so it is gathered into a staging buffer and copied together with host
-neighbours; and likewise back. The link is the limit (about 50 GB/s each way on PCIe 5)."""
+host, but its pages are apart on the device: it is gathered into a staging buffer and copied together with host
+neighbours, and likewise back. The link is the limit (about 50 GB/s each way on PCIe 5)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Upload of a step to the device, in one copy: the batch's columns and all changes of rows (single words, and copies
-between rows)."""
+"""Upload of a step to the device, in one copy: the batch's columns and all changes of rows (words, and copies between
+rows)."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def buffer_capacity(num_words: int) -> int:
 
 class Upload:
     """Buffers of a step: `add` columns, `send` once, then `view` them on the device until the next `send`. The copy has
-    its own stream and overlaps the previous step; events order it after the kernels that read the same buffer two steps
-    ago, and before this step's kernels. There are enough host buffers that `begin` need not wait."""
+    its own stream and overlaps the previous step; events order it after the kernels that read its buffer two steps ago,
+    and before this step's kernels. With enough host buffers `begin` need not wait."""
 
     def __init__(self, streams: DeviceStreams, num_buffers: int) -> None:
         """num_buffers: host buffers; one more than the steps in progress, or filling waits. Use it in the compute
@@ -94,7 +94,6 @@ class Upload:
         return torch.empty(num_words, dtype=torch.int32, device=self._streams.device)
 
     def _grow(self, num_words: int) -> None:
-        """Continue in a larger host buffer."""
         larger = self._streams.pinned((buffer_capacity(num_words),), torch.int32)
         larger[: self._used] = self._hosts[self._turn][: self._used]
         self._hosts[self._turn] = larger
