@@ -245,7 +245,7 @@ class ContiguousScheduler(ABC):
             return None
         for sequence, blocks in untold.items():
             if sequence.blocks is not None:
-                builder.new_blocks[sequence.seq_id] = [blocks]
+                builder.plan.new_blocks[sequence.seq_id] = [blocks]
         for due in copies:
             self._copy(builder, due)
         plan = builder.build(self._changes)
@@ -283,14 +283,14 @@ class ContiguousScheduler(ABC):
         table = leader.blocks.tables[0]
         if num_blocks is not None and num_blocks < len(table):
             self._untold[leader] = table[num_blocks:]
-            builder.new_sequences[leader.seq_id].block_ids = [table[:num_blocks]]
+            builder.plan.new_sequences[-1].block_ids = [table[:num_blocks]]
         if request.beam_search is not None:
             return leader  # beams fork when the first tokens are known
         batch_index = len(builder.sequences) - 1
         for child in others:
             child.blocks = self.kv.blocks(child.seq_id)
             child.num_computed_tokens = request.num_prompt_tokens
-            builder.forks.append(SequenceFork(leader.seq_id, child.seq_id, child.sampling))
+            builder.plan.forks.append(SequenceFork(leader.seq_id, child.seq_id, child.sampling))
             builder.sample(child, batch_index)
             self._copies.append(_Copy(child, table[:num_blocks], request.num_prompt_tokens))
         return leader
@@ -311,11 +311,11 @@ class ContiguousScheduler(ABC):
         if blocks is None:
             return
         own, num_known = blocks.tables[0], len(due.source)
-        builder.replaced_blocks += [(seq_id, 0, index, block) for index, block in enumerate(own[:num_known])]
+        builder.plan.replaced_blocks += [(seq_id, 0, index, block) for index, block in enumerate(own[:num_known])]
         if num_known < len(own):
-            builder.new_blocks[seq_id] = [own[num_known:]]
+            builder.plan.new_blocks[seq_id] = [own[num_known:]]
         num_blocks = -(-due.num_tokens // self.kv.block_size)
-        builder.block_copies += zip(due.source[:num_blocks], own[:num_blocks], strict=True)
+        builder.plan.block_copies += zip(due.source[:num_blocks], own[:num_blocks], strict=True)
 
     def update(self, result: StepResult, now: float, *, may_go_ahead: bool = False) -> list[SequenceUpdate]:
         """Take the result of the oldest plan in flight: append tokens, stop, give regions back."""
@@ -449,6 +449,7 @@ def _view(request: Request, block_size: int) -> RequestView:
         num_prompt_tokens=request.num_prompt_tokens,
         num_cached_tokens=0,
         num_preemptions=0,
+        num_image_tokens=0,
         waits_for_prefix=False,
         sequences=sequences,
     )

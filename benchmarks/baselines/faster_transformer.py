@@ -80,7 +80,7 @@ class FasterTransformerScheduler(ContiguousScheduler):
         used = unused[: -(-num_tokens // size)]
         padding.blocks = BlockTable([used], len(used) * size, None)
         builder.add_row(padding)
-        builder.new_sequences[padding.seq_id].num_prompt_tokens = len(padding.token_ids)
+        builder.plan.new_sequences[-1].num_prompt_tokens = len(padding.token_ids)
         builder.schedule(padding, num_tokens)
         self._padding.append(padding.seq_id)
 

@@ -1,7 +1,7 @@
 """Attention of ranks that hold the same key heads and keep a part of a sequence's tokens each.
 
-A rank has the query heads of its neighbours gathered, attends with all of them to the tokens that it keeps, and merges
-what its own heads come to on every rank, in rank order: results, weighted by the sums of weights that they stand for.
+A rank gathers its neighbours' query heads and attends with all of them to its own tokens. Then the partial results of
+its own heads are merged from every rank, in rank order, weighted by their sums of weights.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from quire.parallel.interface import ProcessGroup
 
 @dataclass(frozen=True)
 class DealtTokens:
-    """deal: the tokens that this rank keeps. group: the ranks that share each layer, of which `deal.num_ranks`
-    neighbours share the tokens."""
+    """deal: distribution of tokens over ranks. group: ranks that share each layer, of which `deal.num_ranks` neighbours
+    share the tokens."""
 
     deal: Deal
     group: ProcessGroup
 
     @property
     def first(self) -> int:
-        """The first of the ranks that share the tokens."""
+        """First of the ranks that share the tokens."""
         return self.group.rank - self.deal.rank
 
     def gather(self, width: int, x: torch.Tensor) -> torch.Tensor:
-        """The first `width` columns of the neighbours' x, [T, any], side by side."""
+        """First `width` columns of the neighbours' x, [T, any], side by side."""
         return torch.cat(self._parts(x[:, :width]), dim=1)
 
     def merge(self, num_heads: int, head_dim: int, parts: torch.Tensor) -> torch.Tensor:
-        """What this rank's heads come to, [T, num_heads * head_dim]. parts: [T, heads * (head_dim + 1)], as
-        `merge_parts` has them, of this rank's tokens."""
+        """Merged result of this rank's heads, [T, num_heads * head_dim]. parts: [T, heads * (head_dim + 1)], over this
+        rank's tokens, in the layout of `merge_parts`."""
         first = self.deal.rank * num_heads
         return merge_parts(self._parts(parts), first, num_heads, head_dim)
 
@@ -44,9 +44,9 @@ class DealtTokens:
 
 
 def merge_parts(parts: list[torch.Tensor], first: int, num_heads: int, head_dim: int) -> torch.Tensor:
-    """The plain form of `SharedRanks::merge_parts`, with the same bits. parts: of each rank, [T, heads * (head_dim +
-    1)]: the results of all heads, then the logarithm of each head's sum of weights. first: number of the first of
-    `num_heads` heads. Returns [T, num_heads * head_dim] float32."""
+    """`SharedRanks::merge_parts` in torch, with the same bits. parts: one per rank, [T, heads * (head_dim + 1)]: the
+    results of all heads, then the logarithm of each head's sum of weights. first: number of the first of `num_heads`
+    heads. Returns [T, num_heads * head_dim] float32."""
     heads = parts[0].shape[1] // (head_dim + 1)
     own = slice(first, first + num_heads)
     sums = [part[:, heads * head_dim :][:, own] for part in parts]
@@ -65,6 +65,6 @@ def merge_parts(parts: list[torch.Tensor], first: int, num_heads: int, head_dim:
 
 
 def _exponentials(values: torch.Tensor) -> torch.Tensor:
-    """exp of each as the C library has it: vector code differs in last bits."""
+    """Exponentials from the C library: vector code differs in last bits."""
     found = [math.exp(value) if value == value else value for value in values.double().flatten().tolist()]
     return torch.tensor(found, dtype=torch.float64).view(values.shape).float()

@@ -1,5 +1,5 @@
-"""Attention batch of a step on a device. Sizes are on the host, so grids need no device query; everything else is in
-tensors at addresses that CUDA graphs rely on. A batch may be padded to a captured size."""
+"""Attention batch of a step on a device. Sizes are on the host, so grids need no device query; the rest is in tensors
+at addresses that CUDA graphs rely on."""
 
 from __future__ import annotations
 
@@ -29,15 +29,13 @@ NO_PROMPTS = HostColumns(np.zeros(1, np.int64), np.zeros(0, np.int64))
 
 @dataclass(frozen=True, slots=True)
 class DeviceBatch:
-    """S sequences with T new tokens, concatenated, padding included. The first new token of sequence s is at position
-    seq_lens[s] - (query_start[s + 1] - query_start[s]). Padding sequences come last and own no tokens; padding tokens
-    come last and belong to none. Padding rows may hold any values: kernels neither read out of range nor write pages
-    for them, and no real row depends on them."""
+    """S sequences with T new tokens, concatenated, maybe padded to a captured size. The first new token of sequence s
+    is at position seq_lens[s] - (query_start[s + 1] - query_start[s]). Padding sequences and tokens come last; neither
+    belongs to the other. Padding rows may hold any values: kernels neither read out of range nor write pages for them,
+    and no real row depends on them."""
 
     num_seqs: int
-    """Number of sequences, S."""
     num_tokens: int
-    """Number of tokens, T."""
     max_query_len: int
     """Maximum new tokens of a sequence. If 1, token t belongs to sequence t, which the decode kernel relies on."""
     max_seq_len: int
@@ -45,27 +43,27 @@ class DeviceBatch:
     rows: torch.Tensor
     """[S] int32: row in the block tables; padding: 0."""
     query_start: torch.Tensor
-    """[S + 1] int32: tokens of sequence s are query_start[s]:query_start[s + 1]; padding: number of real tokens."""
+    """[S + 1] int32: see AttentionBatch; padding: number of real tokens."""
     seq_lens: torch.Tensor
     """[S] int32: tokens after this step; padding: 0."""
     slot_positions: torch.Tensor
     """[T] int64: position in the sequence; padding: 0."""
     slot_mapping: tuple[torch.Tensor, ...]
-    """Slots, [T] int64 per KV group of tokens: block * block_size + offset to write to; padding: -1, not written."""
+    """[T] int64 per KV group of tokens: slot to write to, block * block_size + offset; padding: -1, not written."""
     block_tables: tuple[torch.Tensor, ...]
-    """Block tables, [num_rows, max_blocks] int32 per KV group of tokens: kernel blocks in logical order. Persistent,
-    with a row per live request; indexed by `rows`."""
+    """[num_rows, max_blocks] int32 per KV group of tokens: kernel blocks in logical order, indexed by `rows`.
+    Persistent, with a row per live request."""
     state_tables: tuple[torch.Tensor, ...] = ()
-    """Block tables, [num_rows, max_blocks] int32 per KV group of states; otherwise as `block_tables`."""
+    """[num_rows, max_blocks] int32 per KV group of states; see `block_tables`."""
     host: HostColumns | None = None
     """Host columns for operations that compute prompts separately (None: unused)."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceStateStep:
-    """Pages of the states of a device's step; StateStep defines what is read and written. Padding sequences read and
-    write nothing. tables: by layer, [num_rows, max_blocks] int32, persistent; indexed by `batch.rows`. interval: tokens
-    per block. pages: by layer, [num_blocks, page bytes] uint8."""
+    """Pages of the states of a device's step; StateStep defines the accesses. Padding sequences have none. tables: by
+    layer, [num_rows, max_blocks] int32, persistent; indexed by `batch.rows`. interval: tokens per block. pages: by
+    layer, [num_blocks, page bytes] uint8."""
 
     batch: DeviceBatch
     tables: Mapping[int, torch.Tensor]
@@ -78,6 +76,7 @@ class DeviceStateStep:
         return pages[:, : pages.shape[1] // 4 * 4].view(torch.float32)
 
     def compute_states(self, kernels: StateKernels, weights: Any, *tensors: torch.Tensor) -> None:
+        """Launch the kernels at once."""
         kernels(weights, *tensors, self)
 
 
@@ -98,8 +97,8 @@ StepStates: TypeAlias = StateStep | DeviceStates
 
 
 class TokenColumns(NamedTuple):
-    """Model inputs for T tokens on a device, in static buffers. token_ids: [T] int64. others: [T] int64 each,
-    ForwardBatch's columns. hidden: [T, size], input of later stages."""
+    """Model inputs for T tokens, in static buffers. token_ids: [T] int64. others: [T] int64 each, ForwardBatch's
+    columns. hidden: [T, size], input of later stages."""
 
     token_ids: torch.Tensor
     others: Mapping[str, torch.Tensor] = MappingProxyType({})

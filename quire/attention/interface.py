@@ -1,5 +1,5 @@
 """Interface between worker and attention back ends. The worker builds one AttentionBatch per step; `plan` turns it into
-an AttentionStep for the layers, so that work on lengths and tables is done once per step."""
+an AttentionStep for all layers."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class AttentionBatch:
     sequence_index: torch.Tensor
     """[T] int64: sequence index of each token."""
     block_tables: tuple[torch.Tensor, ...]
-    """Block tables, [S, max_blocks] int32 per KV group of tokens: kernel blocks in logical order. Entries beyond a
-    sequence's tokens are 0 for torch, and arbitrary for native kernels."""
+    """[S, max_blocks] int32 per KV group of tokens: kernel blocks in logical order. Entries beyond a sequence's tokens
+    are 0 for torch, and arbitrary for native kernels."""
     slot_mapping: tuple[torch.Tensor, ...]
-    """Slots, [T] int64 per KV group of tokens: block * block_size + offset to write to."""
+    """[T] int64 per KV group of tokens: slot to write to, block * block_size + offset."""
     state_tables: tuple[torch.Tensor, ...] = ()
-    """Block tables, [S, max_blocks] int32 per KV group of states; see `block_tables`."""
+    """[S, max_blocks] int32 per KV group of states; see `block_tables`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,8 +53,7 @@ class NativeAttention:
 
     @property
     def plans(self) -> list[_native.AttentionPlan]:
-        """Plans by KV group of the last planned step, for native code that sets them
-        (quire/worker/platform/native_columns.py)."""
+        """Plans by KV group of the last planned step, set by native code (quire/worker/platform/native_columns.py)."""
         return self._plans.plans
 
     def plan_beside(self, batch: AttentionBatch) -> list[_native.AttentionPlan]:

@@ -23,8 +23,7 @@ from quire.kv_cache.spec import AttentionSpec
 
 
 class ExpandingAttention(AttentionStep):
-    """AttentionStep with which programs for steps with prompts are recorded; it computes their latent attention at run
-    time. rule: the model's."""
+    """AttentionStep for recording programs of steps with prompts; it computes their latent attention at run time."""
 
     def __init__(self, backend: NativeAttention, runtime: NativeRuntime, rule: ExpansionRule) -> None:
         self.backend = backend
@@ -38,7 +37,7 @@ class ExpandingAttention(AttentionStep):
         self._rest: tuple[torch.Tensor, list[_native.AttentionPlan]] | None = None
 
     def plan(self, batch: AttentionBatch) -> bool:
-        """Prepare a step; returns whether it has prompts to expand. Without any, use the ordinary program."""
+        """Prepare a step; returns False without prompts to expand: use the ordinary program."""
         self._prompts = expanded_prompts(self.rule, batch.query_start.numpy(), batch.start_positions.numpy())
         self._batch, self._rest = batch, None
         found = rest_of(batch, self._prompts) if self._prompts else None
@@ -111,7 +110,7 @@ class ExpandingAttention(AttentionStep):
         layer = LayerAttention(0, num_heads, num_heads, dim, shape.scale)
         found = self._scratch.get(num_heads)
         if found is None or found.num_keys < num_keys:
-            self._scratch.pop(num_heads, None)  # freed first
+            self._scratch.pop(num_heads, None)  # free the old pages before allocating
             found = _Scratch(layer, 1 << (num_keys - 1).bit_length(), self.backend, self._runtime)
             self._scratch[num_heads] = found
         return found
@@ -172,7 +171,7 @@ class _Scratch:
 
     def _record_write(self, key_value: Buffer) -> Buffer:
         recorder, width = key_value.recorder, key_value.width
-        scale = _native.Elementwise.SCALE  # copies what a kernel may not write over
+        scale = _native.Elementwise.SCALE  # copy: a kernel may not overwrite the input
         copied = recorder.call(
             "elementwise", width, buffers={"x": key_value, "y": None}, kind=scale, factor=1.0, width=width
         )
@@ -194,8 +193,6 @@ class _Scratch:
 
 
 class _Program:
-    """A function of buffers, recorded as a program."""
-
     def __init__(self, record: Callable[..., Buffer], runtime: NativeRuntime) -> None:
         self._record = record
         self._runtime = runtime

@@ -30,8 +30,8 @@ class StateBackend:
         return StateStep(batch.query_start.tolist(), batch.start_positions, tables, self._interval, self._pages)
 
     def plan_on_device(self, batch: DeviceBatch) -> DeviceStateStep | None:
-        """States of a device's step; None if no layer has states. It queries and launches nothing, so it is valid for
-        graph replays too."""
+        """States of a device's step; None if no layer has states. Valid for graph replays: it queries and launches
+        nothing."""
         if not self._pages:
             return None
         tables = {layer: batch.state_tables[group] for layer, group in self._group_of.items()}

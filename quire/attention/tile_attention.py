@@ -85,7 +85,7 @@ def _gather(pages: torch.Tensor, key_rows: torch.Tensor, layer: LayerAttention) 
             return both[:, : layer.head_dim].contiguous(), both[:, : layer.value_width].contiguous()
         return both[:, : layer.head_dim].contiguous(), both[:, layer.head_dim :].contiguous()
     index = (key_rows * groups + heads).view(-1)
-    # A value lies block_size rows behind its key: the same index, seen from that much further on.
+    # A value lies block_size rows after its key: use the same index on a view that starts there.
     values = vectors[pages.shape[2] * groups :].index_select(0, index)
     return vectors.index_select(0, index).float(), values.float()
 

@@ -3,9 +3,9 @@
 A query tile is a few consecutive new tokens of one sequence; a key tile is KEY_TILE consecutive positions at a multiple
 of KEY_TILE. An item is one of each; invisible key tiles are left out.
 
-A query's result does not depend on the batch: sums stay inside key tiles with fixed borders, and partial results merge
-in an order that depends only on tile numbers. Up to WAVE_TILES tiles (a wave, with fixed borders) merge pairwise as a
-binary tree; waves follow each other. An invisible key contributes an exact zero.
+A query's result does not depend on the batch: sums stay inside key tiles, and partial results merge in an order that
+depends only on tile numbers. Up to WAVE_TILES tiles (a wave, with fixed borders) merge pairwise as a binary tree; waves
+follow each other. An invisible key contributes an exact zero.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ SMALL_LIMIT = 64
 """Maximum rows (new tokens x query heads per key head) of a sequence with small tiles."""
 
 HIDDEN = -1e30
-"""Term added to the score of an invisible key, so that its weight is exactly zero. Finite, so that nothing becomes NaN.
-A maximum at or below it means no visible key."""
+"""Term added to the score of an invisible key: its weight is exactly zero. Finite, to avoid NaN. A maximum at or below
+it means no visible key."""
 
 Levels = tuple[tuple[torch.Tensor, torch.Tensor], ...]
 

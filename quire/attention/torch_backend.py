@@ -32,10 +32,10 @@ CHUNK_BYTES = 4 << 20
 
 
 class TorchAttention:
-    """AttentionBackend over torch operators. Block 0, which no sequence owns, is zeroed, because it is read with weight
-    zero beyond a sequence's blocks. pages: by layer, in kernel blocks: [num_blocks, 2, block_size, num_kv_heads,
-    head_dim]; for values of another width [num_blocks, block_size, num_kv_heads, head_dim + value_width]; for latents
-    [num_blocks, block_size, width]."""
+    """AttentionBackend over torch operators. Block 0, which no sequence owns, is zeroed: it is read with weight zero
+    beyond a sequence's blocks. pages: by layer, in kernel blocks: [num_blocks, 2, block_size, num_kv_heads, head_dim];
+    for values of another width [num_blocks, block_size, num_kv_heads, head_dim + value_width]; for latents [num_blocks,
+    block_size, width]."""
 
     def __init__(self, layout: KVCacheLayout, pages: Mapping[int, torch.Tensor]) -> None:
         self._block_size = layout.block_size
@@ -204,7 +204,7 @@ class TorchAttentionStep(AttentionStep):
                 block_table=batch.block_tables[group].numpy(),
                 block_size=self._block_size,
             )
-            # Keys and values, and for each row its scores, their exponentials and the weighted value, in float32.
+            # Bytes in float32: keys and values; per row its scores, their exponentials and the weighted value.
             heads, dim = 4 * layer.num_kv_heads, layer.head_dim
             self._lists[key] = plan_tiles(
                 sequences,

@@ -42,8 +42,8 @@ class TritonAttention:
     """Attention on a device's pool, with split scratch shared by all layers of a shape and all graphs. pages: by layer
     in kernel blocks, [num_blocks, 2, block_size, num_kv_heads, head_dim] of bfloat16, float16, float32 or e4m3 (or its
     bits, uint8); latents [num_blocks, block_size, width]. num_heads: query heads per layer. dtype: the activations'.
-    max_num_seqs, max_model_len: largest batch for the scratch. batch_invariant: a row's bits depend only on its
-    sequence, through fixed tiles and splits; else both are chosen for speed."""
+    max_num_seqs, max_model_len: largest batch for the scratch. batch_invariant: fixed tiles and splits, so that a row's
+    bits depend only on its sequence."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class TritonAttention:
         self._kernels: dict[int, _LayerKernels] = {}
 
     def plan(self, batch: DeviceBatch) -> TritonAttentionStep:
-        """It queries and launches nothing, so a plan is valid for graph replays too."""
+        """Plan without queries and launches, so it is valid for graph replays too."""
         return TritonAttentionStep(self, batch)
 
     def kernels(
@@ -173,8 +173,7 @@ class _LayerKernels:
 
 
 class TritonAttentionStep(AttentionStep):
-    """One step. Operations write to `out` if given, else to a new tensor; inputs are contiguous. Only results are
-    allocated, and launches depend only on addresses and host sizes."""
+    """One step. Operations write to `out` if given, else to a new tensor; inputs are contiguous."""
 
     def __init__(self, backend: TritonAttention, batch: DeviceBatch) -> None:
         self._backend = backend
@@ -289,6 +288,7 @@ class DeviceLatents:
             )
 
     def layer(self, shape: LatentShape) -> tuple[LatentKernels, int]:
+        """A layer's kernels and its group."""
         group, pages = self.pages[shape.layer]
         found = self._kernels.get(shape.layer)
         if found is None:

@@ -100,7 +100,7 @@ class BeamSearch:
     def num_shared_tokens(self) -> int:
         """Leading tokens common to all live beams, including the prompt."""
         token_ids = [beam.sequence.token_ids for beam in self.beams]
-        # What the smallest and the largest of sorted lists share, all between them share.
+        # A prefix common to the smallest and the largest list in sorted order is common to all.
         first, last = min(token_ids), max(token_ids)
         pairs = enumerate(zip(first, last, strict=True))
         return next((position for position, (one, other) in pairs if one != other), len(first))
@@ -258,7 +258,7 @@ class BeamSearch:
 
     def _keep(self, hypothesis: Hypothesis) -> None:
         self.hypotheses.append(hypothesis)
-        self.hypotheses.sort(key=lambda hypothesis: -hypothesis.score)  # among equals the earlier one stays
+        self.hypotheses.sort(key=lambda hypothesis: -hypothesis.score)  # ties go to the earlier hypothesis
         del self.hypotheses[self.width :]
 
     def _score(self, cumulative: float, length: int) -> float:
@@ -271,7 +271,7 @@ class BeamSearch:
         if self._early_stopping is True:
             return True
         if self._early_stopping == "never" and self._length_penalty > 0:
-            length = self._max_tokens  # where a given log-probability scores best
+            length = self._max_tokens  # the length at which a log-probability scores best
         return self._score(best_cumulative, length) <= self.hypotheses[-1].score
 
 
@@ -303,7 +303,7 @@ def follow(search: BeamSearch, children: list[Child], kv: BlockSharing) -> Follo
     heirs: dict[Sequence, Child] = {}
     others = [child for child in children if heirs.setdefault(child.parent.sequence, child) is not child]
     free = sorted((each for each in request.sequences if each not in heirs), key=lambda each: each.seq_id)
-    # Shared before anything is freed, copied before anything changes: a beam slot may get another beam below.
+    # Share blocks before any are freed, and copy before anything changes: a beam slot may get another beam below.
     copies = [_copy(child.parent.sequence, kv) for child in others]
     dropped = []
     for beam in search.beams:

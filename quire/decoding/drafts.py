@@ -111,7 +111,7 @@ def note_found_drafts(samples: list[Sequence], result: StepResult) -> None:
 def count_drafts(stats: EngineStats, plan: StepPlan, result: StepResult) -> None:
     """Count the proposed and accepted drafts of a step."""
     stats.draft_tokens_total += result.num_drafts
-    counts = list(stats.accepted_drafts_by_position)  # snapshots have the one before
+    counts = list(stats.accepted_drafts_by_position)  # a new list: snapshots hold the old one
     for source, token_ids in zip(plan.sample_from, result.token_ids, strict=True):
         stats.drafts_total += plan.num_drafts[source] > 0
         counts += [0] * (plan.num_drafts[source] - len(counts))
@@ -135,9 +135,9 @@ def propose_drafts(drafter: Drafter, sequence: Sequence, budget: int, max_chunk:
     if request.beam_search is not None or request.fork_position is not None or request.pooling or request.is_processed:
         return NO_DRAFTS
     if request.constraint is not None and sequence.num_pending_tokens:
-        return NO_DRAFTS  # masks behind drafts are made when all tokens before these are known
+        return NO_DRAFTS  # masks after drafts need all tokens before the drafts
     known = len(sequence.token_ids) + sequence.num_pending_tokens
-    # All that may be computed behind a known token counts as one chunk: sliding windows hold blocks for that much.
+    # All tokens computed after a known one count as one chunk: sliding windows hold blocks for a chunk.
     num_free = min(budget, max_chunk - sequence.num_pending_drafts, sequence.max_total_tokens - known)
     limit = min(drafter.max_drafts, num_free - 1)
     if request.params.num_speculative_tokens is not None:
@@ -166,7 +166,7 @@ def take_back_rejected(
             if sequence.draft_record is not None:
                 sequence.draft_record.note(num_drafts, len(accepted) - 1)
         num_rejected = num_drafts + 1 - len(accepted)
-        # Without blocks it has ended, or was preempted: then it computes all tokens again once none is in flight.
+        # A sequence without blocks has ended, or was preempted and computes all tokens again.
         if num_rejected and sequence.blocks is not None:
             sequence.num_computed_tokens -= num_rejected
             kept = kv.trim(sequence.blocks, sequence.num_computed_tokens)

@@ -209,7 +209,7 @@ def take_forced(sequence: Sequence) -> list[int]:
         sequence.foreseen = Foreseen(found[0], matcher.mask_of(found[0]))
         num_unsent -= 1
     sequence.token_ids += found
-    if sequence.blocks is not None:  # else it was preempted: the workers get all its tokens
+    if sequence.blocks is not None:  # a preempted sequence sends all its tokens to the workers
         sequence.num_unsent_tokens = num_unsent
     return found
 

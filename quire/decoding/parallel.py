@@ -32,7 +32,7 @@ def create_sequences(
     stop_token_ids = sorted({*source.eos_token_ids, *(params.stop_token_ids or ())})
     num_candidates = 0
     if params.use_beam_search:
-        # Enough that at least `num_sequences` candidates of each beam do not end it.
+        # At least `num_sequences` candidates of each beam must not end it.
         num_candidates = max(num_sequences + len(stop_token_ids), params.logprobs or 0)
     sequences = request.sequences = [
         Sequence(
@@ -65,7 +65,7 @@ def _resume(sequences: list[Sequence], point: ResumePoint) -> None:
     for sequence, token_ids in zip(sequences, point.token_ids, strict=True):
         sequence.token_ids += token_ids
     for index in point.ended:
-        sequences[index].finish_reason = FinishReason.ABORT  # the caller knows the reason, and is told nothing again
+        sequences[index].finish_reason = FinishReason.ABORT  # any reason: the caller knows the real one
 
 
 def num_shared_tokens(request: Request) -> int:

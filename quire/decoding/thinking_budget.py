@@ -101,7 +101,7 @@ class BudgetMatcher:
             self.follow(self._own[-1])
         self._drafts = drafts_behind(self._own, drafts)
         if self._inner is not None:
-            # Thoughts are counted one by one: the budget may end within what the inner constraint forces.
+            # Count tokens one by one: the budget may end inside the tokens that the inner constraint forces.
             num_left = 0 if self._is_thinking else num_forced - len(self._own)
             asked = [*token_ids, *self._own]
             self._inner.advance(asked, num_left, with_mask=with_mask, drafts=self._drafts)
@@ -119,7 +119,7 @@ class BudgetMatcher:
             if self._ends_with(self._budget.end):
                 self._is_thinking = False
             elif self._num_thought == len(self._budget.start) and self._ends_with(self._budget.start):
-                self._num_thought = 0  # the prompt left it open, and the model opens it once more
+                self._num_thought = 0  # the model repeats the start mark of thoughts that the prompt opened
             self._check()
         elif self._ends_with(self._budget.start):
             self._is_thinking, self._num_thought = True, 0

@@ -139,7 +139,7 @@ class AsyncLLM:
         self._finalizer = weakref.finalize(self._session, self._front_end.shutdown)
         self._session.start()
 
-    # What the engine is.
+    # Facts about the engine.
 
     @property
     def ready(self) -> EngineReady:
@@ -149,7 +149,7 @@ class AsyncLLM:
     def __repr__(self) -> str:
         return f"AsyncLLM({described(self._front_end.options)})"
 
-    if not TYPE_CHECKING:  # with it, a type checker would take any name
+    if not TYPE_CHECKING:  # only at run time: with it, a type checker would accept any name
 
         def __getattr__(self, name: str) -> NoReturn:
             raise missing(self, name)
@@ -240,7 +240,7 @@ class AsyncLLM:
         """Register a listener for all further outputs and snapshots."""
         self._session.listeners.append(listener)
 
-    # What there is to do.
+    # Load.
 
     @property
     def num_unfinished(self) -> int:
@@ -296,9 +296,7 @@ class AsyncLLM:
         if options:
             sampling_params = msgspec.structs.replace(sampling_params, **truncation_of(options))
         process = partial(self._process, prompt, sampling_params, (cache_salt, priority), lora_request)
-        kind = getattr(
-            sampling_params, "output_kind", None
-        )  # what is no SamplingParams is refused when it is processed
+        kind = getattr(sampling_params, "output_kind", None)  # the input processor rejects other types
         delta = delta or kind is RequestOutputKind.DELTA
         outputs = self._session.run_request(process, prompt_text(prompt), request_id, delta=delta, part=part)
         return last_only(outputs) if kind is RequestOutputKind.FINAL_ONLY else outputs
@@ -333,8 +331,8 @@ class AsyncLLM:
         """Render and tokenise a conversation on the calling thread; `options` as in `conversation_of`."""
         return self.input_processor.render_chat(conversation_of(messages, **options))
 
-    # Texts to vectors, labels and scores. Cancelling a task that waits here aborts its request; the errors are those of
-    # `generate`, and UserError for what the model cannot do.
+    # Texts to vectors, labels and scores. Cancelling a waiting task aborts its request. They raise the errors of
+    # `generate`, and UserError if the model does not support the task.
 
     async def embed(
         self, prompt: Prompt, params: PoolingParams, request_id: str | None = None, *, priority: int = 0
@@ -561,7 +559,7 @@ class AsyncLLM:
             )
 
         if not self._front_end.is_ready:
-            return await asyncio.to_thread(process)  # which waits for the core
+            return await asyncio.to_thread(process)  # on a thread, because it waits for the core
         return await self.texts.off_loop(num_units(prompt, params), process)
 
 

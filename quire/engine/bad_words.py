@@ -58,8 +58,8 @@ class BadWordTokenizer:
         sequences = []
         for alone, spaced in zip(encoded[::2], encoded[1::2], strict=True):
             sequences.append(alone)
-            # A different first token of as long a sequence is the word itself with its space; a longer sequence
-            # is a space token and the word again.
+            # A sequence of equal length begins with another token, the word with its space; a longer one is a space
+            # token and the same word.
             if spaced and len(spaced) == len(alone) and spaced[0] != alone[0]:
                 sequences.append(spaced)
         sequences = [sequence for sequence in sequences if sequence and max(sequence) < self._vocab_size]

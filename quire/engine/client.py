@@ -65,7 +65,7 @@ def cause_of_death(error: BaseException) -> EngineDeadError:
     """The error for all requests when the receiver's thread ends with `error`."""
     if isinstance(error, EngineDeadError):
         return error
-    if isinstance(error, QuireError):  # what a start failed with
+    if isinstance(error, QuireError):  # the error of a failed start
         return EngineDeadError(str(error), summary="the engine could not start")
     death = EngineDeadError(f"the front end failed: {explain(error)}", summary="the server's front end failed")
     logger.error("error %s: the engine's front end failed", death.error_id, exc_info=error)

@@ -177,7 +177,7 @@ class EngineCore:
             if self._unsent is not None:
                 self._send_sampling_inputs(outputs)
         if not (self._in_flight or self.scheduler.has_requests) and self.scheduler.kv.can_transfer:
-            self._transfer()  # a caller that waited for the last request may not call again
+            self._transfer()  # now: after its last request the caller may not call again
         self._is_stepping = False
         return outputs
 
@@ -200,7 +200,7 @@ class EngineCore:
     def shutdown(self) -> None:
         """Drop all requests and release the executor. Idempotent."""
         self._in_flight.clear()
-        if not self._is_stepping:  # after a step that failed the workers take no more plans
+        if not self._is_stepping:  # after a failed step the workers accept no more plans
             self._is_stepping = True
             self._finish_transfers()
         self._masks.close()
@@ -293,7 +293,7 @@ class EngineCore:
             self._take_answers(outputs)
             asked = [matcher for matcher in self.scheduler.awaited() if matcher not in asked]
             if not asked:
-                return  # else the answers for a beam search have led to further questions
+                return  # a beam search's answers can lead to further questions
 
     def _take_answers(self, outputs: EngineOutputs) -> None:
         updates, refused = self.scheduler.settle(self._clock.now())
@@ -327,7 +327,7 @@ class EngineCore:
         try:
             return self._answer(call_id, method, argument)
         except QuireError as error:
-            # A caller cannot mend the model or the memory of a running engine.
+            # Errors of the model or of memory are not the caller's mistakes.
             is_internal = not isinstance(error, UserError) or isinstance(error, ModelLoadError | ConfigError)
             return CallResult(call_id, error=str(error), is_internal=is_internal)
 

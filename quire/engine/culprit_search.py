@@ -55,7 +55,7 @@ class CulpritSearch:
         elif self._tried == list(running) == list(suspects):
             [culprit] = suspects
         else:
-            self._groups.insert(0, suspects)  # once more, alone
+            self._groups.insert(0, suspects)  # try them again without the others
         self._suspects, self._tried = {}, []
         self._try_next()
         return culprit

@@ -347,10 +347,10 @@ class Fleet:
             self._states += [call] if is_part or call.method == begun_by else []
         elif call.method == "sleep" and not any(each.method == "sleep" for each in self._states):
             for number, each in opened.results.items():
-                if each.error is None:  # all sleep, or none
+                if each.error is None:  # all members sleep, or none
                     self.members[number].deliver(Call(0, "wake_up"))
 
-    # What a member tells, and its deaths.
+    # Outputs and deaths of members.
 
     def _run(self, member: Member) -> None:
         try:
@@ -358,7 +358,7 @@ class Fleet:
                 parts = self._pump(member, None)
                 if parts is not None:
                     self._arrived.put(parts)
-        except BaseException as error:  # a thread that ended in silence would leave every request waiting
+        except BaseException as error:  # if this thread ended silently, every request would wait for ever
             self._end(error)
 
     def _pump(self, member: Member, deadline: float | None) -> Parts | None:
@@ -424,7 +424,7 @@ class Fleet:
             running = {entry.request_id: entry.position for entry in here if entry.is_sent and not entry.is_over}
             for entry in here:
                 entry.is_sent = False
-                if entry.is_over:  # a prefix, to be registered again
+                if entry.is_over:  # a registered prefix is computed again
                     entry.generated, entry.ended = [[]], set()
             if not member.is_wanted:
                 return parts

@@ -52,7 +52,7 @@ class FrontEnd:
         if tokenizer is not None:
             source = TokenizerSource(msgspec.json.encode(options), config.model.vocab_size, _sample_of(tokenizer))
             self._chat_template = ChatTemplate.of(tokenizer, source)
-            if tokenizer.has_own_patterns:  # some take any time, and only the end of a process stops them
+            if tokenizer.has_own_patterns:  # a pattern can run for any time, and only ending its process stops it
                 tokenizer.encode_elsewhere = self._chat_template.helpers.encode
                 tokenizer.inline_characters = UNKNOWN_PATTERN_CHARACTERS
 

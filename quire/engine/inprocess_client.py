@@ -35,7 +35,7 @@ class InProcessClient(EngineClient):
                 param="data_parallel_size",
             )
         self._core = build_core(options, executor, config=config)
-        self._window = OutputWindow(0.0, SystemClock())  # no front end is woken
+        self._window = OutputWindow(0.0, SystemClock())  # no window: there is no other process to wake
         self._messages: deque[ClientMessage] = deque()
         self._arrival = threading.Condition()
         self._stepping = threading.Lock()
@@ -113,10 +113,10 @@ class InProcessClient(EngineClient):
             self._raise_if_dead()
             try:
                 outputs = advance(self._core, messages, self._window)
-                if not self._core.has_work:  # here: a caller of LLM does not come back for it behind its last output
+                if not self._core.has_work:  # now: a caller of LLM does not call again after its last output
                     self._core.check_when_idle()
                 return outputs
-            except BaseException as error:  # after an interrupt the step is half done as well
+            except BaseException as error:  # also an interrupt, which leaves the step half done
                 self._death = EngineDeadError(
                     f"the engine core failed: {explain(error)}", summary="the engine core failed"
                 )

@@ -127,7 +127,7 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
-        # A checkpoint may name more than its model has: those never end a sequence, and must not reach the sampler.
+        # A checkpoint may name end tokens outside the model's vocabulary, which must not reach the sampler.
         ends = eos_token_ids if tokenizer is None else tokenizer.ends(eos_token_ids)
         self._eos_token_ids = [token_id for token_id in ends if 0 <= token_id < vocab_size]
         self.grammars = GrammarWriter(tokenizer, vocab_size)
@@ -172,7 +172,7 @@ class InputProcessor:
         content, cache_salt = split_prompt(prompt, cache_salt, takes_images=True)
         media = MediaOptions(owner=cache_salt)
         if params.skip_reading_prefix_cache:
-            cache_salt += uuid.uuid4().hex  # no other request computed blocks under it
+            cache_salt += uuid.uuid4().hex  # a unique salt: no cached block matches
         check_unicode(request_id, param="request_id")
         token_ids = self._tokens(content, params, add_special_tokens)
         images: list[PromptImage] = []
@@ -195,9 +195,9 @@ class InputProcessor:
         if params.structured_outputs is not None:
             constraint = self.grammars.write(params.structured_outputs)
             constraint_start = list(params.structured_outputs.start_after_token_ids or ())
-            params = msgspec.structs.replace(params, structured_outputs=None)  # the workers need no schema
+            params = msgspec.structs.replace(params, structured_outputs=None)  # workers do not need the schema
         else:
-            params = copy(params)  # the caller may change its own
+            params = copy(params)  # the caller may modify the original
         thinking_budget = self._thinking_budget(params, token_ids) if params.has_thinking_budget else None
         return EngineRequest(
             request_id=request_id,
@@ -312,6 +312,7 @@ class InputProcessor:
         return self.chat_template.write(work)
 
     def tokenise_chat(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Tokenise a text that the helper has not tokenised."""
         assert self.tokenizer is not None, "there is a text only where there is a template"
         self.check_num_tokens(text, "messages")
         return self.tokenizer.encode(text, add_special_tokens)
@@ -341,7 +342,7 @@ class InputProcessor:
             for some in _in_pieces(content if isinstance(content, list) else list(content)):
                 token_ids += some
             self.check_token_ids(token_ids, "prompt_token_ids")
-        # Also when the tokenizer would put a token in front of nothing: an empty text is a caller's mistake.
+        # An empty text is an error even if the tokenizer adds a token before it.
         if not content or not token_ids:
             raise UserError("the prompt is empty: at least one token is needed", param="prompt")
         if keep is not None:
@@ -515,7 +516,7 @@ def mix_seed(seed: int, number: int) -> int:
 
 
 def has_images(prompt: Mapping[str, Any]) -> bool:
-    """Whether a prompt brings images, or names some."""
+    """True if a prompt brings or names images."""
     return any(prompt.get(key) for key in IMAGE_KEYS)
 
 

@@ -37,7 +37,7 @@ def build_core(
 
 def _masks(options: EngineOptions, config: EngineConfig) -> MaskSource:
     if config.model.pooling is not None or options.skip_tokenizer_init or config.executor == "external_launcher":
-        return NO_MASKS  # of the last: masks come when they are ready, which differs from rank to rank
+        return NO_MASKS  # external_launcher: masks would arrive at different steps on different ranks
     return ConstraintService(options, config.model.vocab_size, config.model.eos_token_ids)
 
 

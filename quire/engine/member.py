@@ -64,6 +64,7 @@ class Entry:
         return len(self.ended) == len(self.generated)
 
     def note(self, update: SequenceUpdate) -> None:
+        """Record an engine's update."""
         self.generated[update.index] += update.new_token_ids
         if update.prompt_logprobs is not None:
             self.num_prompt_logprobs = update.prompt_logprobs.start + len(update.prompt_logprobs.entries)
@@ -73,7 +74,7 @@ class Entry:
     def resumed(self) -> AddRequest:
         """The request with its resume point, for another engine."""
         generated = self.generated
-        if self.request.params.use_beam_search:  # hypotheses come at the end, all at once: it begins anew
+        if self.request.params.use_beam_search:  # a beam search reports only at its end, so it starts again
             generated = [[] for _ in range(self.request.params.num_sequences)]
         age = time.monotonic() - self.arrival
         point = ResumePoint(generated, sorted(self.ended), self.num_prompt_logprobs, age)

@@ -75,6 +75,7 @@ class RequestRejected(msgspec.Struct, array_like=True):
     is_culprit: bool = False
 
     def error(self) -> QuireError:
+        """The exception for the caller."""
         if self.is_culprit:
             summary = "the engine died whenever it ran this request, which is not tried again"
             return InternalError(self.message, summary=summary)
@@ -120,7 +121,7 @@ class EngineReady(msgspec.Struct, tag="ready", array_like=True):
 
 class Ask(msgspec.Struct, tag="ask", array_like=True):
     """Question between processes of a server (quire/engine/questions.py). number: chosen by the asker. peer: when sent,
-    the recipient (a service of the parent by name, or a session); as delivered, the asking session."""
+    the recipient (name of a parent's service, or a session); as delivered, the asking session."""
 
     number: int
     peer: str | int

@@ -190,7 +190,7 @@ class _RequestState:
         self._queue_time = 0.0
         self._first_token: float | None = None
         stops = StopTable(request.params.stop_strings) if request.params.stop_strings else None
-        # Of a beam search the core reports hypotheses only, not its beams.
+        # The core reports only the hypotheses of a beam search, not its beams.
         num_reported = request.params.n if request.params.use_beam_search else request.params.num_sequences
         self.sequences = [_SequenceState(index, request, self._tokenizer, stops) for index in range(num_reported)]
         self.num_live = len(self.sequences)
@@ -221,7 +221,7 @@ class _RequestState:
         if update.pooled is not None:
             self._pooled = update.pooled
         if update.timing is not None:
-            if self._first_token is None:  # later an engine that has been started again may report another number
+            if self._first_token is None:  # a restarted engine may report another number later
                 self._num_cached_tokens = update.num_cached_tokens
             self._measure(update.timing, has_token=bool(update.new_token_ids))
         if update.drafts is not None:
@@ -345,7 +345,7 @@ class _SequenceState:
         token_ids = update.new_token_ids
         detokenizer, repetition = self._detokenizer, self._repetition
         if detokenizer is not None or repetition is not None:
-            # A token that ends the sequence is no part of its text, unless stops are to be shown.
+            # A token that ends the sequence is not part of its text, unless the request asks for it.
             is_stop = update.finish_reason is FinishReason.STOP and not self._params.include_stop_str_in_output
             is_stop = is_stop and not update.ends_in_text
             num_shown = len(token_ids) - is_stop

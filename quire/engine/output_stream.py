@@ -46,7 +46,7 @@ class OutputStream:
         """Queue an output. It may be shared and is not modified."""
         if not self._delta:
             self._waiting.clear()
-        # The output in which the model failed becomes an error for the consumer: what came before it must not.
+        # A damaged output becomes an error for the consumer, so it is not merged with earlier outputs.
         if len(self._waiting) < MAX_SEPARATE or is_damaged(output):
             self._waiting.append(output)
         else:
@@ -160,6 +160,7 @@ class _PackedLogprobs:
             self._texts.append(alternative.decoded_token)
 
     def entries(self) -> list[dict[int, Logprob]]:
+        """The entries in order."""
         alternatives = zip(self._token_ids, self._values, self._ranks, self._texts, strict=True)
         return [
             {

@@ -67,7 +67,7 @@ class OutputWindow:
 def _can_wait(outputs: EngineOutputs) -> bool:
     if outputs.rejections or outputs.results:
         return False
-    for update in outputs.updates:  # a loop, since it is asked of every token
+    for update in outputs.updates:  # a plain loop for speed: this runs for every token
         if update.finish_reason is not None or update.prompt_logprobs is not None:
             return False
         if update.timing is not None and not update.timing.can_wait:

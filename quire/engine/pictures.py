@@ -28,7 +28,7 @@ _IMAGES = msgspec.msgpack.Decoder(ReadyImage)
 
 
 class Names(Protocol):
-    """NamedPictures, wherever they are."""
+    """Named pictures of this process or another."""
 
     async def put(self, name: bytes, image: Any) -> None: ...
 
@@ -38,13 +38,13 @@ class Names(Protocol):
 
 
 class OwnNames:
-    """Those of this process."""
+    """Implements Names over this process's pictures."""
 
     def __init__(self, pictures: NamedPictures) -> None:
         self._pictures = pictures
 
     async def put(self, name: bytes, image: Any) -> None:
-        await asyncio.to_thread(self._pictures.put, name, image)  # which may copy it
+        await asyncio.to_thread(self._pictures.put, name, image)  # on a thread, because it may copy the image
 
     async def find(self, name: bytes) -> Any:
         return self._pictures.find(name)
@@ -70,12 +70,12 @@ class Pictures:
         self._fetching.shutdown(wait=False, cancel_futures=True)
 
     async def of_prompt(self, prompt: Prompt, owner: str) -> Prompt:
-        """The prompt with its images ready. owner: of their names. Raises UserError naming the image."""
+        """The prompt with its images ready. owner: client that named them. Raises UserError naming the image."""
         if not isinstance(prompt, Mapping) or isinstance(prompt.get("multi_modal_data"), PlacedImages):
             return prompt
         inputs = (await asyncio.to_thread(lambda: self._front_end.input_processor)).images
         if isinstance(inputs, NoImages):
-            return prompt  # the input processor says why it takes none
+            return prompt  # the input processor raises the error
         pictures = pictures_of(prompt)
         inputs.check_number(len(pictures), IMAGES)
         ready = await self.ready(inputs, pictures, MediaOptions(owner=prompt.get("cache_salt", owner)))

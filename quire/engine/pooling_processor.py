@@ -214,10 +214,12 @@ class PoolingProcessor:
         return ClassificationRequestOutput(output.request_id, found, output.prompt_token_ids, output.num_cached_tokens)
 
     def pair_score(self, output: RequestOutput, params: PoolingParams) -> ScoringRequestOutput:
+        """Score of a pair from a cross-encoder's output."""
         found = ScoringOutput(self.vector(output, params)[0])
         return ScoringRequestOutput(output.request_id, found, output.prompt_token_ids, output.num_cached_tokens)
 
     def similarity(self, first: RequestOutput, second: RequestOutput, params: PoolingParams) -> ScoringRequestOutput:
+        """Cosine similarity of two texts' vectors."""
         left, right = (normalized(self.vector(output, params)) for output in (first, second))
         found = ScoringOutput(math.fsum(x * y for x, y in zip(left, right, strict=True)))
         token_ids = first.prompt_token_ids + second.prompt_token_ids
@@ -226,11 +228,13 @@ class PoolingProcessor:
 
 
 def normalized(vector: list[float]) -> list[float]:
+    """Scale a vector to length 1."""
     length = max(math.sqrt(math.fsum(value * value for value in vector)), _SHORTEST)
     return [value / length for value in vector]
 
 
 def activated(logits: list[float], activation: Activation) -> list[float]:
+    """Apply the activation to a classifier's logits."""
     if activation == "identity":
         return logits
     if activation == "sigmoid":

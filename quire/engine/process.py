@@ -70,7 +70,7 @@ class Channel:
     def read(self) -> list[ClientMessage]:
         """All available messages, without waiting. A long prompt takes several calls."""
         messages = []
-        if self._poller.poll(0):  # beside a model it takes a third of what it takes to receive nothing
+        if self._poller.poll(0):  # a poll costs a third of an empty receive while a model runs
             with contextlib.suppress(zmq.Again):
                 while True:
                     messages.append(self._decoder.decode(self._inbox.recv(zmq.NOBLOCK)))
@@ -120,7 +120,7 @@ def main(line: bytes) -> None:
         channel.send(failed)
     channel.close()
     # Interpreter shutdown would tear down thread pools and freed gigabytes one by one; nothing is left to save.
-    with contextlib.suppress(OSError):  # what cannot be written is lost
+    with contextlib.suppress(OSError):  # output that cannot be written is lost
         sys.stdout.flush()
     os._exit(0 if failed is None else 1)
 
@@ -142,7 +142,7 @@ def run_engine(spec: LaunchSpec, channel: Channel, stop: StopFlag, beats: Engine
         logger.debug("the engine could not start", exc_info=True)
         return EngineFailed(f"the engine could not start: {explain(error)}", summary="the engine could not start")
     try:
-        # What the start-up made lives for ever: collections need not look at it again.
+        # Objects made by the start live for ever: exempt them from garbage collection.
         gc.collect()
         gc.freeze()
         channel.send(core.ready)
@@ -176,7 +176,7 @@ def serve(core: EngineCore, channel: Channel, stop: StopFlag, progress: Progress
             if any(isinstance(message, Shutdown) for message in messages):
                 return
             if held := window.release():
-                # The next step may take long: it may be that of a new prompt.
+                # Send held outputs now: the next step may be a long prompt.
                 channel.send(EngineOutputs(held))
         if any(map(takes_long, messages)):
             with progress.exempt():

@@ -94,8 +94,8 @@ class ProcessClient(RemoteClient[EngineFailed], EngineClient):
         _ = self.ready
         with self._sending:
             self._raise_if_dead()
-            # Not left to the socket, told not to connect again (RECONNECT_IVL): closed a moment after its peer is
-            # gone, such a one may keep libzmq 4.3.5 waiting for ever in `Context.term`.
+            # Check the process here instead of disabling reconnection of the socket (RECONNECT_IVL): with that, closing
+            # it just after its peer is gone can block libzmq 4.3.5 for ever in `Context.term`.
             if self._process.poll() is not None:
                 self._raise_cause()
             self._send(*messages)
@@ -169,7 +169,7 @@ class ProcessClient(RemoteClient[EngineFailed], EngineClient):
         if self._receiving.acquire(blocking=False):
             try:
                 while self._poll(_EXIT_SECONDS) is not None:
-                    pass  # outputs that no caller will ask for any more
+                    pass  # discard outputs: no caller reads them any more
             finally:
                 self._receiving.release()
         else:

@@ -1,6 +1,5 @@
-"""Questions among the processes of a server, which share the sockets of a shared engine
-(quire/engine/shared_engine.py) with requests, and have nothing else in common: a session asks a service of the parent,
-or another session."""
+"""Questions among the processes of a server: a session asks a service of the parent, or another session. They share
+only the sockets of a shared engine (quire/engine/shared_engine.py) with requests."""
 
 from __future__ import annotations
 
@@ -17,16 +16,17 @@ logger = get_logger(__name__)
 
 
 class Exchange:
-    """The parent's half: passes questions and answers on, and remembers none of them."""
+    """The parent's half: forwards questions and answers without keeping state."""
 
     def __init__(
         self, services: Mapping[str, Callable[[int, bytes], bytes]], send: Callable[[int, Ask | Answer], bool]
     ) -> None:
-        """services: of the parent; called with the session that asks. send: to a session; False: it has ended."""
+        """services: the parent's, by name; called with the session that asks. send: sends to a session; returns False
+        if it has ended."""
         self._services, self._send = services, send
 
     def carry(self, session: int, message: Ask | Answer) -> None:
-        """Pass on what a session sends."""
+        """Forward a session's message."""
         if isinstance(message, Answer):
             self._send(message.asker, message)
         elif isinstance(message.peer, str):
@@ -44,8 +44,7 @@ class Exchange:
 
 
 class Questions:
-    """Questions to services of the parent and to other sessions, and answers to theirs. They share the sockets with
-    requests. The parent forwards them without keeping state."""
+    """A session's half: its questions, and answers to those of other sessions."""
 
     def __init__(self, send: Callable[[Ask | Answer], None]) -> None:
         """send: to the parent; raises EngineDeadError."""
@@ -88,7 +87,7 @@ class Questions:
                 task.add_done_callback(self._tasks.discard)
             case Answer(number, _, payload):
                 _, future = self._asked.get(number, (None, None))
-                if future is not None and not future.done():  # else the task that asked was cancelled
+                if future is not None and not future.done():  # done if the asking task was cancelled
                     future.set_result(payload)
             case _:
                 for peer, future in self._asked.values():
@@ -105,5 +104,5 @@ class Questions:
             payload = await self._answer(question.payload)
         except Exception:
             logger.exception("a question of another API process was not answered")
-        with contextlib.suppress(EngineDeadError):  # then the asker hears of that itself
+        with contextlib.suppress(EngineDeadError):  # the asker gets the same error
             self._send(Answer(question.number, question.peer, payload))

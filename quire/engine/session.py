@@ -59,6 +59,7 @@ class Outbox:
         self._unsent.append((message, fail))
 
     def flush(self) -> None:
+        """Send the waiting requests now."""
         unsent, self._unsent = self._unsent, []
         if unsent:
             self._send(unsent)
@@ -70,7 +71,7 @@ class Outbox:
             for _, fail in unsent:
                 fail(error.again())
         except Exception as error:
-            if len(unsent) > 1:  # nothing was sent: which of them cannot be?
+            if len(unsent) > 1:  # nothing was sent: send one by one to find the invalid request
                 for one in unsent:
                     self._send([one])
                 return
@@ -112,6 +113,7 @@ class Session:
         self._all_finished = asyncio.Event()
 
     def start(self) -> None:
+        """Start the receiver thread."""
         threading.Thread(
             target=_receive, args=(self.client, weakref.ref(self)), name="quire-receiver", daemon=True
         ).start()
@@ -129,7 +131,7 @@ class Session:
         if self.control.is_asleep:
             raise EngineAsleepError("the engine is asleep: wake it up first")
 
-    # What there is to do.
+    # Load.
 
     @property
     def num_pending(self) -> int:
@@ -181,7 +183,7 @@ class Session:
                     token_ids = request.prompt_token_ids
                     pieces = await self._texts.off_loop(len(token_ids), partial(encode_pieces, token_ids))
                     request = await stack.enter_async_context(turn_of(part, request))
-                # Not inside: another process, which may look at any moment, would count it twice and refuse its own.
+                # After the counting above: another process must not count the request twice and reject its own.
                 self._submit(AddRequest(request, pieces), text, stream, delta)
                 try:
                     finished = False
@@ -318,7 +320,7 @@ class Session:
             except InternalError as error:
                 stream.fail(error)
                 output = None
-        self._outbox.flush()  # an abort comes behind its request
+        self._outbox.flush()  # the request must be sent before its abort
         self._send_aborts([Abort(stream.key)])
         if output is not None:
             output.request_id = stream.request_id

@@ -57,8 +57,8 @@ class SharedEngine:
         on_stats: Callable[[EngineStats], None],
         on_change: Callable[[], None],
     ) -> None:
-        """directory: location of the sockets. services: those of Exchange. on_stats: called with each snapshot.
-        on_change: called when the engine is ready and when it has ended. All are called on threads."""
+        """directory: location of the sockets. services: see Exchange. on_stats: gets each snapshot. on_change: called
+        when the engine is ready and when it has ended. All run on threads."""
         self._fleet = fleet
         self._directory = directory
         self._state = state
@@ -105,7 +105,7 @@ class SharedEngine:
             self._heard.pop(number, None)
             with contextlib.suppress(QuireError):  # the thread that carries outputs tells all sessions
                 self._fleet.close_session(number)
-                # It may have been about to change these: the engine knows how far it came.
+                # The ended session may have changed these states: ask the engine for them.
                 self._fleet.submit(PARENT, *(Call(number, method) for number, method in enumerate(OWN_CALLS)))
             for session in self._sessions:
                 self._send(session, Ended(number))
@@ -184,7 +184,7 @@ class SharedEngine:
                             take_piece(message)
                         for_fleet.append(message)
             with self._lock:
-                if for_fleet and session in self._sessions:  # else its process has ended
+                if for_fleet and session in self._sessions:  # its process may have ended
                     with contextlib.suppress(EngineDeadError):  # the thread that carries outputs tells all sessions
                         rejections = self._fleet.submit(session, *for_fleet)
                         if rejections:

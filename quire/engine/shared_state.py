@@ -60,6 +60,8 @@ class EngineState:
 
 
 class Loads:
+    """Load of each process."""
+
     _NUM_CELLS = 8
     _UNFINISHED, _PENDING, _TOKENS, _PROGRESS, _PROGRESS_AT, _CLOSED, _PID, _BEAT = range(_NUM_CELLS)
 

@@ -90,7 +90,7 @@ def read_step_log(path: Path) -> tuple[StepLogHeader, list[StepRecord]]:
 def _decoded(path: Path, number: int, line: bytes, kind: type[Entry]) -> Entry:
     try:
         return msgspec.json.decode(line, type=kind)
-    except msgspec.DecodeError as error:  # a ValidationError is one
+    except msgspec.DecodeError as error:  # includes ValidationError
         raise UserError(f"{str(path)!r}, line {number}, is not of a step log: {error}", param="log") from None
 
 
@@ -111,6 +111,7 @@ class StepLog(Observer):
         self._lines.write([_header(self._config, layout, backend)])
 
     def executes(self, plan: StepPlan) -> StepEnd:
+        """Record the plan's hand-over and end."""
         handed_over = self._clock.now()
 
         def note(future: StepFuture) -> None:
@@ -164,7 +165,7 @@ class _Lines:
         except OSError as error:
             logger.warning("the step log ends here: %s", error.strerror)
             file, self._file = self._file, None
-            with suppress(OSError):  # what is buffered cannot be written either
+            with suppress(OSError):  # closing writes buffered data, which fails again
                 file.close()
 
     def close(self) -> None:

@@ -63,7 +63,7 @@ class PendingCall:
             return
         try:
             results = [self._decode(answer.body) for answer in self.answers if answer is not None]
-        except msgspec.DecodeError as mistake:  # whatever it is, the core waits for this future
+        except msgspec.DecodeError as mistake:  # the core waits for this future, so it must be completed
             self.future.set_exception(mistake)
         else:
             self.future.set_result(results)
@@ -134,7 +134,7 @@ class RankCalls(ABC):
             return self._submit(PendingCall(EXECUTE, self._decode_result, self._num_ranks), body)
         sampled = self._unsent = PendingCall(SAMPLE, self._decode_result, self._num_ranks)
 
-        def note_failure(launched: Future[list[Any]]) -> None:  # on the reader's thread, as all that settles calls
+        def note_failure(launched: Future[list[Any]]) -> None:  # on the reader's thread, which settles all calls
             if launched.exception() is not None:
                 sampled.future.set_exception(launched.exception())
 

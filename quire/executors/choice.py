@@ -25,7 +25,7 @@ def make_executor(config: EngineConfig) -> Executor:
         from quire.executors.multiprocess import make_multiprocess_executor
 
         return make_multiprocess_executor(config)
-    with without_collections():  # which look at all that torch makes, again and again
+    with without_collections():  # collections would scan the objects of torch's import again and again
         from quire.executors.local import LocalExecutor
 
     return LocalExecutor(config)

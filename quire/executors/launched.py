@@ -113,7 +113,7 @@ def _join(config: EngineConfig) -> tuple[ProcessGroup, ProcessGroup]:
             f"{config.parallel.tp}",
             param=OPTION,
         )
-    number = store.add(f"quire: engines of rank {rank}", 1)  # a program may make several, one after the other
+    number = store.add(f"quire: engines of rank {rank}", 1)  # a program may make several engines, one after the other
     store = library.PrefixStore(f"quire: engine {number}", store)
     store.set(f"memory of rank {rank}", shared_memory())
     memories = {store.get(f"memory of rank {each}") for each in range(size)}

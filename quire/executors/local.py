@@ -188,14 +188,12 @@ def _run_calls(calls: queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], t
 
 
 def _sample(worker: Worker, launched: Future[PendingStep], inputs: SamplingInputs) -> StepResult:
-    """Finish a launched plan."""
     pending = launched.result()
     worker.send_sampling_inputs(inputs)
     return pending.result()
 
 
 def _settle(future: Future[Any], call: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """Run the call and complete the future."""
     try:
         result = call(*arguments)
     except BaseException as error:  # a thread that ended here would leave the core waiting for this future

@@ -78,7 +78,7 @@ class RankPulse:
             self._has_begun = True
             self._stalled = decode_beats(beats)
             self._heartbeat.beat()
-        elif self._has_begun:  # before that its interpreter starts
+        elif self._has_begun:  # until the first beat the interpreter starts
             self._heartbeat.look()
         stalled = math.inf if self._stalled is None else self._stalled
         return VitalSigns(self._heartbeat.silence if self._has_begun else 0.0, stalled)
@@ -138,7 +138,7 @@ class RankProcesses(RankCalls):
 
     def _send(self, message: bytes) -> None:
         for connection in self._connections:
-            with suppress(OSError):  # where the rank has ended, the reader notices it and tells every call
+            with suppress(OSError):  # if the rank has ended, the reader notices and fails every call
                 connection.send_bytes(message)
 
     def _arrived(self, seconds: float | None) -> Iterator[tuple[int, bytes | None]]:
@@ -177,7 +177,6 @@ class RankProcesses(RankCalls):
 
 
 def _hang_up(connection: Connection) -> None:
-    """End the stream in both directions."""
     with socket.socket(fileno=os.dup(connection.fileno())) as same, suppress(OSError):  # the rank may have ended
         same.shutdown(socket.SHUT_RDWR)
 

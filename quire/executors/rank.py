@@ -107,7 +107,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     line = sys.stdin.buffer.readline()
     if not line.endswith(b"\n"):
-        return  # the parent ended before it had said what to do
+        return  # the parent ended before it sent the RankLaunch
     launch = msgspec.json.decode(line, type=RankLaunch)
     watch_parent(_nothing)
     configure_logging()
@@ -117,7 +117,7 @@ def main() -> None:
     with suppress(EOFError, OSError):  # the parent has closed the socket: it is done, or gone
         serve(Rank(launch.rank, launch.ends), socket, progress)
     # Interpreter shutdown would tear down thread pools and freed gigabytes one by one; nothing is left to save.
-    with suppress(OSError):  # what cannot be written is lost
+    with suppress(OSError):  # output that cannot be written is lost
         sys.stdout.flush()
     os._exit(0)
 
@@ -141,7 +141,7 @@ class Rank:
         """Start one call. A plan may still run when this returns."""
         try:
             return self._begin(call)
-        except BaseException as error:  # the parent must learn of it, whatever it is
+        except BaseException as error:  # every error must reach the parent
             return error
 
     def answer(self, outcome: Outcome) -> RankAnswer:
@@ -149,7 +149,7 @@ class Rank:
         if not isinstance(outcome, msgspec.Raw | BaseException):
             try:
                 result = outcome.result()
-            except BaseException as error:  # as above
+            except BaseException as error:  # every error must reach the parent
                 outcome = error
             else:
                 return RankAnswer(msgspec.Raw(self._results.encode(self._own_part(result))))
@@ -173,13 +173,13 @@ class Rank:
             self._executor.send_sampling_inputs(self._sampling_inputs.decode(call.body))
         else:
             self._launched = self._executor.execute(self._plans.decode(call.body))
-        if call.method == LAUNCH and not self._launched.done():  # done: it has failed
+        if call.method == LAUNCH and not self._launched.done():  # a launched plan that is done has failed
             return NOTHING
         return self._launched
 
     def _own_part(self, result: StepResult) -> StepResult:
-        """What the core does not have from the first of the ranks that sample, and the checksum that tells whether this
-        rank has sampled the same."""
+        """The part of a result that the first sampling rank does not send, and a checksum that shows whether this rank
+        sampled the same."""
         checksum = zlib.crc32(self._results.encode((result.token_ids, result.pooled)))
         if self._answers_in_full:
             result.checksum = checksum
@@ -247,7 +247,7 @@ class Answers:
             self._send(outcome)
 
     def _run(self) -> None:
-        with suppress(OSError):  # the parent has closed its end, which the thread that reads notices
+        with suppress(OSError):  # if the parent has closed its end, the reading thread notices
             while True:
                 self._send(self._awaited.get())
 

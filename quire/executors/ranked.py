@@ -105,7 +105,7 @@ class RankedExecutor:
                     sampled.take(result)
                 result.transfers = self._transfers.reduce([part.transfers for part in parts])
                 agreed.set_result(result)
-            except BaseException as error:  # whatever it is, the core waits for this future
+            except BaseException as error:  # the core waits for this future, so it must be completed
                 agreed.set_exception(error)
 
         started.add_done_callback(settle)
@@ -182,9 +182,9 @@ def reduce_profiles(profiles: Sequence[MemoryProfile]) -> MemoryProfile:
 
 
 def agree(results: Sequence[StepResult]) -> StepResult:
-    """The first rank's result, with the failures of all. results: of the ranks that sample. Raises QuireError when
-    another rank sampled other tokens, because its KV cache and the first one's are then of different sequences, or
-    computed another vector, because every rank adds up the same: checksums tell."""
+    """The first rank's result, with the failures of all. results: from the ranks that sample. Raises QuireError if the
+    checksum of another rank differs: it sampled other tokens (their KV caches would diverge) or computed another
+    vector."""
     first, *others = results
     for rank, other in enumerate(others, start=1):
         if (other.step_id, other.checksum) != (first.step_id, first.checksum):
@@ -225,7 +225,7 @@ class TransferReports:
             token_seconds=max(last.token_seconds for last in self._last),
             is_scanning=any(last.is_scanning for last in self._last),
         )
-        for rank, report in new:  # removed first, as the scheduler's half does
+        for rank, report in new:  # removals first, like in the scheduler's half
             for key in report.gone:
                 if all(key in found for found in self._found):
                     merged.gone.append(key)

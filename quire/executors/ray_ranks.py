@@ -103,7 +103,6 @@ class RayRanks(RankCalls):
         return self._hosts
 
     def _place(self, num_threads: int, strategy: str) -> list[Any]:
-        """An actor in each bundle."""
         bundles = [{"CPU": num_threads}] * self._num_ranks
         self._placement = placement_group(bundles, strategy=STRATEGIES[strategy])
         if not self._placement.wait(PLACEMENT_SECONDS):
@@ -157,7 +156,7 @@ class RayRanks(RankCalls):
         if self._reader.is_alive():
             self._events.put((0, None))
             self._reader.join()
-        with suppress(Exception):  # as above
+        with suppress(Exception):  # the cluster may have ended
             if self._placement is not None:
                 remove_placement_group(self._placement)
         if self._has_connected:

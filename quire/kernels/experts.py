@@ -20,7 +20,7 @@ def route(routing: Routing, logits: torch.Tensor) -> torch.Tensor:
     """[T, num_experts] -> [T, 2 * top_k] float32; see `Operations.route`. Ties go to the lower expert number."""
     wide = logits.float()
     scores = torch.softmax(wide, dim=-1) if routing.scoring == "softmax" else _sigmoid(wide)
-    # Scores round to equal numbers where logits still differ: only what scores decide is left to them.
+    # Different logits can round to equal scores, so logits decide unless a bias or groups need scores.
     preference = wide if routing.bias is None and routing.num_groups == 1 else scores
     if routing.bias is not None:
         preference = preference + routing.bias
@@ -72,7 +72,7 @@ def count_rows(counts: RowCounts | None, routing: torch.Tensor) -> None:
     if counts.num_rows is not None:
         is_real = torch.arange(len(chosen), device=chosen.device) < counts.num_rows
         counted = is_real[:, None].expand_as(chosen).long()
-        # What padding holds may be any number.
+        # Padding rows may hold any number.
         chosen = torch.where(is_real[:, None], chosen, 0)
     counts.by_expert.scatter_add_(0, chosen.flatten(), counted.flatten())
 

@@ -1,6 +1,6 @@
 """Reference functions that define the kernels: norms, writes to pages, block copies, paged attention. The torch back
-end also runs `norm`, `write_kv` and `copy_blocks`. `paged_attention_dense` is for tests: it goes token by token and
-supports float64."""
+end also runs `norm`, `write_kv` and `copy_blocks`. `paged_attention_dense` is for tests: token by token, also in
+float64."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def write_rows(rows: torch.Tensor, index: torch.Tensor, values: torch.Tensor) ->
         return
     largest = torch.finfo(rows.dtype).max
     kept = torch.where(values.isfinite(), values.clamp(-largest, largest), torch.nan).to(rows.dtype)
-    # torch moves no float8 on a CPU, and bytes as well.
+    # torch cannot index_copy float8 on a CPU; bytes work.
     rows.view(torch.uint8).index_copy_(0, index, kept.view(torch.uint8))
 
 

@@ -14,8 +14,8 @@ Value: TypeAlias = Union["torch.Tensor", "Buffer"]
 """[T, width], or the placeholder of such a matrix."""
 
 AnyValue: TypeAlias = Any
-"""A Value, Indices or ReadRows argument of an operation; each back end declares its own kind, and all values of a model
-are of that kind."""
+"""A Value, Indices or ReadRows argument of an operation, in its back end's own kind, the same for all values of a
+model."""
 
 Indices: TypeAlias = Union["torch.Tensor", "RecordedIndices"]
 """[T] int64, token ids or positions."""

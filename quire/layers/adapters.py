@@ -31,9 +31,8 @@ class Part:
 @dataclass(eq=False, slots=True)
 class AdapterStack:
     """Adapters of one linear layer, by slot. in_features, in_start: this rank's inputs. in_whole: inputs over all
-    ranks. parts: outputs by checkpoint matrix. pieces: the parts that share one A and B, as the checkpoint's matrices
-    do. is_interleaved: True if gate and up alternate by PANEL columns in the product; known once the weights are
-    loaded."""
+    ranks. parts: outputs by checkpoint matrix. pieces: the parts that share one A and B. is_interleaved: True if gate
+    and up alternate by PANEL columns in the product; known once the weights are loaded."""
 
     in_features: int
     in_start: int
@@ -115,7 +114,7 @@ class StepSlots:
         self.read = slots if rows is None else slots[rows]
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
-        """Slots for the rows of x, which are all of the step's or the read ones; for equal counts both are the same."""
+        """Slots for the rows of x: all of the step or the read ones (the same for equal counts)."""
         found: torch.Tensor = self.all if len(x) == len(self.all) else self.read
         return found
 

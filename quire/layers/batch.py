@@ -20,15 +20,15 @@ NO_COLUMNS: Mapping[str, torch.Tensor] = MappingProxyType({})
 class ForwardBatch(NamedTuple):
     """One step's T tokens, flat. Tensors, or placeholders while a model is recorded.
 
-    token_ids, slot_positions: [T]; the position determines the KV slot and what the token sees. attention: planned step
-    of the back end. logits_rows: [R] distinct, ascending, tokens whose hidden states are read and the only ones that
-    the last layer computes after attention (None: all). states: pages of layers with recurrent state (None: no such
-    layers). columns: [T] each, the model's columns by name (quire/worker/columns.py). version: equal versions other
-    than 0 mean the same tensors at the same addresses.
+    token_ids, slot_positions: [T]; the position determines the KV slot and the visible tokens. attention: planned step
+    of the back end. logits_rows: [R] distinct, ascending, tokens whose hidden states are read, the only ones that the
+    last layer computes after attention (None: all). states: pages of layers with recurrent state, or None. columns: [T]
+    each, the model's columns by name (quire/worker/columns.py). version: equal versions other than 0 mean the same
+    tensors at the same addresses.
 
-    The other fields are optional; each combination is recorded or captured separately, with version 0. hidden: [T,
-    size], input of the first layer in later stages and draft heads (None: embeddings). overlay: rows over embeddings,
-    or None. taps: layers whose results `forward` also returns.
+    Each combination of the other fields is recorded or captured separately, with version 0. hidden: [T, size], input of
+    the first layer in later stages and draft heads (None: embeddings). overlay: rows over embeddings, or None. taps:
+    layers whose results `forward` also returns.
     """
 
     token_ids: Indices

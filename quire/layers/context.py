@@ -23,12 +23,12 @@ class LayerContext:
 
     dtype, device: type and place of activations and norm weights. cache_dtype: dtype of keys and values, a key of
     CACHE_DTYPE_BYTES. group: ranks that share each layer. operations: computes everything but linear maps and
-    attention, on the same kind of values as the linear methods. linear, vocabulary, positions: storage methods of
-    linear layers, vocabulary matrices, and position tables (and other unquantised matrices, such as routers).
-    expert_counts: counters of the experts' rows, or None. cache_scales: scales of an fp8 cache by layer, registered
-    by layers with keys and values. adapters: the model's adapters, or None. stage: layers that this rank computes.
-    expert_placement: distribution of whole experts over ranks (None: each rank has a slice of every expert).
-    dealt_to: neighbouring ranks with the same key heads, each of which keeps a part of a sequence's tokens.
+    attention. linear, vocabulary, positions: storage methods of linear layers, vocabulary matrices, and position
+    tables (and other unquantised matrices, such as routers). expert_counts: counters of the experts' rows, or None.
+    cache_scales: scales of an fp8 cache by layer, registered by layers with keys and values. adapters: the model's
+    adapters, or None. stage: layers that this rank computes. expert_placement: distribution of whole experts over
+    ranks (None: each rank has a slice of every expert). dealt_to: neighbouring ranks with the same key heads, each
+    of which keeps a part of a sequence's tokens.
     """
 
     dtype: torch.dtype

@@ -1,7 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): projections around attention over latents. The cache
-holds one compressed vector per token and one rotated key. The matrices that would expand keys and values are absorbed
-into queries and results, for prompts and single tokens alike, so a token's arithmetic depends only on its position.
-With `expands_prompts`, only single tokens are computed so; prompts expand keys and values."""
+holds one compressed vector and one rotated key per token. The matrices that would expand keys and values are absorbed
+into queries and results, so a token's arithmetic depends only on its position. With `expands_prompts` this holds for
+single tokens; prompts expand keys and values."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ class LatentHeads:
 
 
 class LatentAttention:
-    """Latent attention whose heads are shared by the ranks; each rank keeps whole latents. index: an indexer chooses
-    the keys that tokens read (None: all). Tensor names are DeepSeek's. Raises ConfigError for heads that ranks cannot
-    share and unsupported latents."""
+    """Latent attention with heads shared by the ranks; each rank keeps whole latents. index: an indexer chooses the
+    keys that tokens read (None: all). Tensor names are DeepSeek's. Raises ConfigError for unsupported latents and for
+    heads that ranks cannot share."""
 
     def __init__(
         self,

@@ -236,8 +236,8 @@ class MixtureOfExperts:
 
 
 def placed_experts(count: int, group: ProcessGroup, strategy: str) -> list[int]:
-    """Place of each of `count` experts on this rank, or ELSEWHERE. strategy: one of EXPERT_PLACEMENTS; with a
-    remainder, the first ranks hold one more. Raises ConfigError if a rank would hold none."""
+    """Place of each of `count` experts on this rank, or ELSEWHERE. strategy: one of EXPERT_PLACEMENTS; the first ranks
+    take any remainder. Raises ConfigError if a rank would hold none."""
     if count < group.size:
         raise ConfigError(
             f"enable_expert_parallel is not possible: {count} experts are fewer than tensor_parallel_size={group.size}",

@@ -57,7 +57,7 @@ class NativeAdapterStorage:
 def record_adapted(stack: AdapterStack, x: Buffer, y: Buffer, slots: RecordedIndices) -> Buffer:
     """`Operations.add_adapted` over placeholders."""
     if not stack.pieces:
-        return y  # no matrix of a checkpoint is the layer's
+        return y  # no checkpoint matrix belongs to the layer
     own: NativeStack = stack.stored
     x.recorder.keep.append(own)
     width = len(stack.pieces) * own.table.max_rank

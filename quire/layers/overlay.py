@@ -15,8 +15,7 @@ ValueT = TypeVar("ValueT", bound=Value)
 
 
 class Overlay(Protocol[ValueT]):
-    """Rows that replace some tokens' embeddings (such as an image's), and rows added to the same tokens after
-    layers."""
+    """Rows that replace some tokens' embeddings (such as an image's), and rows added to those tokens after layers."""
 
     @property
     def layers(self) -> Sequence[int]:

@@ -1,8 +1,8 @@
 """Rotary position embeddings with every scaling of Transformers.
 
-In Transformers, dynamic NTK and longrope depend on the current sequence length. Cached keys keep their old rotation, so
-results would depend on chunking and caching. Here frequencies are fixed: those that Transformers uses at
-`max_model_len` tokens. Up to the trained length both agree exactly; beyond it, all keys of a sequence are consistent.
+In Transformers, dynamic NTK and longrope depend on the current sequence length, but cached keys keep their old
+rotation: results would depend on chunking and caching. Here frequencies are fixed at those for `max_model_len` tokens.
+Up to the trained length both agree exactly; beyond it, all keys of a sequence are consistent.
 """
 
 from __future__ import annotations

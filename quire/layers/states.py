@@ -1,7 +1,7 @@
 """Layers with recurrent state (short convolution, gated delta rule, gated norm): their reference in torch. A page holds
 the state after a *border*, an absolute multiple of STATE_BORDER tokens, and the rows of later tokens. A token's
-additions and their order depend only on its position and sequence, so its bits do not depend on how a prompt is cut
-into steps (docs/decisions/0032-states-at-borders.md)."""
+additions and their order depend only on its position and sequence, not on how a prompt is cut into steps
+(docs/decisions/0032-states-at-borders.md)."""
 
 from __future__ import annotations
 

@@ -15,8 +15,7 @@ from quire.quantization.integer_weight import WeightSource, copy_into
 
 
 class WholeNormAttention(Attention):
-    """Attention that normalises queries and keys before splitting them into heads. Each rank uses the mean over all
-    shares."""
+    """Attention that normalises queries and keys before splitting them into heads, by the mean over all ranks."""
 
     def __init__(
         self,

@@ -46,7 +46,7 @@ def check_dummy(config: ModelConfig, available: int) -> None:
     bits = 8 * config.dtype_bytes if config.quantization is None else config.quantization.bits
     shapes = [slot.shape for slot in outline(config).slots.values()]
     num_weights, largest = sum(map(math.prod, shapes)), max(map(math.prod, shapes))
-    needed = num_weights * bits // 8 + 4 * largest  # each is drawn in float32
+    needed = num_weights * bits // 8 + 4 * largest  # the largest tensor is also drawn in float32
     if needed > available:
         raise InsufficientMemoryError(
             f"load_format='dummy': {num_weights} weights of {bits} bits take {format_bytes(needed)} while they are "

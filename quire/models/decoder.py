@@ -161,7 +161,7 @@ class Decoder:
         fill_slots(self.slots, self._names, weights, elsewhere)
 
     def release_workspaces(self) -> None:
-        return  # operators run one by one and keep nothing
+        return  # nothing to release: operators run one by one
 
     def weight_bytes(self) -> int:
         return sum(slot.nbytes for slot in self.slots.values())

@@ -84,7 +84,7 @@ class DeepseekForCausalLM(TextDecoder):
     """All DeepSeek models; config.json holds their differences."""
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
-        # Modules that predict further tokens are stored as layers behind the last.
+        # Prediction modules for further tokens are stored as layers after the last.
         num_layers, num_extra = (
             config.num_layers,
             model_fields(config).integer("num_nextn_predict_layers", 0, minimum=0),
@@ -107,7 +107,7 @@ class DeepseekForCausalLM(TextDecoder):
     def _without_extra(self, weights: Iterable[tuple[str, WeightSource]]) -> Iterator[tuple[str, WeightSource]]:
         num_left_out = 0
         for name, tensor in weights:
-            if name not in self.slots and self._extra.search(name):  # of a head that is loaded: copies of tables
+            if name not in self.slots and self._extra.search(name):  # also a loaded draft head's copies of tables
                 num_left_out += 1
             else:
                 yield name, tensor
@@ -184,6 +184,7 @@ def latent_heads(config: ModelConfig) -> LatentHeads:
 
 
 def expansion_rule(config: ModelConfig) -> ExpansionRule:
+    """Rule by which layers expand prompts."""
     heads = latent_heads(config)
     return ExpansionRule.of(heads.rank, heads.nope_dim, heads.value_dim)
 

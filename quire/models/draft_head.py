@@ -58,7 +58,7 @@ class DraftHead(Decoder):
         self._tokens = embedding
         self._token_norm, self._hidden_norm, self._norm = (self.norm_class(size, epsilon, context) for _ in range(3))
         self._from_token, self._from_hidden = (LocalRows(size, size, context) for _ in range(2))
-        own = {name: slot for name, slot in self.slots.items() if name.startswith("layers.")}  # the head is the model's
+        own = {name: slot for name, slot in self.slots.items() if name.startswith("layers.")}  # no head: the model's
         halves = (each.slots("joined")["joined.weight"] for each in (self._from_token, self._from_hidden))
         self.slots = own | {
             f"{self.names.joined}.weight": side_by_side(*halves),

@@ -1,7 +1,7 @@
-"""Heads for drafts with checkpoints of their own: EAGLE and EAGLE-3, built of LLaMA's layers.
+"""Draft heads with checkpoints of their own: EAGLE and EAGLE-3, with LLaMA's layers.
 
-A head takes what a model computed of a token, and the token that follows it, and guesses the token after that. A batch
-of it is like one of a `DraftHead`. Its embedding and its output projection may be the model's.
+A head takes the model's hidden state of a token and the token after it, and guesses the token after that. Its batch is
+like that of a `DraftHead`. Its embedding and output projection may be the model's.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from quire.quantization.integer_weight import WeightSource
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 _NAMES = CheckpointNames("", re.compile(r"rotary_emb\.inv_freq$|^verifier_|^[dt]2[dt]$|^embed_tokens\."))
-"""What a head does not need: of its training, and a copy of the model's embedding."""
+"""Names of tensors that a head does not need: those of its training, and a copy of the model's embedding."""
 
 
 class PairAttention(Attention):
-    """As Attention, with queries, keys and values of two vectors side by side: an embedding and a hidden state."""
+    """Attention with queries, keys and values of two vectors side by side: an embedding and a hidden state."""
 
     def __init__(self, hidden_size: int, shape: LayerAttention, *, context: LayerContext, **options: Any) -> None:
         super().__init__(hidden_size, shape, context=context, **options)
@@ -50,7 +50,7 @@ class PairAttention(Attention):
         )
 
     def of_pair(self, token: Value, hidden: Value) -> Value:
-        """Queries, keys and values of the two, [T, size] each."""
+        """Queries, keys and values of a token's embedding and hidden state, [T, size] each."""
         return self._operations.add(self._qkv(token), self._of_hidden(hidden))
 
     def slots(self, qkv: tuple[str, ...], output: str, *, transposed: bool = False) -> WeightSlots:
@@ -59,7 +59,7 @@ class PairAttention(Attention):
 
 
 class PairLayer(LlamaLayer):
-    """The first layer of an EAGLE-3 head, which reads a hidden state and the embedding of the token that follows."""
+    """First layer of an EAGLE-3 head, which reads a hidden state and the embedding of the next token."""
 
     attention_class = PairAttention
 
@@ -86,7 +86,7 @@ class PairLayer(LlamaLayer):
 
 
 class UnnormedLayer(LlamaLayer):
-    """The first layer of an EAGLE head: no norm comes before its attention."""
+    """First layer of an EAGLE head, without a norm before its attention."""
 
     def __call__(
         self, x: Value, rotation: RotationTable | None, batch: ForwardBatch, rows: ReadRows | None = None
@@ -99,8 +99,8 @@ class UnnormedLayer(LlamaLayer):
 
 
 class EagleHead(Decoder):
-    """A batch of it brings `hidden`: of each token what the model computed, [T, width of EagleConfig], or results of
-    the head itself, [T, size]; its token_ids are those that follow."""
+    """Draft head with its own checkpoint. A batch brings `hidden`: per token the model's hidden states, [T, width of
+    EagleConfig], or the head's own results, [T, size]; its token_ids are the following tokens."""
 
     def __init__(
         self,
@@ -110,12 +110,12 @@ class EagleHead(Decoder):
         tables: tuple[Embedding, OutputHead],
         context: LayerContext,
     ) -> None:
-        """stored: names of the checkpoint's tensors (`head_tensors`). tables: the model's, for those that it lacks.
-        Raises ModelLoadError for a head that cannot do with the model's."""
+        """stored: names of the checkpoint's tensors (`head_tensors`). tables: the model's embedding and output head,
+        used for missing ones. Raises ModelLoadError for a head that does not fit the model's."""
         size, epsilon = config.hidden_size, model_fields(config).number("rms_norm_eps", 1e-6)
         self._eagle, self._size = eagle, size
         self.token_ids: torch.Tensor | None = None
-        """The token of each logit, int64; None: they are in order."""
+        """Token of each logit, int64; None: in order."""
         self._tokens, head = tables
         own: WeightSlots = {}
         if EMBEDDING in stored and (eagle.method == "eagle3" or self._tokens.shape.in_features != size):
@@ -187,7 +187,7 @@ class EagleHead(Decoder):
             raise ModelLoadError("tensor 'd2t' missing: it says which tokens the head guesses")
 
     def _without_ids(self, weights: Iterable[tuple[str, WeightSource]]) -> Iterator[tuple[str, WeightSource]]:
-        """The tensors with weights; "d2t" (the token of each logit, less the logit's number) is taken in."""
+        """Tensors with weights. "d2t" (token of each logit minus the logit's number) sets `token_ids`."""
         for name, tensor in head_tensors(weights):
             if name != "d2t" or HEAD not in self.slots:
                 yield name, tensor

@@ -23,7 +23,7 @@ def gemma(config: ModelConfig, context: LayerContext) -> DenseDecoder:
     style = DenseStyle(
         norm=UnitOffsetRMSNorm,
         embedding_factor=_embedding_factor(config, context),
-        # Old files say gelu of models that were trained with its approximation.
+        # Old files say "gelu" for models trained with its tanh approximation.
         activation="gelu_pytorch_tanh" if activation == "gelu" else activation,
     )
     return DenseDecoder(config, context, style)

@@ -25,7 +25,7 @@ def llama4(config: ModelConfig, context: LayerContext) -> DenseDecoder:
             "use_qk_norm is not supported beside a rotation of type yarn or longrope, which scales heads"
         )
     scale = None
-    if fields.values.get("attn_temperature_tuning", True):  # old files have numbers in its place
+    if fields.values.get("attn_temperature_tuning", True):  # old files have a number instead of true
         scale = LengthScale(fields.integer("floor_scale", 8192), fields.number("attn_scale", 0.1))
     head_norm = UnweightedRMSNorm if has_norms else None
     return DenseDecoder(config, context, DenseStyle(head_norm=head_norm, length_scale=scale, make_mlp=_feed_forward))

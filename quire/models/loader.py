@@ -115,7 +115,7 @@ def load_model(
     if adapters is not None:
         adapters.model_is_loaded(model.slots, CheckpointNames.of(config))
     if runtime is None or config.impl == "transformers":
-        return _staged(cast("CausalLM", model), config, context)  # which computes tensors
+        return _staged(cast("CausalLM", model), config, context)  # this model computes on tensors itself
     from quire.models.deepseek import expansion_rule
     from quire.models.native import NativeModel
     from quire.quantization.packed import PackedLinear
@@ -155,9 +155,9 @@ def load_head(
     model: CausalLM,
     runtime: NativeRuntime | None = None,
 ) -> tuple[CausalLM, torch.Tensor | None]:
-    """A head for drafts of `model` with a checkpoint of its own, and the tokens of its logits (None: all in order).
-    config: of the head. group, runtime: as those of `load_model`, which `model` was loaded with. Raises ModelLoadError
-    as it does."""
+    """Load a head with its own checkpoint for drafts of `model`; returns it and the tokens of its logits (None: all
+    in order). config: the head's. group, runtime: see `load_model`, which loaded `model` with them. Raises
+    ModelLoadError."""
     from quire.models.eagle import HEAD, EagleHead, head_tensors
 
     files = None if load.load_format == "dummy" else find_weights(config.path, load.load_format)
@@ -305,7 +305,7 @@ def _check_room(config: ModelConfig, files: WeightFiles) -> LoadableModel:
     model = outline(config)
     reason = excess(config, model, files)
     if reason is not None:
-        _load_from(model, files, config, _silent, (), {})  # loading the file fails with a more precise message
+        _load_from(model, files, config, _silent, (), {})  # usually loading fails with a more precise message
         raise ModelLoadError(f"{files.directory}: {reason}")
     return model
 
@@ -320,7 +320,7 @@ def _load_from(
 ) -> None:
     quantization = config.quantization
     with _named_errors(files):
-        if isinstance(files, GGUFWeights):  # says of each matrix how it is stored, whatever config.json says
+        if isinstance(files, GGUFWeights):  # the file, not config.json, names each matrix's format
             model.load_weights(files.stream(report, elsewhere))
             return
         tensors = load_cache_scales(checkpoint_tensors(files, config, report), cache_scales, config, files.directory)

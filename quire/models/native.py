@@ -170,7 +170,7 @@ class NativeModel:
         """See CausalLM.forward. The next call overwrites the result."""
         bound = self._body_run
         if bound is None or bound.version != batch.version:
-            del bound  # it keeps an arena, of which there are never two
+            del bound  # release its arena first: two must never exist
             bound = self._bind_body(batch)
         bound.run()
         return bound.result
@@ -184,7 +184,7 @@ class NativeModel:
 
     def _bind_body(self, batch: ForwardBatch) -> BoundRun:
         self._body_run = None
-        # A step brings tensors. (Asking torch's metaclass for each would take as long as the call of a kernel.)
+        # Columns of a step are tensors; an isinstance check of each would cost as much as a kernel call.
         columns = batch.token_ids, batch.slot_positions, *(batch.columns[name] for name in self._model.columns)
         tensors, rows = cast("tuple[torch.Tensor, ...]", columns), cast("torch.Tensor | None", batch.logits_rows)
         step = batch.attention
@@ -205,7 +205,7 @@ class NativeModel:
         hidden = () if batch.hidden is None else (cast("torch.Tensor", batch.hidden).contiguous(),)
         run = program.bind(num_rows, tensors, step.plans, hidden, rows, planned)
         bound = BoundRun(batch.version, run, result, hidden)
-        if batch.version and states is None and self._rule is None:  # else the next step's states or variant are others
+        if batch.version and states is None and self._rule is None:  # else states or variant may change every step
             self._body_run = bound
         return bound
 
@@ -218,7 +218,7 @@ class NativeModel:
         rows = hidden.contiguous()
         run = head.bind(num_rows, externals=(rows, self._logits.rows))
         bound = BoundHead(rows, run, self._logits.get(num_rows))
-        if rows is hidden:  # no copy, which would be of this step
+        if rows is hidden:  # a copy would belong to this step only
             self._head_run = bound
         return bound
 
@@ -242,14 +242,14 @@ class NativeModel:
         body = self._bodies.get(variant)
         if body is None or body.program.max_rows < num_rows:
             body = None
-            self._bodies.pop(variant, None)  # freed first, so that two arenas of a variant never exist at one time
+            self._bodies.pop(variant, None)  # free the old arena first: two of one variant must never exist
             attention = self._expanding if variant.expands else step
             assert attention is not None, "a model that expands prompts has what does it"
             body = self._bodies[variant] = self._record_body(variant, attention, num_rows)
         return body
 
     def _record_body(self, variant: Variant, attention: AttentionStep, num_rows: int) -> Body:
-        self._body_run = self._head_run = None  # they keep the arena of the body that this one replaces
+        self._body_run = self._head_run = None  # these hold the arena of the replaced body
         recorder = Recorder()
         overlay = None if variant.overlaid is None else RecordedOverlay(variant.overlaid)
         token_ids, slot_positions, *others = (

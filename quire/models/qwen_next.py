@@ -105,7 +105,7 @@ class HybridLayer:
                 layer,
                 epsilon=epsilon,
                 activation=fields.choice("hidden_act", ["silu", "swish"], "silu"),
-                projections_by_head=by_head and not fields.boolean("projections_apart", False),  # a GGUF file's are
+                projections_by_head=by_head and not fields.boolean("projections_apart", False),  # apart: GGUF
                 gates_by_head=by_head,
                 context=context,
             )

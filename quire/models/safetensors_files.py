@@ -30,7 +30,7 @@ class BytesRead:
 def read_safetensors(path: Path, count: BytesRead) -> Iterator[tuple[str, FileTensor]]:
     """Tensors of a file; each is readable until the next is requested. Raises ModelLoadError naming an unreadable
     file."""
-    read_header(path)  # its limits: the library reads it again
+    read_header(path)  # checks limits; the library reads the header again
     names: list[str] = []
     position = 0
     while position == 0 or position < len(names):

@@ -77,7 +77,7 @@ class StagedModel:
         are meaningless."""
         incoming, outgoing = self._stage.incoming, self._stage.outgoing
         if outgoing is not None:
-            batch = batch._replace(logits_rows=None)  # the next stage reads all
+            batch = batch._replace(logits_rows=None)  # the next stage needs all rows
         if incoming is None:
             result = self._model.forward(batch)
         else:

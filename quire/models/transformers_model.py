@@ -185,7 +185,7 @@ def _without_weights(config: ModelConfig) -> PreTrainedModel:
             model: PreTrainedModel = model_class(described)
     except Exception as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        if reason[0] == repr(ATTENTION):  # looked up in a table of the class's own
+        if reason[0] == repr(ATTENTION):  # the class looks attention up in a table of its own
             raise ModelLoadError(f"{_refused(config)}: {NO_INTERFACE}") from error
         raise ModelLoadError(f"{config.path}: Transformers cannot build {config.architecture}: {reason[0]}") from error
     return model.eval()

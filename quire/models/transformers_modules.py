@@ -282,7 +282,7 @@ def _side_by_side(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -
     strides = head_dim, row, 1
     if not query.stride()[1:] == key.stride()[1:] == value.stride()[1:] == strides:
         return None
-    # Between the first two rows of the query lies memory of its own alone.
+    # The memory between the query's first two rows must hold only the three tensors.
     start, size = query.data_ptr(), query.element_size() * head_dim
     if key.data_ptr() != start + num_heads * size or value.data_ptr() != key.data_ptr() + num_kv_heads * size:
         return None

@@ -176,7 +176,7 @@ def probe(model: PreTrainedModel, refused: str, watched: list[nn.Module]) -> Pro
 def _observed(model: PreTrainedModel, found: Probe, watched: list[nn.Module]) -> Iterator[None]:
     described = model.config
     experts = getattr(described, "_experts_implementation", None)
-    described._experts_implementation = "batched_mm"  # of shapes alone: the others read which experts were chosen
+    described._experts_implementation = "batched_mm"  # depends only on shapes; others read the chosen experts
     hooks = [module.register_forward_hook(found.note) for module in watched]
     modules = list(model.modules())
     rotating = [module for module in modules if replace_rotation(module, found.rotate)]

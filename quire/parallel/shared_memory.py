@@ -29,7 +29,7 @@ class SharedMemoryGroup(GlooGroup):
         num_bytes = _native.SharedRanks.num_bytes(size)
         own = -1
         if rank == 0:
-            own = os.memfd_create("quire-ranks")  # of no file system: nothing is left of it, and no limit of /dev/shm
+            own = os.memfd_create("quire-ranks")  # in no file system: nothing stays, and /dev/shm sets no limit
             os.truncate(own, num_bytes)
         pid, number = self.broadcast(torch.tensor([os.getpid(), own]), source=0).tolist()
         path = f"/proc/{pid}/fd/{number}"

@@ -55,7 +55,7 @@ class GlooGroup:
         their addresses, in a directory that only this user can enter."""
         self.rank = rank
         self.size = size
-        library: Any = torch.distributed  # its type stubs leave out what makes a group by itself
+        library: Any = torch.distributed  # its type stubs lack the constructors of groups
         options = library.ProcessGroupGloo._Options()
         if isinstance(meeting_point, Path):
             meeting_point = NetworkMeeting(library.FileStore(str(meeting_point), size), LOOPBACK)
@@ -87,7 +87,6 @@ class GlooGroup:
         self._group.barrier().wait()
 
     def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's tensor, in rank order, in memory of its own."""
         tensor = tensor.contiguous()
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
         self._group.allgather([parts], [tensor]).wait()

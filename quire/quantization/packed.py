@@ -48,9 +48,8 @@ PANEL = 16
 
 @dataclass(eq=False, slots=True)
 class PackedParameters:
-    """matrices: one below the other, none until the format of the weights is known. (Where rows are gated, one,
-    or gate and up.)
-    pending: quantised parts whose other parts have not come yet, by first row."""
+    """matrices: stacked, empty until the format of the weights is known; a gated layer has one, or gate and up.
+    pending: quantised parts by first row, until all have come."""
 
     shape: LinearShape
     matrices: list[PackedMatrix] = field(default_factory=list)
@@ -94,7 +93,7 @@ class PackedLinear:
             parameters.pending.clear()
             return
         part = self._format.quantize(tensor, fit_natively) if isinstance(tensor, torch.Tensor) else tensor
-        if parameters.matrices:  # of floating point: another part came as that
+        if parameters.matrices:  # another part was floating point, so this one is stored as such
             parameters.matrices[0].load_dense(part.dequantize(), first_row)
             return
         parameters.pending[first_row] = part
@@ -330,8 +329,8 @@ def _native_matrices(parameters: PackedParameters) -> list[tuple[PackedMatrix, i
 
 
 def _stack_of(part: Sequence[PackedParameters]) -> tuple[list[tuple[_native.PackedWeight, int]], ...]:
-    """Of each expert the packed matrix, and the address of its bias, 0 for none; where gate and up are apart, of all
-    experts then, the gate's, and up's likewise."""
+    """Each expert's packed matrix with the address of its bias (0: none); if gate and up are apart, those of gate, then
+    those of up."""
     matrices = [[(matrix.as_native(), bias) for matrix, bias in _native_matrices(each)] for each in part]
     firsts, seconds = [each[0] for each in matrices], [each[1] for each in matrices if len(each) == GATED_PARTS]
     if seconds and len(seconds) != len(firsts):

@@ -122,10 +122,10 @@ class PackedDeviceLinear:
                 self._load_plain(stack, index, {first_row: tensor, **pending})
                 pending.clear()
                 return
-            # Rounding to 8 bits gives the same bits on each device, and takes a device moments.
+            # Rounding to 8 bits gives the same bits on every device, and is fast on this one.
             where = stack.shape.device if self._format.bits == EIGHT_BITS else torch.device("cpu")
             tensor = self._format.quantize(tensor.to(where))
-        if stack.matrix is not None and stack.is_plain:  # another part came as floating point
+        if stack.matrix is not None and stack.is_plain:  # another part was floating point
             self._load_plain(stack, index, {first_row: tensor})
             return
         pending[first_row] = tensor

@@ -178,6 +178,6 @@ def _fit(x: torch.Tensor, values: torch.Tensor) -> _Line:
     mean = values.mean(1, keepdim=True)
     covariance = torch.linalg.vecdot(values, x).unsqueeze(1)
     variance = torch.linalg.vector_norm(values, dim=1, keepdim=True).square() - mean.square() * x.shape[1]
-    # Values that are all the same leave a rounding error here, not zero; two that differ leave at least 0.5.
+    # Equal values leave a rounding error here, not zero; two different values leave at least 0.5.
     step = torch.where(variance > 0.25, covariance / variance, 0.0)
     return _Line(step, -step * mean, step * covariance)

@@ -67,7 +67,7 @@ def _rounded(x: torch.Tensor, exponents: torch.Tensor) -> tuple[torch.Tensor, to
     """Codes of x / 2 ** exponents, and each group's squared error in float64."""
     size = torch.ldexp(x.double().abs(), -exponents)
     middles = torch.tensor(MIDDLES, dtype=torch.float64)
-    # The even code of the two beside a middle is the lower one for every other middle, from the first on.
+    # The even code next to a middle is the lower one for every second middle, starting with the first.
     below, above = torch.bucketize(size, middles), torch.bucketize(size, middles, right=True)
     codes = torch.where(below % 2 == 0, below, above)
     values = torch.tensor(E2M1_VALUES, dtype=torch.float64)[codes]

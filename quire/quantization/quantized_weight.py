@@ -69,6 +69,6 @@ def check_shape(what: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tupl
 def check_scales(what: str, scales: torch.Tensor, shape: tuple[int, ...]) -> None:
     """Raise ModelLoadError unless the scales are finite float32 of this shape."""
     check_shape(what, scales, torch.float32, shape)
-    low, high = torch.aminmax(scales)  # NaN if any is
+    low, high = torch.aminmax(scales)  # NaN if any element is
     if not (math.isfinite(low) and math.isfinite(high)):
         raise ModelLoadError(f"{what} hold infinities or NaN")

@@ -51,7 +51,7 @@ def _joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         return None
     if tensors[0].dtype != torch.float8_e4m3fn:
         return torch.cat(tensors, dim=1)
-    # Not every device joins float8.
+    # Not every device can concatenate float8.
     return torch.cat([each.view(torch.uint8) for each in tensors], dim=1).view(torch.float8_e4m3fn)
 
 
@@ -99,5 +99,5 @@ def put(stack: StoredMatrix, index: int, matrix: StoredMatrix) -> None:
         raise ModelLoadError("the experts of a layer are quantised in different formats")
     for target, source in zip(stack.tensors, matrix.tensors, strict=True):
         if target is not None and source is not None:
-            # torch moves no float8 on a CPU, and bytes as well.
+            # torch cannot index_copy float8 on a CPU; bytes work.
             target[index].view(torch.uint8).copy_(source[0].contiguous().view(torch.uint8))

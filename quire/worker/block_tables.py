@@ -26,13 +26,14 @@ class TableShape(NamedTuple):
         return -(-num_tokens // (self.block_size * self.kernel_blocks)) * self.kernel_blocks
 
     def entries(self, block_ids: Sequence[int]) -> Sequence[int] | np.ndarray:
+        """Entries of some blocks, in order."""
         if self.kernel_blocks == 1:
             return block_ids
         first = np.array(block_ids, np.int32)[:, None] * self.kernel_blocks
         return (first + np.arange(self.kernel_blocks, dtype=np.int32)).ravel()
 
     def slots(self, table: np.ndarray, sequence_index: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """The slots of tokens, [T] int64; -1 for those of other ranks. table: [S, entries]. sequence_index, positions:
+        """Slots of tokens, [T] int64; -1 for tokens of other ranks. table: [S, entries]. sequence_index, positions:
         [T]."""
         if self.deal.num_ranks == 1:
             logical, inside = np.divmod(positions, self.block_size)
@@ -45,8 +46,8 @@ class TableShape(NamedTuple):
 
 
 def table_shapes(layout: KVCacheLayout, deal: Deal = ALL_TOKENS) -> list[TableShape]:
-    """The shapes of the tables of a layout's groups, in their order. deal: of the groups whose tokens are dealt; native
-    step inputs have it from their plans."""
+    """Table shapes of a layout's groups, in order. deal: distribution of the dealt groups' tokens; native step inputs
+    take it from their plans."""
     return [
         TableShape(
             layout.entry_tokens(group),
@@ -80,6 +81,7 @@ class BlockTables:
         return len(self._tables)
 
     def num_entries(self, row: int) -> list[int]:
+        """Entries of a row's tables, per group."""
         counts: list[int] = self._num_entries[:, row].tolist()
         return counts
 
@@ -120,6 +122,7 @@ class BlockTables:
                 self._num_entries[group, row] = count
 
     def copy(self, source: int, destination: int) -> None:
+        """Copy all tables of row `source` to row `destination`."""
         for table in self._tables:
             table[destination] = table[source]
         self._num_entries[:, destination] = self._num_entries[:, source]

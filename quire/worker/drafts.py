@@ -49,7 +49,7 @@ NOTHING_ACCEPTED = Accepted()
 
 
 Overwrite = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
-"""As Oracle.overwrite."""
+"""Type of `Oracle.overwrite`."""
 
 
 def _as_made(rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> np.ndarray:

@@ -43,6 +43,7 @@ class ExecutionSettings:
         ]
 
     def without_full(self) -> ExecutionSettings:
+        """Settings without full graphs."""
         return replace(self, full_sizes=())
 
 

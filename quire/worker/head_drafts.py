@@ -112,7 +112,7 @@ class HeadDrafts(HostDrafts):
         counts = np.where(self._known[rows] == lengths, np.clip(self._longest - lengths, 0, self._drafts.shape[1]), 0)
         if len(needed):
             own = np.array(needed, np.int64)
-            # The first draft needs no slot, each further one that of the draft before it but one.
+            # The first draft needs no slot; each further draft needs one.
             counts[own] = np.clip(1 + self._tables.room(rows[own]) - ends[own], 0, counts[own])
             due = own[counts[own] > 0]
             self._guess(rows[due], lengths[due], counts[due], table)

@@ -79,14 +79,17 @@ class InputBatch(NamedTuple):
 
     @property
     def max_seq_len(self) -> int:
+        """Tokens of the longest sequence after this step."""
         return int(self.ends.max(initial=0))
 
     @property
     def sequence_index(self) -> np.ndarray:
+        """Sequence index of each token, [T] int64."""
         return np.repeat(np.arange(len(self.rows)), self.counts)
 
     @property
     def positions(self) -> np.ndarray:
+        """Position of each token in its sequence, [T] int64."""
         return np.arange(self.num_tokens) + np.repeat(self.starts - self.query_start[:-1], self.counts)
 
 
@@ -105,7 +108,7 @@ def build_input_batch(
             assert start + count <= lengths[seq_id], "the plan schedules a token that no step has sampled"
     rows = requests.rows_of(seq_ids)
     batch = requests.columns.input_batch(rows, start_positions, num_tokens, requests.rows_version)
-    if sum(num_tokens) == len(num_tokens):  # of one token each, all are read: most steps are decodes
+    if sum(num_tokens) == len(num_tokens):  # decodes, as in most steps: all tokens are read
         return batch
     if num_drafts is not None:
         batch = batch._replace(num_drafts=num_drafts)

@@ -41,6 +41,7 @@ def prefault(pages: Sequence[torch.Tensor], num_threads: int) -> None:
 
 
 def allocate_host_pages(layout: KVCacheLayout) -> list[torch.Tensor]:
+    """Page tensors of the host pool, with `num_host_blocks` blocks and an unused block 0."""
     return _reserve(layout, layout.num_host_blocks + 1, "swapped requests", "swap_space")
 
 

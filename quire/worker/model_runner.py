@@ -187,7 +187,7 @@ class ModelRunner:
 
     def _finish(self, computed: Computed, masks: TokenMasks | None) -> None:
         launched, step, hidden, batch, sampled, pooled = computed
-        if not self._compute.samples:  # a later plan brings the tokens (`StepPlan.sampled`)
+        if not self._compute.samples:  # another stage samples; a later plan brings the tokens (`StepPlan.sampled`)
             launched.copy = self._compute.copy_out(())
             return
         if sampled is not None:
@@ -199,6 +199,7 @@ class ModelRunner:
         launched.copy = self._compute.copy_out(_tensors(launched))
 
     def warm_up(self) -> None:
+        """Warm up before the first plan."""
         self._compute.warm_up(self.launch)
 
     def capture_next(self) -> bool:

@@ -172,7 +172,7 @@ def likeliest(voting: list[Place], depth: int, factor: float, least: float, widt
             known = [token for token in tokens if token >= 0]
             if not known:
                 break
-            token = max(known, key=known.count)  # of several the first
+            token = max(known, key=known.count)  # ties go to the first
             probability = probability * known.count(token) / len(known)
             if probability < least:
                 break

@@ -40,6 +40,7 @@ def pooling_batch(batch: InputBatch, method: Method) -> InputBatch:
 
 
 def pooled_rows(plan: StepPlan, batch: InputBatch, method: Method) -> PooledRows:
+    """Places of the pooled samples' rows among those read."""
     sources = np.array([plan.sample_from[index] for index in plan.pooled], np.int64)
     starts, ends = batch.read_start[sources], batch.read_start[sources + 1]
     if method == "mean":

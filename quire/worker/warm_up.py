@@ -55,7 +55,7 @@ def warm_up_plans(layout: KVCacheLayout, max_num_seqs: int, longest: int, budget
     )
     if num_seqs == 1:
         return [prompts, StepPlan(-2, [0], [length], [1], [0], [0]), StepPlan(-1, [], [], [], [], [], released=rows)]
-    # Computing what is known again is as good as computing more.
+    # Recomputing known tokens serves as well as new ones.
     mixed = StepPlan(-2, seq_ids, [0, length], [length, 1], [1], [1])
     decoding = StepPlan(-1, seq_ids, [length, length + 1], [1, 1], seq_ids, seq_ids)
     return [prompts, mixed, decoding, StepPlan(0, [], [], [], [], [], released=rows)]

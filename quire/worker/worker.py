@@ -90,7 +90,7 @@ class Worker:
         """Load the model, with a progress bar; returns the KV-cache spec of each layer. Raises ModelLoadError or
         InsufficientMemoryError."""
         if self._config.cache.offload_dir is not None:
-            require_writable(self._config.cache.offload_dir)  # fails before minutes of loading
+            require_writable(self._config.cache.offload_dir)  # fail before loading, which takes minutes
         with LoadProgress() as progress:
             self._model = self.platform.load_model(progress)
         self._adapters = adapter_loads(self.platform.adapters, self._adapters.held)
@@ -229,7 +229,7 @@ class Worker:
         assert self._model is not None, "load comes before sleep"
         self.platform.synchronize()
         if level == 1 and self._offloaded is None:
-            self._offloaded = self.platform.offload_weights(self._model)  # first: it fails when the host lacks memory
+            self._offloaded = self.platform.offload_weights(self._model)  # first: fails if the host lacks memory
         self._connector.close()
         self._last = None
         self._release_pools()
@@ -266,7 +266,7 @@ class Worker:
         try:
             self.allocate(self._layout)
         except BaseException:
-            self._release_pools()  # the next call makes all of it again
+            self._release_pools()  # the next call allocates everything again
             raise
 
     def close(self) -> None:

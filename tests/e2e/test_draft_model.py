@@ -112,7 +112,14 @@ def test_in_chunks_with_few_blocks(
     assert (stats["swap_preemptions_total"] > 0) == (mode == "swap")
 
 
-@pytest.fixture(scope="module", params=all_but_long(["native-2", "torch-1", "native-1", "torch-2"], ["native-2"]))
+ALL_KINDS = [*KINDS_OF_TEXT, *CONSTRAINTS]
+CELLS = [(f"native-{depth}", kind) for depth in (2, 1) for kind in ALL_KINDS]
+CELLS += [(f"torch-{1 + place % 2}", kind) for place, kind in enumerate(ALL_KINDS)]
+"""Engines (backend and queue depth) and kinds of requests. In torch a model takes long for each draft."""
+OFTEN = [("native-2", kind) for kind in ("stop strings", "samples", *CONSTRAINTS)]
+
+
+@pytest.fixture(scope="module")
 def engines(request: pytest.FixtureRequest, bundled_model_path: Path, tmp_path_factory: Any) -> Iterator[Engines]:
     """One engine without drafts, and one whose drafts are often right: fewer where a model takes long for each."""
     backend, _, depth = request.param.partition("-")
@@ -125,9 +132,7 @@ def engines(request: pytest.FixtureRequest, bundled_model_path: Path, tmp_path_f
         yield Engines(plain, llm, plain.generate(TEXTS, params(**VARIED), use_tqdm=False), {})
 
 
-@pytest.mark.parametrize(
-    "kind", all_but_long([*KINDS_OF_TEXT, *CONSTRAINTS], ["stop strings", "samples", *CONSTRAINTS])
-)
+@pytest.mark.parametrize(("engines", "kind"), all_but_long(CELLS, OFTEN), indirect=["engines"])
 def test_requests_of_all_kinds(engines: Engines, kind: str) -> None:
     """Twice: the second time all prompts are in the prefix cache."""
     asked = [params(**(KINDS_OF_TEXT | CONSTRAINTS)[kind](text)) for text in engines.usual]

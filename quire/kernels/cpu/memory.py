@@ -1,5 +1,5 @@
-"""Page-aligned zeroed memory for weights and activations, in huge pages where available, because each step reads all
-weights and small pages would cost an address translation every 4 KiB."""
+"""Page-aligned zeroed memory for weights and activations, in huge pages where available: each step reads all weights,
+and small pages would cost an address translation every 4 KiB."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Weights in the panel layout of the native linear kernels (csrc/kernels.h). A matrix is created at its final size and
-filled by rows, so a checkpoint is packed while it is read, without a second copy. Several checkpoint tensors (q, k, v;
-gate, up) go into one matrix by `first_row`."""
+filled by rows, so a checkpoint is packed while it is read, without a second copy. Checkpoint tensors of one matrix (q,
+k, v; gate, up) are placed by `first_row`."""
 
 from __future__ import annotations
 
@@ -339,9 +339,9 @@ def _with_contiguous_rows(matrix: torch.Tensor) -> torch.Tensor:
 
 
 class Arena:
-    """Memory for many tensors in large mappings, because small tensors in mappings of their own would lie in small
-    pages. A mapping lives as long as its tensors. Threads on all cores touch memory ahead, since one thread that packs
-    weights would wait for pages longer than it works. Unused memory returns at the end of each mapping, and of loading
+    """Memory for many tensors in large mappings; small tensors in mappings of their own would lie in small pages. A
+    mapping lives as long as its tensors. Threads on all cores touch memory ahead, since one thread that packs weights
+    would wait for pages longer than it works. Unused memory returns at the end of each mapping, and of loading
     (`trim`)."""
 
     def __init__(self, chunk_bytes: int = 64 << 20) -> None:

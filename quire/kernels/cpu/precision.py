@@ -1,7 +1,7 @@
 """The faster precision of products with bfloat16 weights, if the user leaves it open. `vdpbf16ps` replaces two float32
 instructions, but some processors issue it at a quarter of the rate. Known processors are listed; others are measured
-once and remembered, so that every start makes the same choice and gives the same bits. With AMX, bfloat16 is always
-faster (16 times float32's rate)."""
+once and remembered, so that every start gives the same bits. With AMX, bfloat16 is always faster (16 times float32's
+rate)."""
 
 from __future__ import annotations
 

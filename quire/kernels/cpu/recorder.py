@@ -1,6 +1,6 @@
 """Recording of a model's kernels, so that a step is one native call. Layers pass on placeholders instead of tensors;
-each adds a call and gets its result's placeholder. `finish_program` assigns places in one arena, reusing them after the
-last read, and makes a native program for any number of rows. Operations without a kernel call back into torch."""
+each adds a call and gets its result's placeholder. `finish_program` assigns places in one arena, reused after the last
+read, and makes a native program for any number of rows. Operations without a kernel call back into torch."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def _activation_kernel(x, out, x_stride, width, KIND: tl.constexpr, GATED: tl.co
     dtype = out.dtype.element_ty
     result = activate(tl.load(at, mask=inside, other=0.0).to(tl.float32), KIND)
     if GATED:
-        # As the plain twin: what the other half multiplies is rounded already.
+        # Round before the product, like the torch version.
         result = narrow(result, dtype).to(tl.float32) * tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * width + columns, narrow(result, dtype), mask=inside)
 

@@ -1,10 +1,10 @@
 """Shared functions of the attention kernels: softmax over a range of a sequence's keys, block by block, and its
 merging.
 
-A tile of queries is BLOCK_M rows: consecutive new tokens of one sequence times the GROUP query heads of a key head, so
-that each key is loaded once for all. Keys come in tiles of BLOCK_N at multiples of BLOCK_N. An unseen key has weight
-exactly zero, so a row's result does not depend on the rows in its tile. A product followed by a sum is an explicit
-fused multiply-add, so the compiler does not choose. Exponentials are powers of two; the score scale includes log2(e).
+A tile of queries is BLOCK_M rows: consecutive new tokens of one sequence times the GROUP query heads of a key head,
+which share each loaded key. Keys come in tiles of BLOCK_N at multiples of BLOCK_N. An unseen key has weight exactly
+zero, so a row's result does not depend on the rows in its tile. A product followed by a sum is an explicit fused
+multiply-add, so the compiler does not choose. Exponentials are powers of two; the score scale includes log2(e).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def split_queries(queries, ELEMENT: tl.constexpr, PAIRS: tl.constexpr):
     if PAIRS:
         wide = queries.to(tl.float32)
         bits = tl.max(tl.abs(wide), 1).to(tl.int32, bitcast=True) & 0x7F800000
-        # A row of zeros, and one too small for the power to have an inverse.
+        # The minimum serves rows of zeros and rows too small for the power to have an inverse.
         factor = tl.maximum(bits.to(tl.float32, bitcast=True), 1.0e-30)[:, None]
         if queries.dtype != tl.float32:
             wide = (wide / factor).to(tl.float16)

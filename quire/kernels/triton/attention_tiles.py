@@ -163,7 +163,7 @@ def _fitted(shape: HeadShape, block_m: int, limits: DeviceLimits, shared_memory:
     products read keys from shared memory, for which 128 keys per tile are needed; earlier cards hold them in registers,
     where 64 fit."""
     block_m = max(block_m, _power(shape.group))
-    # Warps in fours: a warp holds at least 16 rows, and 64 rows of 256 sums are too many for four.
+    # Four or eight warps: a warp holds at least 16 rows, and 64 rows of 256 sums are too many for four warps.
     num_warps = 8 if block_m >= ROWS or (block_m == MIDDLE_ROWS and shape.dim > 128) else 4
     most_keys = 128 if shape.dim <= 64 or (block_m >= ROWS and limits.capability[0] >= 9) else 64
     left = shared_memory - block_m * shape.dim * shape.itemsize
@@ -191,7 +191,7 @@ def resident_programs(shape: HeadShape, tiles: Tiles, limits: DeviceLimits) -> i
 def num_splits(num_programs: int, max_seq_len: int, block_n: int, slots: int) -> int:
     """Number of parts of sequences with up to `max_seq_len` keys, so that `num_programs` (sequences x key heads) times
     it fill `slots` concurrent programs: the fewest whose last round is at most a tenth less busy than the best."""
-    # Of many rounds the last one matters little, and parts of less than two tiles do not pay.
+    # With many rounds the last one matters little, and parts of less than two tiles do not pay.
     most = max(1, min(MAX_SPLITS, -(-max_seq_len // (2 * block_n)), -(-4 * slots // num_programs)))
 
     def busy(splits: int) -> float:
@@ -207,7 +207,7 @@ def split_plan(shape: HeadShape, num_seqs: int, max_seq_len: int, limits: Device
     tiles = split_tiles(shape, limits)
     slots = resident_programs(shape, tiles, limits) * limits.num_multiprocessors
     splits = num_splits(num_seqs * shape.num_kv_heads, max_seq_len, tiles.block_n, slots)
-    # Where sequences alone fill the device, only the long ones are cut.
+    # If the sequences fill the device, split only the long ones.
     min_keys = LONGEST_SPLIT // 4 if splits == 1 else 2 * tiles.block_n
     splits = max(splits, min(MAX_SPLITS, -(-max_seq_len // LONGEST_SPLIT)))
     return SplitPlan(tiles, max(1, SMALL_ROWS // shape.group), splits, splits, min_keys)
@@ -222,7 +222,7 @@ def fixed_split_plan(
     programs = num_seqs * shape.num_kv_heads
     capacity = -(-max_seq_len // FIXED_KEYS)
     if window is not None:
-        # It may begin inside a split.
+        # The window may begin inside a split.
         capacity = min(capacity, -(-window // FIXED_KEYS) + 1)
     if programs >= slots // 2 or capacity == 1:
         return None

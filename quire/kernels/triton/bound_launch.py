@@ -153,8 +153,8 @@ class _Kind:
         self, device: int, tensors: tuple[Any, ...], pointers: tuple[int, ...], numbers: tuple[Any, ...]
     ) -> tuple[Any, ...]:
         """Key that is equal only if Triton compiles the same kernel."""
-        # Numbers are the same as last time, as a rule: the layers of a model differ in pointers alone. One assignment,
-        # so that a thread never sees the numbers of another with classes of its own.
+        # Numbers usually equal the last call's: layers differ only in pointers. One assignment sets both parts,
+        # so that a thread never sees the numbers of one thread with the classes of another.
         last, classes = self._numbers
         if numbers != last:
             classes = (*map(_class_of, numbers, self._literal),)
@@ -170,7 +170,7 @@ def _class_of(number: Any, is_literal: bool) -> object:
     if is_literal:
         return number
     if type(number) is not int:
-        return None  # its type says all
+        return None  # the type decides alone
     if number == 1:
         return 1
     return number % ALIGNMENT == 0, -(2**31) <= number < 2**31, number < 2**63

@@ -113,7 +113,7 @@ def _split_kernel(
     sequence = tl.program_id(1)
     begin = tl.load(query_start + sequence)
     num_new = tl.load(query_start + sequence + 1) - begin
-    # Before any is looked at: they arrive together.
+    # Issue all loads before using any: they arrive together.
     seq_len = tl.load(seq_lens + sequence)
     table = tables + tl.load(rows + sequence).to(tl.int64) * table_stride
     if (num_new == 0) | (num_new > TOKENS):
@@ -137,7 +137,7 @@ def _split_kernel(
         )  # fmt: skip
         if num_splits == 1:
             if FIXED_KEYS:
-                # As the varlen kernel does: this turns -0 into 0.
+                # Merge with an empty part, like the varlen kernel: this turns -0 into 0.
                 nothing_maximum, nothing_total, nothing = no_keys(BLOCK_M, DIM)
                 maximum, total, values = merged(nothing_maximum, nothing_total, nothing, maximum, total, values)
             values = normalised(maximum, total, values, load_sinks(sinks, kv_head * GROUP + head, SINKS), value_scale)
@@ -230,7 +230,7 @@ def _merge_kernel(
             for ahead in tl.static_range(UNROLLED):
                 present = inside & (first + ahead < num_splits)
                 at = place + (first + ahead) * (TOKENS * GROUP)
-                # What is not there merges as what saw nothing.
+                # A missing part merges like one without visible keys.
                 maximum, total, values = merged(
                     maximum,
                     total,
@@ -322,7 +322,7 @@ class SplitAttention:
         )
         if plan.capacity > 1:
             fitting = self._merge_few if plan.capacity <= FEW_PARTS else self._merge_many
-            # The first time, which is a warm-up's, both, the fitting one last: no later batch waits for the compiler.
+            # The first run, in the warm-up, launches both kernels, the fitting one last: later batches compile nothing.
             both = () if self._has_merged else (self._merge_many, self._merge_few)
             self._has_merged = True
             for programs, merge in (*both, fitting):

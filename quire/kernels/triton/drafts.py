@@ -166,7 +166,7 @@ def _find_kernel(
     end = best % 4294967296
     place = tl.arange(0, PLACES)
     is_found = (place < WIDTH) & (best > 0)
-    source = end + place % tl.maximum(length - end, 1)  # behind the sequence's end come the drafts themselves
+    source = end + place % tl.maximum(length - end, 1)  # beyond the sequence's end, continue with the drafts themselves
     token = tl.load(tokens + source, mask=is_found, other=0)
     tl.store(arena + found_start + row * WIDTH + place, token, mask=is_found)
     tl.store(num_found + sample, tl.where(best > 0, WIDTH, 0))

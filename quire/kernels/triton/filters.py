@@ -58,7 +58,7 @@ def _num_reached(bits, amounts, low, stride, goal):
     """Number of low + stride, ... low + 4 stride at which the amounts of bits >= it reach `goal`. One synchronisation
     serves all four; each sum has the order it would have alone."""
     if INTERPRETED:
-        # The interpreter reduces several numbers at a time in Python, element by element.
+        # One reduction at a time: the interpreter reduces tuples in Python, element by element.
         s1, s2 = _sum_from(bits, amounts, low + stride), _sum_from(bits, amounts, low + 2 * stride)
         s3, s4 = _sum_from(bits, amounts, low + 3 * stride), _sum_from(bits, amounts, low + 4 * stride)
     else:
@@ -160,7 +160,7 @@ def _cutoff_kernel(
         cutoff = load_float(row_words, MIN_P)
         if has_top_k | (load_double(row_words, TOP_P) < 1.0):
             rank = tl.where(has_top_k, top_k, RANKED)
-            # What cannot be ranked here is not listed either: no weight is above 1.
+            # List nothing (no weight is above 1) if the row cannot be ranked here.
             cutoff = tl.full([], 2.0, tl.float32)
             if (rank <= RANKED) & (largest > float("-inf")):
                 weights = weigh(highest, largest, load_float(row_words, TEMPERATURE))
@@ -223,7 +223,7 @@ def _listed_tokens(
     """The row's listed tokens by segment, [LISTED] int32, -1 after the last; and their number."""
     places = tl.arange(0, LISTED)
     segments = tl.arange(0, SEGMENTS)
-    # All in one load: one after the other, each would wait for memory.
+    # One load for all counts: separate loads would each wait for memory.
     all_counts = tl.load(counts + index * NUM_SEGMENTS + segments, mask=segments < NUM_SEGMENTS, other=0)
     tokens = tl.full([LISTED], -1, tl.int32)
     total = tl.full([], 0, tl.int32)
@@ -327,7 +327,7 @@ def _pick_filtered_kernel(
             weights = load_weights(line, listed, listed >= 0, largest, temperature)
             amounts = weights.to(tl.float64)
             lowest, reaches = _lowest_in_list(weights, amounts, top_k, top_p, mass, LISTED)
-            # Every weight that may stay is in the list, if it is complete and reaches as far as the filters do.
+            # The list must be complete and reach as far as the filters do.
             is_enough = (count > 0) & (count <= LISTED) & (reaches | (cutoff == 0))
             min_p = load_float(row_words, MIN_P)
             if is_enough:
@@ -388,10 +388,10 @@ def _process_kernel(
             _, _, mass = _sums_above(row, VOCAB, largest, temperature, lowest, LANES)
             lowest = _lowest_by_passes(row, VOCAB, largest, temperature, top_k, top_p, mass, LANES)
             lowest = tl.maximum(lowest, load_float(row_words, MIN_P))
-            # Sums in another order may round in another way: what was drawn at the edge is kept.
+            # Sums in another order may round differently: keep the chosen token even at the edge.
             lowest = tl.minimum(lowest, weigh(chosen, largest, temperature))
         divisor = tl.where(temperature > 0, temperature, 1.0)
-        # A row whose rules contradict one another has only impossible tokens.
+        # A row with contradictory rules has only impossible tokens.
         bound = tl.where(chosen > IMPOSSIBLE, IMPOSSIBLE, float("-inf"))
         for start in range(0, VOCAB, LANES):
             tokens = start + lanes

@@ -1,8 +1,7 @@
 """Latent attention over a device's pages: all heads of a token read one vector per key. Limit: the tensor cores. A
 program takes 64 rows (token x head), so that each key is fetched from L2 once for all; their 64 x 512 float32 sums fill
 half of a multiprocessor's registers. Keys are added in tiles at multiples of BLOCK_N. Single tokens of long sequences
-are split into parts of SPLIT_KEYS. In batch-invariant mode every row is merged from these parts, so its bits depend
-only on its own sequence."""
+are split into parts of SPLIT_KEYS. In batch-invariant mode every row is merged from these parts."""
 
 from __future__ import annotations
 
@@ -54,7 +53,7 @@ def latent_tiles(shape: LatentShape, itemsize: int, limits: DeviceLimits, *, bat
     most_rows = MOST_ROWS // 2 if is_small else MOST_ROWS
     group = min(shape.num_heads, most_rows)
     block_m = max(SMALLEST_TILE, min(most_rows, next_power_of_2(group)))
-    if itemsize == 4:  # no matrix unit keeps float32's precision: products in registers
+    if itemsize == 4:  # matrix units round float32: products run in registers
         return LatentTiles(block_m, group, 16, 8, 1, batch_invariant)
     return LatentTiles(block_m, group, 32, 8, 1 if is_small else 2, batch_invariant)
 
@@ -149,7 +148,7 @@ def _attend_part(
         keys = tile + tl.arange(0, BLOCK_N)
         present = keys < stop
         if SELECTS:
-            # Behind the last: a position that no row sees.
+            # Beyond the last chosen key, use a position that no row sees.
             keys = tl.where(is_sparse, tl.load(chosen + keys, mask=present & is_sparse, other=2147483647), keys)
         blocks = tl.load(table + keys // BLOCK_SIZE, mask=present, other=0).to(tl.int64)
         at = pages + blocks * page_stride + keys % BLOCK_SIZE * TOKEN
@@ -430,7 +429,7 @@ class LatentKernels:
     ) -> None:
         """First half of `launch`: rotate, and write the latents."""
         slots = batch.slot_mapping[group]
-        # Slots in place of angles, which are then not followed.
+        # Without rotation, any pointer serves as angles: the kernel does not read them.
         cos, sin = (slots, slots) if rotation is None else (rotation.cos, rotation.sin)
         grid = batch.num_tokens, blocks_of(self._shape.num_heads, self._heads) + 1
         self._prepare[rotation is not None](grid, turned_query, latent, turned_key, slots, cos, sin)

@@ -208,7 +208,7 @@ def select_keys(
     layer's KV group. selected: [T, top] int32; only rows of tokens with more than `top` visible keys are written."""
     query, key, weights = inputs
     slots, tables = batch.slot_mapping[group], batch.block_tables[group]
-    # Slots in place of angles, which are then not followed.
+    # Without rotation, any pointer serves as angles: the kernel does not read them.
     cos, sin = (slots, slots) if rotation is None else (rotation.cos, rotation.sin)
     sizes = {
         "NUM_HEADS": shape.num_heads,
@@ -229,7 +229,7 @@ def select_keys(
     if length <= shape.top:
         return
     at_once = min(batch.num_tokens, max(1, SCRATCH_ELEMENTS // length))
-    # Kernels are compiled anew for strides that 16 divides and for others: these all are.
+    # Triton compiles separate kernels for strides divisible by 16 and others; make all divisible.
     scores_stride = ALIGNMENT * blocks_of(length, ALIGNMENT)
     scores = torch.empty(at_once, scores_stride, dtype=torch.float32, device=query.device)
     lengths = batch.query_start, batch.seq_lens

@@ -278,7 +278,7 @@ def _tile_results(
     inner = tl.where(own_row[None, :] < own_row[:, None], inner, 0.0)
     computed = no_values
     for number in range(bound(tl.minimum(count - tile, ROWS))):
-        # The row's update is known once those before it are taken off.
+        # A row's update is known after the earlier rows' updates are subtracted.
         is_row = (own_row == number)[:, None]
         update = tl.sum(tl.where(is_row, tl.where(is_own_new, right * beta, old), 0.0), 0)
         computed = tl.where(is_row & is_own_new, update[None, :], computed)
@@ -344,7 +344,7 @@ def _rule_kernel(
                 kept_keys + page, new_keys, first, start, length, border, own, key_head,
                 KEY_HEADS, KEY_DIM, KEY_LINE, KEY_BLOCK,
             )  # fmt: skip
-            # Read for every tile: kept over the loop, keys would take all shared memory.
+            # Read the keys again for every tile: kept over the loop, they would take all shared memory.
             key = _key_rows(
                 kept_keys + page, new_keys, first, start, length, border, row, key_head,
                 KEY_HEADS, KEY_DIM, KEY_LINE, KEY_BLOCK,
@@ -370,7 +370,7 @@ def _rule_kernel(
         else:
             tl.debug_barrier()
             to = tl.load(table + (length - 1) // INTERVAL).to(tl.int64) * page_stride
-            if border > start or start % INTERVAL == 0:  # else the page has this state
+            if border > start or start % INTERVAL == 0:  # otherwise the page already has this state
                 tl.store(states + to + state_at, state, mask=is_state)
             tl.store(kept_updates + to + update_at, updates, mask=is_new[:, None] & is_column)
 
@@ -473,7 +473,7 @@ def gated_delta_rule(
         EPSILON=NORM_EPSILON,
         num_warps=8,
         num_stages=1,
-        # The assembler's highest level leaves this kernel 32 registers, and the rest in memory.
+        # At its highest level the assembler leaves this kernel 32 registers and spills the rest.
         ptx_options="--opt-level 1",
         **sizes,
     )

@@ -29,7 +29,7 @@ def _scan_lanes(row, VOCAB: tl.constexpr, chosen, LANES: tl.constexpr):
     for start in tl.range(0, VOCAB, LANES, loop_unroll_factor=2):
         scores = load_scores(row, start + lanes, start + lanes < VOCAB)
         is_better = scores > best
-        # Of two impossible scores the difference would be no number.
+        # Minus infinity minus itself would be NaN.
         reference = tl.maximum(best, LOWEST)
         decay = tl.exp(tl.minimum(scores, reference) - tl.maximum(scores, reference))
         sums = tl.where(is_better, sums * decay + 1, sums + decay)

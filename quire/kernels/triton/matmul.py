@@ -1,8 +1,7 @@
 """Matrix products whose rows do not depend on their number: one tile size and order of additions over K. Limits: weight
 bytes for few rows, tensor cores for many. Libraries choose kernels by the number of rows, which changes a row's last
-bits; here one program adds each result in order, in tiles that depend only on the matrix. That is slower, so
-floating-point matrices use it only with `batch_invariant`. Quantised matrices always use it: they are widened in
-registers, or 8-bit rows are multiplied with 8-bit matrices directly."""
+bits. These are slower, so floating-point matrices use them only with `batch_invariant`. Quantised matrices always use
+them: they are widened in registers, or 8-bit rows are multiplied with 8-bit matrices directly."""
 
 from __future__ import annotations
 
@@ -52,7 +51,7 @@ def stored_tiles(matrix: StoredMatrix, dtype: torch.dtype, *, rounds_activations
     if matrix.kind == PLAIN.value:
         return tiles
     if matrix.kind >= I4.value:
-        # Sums of x for offsets take registers besides.
+        # Matrices with offsets also need registers for sums of x.
         num_warps = tiles.num_warps if matrix.offsets is None else 8
         return replace(tiles, block_k=PAIRED, num_warps=num_warps, num_stages=3)
     wanted = 2 * PAIRED if rounds_activations else tiles.block_k

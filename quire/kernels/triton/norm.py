@@ -48,7 +48,7 @@ def _norm_kernel(
         values = tl.where(inside, values - mean, 0.0)
     scaled = values * tl.rsqrt(tl.sum(values * values, axis=0) / size + epsilon)
     if not CENTRED and not IS_WIDE:
-        # As Transformers does: what the weight multiplies is rounded already.
+        # Round before multiplying by the weight, like Transformers.
         scaled = narrow(scaled, dtype).to(tl.float32)
     if HAS_WEIGHT:
         scaled *= tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)

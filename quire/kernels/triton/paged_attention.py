@@ -108,7 +108,7 @@ def _varlen_kernel(
     sequence = find_sequence(query_start, tile, num_seqs, TOKENS)
     begin = tl.load(query_start + sequence)
     num_new = tl.load(query_start + sequence + 1) - begin
-    # Before any is looked at: they arrive together.
+    # Issue all loads before using any: they arrive together.
     seq_len = tl.load(seq_lens + sequence)
     table = tables + tl.load(rows + sequence).to(tl.int64) * table_stride
     first = (tile - begin // TOKENS - sequence) * TOKENS
@@ -224,10 +224,9 @@ class VarlenAttention:
         )
 
     def launch(self, work: PagedAttention, skipped: int) -> None:
-        """skipped: sequences with at most that many new tokens are skipped."""
         launch_over(self._launch, work, self._tokens, skipped)
 
 
 def varlen_attention(work: PagedAttention, tiles: Tiles, skipped: int = 0) -> None:
-    """skipped: sequences with at most that many new tokens are skipped."""
+    """See VarlenAttention. skipped: see `launch_over`."""
     VarlenAttention(work.layer, work.pages, work.sinks, tiles).launch(work, skipped)

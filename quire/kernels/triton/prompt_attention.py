@@ -241,7 +241,7 @@ def _warp_group_kernel(query, pages, out, rows, query_start, seq_lens, tables, n
     empty_values = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        # A barrier is passed by all threads of the group that copies, or by one of each group that multiplies.
+        # All threads of the copying group arrive at a barrier, or one thread of each multiplying group.
         mbarrier.init(full_keys.index(stage), count=128)
         mbarrier.init(full_values.index(stage), count=128)
         mbarrier.init(empty_keys.index(stage), count=2)
@@ -287,5 +287,4 @@ class WarpGroupAttention:
         )
 
     def launch(self, work: PagedAttention, skipped: int) -> None:
-        """skipped: sequences with at most that many new tokens are skipped."""
         launch_over(self._launch, work, self._tokens, skipped)

@@ -173,7 +173,7 @@ class HeadPreparation:
         half = 0 if rotation is None else rotation.cos.shape[1]
         kernel = self._kernels.get(half)
         if kernel is None:
-            # Without norms and rotation queries are what they are to be.
+            # Without norms and rotation, queries need no change.
             num_heads = self._num_heads if self._norms[0] is not None or rotation is not None else 0
             kernel = _WriteKernel(self._pages, self._norms, num_heads, half, self._scale)
             self._kernels[half] = kernel
@@ -216,7 +216,7 @@ class _WriteKernel:
             _write_kernel,
             {
                 "pages": pages,
-                # Pages in place of weights, which are then not followed.
+                # Without norms, any pointer serves as weights: the kernel does not read them.
                 "query_weight": pages if query_norm is None else query_norm.weight,
                 "key_weight": pages if key_norm is None else key_norm.weight,
                 "epsilon": 0.0 if query_norm is None else query_norm.epsilon,
@@ -247,7 +247,7 @@ class _WriteKernel:
         rotation: DeviceRotation | None,
     ) -> None:
         num_tokens = key.shape[0]
-        # Slots in place of angles, which are then not followed.
+        # Without rotation, any pointer serves as angles: the kernel does not read them.
         cos, sin = (slots, slots) if rotation is None else (rotation.cos, rotation.sin)
         grid = -(-num_tokens // self._tokens), self._num_parts
         strides = query.stride(0), key.stride(0), value.stride(0)

@@ -63,7 +63,7 @@ def _round_integers_kernel(x, codes, scales, width, x_stride, BLOCK: tl.constexp
     peaks = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, bound(width), BLOCK):
         values = tl.load(x + start + columns, mask=start + columns < width, other=0.0).to(tl.float32)
-        # As bits magnitudes have the same order, infinity and NaN above all.
+        # Bits of magnitudes have the same order as their values, with infinity and NaN above all.
         peaks = tl.maximum(peaks, values.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     bits = tl.zeros((1,), tl.int32) + tl.max(peaks, 0)
     peak = bits.to(tl.float32, bitcast=True)
@@ -75,9 +75,9 @@ def _round_integers_kernel(x, codes, scales, width, x_stride, BLOCK: tl.constexp
     for start in range(0, bound(width), BLOCK):
         inside = start + columns < width
         values = tl.load(x + start + columns, mask=inside, other=0.0).to(tl.float32)
-        # Between product and sum a minimum, so that no compiler makes one operation of them.
+        # The minimum between product and sum keeps compilers from fusing them.
         quotient = tl.maximum(tl.minimum(tl.where(rounds, values, 0.0) * inverse, LARGEST), -LARGEST)
-        # From 1.5 * 2 ** 23 on float32 has steps of 1: to the nearest, ties to even.
+        # Rounds to nearest, ties to even: float32 has steps of 1 from 1.5 * 2 ** 23 on.
         whole = (quotient + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
         tl.store(codes + row * width + start + columns, whole.to(tl.int8), mask=inside)
 

@@ -63,7 +63,7 @@ def _prepare_kernel(
 ):  # fmt: skip
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
 
-    # Sequences: the columns as they came, then padding.
+    # Per sequence: copy the columns, then write padding.
     is_seq = index < num_seqs
     end = tl.load(query_start + index + 1, mask=is_seq, other=0)
     count = end - tl.load(query_start + index, mask=is_seq, other=0)
@@ -74,7 +74,7 @@ def _prepare_kernel(
     tl.store(out_query_start + index + 1, tl.where(is_seq, end, num_tokens), mask=in_batch)
     tl.store(out_query_start + index, tl.zeros_like(index), mask=index == 0)
 
-    # Tokens: the sequence of each is the last one that begins at or before it.
+    # Per token: its sequence is the last one that begins at or before it.
     is_token = index < num_tokens
     low = tl.zeros_like(index)
     high = low + num_seqs
@@ -185,7 +185,7 @@ def prepare_inputs(
         NUM_GROUPS=len(inputs.slots),
         NUM_OTHERS=len(inputs.others),
         BLOCK_SIZE=block_size,
-        # The same for all batches: as many halvings as the longest list of sequences takes.
+        # The same for all batches: halvings for the longest list of sequences.
         SEARCH_STEPS=len(inputs.rows).bit_length(),
         BLOCK=TOKENS,
     )

@@ -61,7 +61,7 @@ def _scan_kernel(
     if RANDOM:
         temperature = load_float(row_words, TEMPERATURE)
         if temperature > 0:
-            # Of a segment without any possible token all weights are 0.
+            # All weights of a segment without possible tokens are 0.
             weights = weigh(scores, tl.maximum(largest, LOWEST), temperature)
             tl.store(sums + place, tl.sum(tl.sum(weights, 0), 0))
     if FILTERED:  # noqa: SIM102 (this one is decided by the compiler, the next on the device)

@@ -45,7 +45,7 @@ def uniform(seed, index):
     seeds mean the same on every device."""
     golden = tl.full([], 0x9E3779B97F4A7C15, tl.uint64)
     state = _mix(seed + golden) + (index.to(tl.uint64) + 1) * golden
-    bits = (_mix(state) >> 12).to(tl.int64)  # 52 bits: the conversion of signed integers is the shorter one
+    bits = (_mix(state) >> 12).to(tl.int64)  # 52 bits as a signed integer, whose conversion is shorter
     return (bits.to(tl.float64) + 0.5) * 2.220446049250313e-16
 
 

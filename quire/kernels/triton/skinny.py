@@ -153,7 +153,7 @@ def _stored(
         elif FORMAT == MXFP4:
             low, high = halves_as_e2m1(w, DTYPE)
         else:
-            # Exact: two and four significant bits.
+            # The product is exact: its factors have two and four significant bits.
             at = scale_at[:, None] + tl.expand_dims(columns // GROUP, -2)
             of_group = tl.load(at, mask=inside, other=0)
             low = (widen_e2m1(w & 0xF, tl.float16) * widen_e4m3(of_group, tl.float16)).to(DTYPE)
@@ -322,7 +322,7 @@ def _skinny_kernel(
     begin, end = _bounds(K, STEP, SPLITS)
     ahead = _scales(scale_at, offset_at, begin + first, PART, K, FORMAT, GROUP, HAS_OFFSETS)
     for start in range(bound(begin), bound(end), STEP):
-        # Those of the next step are on their way while this one is computed.
+        # Scales of the next step load while this one is computed.
         now, column = ahead, start + first
         ahead = _scales(scale_at, offset_at, column + STEP, PART, K, FORMAT, GROUP, HAS_OFFSETS)
         a, b = _inputs(from_x + start, start + ks, tokens < m, K, PART, PAIRS, EVEN, WHOLE)

@@ -136,7 +136,7 @@ def _tile(
         elif FORMAT == MXFP4:
             w = widen_e2m1(codes, DTYPE)
         else:
-            # Exact: two and four significant bits.
+            # The product is exact: its factors have two and four significant bits.
             of_group = tl.load(scale_at[None, :] + (ks // GROUP)[:, None], mask=inside, other=0)
             w = (widen_e2m1(codes, tl.float16) * widen_e4m3(of_group, tl.float16)).to(DTYPE)
     return w

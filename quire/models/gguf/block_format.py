@@ -41,7 +41,7 @@ def split_halves(packed: Bytes) -> Bytes:
     words = packed.view("<u8")
     count, width = words.shape
     out = np.empty((count, 2 * width), dtype="<u8")
-    for column in range(width):  # long loops over blocks, not a short one in each
+    for column in range(width):  # one long NumPy loop over all blocks per column
         word = words[:, column]
         np.bitwise_and(word, _LOW_HALVES, out=out[:, column])
         np.bitwise_and(word >> _HALF_BITS, _LOW_HALVES, out=out[:, width + column])

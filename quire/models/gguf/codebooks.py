@@ -22,8 +22,8 @@ _SIZES: Mapping[str, tuple[int, int]] = {
     "IQ1_S": (3, 8),
 }
 """Number of weight magnitudes, and weights per entry."""
-# An entry is a number whose digits, the lowest first, say which size each weight has. Numbers ascend, and are stored as
-# distances from the one before.
+# An entry is a number whose digits, lowest first, are the indices of the weights' sizes. Numbers ascend and are stored
+# as differences.
 _GAPS: Mapping[str, str] = {
     "IQ2_XXS": (
         "c-kdTL2AQ53@l<18zD>(%d(hdF=h$I1Y=ANrudLU2*rmIaws|GB|Y{5eM{fc?<Cq*hmn{WG13eC6@n><MkizoXsW~vl50RJDl2m7l>-VONs5"

@@ -34,7 +34,7 @@ def fit_affine(x: torch.Tensor, weights: torch.Tensor, most: int, *, is_positive
     for step in range(-STRETCHES // 2, STRETCHES // 2 + 1):
         start = Affine(span / (most + 0.1 * step), -low)
         best, least = _better(x, weights, sums, most, start, (best, least), is_positive)
-    for _ in range(2):  # from where the search has come to
+    for _ in range(2):  # refine the best fit so far
         best, least = _better(x, weights, sums, most, best, (best, least), is_positive)
     return best
 
@@ -97,7 +97,7 @@ def fit_symmetric(x: torch.Tensor, weights: torch.Tensor, half: int) -> torch.Te
 def fit_table(x: torch.Tensor, weights: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Scales [M], of either sign, for codes that index an ascending table of integers."""
     first, last = float(table[0]), float(table[-1])
-    by_half = table[nearest(torch.arange(2 * first, 2 * last + 1) / 2, table)]  # a look is faster than a search
+    by_half = table[nearest(torch.arange(2 * first, 2 * last + 1) / 2, table)]  # faster to look up than to search
 
     def values(scaled: torch.Tensor) -> torch.Tensor:
         places = (2 * (scaled - first) + 0.5).clamp_(0, len(by_half) - 1).int()

@@ -80,7 +80,7 @@ def write_gguf(
     planned = plan_tensors(config, description, recipe)
     by_name = {tensor.name: tensor for tensor in planned}
     with GGUFWriter(path, {**description.metadata, **more}, planned) as writer, ThreadPoolExecutor(num_threads) as pool:
-        if description.rope_factors:  # a part of the configuration
+        if description.rope_factors:  # comes from the configuration, not from a weight file
             writer.write(ROPE_FACTORS, np.array(description.rope_factors, dtype="<f4").tobytes())
         check(writer.partial)
         for source, place, tensor in _placed(config, files, description, report):
@@ -115,7 +115,7 @@ def _placed(
         shape = shape if place.expert is None else shape[1:]
         if own in seen:
             raise ModelLoadError(f"{where} occurs twice")
-        is_gate = len(shape) == 1 and tuple(tensor.shape) == (1, *shape)  # of one row, a vector in files
+        is_gate = len(shape) == 1 and tuple(tensor.shape) == (1, *shape)  # GGUF stores its one row as a vector
         if tuple(tensor.shape) != shape and not is_gate:
             raise ModelLoadError(f"{where} is {list(tensor.shape)}, not {list(shape)}")
         if not tensor.is_floating_point():

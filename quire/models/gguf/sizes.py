@@ -55,7 +55,7 @@ def packed_weight_bytes(file: GGUFFile, model: ModelConfig) -> int:
         is_reordered = layout.names.tiled and entry.name.endswith("ssm_out.weight")
         elements = math.prod(entry.shape)
         if entry.name.endswith("attn_kv_b.weight"):
-            # Of each head the rows of keys are turned, as floating point; those of values stay as they are.
+            # Each head's key rows are transposed, as floating point; its value rows are unchanged.
             keys = _key_elements(model, elements)
             matrices[f"{entry.name} of keys"] = [_Part("plain", keys)]
             elements -= keys
@@ -125,5 +125,5 @@ def _matrix_bytes(model: ModelConfig, parts: list[_Part]) -> int:
     number = 2 if all(part.has_half_scales for part in parts) else 4
     per_group = number * (1 + any(part.has_offsets for part in parts))
     if bits == 8 and kinds == {"integer"} and model.quantization is not None and model.quantization.rounds_activations:
-        per_group += 4  # the sum of a group's values
+        per_group += 4  # each group's sum of values
     return elements * bits // 8 + num_groups * per_group

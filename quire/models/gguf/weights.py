@@ -78,7 +78,7 @@ class GGUFWeights:
             self.header, layout = file, head_layout(file)
             done, total = 0, sum(entry.num_bytes for entry in file.tensors.values())
             for entry in file.tensors.values():
-                # The factors are a part of the configuration, read with it; layers behind the last predict more tokens.
+                # Skip rotation factors (read with the configuration) and the prediction layers after the last.
                 if entry.name != ROPE_FACTORS and (layer_of(entry.name) or 0) < layout.num_layers:
                     name = hf_name(entry.name.replace(JOINED_EXPERTS, GATE_EXPERTS), layout.names)
                     if name is None:
@@ -123,11 +123,11 @@ def _named(
         return
     if len(shape) > 2:
         raise ModelLoadError(f"tensor {entry.name!r} has {len(shape)} dimensions")
-    if entry.name.endswith("ffn_gate_inp_shexp.weight"):  # of one row, which files leave out
+    if entry.name.endswith("ffn_gate_inp_shexp.weight"):  # a matrix of one row, which GGUF stores as a vector
         entry = replace(entry, shape=(1, *shape))
     weight = _weight(file, entry, layout)
     if entry.name.endswith("ssm_conv1d.weight") and isinstance(weight, torch.Tensor):
-        weight = weight.unsqueeze(1)  # a channel's taps, which Hugging Face has as a matrix of one row
+        weight = weight.unsqueeze(1)  # Hugging Face stores a channel's taps as a matrix of one row
     if entry.name.endswith("ssm_a") and isinstance(weight, torch.Tensor):  # -exp(A_log)
         if not bool((weight < 0).all()):
             raise ModelLoadError(f"tensor {entry.name!r} must be negative")

@@ -121,7 +121,7 @@ class CacheDirectory:
             heapq.heapify(blocks)
             while blocks and self.num_bytes > self.limit * LEVEL_AFTER_EVICTION:
                 block = heapq.heappop(blocks)
-                with suppress(FileNotFoundError):  # another engine was faster
+                with suppress(FileNotFoundError):  # another engine has removed it
                     os.unlink(block.path)
                 self.num_bytes -= block.size
                 key = self._own_key(block.path)
@@ -153,7 +153,7 @@ class CacheDirectory:
             try:
                 status = entry.stat(follow_symlinks=False)
             except FileNotFoundError:
-                continue  # another engine made room
+                continue  # removed by another engine
             yield StoredBlock(status.st_mtime, status.st_size, entry.path)
 
     def _own_key(self, path: str) -> BlockKey | None:
@@ -175,7 +175,7 @@ def _entries(path: Path | str) -> Iterator[os.DirEntry[str]]:
 
 def _remove_if_stale(entry: os.DirEntry[str]) -> None:
     try:
-        # The file system's clock wrote the time; a clock that jumped costs a file that is written again.
+        # After a jump of the clock a live file may be removed; it is then written again.
         if time.time() - entry.stat(follow_symlinks=False).st_mtime > STALE_SECONDS:
             os.unlink(entry.path)
     except FileNotFoundError:

@@ -197,9 +197,9 @@ class DiskStore:
             if not self._is_closing:
                 read_block(path, self._layout, *key, self._host_pages(host_block))
                 is_loaded = True
-                os.utime(path)  # marks it as most recently used
+                os.utime(path)  # mark the file as most recently used
         except FileNotFoundError:
-            pass  # removed, by another engine perhaps, to make room
+            pass  # evicted, maybe by another engine
         except BlockFileError as error:
             self._damaged.add(key)
             self._warnings.once("damaged", f"holds a file that is not used: {path.name}: {error}")

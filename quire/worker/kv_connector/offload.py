@@ -36,7 +36,7 @@ class OffloadWorker(WorkerConnector):
         self._began = time.perf_counter()
         orders = plan.transfers
         if isinstance(orders, StoreTransfers) and orders.loads:
-            self._transfers.synchronize()  # earlier copies may still be reading the blocks that are loaded into
+            self._transfers.synchronize()  # earlier copies may still read the blocks to be overwritten
             for group, block_hash, host_block in orders.loads:
                 self._store.load_block(group, block_hash, host_block)
 

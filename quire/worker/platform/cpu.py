@@ -93,7 +93,7 @@ class CpuPlatform:
                     "quantised weights in float32, and nothing is stored in bfloat16",
                     param="matmul_precision",
                 )
-        # Native kernels have threads of their own, which torch's would only slow down.
+        # Native kernels have their own threads, which torch's would slow down.
         self._num_threads = device.num_threads if self._runtime is None else 1
 
     def mode(self, queue_depth: int) -> Mode:
@@ -136,7 +136,7 @@ class CpuPlatform:
                 code[what] = f"{number} of {count}"
         if self.stage.count > 1:
             code["layers"] = f"{self.stage.layers.start} to {self.stage.layers.stop}"
-        if self._config.load.expert_placement is not None:  # sums of a layer have another order
+        if self._config.load.expert_placement is not None:  # placement changes the order of a layer's sums
             code["experts"] = self._config.load.expert_placement
         if self._dealt is not None:
             code["tokens"] = f"runs of {self._dealt.deal.run} in turns to {self._dealt.deal.num_ranks}"
@@ -337,8 +337,8 @@ def make_attention(
     is_native: bool,
     dealt: DealtTokens | None = None,
 ) -> AttentionBackend:
-    """num_heads: this rank's query heads per layer. is_native: native kernels, else torch operators. dealt: as
-    NativeAttention's. An encoder has no pool."""
+    """num_heads: this rank's query heads per layer. is_native: native kernels, else torch operators. dealt: see
+    NativeAttention. An encoder has no pool."""
     model = config.model
     if not is_native:
         if model.is_encoder:

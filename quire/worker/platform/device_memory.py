@@ -20,7 +20,9 @@ class DeviceMemory(Protocol):
     """Measures and pins memory; all sizes are in bytes."""
 
     @property
-    def is_measured(self) -> bool: ...
+    def is_measured(self) -> bool:
+        """True if `measure_peak` is supported."""
+        ...
 
     def total(self) -> int: ...
 

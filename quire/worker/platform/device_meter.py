@@ -72,7 +72,7 @@ class DeviceMeter:
             prompt = self.dummy_pass(model, limits, InputBatch.dummy_prompts(limits.max_num_tokens, longest))
             decode = self.dummy_pass(model, limits, InputBatch.dummy_decodes(limits.max_num_seqs, limits.longest))
             for work in (prompt, decode):
-                work()  # compiles kernels; libraries and the attention back end take workspaces
+                work()  # first run: compiles kernels, and allocates workspaces of libraries and attention
             kept = before - memory.free()
 
             def sample() -> None:

@@ -40,7 +40,7 @@ def measure_peak(work: Callable[[], object], root: Path = ROOT) -> int | None:
     Exact, except that other threads count too."""
     can_reset = _reset_peak(root)
     before = resident_memory(root)
-    with without_collections():  # which would free what was there before, and hide what is taken
+    with without_collections():  # a collection would free older memory and hide the growth
         work()
     after = _status(root, "VmHWM:")
     if not can_reset or before is None or after is None:

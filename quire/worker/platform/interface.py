@@ -87,7 +87,9 @@ class RequestColumns(Protocol):
         """Write the row's step-column values (`NewSequence.columns` and `token_columns`)."""
         ...
 
-    def copy_values(self, source: int, destination: int) -> None: ...
+    def copy_values(self, source: int, destination: int) -> None:
+        """Copy a row's step-column values to another row."""
+        ...
 
     def place_drafts(self, plan: StepPlan, requests: RequestState) -> Placed:
         """Write the step's drafts to the token table, after the known tokens."""

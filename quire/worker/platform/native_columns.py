@@ -46,7 +46,7 @@ class NativeColumns(CpuColumns):
         self._starts, self._counts, self._ends = columns
         self._query_start = np.zeros(num_rows + 1, np.int64)
         self._tables = [np.zeros(table.shape, np.int32) for table in tables.arrays]  # reserved and not touched
-        self._bound = tables.arrays  # kept alive, like what is named above: the native object holds their addresses
+        self._bound = tables.arrays  # kept alive, like the arrays above: the native object holds their addresses
         plans = iter(attention.plans)
         self._native = _native.StepInputs(
             runtime.pool,
@@ -98,7 +98,7 @@ class NativeColumns(CpuColumns):
         """Input of a forward pass over the last gathered batch."""
         assert batch.rows_version == self._batch.rows_version, "another batch was gathered meanwhile"
         size = len(batch.rows), self._num_tokens
-        if size != self._size or size[0] != size[1]:  # others of one size may divide their tokens otherwise
+        if size != self._size or size[0] != size[1]:  # batches of equal size may divide their tokens differently
             self._size, self._forward_batch = size, self._view(*size)
         if logits_rows is None:
             return self._forward_batch

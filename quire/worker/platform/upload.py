@@ -48,7 +48,7 @@ class Upload:
         self._turn = 0
         self._used = 0
         self._devices = [self._allocate(FIRST_CAPACITY) for _ in range(NUM_DEVICE_BUFFERS)]
-        # New memory may be what kernels that are still to run have read: the event of this moment stands behind them.
+        # New memory may be reused memory that enqueued kernels still read; an event recorded now follows them.
         self._free: list[StreamEvent] = [streams.record()] * NUM_DEVICE_BUFFERS
         self._device_turn = 0
 
@@ -56,7 +56,7 @@ class Upload:
         self._turn = (self._turn + 1) % len(self._hosts)
         copied = self._copied[self._turn]
         if copied is not None:
-            copied.synchronize()  # passed long ago, unless more steps are under way than was said
+            copied.synchronize()  # passed long ago, unless more steps are in progress than `num_buffers` allows
         self._used = 0
 
     def add(self, values: np.ndarray) -> Section:
@@ -73,11 +73,11 @@ class Upload:
         """Enqueue the copy; later work on the compute stream can read it."""
         streams, host = self._streams, self._hosts[self._turn]
         previous, self._device_turn = self._device_turn, (self._device_turn + 1) % NUM_DEVICE_BUFFERS
-        # What reads the previous step's buffer was enqueued before this call, whichever kernels these are.
+        # All kernels that read the previous step's buffer were enqueued before this call.
         self._free[previous] = streams.record()
         if len(self._devices[self._device_turn]) < self._used:
             self._devices[self._device_turn] = self._allocate(len(host))
-            self._free[self._device_turn] = self._free[previous]  # as for the first buffers
+            self._free[self._device_turn] = self._free[previous]  # new memory, see __init__
         device = self._devices[self._device_turn]
         with streams.copying_in():
             self._free[self._device_turn].wait()
