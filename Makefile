@@ -22,7 +22,7 @@ NATIVE_SOURCES := CMakeLists.txt $(wildcard csrc/*)
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help serve free-port install install-test native sanitize test test-core test-long lint types tests fuzz soak soak-server soak-restart triton-cache format \
+.PHONY: help serve free-port install install-test native sanitize test test-core test-long lint types tests fuzz soak soak-server soak-restart chaos triton-cache format \
   bench-control bench-paper bench-kernels bench-peers gemma wheel check-deploy check-api check-docs docs tools-of-checks clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
@@ -37,7 +37,7 @@ help:
   'make check-deploy   Kubernetes manifests against the schemas of Kubernetes' \
   'make check-docs     each command and Python block of the documents, run as a reader runs them' \
   'make check-api      random requests against the served OpenAPI document (schemathesis)' \
-  'make lint | types | tests | fuzz | soak | soak-server | soak-restart | format | triton-cache | bench-control | bench-paper | bench-kernels | bench-peers | gemma | clean'
+  'make lint | types | tests | fuzz | soak | soak-server | soak-restart | chaos | format | triton-cache | bench-control | bench-paper | bench-kernels | bench-peers | gemma | clean'
 
 serve: free-port install
 	@printf '==> serve: http://$(HOST):$(PORT) (Ctrl-C stops)\n'
@@ -186,6 +186,11 @@ soak-server: install-test
 SOAK_RESTART ?=
 soak-restart: install-test
 	@$(BIN)/python -m tests.e2e.test_restart $(SOAK_RESTART)
+
+# A server over ranks that are killed, stopped, slowed down and short of memory. CHAOS="--minutes 10 --seed 0".
+CHAOS ?=
+chaos: install-test
+	@$(BIN)/python -m tests.chaos $(CHAOS)
 
 format: install-test
 	@$(BIN)/ruff check --fix .

@@ -33,6 +33,11 @@ class EngineClient(Protocol):
         ...
 
     @property
+    def stopped(self) -> int | None:
+        """The rank whose process is stopped (SIGSTOP), or ENGINE_STOPPED; None: none is."""
+        return None
+
+    @property
     def is_restarting(self) -> bool:
         """True while the core is dead and its successor is not ready (quire/engine/fleet.py)."""
         return False

@@ -136,6 +136,14 @@ class Fleet:
         return min(silences) if self._ends_hung else max(silences)
 
     @property
+    def stopped(self) -> int | None:
+        """As `silence`: with hung engines ended, only if every one that is up has a stopped process."""
+        found = [member.client.stopped for member in self.members if member.is_up and member.client is not None]
+        if self._ends_hung and None in found:
+            return None
+        return next((each for each in found if each is not None), None)
+
+    @property
     def is_restarting(self) -> bool:
         """True if every engine is dead and no successor is ready."""
         return all(member.death is not None for member in self.members)

@@ -13,11 +13,23 @@ from typing import TypeVar
 from quire.engine.messages import Call, ClientMessage
 from quire.errors import EngineUnresponsiveError
 from quire.executors.interface import VitalSigns
-from quire.utils.heartbeat import BEAT_SECONDS, SILENCE_LIMIT, Progress, encode_beat
+from quire.utils.heartbeat import BEAT_SECONDS, SILENCE_LIMIT, Progress, encode_beat, encode_stopped
+
+ENGINE_STOPPED = -1
+"""In place of a rank: the engine process itself is stopped."""
 
 
-def check_responsive(silence: float) -> None:
-    """Raise EngineUnresponsiveError if `silence` (seconds) exceeds SILENCE_LIMIT."""
+def name_stopped(stopped: int | None) -> str:
+    """The process that is stopped, a rank or ENGINE_STOPPED, as the end of a sentence; "": none is."""
+    if stopped is None:
+        return ""
+    return "the engine process is stopped" if stopped == ENGINE_STOPPED else f"rank {stopped} is stopped"
+
+
+def check_responsive(silence: float, stopped: int | None = None) -> None:
+    """Raise EngineUnresponsiveError if `silence` (seconds) exceeds SILENCE_LIMIT, or a process is stopped."""
+    if stopped is not None:
+        raise EngineUnresponsiveError(f"{name_stopped(stopped)} (SIGSTOP; SIGCONT lets it go on)")
     if silence >= SILENCE_LIMIT:
         raise EngineUnresponsiveError(f"the engine process has not answered for {silence:.0f} s")
 
@@ -34,6 +46,8 @@ class EngineBeats:
         if self.vital_signs is None:
             return 0
         ranks = self.vital_signs()
+        if ranks.stopped is not None:
+            return encode_stopped(ranks.stopped)
         return encode_beat(max(ranks.silence, min(self.progress.look(), ranks.stalled)))
 
 

@@ -12,6 +12,7 @@ import msgspec
 
 from quire.engine.client import EngineClient
 from quire.engine.culprit_search import CulpritSearch
+from quire.engine.heartbeat import name_stopped
 from quire.engine.messages import AddRequest, ClientMessage, EngineOutputs, EngineReady
 from quire.errors import EngineDeadError
 from quire.kv_cache.stats import EngineStats, carry_over
@@ -148,8 +149,10 @@ class Member:
                 return outputs
             silence = client.silence
             if 0 < self._hung_engine_timeout <= silence:
+                name = name_stopped(client.stopped)
                 client.shutdown(0.0)
-                raise EngineDeadError(f"the engine process hung: it gave no sign of life for {silence:.0f} s")
+                message = f"the engine process hung: it gave no sign of life for {silence:.0f} s"
+                raise EngineDeadError(f"{message}: {name}" if name else message)
             if deadline is not None and time.monotonic() >= deadline:
                 return None
 

@@ -17,12 +17,13 @@ from quire import envs, errors
 from quire.config.options import EngineOptions
 from quire.engine.client import DEFAULT_EXECUTOR, EngineClient
 from quire.engine.engine_process import EngineProcess
+from quire.engine.heartbeat import ENGINE_STOPPED, name_stopped
 from quire.engine.messages import ClientMessage, EngineFailed, EngineOutputs, EngineReady, Shutdown
 from quire.engine.remote_client import RemoteClient
 from quire.errors import EngineDeadError
 from quire.logging import get_logger
-from quire.utils.child_process import describe_exit, kill, wait_or_kill
-from quire.utils.heartbeat import SILENCE_LIMIT, decode_beats
+from quire.utils.child_process import describe_exit, is_stopped, kill, wait_or_kill
+from quire.utils.heartbeat import SILENCE_LIMIT, decode_beats, decode_stopped
 from quire.utils.runtime_directory import LAST_WORDS_FILE, RuntimeDirectory
 
 logger = get_logger(__name__)
@@ -72,6 +73,7 @@ class ProcessClient(RemoteClient[EngineFailed], EngineClient):
         """Id of the death, the same at every raise."""
         self._died = threading.Event()
         self._is_silent = False
+        self._stopped_rank: int | None = None
         received = EngineReady | EngineFailed | EngineOutputs
         super().__init__(self._directory.address("outputs"), received, self._alive_fd)
 
@@ -83,6 +85,10 @@ class ProcessClient(RemoteClient[EngineFailed], EngineClient):
     @property
     def silence(self) -> float:
         return self._heartbeat.silence
+
+    @property
+    def stopped(self) -> int | None:
+        return ENGINE_STOPPED if is_stopped(self._process) else self._stopped_rank
 
     def send(self, *messages: ClientMessage) -> None:
         _ = self.ready
@@ -127,6 +133,8 @@ class ProcessClient(RemoteClient[EngineFailed], EngineClient):
     def _listen(self, has_message: bool, is_woken: bool) -> bool:
         beats = os.read(self._alive_fd, 65536) if is_woken else None
         has_ended = beats == b""
+        if beats:
+            self._stopped_rank = decode_stopped(beats)
         stalled = 0.0 if has_message else decode_beats(beats) if beats else None
         if stalled is None:
             self._heartbeat.look()
@@ -137,7 +145,9 @@ class ProcessClient(RemoteClient[EngineFailed], EngineClient):
                 self._is_silent = False
         if not self._is_silent and self._ready is not None and self._heartbeat.silence >= SILENCE_LIMIT:
             self._is_silent = True
-            logger.warning("the engine process has not answered for %.0f s", self._heartbeat.silence)
+            name = name_stopped(self.stopped)
+            reason = f": {name}" if name else ""
+            logger.warning("the engine process has not answered for %.0f s%s", self._heartbeat.silence, reason)
         if not has_message and has_ended and not self._inbox.poll(_LAST_WORDS_MILLISECONDS):
             self._die(self._explain_exit())
         return has_message or has_ended

@@ -120,7 +120,7 @@ class Session:
 
     def check_health(self) -> None:
         self.check_alive()
-        check_responsive(self.client.silence)
+        check_responsive(self.client.silence, self.client.stopped)
 
     def check_alive(self) -> None:
         """Raise a new EngineDeadError if the engine is dead."""

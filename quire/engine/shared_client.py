@@ -36,6 +36,11 @@ class SharedClient(RemoteClient[EngineFailed | Ask | Answer | Ended]):
         return self._heartbeat.silence
 
     @property
+    def stopped(self) -> int | None:
+        code = self.state.engine.stopped_code
+        return code - 2 if code else None
+
+    @property
     def is_restarting(self) -> bool:
         return self.state.engine.is_restarting
 

@@ -112,7 +112,8 @@ class SharedEngine:
 
     def tell(self) -> None:
         """Publish the engine's state and this process's progress. Call several times a second."""
-        self._state.silence = self._fleet.silence
+        self._state.silence, stopped = self._fleet.silence, self._fleet.stopped
+        self._state.stopped_code = 0 if stopped is None else stopped + 2
         self._state.is_restarting = self._fleet.is_restarting
         self._state.num_restarts = self._fleet.num_restarts
         self._state.num_ticks += 1

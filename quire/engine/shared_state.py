@@ -38,7 +38,7 @@ class ControlState:
 
 
 class EngineState:
-    """State of the engine, for all processes. The parent writes the first five numbers; the others match
+    """State of the engine, for all processes. The parent writes the first five numbers and the last; the others match
     `ControlState`."""
 
     num_ticks = _Number(0, int)
@@ -52,9 +52,11 @@ class EngineState:
     sleep_level = _Number(6, int)
     pauses = _Number(7, bool)
     refuses_new = _Number(8, bool)
+    stopped_code = _Number(9, int)
+    """`EngineClient.stopped` + 2; 0: no process is stopped."""
 
     def __init__(self, numbers: Numbers) -> None:
-        self.common = numbers.allocate(9).common
+        self.common = numbers.allocate(10).common
 
 
 class Loads:

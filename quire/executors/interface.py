@@ -23,6 +23,8 @@ class VitalSigns(NamedTuple):
     """Longest time since a worker's last sign."""
     stalled: float = math.inf
     """Time since any worker made progress, unless all are idle."""
+    stopped: int | None = None
+    """First rank whose process is stopped (SIGSTOP)."""
 
 
 class StepFuture(Protocol):

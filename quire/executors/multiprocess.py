@@ -22,7 +22,7 @@ from quire.executors.rank import JOIN, RankLaunch
 from quire.executors.ranked import RankedExecutor
 from quire.parallel.link_files import LinkFiles
 from quire.parallel.mesh import Mesh
-from quire.utils.child_process import describe_exit, kill, start_interpreter, wait_or_kill
+from quire.utils.child_process import describe_exit, is_stopped, kill, start_interpreter, wait_or_kill
 from quire.utils.heartbeat import Heartbeat, decode_beats
 from quire.utils.runtime_directory import RuntimeDirectory
 
@@ -114,6 +114,10 @@ class RankProcesses(RankCalls):
     def pids(self) -> list[int]:
         """Process ids, in rank order."""
         return [process.pid for process in self._processes]
+
+    def vital_signs(self) -> VitalSigns:
+        stopped = (rank for rank, process in enumerate(self._processes) if is_stopped(process))
+        return super().vital_signs()._replace(stopped=next(stopped, None))
 
     def _start(self, rank: int, links: Links) -> None:
         ours, theirs = socket.socketpair()

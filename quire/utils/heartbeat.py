@@ -33,7 +33,9 @@ MIN_CPU_SHARE = 0.01
 second, use up to a third of it."""
 TENTHS = 10
 """Units of a beat's byte in a second; the byte is at most LONGEST."""
-LONGEST = 254
+LONGEST = 190
+FIRST_STOPPED = LONGEST + 1
+"""Byte that names the first of the ranks as stopped; the bytes behind it name the others."""
 IDLE = 255
 """Byte of a process without work."""
 
@@ -119,8 +121,19 @@ def encode_beat(stalled: float) -> int:
 
 
 def decode_beats(beats: bytes) -> float | None:
-    """Seconds in the last of some beats; None: the process is idle."""
-    return None if beats[-1] == IDLE else beats[-1] / TENTHS
+    """Seconds in the last of some beats; None: the process is idle, or names a stopped rank."""
+    return None if beats[-1] > LONGEST else beats[-1] / TENTHS
+
+
+def encode_stopped(rank: int) -> int:
+    """The byte that names a stopped rank, one of IDLE - FIRST_STOPPED."""
+    assert FIRST_STOPPED + rank < IDLE, "the byte of an idle process"
+    return FIRST_STOPPED + rank
+
+
+def decode_stopped(beats: bytes) -> int | None:
+    """The rank that the last of some beats names as stopped; None: it names none."""
+    return beats[-1] - FIRST_STOPPED if LONGEST < beats[-1] < IDLE else None
 
 
 def start_beating(pipe: int, byte: Callable[[], int]) -> None:

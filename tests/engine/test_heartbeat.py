@@ -10,11 +10,12 @@ import threading
 import pytest
 
 from quire.clock import VirtualClock
-from quire.engine.heartbeat import EngineBeats, check_responsive
+from quire.engine.heartbeat import ENGINE_STOPPED, EngineBeats, check_responsive
 from quire.errors import EngineUnresponsiveError
 from quire.executors.interface import VitalSigns
 from quire.utils.heartbeat import (
     BEAT_SECONDS,
+    IDLE,
     LONGEST,
     MAX_GAP,
     MIN_CPU_SHARE,
@@ -22,6 +23,7 @@ from quire.utils.heartbeat import (
     Heartbeat,
     Progress,
     decode_beats,
+    decode_stopped,
     encode_beat,
     start_beating,
 )
@@ -171,3 +173,15 @@ def test_a_process_that_is_stalled_for_long_is_silent_for_longer() -> None:
     assert encode_beat(1000.0) == LONGEST
     heartbeat.beat(0.0)
     assert heartbeat.silence == 0.0
+
+
+def test_a_stopped_rank_is_named_at_once() -> None:
+    """By a byte of its own; no byte of silence or idleness names one."""
+    beats = EngineBeats()
+    beats.vital_signs = lambda: VitalSigns(silence=0.2, stalled=0.1, stopped=63)
+    named = bytes([beats.byte()])
+    assert (decode_stopped(named), decode_beats(named)) == (63, None)
+    assert [decode_stopped(bytes([byte])) for byte in (0, LONGEST, IDLE)] == [None, None, None]
+    for stopped, message in ((1, "rank 1 is stopped"), (ENGINE_STOPPED, "the engine process is stopped")):
+        with pytest.raises(EngineUnresponsiveError, match=message):
+            check_responsive(0.0, stopped)

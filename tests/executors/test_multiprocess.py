@@ -269,6 +269,20 @@ def test_a_rank_that_samples_other_tokens_fails_the_step(model_path: Path) -> No
         core.shutdown()
 
 
+def test_a_stopped_rank_is_named(model_path: Path) -> None:
+    ranks = RankProcesses(configured(model_path, tensor_parallel_size=2))
+    try:
+        process = psutil.Process(ranks.pids[1])
+        assert ranks.vital_signs().stopped is None
+        for act, state, expected in ((process.suspend, psutil.STATUS_STOPPED, 1), (process.resume, None, None)):
+            act()
+            while state is not None and process.status() != state:
+                time.sleep(0.01)
+            assert ranks.vital_signs().stopped == expected
+    finally:
+        ranks.close()
+
+
 def on_devices(config: EngineConfig) -> EngineConfig:
     """The configuration of two ranks with a device each."""
     device = replace(config.device, platform=rank_device.PLATFORM, collectives=rank_device.COLLECTIVES)
