@@ -19,6 +19,7 @@ class Recorded:
     def __init__(self, made: list[Recorded], options: EngineOptions, executor: str, name: str = "engine") -> None:
         self.options, self.executor, self.name = options, executor, name
         self.silence = 0.0
+        self.stopped: int | None = None
         made.append(self)
 
     @property

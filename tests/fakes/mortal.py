@@ -27,6 +27,7 @@ class MortalClient:
         self._death: EngineDeadError | None = None
         self.request_ids: set[str] = set()
         self.silence = 0.0
+        self.stopped: int | None = None
         """Seconds; while it is not 0, nothing is received."""
         self.was_shut_down = False
 
