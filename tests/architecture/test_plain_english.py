@@ -110,7 +110,7 @@ PARAMETER_WITHOUT_SUBJECT = re.compile(
     r"(?m)(?:^|[.;] )\s*[a-z_]+(?:, [a-z_]+)*: (?:of|what|whether|as|those|where|without|behind|whose?)\b"
 )
 """The same of what stands behind the name of a parameter."""
-MOST_FRAGMENTS = 100
+MOST_FRAGMENTS = 10
 
 
 def docstrings() -> Iterator[tuple[str, str]]:
