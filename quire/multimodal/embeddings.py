@@ -67,9 +67,11 @@ def read_features(given: Mapping[str, Any], where: str, feature_size: int, merge
             f"{list(features.shape)!s:.60}",
             param=f"{where}.{EMBEDS}",
         )
-    if not np.issubdtype(features.dtype, np.floating) or not np.isfinite(features).all():
-        raise UserError(f"{where}.{EMBEDS}: finite numbers are needed", param=f"{where}.{EMBEDS}")
-    data = np.ascontiguousarray(features, np.float32).tobytes()
+    with np.errstate(over="ignore"):
+        values = np.ascontiguousarray(features, np.float32)
+    if not np.issubdtype(features.dtype, np.floating) or not np.isfinite(values).all():
+        raise UserError(f"{where}.{EMBEDS}: finite numbers of 32 bits are needed", param=f"{where}.{EMBEDS}")
+    data = values.tobytes()
     key = hashlib.sha256(_KEY_LABEL + repr((rows, columns, feature_size)).encode() + data).digest()
     return ReadyImage((1, rows, columns), key, data, (rows * columns, feature_size), is_encoded=True)
 

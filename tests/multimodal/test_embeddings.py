@@ -67,6 +67,7 @@ class Evil:
         (GIVEN[:11], PATCHES, "12 tokens of 6 elements are needed, not a shape of [11, 6]", EMBEDS),
         (stored(GIVEN[:, :5].clone()), PATCHES, "not a shape of [12, 5]", EMBEDS),
         (GIVEN / 0, PATCHES, "finite numbers", EMBEDS),
+        (GIVEN.double() + 1e300, PATCHES, "finite numbers", EMBEDS),
         (GIVEN.int(), PATCHES, "finite numbers", EMBEDS),
         (GIVEN, [1, 8, 5], "in multiples of 2", GRID),
         (GIVEN, [2, 8, 6], "in multiples of 2", GRID),
