@@ -25,7 +25,7 @@ async def test_a_stopped_process_is_unresponsive_until_it_goes_on(process_engine
         async with asyncio.timeout(120):
             while process_engine.silence < SILENCE_LIMIT:
                 await asyncio.sleep(0.05)
-        with pytest.raises(EngineUnresponsiveError, match=r"the engine process has not answered for \d+ s"):
+        with pytest.raises(EngineUnresponsiveError, match="the engine process is stopped"):
             process_engine.check_health()
         with pytest.raises(EngineUnresponsiveError):
             await process_engine.kv_snapshot()
