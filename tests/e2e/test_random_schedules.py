@@ -221,7 +221,7 @@ def run_script(
 
 def test_every_completion_is_that_of_a_lone_run(make_client: MakeClient, alone: Callable[..., Any]) -> None:
     totals = run_at_random(make_client, alone, 60)
-    assert all(totals[name] > 10 for name in EXERCISED), f"the random engines were too roomy: {totals}"
+    assert all(totals[name] > 4 for name in EXERCISED), f"the random engines were too roomy: {totals}"
 
 
 DRAFTERS: dict[str, dict[str, Any]] = {
