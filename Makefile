@@ -118,7 +118,7 @@ manifests_PACKAGES := kubernetes-validate
 api_PACKAGES := schemathesis
 docs_PACKAGES := sphinx furo myst-parser
 
-# The wheels of CPython 3.11 to 3.14, each installed and run where there is such a Python. PYTHONS: their commands, which must
+# The wheels of CPython 3.11 to 3.14, each installed and run by the newest Python for it. PYTHONS: commands of all, which must
 # run (default: python3.11 to python3.14, those that PATH has). What could not be had is said.
 PYTHONS ?=
 wheel: install $(CHECKS)/.installed-wheel

@@ -75,6 +75,13 @@ def test_a_wheel_is_built_by_the_oldest_python_that_installs_it() -> None:
     }
 
 
+def test_a_wheel_is_installed_by_the_newest_python_that_takes_it() -> None:
+    found = [Interpreter("", version, f"{version}.1") for version in ("3.11", "3.12", "3.13")]
+    chosen, lines = wheels.newest(found)
+    assert [each.version for each in chosen] == ["3.11", "3.13"]
+    assert lines == ["CPython 3.12.1: not tried: 3.13.1 has the same wheel (PYTHONS names more)"]
+
+
 def test_the_build_makes_the_wheels_that_are_looked_for() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["tool"]["scikit-build"]["wheel"]["py-api"] == wheels.STABLE.partition("-")[0]

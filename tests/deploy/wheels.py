@@ -3,9 +3,10 @@
     python -m tests.deploy.wheels TOOLS [PYTHON ...]
 
 TOOLS: the folder of an environment's commands, with `build` and `auditwheel`. PYTHON: interpreters by name or path,
-which must run; without any, those that PATH has of python3.11 to python3.14, and the one that runs this. One wheel is
-for 3.11 alone, one for 3.12 and all later ones: nanobind's stable interface begins there. The last lines say which
-versions were tried, which could not be had, and the seconds of each step.
+which must run, and each of which installs its wheel; without any, those that PATH has of python3.11 to python3.14, and
+the one that runs this: of a wheel's interpreters the oldest builds it, and the newest installs it. One wheel is for 3.11
+alone, one for 3.12 and all later ones: nanobind's stable interface begins there. The last lines say which versions were
+tried, which could not be had, and the seconds of each step.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ def main(arguments: Sequence[str]) -> int:
         started = time.monotonic()
         wheel = make_wheel(Path(tools), source, builder, scratch / tag, target)
         lines.append(f"{wheel.name}: built with CPython {builder.release} in {time.monotonic() - started:.0f} s")
-    for interpreter in found:
+    chosen, others = (found, []) if names else newest(found)
+    lines += others
+    for interpreter in chosen:
         started = time.monotonic()
         say(f"CPython {interpreter.release}: install without a compiler, serve")
         installed.try_wheels(target, interpreter.command)
@@ -129,6 +132,17 @@ def builders(found: Sequence[Interpreter]) -> dict[str, Interpreter]:
     for interpreter in sorted(found, key=lambda each: SUPPORTED.index(each.version)):
         made.setdefault(interpreter.tag, interpreter)
     return made
+
+
+def newest(found: Sequence[Interpreter]) -> tuple[list[Interpreter], list[str]]:
+    """The newest interpreter of each wheel, and a line for each other one."""
+    of_tag = {each.tag: each for each in sorted(found, key=lambda each: SUPPORTED.index(each.version))}
+    chosen = list(of_tag.values())
+    return chosen, [
+        f"CPython {each.release}: not tried: {of_tag[each.tag].release} has the same wheel (PYTHONS names more)"
+        for each in found
+        if each not in chosen
+    ]
 
 
 def make_source(tools: Path, target: Path) -> Path:
