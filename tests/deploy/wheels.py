@@ -5,8 +5,8 @@
 TOOLS: the folder of an environment's commands, with `build` and `auditwheel`. PYTHON: interpreters by name or path,
 which must run, and each of which installs its wheel; without any, those that PATH has of python3.11 to python3.14, and
 the one that runs this: of a wheel's interpreters the oldest builds it, and the newest installs it. One wheel is for
-3.11 alone, one for 3.12 and all later ones: nanobind's stable interface begins there. The last lines say which versions were
-tried, which could not be had, and the seconds of each step.
+3.11 alone, one for 3.12 and all later ones: nanobind's stable interface begins there. The last lines say which versions
+were tried, which could not be had, and the seconds of each step.
 """
 
 from __future__ import annotations
