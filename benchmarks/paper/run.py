@@ -74,18 +74,26 @@ def _expected_length(trial: Window | Curve) -> tuple[bool, int, int]:
 
 
 def print_table(figure: Figure, rows: Sequence[Row]) -> None:
-    """One figure: ours, paper, ratio; and why, where ours is off."""
+    """One figure: ours, paper, ratio; and why, where ours is off.
+
+    Without the column of figures where all rows are of one, which the title names, and without an empty last one.
+    """
     from rich.table import Table
 
     table = Table(title=figure.title, title_justify="left", caption=figure.remark or None, caption_justify="left")
-    table.add_column("figure")
+    is_mixed = len({row.figure for row in rows}) > 1
+    has_verdicts = any(verdict(row) for row in rows)
+    if is_mixed:
+        table.add_column("figure")
     table.add_column("quantity")
     for column in ("ours", "paper", "ratio"):
         table.add_column(column, justify="right")
-    table.add_column("")
+    if has_verdicts:
+        table.add_column("")
     for row in rows:
         paper = f"at most {number(row.paper)}" if row.at_most else number(row.paper)
-        table.add_row(row.figure, row.quantity, number(row.ours), paper, ratio(row), verdict(row))
+        cells = [row.quantity, number(row.ours), paper, ratio(row)]
+        table.add_row(*[row.figure] * is_mixed, *cells, *[verdict(row)] * has_verdicts)
     report.console().print(table)
 
 
