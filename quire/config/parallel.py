@@ -178,7 +178,7 @@ def check_tokens_dealt(
         reason = f"attention_backend={backend!r} attends to the tokens of one rank"
     elif model.is_encoder:
         reason = f"{model.architecture} keeps no tokens"
-    elif speculation.method in ("mtp", "draft_model"):
+    elif speculation.has_layers:
         reason = f"{SPECULATION}.method {speculation.method!r} has a model that keeps all tokens on each rank"
     if reason is not None:
         name = "decode_context_parallel_size"

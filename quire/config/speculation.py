@@ -17,6 +17,8 @@ from quire.errors import ConfigError, nearest_name
 
 METHODS = ("ngram", "ngram_gpu", "suffix", "draft_model", "eagle", "eagle3", "mtp", "custom_class")
 """Values of `method`. The first two name the same one, because drafts are looked up where the model runs."""
+_OF_A_MODEL = ("draft_model", *EAGLE_METHODS)
+"""Methods that the option's `model` makes drafts for."""
 REFUSED = ("medusa", "mlp_speculator", "dflash", "dspark")
 """vLLM's methods that Quire does not have."""
 MAX_DRAFTS, MAX_LOOKUP = 31, 64
@@ -73,6 +75,11 @@ class SpeculationConfig:
         return None if self.draft_model is None else self.draft_model.model
 
     @property
+    def has_layers(self) -> bool:
+        """True if a model or a head with layers of its own makes the drafts."""
+        return self.method == "mtp" or self.draft_model is not None
+
+    @property
     def reads_texts(self) -> bool:
         """True if drafts are looked up in texts."""
         return self.method in ("ngram", "suffix") or self.oracle is not None
@@ -102,8 +109,7 @@ class SpeculationConfig:
             if not 1 <= value <= limit:
                 raise ConfigError(f"{OPTION}.{name} must be from 1 to {limit}, not {value}", param=OPTION)
         by_batch_size = _by_batch_size(fields.num_speculative_tokens_per_batch_size or [], most_drafts)
-        is_of_model = method in ("draft_model", *EAGLE_METHODS)
-        chosen = _draft_model(fields, fields.model) if fields.model is not None and is_of_model else None
+        chosen = _draft_model(fields, fields.model) if fields.model is not None and method in _OF_A_MODEL else None
         oracle = fields.oracle
         if oracle is not None and not 0 <= oracle <= 1:
             raise ConfigError(f"{OPTION}.oracle must be from 0 to 1, not {oracle:g}", param=OPTION)
@@ -142,7 +148,7 @@ def _method(fields: _Given) -> str:
     if method not in METHODS:
         known, nearest = ", ".join(METHODS), nearest_name(method, METHODS)
         raise ConfigError(f"{OPTION}.method must be one of {known}, not {method!r}{nearest}", param=OPTION)
-    if method in ("draft_model", *EAGLE_METHODS) and fields.model is None:
+    if method in _OF_A_MODEL and fields.model is None:
         raise ConfigError(f"{OPTION}.model must name the model that makes the drafts", param=OPTION)
     return method
 
