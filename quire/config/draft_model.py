@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from quire.config.eagle import fitting_head, head_method, head_values, read_eagle
-from quire.config.hf_config import read_config
+from quire.config.hf_config import read_config, read_directory_config
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.config.parallel import check_ranks_fit
@@ -35,9 +35,11 @@ def with_draft_model(
         return speculation
     num_ranks = draft_ranks(chosen, options.tensor_parallel_size)
     try:
-        raw = read_config(chosen.name, chosen.revision, options.download_dir)
+        is_head = speculation.method != "draft_model"
+        read = read_config if is_head else read_directory_config
+        raw = read(chosen.name, chosen.revision, options.download_dir)
         method = head_method(raw)
-        if speculation.method != "draft_model":
+        if is_head:
             method = speculation.method
         values = head_values(raw, chosen.name) if method else None
         own = draft_options(options, chosen, model, backend, values)

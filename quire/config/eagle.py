@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from quire.config.hf_config import read_config
+from quire.config.hf_config import read_directory_config
 from quire.config.hf_json import Fields, shown
 from quire.config.model import MAX_WIDTH, ModelConfig
 from quire.config.options import EngineOptions
@@ -165,7 +165,7 @@ def fitting_head(head: ModelConfig, eagle: EagleConfig, model: ModelConfig, long
 def with_verifier(options: EngineOptions) -> EngineOptions:
     """The options of the model that a `speculators` checkpoint is for, with that checkpoint as its head for drafts,
     where `options.model` is one; else the options themselves. Keys of `speculative_config` that are given stay."""
-    raw = read_config(options.model, options.revision, options.download_dir)
+    raw = read_directory_config(options.model, options.revision, options.download_dir)
     stated = raw.get(_SPECULATORS)
     if not isinstance(stated, Mapping):
         return options

@@ -146,6 +146,12 @@ def read_config(name: str, revision: str | None = None, download_dir: str | None
     return _read_described(_described(found)).config
 
 
+def read_directory_config(name: str, revision: str | None = None, download_dir: str | None = None) -> dict[str, Any]:
+    """The config.json of a model's directory; {} for a GGUF file, whose long header the model alone shall read."""
+    found = _described(find_model(name, revision=revision, config_only=True, download_dir=download_dir))
+    return {} if found.is_file() else _read_described(found).config
+
+
 def find_model(name: str, *, revision: str | None, config_only: bool, download_dir: str | None = None) -> Path:
     """Local directory or GGUF file of a model. Other names are fetched from the hub, into `download_dir` or the hub
     library's cache; `name` may be the address of a repository's page. Raises ModelLoadError."""

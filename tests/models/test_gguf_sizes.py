@@ -14,7 +14,9 @@ from transformers import PreTrainedModel
 from quire.config.hf_config import load_model_config
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
+from quire.config.options import EngineOptions
 from quire.config.quantization import QuantizationConfig
+from quire.config.resolve import resolve
 from quire.kernels.cpu.packing import Arena
 from quire.kernels.cpu.runtime import NativeRuntime
 from quire.models.gguf.sizes import packed_weight_bytes
@@ -123,6 +125,9 @@ def test_a_header_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     opened: list[Path] = []
     whole = GGUFFile.__init__
     monkeypatch.setattr(GGUFFile, "__init__", lambda file, path: (opened.append(path), whole(file, path))[1])
+    resolve(EngineOptions(model=str(path)))
+    assert opened == [path]
+    opened.clear()
     config = described(path)
     assert opened == [path]
     load_model(config, LoadConfig("auto", 0), SINGLE_RANK, runtime=NativeRuntime("auto", 1))
