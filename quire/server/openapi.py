@@ -305,7 +305,9 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         names_model=True,
     ),
     ("post", "/reset_mm_cache"): Operation("Forget the images that this process keeps", None, is_admins=True),
-    ("post", "/reset_encoder_cache"): Operation("Forget what encoders made: there are none", None, is_admins=True),
+    ("post", "/reset_encoder_cache"): Operation(
+        "Nothing: what encoders made depends on content and settings alone", None, is_admins=True
+    ),
     ("post", "/abort_requests"): Operation("End answers that are being generated", None, AbortRequest, is_admins=True),
     ("post", "/stop_replica"): Operation("End a replica's engine", Replica, parameters=_REPLICA, is_admins=True),
     ("post", "/start_replica"): Operation("Start a replica again", Replica, parameters=_REPLICA, is_admins=True),
