@@ -32,7 +32,7 @@ class Names(Protocol):
 
     async def put(self, name: bytes, image: Any) -> None: ...
 
-    async def find(self, name: bytes) -> Any: ...
+    async def picture_of(self, name: bytes) -> Any: ...
 
     async def clear(self) -> None: ...
 
@@ -46,8 +46,8 @@ class OwnNames:
     async def put(self, name: bytes, image: Any) -> None:
         await asyncio.to_thread(self._pictures.put, name, image)  # on a thread, because it may copy the image
 
-    async def find(self, name: bytes) -> Any:
-        return self._pictures.find(name)
+    async def picture_of(self, name: bytes) -> Any:
+        return self._pictures.picture_of(name)
 
     async def clear(self) -> None:
         self._pictures.clear()
@@ -126,7 +126,7 @@ class Pictures:
         if picture.uuid is not None:
             name = name_key(options.owner, picture.uuid)
         if image is None and name is not None:
-            image, name = await self.names.find(name), None
+            image, name = await self.names.picture_of(name), None
             if image is None:
                 raise unknown_name(picture)
         if isinstance(image, bytes):

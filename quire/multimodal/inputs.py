@@ -89,7 +89,7 @@ class ImageInputs:
             return image
         name = None if picture.uuid is None or named is None else name_key(options.owner, picture.uuid)
         if image is None:
-            image = None if name is None or named is None else named.find(name)
+            image = None if name is None or named is None else named.picture_of(name)
             if image is None:
                 raise unknown_name(picture)
         if isinstance(image, str) and not is_data_url(image):

@@ -47,7 +47,7 @@ class NamedPictures:
                 _, (_, _, dropped) = self._kept.popitem(last=False)
                 self._num_bytes -= dropped
 
-    def find(self, name: bytes) -> Any:
+    def picture_of(self, name: bytes) -> Any:
         """Picture of the name, or None."""
         with self._lock:
             found = self._kept.get(name)

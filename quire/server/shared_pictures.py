@@ -48,7 +48,7 @@ class ParentsNames:
         if not await self._ask(_Holds(name, digest)):
             await self._ask(_Put(name, digest, image))
 
-    async def find(self, name: bytes) -> bytes | None:
+    async def picture_of(self, name: bytes) -> bytes | None:
         return await self._ask(_Find(name)) or None
 
     async def clear(self) -> None:
@@ -75,7 +75,7 @@ class PictureService:
             case _Holds(name, digest):
                 return b"yes" if self._pictures.holds(name, digest) else b""
             case _Find(name):
-                return self._pictures.find(name) or b""
+                return self._pictures.picture_of(name) or b""
             case _Clear():
                 self._pictures.clear()
         return b""

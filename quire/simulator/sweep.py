@@ -22,7 +22,7 @@ from quire.simulator.scenario import Scenario
 from quire.simulator.work import StepWork
 
 GROWTH = 1.05
-"""Growth of tokens per second on doubling the rate, below which a layout is saturated."""
+"""Ratio of tokens per second on doubling the rate, below which a layout is saturated."""
 MAX_POINTS = 14
 MAX_STAGES = 8
 SAMPLE, CONTEXT = 100, 512

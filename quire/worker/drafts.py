@@ -121,7 +121,7 @@ class HostDrafts:
         token table."""
         return False
 
-    def take(self, result: ForwardResult[torch.Tensor]) -> None:
+    def keep_results(self, result: ForwardResult[torch.Tensor]) -> None:
         """Keep what `follow` needs of a step's forward pass, if `follows`."""
 
     def follow(self, batch: InputBatch, lengths: np.ndarray, table: np.ndarray) -> None:

@@ -89,7 +89,7 @@ class HeadDrafts(HostDrafts):
             self._placed[index] = self._drafts[row, :count].tolist()
         return True
 
-    def take(self, result: ForwardResult[torch.Tensor]) -> None:
+    def keep_results(self, result: ForwardResult[torch.Tensor]) -> None:
         self._hidden = torch.cat([result.tapped[layer] for layer in self.taps], 1) if self.taps else result.hidden
 
     def follow(self, batch: InputBatch, lengths: np.ndarray, table: np.ndarray) -> None:

@@ -193,12 +193,12 @@ async def test_sessions_name_pictures_for_one_another(shared: Shared) -> None:
             threads.submit(wait_for_death, client)
         for _ in range(2):
             await first.put(b"n", bytes(2**15))
-        assert await second.find(b"n") == bytes(2**15)
-        assert await second.find(b"m") is None
+        assert await second.picture_of(b"n") == bytes(2**15)
+        assert await second.picture_of(b"m") is None
         await second.put(b"n", b"other")
-        assert await first.find(b"n") == b"other"
+        assert await first.picture_of(b"n") == b"other"
         await first.clear()
-        assert await second.find(b"n") is None
+        assert await second.picture_of(b"n") is None
         shared.engine.shutdown()
 
 

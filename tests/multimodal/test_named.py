@@ -16,11 +16,11 @@ def test_names_are_of_an_owner() -> None:
 def test_the_picture_that_was_named_last_counts() -> None:
     names = NamedPictures(2**16)
     names.put(b"n", b"first", b"1")
-    assert (names.find(b"n"), names.holds(b"n", b"1"), names.holds(b"m", b"1")) == (b"first", True, False)
+    assert (names.picture_of(b"n"), names.holds(b"n", b"1"), names.holds(b"m", b"1")) == (b"first", True, False)
     names.put(b"n", b"second", b"2")
-    assert (names.find(b"n"), names.holds(b"n", b"1"), names.find(b"m")) == (b"second", False, None)
+    assert (names.picture_of(b"n"), names.holds(b"n", b"1"), names.picture_of(b"m")) == (b"second", False, None)
     names.clear()
-    assert names.find(b"n") is None
+    assert names.picture_of(b"n") is None
 
 
 def test_those_that_were_used_last_are_kept() -> None:
@@ -28,8 +28,10 @@ def test_those_that_were_used_last_are_kept() -> None:
     names = NamedPictures(2 * (size + ENTRY_BYTES))
     for name in (b"1", b"2"):
         names.put(name, bytes(size))
-    assert names.find(b"1") is not None
+    assert names.picture_of(b"1") is not None
     names.put(b"3", np.zeros((2**6, 2**6, 1), np.uint8))
-    assert [names.find(name) is not None for name in (b"1", b"2", b"3")] == [True, False, True]
+    assert [names.picture_of(name) is not None for name in (b"1", b"2", b"3")] == [True, False, True]
     names.put(b"1", bytes(2**14))
-    assert [names.find(name) is not None for name in (b"1", b"2", b"3")] == [False, False, True], "larger than all"
+    assert [names.picture_of(name) is not None for name in (b"1", b"2", b"3")] == [False, False, True], (
+        "larger than all"
+    )

@@ -100,7 +100,7 @@ class CpuStep(NamedTuple):
             inputs = inputs.having(overlay=overlay, taps=taps)
         result = compute.model.forward(inputs)
         if columns.drafts is not None:
-            columns.drafts.take(result)
+            columns.drafts.keep_results(result)
         return result.hidden
 
     def sample(self, hidden: torch.Tensor, samples: SampleRows, masks: TokenMasks | None) -> Samples:
