@@ -270,15 +270,15 @@ def test_a_rank_that_samples_other_tokens_fails_the_step(model_path: Path) -> No
 
 
 def test_a_stopped_rank_is_named(model_path: Path) -> None:
+    """The system says so once each thread of the process has stopped, a moment after the first."""
     ranks = RankProcesses(configured(model_path, tensor_parallel_size=2))
     try:
         process = psutil.Process(ranks.pids[1])
         assert ranks.vital_signs().stopped is None
-        for act, state, expected in ((process.suspend, psutil.STATUS_STOPPED, 1), (process.resume, None, None)):
-            act()
-            while state is not None and process.status() != state:
-                time.sleep(0.01)
-            assert ranks.vital_signs().stopped == expected
+        process.suspend()
+        wait_for(ranks, lambda signs: signs.stopped == 1)
+        process.resume()
+        wait_for(ranks, lambda signs: signs.stopped is None)
     finally:
         ranks.close()
 
@@ -312,7 +312,7 @@ def test_a_rank_takes_a_plan_before_the_last_ones_result(model_path: Path) -> No
         executor.shutdown()
 
 
-def wait_for(executor: RankedExecutor, condition: Callable[[VitalSigns], bool]) -> None:
+def wait_for(executor: RankedExecutor | RankProcesses, condition: Callable[[VitalSigns], bool]) -> None:
     """Until the ranks' signs of life are as they should be. A minute is a bound for failure, not a claim."""
     deadline = time.monotonic() + 60
     while not condition(executor.vital_signs()):
