@@ -1,10 +1,12 @@
-"""Steps of families whose layers are of other kinds: python -m benchmarks.gpu.families --out FILE [--names A,B] [--warm]
-[--tiny]
+"""Steps of families whose layers are of other kinds than Qwen3-8B's.
+
+    python -m benchmarks.gpu.families --out FILE [--names A,B] [--warm] [--tiny]
 
 Experts, latent attention, attention over chosen keys, and layers with states, in the shapes of published models with
 random weights; those that exceed the card's memory with fewer layers. For each, one engine: ready, decode steps of 1,
 32 and 256 sequences, a prompt of 8,192 tokens, and the time of a step by kernel. --warm: compile the kernels with few
-layers (one of each kind) and measure nothing, beside other work. --tiny: small models of the same kinds in Triton's interpreter.
+layers (one of each kind) and measure nothing, beside other work. --tiny: small models of the same kinds in Triton's
+interpreter.
 """
 
 from __future__ import annotations
