@@ -18,7 +18,7 @@ def _sum_kernel(parts, out, size, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     mask = index < size
     total = tl.load(parts + index, mask=mask, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
-        total += tl.load(parts + part * size + index, mask=mask, other=0.0).to(tl.float32)
+        total += tl.load(parts + part * size.to(tl.int64) + index, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + index, narrow(total, out.dtype.element_ty), mask=mask)
 
 
