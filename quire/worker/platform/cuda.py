@@ -144,7 +144,8 @@ class CudaPlatform:
         )
 
     def make_backends(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> DeviceBackends:
-        return DeviceBackends(self.make_attention(layout, pages), StateBackend(layout, state_pages(pages, layout)))
+        states = StateBackend(layout, state_pages(pages, layout), batch_invariant=self._config.device.batch_invariant)
+        return DeviceBackends(self.make_attention(layout, pages), states)
 
     def make_attention(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> TritonAttention | TritonEncoder:
         config = self._config
