@@ -30,7 +30,7 @@ from quire.config.model_shape import DTYPE_BYTES, QUANTIZED, STATE_BORDER, Atten
 from quire.config.parallel import ParallelConfig, why_not_dealt
 from quire.errors import UserError
 from quire.simulator.hardware import Hardware
-from quire.simulator.work import Chunk, StepWork, Windows
+from quire.simulator.work import ChunkTokens, StepWork, Windows
 
 KERNELS_PER_LAYER = 10
 KERNELS_PER_STEP = 12
@@ -102,10 +102,10 @@ class Attention:
 def windows_of(shape: ModelShape) -> Windows:
     """Positions that a token reads, for each kind of attention in the order of `attention_counts`; an indexer's own
     reads follow."""
-    windows: list[int | Chunk | None] = []
+    windows: list[int | ChunkTokens | None] = []
     for attention in shape.attention_counts:
         if attention.kind == "chunked" and attention.window:
-            windows.append(Chunk(attention.window))
+            windows.append(ChunkTokens(attention.window))
         elif attention.index_top:
             windows += attention.index_top, None
         else:
