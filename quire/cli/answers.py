@@ -67,14 +67,14 @@ class LocalAnswers:
         return self._session.stream(chat.prompt(), params, take)
 
 
-class _Delta(msgspec.Struct, frozen=True):
+class _ReplyDelta(msgspec.Struct, frozen=True):
     content: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
 
 
 class _Choice(msgspec.Struct):
-    delta: _Delta = _Delta()
+    delta: _ReplyDelta = _ReplyDelta()
     text: str = ""
 
 
