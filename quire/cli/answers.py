@@ -73,7 +73,7 @@ class _ReplyDelta(msgspec.Struct, frozen=True):
     reasoning_content: str | None = None
 
 
-class _Choice(msgspec.Struct):
+class _ReplyChoice(msgspec.Struct):
     delta: _ReplyDelta = _ReplyDelta()
     text: str = ""
 
@@ -89,7 +89,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
+    choices: list[_ReplyChoice] = []
     usage: _Usage | None = None
 
 
