@@ -82,7 +82,7 @@ class _CachedTokens(msgspec.Struct):
     cached_tokens: int | None = None
 
 
-class _Usage(msgspec.Struct):
+class _ReplyUsage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int = 0
     prompt_tokens_details: _CachedTokens | None = None
@@ -90,7 +90,7 @@ class _Usage(msgspec.Struct):
 
 class _Chunk(msgspec.Struct):
     choices: list[_ReplyChoice] = []
-    usage: _Usage | None = None
+    usage: _ReplyUsage | None = None
 
 
 class _Model(msgspec.Struct):
