@@ -88,7 +88,7 @@ class _ReplyUsage(msgspec.Struct):
     prompt_tokens_details: _CachedTokens | None = None
 
 
-class _Chunk(msgspec.Struct):
+class _ReplyChunk(msgspec.Struct):
     choices: list[_ReplyChoice] = []
     usage: _ReplyUsage | None = None
 
@@ -130,8 +130,8 @@ class ServerAnswers:
         return timing
 
 
-def _chunks(connection: ServerConnection, path: str, body: dict[str, Any]) -> Iterator[_Chunk]:
-    parser, decoder = EventParser(), msgspec.json.Decoder(_Chunk)
+def _chunks(connection: ServerConnection, path: str, body: dict[str, Any]) -> Iterator[_ReplyChunk]:
+    parser, decoder = EventParser(), msgspec.json.Decoder(_ReplyChunk)
     body = {**body, "stream": True, "stream_options": {"include_usage": True}}
     with connection.request("POST", path, body=body) as response:
         for data in response.iter_raw():
@@ -145,7 +145,7 @@ def _chunks(connection: ServerConnection, path: str, body: dict[str, Any]) -> It
     raise ServerGoneError(f"{connection.url} closed the connection amid an answer")
 
 
-def _take(chunk: _Chunk, timing: Timing, write: Callable[[Piece], None]) -> None:
+def _take(chunk: _ReplyChunk, timing: Timing, write: Callable[[Piece], None]) -> None:
     for choice in chunk.choices[:1]:
         thoughts = choice.delta.reasoning_content or choice.delta.reasoning or ""
         content = choice.delta.content or choice.text
