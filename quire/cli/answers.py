@@ -21,7 +21,7 @@ SECONDS_WITHOUT_A_BYTE = 600.0
 """Timeout without data, in seconds: a long prompt may take minutes before its first token."""
 
 
-class Piece(NamedTuple):
+class ReplyPiece(NamedTuple):
     thoughts: str
     content: str
 
@@ -30,7 +30,9 @@ class Answers(Protocol):
     def check(self) -> None:
         """Raise UserError, before the first question, if no conversation is possible."""
 
-    def ask(self, messages: Sequence[Message], settings: Mapping[str, Any], write: Callable[[Piece], None]) -> Timing:
+    def ask(
+        self, messages: Sequence[Message], settings: Mapping[str, Any], write: Callable[[ReplyPiece], None]
+    ) -> Timing:
         """Write the answer as it comes. settings: fields of SamplingParams. Raises UserError for a refused question,
         another QuireError for a failed answer; an interrupt (Ctrl-C) ends the request."""
 
@@ -52,7 +54,9 @@ class LocalAnswers:
         settings = ServerSettings.from_keywords({"reasoning_parser": self._reasoning_parser})
         self._formats = AnswerFormats.of(engine.tokenizer, settings)
 
-    def ask(self, messages: Sequence[Message], settings: Mapping[str, Any], write: Callable[[Piece], None]) -> Timing:
+    def ask(
+        self, messages: Sequence[Message], settings: Mapping[str, Any], write: Callable[[ReplyPiece], None]
+    ) -> Timing:
         from quire.server.protocol.chat import ChatRequest
 
         assert self._formats is not None, "check comes first"
@@ -62,7 +66,7 @@ class LocalAnswers:
 
         def take(completion: CompletionOutput) -> None:
             delta = answer.read(completion)
-            write(Piece(delta.reasoning, delta.content))
+            write(ReplyPiece(delta.reasoning, delta.content))
 
         return self._session.stream(chat.prompt(), params, take)
 
@@ -115,14 +119,16 @@ class ServerAnswers:
             raise ServerGoneError(f"{self._connection.url} serves no model")
         self._model = self._model or names[0]
 
-    def ask(self, messages: Sequence[Message], settings: Mapping[str, Any], write: Callable[[Piece], None]) -> Timing:
+    def ask(
+        self, messages: Sequence[Message], settings: Mapping[str, Any], write: Callable[[ReplyPiece], None]
+    ) -> Timing:
         body = {"model": self._model, "messages": messages, **settings}
         timing = Timing()
         for chunk in _chunks(self._connection, "/v1/chat/completions", body):
             _take(chunk, timing, write)
         return timing
 
-    def complete(self, prompt: str, settings: Mapping[str, Any], write: Callable[[Piece], None]) -> Timing:
+    def complete(self, prompt: str, settings: Mapping[str, Any], write: Callable[[ReplyPiece], None]) -> Timing:
         """Complete a text; see `ask`."""
         timing = Timing()
         for chunk in _chunks(self._connection, "/v1/completions", {"model": self._model, "prompt": prompt, **settings}):
@@ -145,13 +151,13 @@ def _chunks(connection: ServerConnection, path: str, body: dict[str, Any]) -> It
     raise ServerGoneError(f"{connection.url} closed the connection amid an answer")
 
 
-def _take(chunk: _ReplyChunk, timing: Timing, write: Callable[[Piece], None]) -> None:
+def _take(chunk: _ReplyChunk, timing: Timing, write: Callable[[ReplyPiece], None]) -> None:
     for choice in chunk.choices[:1]:
         thoughts = choice.delta.reasoning_content or choice.delta.reasoning or ""
         content = choice.delta.content or choice.text
         if thoughts or content:
             timing.count(0)
-            write(Piece(thoughts, content))
+            write(ReplyPiece(thoughts, content))
     if chunk.usage is not None:
         details = chunk.usage.prompt_tokens_details
         timing.num_prompt_tokens = chunk.usage.prompt_tokens

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quire.cli.answers import Answers, Message, Piece
+from quire.cli.answers import Answers, Message, ReplyPiece
 from quire.cli.parser import Parser, given
 from quire.cli.sampling_flags import add_sampling_flags
 from quire.cli.screen import Screen
@@ -184,7 +184,7 @@ class Conversation:
         try:
             with self._screen() as screen:
 
-                def write(piece: Piece) -> None:
+                def write(piece: ReplyPiece) -> None:
                     written.append(piece.content)
                     screen.write(piece)
 
