@@ -26,7 +26,7 @@ class ReplyPiece(NamedTuple):
     content: str
 
 
-class Answers(Protocol):
+class AnswerSource(Protocol):
     def check(self) -> None:
         """Raise UserError, before the first question, if no conversation is possible."""
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
-from quire.cli.answers import SECONDS_WITHOUT_A_BYTE, Answers, LocalAnswers, ServerAnswers
+from quire.cli.answers import SECONDS_WITHOUT_A_BYTE, AnswerSource, LocalAnswers, ServerAnswers
 from quire.cli.connection_flags import add_connection_flags, connect
 from quire.cli.conversation import COMMANDS, SETTINGS, UNUSED_FIELDS, Conversation
 from quire.cli.engine_flags import add_engine_flags, engine_options
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 @contextmanager
-def _open_answers(namespace: argparse.Namespace) -> Iterator[Answers]:
+def _open_answers(namespace: argparse.Namespace) -> Iterator[AnswerSource]:
     options = engine_options(namespace)
     if namespace.url is None:
         if given_names := [name for name in ("api_key", "cacert", "insecure") if getattr(namespace, name)]:

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quire.cli.answers import Answers, Message, ReplyPiece
+from quire.cli.answers import AnswerSource, Message, ReplyPiece
 from quire.cli.parser import Parser, given
 from quire.cli.sampling_flags import add_sampling_flags
 from quire.cli.screen import Screen
@@ -41,7 +41,7 @@ class Conversation:
 
     def __init__(
         self,
-        answers: Answers,
+        answers: AnswerSource,
         settings: Mapping[str, Any],
         system: str | None,
         *,
