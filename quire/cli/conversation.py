@@ -27,7 +27,7 @@ ROLES = ("system", "user", "assistant")
 Note = Callable[[str], None]
 
 
-class Command(NamedTuple):
+class ChatCommand(NamedTuple):
     usage: str
     help: str
     run: Callable[[Conversation, str], None]
@@ -204,20 +204,20 @@ class Conversation:
             self._note(self._timing.line())
 
 
-COMMANDS: Mapping[str, Command] = {
-    "/help": Command("/help", "shows this", Conversation.help),
-    "/system": Command("/system [TEXT]", "sets the system message, or shows it; none: no such message",
+COMMANDS: Mapping[str, ChatCommand] = {
+    "/help": ChatCommand("/help", "shows this", Conversation.help),
+    "/system": ChatCommand("/system [TEXT]", "sets the system message, or shows it; none: no such message",
                        Conversation.show_system),
-    "/set": Command("/set [NAME [VALUE]]", "sets a sampling parameter, or shows them; VALUE default: as at the start",
+    "/set": ChatCommand("/set [NAME [VALUE]]", "sets a sampling parameter, or shows them; VALUE default: as at the start",
                     Conversation.change_setting),
-    "/image": Command("/image FILE", "shows a picture with the next message", Conversation.add_picture),
-    "/save": Command("/save FILE", "writes the conversation, for /load and the server's page", Conversation.save),
-    "/load": Command("/load FILE", "goes on with a conversation out of a file", Conversation.load),
-    "/regen": Command("/regen", "asks the last question again", Conversation.ask_again),
-    "/undo": Command("/undo", "forgets the last question and its answer", Conversation.undo),
-    "/clear": Command("/clear", "forgets all that was said", Conversation.clear),
-    "/stats": Command("/stats", "tokens and speed of the last answer", Conversation.show_timing),
-    "/exit": Command("/exit", "ends (as Ctrl-D does)", Conversation.leave),
+    "/image": ChatCommand("/image FILE", "shows a picture with the next message", Conversation.add_picture),
+    "/save": ChatCommand("/save FILE", "writes the conversation, for /load and the server's page", Conversation.save),
+    "/load": ChatCommand("/load FILE", "goes on with a conversation out of a file", Conversation.load),
+    "/regen": ChatCommand("/regen", "asks the last question again", Conversation.ask_again),
+    "/undo": ChatCommand("/undo", "forgets the last question and its answer", Conversation.undo),
+    "/clear": ChatCommand("/clear", "forgets all that was said", Conversation.clear),
+    "/stats": ChatCommand("/stats", "tokens and speed of the last answer", Conversation.show_timing),
+    "/exit": ChatCommand("/exit", "ends (as Ctrl-D does)", Conversation.leave),
 }  # fmt: skip
 
 
