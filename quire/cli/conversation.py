@@ -30,10 +30,10 @@ Note = Callable[[str], None]
 class ChatCommand(NamedTuple):
     usage: str
     help: str
-    run: Callable[[Conversation, str], None]
+    run: Callable[[ChatHistory, str], None]
 
 
-class Conversation:
+class ChatHistory:
     """History of a conversation, and handling of typed messages.
 
     settings: fields of SamplingParams. screen: makes the screen of an answer. note: shows any other line.
@@ -205,19 +205,19 @@ class Conversation:
 
 
 COMMANDS: Mapping[str, ChatCommand] = {
-    "/help": ChatCommand("/help", "shows this", Conversation.help),
+    "/help": ChatCommand("/help", "shows this", ChatHistory.help),
     "/system": ChatCommand("/system [TEXT]", "sets the system message, or shows it; none: no such message",
-                       Conversation.show_system),
+                       ChatHistory.show_system),
     "/set": ChatCommand("/set [NAME [VALUE]]", "sets a sampling parameter, or shows them; VALUE default: as at the start",
-                    Conversation.change_setting),
-    "/image": ChatCommand("/image FILE", "shows a picture with the next message", Conversation.add_picture),
-    "/save": ChatCommand("/save FILE", "writes the conversation, for /load and the server's page", Conversation.save),
-    "/load": ChatCommand("/load FILE", "goes on with a conversation out of a file", Conversation.load),
-    "/regen": ChatCommand("/regen", "asks the last question again", Conversation.ask_again),
-    "/undo": ChatCommand("/undo", "forgets the last question and its answer", Conversation.undo),
-    "/clear": ChatCommand("/clear", "forgets all that was said", Conversation.clear),
-    "/stats": ChatCommand("/stats", "tokens and speed of the last answer", Conversation.show_timing),
-    "/exit": ChatCommand("/exit", "ends (as Ctrl-D does)", Conversation.leave),
+                    ChatHistory.change_setting),
+    "/image": ChatCommand("/image FILE", "shows a picture with the next message", ChatHistory.add_picture),
+    "/save": ChatCommand("/save FILE", "writes the conversation, for /load and the server's page", ChatHistory.save),
+    "/load": ChatCommand("/load FILE", "goes on with a conversation out of a file", ChatHistory.load),
+    "/regen": ChatCommand("/regen", "asks the last question again", ChatHistory.ask_again),
+    "/undo": ChatCommand("/undo", "forgets the last question and its answer", ChatHistory.undo),
+    "/clear": ChatCommand("/clear", "forgets all that was said", ChatHistory.clear),
+    "/stats": ChatCommand("/stats", "tokens and speed of the last answer", ChatHistory.show_timing),
+    "/exit": ChatCommand("/exit", "ends (as Ctrl-D does)", ChatHistory.leave),
 }  # fmt: skip
 
 
