@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
-from quire.cli.session import Session, Timing
+from quire.cli.session import RunSession, Timing
 from quire.outputs import CompletionOutput
 from quire.sampling_params import SamplingParams
 from quire.utils.server_connection import ServerConnection, ServerGoneError, error_message
@@ -40,7 +40,7 @@ class AnswerSource(Protocol):
 class LocalAnswers:
     """Answers of a session's engine. reasoning_parser: parser name, `auto` (by the chat template) or `none`."""
 
-    def __init__(self, session: Session, reasoning_parser: str) -> None:
+    def __init__(self, session: RunSession, reasoning_parser: str) -> None:
         self._session = session
         self._reasoning_parser = reasoning_parser
         self._formats: AnswerFormats | None = None
