@@ -111,7 +111,7 @@ class Normaliser:
         self._merges = False
         """Several schemas apply to one value somewhere."""
         self._budget = budget
-        self._matchers: dict[str, patterns.Matcher] = {}
+        self._matchers: dict[str, patterns.PatternMatcher] = {}
 
     def run(self) -> NormalSchema:
         found = self._found
@@ -425,10 +425,10 @@ class Normaliser:
     def note_patterns(self) -> None:
         self._found.has_patterns = True
 
-    def matcher(self, pattern: str, node: patterns.Node) -> patterns.Matcher:
+    def matcher(self, pattern: str, node: patterns.Node) -> patterns.PatternMatcher:
         """Raises ValueError if the pattern is too large."""
         if pattern not in self._matchers:
-            self._matchers[pattern] = patterns.Matcher(node, self._budget)
+            self._matchers[pattern] = patterns.PatternMatcher(node, self._budget)
         return self._matchers[pattern]
 
     def languages(self, limit: int, max_length: int) -> patterns.Languages:

@@ -1,6 +1,6 @@
 """ECMA-262 regular expressions of JSON schemas (`pattern`, `patternProperties`), in Rust's syntax. `parse` reads an
 expression and `written` rewrites it, because characters differ in Rust: `.` matches a carriage return, `[` in a class
-opens another, `&&` in a class intersects, `\\<` is the beginning of a word. `Matcher` finds an expression in a name;
+opens another, `&&` in a class intersects, `\\<` is the beginning of a word. `PatternMatcher` finds an expression in a name;
 `Languages` lists the names that it matches. None of them backtracks."""
 
 from __future__ import annotations
@@ -359,7 +359,7 @@ class Budget:
             raise ValueError("the patterns are too large to be compared with the names of properties")
 
 
-class Matcher:
+class PatternMatcher:
     """Finds an expression in texts."""
 
     def __init__(self, node: Node, budget: Budget) -> None:
