@@ -49,7 +49,7 @@ class Anchor:
 
 
 @dataclass(frozen=True)
-class Sequence:
+class PatternSequence:
     parts: tuple[Node, ...]
 
 
@@ -65,7 +65,7 @@ class Repetition:
     high: int | None
 
 
-Node = Characters | Anchor | Sequence | Choice | Repetition
+Node = Characters | Anchor | PatternSequence | Choice | Repetition
 
 
 class UnknownSyntaxError(ValueError):
@@ -103,7 +103,7 @@ class _Parser:
         parts: list[Node] = []
         while self._at < len(self._pattern) and self._pattern[self._at] not in "|)":
             parts.append(self._repeated(self._atom(depth)))
-        return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
+        return parts[0] if len(parts) == 1 else PatternSequence(tuple(parts))
 
     def _repeated(self, part: Node) -> Node:
         sign = self._pattern[self._at : self._at + 1]
@@ -298,7 +298,7 @@ def written(node: Node) -> str:
             return node.text
         case Anchor():
             return "$" if node.is_end else "^"
-        case Sequence():
+        case PatternSequence():
             return "".join(_grouped(part) if isinstance(part, Choice) else written(part) for part in node.parts)
         case Choice():
             return "|".join(written(option) for option in node.options)
@@ -319,7 +319,7 @@ def _grouped(node: Node) -> str:
 def takes_all(node: Node | None) -> bool:
     """True if the expression is found in every text, as `.*` and the empty one are."""
     match node:
-        case Sequence():
+        case PatternSequence():
             return all(map(takes_all, node.parts))
         case Choice():
             return any(map(takes_all, node.options))
@@ -336,7 +336,7 @@ def num_words(node: Node) -> int:
 def _counted(node: Node) -> tuple[int, int]:
     """(unbounded repetitions in succession, `num_words`)."""
     match node:
-        case Sequence(parts):
+        case PatternSequence(parts):
             found = [_counted(part) for part in parts]
             return sum(endless for endless, _ in found), max((words for _, words in found), default=0)
         case Choice(options):
@@ -418,7 +418,7 @@ class PatternMatcher:
         """Add the node after a state; returns the state after it."""
         self._budget.spend()
         match node:
-            case Sequence():
+            case PatternSequence():
                 for part in node.parts:
                     start = self._add(part, start)
                 return start
@@ -471,10 +471,10 @@ class Languages:
         the budget is spent."""
         found: set[str] = set()
         for option in node.options if isinstance(node, Choice) else (node,):
-            parts = option.parts if isinstance(option, Sequence) else ()
+            parts = option.parts if isinstance(option, PatternSequence) else ()
             if len(parts) < 2 or parts[0] != Anchor(is_end=False) or parts[-1] != Anchor(is_end=True):
                 return None
-            texts = self._texts(Sequence(parts[1:-1]))
+            texts = self._texts(PatternSequence(parts[1:-1]))
             self._budget.spend(len(found))
             if texts is None or len(found := found | texts) > self._limit:
                 return None
