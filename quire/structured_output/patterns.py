@@ -54,7 +54,7 @@ class PatternSequence:
 
 
 @dataclass(frozen=True)
-class Choice:
+class PatternChoice:
     options: tuple[Node, ...]
 
 
@@ -65,7 +65,7 @@ class Repetition:
     high: int | None
 
 
-Node = Characters | Anchor | PatternSequence | Choice | Repetition
+Node = Characters | Anchor | PatternSequence | PatternChoice | Repetition
 
 
 class UnknownSyntaxError(ValueError):
@@ -97,7 +97,7 @@ class _Parser:
         while self._pattern.startswith("|", self._at):
             self._at += 1
             options.append(self._sequence(depth))
-        return options[0] if len(options) == 1 else Choice(tuple(options))
+        return options[0] if len(options) == 1 else PatternChoice(tuple(options))
 
     def _sequence(self, depth: int) -> Node:
         parts: list[Node] = []
@@ -299,8 +299,8 @@ def written(node: Node) -> str:
         case Anchor():
             return "$" if node.is_end else "^"
         case PatternSequence():
-            return "".join(_grouped(part) if isinstance(part, Choice) else written(part) for part in node.parts)
-        case Choice():
+            return "".join(_grouped(part) if isinstance(part, PatternChoice) else written(part) for part in node.parts)
+        case PatternChoice():
             return "|".join(written(option) for option in node.options)
     inner = written(node.part) if isinstance(node.part, Characters) else _grouped(node.part)
     if (node.low, node.high) in (sign := {(0, None): "*", (1, None): "+", (0, 1): "?"}):
@@ -321,7 +321,7 @@ def takes_all(node: Node | None) -> bool:
     match node:
         case PatternSequence():
             return all(map(takes_all, node.parts))
-        case Choice():
+        case PatternChoice():
             return any(map(takes_all, node.options))
         case Repetition():
             return node.low == 0 or takes_all(node.part)
@@ -339,7 +339,7 @@ def _counted(node: Node) -> tuple[int, int]:
         case PatternSequence(parts):
             found = [_counted(part) for part in parts]
             return sum(endless for endless, _ in found), max((words for _, words in found), default=0)
-        case Choice(options):
+        case PatternChoice(options):
             found = [_counted(option) for option in options]
             return max(endless for endless, _ in found), max(words for _, words in found)
         case Repetition(part, _, high):
@@ -422,7 +422,7 @@ class PatternMatcher:
                 for part in node.parts:
                     start = self._add(part, start)
                 return start
-            case Choice():
+            case PatternChoice():
                 end = self._state()
                 for option in node.options:
                     self._edges[self._add(option, start)].append((None, end))
@@ -470,7 +470,7 @@ class Languages:
         """All texts that match an expression with anchors at both ends; None above the limits. Raises ValueError when
         the budget is spent."""
         found: set[str] = set()
-        for option in node.options if isinstance(node, Choice) else (node,):
+        for option in node.options if isinstance(node, PatternChoice) else (node,):
             parts = option.parts if isinstance(option, PatternSequence) else ()
             if len(parts) < 2 or parts[0] != Anchor(is_end=False) or parts[-1] != Anchor(is_end=True):
                 return None
@@ -491,7 +491,7 @@ class Languages:
                 return {chr(code) for low, high in ranges for code in range(low, high + 1)}
             case Anchor():
                 return None
-            case Choice():
+            case PatternChoice():
                 for option in node.options:
                     self._budget.spend(len(found))
                     texts = self._texts(option)
