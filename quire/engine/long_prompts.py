@@ -54,7 +54,7 @@ class _ArrivingPrompt:
     """Aborts of single sequences, to be handled after the request."""
 
 
-class Arrivals:
+class ArrivingPrompts:
     """Requests that an engine still decodes, in order. Other messages overtake them."""
 
     def __init__(self) -> None:
