@@ -22,13 +22,13 @@ from quire.structured_output.forks import limit_memory
 from quire.structured_output.mask_memory import MaskMemory, Scratch
 from quire.structured_output.messages import (
     Advance,
-    Answer,
     BlockingReader,
     Copy,
     Done,
     Grammar,
     Limits,
     Masked,
+    MatcherAnswer,
     New,
     Work,
 )
@@ -193,9 +193,9 @@ class MaskProcess:
         """Answers without masks, which the engine core waits for."""
         self._masks: deque[Task] = deque()
         self._slow = SlowTasks()
-        self._answers: list[Answer] = []
+        self._answers: list[MatcherAnswer] = []
         self._masked: list[Masked] = []
-        self._whole: list[Answer] = []
+        self._whole: list[MatcherAnswer] = []
         """Answers to send when no mask is left to make."""
         self._slots: dict[int, Slot] = {}
         self._grammars: dict[int, Compiled] = {}
@@ -329,7 +329,7 @@ class MaskProcess:
         slot.serial = copy.serial
         return Task(slot, None, mask_serial=copy.serial) if copy.wants_mask else None
 
-    def _perform(self, task: Task, thread: int, scratch: Scratch) -> Answer | Masked | None:
+    def _perform(self, task: Task, thread: int, scratch: Scratch) -> MatcherAnswer | Masked | None:
         slot, work = task.slot, task.work
         self._memory.note_work(thread, slot.number, time.monotonic())
         with slot.lock:
@@ -348,14 +348,14 @@ class MaskProcess:
                 answer.mask_error, answer.mask_param, answer.num_draft_masks = error, param, num_draft_masks
         return answer
 
-    def _keep(self, task: Task, done: Answer | Masked | None) -> None:
+    def _keep(self, task: Task, done: MatcherAnswer | Masked | None) -> None:
         """Keep a task's result until it is sent. Called under the lock."""
         if done is None:
             return
         if type(done) is Masked:
             self._masked.append(done)
             return
-        assert type(done) is Answer
+        assert type(done) is MatcherAnswer
         if task.is_slow or not task.with_mask:
             self._answers.append(done)
             if done.num_draft_masks < 0:
@@ -363,7 +363,7 @@ class MaskProcess:
         else:
             self._whole.append(done)
 
-    def _answer(self, task: Task, work: New | Advance, scratch: Scratch) -> Answer:
+    def _answer(self, task: Task, work: New | Advance, scratch: Scratch) -> MatcherAnswer:
         """Follow the tokens. `num_draft_masks` is -1 if the mask must be made."""
         slot, compiled = task.slot, task.compiled
         slot.serial = work.serial
@@ -372,7 +372,7 @@ class MaskProcess:
         if task.is_slow:
             consume, clock = self._consume_apart, self._consume_apart.seconds
         started = clock()
-        answer = Answer(slot.number, work.serial, 0, (), False, False, False, NO_TOKEN, False, False, 0.0)
+        answer = MatcherAnswer(slot.number, work.serial, 0, (), False, False, False, NO_TOKEN, False, False, 0.0)
         try:
             if type(work) is New:
                 assert compiled is not None

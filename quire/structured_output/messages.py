@@ -143,7 +143,7 @@ class Work(msgspec.Struct, array_like=True):
     advances: list[Advance]
 
 
-class Answer(msgspec.Struct, array_like=True):
+class MatcherAnswer(msgspec.Struct, array_like=True):
     """An answer (`serial` of its question), with attributes of `quire.decoding.masks.Matcher`. only: the one possible
     next token; -1: see the mask. is_free: all tokens are possible. is_masked: the mask is there, or `mask_error` says
     why not. seconds: processor time. error: why the matcher cannot continue. num_draft_masks: masks after drafts; -1:
@@ -181,7 +181,7 @@ class Masked(msgspec.Struct, array_like=True):
 class Done(msgspec.Struct, array_like=True):
     """A message of the mask process. Answers come before masks of the same matchers."""
 
-    answers: Sequence[Answer]
+    answers: Sequence[MatcherAnswer]
     masks: Sequence[Masked]
 
 
