@@ -19,7 +19,7 @@ import msgspec
 from quire.decoding.masks import drafts_behind
 from quire.errors import UserError
 from quire.structured_output.forks import limit_memory
-from quire.structured_output.mask_memory import MaskMemory, Scratch
+from quire.structured_output.mask_memory import MaskMemory, MaskScratch
 from quire.structured_output.messages import (
     Advance,
     BlockingReader,
@@ -204,7 +204,7 @@ class MaskProcess:
     def work(self, thread: int) -> None:
         """Do tasks and read messages until the engine core is gone."""
         try:
-            scratch = Scratch(self._shape.num_written)
+            scratch = MaskScratch(self._shape.num_written)
             turn = self._turn
             if thread == SLOW_THREAD:
                 turn = self._slow_turn
@@ -216,7 +216,7 @@ class MaskProcess:
         finally:
             os._exit(1)
 
-    def _turn(self, thread: int, scratch: Scratch) -> None:
+    def _turn(self, thread: int, scratch: MaskScratch) -> None:
         """Do tasks or read a message, if this thread leads; else stand by."""
         with self._lock:
             task = self._next_task(thread)
@@ -260,7 +260,7 @@ class MaskProcess:
             self._message_came.wait()
             self._is_asleep = False
 
-    def _slow_turn(self, thread: int, scratch: Scratch) -> None:
+    def _slow_turn(self, thread: int, scratch: MaskScratch) -> None:
         with self._lock:
             task = self._slow.take()
             if task is None:
@@ -329,7 +329,7 @@ class MaskProcess:
         slot.serial = copy.serial
         return Task(slot, None, mask_serial=copy.serial) if copy.wants_mask else None
 
-    def _perform(self, task: Task, thread: int, scratch: Scratch) -> MatcherAnswer | Masked | None:
+    def _perform(self, task: Task, thread: int, scratch: MaskScratch) -> MatcherAnswer | Masked | None:
         slot, work = task.slot, task.work
         self._memory.note_work(thread, slot.number, time.monotonic())
         with slot.lock:
@@ -363,7 +363,7 @@ class MaskProcess:
         else:
             self._whole.append(done)
 
-    def _answer(self, task: Task, work: New | Advance, scratch: Scratch) -> MatcherAnswer:
+    def _answer(self, task: Task, work: New | Advance, scratch: MaskScratch) -> MatcherAnswer:
         """Follow the tokens. `num_draft_masks` is -1 if the mask must be made."""
         slot, compiled = task.slot, task.compiled
         slot.serial = work.serial
@@ -411,7 +411,7 @@ class MaskProcess:
         answer.is_slow = slot.num_slow > 0
         return answer
 
-    def _make_mask(self, slot: Slot, scratch: Scratch) -> tuple[float, str, str, int]:
+    def _make_mask(self, slot: Slot, scratch: MaskScratch) -> tuple[float, str, str, int]:
         """Make a slot's mask, and write it unless the slot has ended. Returns `seconds`, `error`, `param` and
         `num_draft_masks` of Masked."""
         error = param = ""
@@ -431,7 +431,7 @@ class MaskProcess:
         num_drafts = self._make_draft_masks(slot, scratch) if slot.drafts and not error else 0
         return seconds, error, param, num_drafts
 
-    def _make_draft_masks(self, slot: Slot, scratch: Scratch) -> int:
+    def _make_draft_masks(self, slot: Slot, scratch: MaskScratch) -> int:
         """Make the masks after drafts, up to one that is not allowed or ends the text, or until they take long; returns
         their number. They are not charged to the request, and a missing one does not end it."""
         assert slot.state is not None
