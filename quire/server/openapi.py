@@ -32,7 +32,7 @@ from quire.server.errors import (
     MessagesErrorBody,
     OllamaErrorBody,
 )
-from quire.server.health import Health, Load, Version
+from quire.server.health import Health, ServerLoad, Version
 from quire.server.invocations import InvocationRequest, InvocationResponse
 from quire.server.keys import KeyRing
 from quire.server.protocol.anthropic import CountTokensRequest, MessageResponse, MessagesRequest, TokenCount
@@ -277,7 +277,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     **{("get", path): _HEALTH for path in ("/health", "/ready", "/ping")},
     ("post", "/ping"): _HEALTH,
     ("get", "/version"): Operation("The server's version", Version, is_public=True),
-    ("get", "/load"): Operation("How many requests run or wait", Load),
+    ("get", "/load"): Operation("How many requests run or wait", ServerLoad),
     ("get", "/debug/kv"): Operation("Every KV block and every live request", Frame),
     ("post", "/pause"): Operation(
         "Start no request until /resume; new ones wait",
