@@ -113,7 +113,7 @@ def _groups(spec: ReplicaSpec, num_replicas: int, num_processes: int) -> list[Gr
     groups: list[Group] = []
     try:
         for number in range(num_processes):
-            groups.append(ProcessGroup(spec, range(number, num_replicas, num_processes)))
+            groups.append(ReplicaProcesses(spec, range(number, num_replicas, num_processes)))
     except BaseException:
         for group in groups:
             group.close()
@@ -167,7 +167,7 @@ class LocalGroup:
         """Do nothing."""
 
 
-class ProcessGroup:
+class ReplicaProcesses:
     def __init__(self, spec: ReplicaSpec, numbers: Sequence[int]) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
