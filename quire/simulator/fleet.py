@@ -42,7 +42,7 @@ class ReplicaSpec:
         return Replica(self.cost, settings, make_core=self.make_core, objectives=self.objectives)
 
 
-class Group(Protocol):
+class ReplicaGroup(Protocol):
     """Some of the replicas, in this or another process: `begin_window` and `end_window` in turn, then
     `finish_replicas`."""
 
@@ -106,11 +106,11 @@ def merged(results: Sequence[Metrics]) -> Metrics:
     return total
 
 
-def _groups(spec: ReplicaSpec, num_replicas: int, num_processes: int) -> list[Group]:
+def _groups(spec: ReplicaSpec, num_replicas: int, num_processes: int) -> list[ReplicaGroup]:
     """Replica i belongs to group i modulo their number."""
     if num_processes <= 1:
         return [LocalGroup(spec, range(num_replicas))]
-    groups: list[Group] = []
+    groups: list[ReplicaGroup] = []
     try:
         for number in range(num_processes):
             groups.append(ReplicaProcesses(spec, range(number, num_replicas, num_processes)))
