@@ -15,7 +15,7 @@ import msgspec
 from fastapi import Request
 
 from quire.errors import EngineDeadError, UserError
-from quire.parsers.output import ToolCallDelta, called_arguments
+from quire.parsers.output import CallPiece, called_arguments
 from quire.sampling_params import SamplingParams
 from quire.server.answer import Begin, Piece, header_id
 from quire.server.auth import client_of
@@ -172,7 +172,7 @@ class Turn:
         """Begin a part of this kind unless one is open."""
         return [] if self._open is not None and self._open.kind is kind else self._begin(kind)
 
-    def _begin(self, kind: Kind, call: ToolCallDelta | None = None) -> list[Event]:
+    def _begin(self, kind: Kind, call: CallPiece | None = None) -> list[Event]:
         closed = self._close()
         segment = Segment(len(self.segments), kind)
         if call is not None:
