@@ -20,7 +20,7 @@ from quire.sampling_params import SamplingParams
 from quire.server.answer import Begin, Piece, header_id
 from quire.server.auth import client_of
 from quire.server.body import parse_fields, report_ignored
-from quire.server.chat import Asked, ChatAnswer
+from quire.server.chat import AskedRoute, ChatAnswer
 from quire.server.completions import CompletionAnswer
 from quire.server.context import ServerContext
 from quire.server.errors import ApiError, unavailable
@@ -233,7 +233,7 @@ def begin_turn(
     body: ChatRequest,
     names: dict[str, str],
     *,
-    asked: Asked,
+    asked: AskedRoute,
     ends_with_context: bool = False,
 ) -> Turn:
     """Admit the request. asked, ends_with_context: see ChatAnswer. Raises ApiError."""
