@@ -26,10 +26,10 @@ from quire.structured_output.messages import (
     Copy,
     Done,
     Grammar,
-    Limits,
     Masked,
     MatcherAnswer,
     New,
+    RehearsalLimits,
     Work,
 )
 from quire.structured_output.rehearsal import in_one_line, start_matcher
@@ -543,7 +543,7 @@ def serve_masks(
     vocabulary: LLTokenizer,
     vocab_size: int,
     end_ids: list[int],
-    limits: Limits,
+    limits: RehearsalLimits,
 ) -> None:
     sys.setswitchinterval(SWITCH_SECONDS)
     wake_politely()

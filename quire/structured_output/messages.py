@@ -17,7 +17,7 @@ MAX_DESCRIPTORS = 4
 """Limit of descriptors with one message."""
 
 
-class Limits(msgspec.Struct, frozen=True):
+class RehearsalLimits(msgspec.Struct, frozen=True):
     """Limits of one rehearsal, which the kernel enforces. cpu_seconds: processor seconds of each try; a text that needs
     more is tried again with the next number. seconds: from the request until the verdict. memory: bytes of address
     space above the fork's. stack: bytes; the mask process has twice as many."""
@@ -28,7 +28,7 @@ class Limits(msgspec.Struct, frozen=True):
     stack: int = 2**27
 
 
-LIMITS = Limits()
+LIMITS = RehearsalLimits()
 
 
 class Setup(msgspec.Struct):
@@ -38,7 +38,7 @@ class Setup(msgspec.Struct):
     vocab_size: int
     eos_token_ids: list[int]
     fd: int
-    limits: Limits
+    limits: RehearsalLimits
 
 
 class Rehearse(msgspec.Struct, tag=True):

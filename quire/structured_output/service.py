@@ -31,8 +31,8 @@ from quire.structured_output.messages import (
     LIMITS,
     Cancel,
     Connection,
-    Limits,
     Outcome,
+    RehearsalLimits,
     Rehearse,
     Setup,
     StartMasks,
@@ -62,7 +62,7 @@ class ConstraintService:
         options: EngineOptions,
         vocab_size: int,
         eos_token_ids: Sequence[int],
-        limits: Limits = LIMITS,
+        limits: RehearsalLimits = LIMITS,
         module: str = FORK_SERVER,
     ) -> None:
         """options: name the tokenizer, whose end-of-sequence token ends a text like eos_token_ids. module: module with
