@@ -17,7 +17,7 @@ from quire.server.admin import (
     AbortRequest,
     Paused,
     PrefixCacheReset,
-    Replica,
+    ReplicaState,
     ServerInfo,
     Sleeping,
     Status,
@@ -309,8 +309,8 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "Nothing: what encoders made depends on content and settings alone", None, is_admins=True
     ),
     ("post", "/abort_requests"): Operation("End answers that are being generated", None, AbortRequest, is_admins=True),
-    ("post", "/stop_replica"): Operation("End a replica's engine", Replica, parameters=_REPLICA, is_admins=True),
-    ("post", "/start_replica"): Operation("Start a replica again", Replica, parameters=_REPLICA, is_admins=True),
+    ("post", "/stop_replica"): Operation("End a replica's engine", ReplicaState, parameters=_REPLICA, is_admins=True),
+    ("post", "/start_replica"): Operation("Start a replica again", ReplicaState, parameters=_REPLICA, is_admins=True),
     ("post", "/v1/load_lora_adapter"): Operation("Load an adapter", None, LoadAdapter, is_admins=True),
     ("post", "/v1/unload_lora_adapter"): Operation(
         "Take an adapter's name away", None, UnloadAdapter, is_admins=True, names_model=True
