@@ -185,7 +185,7 @@ class Done(msgspec.Struct, array_like=True):
     masks: Sequence[Masked]
 
 
-class Connection:
+class FrameConnection:
     """Frames over one end of a stream socket pair, without waiting: unsent data is kept for a later `send` or `pump`.
     Used by one thread."""
 
