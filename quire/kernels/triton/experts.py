@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.activation import KINDS, activate
-from quire.kernels.triton.matmul import Tiles, stored_tiles
+from quire.kernels.triton.matmul import ProductTiles, stored_tiles
 from quire.kernels.triton.quantize_rows import round_rows
 from quire.kernels.triton.routing import sort_by_expert
 from quire.kernels.triton.runtime import blocks_of, launch, narrow
@@ -131,7 +131,7 @@ class ExpertMatrices:
     rounds_activations: bool = False
 
 
-def _tiled(matrix: StoredMatrix, dtype: torch.dtype, rounds: bool) -> tuple[StoredMatrix, Tiles, bool]:
+def _tiled(matrix: StoredMatrix, dtype: torch.dtype, rounds: bool) -> tuple[StoredMatrix, ProductTiles, bool]:
     """The matrix, its tiles, and whether rows are rounded for it."""
     rounds = rounds and matrix.multiplies_bytes
     return matrix, stored_tiles(matrix, dtype, rounds_activations=rounds), rounds

@@ -43,7 +43,7 @@ from quire.worker.platform.device_memory import PinnedPool, allocate_device_page
 from quire.worker.platform.device_meter import DeviceMeter
 from quire.worker.platform.device_step import DeviceCompute, StagedColumns
 from quire.worker.platform.graph_capture import CudaGraphCapture, GraphCapture
-from quire.worker.platform.interface import DraftModel, HostPool, Mode
+from quire.worker.platform.interface import DraftModel, HostBlockTensors, Mode
 from quire.worker.platform.state_arena import StateArena
 from quire.worker.platform.stream_transfers import StreamTransfers
 from quire.worker.platform.streams import make_streams
@@ -175,7 +175,7 @@ class CudaPlatform:
     def allocate_host_pool(self, layout: KVCacheLayout) -> PinnedPool:
         return PinnedPool(layout, self._memory)
 
-    def make_transfers(self, pages: Sequence[torch.Tensor], host_pool: HostPool) -> BlockTransfers:
+    def make_transfers(self, pages: Sequence[torch.Tensor], host_pool: HostBlockTensors) -> BlockTransfers:
         assert isinstance(host_pool, PinnedPool), "the host pool is this platform's"
         return StreamTransfers(self.streams, pages, host_pool.blocks)
 
