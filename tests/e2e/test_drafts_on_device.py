@@ -12,8 +12,9 @@ import pytest
 from quire import LLM
 from quire.config.options import EngineOptions
 from quire.worker.graph_dispatch import Execution
-from tests.e2e.conftest import exact
+from tests.e2e.conftest import GREEDY, exact
 from tests.e2e.device_models import MODELS
+from tests.e2e.draft_models import changed, guesses_two_tokens
 from tests.e2e.test_drafts import KINDS, NGRAM, PROMPTS
 from tests.long import all_but_long
 from tests.models.conftest import SavedModel
@@ -73,6 +74,48 @@ def test_equal_bits(directory: str, expected: list[object], kinds: list[Any], qu
     assert found == expected
     assert 0 < stats["accepted_draft_tokens_total"] < stats["draft_tokens_total"]
     assert (stats["preemptions_total"] > 0) == preempts
+
+
+@pytest.fixture(scope="module")
+def drafting(saved_model: Callable[[str], SavedModel], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A model that guesses two of the tokens that requests may choose."""
+    source = saved_model("llama").directory
+    other = changed(source, tmp_path_factory.mktemp("drafting") / "model", guesses_two_tokens)
+    return {"speculative_config": {"model": str(other), "num_speculative_tokens": 3}}
+
+
+@pytest.mark.parametrize("queue_depth", all_but_long([1, 2], [2]))
+@pytest.mark.parametrize("preempts", all_but_long([False, True], [True]))
+def test_a_model_makes_drafts(
+    directory: str,
+    expected: list[object],
+    kinds: list[Any],
+    drafting: dict[str, Any],
+    queue_depth: int,
+    preempts: bool,
+) -> None:
+    options = {"num_blocks_override": FEW_BLOCKS[len(kinds)]} if preempts else {}
+    found, stats = run(directory, kinds, queue_depth=queue_depth, **drafting, **options)
+    assert found == expected
+    assert 0 < stats["accepted_draft_tokens_total"] < stats["draft_tokens_total"]
+    assert (stats["preemptions_total"] > 0) == preempts
+
+
+@pytest.mark.parametrize("queue_depth", all_but_long([1, 2], [2]))
+def test_a_model_guesses_its_own_tokens(directory: str, queue_depth: int) -> None:
+    """All drafts of a greedy text are right: in chunks, behind prefix hits, for children, and where some steps have no
+    drafts."""
+    asked = [
+        msgspec.structs.replace(GREEDY, max_tokens=length, num_speculative_tokens=most)
+        for length, most in ((30, 4), (44, 1), (30, 0), (25, 4), (33, 2), (30, 3), (30, 4))
+    ]
+    prompts, options = [*PROMPTS, PROMPTS[0][:67]], {"queue_depth": queue_depth, "max_prefill_chunk": 11}
+    given = {"model": directory, "num_speculative_tokens": 4, "adaptive": False}
+    given["num_speculative_tokens_per_batch_size"] = [[1, 3, 4], [4, 5, 0], [6, 9, 4]]
+    found, stats = run(directory, asked, prompts=prompts, speculative_config=given, **options)
+    assert found == run(directory, asked, prompts=prompts, **options)[0]
+    assert stats["accepted_draft_tokens_total"] == stats["draft_tokens_total"] > 80
+    assert stats["prefix_cache_hits_total"] > 0
 
 
 OTHERS = {"qwen3-window": 100, "deepseek-v3.2": 12, "qwen3.5-small-states": 12}
