@@ -152,23 +152,37 @@ def small_model(name: str, saved_model: Callable[[str], SavedModel], folder: Pat
     return str(save(randomize(MODELS[name]()), folder) if name in MODELS else saved_model(name).directory)
 
 
-@pytest.mark.parametrize("name", all_but_long(["full", "mixed", "latent", "qwen3.5-small-states"], ["full"]))
-def test_graphs_of_drafts_change_no_bit(name: str, saved_model: Callable[[str], SavedModel], tmp_path: Path) -> None:
+OF_MODELS = {"full": "full", "latent": "full", "mixed": "mixed", "qwen3.5-small-states": "full"}
+"""Models, and of which others make drafts for them."""
+CELLS = [(name, "ngram") for name in OF_MODELS] + [(name, "model") for name in OF_MODELS]
+
+
+@pytest.mark.parametrize(("name", "method"), all_but_long(CELLS, [("full", "ngram"), ("full", "model")]))
+def test_graphs_of_drafts_change_no_bit(
+    name: str, method: str, saved_model: Callable[[str], SavedModel], tmp_path: Path
+) -> None:
     """Triton's kernels, interpreted, without drafts and with them: eager, in full graphs of one row and of one row and
-    drafts, and in pieces, beside prompts."""
-    directory = small_model(name, saved_model, tmp_path)
+    drafts, and in pieces, beside prompts. A model that makes drafts has full graphs of one row and of two."""
+    directory, given = small_model(name, saved_model, tmp_path / "model"), NGRAM
     options = {"batch_invariant": True, "max_num_seqs": 4, "block_size": 16, "max_num_batched_tokens": 32}
+    if method == "model":
+        source = small_model(OF_MODELS[name], saved_model, tmp_path / "other")
+        other = changed(Path(source), tmp_path / "guesses", guesses_two_tokens)
+        given = {"model": str(other), "num_speculative_tokens": 3}
     prompts = [[7, 5, 7, 5, 7], [9, 8, 6]]
     expected, _ = run(directory, SHORT, EAGER, prompts, **options)
     for executor in (EAGER, GRAPHS):
-        keywords = {"model": directory, **OPTIONS, **options, "speculative_config": NGRAM}
+        keywords = {"model": directory, **OPTIONS, **options, "speculative_config": given}
         with LLM.from_options(EngineOptions.from_keywords(keywords), executor=executor) as llm:
             asked = [{"prompt_token_ids": ids} for ids in prompts]
             assert exact(llm.generate(asked, SHORT, use_tqdm=False)) == expected
             stats = llm.stats()
             assert 0 < stats["accepted_draft_tokens_total"] < stats["draft_tokens_total"]
-            passes = llm._client._core._executor._worker._runner._compute.passes  # type: ignore[attr-defined]
+            compute = llm._client._core._executor._worker._runner._compute  # type: ignore[attr-defined]
             if executor == GRAPHS:
                 assert exact(llm.generate(asked, SHORT, use_tqdm=False)) == expected
-                assert {each.kind for each in passes._captured} == {"full", "piecewise"}
-                assert passes._captured[PAIR].graph.num_replays > 0
+                assert {each.kind for each in compute.passes._captured} == {"full", "piecewise"}
+                assert compute.passes._captured[PAIR].graph.num_replays > 0
+                if method == "model":
+                    replays = compute.columns.drafts._passes.runner._captured
+                    assert all(replays[Execution("full", count, 2)].graph.num_replays > 0 for count in (2, 4))
