@@ -144,7 +144,11 @@ class CudaPlatform:
         group = self._draft_group
         with arithmetic(self._memory, f"the weights of {config.name}"):
             model = self.load(config, draft_load(self._config.load), group)
-        return DraftModel(config, model, self._meter(config, ExecutionSettings(), group))
+        return DraftModel(config, model, self._meter(config, self._draft_settings, group))
+
+    @property
+    def _draft_settings(self) -> ExecutionSettings:
+        return replace(self._settings, piecewise_sizes=(), draft_rows=MOST_ROWS)
 
     @property
     def _draft_group(self) -> ProcessGroup:
@@ -283,7 +287,7 @@ class CudaPlatform:
         if draft is None:
             return DeviceDrafts(arena, speculation, depth, has_states=has_states)
         own, group, num_rows = draft.config, self._draft_group, scheduler.max_num_seqs
-        settings = replace(self._settings, piecewise_sizes=(), draft_rows=MOST_ROWS)
+        settings = self._draft_settings
         first = len(model.cache_specs())
         own_layout = layers_of(layout, range(first, first + len(draft.model.cache_specs())))
         backends = self.make_backends(own_layout, pages, own, group)
@@ -342,12 +346,13 @@ class CudaPlatform:
         group: ProcessGroup,
     ) -> CudaGraphRunner:
         attention = config.shape.attention
+        counted = self.expert_counts if config is self._config.model else None
         shape = PassShape(
             attention_size=config.num_heads // group.size * max(attention.attended_dim, attention.value_dim),
             longest=config.max_model_len + 1,
             dtype=getattr(torch, config.dtype),
             device=self._device,
-            num_rows=None if self.expert_counts is None or config != self._config.model else self.expert_counts.num_rows,
+            num_rows=None if counted is None else counted.num_rows,
         )
         return CudaGraphRunner(model, backends, shape, settings, capture if settings.executions() else None)
 

@@ -66,9 +66,12 @@ class DraftPasses(NamedTuple):
         """[G, size] -> [G] int64."""
         return self.model.compute_logits(hidden)[:, : self.other_size].argmax(1)
 
-    def prepare(self, max_num_tokens: int) -> None:
+    def prepare(self, max_num_seqs: int, max_num_tokens: int) -> None:
         """Compile the kernels of all kinds of passes, and capture graphs."""
-        warm_up_attention(self.model, self.backends, self.inputs, self.longest, max_num_tokens)
+        if max_num_seqs > 1:
+            warm_up_attention(self.model, self.backends, self.inputs, self.longest, max_num_tokens)
+        batch, columns = self.inputs.padding(1, 1)
+        self.likeliest(self.model.forward(self.backends.forward_batch(columns, batch)).hidden)
         self.runner.capture_at_start(lambda each: self.inputs.padding(each.num_seqs, each.num_tokens))
 
 
@@ -169,7 +172,11 @@ class DeviceModelDrafts(DeviceDrafts):
                 hidden = passes.run(batch, next_columns, None)
 
     def prepare(self, max_num_tokens: int) -> None:
-        self._passes.prepare(max_num_tokens)
+        arena, pair = self._arena, self._counting[:2]
+        one = pair[:1]
+        starts, ends = begin_pass(StepColumns(one, one, pair), one, one, pair)
+        write_guesses(arena.words, arena.tables.token_width, one, ends, torch.zeros_like(one).long(), starts, 0)
+        self._passes.prepare(len(self._behind), max_num_tokens)
 
     def _find(
         self, samples: tuple[torch.Tensor, torch.Tensor, torch.Tensor], sections: DraftSections
