@@ -90,9 +90,7 @@ def test_greedy_tokens_like_transformers(name: str, saved_model: SavedModels) ->
     ],
     ids=str,
 )
-@pytest.mark.parametrize(
-    "name", ["qwen3-window", pytest.param("gpt2", marks=pytest.mark.gpu(interpretable=False))]
-)
+@pytest.mark.parametrize("name", ["qwen3-window", pytest.param("gpt2", marks=pytest.mark.gpu(interpretable=False))])
 def test_ways_to_run_change_no_token(name: str, options: dict[str, Any], saved_model: SavedModels) -> None:
     saved = saved_model(name)
     prompts = random_prompts(PROMPT_LENGTHS * 2, 97)
