@@ -94,7 +94,7 @@ class AnthropicMessage(msgspec.Struct, frozen=True):
         return [Block("text", self.content)] if isinstance(self.content, str) else self.content
 
 
-class Tool(msgspec.Struct, frozen=True):
+class AnthropicTool(msgspec.Struct, frozen=True):
     """Tool of the client. Anthropic's server tools have other types."""
 
     name: ShortString
@@ -160,7 +160,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, frozen=True):
     model: str
     messages: Annotated[list[AnthropicMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
     system: str | list[Block] | None = None
-    tools: list[Tool] | None = None
+    tools: list[AnthropicTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
