@@ -120,7 +120,7 @@ class AnthropicTool(msgspec.Struct, frozen=True):
         return {"type": "function", "function": {name: v for name, v in function.items() if v is not None}}
 
 
-class ToolChoice(msgspec.Struct, frozen=True):
+class AnthropicToolChoice(msgspec.Struct, frozen=True):
     type: Literal["auto", "any", "tool", "none"]
     name: ShortString | None = None
     disable_parallel_tool_use: bool = False
@@ -161,7 +161,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, frozen=True):
     messages: Annotated[list[AnthropicMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
     system: str | list[Block] | None = None
     tools: list[AnthropicTool] | None = None
-    tool_choice: ToolChoice | None = None
+    tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
