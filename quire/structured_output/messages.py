@@ -131,7 +131,7 @@ class Grammar(msgspec.Struct, array_like=True):
     seconds: float
 
 
-class Work(msgspec.Struct, array_like=True):
+class MaskWork(msgspec.Struct, array_like=True):
     """To the mask process, in order of execution. num_slots: slots that the memory has room for."""
 
     num_slots: int
