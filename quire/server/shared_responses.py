@@ -29,7 +29,7 @@ class _Begin(_OfResponse, tag="begin"): ...
 class _Finish(_OfResponse, tag="finish"): ...
 
 
-class _Find(msgspec.Struct, tag="find"):
+class _FindResponse(msgspec.Struct, tag="find"):
     owner: str
     response_id: str
 
@@ -39,7 +39,7 @@ class _Remove(msgspec.Struct, tag="remove"):
     response_id: str
 
 
-_Message = _PutResponse | _Begin | _Finish | _Find | _Remove
+_Message = _PutResponse | _Begin | _Finish | _FindResponse | _Remove
 
 
 class ParentsResponses:
@@ -61,7 +61,7 @@ class ParentsResponses:
         await self._ask(_Finish(owner, response_id, response))
 
     async def find_response(self, owner: str, response_id: str) -> StoredResponse | None:
-        answer = await self._ask(_Find(owner, response_id))
+        answer = await self._ask(_FindResponse(owner, response_id))
         return msgspec.msgpack.decode(answer, type=StoredResponse | None)
 
     async def remove(self, owner: str, response_id: str) -> bool:
@@ -100,7 +100,7 @@ class ResponseService:
                         result = self._store.begin_response(owner, response_id, response)
                 case _Finish(owner, response_id, response):
                     self._store.keep_finished(owner, response_id, session, response)
-                case _Find(owner, response_id):
+                case _FindResponse(owner, response_id):
                     result = self._store.find_response(owner, response_id)
                 case _Remove(owner, response_id):
                     result = self._store.remove(owner, response_id)
