@@ -32,7 +32,7 @@ from quire.structured_output.messages import (
     Verdict,
 )
 from quire.structured_output.rehearsal import ENDS_BY_LIMITS, rehearse, too_late, why_it_ended
-from quire.structured_output.turns import Job, Turns
+from quire.structured_output.turns import Job, RehearsalTurns
 from quire.structured_output.vocabulary import check_tokenizer, make_vocabulary
 from quire.tokenization.tokenizer import Tokenizer, open_tokenizer
 
@@ -76,7 +76,7 @@ class ForkServer:
         self._vocabulary = vocabulary
         self._failure = failure
         self._connection = FrameConnection(socket.socket(fileno=setup.fd), takes_descriptors=True)
-        self._turns = Turns(len(setup.limits.cpu_seconds))
+        self._turns = RehearsalTurns(len(setup.limits.cpu_seconds))
         self._jobs: dict[int, Job] = {}
         self._spare: list[Rehearsal] = []
         lanes = range(len(setup.limits.cpu_seconds))

@@ -20,7 +20,7 @@ class Job:
     was_killed: bool = False
 
 
-class Turns:
+class RehearsalTurns:
     def __init__(self, num_lanes: int) -> None:
         self._lanes: list[OrderedDict[str, deque[Job]]] = [OrderedDict() for _ in range(num_lanes)]
 
