@@ -23,10 +23,10 @@ from quire.structured_output.forks import fork, limit
 from quire.structured_output.mask_process import STACK, serve_masks
 from quire.structured_output.messages import (
     Cancel,
+    ForkServerSetup,
     FrameConnection,
     Outcome,
     Rehearse,
-    Setup,
     StartMasks,
     Try,
     Verdict,
@@ -69,7 +69,7 @@ class Rehearsal:
 
 
 class ForkServer:
-    def __init__(self, setup: Setup, vocabulary: LLTokenizer | None, failure: str) -> None:
+    def __init__(self, setup: ForkServerSetup, vocabulary: LLTokenizer | None, failure: str) -> None:
         """failure: reason why the model's tokenizer has no vocabulary, which refuses every text."""
         self._setup = setup
         self._limits = setup.limits
@@ -236,7 +236,7 @@ def serve(load: Callable[..., Tokenizer | None]) -> None:
     line = sys.stdin.buffer.readline()
     if not line.endswith(b"\n"):
         return  # the parent ended before it had said what to do
-    setup = msgspec.json.decode(line, type=Setup)
+    setup = msgspec.json.decode(line, type=ForkServerSetup)
     # The parent decides on signals to all processes of a service, and ends this one.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

@@ -31,7 +31,7 @@ class RehearsalLimits(msgspec.Struct, frozen=True):
 LIMITS = RehearsalLimits()
 
 
-class Setup(msgspec.Struct):
+class ForkServerSetup(msgspec.Struct):
     """Setup of a fork server: one line of JSON on its standard input. fd: its end of the connection."""
 
     options: EngineOptions
