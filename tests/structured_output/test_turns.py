@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from quire.structured_output.turns import Job, RehearsalTurns
+from quire.structured_output.turns import RehearsalText, RehearsalTurns
 
 
-def job(number: int, client: str, lane: int = 0) -> Job:
-    return Job(number, "", client, 0.0, lane)
+def job(number: int, client: str, lane: int = 0) -> RehearsalText:
+    return RehearsalText(number, "", client, 0.0, lane)
 
 
 def taken(turns: RehearsalTurns, lanes: range) -> list[int]:
