@@ -1,6 +1,6 @@
 """The mask process: a fork of the fork server that compiles rehearsed grammars and makes the masks of an engine's
-sequences. The engine core sends one message a step (`MaskWork`) and gets answers (`Done`): the fate of tokens, and later
-the masks, which lie in shared memory. One leading thread reads messages and works; another takes over when one piece
+sequences. The engine core sends one message a step (`MaskWork`) and gets answers (`Done`): the fate of tokens, then the
+masks, which lie in shared memory. One leading thread reads messages and works; another takes over when one piece
 takes long. Sequences with slow masks have a thread of their own."""
 
 from __future__ import annotations
