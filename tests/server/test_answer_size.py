@@ -11,7 +11,7 @@ import pytest
 from quire.errors import UserError
 from quire.outputs import CompletionOutput
 from quire.server import weight as weight_module
-from quire.server.weight import AnswerWeight
+from quire.server.answer_size import AnswerSize
 from quire.tokenization.tokenizer import Tokenizer
 from tests.server.conftest import Served
 from tests.server.model_directory import MAX_MODEL_LEN
@@ -80,7 +80,7 @@ async def test_without_max_tokens_the_answer_is_weighed_as_it_comes(
 
 
 def test_the_arithmetic() -> None:
-    weight = AnswerWeight(logprobs=None, return_token_ids=False, is_streamed=False)
+    weight = AnswerSize(logprobs=None, return_token_ids=False, is_streamed=False)
     weight.prompt(2**20, 1, num_texts=0, num_entries=1)
     with pytest.raises(UserError, match=r"67108872 .* 67108864 of the prompts \+ 1 sequences x 1 tokens x 8 bytes"):
         weight.planned(1, 1)
@@ -88,7 +88,7 @@ def test_the_arithmetic() -> None:
         weight.generated([CompletionOutput(0, "x", [5])])
     with pytest.raises(UserError, match=r"\(1 logprobs of 64 bytes \+ 2 texts or ids of 8 bytes\)"):
         weight.prompt(1, 1, num_texts=2, num_entries=1)
-    streamed = AnswerWeight(logprobs=20, return_token_ids=True, is_streamed=True)
+    streamed = AnswerSize(logprobs=20, return_token_ids=True, is_streamed=True)
     streamed.planned(4096, 2**31)
 
 
