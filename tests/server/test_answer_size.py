@@ -10,7 +10,7 @@ import pytest
 
 from quire.errors import UserError
 from quire.outputs import CompletionOutput
-from quire.server import weight as weight_module
+from quire.server import answer_size
 from quire.server.answer_size import AnswerSize
 from quire.tokenization.tokenizer import Tokenizer
 from tests.server.conftest import Served
@@ -56,7 +56,7 @@ async def test_an_answer_that_would_be_too_large_is_refused_before_anything_runs
 
 
 async def test_a_conversation_has_the_same_limit(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_module, "MAX_ANSWER_BYTES", 10_000)
+    monkeypatch.setattr(answer_size, "MAX_ANSWER_BYTES", 10_000)
     messages = [{"role": "user", "content": "x" * 100}]
     body = {"messages": messages, "max_tokens": 4, "prompt_logprobs": 1}
     assert "prompt tokens x 1 times x (2 logprobs" in (await rejected(served, "/v1/chat/completions", body))["message"]
@@ -68,7 +68,7 @@ async def test_a_conversation_has_the_same_limit(served: Served, monkeypatch: py
 async def test_without_max_tokens_the_answer_is_weighed_as_it_comes(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_module, "MAX_ANSWER_BYTES", 10_000)
+    monkeypatch.setattr(answer_size, "MAX_ANSWER_BYTES", 10_000)
     body = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 20, "ignore_eos": True}
     response = await served.client.post("/v1/chat/completions", json=body)
     assert response.status_code == 400
