@@ -16,11 +16,13 @@ from quire.kernels.arguments import (
     HeadWeights,
     NormWeights,
     RotaryFrequencies,
+    Routing,
 )
 from quire.kernels.rotation import DeviceRotation
 from quire.kernels.triton.linear_state import gated_delta_rule, gated_norm, short_convolution
 from quire.kernels.triton.norm import norm
 from quire.kernels.triton.rotary import rotation_angles
+from quire.kernels.triton.routing import gate_rows, route
 from quire.layers.operations import SharedOperations, require_equal_widths
 
 
@@ -63,6 +65,12 @@ class DeviceOperations(SharedOperations):
 
     def gated_norm(self, weights: GatedNormWeights, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         return gated_norm(weights, x, gate)
+
+    def route(self, routing: Routing, logits: torch.Tensor) -> torch.Tensor:
+        return route(routing, logits)
+
+    def gate_rows(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return gate_rows(x, gate)
 
     def check_heads(self, heads: HeadWeights) -> None:
         require_equal_widths(heads, "triton")

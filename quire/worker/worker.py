@@ -121,6 +121,9 @@ class Worker:
             more = draft_memory(draft, limits)
             activations, weights = profile.activations + more.activations, profile.weights + more.weights
             profile = replace(profile, activations=activations, weights=weights)
+            if profile.device is not None and more.device is not None:
+                graphs = profile.device.graphs + more.device.graphs
+                profile = replace(profile, device=replace(profile.device, graphs=graphs))
         if self._images is None:
             return profile
         kept, weights = self._images.working_bytes(longest), self._images.weight_bytes()

@@ -14,6 +14,7 @@ import triton.language as tl
 from quire.kernels.triton.activation import KINDS, activate
 from quire.kernels.triton.matmul import ProductTiles, stored_tiles
 from quire.kernels.triton.quantize_rows import round_rows
+from quire.kernels.triton.routing import sort_by_expert
 from quire.kernels.triton.runtime import blocks_of, launch, narrow
 from quire.kernels.triton.weight_formats import StoredMatrix, product
 
@@ -22,33 +23,6 @@ COLUMNS = 1024
 EXPERT_COLUMNS = 64
 """Columns of a result tile; a gate-and-up tile is twice as wide before the activation."""
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertTiles:
-    """pairs: [P] int32, row * top_k + place, sorted by expert. tiles: [M, 3] int32: expert (-1: unused), first pair,
-    end of the expert's pairs."""
-
-    pairs: torch.Tensor
-    tiles: torch.Tensor
-
-
-def sort_by_expert(routing: torch.Tensor, num_experts: int, block_m: int) -> ExpertTiles:
-    """routing: [T, 2 * top_k] float32, from `kernels/experts.py:route`. block_m: pairs per tile."""
-    top_k = routing.shape[1] // 2
-    ordered, pairs = routing[:, :top_k].flatten().long().sort(stable=True)
-    experts = torch.arange(num_experts + 1, device=routing.device)
-    starts = torch.searchsorted(ordered, experts)
-    tile_ends = ((starts.diff() + block_m - 1) // block_m).cumsum(0)
-    num_tiles = len(pairs) // block_m + min(num_experts, len(pairs))
-    tile = torch.arange(num_tiles, device=routing.device)
-    expert = torch.searchsorted(tile_ends, tile, right=True)
-    known = expert.clamp(max=num_experts - 1)
-    within = tile - torch.where(known > 0, tile_ends[known - 1], 0)
-    tiles = torch.stack(
-        (torch.where(expert < num_experts, expert, -1), starts[known] + within * block_m, starts[known + 1])
-    )
-    return ExpertTiles(pairs.int(), tiles.t().int().contiguous())
 
 
 @triton.jit
