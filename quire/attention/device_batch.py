@@ -104,3 +104,7 @@ class TokenColumns(NamedTuple):
     token_ids: torch.Tensor
     others: Mapping[str, torch.Tensor] = MappingProxyType({})
     hidden: torch.Tensor | None = None
+
+    def without(self, name: str) -> TokenColumns:
+        """A copy without one of `others`."""
+        return self._replace(others={key: column for key, column in self.others.items() if key != name})

@@ -23,6 +23,8 @@ from quire.kernels.triton.linear_state import gated_delta_rule, gated_norm, shor
 from quire.kernels.triton.norm import norm
 from quire.kernels.triton.rotary import rotation_angles
 from quire.kernels.triton.routing import gate_rows, route
+from quire.layers.adapters import AdapterStack
+from quire.layers.device_adapters import DeviceSlots, add_on_device
 from quire.layers.operations import SharedOperations, require_equal_widths
 
 
@@ -71,6 +73,9 @@ class DeviceOperations(SharedOperations):
 
     def gate_rows(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         return gate_rows(x, gate)
+
+    def add_adapted(self, stack: AdapterStack, x: torch.Tensor, y: torch.Tensor, slots: DeviceSlots) -> torch.Tensor:
+        return add_on_device(stack, x, y, slots)
 
     def check_heads(self, heads: HeadWeights) -> None:
         require_equal_widths(heads, "triton")

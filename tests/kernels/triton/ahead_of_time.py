@@ -62,6 +62,7 @@ from quire.kernels.arguments import (
 )
 from quire.kernels.rotation import DeviceRotation
 from quire.kernels.triton.activation import activation
+from quire.kernels.triton.adapters import AdapterMatrices, SlotTiles, add_adapted
 from quire.kernels.triton.attention_tiles import SHARED_MEMORY, DeviceLimits
 from quire.kernels.triton.block_copy import PageTable, copy_pages
 from quire.kernels.triton.collectives import sum_parts
@@ -210,6 +211,17 @@ def layer_calls() -> Calls:
         lambda: embedding(empty(1024, 768), empty(8, dtype=torch.int64), empty(8, 768)),
         lambda: copy_pages(pages, pages, int32(4, 2)),
     ]
+
+
+def adapter_calls() -> Calls:
+    """Adapters of Qwen3-8B's query, key and value, of the least and the largest rank, and of mixed dtypes."""
+    calls: Calls = []
+    order = SlotTiles(int32(8), int32(5, 3))
+    pieces = [(0, 4096), (4096, 1024), (5120, 1024)]
+    for rank, dtype in ((16, torch.bfloat16), (512, torch.bfloat16), (16, torch.float32)):
+        matrices = AdapterMatrices.empty(4, rank, 4096, pieces, dtype, torch.device("cpu"))
+        calls.append(partial(add_adapted, matrices, empty(8, 4096), empty(8, 6144), order))
+    return calls
 
 
 def row_calls() -> Calls:
@@ -466,6 +478,8 @@ def calls_of(capability: int, words: Sequence[str]) -> Calls:
         return row_calls()
     if "states" in words:
         return state_calls()
+    if "adapters" in words:
+        return adapter_calls()
     if "routing" in words:
         return routing_calls()
     if "sweep" in words:
@@ -475,7 +489,7 @@ def calls_of(capability: int, words: Sequence[str]) -> Calls:
         return [latent_call(capability, 512, top=2048)]
     calls = product_calls() + quantized_calls(capability) + attention_calls(capability)
     if "products" not in words:
-        calls += layer_calls() + row_calls() + state_calls() + routing_calls() + sampling_calls()
+        calls += layer_calls() + adapter_calls() + row_calls() + state_calls() + routing_calls() + sampling_calls()
     if "cache" in words:
         calls += all_attention_calls(capability)
         calls += float8_layer_calls() if capability >= 89 else []
