@@ -195,7 +195,7 @@ EXAMPLES: list[msgspec.Struct] = [
         drafts={8: [42]},
         trimmed_tables={8: [3, 1]},
         pooled=[0],
-        expects_sampling_inputs=[0],
+        masked_samples=[0],
         sampled=[(3, 7)],
     ),
     SamplingInputs(1, {0: bytes([255, 0, 1, 254])}, [2], {0: [b"", bytes(4)]}),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import msgspec
 
@@ -283,3 +283,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 _TEXTS = ("model", "tokenizer", "kv_offload_dir", "step_log", "download_dir", "activation_bits")
+
+
+class HasOptions(Protocol):
+    """Gathered engine keywords, such as `quire.EngineArgs`."""
+
+    def to_options(self) -> EngineOptions: ...

@@ -264,7 +264,7 @@ class EngineCore:
             if plan is None:
                 break
             self._in_flight.append(self._execute(plan) if self._observers else self._executor.execute(plan))
-            if plan.expects_sampling_inputs:
+            if plan.masked_samples:
                 self._unsent = plan
                 self._send_sampling_inputs(outputs)
 

@@ -84,7 +84,7 @@ class LocalExecutor:
         worker = self._live_worker()
         if self._unsent is not None:
             raise QuireError(f"step {plan.step_id} comes before the sampling inputs of step {self._unsent.step_id}")
-        if plan.expects_sampling_inputs:
+        if plan.masked_samples:
             return self._launch(plan, worker)
         if self._thread is not None:
             return self._thread.submit(worker.execute, plan)

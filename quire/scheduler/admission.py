@@ -110,7 +110,7 @@ def blocks_at_most(request: Request, kv: KVCacheManager, max_chunk: int) -> int:
         needed = kv.groups.blocks_of_siblings(request.num_prompt_tokens, [total] * n, max_chunk)
     if request.bypass_prefix_cache:
         return needed
-    chain = HashChain(kv.block_size, request.cache_salt, request.extra_keys(kv.block_size))
+    chain = HashChain(kv.hash_block_size, request.cache_salt, request.extra_keys(kv.hash_block_size))
     return needed - kv.num_always_shared(chain, request.prompt_token_ids)
 
 

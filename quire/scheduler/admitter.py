@@ -238,7 +238,7 @@ class PromptHashing:
         leader = request.live_sequences[0]
         if leader.chain is None or request.swapped_blocks:
             return False
-        size = self._kv.block_size
+        size = self._kv.hash_block_size
         num_blocks = (num_shared_tokens(request) - 1) // size
         num_tokens = (num_blocks - leader.chain.num_blocks) * size
         if num_tokens <= self.short_tokens:

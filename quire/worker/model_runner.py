@@ -49,7 +49,7 @@ class Launched:
         plan, samples = self.plan, self.samples
         if self.error is not None:
             raise self.error
-        if plan.expects_sampling_inputs and self.copy is None:
+        if plan.masked_samples and self.copy is None:
             raise QuireError(f"step {plan.step_id} has no result, because its sampling inputs have not come")
         result = StepResult(plan.step_id, [])
         if self.copy is None:
@@ -164,7 +164,7 @@ class ModelRunner:
             transfers.wait()
         launched = Launched(plan)
         computed = Computed(launched, step, step.forward(), batch, sampled, pooled)
-        if plan.expects_sampling_inputs:
+        if plan.masked_samples:
             self._unsampled = computed
         else:
             self._finish(computed, None)

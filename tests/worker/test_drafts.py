@@ -84,7 +84,7 @@ def test_tokens_and_logprobs_of_accepted_rows() -> None:
 def test_masks_of_rows_with_drafts() -> None:
     """Three samples of one, three and four rows. The second is free before its first draft and has one mask behind
     drafts: what lies behind allows nothing. The third has no constraint."""
-    plan = StepPlan(7, [0, 1, 2], [0, 0, 0], [1, 3, 4], [0, 1, 2], [0, 1, 2], expects_sampling_inputs=[0, 1])
+    plan = StepPlan(7, [0, 1, 2], [0, 0, 0], [1, 3, 4], [0, 1, 2], [0, 1, 2], masked_samples=[0, 1])
     first, behind = (bytes([number] * 8) for number in (1, 2))
     firsts = np.array([0, 1, 4, 8])
     masks = read_masks(SamplingInputs(7, {0: first}, draft_masks={1: [behind]}), plan, 60, firsts)
@@ -102,7 +102,7 @@ def test_masks_of_rows_with_drafts() -> None:
 
 def test_what_was_found_for_the_next_step() -> None:
     """The second of three samples is a vector, and the third has a constraint."""
-    plan = StepPlan(0, [0, 1, 2], [0] * 3, [1] * 3, [0, 1, 2], [0, 1, 2], pooled=[1], expects_sampling_inputs=[2])
+    plan = StepPlan(0, [0, 1, 2], [0] * 3, [1] * 3, [0, 1, 2], [0, 1, 2], pooled=[1], masked_samples=[2])
     result = StepResult(0, [])
     note_found(result, plan, [2, 1], [[4, 5], [6, 9]])
     assert result.found_drafts == {0: 2, 2: 1}

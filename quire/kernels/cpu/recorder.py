@@ -132,7 +132,7 @@ class Recorder:
         **constants: Any,
     ) -> Buffer:
         """Add a kernel; returns its output of `width` columns, which takes the place of `over` if no later kernel reads
-        that (in_place: always). For the rest see Call."""
+        that (in_place: always). For the rest see KernelCall."""
         out = self._output(width, buffers)
         call = KernelCall(kernel, buffers or {}, constants, out, over, in_place, output, first_column, out_column)
         self.calls.append(call)

@@ -133,13 +133,13 @@ class CpuStep(NamedTuple):
             accepted = Accepted(ready(counts))
         if drafts.follows:
             drafts.follow(self.batch, self._lengths(requests), table)
-        needed = self.plan.expects_sampling_inputs
+        needed = self.plan.masked_samples
         if needed and self.plan.pooled:
             needed = [place for place, index in enumerate(generated_samples(self.plan)) if index in set(needed)]
         found = drafts.look_up(rows, last, table, needed)
         if found is None:
             return accepted
-        tokens = ready(drafts.tokens_of(rows)) if self.plan.expects_sampling_inputs else None
+        tokens = ready(drafts.tokens_of(rows)) if self.plan.masked_samples else None
         return accepted._replace(found=ready(found), token_ids=tokens)
 
     def _lengths(self, requests: RequestState) -> np.ndarray:

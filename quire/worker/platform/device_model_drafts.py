@@ -120,8 +120,8 @@ class DeviceModelDrafts(DeviceDrafts):
             firsts = np.arange(len(samples.rows) + 1) if samples.firsts is None else samples.firsts
             ends = samples.lengths[firsts[:-1]] + np.diff(firsts)  # with all drafts and the sampled token
             num_ready = [self._most_behind_tokens(end) for end in ends.tolist()]
-            if plan.expects_sampling_inputs:
-                masked = {plan.sample_seq_ids[index] for index in plan.expects_sampling_inputs}
+            if plan.masked_samples:
+                masked = {plan.sample_seq_ids[index] for index in plan.masked_samples}
                 num_ready = [
                     0 if each in masked else count for each, count in zip(samples.seq_ids, num_ready, strict=True)
                 ]
