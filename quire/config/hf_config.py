@@ -30,6 +30,7 @@ from quire.config.options import BUNDLED_MODEL, BUNDLED_SIGHTS
 from quire.config.pooling import longest_text, read_pooling
 from quire.config.quantization_formats import read_quantization
 from quire.config.rope import read_lengths
+from quire.config.vision import IMAGE_TOKENS
 from quire.errors import ConfigError, ModelLoadError
 from quire.utils.gguf import SUFFIX as GGUF_SUFFIX
 from quire.utils.gguf import find_gguf
@@ -133,8 +134,8 @@ def load_model_config(
         quantization=read_quantization(fields),
         pooling=pooling,
         is_multimodal=bool(key) or VISION_CONFIG in whole,
-        vision=_object(whole, VISION_CONFIG),
-        image_token_id=_token_id(whole, "image_token_id"),
+        vision=_vision(whole),
+        image_token_id=_image_token_id(whole, architecture),
         impl=impl,
         sampling_defaults=sampling_defaults(generation),
     )
@@ -208,6 +209,20 @@ def _overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict
 def _object(config: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:
     value = config.get(key)
     return value if isinstance(value, Mapping) else None
+
+
+def _vision(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The vision tower's part of a config.json, with its outer key."""
+    found = _object(config, VISION_CONFIG)
+    outer = {key: config[key] for key in (IMAGE_TOKENS,) if key in config}
+    return found if found is None or not outer else {**found, **outer}
+
+
+def _image_token_id(config: Mapping[str, Any], architecture: str) -> int | None:
+    """The placeholder of images; Gemma's older files have another key, or leave its usual value out."""
+    usual = 262_144 if architecture == "Gemma3ForCausalLM" and VISION_CONFIG in config else None
+    found = (_token_id(config, key) for key in ("image_token_id", "image_token_index"))
+    return next((token_id for token_id in found if token_id is not None), usual)
 
 
 def _token_id(config: Mapping[str, Any], key: str) -> int | None:

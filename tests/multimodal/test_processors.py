@@ -54,11 +54,11 @@ def check_qwen(directory: Path, settings: dict[str, Any], images: list[Image.Ima
 
 
 def check_gemma(directory: Path, images: list[Image.Image]) -> None:
-    processor = read_square_processor(written(directory, GEMMA), patch_size=14, num_tokens=4)
+    processor = read_square_processor(written(directory, GEMMA), patch_size=14, side=4, num_tokens=4)
     reference = Gemma3ImageProcessorPil(**GEMMA)
     for image in images:
         planes = np.asarray(reference(images=[image])["pixel_values"][0])
-        expected = planes.reshape(3, 4, 14, 4, 14).transpose(1, 3, 0, 2, 4).reshape(16, -1)
+        expected = planes.reshape(3, 2, 2, 14, 2, 2, 14).transpose(1, 4, 2, 5, 0, 3, 6).reshape(16, -1)
         found = processor.process(read_pixels(image, "image"), "image")
         assert np.array_equal(processor.patches(found), expected), (image.mode, image.size)
 

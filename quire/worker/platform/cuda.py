@@ -21,8 +21,10 @@ from quire.layers.device import DeviceLayers
 from quire.layers.experts import ExpertCounters
 from quire.models.adapters import ModelAdapters
 from quire.models.interface import CausalLM
-from quire.models.loader import Extras, load_model
+from quire.models.loader import Extras, load_model, load_vision
+from quire.models.vision import VisionEncoder
 from quire.models.weight_files import Progress
+from quire.multimodal.inputs import NoImages, image_inputs
 from quire.parallel.interface import ProcessGroup
 from quire.parallel.single import SINGLE_RANK
 from quire.parallel.stage import WHOLE_MODEL
@@ -34,6 +36,7 @@ from quire.worker.block_tables import BlockTables, table_shapes
 from quire.worker.columns import ColumnValues
 from quire.worker.cuda_graphs import CudaGraphRunner, DeviceBackends, PassShape
 from quire.worker.graph_dispatch import execution_settings
+from quire.worker.images import ImageOverlays
 from quire.worker.kv_connector.cache_identity import device_code
 from quire.worker.kv_tensors import STORED_DTYPES, layer_pages, state_pages
 from quire.worker.kv_transfer import BlockTransfers
@@ -110,26 +113,37 @@ class CudaPlatform:
 
     def load_model(self, progress: Progress) -> CausalLM:
         config = self._config
-        layers = DeviceLayers(
-            self._device,
-            config.device.batch_invariant,
-            converts_e4m3=self._converts_e4m3,
-            rounds_activations=config.device.matmul_precision == "fp8",
-        )
         with arithmetic(self._memory, f"the weights of {config.model.name}"):
             model = load_model(
                 config.model,
                 config.load,
                 self._group,
                 progress=progress if self._group.rank == 0 else None,
-                device_layers=layers,
+                device_layers=self._layers,
                 extras=Extras(self.expert_counts),
             )
         self.streams.synchronize()
         return model
 
-    def load_images(self) -> None:
-        """Always None: `image_inputs` rejects images on devices."""
+    def load_images(self) -> ImageOverlays | None:
+        config = self._config
+        found = image_inputs(config)
+        if isinstance(found, NoImages):
+            return None
+        with arithmetic(self._memory, f"the vision tower of {config.model.name}"):
+            encoder = load_vision(config.model, config.load, self._group, device_layers=self._layers)
+        self.streams.synchronize()
+        return ImageOverlays(encoder, found.processor)
+
+    @property
+    def _layers(self) -> DeviceLayers:
+        device = self._config.device
+        return DeviceLayers(
+            self._device,
+            device.batch_invariant,
+            converts_e4m3=self._converts_e4m3,
+            rounds_activations=device.matmul_precision == "fp8",
+        )
 
     def meter(self) -> DeviceMeter:
         model = self._config.model
@@ -222,8 +236,9 @@ class CudaPlatform:
             compute.prepare = lambda launch: self._warm_up(compute, backends, layout, launch)
         return compute
 
-    def offload_weights(self, model: CausalLM) -> DeviceWeights:
-        weights = DeviceWeights(model, self._device, model.weight_bytes(), self._memory)
+    def offload_weights(self, model: CausalLM, encoder: VisionEncoder | None) -> DeviceWeights:
+        num_bytes = model.weight_bytes() + (0 if encoder is None else encoder.weight_bytes())
+        weights = DeviceWeights((model, encoder), self._device, num_bytes, self._memory)
         weights.release()
         return weights
 
