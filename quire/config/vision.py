@@ -6,11 +6,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.config.families import VISION_CONFIG
 from quire.config.hf_json import Fields, shown
 from quire.config.model import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH
+from quire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quire.config.engine import EngineConfig
 
 ROTATED_PARTS = 4
 """Elements of a head that one frequency turns: two for a patch's row, two for its column."""
@@ -24,13 +28,13 @@ CACHE_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """Sizes of a tower of Qwen3-VL, Qwen 3.5, Qwen2.5-VL or Gemma 3. channels, frames, patch_size: a patch is [channels, frames,
-    patch_size, patch_size]. merge_size: patches on each side of the square that becomes one token. output_size:
-    elements of a token's features, the language model's hidden size. table_side: rows and columns of the table of
-    learned positions (0: none). deepstack_layers: ascending layers whose outputs give further features, which the
-    language model adds after its first layers. is_gated: the MLP has three matrices, norms are RMS norms, and the patch
-    embedding has no bias. window: tokens on each side of the squares in which patches attend to one another (0: their
-    whole frame), except in `whole_layers`. is_pooled: a token's features are the mean of its patches, normed and
+    """Sizes of a tower of Qwen3-VL, Qwen 3.5, Qwen2.5-VL or Gemma 3. channels, frames, patch_size: a patch is
+    [channels, frames, patch_size, patch_size]. merge_size: patches on each side of the square that becomes one token.
+    output_size: elements of a token's features, the language model's hidden size. table_side: rows and columns of the
+    table of learned positions (0: none). deepstack_layers: ascending layers whose outputs give further features, which
+    the language model adds after its first layers. is_gated: the MLP has three matrices, norms are RMS norms, and the
+    patch embedding has no bias. window: tokens on each side of the squares in which patches attend to one another (0:
+    their whole frame), except in `whole_layers`. is_pooled: a token's features are the mean of its patches, normed and
     projected; all pictures have table_side ** 2 patches, nothing rotates, and their tokens see one another."""
 
     num_layers: int
@@ -55,6 +59,11 @@ class VisionConfig:
     @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_heads
+
+    @property
+    def image_tokens(self) -> int:
+        """Tokens of each image of a pooled tower."""
+        return (self.table_side // self.merge_size) ** 2
 
     @property
     def patch_values(self) -> int:
@@ -108,6 +117,30 @@ class EncoderCosts:
         of_frame = rows * columns * self.patches
         seen = self.whole_share * of_frame + (1 - self.whole_share) * min(self.window, of_frame)
         return math.ceil(frames * of_frame * (self.patch_factor + seen * self.pair_factor))
+
+
+def check_whole_images(config: EngineConfig) -> None:
+    """Raise ConfigError for limits of a step under which an image whose tokens see one another would never be computed
+    beside other sequences, each of which has a token and its drafts."""
+    model, scheduler = config.model, config.scheduler
+    kind = VISION_TOWERS.get(model.architecture)
+    if model.vision is None or kind is None or not kind.is_pooled or config.media.language_model_only:
+        return
+    vision = read_vision(model.architecture, model.vision, model.hidden_size, str(model.path / "config.json"))
+    tokens, beside = vision.image_tokens, (scheduler.max_num_seqs - 1) * (1 + config.speculation.max_drafts)
+    if scheduler.max_num_batched_tokens < tokens + beside:
+        raise ConfigError(
+            f"max_num_batched_tokens ({scheduler.max_num_batched_tokens}) must be at least {tokens + beside}: an image "
+            f"of this model has {tokens} tokens, which one step computes, beside up to {beside} of other sequences "
+            "(max_num_seqs)",
+            param="max_num_batched_tokens",
+        )
+    if scheduler.max_prefill_chunk is not None and scheduler.max_prefill_chunk < tokens:
+        raise ConfigError(
+            f"max_prefill_chunk ({scheduler.max_prefill_chunk}) must be at least the {tokens} tokens of an image, "
+            "which one step computes",
+            param="max_prefill_chunk",
+        )
 
 
 def read_vision(architecture: str, values: Mapping[str, Any], hidden_size: int, where: str) -> VisionConfig:

@@ -189,8 +189,7 @@ def image_inputs(config: EngineConfig) -> ImageInputs | NoImages:
     if vision.is_pooled:
         if media.processor != OF_FILES:
             raise ConfigError(ONE_SIZE, param="mm_processor_kwargs")
-        tokens = (vision.table_side // vision.merge_size) ** 2
-        square = read_square_processor(model.path, vision.patch_size, vision.table_side, tokens)
+        square = read_square_processor(model.path, vision.patch_size, vision.table_side, vision.image_tokens)
         return ImageInputs(square, vision, model.image_token_id, media)
     processor = read_qwen_processor(model.path)
     least, most = media.processor.min_pixels, media.processor.max_pixels

@@ -71,6 +71,12 @@ class ImageEncodings:
             self._reads.add(image.key)
         return end
 
+    def awaits_budget(self, request: Request, start: int, num_tokens: int) -> bool:
+        """True if a whole image begins at position `start`, and these tokens are fewer than its own."""
+        return any(
+            image.is_whole and image.start == start and image.num_tokens > num_tokens for image in request.images
+        )
+
     def await_first(self, request: Request, start: int) -> bytes | None:
         """Request the unencoded image at position `start` and return its key."""
         for image in request.images:

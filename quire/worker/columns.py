@@ -54,8 +54,8 @@ STEP_COLUMNS = (
     Column(ADAPTER_SLOTS, Rule.ROW),
 )
 """Known columns. `segments`: text of a pair; a request brings the position of the second text's first token.
-ROTARY_COLUMNS: positions for rotation, where they differ from cache positions. LAST_SEEN: where tokens see later
-ones. ADAPTER_SLOTS: set by the scheduler."""
+ROTARY_COLUMNS: positions for rotation, where they differ from cache positions. LAST_SEEN: where tokens see later ones.
+ADAPTER_SLOTS: set by the scheduler."""
 
 
 class ColumnValues:

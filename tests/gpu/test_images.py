@@ -1,4 +1,4 @@
-"""Images on a card: tower, deep-stack rows and rotary positions of three axes, as the plain engine on the CPU has them."""
+"""Images on a card: tower, deep-stack rows and rotary positions of three axes are those of the CPU."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ from quire.parallel.single import SINGLE_RANK
 from tests.gpu.conftest import greedy, open_engine, tokens, with_graphs
 from tests.models.harness import randomize, save
 from tests.models.vision_models import (
+    GEMMA_PROCESSOR,
     IMAGE_END,
     IMAGE_START,
     IMAGE_TOKEN,
     PROCESSOR,
+    gemma3,
     qwen2_5_vl,
     qwen3_vl,
+    random_gemma3,
     random_patches,
 )
 from tests.multimodal.pictures import draw
@@ -58,15 +61,15 @@ NUM_IMAGES = 3 if ON_CARD else 1
 """Different images of the prompts."""
 
 
-def save_model(build: Callable[..., PreTrainedModel], path: Path, **vision: Any) -> Path:
-    save(randomize(build(**vision)), path)
-    (path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+def save_model(model: PreTrainedModel, path: Path, processor: dict[str, Any] = PROCESSOR) -> Path:
+    save(model, path)
+    (path / "preprocessor_config.json").write_text(json.dumps(processor))
     return path
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(qwen3_vl, tmp_path_factory.mktemp("qwen3-vl"))
+    return save_model(randomize(qwen3_vl()), tmp_path_factory.mktemp("qwen3-vl"))
 
 
 def answered(llm: LLM, prompts: list[dict[str, Any]] = PROMPTS) -> list[Any]:
@@ -97,7 +100,11 @@ def expected(saved: Path) -> list[Any]:
 )
 def test_tokens_are_those_of_the_cpu(saved: Path, expected: list[Any], options: dict[str, Any]) -> None:
     """Eagerly in chunks that end inside images, and in graphs; then from the prefix cache."""
-    with open_engine(saved, **options) as llm:
+    check(saved, expected, options)
+
+
+def check(directory: Path, expected: list[Any], options: dict[str, Any]) -> None:
+    with open_engine(directory, **options) as llm:
         for _ in range(2 if ON_CARD else 1):
             found = answered(llm)
             assert tokens(found) == tokens(expected)
@@ -107,6 +114,25 @@ def test_tokens_are_those_of_the_cpu(saved: Path, expected: list[Any], options: 
                         {token: each.logprob for token, each in other.items()}, abs=1e-3
                     )
         assert llm.stats()["encoded_images_total"] == NUM_IMAGES
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(random_gemma3(), tmp_path_factory.mktemp("gemma3"), GEMMA_PROCESSOR)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"enforce_eager": True, "max_num_batched_tokens": 40},
+        with_graphs("full_and_piecewise"),
+        pytest.param({"batch_invariant": True}, marks=pytest.mark.gpu(interpretable=False)),
+    ],
+    ids=str,
+)
+def test_tokens_that_see_one_another(gemma: Path, options: dict[str, Any]) -> None:
+    """In windows and without, in chunks that end at images."""
+    check(gemma, on_cpu(gemma), options)
 
 
 @pytest.mark.gpu(interpretable=False)
@@ -125,15 +151,18 @@ def test_a_card_computes_an_image_alike_beside_others(saved: Path) -> None:
     [
         (qwen3_vl, {"hidden_size": 144, "num_heads": 2}),
         (qwen2_5_vl, {"hidden_size": 80, "num_heads": 1, "intermediate_size": 75}),
+        (gemma3, {}),
     ],
-    ids=["deep-stack, heads of 72", "windows, heads of 80"],
+    ids=["deep-stack, heads of 72", "windows, heads of 80", "pooled"],
 )
 def test_features(
     build: Callable[..., PreTrainedModel], vision: dict[str, Any], dtype: str, device: torch.device, tmp_path: Path
 ) -> None:
     """Several images at once, larger and smaller than windows and the table of positions."""
-    directory = save_model(build, tmp_path, **vision)
+    directory = save_model(randomize(build(**vision)), tmp_path)
     grids: list[Grid] = [(1, 2, 2), (1, 14, 6), (1, 6, 6)] if ON_CARD else [(1, 6, 4)]
+    if build is gemma3:
+        grids = [(1, 8, 8)] * (1 + ON_CARD)
 
     def tower(dtype: str, layers: DeviceLayers | None) -> VisionEncoder:
         config = load_model_config(str(directory), dtype=dtype, max_model_len=None, revision=None, config_only=True)
