@@ -141,7 +141,6 @@ struct AttentionPlan {
   const int32_t* block_table = nullptr;      // [num_sequences, table_width], table_stride apart
   int64_t table_stride = 0;
   const int64_t* slots = nullptr;            // [rows]: block * block_size + offset of each row's key and value
-  const int64_t* last_seen = nullptr;        // [rows]: last position that each row sees; null: its own
 
   // Kernels read these by address: a vector's own functions may be compiled for a later instruction set.
   const AttentionItem* items = nullptr;  // [num_items], the most expensive first
@@ -150,6 +149,7 @@ struct AttentionPlan {
   int64_t num_merges = 0;
   int64_t partial_rows = 0;  // of each key head
   Deal deal;
+  const int64_t* last_seen = nullptr;  // [rows]: last position that each row sees; null: its own
 
  private:
   void check(int64_t table_width) const;

@@ -30,7 +30,7 @@ from quire.config.options import BUNDLED_MODEL, BUNDLED_SIGHTS
 from quire.config.pooling import longest_text, read_pooling
 from quire.config.quantization_formats import read_quantization
 from quire.config.rope import read_lengths
-from quire.config.vision import IMAGE_TOKENS
+from quire.config.vision import OUTER_KEYS
 from quire.errors import ConfigError, ModelLoadError
 from quire.utils.gguf import SUFFIX as GGUF_SUFFIX
 from quire.utils.gguf import find_gguf
@@ -212,9 +212,9 @@ def _object(config: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:
 
 
 def _vision(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The vision tower's part of a config.json, with its outer key."""
+    """The vision tower's part of a config.json, with its outer keys."""
     found = _object(config, VISION_CONFIG)
-    outer = {key: config[key] for key in (IMAGE_TOKENS,) if key in config}
+    outer = {key: config[key] for key in OUTER_KEYS if key in config}
     return found if found is None or not outer else {**found, **outer}
 
 

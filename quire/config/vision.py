@@ -21,7 +21,11 @@ ROTATED_PARTS = 4
 MAX_PATCH = 256
 """Limit of a patch's side in pixels, and of its frames."""
 IMAGE_TOKENS = "mm_tokens_per_image"
-"""Key of config.json, which counts as one of the vision tower's: tokens of a picture."""
+"""Key of config.json: tokens of a picture."""
+IMAGE_MARKS = ("boi_token_index", "eoi_token_index")
+"""Keys of config.json: tokens before and after a picture's."""
+OUTER_KEYS = (IMAGE_TOKENS, *IMAGE_MARKS)
+"""Keys of config.json that count as the vision tower's."""
 CACHE_BYTES = 256 * 2**20
 """Bytes of image features that workers keep for later steps and requests."""
 
@@ -35,7 +39,8 @@ class VisionConfig:
     the language model adds after its first layers. is_gated: the MLP has three matrices, norms are RMS norms, and the
     patch embedding has no bias. window: tokens on each side of the squares in which patches attend to one another (0:
     their whole frame), except in `whole_layers`. is_pooled: a token's features are the mean of its patches, normed and
-    projected; all pictures have table_side ** 2 patches, nothing rotates, and their tokens see one another."""
+    projected; all pictures have table_side ** 2 patches, nothing rotates, and their tokens see one another. marks:
+    tokens around an image's (None: the chat template writes them)."""
 
     num_layers: int
     hidden_size: int
@@ -55,6 +60,7 @@ class VisionConfig:
     whole_layers: tuple[int, ...] = ()
     is_pooled: bool = False
     epsilon: float = 1e-6
+    marks: tuple[int, int] | None = None
 
     @property
     def head_dim(self) -> int:
@@ -232,6 +238,9 @@ def _read_pooled(fields: Fields, hidden_size: int) -> VisionConfig:
         raise fields.error(
             f"{IMAGE_TOKENS} ({tokens}) must be the square of a divisor of the {side} patches on a side of an image"
         )
+    begin, end = (
+        fields.integer(key, usual, minimum=0) for key, usual in zip(IMAGE_MARKS, (255_999, 256_000), strict=True)
+    )
     return VisionConfig(
         num_layers=fields.integer("num_hidden_layers", 12, maximum=MAX_LAYERS),
         hidden_size=size,
@@ -247,6 +256,7 @@ def _read_pooled(fields: Fields, hidden_size: int) -> VisionConfig:
         activation=fields.text("hidden_act", "gelu_pytorch_tanh"),
         rope_theta=0.0,
         is_pooled=True,
+        marks=(begin, end),
         epsilon=fields.number("layer_norm_eps", 1e-6),
     )
 

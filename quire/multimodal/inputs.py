@@ -16,6 +16,7 @@ from quire.config.hf_config import CONFIG_FILE
 from quire.config.media import OF_FILES, TEXT_DEFAULTS, Color, MediaConfig, ProcessorOptions
 from quire.config.vision import VISION_TOWERS, EncoderCosts, VisionConfig, read_vision
 from quire.errors import ConfigError, UserError
+from quire.multimodal.marks import Encoder, ImageMarks
 from quire.multimodal.named import NamedPictures, name_key, unknown_name
 from quire.multimodal.sources import LOW_DETAIL_PIXELS, Picture, checked_uuid, is_data_url
 from quire.prompt_image import PromptImage, ReadyImage
@@ -51,12 +52,14 @@ class NoImages:
 
 @dataclass(frozen=True)
 class ImageInputs:
-    """Image inputs of one model. token_id: id of the placeholder."""
+    """Image inputs of one model. token_id: id of the placeholder. marks: tokens around an image's that prompts lack
+    (None: they have them)."""
 
     processor: QwenProcessor | SquareProcessor
     vision: VisionConfig
     token_id: int
     media: MediaConfig = TEXT_DEFAULTS
+    marks: ImageMarks | None = None
 
     def check_number(self, number: int, where: str) -> None:
         """Raise UserError for too many images in a prompt."""
@@ -130,9 +133,12 @@ class ImageInputs:
         self, token_ids: list[int], images: Sequence[ReadyImage], where: str
     ) -> tuple[list[int], list[PromptImage]]:
         """Return the prompt with a placeholder for each token of each image, and the placed images. token_ids: prompt
-        with one placeholder per image, or with all. Raises UserError for placeholders that do not match."""
+        with one placeholder per image, with all, or with one mark per image. Raises UserError for placeholders that do
+        not match."""
+        counts, marks = [each.num_tokens for each in images], self.marks
+        if marks is not None and token_ids.count(marks.begin) == len(counts) and self.token_id not in token_ids:
+            token_ids = marks.written(token_ids, self.token_id, counts)
         runs = self._runs(token_ids)
-        counts = [each.num_tokens for each in images]
         if [end - start for start, end in runs] == counts:
             starts, placed = [start for start, _ in runs], token_ids
         else:
@@ -171,9 +177,9 @@ class ImageInputs:
         return runs
 
 
-def image_inputs(config: EngineConfig) -> ImageInputs | NoImages:
-    """Image inputs of the engine's model, or NoImages. Raises ModelLoadError for invalid image files of the
-    checkpoint."""
+def image_inputs(config: EngineConfig, tokenizer: Encoder | None = None) -> ImageInputs | NoImages:
+    """Image inputs of the engine's model, or NoImages. tokenizer: the model's, for prompts. Raises ModelLoadError for
+    invalid image files of the checkpoint."""
     model, media = config.model, config.media
     if model.vision is None or model.image_token_id is None or model.architecture not in VISION_TOWERS:
         return NoImages()
@@ -190,7 +196,8 @@ def image_inputs(config: EngineConfig) -> ImageInputs | NoImages:
         if media.processor != OF_FILES:
             raise ConfigError(ONE_SIZE, param="mm_processor_kwargs")
         square = read_square_processor(model.path, vision.patch_size, vision.table_side, vision.image_tokens)
-        return ImageInputs(square, vision, model.image_token_id, media)
+        marks = None if vision.marks is None else ImageMarks.of(*vision.marks, tokenizer)
+        return ImageInputs(square, vision, model.image_token_id, media, marks)
     processor = read_qwen_processor(model.path)
     least, most = media.processor.min_pixels, media.processor.max_pixels
     processor = msgspec.structs.replace(
