@@ -279,6 +279,7 @@ def _backend_and_model(options: EngineOptions, is_accelerated: bool) -> tuple[st
             hf_overrides=options.hf_overrides,
             generation_config=options.generation_config,
             override_generation_config=options.override_generation_config,
+            mmproj=options.mmproj,
         ),
     )
     if is_accelerated:

@@ -26,6 +26,7 @@ from quire.models.cache_scales import load_cache_scales
 from quire.models.checkpoint_names import CheckpointNames, language_tensors, vision_tensors
 from quire.models.claims import excess, outline, outline_context
 from quire.models.gguf.sizes import packed_weight_bytes
+from quire.models.gguf.vision import tower_tensors
 from quire.models.gguf.weights import GGUFWeights
 from quire.models.interface import CausalLM, LoadableModel
 from quire.models.registry import build_model
@@ -212,10 +213,12 @@ def load_vision(
     tower = VisionTower(vision, context.replicated())
     if load.load_format == "dummy":
         tower.load_weights(dummy_weights(tower.slots, load.seed, _silent, context.device))
+    elif config.mmproj is not None:
+        with torch.inference_mode():
+            tower.load_weights(tower_tensors(config.mmproj, vision))
     else:
         files = find_weights(config.path, load.load_format)
-        if not isinstance(files, WeightFiles):
-            raise ModelLoadError(f"{files.directory}: the vision towers of GGUF files are not supported")
+        assert isinstance(files, WeightFiles), "a GGUF file's tower has a file of its own"
         with _named_errors(files), torch.inference_mode():
             tower.load_weights(vision_tensors(files.stream(_silent)))
     if device_layers is not None:

@@ -189,16 +189,17 @@ def image_inputs(config: EngineConfig, tokenizer: Encoder | None = None) -> Imag
         return NoImages("images are not passed on in pipelines so far, and this engine is one (pipeline_parallel_size)")
     from quire.multimodal.processors import has_settings, read_qwen_processor, read_square_processor
 
-    if not has_settings(model.path):
+    settings = model.mmproj or model.path
+    if not has_settings(settings):
         return NoImages(f"{model.path} has no preprocessor_config.json, which says how the model takes images")
     vision = read_vision(model.architecture, model.vision, model.hidden_size, str(model.path / CONFIG_FILE))
     if vision.is_pooled:
         if media.processor != OF_FILES:
             raise ConfigError(ONE_SIZE, param="mm_processor_kwargs")
-        square = read_square_processor(model.path, vision.patch_size, vision.table_side, vision.image_tokens)
+        square = read_square_processor(settings, vision.patch_size, vision.table_side, vision.image_tokens)
         marks = None if vision.marks is None else ImageMarks.of(*vision.marks, tokenizer)
         return ImageInputs(square, vision, model.image_token_id, media, marks)
-    processor = read_qwen_processor(model.path)
+    processor = read_qwen_processor(settings)
     least, most = media.processor.min_pixels, media.processor.max_pixels
     processor = msgspec.structs.replace(
         processor,

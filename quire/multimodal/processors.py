@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from quire.config.gguf_vision import read_tower
 from quire.config.hf_json import Fields, read_optional_json, shown
 from quire.errors import ModelLoadError, UserError
 from quire.multimodal.decoding import Pixels
@@ -225,7 +226,12 @@ def content_key(pixels: Pixels, grid: Sequence[int], options: object) -> bytes:
 
 
 def has_settings(directory: Path) -> bool:
-    return file_bytes(directory / _FILE) is not None or _IMAGES in read_optional_json(directory / _JOINT_FILE)
+    """directory: or a vision tower's GGUF file."""
+    return (
+        directory.is_file()
+        or file_bytes(directory / _FILE) is not None
+        or _IMAGES in read_optional_json(directory / _JOINT_FILE)
+    )
 
 
 def read_qwen_processor(directory: Path) -> QwenProcessor:
@@ -282,7 +288,10 @@ _CLIP_DEVIATION = (0.26862954, 0.26130258, 0.27577711)
 
 
 def _read_settings(directory: Path) -> Fields:
-    """Image settings; Transformers 5 stores them in one file with other inputs' settings."""
+    """Image settings; Transformers 5 stores them in one file with other inputs' settings. directory: or a vision
+    tower's GGUF file."""
+    if directory.is_file():
+        return Fields(read_tower(directory).processor, str(directory))
     path = directory / _JOINT_FILE
     values = read_optional_json(path).get(_IMAGES)
     where = f"{path}: {_IMAGES}"

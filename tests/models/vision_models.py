@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -113,11 +114,11 @@ GEMMA_TOKENS = 16
 """Tokens of each image."""
 
 
-def gemma3(**vision: object) -> PreTrainedModel:
+def gemma3(query_pre_attn_scalar: int = 20, **vision: object) -> PreTrainedModel:
     """Sliding windows shorter and longer than an image, and a layer without."""
     rope = {kind: {"rope_type": "default", "rope_theta": 500.0} for kind in ("sliding_attention", "full_attention")}
     text = {**SMALL, "head_dim": 16, "num_hidden_layers": 4, "sliding_window": 20, "rope_parameters": rope}
-    text |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "query_pre_attn_scalar": 20}
+    text |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "query_pre_attn_scalar": query_pre_attn_scalar}
     tower = {"hidden_size": 32, "intermediate_size": 72, "num_hidden_layers": 3, "num_attention_heads": 2}
     tower |= {"image_size": 32, "patch_size": 4, "model_type": "siglip_vision_model", **vision}
     tokens = {"mm_tokens_per_image": GEMMA_TOKENS, "image_token_id": IMAGE_TOKEN}
@@ -125,10 +126,10 @@ def gemma3(**vision: object) -> PreTrainedModel:
     return Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=tower, **tokens))
 
 
-def random_gemma3() -> PreTrainedModel:
+def random_gemma3(**options: Any) -> PreTrainedModel:
     """With small embeddings, because their factor is large and they are the output projection: logits of any text would
     be the last token's."""
-    model = randomize(gemma3())
+    model = randomize(gemma3(**options))
     model.get_input_embeddings().weight.data *= 0.1
     return model
 
