@@ -34,7 +34,23 @@ FAMILIES = [
     "qwen2-window",
     "qwen3",
     "qwen3-window",
+    *(
+        pytest.param(name, marks=pytest.mark.gpu(interpretable=False))
+        for name in (
+            "gemma2",
+            "gemma3",
+            "mixtral",
+            "qwen3-moe",
+            "llama4",
+            "deepseek-v2",
+            "deepseek-v3",
+            "deepseek-v3.2",
+            "qwen3-next",
+            "qwen3.5-small-states",
+        )
+    ),
 ]
+"""Families behind the dense ones are interpreted in tests/e2e/test_device_families.py."""
 
 
 def plain_engine(saved: SavedModel) -> LLM:

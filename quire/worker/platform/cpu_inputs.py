@@ -125,7 +125,7 @@ class CacheBackends(NamedTuple):
     ) -> ForwardBatch:
         """Input of a forward pass. token_ids: [T]. logits_rows, columns: see ForwardBatch."""
         last_seen = columns.get(LAST_SEEN)
-        if last_seen is not None and not torch.equal(last_seen, batch.slot_positions):
+        if last_seen is not None and bool((last_seen > batch.slot_positions).any()):
             batch = replace(batch, last_seen=last_seen)
         attention, states = self.attention.plan(batch), self.states.plan(batch)
         return ForwardBatch(token_ids, batch.slot_positions, attention, logits_rows, states, columns)
