@@ -13,13 +13,20 @@ import torch
 from transformers import PreTrainedModel
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
-from quire.errors import ConfigError
+from quire.errors import ConfigError, UserError
 from quire.llm import LLM
 from quire.sampling_params import SamplingParams
 from tests.e2e.test_images import GREEDY, NUM_TOKENS, num_encoded, prompt, tokens
 from tests.e2e.test_images import engine as open_engine
 from tests.models.harness import save
-from tests.models.vision_models import GEMMA_PROCESSOR, GEMMA_TOKENS, IMAGE_TOKEN, random_gemma3
+from tests.models.vision_models import (
+    GEMMA_PROCESSOR,
+    GEMMA_TOKENS,
+    IMAGE_TOKEN,
+    TEMPLATE,
+    random_gemma3,
+    save_chat,
+)
 from tests.multimodal.pictures import draw
 
 WIDE, TALL, SMALL = (draw(seed, size=size) for seed, size in ((1, (48, 24)), (2, (17, 41)), (3, (8, 8))))
@@ -156,6 +163,21 @@ def test_tokens_do_not_depend_on_chunks_and_neighbours(directory: Path, options:
         assert tokens(llm, PROMPTS) == beside
     with engine(directory, max_num_batched_tokens=200, enable_prefix_caching=False, **options) as llm:
         assert [tokens(llm, [each])[0] for each in PROMPTS] == beside
+
+
+def test_a_chat_template_marks_where_an_image_begins(model: PreTrainedModel, tmp_path: Path) -> None:
+    template = TEMPLATE.replace("<s> <image> </s>", "<s>")
+    save_chat(model, tmp_path, template, GEMMA_PROCESSOR)
+    parts = [
+        {"type": "text", "text": "w5 w6"},
+        {"type": "image_pil", "image_pil": WIDE},
+        {"type": "text", "text": "w7"},
+    ]
+    with engine(tmp_path, skip_tokenizer_init=False) as llm:
+        (output,) = llm.chat([{"role": "user", "content": parts}], GREEDY, use_tqdm=False)
+        assert list(output.outputs[0].token_ids) == continued(model, prompt(5, 6, WIDE, 7, 8))[0]
+        with pytest.raises(UserError, match="placeholders"):
+            llm.generate([{"prompt": "w5", "multi_modal_data": {"image": WIDE}}], GREEDY, use_tqdm=False)
 
 
 def test_equal_images_are_encoded_once(directory: Path) -> None:

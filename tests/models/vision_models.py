@@ -143,10 +143,12 @@ IMAGE_START, IMAGE_END = 80, 81
 """Ids of the tokens around an image."""
 
 
-def save_chat(model: PreTrainedModel, path: Path) -> Path:
+def save_chat(
+    model: PreTrainedModel, path: Path, template: str = TEMPLATE, processor: dict[str, Any] = PROCESSOR
+) -> Path:
     """A directory of the model with a tokenizer, whose words are w0, w1 and so on, and a template."""
     save(model, path)
-    (path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    (path / "preprocessor_config.json").write_text(json.dumps(processor))
     words = {f"w{number}": number for number in range(97)}
     words |= {"<s>": IMAGE_START, "</s>": IMAGE_END, "<image>": IMAGE_TOKEN}
     numbers = {number: word for word, number in words.items()}
@@ -154,7 +156,7 @@ def save_chat(model: PreTrainedModel, path: Path) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE})
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template})
     )
     return path
 

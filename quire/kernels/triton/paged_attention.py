@@ -129,8 +129,8 @@ def _varlen_kernel(
     lasts, last_key = positions, last_position
     if AHEAD:
         seen = last_seen + begin + first
-        lasts = tl.load(seen + token, mask=token < num_tokens, other=0).to(tl.int32)
-        last_key = tl.load(seen + num_tokens - 1).to(tl.int32)
+        lasts = tl.maximum(positions, tl.load(seen + token, mask=token < num_tokens, other=0).to(tl.int32))
+        last_key = tl.maximum(last_position, tl.load(seen + num_tokens - 1).to(tl.int32))
     maximum, total, values = no_keys(BLOCK_M, DIM)
     if FIXED_KEYS:
         first_split = 0
