@@ -93,6 +93,10 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     enable_mm_embeds: Annotated[
         bool, IMAGES("take features that clients computed of images (image_embeds): of trusted clients alone")
     ] = False
+    mmproj: Annotated[
+        str | None,
+        IMAGES("GGUF file of a GGUF model's vision tower (default: *mmproj*.gguf beside the model)"),
+    ] = None
     revision: Annotated[str | None, MODEL("branch, tag or commit of a hub id")] = None
     download_dir: Annotated[
         str | None, MODEL("directory that hub ids are fetched into (default: the hub library's cache)")

@@ -26,6 +26,7 @@ from quire.models.cache_scales import load_cache_scales
 from quire.models.checkpoint_names import CheckpointNames, language_tensors, vision_tensors
 from quire.models.claims import excess, outline, outline_context
 from quire.models.gguf.sizes import packed_weight_bytes
+from quire.models.gguf.vision import tower_tensors
 from quire.models.gguf.weights import GGUFWeights
 from quire.models.interface import CausalLM, LoadableModel
 from quire.models.registry import build_model
@@ -91,10 +92,7 @@ def load_model(
         elsewhere = frozenset(_check_room(config, files).slots)
     elif files is not None and (stage.count > 1 or load.expert_placement is not None):
         elsewhere = frozenset(outline(config).slots)
-    if device_layers is not None:
-        context = _device_context(config, device_layers, group)
-    else:
-        context = _torch_context(config, group) if runtime is None else _native_context(config, group)
+    context = _context(config, group, runtime, device_layers)
     adapters = extras.adapters
     of_layers = None if adapters is None else adapters.layers
     context = replace(
@@ -194,15 +192,19 @@ def load_head(
 
 
 def load_vision(
-    config: ModelConfig, load: LoadConfig, group: ProcessGroup, runtime: NativeRuntime | None = None
+    config: ModelConfig,
+    load: LoadConfig,
+    group: ProcessGroup,
+    runtime: NativeRuntime | None = None,
+    device_layers: DeviceLayers | None = None,
 ) -> VisionEncoder:
     """Load the vision tower in `config.dtype` from a checkpoint's `visual.*` tensors. group: each rank has the whole
-    tower. runtime: native CPU kernels; None: torch operators. Raises ModelLoadError naming file and key or tensor for
+    tower. runtime, device_layers: see `load_model`. Raises ModelLoadError naming file and key or tensor for
     an unknown tower or a wrong checkpoint."""
     if config.vision is None or config.architecture not in VISION_TOWERS:
         raise ModelLoadError(f"{config.path}: no vision tower of {config.architecture} is known")
     vision = read_vision(config.architecture, config.vision, config.hidden_size, str(config.path / CONFIG_FILE))
-    context = _torch_context(config, group) if runtime is None else _native_context(config, group)
+    context = _context(config, group, runtime, device_layers)
     if len(vision.deepstack_layers) >= config.num_layers:
         raise ModelLoadError(
             f"{config.path}: {len(vision.deepstack_layers)} deep-stack layers add features behind as many layers, and "
@@ -211,12 +213,18 @@ def load_vision(
     tower = VisionTower(vision, context.replicated())
     if load.load_format == "dummy":
         tower.load_weights(dummy_weights(tower.slots, load.seed, _silent, context.device))
+    elif config.mmproj is not None:
+        with torch.inference_mode():
+            tower.load_weights(tower_tensors(config.mmproj, vision))
     else:
         files = find_weights(config.path, load.load_format)
-        if not isinstance(files, WeightFiles):
-            raise ModelLoadError(f"{files.directory}: the vision towers of GGUF files are not supported")
+        assert isinstance(files, WeightFiles), "a GGUF file's tower has a file of its own"
         with _named_errors(files), torch.inference_mode():
             tower.load_weights(vision_tensors(files.stream(_silent)))
+    if device_layers is not None:
+        from quire.models.device_vision import DeviceVision
+
+        return DeviceVision(tower)
     if runtime is None:
         return TorchVision(tower)
     from quire.models.native_vision import NativeVision
@@ -233,6 +241,14 @@ def _native_calls(config: ModelConfig, runtime: NativeRuntime | None) -> EagerCa
     from quire.models.native_calls import NativeCalls
 
     return NativeCalls(runtime)
+
+
+def _context(
+    config: ModelConfig, group: ProcessGroup, runtime: NativeRuntime | None, device_layers: DeviceLayers | None
+) -> LayerContext:
+    if device_layers is not None:
+        return _device_context(config, device_layers, group)
+    return _torch_context(config, group) if runtime is None else _native_context(config, group)
 
 
 def _torch_context(config: ModelConfig, group: ProcessGroup) -> LayerContext:

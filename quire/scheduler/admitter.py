@@ -122,6 +122,8 @@ class Admitter:
             num_tokens = min(needs.num_new_tokens, self._limits.max_chunk, builder.budget)
             if num_tokens < needs.num_new_tokens and (reserved or self._limits.whole_prompts):
                 break
+            if not needs.is_resumed and self._images.awaits_budget(request, needs.num_cached_tokens, num_tokens):
+                break
             if not self._has_room(request, needs):
                 break
             if self._gates.defer((GateStage.START,), request, needs, now):

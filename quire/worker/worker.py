@@ -232,7 +232,8 @@ class Worker:
         assert self._model is not None, "load comes before sleep"
         self.platform.synchronize()
         if level == 1 and self._offloaded is None:
-            self._offloaded = self.platform.offload_weights(self._model)  # first: fails if the host lacks memory
+            encoder = None if self._images is None else self._images.encoder
+            self._offloaded = self.platform.offload_weights(self._model, encoder)  # first: the host may lack memory
         self._connector.close()
         self._last = None
         self._release_pools()

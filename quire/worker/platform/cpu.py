@@ -28,6 +28,7 @@ from quire.models.claims import check_dummy
 from quire.models.draft_head import first_guess
 from quire.models.interface import CausalLM
 from quire.models.loader import TORCH_DTYPES, Extras, load_head, load_model, load_vision
+from quire.models.vision import VisionEncoder
 from quire.models.weight_files import Progress
 from quire.multimodal.inputs import NoImages, image_inputs
 from quire.parallel.interface import ProcessGroup
@@ -305,7 +306,7 @@ class CpuPlatform:
             finder = TextFinder(num_rows, speculation, _native.DraftTexts, _native.Corpus)
         return HostDrafts(num_rows, speculation.max_drafts, finder, has_states=has_states)
 
-    def offload_weights(self, model: CausalLM) -> None:
+    def offload_weights(self, model: CausalLM, encoder: VisionEncoder | None) -> None:
         """Does nothing: weights are in host memory."""
 
     def release_reserve(self) -> None:

@@ -26,8 +26,10 @@ from quire.layers.device_adapters import DeviceAdapterStorage
 from quire.layers.experts import ExpertCounters
 from quire.models.adapters import ModelAdapters
 from quire.models.interface import CausalLM
-from quire.models.loader import NO_EXTRAS, TORCH_DTYPES, Extras, load_model
+from quire.models.loader import NO_EXTRAS, TORCH_DTYPES, Extras, load_model, load_vision
+from quire.models.vision import VisionEncoder
 from quire.models.weight_files import Progress
+from quire.multimodal.inputs import NoImages, image_inputs
 from quire.parallel.interface import ProcessGroup
 from quire.parallel.single import SINGLE_RANK
 from quire.parallel.stage import WHOLE_MODEL
@@ -39,6 +41,7 @@ from quire.worker.block_tables import BlockTables, table_shapes
 from quire.worker.columns import STEP_COLUMNS, ColumnValues
 from quire.worker.cuda_graphs import CudaGraphRunner, DeviceBackends, PassShape
 from quire.worker.graph_dispatch import ExecutionSettings, execution_settings
+from quire.worker.images import ImageOverlays
 from quire.worker.kv_connector.cache_identity import device_code
 from quire.worker.kv_tensors import STORED_DTYPES, layer_pages, state_pages
 from quire.worker.kv_transfer import BlockTransfers
@@ -136,13 +139,17 @@ class CudaPlatform:
         extras: Extras = NO_EXTRAS,
     ) -> CausalLM:
         """A model on this device; see `load_model` of the loader."""
-        layers = DeviceLayers(
+        return load_model(model, load, group, progress=progress, device_layers=self._layers, extras=extras)
+
+    @property
+    def _layers(self) -> DeviceLayers:
+        device = self._config.device
+        return DeviceLayers(
             self._device,
-            self._config.device.batch_invariant,
+            device.batch_invariant,
             converts_e4m3=self._converts_e4m3,
-            rounds_activations=self._config.device.matmul_precision == "fp8",
+            rounds_activations=device.matmul_precision == "fp8",
         )
-        return load_model(model, load, group, progress=progress, device_layers=layers, extras=extras)
 
     def _load_draft_model(self) -> DraftModel | None:
         config, chosen = self._config.speculation.draft, self._config.speculation.draft_model
@@ -162,8 +169,15 @@ class CudaPlatform:
         chosen = self._config.speculation.draft_model
         return self._group if chosen is not None and chosen.num_ranks == self._group.size else SINGLE_RANK
 
-    def load_images(self) -> None:
-        """Always None: `image_inputs` rejects images on devices."""
+    def load_images(self) -> ImageOverlays | None:
+        config = self._config
+        found = image_inputs(config)
+        if isinstance(found, NoImages):
+            return None
+        with arithmetic(self._memory, f"the vision tower of {config.model.name}"):
+            encoder = load_vision(config.model, config.load, self._group, device_layers=self._layers)
+        self.streams.synchronize()
+        return ImageOverlays(encoder, found.processor)
 
     def meter(self) -> DeviceMeter:
         return self._meter(self._config.model, self._settings, self._group)
@@ -310,9 +324,10 @@ class CudaPlatform:
         )
         return DeviceModelDrafts(arena, speculation, depth, passes, num_rows, has_states=has_states)
 
-    def offload_weights(self, model: CausalLM) -> DeviceWeights:
-        models = [model] if self.draft_model is None else [model, self.draft_model.model]
-        weights = DeviceWeights(models, self._device, sum([each.weight_bytes() for each in models]), self._memory)
+    def offload_weights(self, model: CausalLM, encoder: VisionEncoder | None) -> DeviceWeights:
+        others = (None if self.draft_model is None else self.draft_model.model, encoder)
+        parts = [model, *(each for each in others if each is not None)]
+        weights = DeviceWeights(parts, self._device, sum([each.weight_bytes() for each in parts]), self._memory)
         weights.release()
         return weights
 

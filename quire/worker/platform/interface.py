@@ -17,6 +17,7 @@ from quire.kv_cache.sizing import DeviceShare
 from quire.layers.experts import ExpertCounters
 from quire.models.adapters import ModelAdapters
 from quire.models.interface import CausalLM
+from quire.models.vision import VisionEncoder
 from quire.models.weight_files import Progress
 from quire.parallel.stage import Stage
 from quire.sampling.batch import TokenMasks
@@ -318,8 +319,8 @@ class Platform(Protocol):
         the columns are too large to address."""
         ...
 
-    def offload_weights(self, model: CausalLM) -> DeviceWeights | None:
-        """Move the weights to the host and free device memory; None if they are on the host. Raises
+    def offload_weights(self, model: CausalLM, encoder: VisionEncoder | None) -> DeviceWeights | None:
+        """Move the weights of both to the host and free device memory; None if they are on the host. Raises
         InsufficientMemoryError with nothing changed."""
         ...
 
