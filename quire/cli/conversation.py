@@ -208,7 +208,7 @@ COMMANDS: Mapping[str, ChatCommand] = {
     "/help": ChatCommand("/help", "shows this", ChatHistory.help),
     "/system": ChatCommand("/system [TEXT]", "sets the system message, or shows it; none: no such message",
                        ChatHistory.show_system),
-    "/set": ChatCommand("/set [NAME [VALUE]]", "sets a sampling parameter, or shows them; VALUE default: as at the start",
+    "/set": ChatCommand("/set [NAME [VALUE]]", "sets a sampling parameter, or shows them; VALUE default: as at start",
                     ChatHistory.change_setting),
     "/image": ChatCommand("/image FILE", "shows a picture with the next message", ChatHistory.add_picture),
     "/save": ChatCommand("/save FILE", "writes the conversation, for /load and the server's page", ChatHistory.save),

@@ -23,7 +23,7 @@ from quire.config.hf_config import find_model, read_config
 from quire.config.mla_prompt import expands_prompts
 from quire.config.model import DTYPE_BYTES
 from quire.config.options import BUNDLED_MODEL, EngineOptions
-from quire.config.parallel import ParallelConfig
+from quire.config.parallel import ParallelConfig, parallel_config
 from quire.config.resolve import CPU_DEFAULTS, resolve
 from quire.errors import ConfigError, UserError
 from quire.kv_cache.layout import KVGroup
@@ -94,8 +94,8 @@ def build_parser() -> Parser:
 def main(arguments: Sequence[str]) -> int:
     namespace = build_parser().parse(arguments)
     options = engine_options(namespace)
-    ep = namespace.tp if options.enable_expert_parallel else 1
-    layout = ParallelConfig(namespace.tp, namespace.pp, ep=ep, dcp=namespace.dcp)
+    sizes = {"tensor_parallel_size": namespace.tp, "pipeline_parallel_size": namespace.pp}
+    layout = parallel_config(_replace_options(options, **sizes, decode_context_parallel_size=namespace.dcp))
     if namespace.kv_waste:
         print(_kv_waste(namespace, options, layout))
         return 0

@@ -1,7 +1,7 @@
 """ECMA-262 regular expressions of JSON schemas (`pattern`, `patternProperties`), in Rust's syntax. `parse` reads an
 expression and `written` rewrites it, because characters differ in Rust: `.` matches a carriage return, `[` in a class
-opens another, `&&` in a class intersects, `\\<` is the beginning of a word. `PatternMatcher` finds an expression in a name;
-`Languages` lists the names that it matches. None of them backtracks."""
+opens another, `&&` in a class intersects, `\\<` is the beginning of a word. `PatternMatcher` finds an expression in a
+name; `Languages` lists the names that it matches. None of them backtracks."""
 
 from __future__ import annotations
 

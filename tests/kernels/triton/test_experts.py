@@ -55,6 +55,10 @@ def test_against_the_plain_twin(
         rows = slice(first, last)
         part = apply_experts(matrices, x[rows], routing[rows], residual[rows], activation, limit, weighs_input)
         assert torch.equal(part, actual[rows]), "a row has the same bits whatever else is computed"
+    few = apply_experts(
+        matrices, x[:20], routing[:20], residual[:20], activation, limit, weighs_input, batch_invariant=False
+    )
+    torch.testing.assert_close(few.float(), (expected + residual.float())[:20], rtol=tolerance, atol=tolerance)
 
 
 def test_no_rows(device: torch.device) -> None:
