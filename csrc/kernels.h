@@ -27,6 +27,7 @@ struct Ref {
 };
 
 struct AttentionPlan;  // attention.h
+struct LinearAdapters;  // adapters.h
 struct EncoderPlan;    // encoder.h
 struct StatePlan;      // linear_state.h
 
@@ -137,6 +138,7 @@ struct LinearArgs {
   // As LinearKernels::hands_over allows: out, or x, lies as the tiles of the next layer, or of this, want it.
   bool packs_out = false;
   bool x_is_packed = false;
+  const LinearAdapters* adapters = nullptr;  // the program's; null: none
 };
 
 // out = each head's columns of x times its own matrix, side by side: [rows, heads * in] -> [rows, heads * out].

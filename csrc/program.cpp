@@ -6,6 +6,7 @@
 #include "encoder.h"
 #include "latent.h"
 #include "linear_state.h"
+#include "packed.h"
 
 namespace quire {
 namespace {
@@ -157,6 +158,21 @@ const AdapterGroups* Program::adapted_rows(const AdapterTable& table, int64_t co
 void Program::add(ShrinkArgs args, int64_t column) {
   args.groups = adapted_rows(*args.table, column);
   ops_.emplace_back(Call<ShrinkArgs>{kernels_.adapters.shrink, std::move(args)});
+}
+
+void Program::add(LinearArgs args, std::shared_ptr<const AdapterTable> table, int64_t column, const Ref& inner) {
+  auto own = std::make_unique<LinearAdapters>();
+  own->groups = adapted_rows(*table, column);
+  own->turns = table->turns();
+  own->inner = inner;
+  const auto count = static_cast<std::size_t>(num_panels(args.weight) * kPanel / kAdapterAlignment);
+  if (own->turns.empty() || own->turns.size() > count)
+    throw std::invalid_argument("columns of adapters that do not fit a packed matrix");
+  own->turns.resize(count);
+  own->table = std::move(table);
+  args.adapters = own.get();
+  linear_adapters_.push_back(std::move(own));
+  add(args);
 }
 
 void Program::add(ExpandArgs args, int64_t column) {

@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 
 from quire.adapter_orders import AdapterRef
+from quire.config.adapter_files import open_adapter
 from quire.config.adapters import AdaptersConfig
 from quire.config.hub import fetch_adapter, looks_like_a_path
-from quire.config.peft import open_adapter
 from quire.errors import ModelLoadError, UserError, nearest_name
 from quire.lora_request import LoRARequest
 

@@ -111,7 +111,7 @@ def load_model(
         with torch.inference_mode():
             _load_from(model, files, config, report, elsewhere - model.slots.keys(), context.cache_scales)
     if adapters is not None:
-        adapters.model_is_loaded(model.slots, CheckpointNames.of(config))
+        adapters.model_is_loaded(model.slots, CheckpointNames.of(config), (config.num_heads, config.num_kv_heads))
     if runtime is None or config.impl == "transformers":
         return _staged(cast("CausalLM", model), config, context)  # this model computes on tensors itself
     from quire.models.deepseek import expansion_rule

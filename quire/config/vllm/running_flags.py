@@ -72,7 +72,7 @@ PARALLEL: tuple[VllmFlag, ...] = (
 )
 
 ADAPTERS: tuple[VllmFlag, ...] = (
-    to("enable_lora", "flag", why="native and plain torch kernels, so far"),
+    to("enable_lora", "flag"),
     to("max_loras", "int"),
     to("max_lora_rank", "int"),
     to("lora_dtype", "text"),

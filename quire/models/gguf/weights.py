@@ -161,7 +161,7 @@ def _weight(file: GGUFFile, entry: TensorEntry, layout: HeadLayout) -> WeightTen
     own = entry.name.split(".")[2] if layer_of(entry.name) is not None else ""
     num_heads = {"attn_q": layout.num_heads, "attn_k": layout.num_kv_heads}.get(own)
     if layout.names.interleaved and num_heads is not None:
-        rows = _halves_apart(rows, num_heads, entry.name)
+        rows = halves_apart(rows, num_heads, entry.name)
     if layout.state is not None and own in _VALUE_ROWS:
         rows = _value_rows(rows, entry.name, layout.state)
     dtype = PLAIN_DTYPES.get(entry.type.name)
@@ -219,7 +219,7 @@ def _mxfp4_weight(rows: Bytes, num_columns: int) -> Float4Weight:
     return Float4Weight(torch.from_numpy(pairs.reshape(len(rows), -1)), torch.from_numpy(exponents), num_columns)
 
 
-def _halves_apart(rows: Bytes, num_heads: int, name: str) -> Bytes:
+def halves_apart(rows: Bytes, num_heads: int, name: str) -> Bytes:
     """Move even rows before odd ones in each head: rotated pairs are neighbours in the file and half a head apart in
     Hugging Face's order. rows: [n, bytes of a row]; returns a copy."""
     count = len(rows)
