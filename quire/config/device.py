@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 CUDA_GRAPHS = ("none", "full", "piecewise", "full_and_piecewise")
-WITHIN_HOST, BETWEEN_HOSTS = "shared_memory", "gloo"
-"""Names of collectives (quire/parallel/choice.py): over memory that ranks share, and without."""
+WITHIN_HOST, BETWEEN_HOSTS, BETWEEN_DEVICES = "shared_memory", "gloo", "nccl"
+"""Names of collectives (quire/parallel/choice.py): over memory that ranks share, without, and between CUDA devices."""
 NATIVE_HEAD_MULTIPLE, NATIVE_HEAD_LIMIT = 8, 256
 """Head sizes of the native kernels: multiples of the first number up to the second."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quire.config.device import BETWEEN_HOSTS, WITHIN_HOST
+from quire.config.device import BETWEEN_DEVICES, BETWEEN_HOSTS, WITHIN_HOST
 from quire.parallel.interface import ProcessGroup
 from quire.parallel.torch_dist import NetworkMeeting
 from quire.registry import Registry, load_target
@@ -14,6 +14,7 @@ GROUPS = Registry(
     {
         BETWEEN_HOSTS: "quire.parallel.torch_dist:GlooGroup",
         WITHIN_HOST: "quire.parallel.shared_memory:SharedMemoryGroup",
+        BETWEEN_DEVICES: "quire.parallel.nccl:NcclGroup",
     },
 )
 

@@ -63,6 +63,7 @@ from quire.kernels.rotation import DeviceRotation
 from quire.kernels.triton.activation import activation
 from quire.kernels.triton.attention_tiles import SHARED_MEMORY, DeviceLimits
 from quire.kernels.triton.block_copy import PageTable, copy_pages
+from quire.kernels.triton.collectives import sum_parts
 from quire.kernels.triton.drafts import DraftTables, accept_drafts, find_drafts, place_drafts
 from quire.kernels.triton.embedding import embedding
 from quire.kernels.triton.experts import ExpertMatrices, apply_experts
@@ -197,6 +198,7 @@ def layer_calls() -> Calls:
         lambda: norm(empty(8, 4096), empty(4096), None, 1e-6, centred=False, residual=empty(8, 4096)),
         lambda: norm(empty(8, 768), empty(768), empty(768), 1e-5, centred=True),
         lambda: rotation_angles(empty(8, dtype=torch.int64), float32(64), 1.0),
+        lambda: sum_parts(empty(2, 8, 4096)),
         lambda: activation(empty(8, 2 * 12288), "silu", gated=True),
         lambda: activation(empty(8, 3072), "gelu", gated=False),
         lambda: activation(empty(8, 3072), "gelu_new", gated=False),
