@@ -146,6 +146,9 @@ class FakeExecutor:
     def expert_counts(self) -> list[list[int]]:
         return []
 
+    def expert_ranks(self) -> list[list[list[int]]]:
+        return []
+
     def computing(self) -> AbstractContextManager[object]:
         return nullcontext()
 

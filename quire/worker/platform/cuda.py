@@ -62,6 +62,7 @@ class CudaPlatform:
     """Not supported yet."""
     draft_model: DraftModel | None = None
     """Not supported yet."""
+    balancer = None
     stage = WHOLE_MODEL
 
     def __init__(self, config: EngineConfig, group: ProcessGroup = SINGLE_RANK) -> None:
