@@ -94,7 +94,7 @@ class ExpertBalancer:
         self.layers: list[BalancedExperts] = []
         self._num_steps = 0
         self._marks: deque[tuple[int, list[list[int]]]] = deque()
-        """Rows by layer and expert after so many steps, where a window begins."""
+        """Number of steps before a window begins, and the rows by layer and expert until then."""
         self._undecided: deque[tuple[BalancedExperts, list[int]]] = deque()
         """Layers to look at, each with the rows of the last window."""
         self._moves: deque[tuple[BalancedExperts, Move]] = deque()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -108,7 +108,8 @@ class MixtureOfExperts:
         self._start, self._local = 0, shape.intermediate
         self._has_down_bias = bias
         create, count, group = context.linear.create_stack, routing.num_experts, context.group
-        balancer, places, held = context.balancer, None, range(count)
+        balancer, places = context.balancer, None
+        held: Sequence[int] = range(count)
         placement: Placement = ()
         if group.size > 1 and context.expert_placement is not None:
             placement = _placement(context, count)

@@ -536,7 +536,8 @@ def _check(shape: ModelShape, layout: ParallelConfig) -> None:
         raise UserError(f"dcp={layout.dcp} is not possible: {reason}", param="dcp")
     if layout.pp > shape.num_layers:
         raise UserError(f"pp={layout.pp} exceeds the {shape.num_layers} layers of {shape.name}", param="pp")
-    if layout.ep > 1 and (shape.experts is None or shape.experts.num_experts % layout.ep):
+    is_uneven = shape.experts is None or shape.experts.num_experts % layout.ep
+    if layout.ep > 1 and layout.redundant_experts is None and is_uneven:
         raise UserError(f"ep={layout.ep} does not share out the experts of {shape.name}", param="ep")
     if layout.redundant_experts is not None:
         if shape.experts is None or layout.ep == 1:
