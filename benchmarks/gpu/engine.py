@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import count, pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -25,7 +25,7 @@ from benchmarks.gpu.limits import Ceilings, measure_ceilings
 from benchmarks.gpu.profiling import KernelEvent, breakdown, kernel_events
 from benchmarks.gpu.records import Record
 from benchmarks.gpu.shapes import QWEN3_8B, TINY, Shape
-from benchmarks.gpu.step_log import STEPS, ModelCost, Step
+from benchmarks.gpu.step_log import STEPS, ModelCost, Step, StepCost
 from benchmarks.gpu.workloads import Work as AnyWork
 from benchmarks.gpu.workloads import Workload
 from quire.config.engine import EngineConfig
@@ -55,6 +55,18 @@ PROFILED_PROMPT, PROFILED_STEPS = 1024, 8
 TASKS = {"bf16": ("single", "steps", "long", "prompts", "kernels"), "fp8": ("single", "steps", "prompts")}
 
 
+class AnyShape(Protocol):
+    """A model that can be written down as a configuration."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def itemsize(self) -> int: ...
+    @property
+    def vocab(self) -> int: ...
+    def write(self, directory: Path) -> Path: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """token_ids: of each request. seconds: from the first request to the last token. num_preemptions: of requests whose
@@ -80,7 +92,8 @@ class Run:
 class Engine:
     """The engine in this process, driven step by step."""
 
-    def __init__(self, shape: Shape, options: dict[str, Any], directory: Path) -> None:
+    def __init__(self, shape: AnyShape, options: dict[str, Any], directory: Path, cost: StepCost | None = None) -> None:
+        """cost: of steps; by default that of a dense model of this shape."""
         keywords = {
             "model": str(shape.write(directory)),
             "load_format": "dummy",
@@ -100,7 +113,10 @@ class Engine:
         self._stats = EngineStats()
         self.vocab_size = shape.vocab
         itemsize = shape.itemsize if keywords.get("quantization") is None else 1
-        self.cost = ModelCost.of_shape(shape, itemsize)
+        if cost is None:
+            assert isinstance(shape, Shape), "another shape says what its steps cost"
+            cost = ModelCost.of_shape(shape, itemsize)
+        self.cost = cost
 
     @property
     def ready(self) -> Any:
@@ -167,7 +183,7 @@ def greedy(num_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
 
 
-def roofline_seconds(steps: Sequence[Step], cost: ModelCost, ceilings: Ceilings) -> float:
+def roofline_seconds(steps: Sequence[Step], cost: StepCost, ceilings: Ceilings) -> float:
     """The least time that these steps can take, one after the other."""
     return sum(ceilings.seconds(cost.work(step)) for step in steps)
 
@@ -208,9 +224,9 @@ class Tasks:
         # The first sequence gets tokens while the last one's prompt is computed: 32 steps and a few more.
         yield from self._decodes("long", Workload(2, 30, 4) if self._tiny else Workload(32, 8192, 64), warms=False)
 
-    def prompts(self) -> Iterator[Record]:
+    def prompts(self, longest: int = 32768) -> Iterator[Record]:
         """One prompt, in as many steps as the scheduler makes of it."""
-        for length in (20, 40) if self._tiny else (8192, 32768):
+        for length in (20, 40) if self._tiny else (each for each in (8192, 32768) if each <= longest):
             runs = [self._engine.run(Workload(1, length, 1), seed) for seed in range(2)]
             best = min(runs, key=lambda run: run.span)
             share = roofline_seconds(best.steps, self._engine.cost, self._ceilings) / best.span
@@ -235,10 +251,10 @@ class Tasks:
             "num_preemptions": run.num_preemptions,
         }
 
-    def kernels(self) -> Iterator[Record]:
-        """Steps of 1, 32 and 256 sequences of 1,024 tokens under the profiler."""
+    def kernels(self, sizes: Sequence[int] = ()) -> Iterator[Record]:
+        """Steps of 1, 32 and 256 sequences (or `sizes`) of 1,024 tokens under the profiler."""
         num_steps, prompt = (2, 5) if self._tiny else (PROFILED_STEPS, PROFILED_PROMPT)
-        for num_seqs in self._step_sizes:
+        for num_seqs in sizes or self._step_sizes:
             budget = 8192 if not self._tiny else 64
             begin = -(-num_seqs * prompt // (budget - num_seqs)) + num_steps
             # The first sequence gets a token in each step while the last one's prompt is computed: it must not end

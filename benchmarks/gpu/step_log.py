@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -48,6 +48,12 @@ class Step:
             num_pairs=float((new * (starts + (new + 1) / 2)).sum()),
             launched=now,
         )
+
+
+class StepCost(Protocol):
+    """The least that steps of a model cost."""
+
+    def work(self, step: Step) -> Work: ...
 
 
 @dataclass(frozen=True, slots=True)

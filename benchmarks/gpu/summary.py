@@ -64,19 +64,21 @@ def _machine(found: Sequence[Record]) -> list[str]:
 
 def _engine(found: Sequence[Record]) -> list[str]:
     def line(record: Record) -> str:
-        what, start = record["what"], f"{record['format']:5}"
+        what, start = record["what"], f"{record.get('format', ''):5}"
         if what == "limits":
             return f"{start}copy {record['bandwidth'] / 1e12:.2f} TB/s, product {record['peak'] / 1e12:.0f} TFLOP/s"
         if what == "ready":
             graphs = f"{record['num_graphs']} graphs in {record['graph_seconds']:.1f} s"
             return f"{start}ready after {record['seconds']:.1f} s, {graphs}, {record['num_slots']} slots"
+        if "family" in record:
+            start = f"{record['family']} ({record['layers']}): "
         if what == "prompt":
             share = f"{record['share']:.1%} of the limit"
             return f"{start}prompt of {record['num_tokens']}: {record['seconds'] * 1e3:.0f} ms, {share}"
         times = f"{record['step_seconds'] * 1e3:.2f} ms a step, {record['share']:.1%} of the limit"
         return f"{start}{what} {record['work']}: {times}, host {record['host'] * 1e3:.2f} ms"
 
-    mine = [record for record in found if record["part"] in ("engine", "fp8")]
+    mine = [record for record in found if record["part"] in ("engine", "fp8", "families")]
     return _section("Engine", _of(mine, "limits", "ready", "single", "step", "long", "prompt"), line)
 
 
@@ -117,7 +119,8 @@ def _breakdown(found: Sequence[Record]) -> list[str]:
     def line(record: Record) -> str:
         top = ", ".join(f"{row['name'][:28]} {row['microseconds_per_step']:.0f} us" for row in record["kernels"][:6])
         between = f"busy {record['busy']:.1%}, idle between steps {record['idle_between_steps']:.1%}"
-        return f"{record['num_seqs']}: {record['launches_per_step']:.0f} launches, {between}; {top}"
+        name = f"{record['family']}, " if "family" in record else ""
+        return f"{name}{record['num_seqs']}: {record['launches_per_step']:.0f} launches, {between}; {top}"
 
     return _section("A decode step (sequences of 1,024 tokens)", _of(found, "breakdown"), line)
 

@@ -35,7 +35,7 @@ from quire.kernels.triton.latent_index import select_keys
 from quire.kernels.triton.paged_attention import PagedAttention, VarlenAttention
 from quire.kernels.triton.prompt_attention import WarpGroupAttention, allows_warp_groups
 from quire.kernels.triton.qkv_write import HeadPreparation
-from quire.kv_cache.layout import KVCacheLayout
+from quire.kv_cache.layout import FOREIGN_LAYER, KVCacheLayout
 
 
 class TritonAttention:
@@ -67,6 +67,8 @@ class TritonAttention:
         )
         for index, group in enumerate(layout.token_groups):
             for layer in group.layers:
+                if layer == FOREIGN_LAYER:
+                    continue
                 if group.spec.kind == "latent":
                     self.latents.add_layer(layer, index, pages[layer])
                     continue

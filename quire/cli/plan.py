@@ -23,7 +23,7 @@ from quire.config.hf_config import find_model, read_config
 from quire.config.mla_prompt import expands_prompts
 from quire.config.model import DTYPE_BYTES
 from quire.config.options import BUNDLED_MODEL, EngineOptions
-from quire.config.parallel import ParallelConfig, read_balance
+from quire.config.parallel import ParallelConfig, parallel_config
 from quire.config.resolve import CPU_DEFAULTS, resolve
 from quire.errors import ConfigError, UserError
 from quire.kv_cache.layout import KVGroup
@@ -95,10 +95,8 @@ def build_parser() -> Parser:
 def main(arguments: Sequence[str]) -> int:
     namespace = build_parser().parse(arguments)
     options = engine_options(namespace)
-    ep = namespace.tp if options.enable_expert_parallel else 1
-    balance = read_balance(options)
-    redundant = None if balance is None else balance.num_redundant_experts
-    layout = ParallelConfig(namespace.tp, namespace.pp, ep=ep, dcp=namespace.dcp, redundant_experts=redundant)
+    sizes = {"tensor_parallel_size": namespace.tp, "pipeline_parallel_size": namespace.pp}
+    layout = parallel_config(_replace_options(options, **sizes, decode_context_parallel_size=namespace.dcp))
     if namespace.kv_waste:
         print(_kv_waste(namespace, options, layout))
         return 0
@@ -120,7 +118,7 @@ def main(arguments: Sequence[str]) -> int:
     speeds: tuple[Speed, ...] = ()
     if target.knows_speed:
         speeds = predict(plan, cost) if target.is_profile else bounds(plan, cost)
-    report = Report(plan, target, layout, speeds)
+    report = PlanReport(plan, target, layout, speeds)
     if namespace.json:
         import json
 
@@ -154,7 +152,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Report:
+class PlanReport:
     plan: MemoryPlan
     target: Target
     layout: ParallelConfig
@@ -230,7 +228,7 @@ def _lengths(tokens: Sequence[int], longest: int) -> list[int]:
     return sorted({*tokens, longest})
 
 
-def as_text(report: Report) -> str:
+def as_text(report: PlanReport) -> str:
     plan, target, devices = report.plan, report.target, report.layout
     model, cache, layout = plan.config.model, plan.config.cache, plan.layout
     weights = ", ".join(f"{name} {format_bytes(plan.weight_bytes_as(name))}" for name in DTYPE_BYTES)
@@ -326,7 +324,7 @@ def _concurrency_line(entry: Concurrency, max_num_seqs: int) -> str:
     )
 
 
-def _speed_lines(report: Report) -> list[str]:
+def _speed_lines(report: PlanReport) -> list[str]:
     target = report.target
     if not target.knows_speed:
         return ["No prediction of the speed: the memory bandwidth is not known (give --gpu or --bandwidth)."]
@@ -363,7 +361,7 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{1000 * seconds:,.2f} ms"
 
 
-def as_dict(report: Report) -> dict[str, Any]:
+def as_dict(report: PlanReport) -> dict[str, Any]:
     """Report as JSON, in bytes, tokens and seconds; device values are for one device."""
     plan, target = report.plan, report.target
     model, layout, checkpoint = plan.config.model, plan.layout, plan.checkpoint

@@ -79,6 +79,7 @@ def draft_options(
         "kv_cache_dtype": model.kv_cache_dtype,
         "attention_backend": backend,
         "mla_prompt": "auto",
+        "batch_invariant": True,  # of its prompts: a device knows no starts of theirs
         "matmul_precision": "auto",
         "hf_overrides": overrides,
         "activation_bits": "auto",

@@ -54,7 +54,9 @@ class ParallelConfig:
                 param="ep",
             )
         if self.tp % self.dcp:
-            raise ConfigError(f"dcp={self.dcp} must divide tp={self.tp}", param="dcp")
+            name = "decode_context_parallel_size"
+            message = f"{name}={self.dcp} must divide tensor_parallel_size={self.tp}: it takes ranks of these"
+            raise ConfigError(message, param=name)
 
     @property
     def devices_per_replica(self) -> int:
@@ -81,11 +83,16 @@ def parallel_config(options: EngineOptions) -> ParallelConfig:
         positive(f"{kind}_parallel_size", getattr(options, f"{kind}_parallel_size"))
     run = positive("cp_kv_cache_interleave_size", options.cp_kv_cache_interleave_size)
     tp, dcp = options.tensor_parallel_size, options.decode_context_parallel_size
-    if tp % dcp:
-        message = f"decode_context_parallel_size={dcp} must divide tensor_parallel_size={tp}: it takes ranks of these"
-        raise ConfigError(message, param="decode_context_parallel_size")
     ep = tp if options.enable_expert_parallel else 1
-    return ParallelConfig(tp, options.pipeline_parallel_size, ep=ep, dcp=dcp, interleave=run or 1)
+    balance = read_balance(options)
+    return ParallelConfig(
+        tp,
+        options.pipeline_parallel_size,
+        ep=ep,
+        dcp=dcp,
+        interleave=run or 1,
+        redundant_experts=None if balance is None else balance.num_redundant_experts,
+    )
 
 
 def check_ranks_available(options: EngineOptions, is_accelerated: bool) -> None:

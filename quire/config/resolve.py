@@ -54,7 +54,7 @@ from quire.config.resolve_device import (
     triton_model,
 )
 from quire.config.scheduler import SchedulerConfig
-from quire.config.speculation import SpeculationConfig
+from quire.config.speculation import ON_DEVICES, SpeculationConfig
 from quire.config.speculation_keys import OPTION as SPECULATION
 from quire.config.structured_outputs import StructuredOutputsConfig
 from quire.errors import ConfigError
@@ -138,7 +138,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
     if parallel.num_devices > 1:
         check_ranks_fit(options, model)
     _check_pooling(options, model)
-    speculation = _speculation(speculation, options, model, backend)
+    speculation = _speculation(speculation, options, model, backend, is_accelerated)
     check_tokens_dealt(options, model, speculation, backend)
     if speculation.max_drafts:
         model = replace(model, shape=model.shape.with_spare_inputs(speculation.max_drafts))
@@ -184,7 +184,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
         executor=choose_executor(options, parallel, is_accelerated),
         ray_placement=choice("ray_placement", options.ray_placement, RAY_PLACEMENTS),
         speculation=speculation,
-        adapters=_adapters(options, model, backend),
+        adapters=_adapters(options, model),
         logits_processors=tuple(options.logits_processors or ()),
         structured_outputs=StructuredOutputsConfig.of(options.structured_outputs_config or {}),
         media=MediaConfig.of(
@@ -200,7 +200,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
     )
 
 
-def _adapters(options: EngineOptions, model: ModelConfig, backend: str) -> AdaptersConfig:
+def _adapters(options: EngineOptions, model: ModelConfig) -> AdaptersConfig:
     given = options.max_loras, options.max_lora_rank, options.max_cpu_loras, options.lora_dtype
     found = adapters_config(*given, options.lora_target_modules, model.dtype)
     if not options.enable_lora:
@@ -209,7 +209,6 @@ def _adapters(options: EngineOptions, model: ModelConfig, backend: str) -> Adapt
         "models that run through Transformers": model.impl != "quire",
         "encoders": model.is_encoder,
         "pipeline_parallel_size": options.pipeline_parallel_size > 1,
-        "attention_backend='triton'": backend == "triton",
     }
     for what, is_so in reasons.items():
         if is_so:
@@ -229,16 +228,17 @@ def _completed(options: EngineOptions, is_accelerated: bool) -> tuple[str, Model
 
 
 def _speculation(
-    speculation: SpeculationConfig, options: EngineOptions, model: ModelConfig, backend: str
+    speculation: SpeculationConfig, options: EngineOptions, model: ModelConfig, backend: str, is_accelerated: bool
 ) -> SpeculationConfig:
     if speculation.max_drafts and model.pooling is not None:
         raise ConfigError(
             f"{SPECULATION} is of models that generate; {model.name} makes vectors of texts", param=SPECULATION
         )
     method = speculation.method
-    if backend == "triton" and method != "ngram":
+    if backend == "triton" and method not in ON_DEVICES:
         raise ConfigError(
-            f"{SPECULATION}.method {method!r} runs on a CPU so far: choose ngram on a GPU", param=SPECULATION
+            f"{SPECULATION}.method {method!r} runs on a CPU so far: choose {' or '.join(ON_DEVICES)} on a GPU",
+            param=SPECULATION,
         )
     if backend == "triton" and speculation.oracle is not None:
         raise ConfigError(f"{SPECULATION}.oracle runs on a CPU so far", param=SPECULATION)
@@ -248,7 +248,7 @@ def _speculation(
             "known here",
             param=SPECULATION,
         )
-    return with_draft_model(speculation, options, model, backend, lambda own: _completed(own, is_accelerated=False)[1])
+    return with_draft_model(speculation, options, model, backend, lambda own: _completed(own, is_accelerated)[1])
 
 
 def _backend_and_model(options: EngineOptions, is_accelerated: bool) -> tuple[str, ModelConfig]:

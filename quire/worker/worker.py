@@ -36,7 +36,7 @@ from quire.worker.model_drafts import MOST_BEHIND
 from quire.worker.model_runner import Launched, ModelRunner
 from quire.worker.overlays import OverlaySource
 from quire.worker.pending_step import PendingStep
-from quire.worker.platform.interface import HostPool, Platform, StepLimits
+from quire.worker.platform.interface import HostBlockTensors, Platform, StepLimits
 from quire.worker.platform.weight_offload import DeviceWeights
 from quire.worker.preemption_costs import time_copies, time_prompt
 from quire.worker.request_state import RequestState
@@ -77,7 +77,7 @@ class Worker:
         self._config = config
         self._model: CausalLM | None = None
         self._offloaded: DeviceWeights | None = None
-        self._host_pool: HostPool | None = None
+        self._host_pool: HostBlockTensors | None = None
         self._runner: ModelRunner | None = None
         self._layout: KVCacheLayout | None = None
         self._transfers: BlockTransfers = NoTransfers()
@@ -123,6 +123,9 @@ class Worker:
             more = draft_memory(draft, limits)
             activations, weights = profile.activations + more.activations, profile.weights + more.weights
             profile = replace(profile, activations=activations, weights=weights)
+            if profile.device is not None and more.device is not None:
+                graphs = profile.device.graphs + more.device.graphs
+                profile = replace(profile, device=replace(profile.device, graphs=graphs))
         if self._images is None:
             return profile
         kept, weights = self._images.working_bytes(longest), self._images.weight_bytes()

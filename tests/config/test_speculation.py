@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from quire.config.options import EngineOptions
@@ -72,7 +71,11 @@ def test_other_methods(given: dict[str, Any], expected: SpeculationConfig) -> No
     assert resolve(EngineOptions(speculative_config=given)).speculation == expected
 
 
-@pytest.mark.parametrize("method", [{"method": "suffix"}, {"method": "custom_class", "model": "a.B"}], ids=str)
+@pytest.mark.parametrize(
+    "method",
+    [{"method": "suffix"}, {"method": "custom_class", "model": "a.B"}, {"method": "eagle", "model": "b"}],
+    ids=str,
+)
 def test_methods_of_a_cpu(method: dict[str, Any]) -> None:
     given = {"num_speculative_tokens": 2, **method}
     with pytest.raises(ConfigError, match="runs on a CPU so far: choose ngram"):
@@ -171,8 +174,12 @@ def test_a_model_that_makes_drafts(model: str, caplog: pytest.LogCaptureFixture)
         resolve(EngineOptions(speculative_config=by_model(model=model), load_format="dummy"))
 
 
-def test_models_that_make_no_drafts(model: str) -> None:
-    given = by_model(model=model)
-    options = EngineOptions(model=model, load_format="dummy", speculative_config=given)
-    with pytest.raises(ConfigError, match="runs on a CPU so far"):
-        resolve(msgspec.structs.replace(options, attention_backend="triton"))
+def test_a_model_makes_drafts_on_a_device(model: str) -> None:
+    """Its prompts are never expanded there: the host does not know where they begin."""
+    options = EngineOptions(
+        model=model, load_format="dummy", speculative_config=by_model(model=model), attention_backend="triton"
+    )
+    own = resolve(options).speculation.draft
+    assert own is not None
+    assert own.kv_cache_dtype == resolve(options).model.kv_cache_dtype
+    assert not own.expands_prompts

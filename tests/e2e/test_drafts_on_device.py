@@ -12,8 +12,9 @@ import pytest
 from quire import LLM
 from quire.config.options import EngineOptions
 from quire.worker.graph_dispatch import Execution
-from tests.e2e.conftest import exact
+from tests.e2e.conftest import GREEDY, exact
 from tests.e2e.device_models import MODELS
+from tests.e2e.draft_models import changed, guesses_two_tokens
 from tests.e2e.test_drafts import KINDS, NGRAM, PROMPTS
 from tests.long import all_but_long
 from tests.models.conftest import SavedModel
@@ -75,6 +76,48 @@ def test_equal_bits(directory: str, expected: list[object], kinds: list[Any], qu
     assert (stats["preemptions_total"] > 0) == preempts
 
 
+@pytest.fixture(scope="module")
+def drafting(saved_model: Callable[[str], SavedModel], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A model that guesses two of the tokens that requests may choose."""
+    source = saved_model("llama").directory
+    other = changed(source, tmp_path_factory.mktemp("drafting") / "model", guesses_two_tokens)
+    return {"speculative_config": {"model": str(other), "num_speculative_tokens": 3}}
+
+
+@pytest.mark.parametrize("queue_depth", all_but_long([1, 2], [2]))
+@pytest.mark.parametrize("preempts", all_but_long([False, True], [True]))
+def test_a_model_makes_drafts(
+    directory: str,
+    expected: list[object],
+    kinds: list[Any],
+    drafting: dict[str, Any],
+    queue_depth: int,
+    preempts: bool,
+) -> None:
+    options = {"num_blocks_override": FEW_BLOCKS[len(kinds)]} if preempts else {}
+    found, stats = run(directory, kinds, queue_depth=queue_depth, **drafting, **options)
+    assert found == expected
+    assert 0 < stats["accepted_draft_tokens_total"] < stats["draft_tokens_total"]
+    assert (stats["preemptions_total"] > 0) == preempts
+
+
+@pytest.mark.parametrize("queue_depth", all_but_long([1, 2], [2]))
+def test_a_model_guesses_its_own_tokens(directory: str, queue_depth: int) -> None:
+    """All drafts of a greedy text are right: in chunks, behind prefix hits, for children, and where some steps have no
+    drafts."""
+    asked = [
+        msgspec.structs.replace(GREEDY, max_tokens=length, num_speculative_tokens=most)
+        for length, most in ((30, 4), (44, 1), (30, 0), (25, 4), (33, 2), (30, 3), (30, 4))
+    ]
+    prompts, options = [*PROMPTS, PROMPTS[0][:67]], {"queue_depth": queue_depth, "max_prefill_chunk": 11}
+    given = {"model": directory, "num_speculative_tokens": 4, "adaptive": False}
+    given["num_speculative_tokens_per_batch_size"] = [[1, 3, 4], [4, 5, 0], [6, 9, 4]]
+    found, stats = run(directory, asked, prompts=prompts, speculative_config=given, **options)
+    assert found == run(directory, asked, prompts=prompts, **options)[0]
+    assert stats["accepted_draft_tokens_total"] == stats["draft_tokens_total"] > 80
+    assert stats["prefix_cache_hits_total"] > 0
+
+
 OTHERS = {"qwen3-window": 100, "deepseek-v3.2": 12, "qwen3.5-small-states": 12}
 """Families whose layers attend over windows, over latents that are chosen among, and keep states; with so few blocks
 that requests are preempted (100 suffice: a pool for one sequence over windows holds two)."""
@@ -109,23 +152,37 @@ def small_model(name: str, saved_model: Callable[[str], SavedModel], folder: Pat
     return str(save(randomize(MODELS[name]()), folder) if name in MODELS else saved_model(name).directory)
 
 
-@pytest.mark.parametrize("name", all_but_long(["full", "mixed", "latent", "qwen3.5-small-states"], ["full"]))
-def test_graphs_of_drafts_change_no_bit(name: str, saved_model: Callable[[str], SavedModel], tmp_path: Path) -> None:
+OF_MODELS = {"full": "full", "latent": "full", "mixed": "mixed", "qwen3.5-small-states": "full"}
+"""Models, and of which others make drafts for them."""
+CELLS = [(name, "ngram") for name in OF_MODELS] + [(name, "model") for name in OF_MODELS]
+
+
+@pytest.mark.parametrize(("name", "method"), all_but_long(CELLS, [("full", "ngram"), ("full", "model")]))
+def test_graphs_of_drafts_change_no_bit(
+    name: str, method: str, saved_model: Callable[[str], SavedModel], tmp_path: Path
+) -> None:
     """Triton's kernels, interpreted, without drafts and with them: eager, in full graphs of one row and of one row and
-    drafts, and in pieces, beside prompts."""
-    directory = small_model(name, saved_model, tmp_path)
+    drafts, and in pieces, beside prompts. A model that makes drafts has full graphs of one row and of two."""
+    directory, given = small_model(name, saved_model, tmp_path / "model"), NGRAM
     options = {"batch_invariant": True, "max_num_seqs": 4, "block_size": 16, "max_num_batched_tokens": 32}
+    if method == "model":
+        source = small_model(OF_MODELS[name], saved_model, tmp_path / "other")
+        other = changed(Path(source), tmp_path / "guesses", guesses_two_tokens)
+        given = {"model": str(other), "num_speculative_tokens": 3}
     prompts = [[7, 5, 7, 5, 7], [9, 8, 6]]
     expected, _ = run(directory, SHORT, EAGER, prompts, **options)
     for executor in (EAGER, GRAPHS):
-        keywords = {"model": directory, **OPTIONS, **options, "speculative_config": NGRAM}
+        keywords = {"model": directory, **OPTIONS, **options, "speculative_config": given}
         with LLM.from_options(EngineOptions.from_keywords(keywords), executor=executor) as llm:
             asked = [{"prompt_token_ids": ids} for ids in prompts]
             assert exact(llm.generate(asked, SHORT, use_tqdm=False)) == expected
             stats = llm.stats()
             assert 0 < stats["accepted_draft_tokens_total"] < stats["draft_tokens_total"]
-            passes = llm._client._core._executor._worker._runner._compute.passes  # type: ignore[attr-defined]
+            compute = llm._client._core._executor._worker._runner._compute  # type: ignore[attr-defined]
             if executor == GRAPHS:
                 assert exact(llm.generate(asked, SHORT, use_tqdm=False)) == expected
-                assert {each.kind for each in passes._captured} == {"full", "piecewise"}
-                assert passes._captured[PAIR].graph.num_replays > 0
+                assert {each.kind for each in compute.passes._captured} == {"full", "piecewise"}
+                assert compute.passes._captured[PAIR].graph.num_replays > 0
+                if method == "model":
+                    replays = compute.columns.drafts._passes.runner._captured
+                    assert all(replays[Execution("full", count, 2)].graph.num_replays > 0 for count in (2, 4))

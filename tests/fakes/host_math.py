@@ -18,15 +18,16 @@ from quire.attention.interface import AttentionBatch
 from quire.attention.states import StateBackend
 from quire.attention.torch_backend import TorchAttention, TorchAttentionStep
 from quire.config.engine import EngineConfig
+from quire.config.load import LoadConfig
+from quire.config.model import ModelConfig
 from quire.executors.local import LocalExecutor
 from quire.kv_cache.layout import KVCacheLayout
 from quire.models.interface import CausalLM
-from quire.models.loader import load_model
+from quire.models.loader import NO_EXTRAS, Extras, load_model
 from quire.models.weight_files import Progress
 from quire.parallel.interface import ProcessGroup
 from quire.parallel.single import SINGLE_RANK
-from quire.worker.cuda_graphs import DeviceBackends
-from quire.worker.kv_tensors import layer_pages, state_pages
+from quire.worker.kv_tensors import layer_pages
 from quire.worker.platform.cuda import CudaPlatform
 from quire.worker.platform.streams import HostStreams
 
@@ -88,14 +89,23 @@ class HostMathPlatform(CudaPlatform):
         super().__init__(config, group)
         self.streams = LateStreams()
 
-    def load_model(self, progress: Progress) -> CausalLM:
-        return load_model(self._config.model, self._config.load, self._group)
+    def load(
+        self,
+        model: ModelConfig,
+        load: LoadConfig,
+        group: ProcessGroup,
+        progress: Progress | None = None,
+        extras: Extras = NO_EXTRAS,
+    ) -> CausalLM:
+        return load_model(model, load, group)
 
-    def make_backends(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> DeviceBackends:
-        return DeviceBackends(self.make_attention(layout, pages), HostStates(layout, state_pages(pages, layout)))
+    def make_states(self, layout: KVCacheLayout, pages: Mapping[int, torch.Tensor]) -> StateBackend:
+        return HostStates(layout, pages)
 
-    def make_attention(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> Any:
-        return HostAttention(layout, layer_pages(pages, layout, getattr(torch, self._config.model.kv_cache_dtype)))
+    def make_attention(
+        self, layout: KVCacheLayout, pages: Sequence[torch.Tensor], model: ModelConfig, group: ProcessGroup
+    ) -> Any:
+        return HostAttention(layout, layer_pages(pages, layout, getattr(torch, model.kv_cache_dtype)))
 
 
 class HostMathExecutor(LocalExecutor):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from quire import LLM, SamplingParams
+from tests.e2e.draft_models import changed, guesses_two_tokens
 from tests.gpu.conftest import complete, generate, open_engine, tokens, with_graphs
 from tests.gpu.test_synchronising import no_synchronising
 from tests.models.conftest import SavedModel
@@ -34,8 +36,15 @@ KINDS = [
     SamplingParams(temperature=100.0, seed=3, **FEW | {"allowed_token_ids": [5, 6], "max_tokens": 12}),
 ]
 PROMPTS = random_prompts([40, 3, 17, 2] if ON_CARD else [5, 3, 4, 2], 97)
-FAMILIES = ["llama", "qwen3-window", "deepseek-v3.2", "qwen3.5-small-states"]
-"""Layers that attend in full, over windows, over latents that are chosen among, and that keep states."""
+ON_CARD_ALONE = pytest.mark.gpu(interpretable=False)
+FAMILIES = [
+    "llama",
+    pytest.param("qwen3-window", marks=ON_CARD_ALONE),
+    "deepseek-v3.2",
+    pytest.param("qwen3.5-small-states", marks=ON_CARD_ALONE),
+]
+"""Layers that attend in full, over windows, over latents that are chosen among, and that keep states. Windows and
+states are interpreted in tests/e2e/test_drafts_on_device.py."""
 INVARIANT: dict[str, Any] = {"batch_invariant": True, "state_snapshot_interval": 64}
 
 
@@ -53,9 +62,22 @@ def draft_counts(llm: LLM) -> tuple[int, int]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_tokens_without_drafts(name: str, options: dict[str, Any], saved_model: SavedModels) -> None:
     directory = saved_model(name).directory
-    options = INVARIANT | options
+    compare(directory, NGRAM, INVARIANT | options)
+
+
+@pytest.mark.parametrize("options", [{"enforce_eager": True}, with_graphs("full_and_piecewise")], ids=str)
+@pytest.mark.parametrize("name", ["llama", "qwen3-window", "qwen3.5-small-states"])
+def test_a_model_makes_drafts(name: str, options: dict[str, Any], saved_model: SavedModels, tmp_path: Path) -> None:
+    """The other model has layers of its own in the same pool."""
+    other = changed(saved_model("llama").directory, tmp_path / "other", guesses_two_tokens)
+    given = {"model": str(other), "num_speculative_tokens": 3}
+    compare(saved_model(name).directory, given, INVARIANT | options)
+
+
+def compare(directory: Path, given: dict[str, Any], options: dict[str, Any]) -> None:
+    """Drafts of a `speculative_config` change no token, and no step waits for the card."""
     expected = tokens(generate(directory, PROMPTS, KINDS, **options))
-    with open_engine(directory, speculative_config=NGRAM, **options) as llm:
+    with open_engine(directory, speculative_config=given, **options) as llm:
         for _ in range(2 if ON_CARD else 0):  # compiles and captures, which may wait
             assert tokens(complete(llm, PROMPTS, KINDS)) == expected
         with no_synchronising() if ON_CARD else nullcontext():

@@ -3,8 +3,10 @@ In Triton's interpreter the same code runs with the host as the device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 
 import torch
 import triton
@@ -13,15 +15,18 @@ from quire import envs
 from quire.attention.states import StateBackend
 from quire.attention.triton_backend import TritonAttention, TritonEncoder
 from quire.config.engine import EngineConfig
+from quire.config.load import LoadConfig, draft_load
+from quire.config.model import ModelConfig
 from quire.config.resolve_device import FLOAT8_CAPABILITY
 from quire.kernels.triton.attention_tiles import DeviceLimits
 from quire.kernels.triton.block_copy import PageTable
-from quire.kv_cache.layout import KVCacheLayout
+from quire.kv_cache.layout import FOREIGN_LAYER, KVCacheLayout
 from quire.layers.device import DeviceLayers
+from quire.layers.device_adapters import DeviceAdapterStorage
 from quire.layers.experts import ExpertCounters
 from quire.models.adapters import ModelAdapters
 from quire.models.interface import CausalLM
-from quire.models.loader import Extras, load_model
+from quire.models.loader import NO_EXTRAS, TORCH_DTYPES, Extras, load_model
 from quire.models.weight_files import Progress
 from quire.parallel.interface import ProcessGroup
 from quire.parallel.single import SINGLE_RANK
@@ -31,19 +36,21 @@ from quire.sampling.sampler import Sampler
 from quire.sampling.triton_kernels import TritonKernels
 from quire.step import StepPlan
 from quire.worker.block_tables import BlockTables, table_shapes
-from quire.worker.columns import ColumnValues
+from quire.worker.columns import STEP_COLUMNS, ColumnValues
 from quire.worker.cuda_graphs import CudaGraphRunner, DeviceBackends, PassShape
-from quire.worker.graph_dispatch import execution_settings
+from quire.worker.graph_dispatch import ExecutionSettings, execution_settings
 from quire.worker.kv_connector.cache_identity import device_code
 from quire.worker.kv_tensors import STORED_DTYPES, layer_pages, state_pages
 from quire.worker.kv_transfer import BlockTransfers
+from quire.worker.model_drafts import MOST_BEHIND, layers_of
 from quire.worker.platform.device_drafts import DeviceDrafts
 from quire.worker.platform.device_inputs import DeviceInputs
 from quire.worker.platform.device_memory import PinnedPool, allocate_device_pages, arithmetic, make_memory
 from quire.worker.platform.device_meter import DeviceMeter
+from quire.worker.platform.device_model_drafts import MOST_ROWS, DeviceModelDrafts, DraftPasses
 from quire.worker.platform.device_step import DeviceCompute, StagedColumns
 from quire.worker.platform.graph_capture import CudaGraphCapture, GraphCapture
-from quire.worker.platform.interface import DraftModel, HostPool, Mode
+from quire.worker.platform.interface import DraftModel, HostBlockTensors, Mode
 from quire.worker.platform.state_arena import StateArena
 from quire.worker.platform.stream_transfers import StreamTransfers
 from quire.worker.platform.streams import make_streams
@@ -58,10 +65,7 @@ class CudaPlatform:
     """Platform for CUDA devices. compiles: True if kernels are compiled and need a warm-up; False in the
     interpreter."""
 
-    adapters: ModelAdapters | None = None
-    """Not supported yet."""
     draft_model: DraftModel | None = None
-    """Not supported yet."""
     balancer = None
     stage = WHOLE_MODEL
 
@@ -69,10 +73,10 @@ class CudaPlatform:
         """group: ranks that share each layer."""
         self._config = config
         self._group = group
-        self._num_heads = config.model.num_heads // group.size
         self.streams = make_streams(torch.device(config.device.device))
         self._device = self.streams.device
         self.expert_counts: ExpertCounters | None = None
+        self.adapters: ModelAdapters | None = None
         if config.load.counts_experts:
             self.expert_counts = ExpertCounters(num_rows=torch.zeros(1, dtype=torch.int32, device=self._device))
         self._memory = make_memory(self._device)
@@ -81,7 +85,9 @@ class CudaPlatform:
         if self.compiles:
             envs.keep_triton_cache()
         self._free_at_start = self._memory.free()
-        self._settings = execution_settings(config.device, config.scheduler.max_num_seqs, config.speculation.max_drafts)
+        self._settings = execution_settings(
+            config.device, config.scheduler.max_num_seqs, config.speculation.max_drafts, adapts=config.adapters.is_on
+        )
 
     def mode(self, queue_depth: int) -> Mode:
         return "queued"
@@ -110,53 +116,96 @@ class CudaPlatform:
         return device_code(device_name(self._device), device_limits(self._device).capability, triton.__version__)
 
     def load_model(self, progress: Progress) -> CausalLM:
-        config = self._config
-        layers = DeviceLayers(
-            self._device,
-            config.device.batch_invariant,
-            converts_e4m3=self._converts_e4m3,
-            rounds_activations=config.device.matmul_precision == "fp8",
-        )
+        config, shown = self._config, progress if self._group.rank == 0 else None
+        adapters = config.adapters
+        if adapters.is_on:
+            sizes = adapters.num_slots, adapters.max_rank, TORCH_DTYPES[adapters.dtype]
+            self.adapters = ModelAdapters(adapters, DeviceAdapterStorage(*sizes, self.streams))
         with arithmetic(self._memory, f"the weights of {config.model.name}"):
-            model = load_model(
-                config.model,
-                config.load,
-                self._group,
-                progress=progress if self._group.rank == 0 else None,
-                device_layers=layers,
-                extras=Extras(self.expert_counts),
-            )
+            extras = Extras(self.expert_counts, self.adapters)
+            model = self.load(config.model, config.load, self._group, shown, extras)
+        self.draft_model = self._load_draft_model()
         self.streams.synchronize()
         return model
+
+    def load(
+        self,
+        model: ModelConfig,
+        load: LoadConfig,
+        group: ProcessGroup,
+        progress: Progress | None = None,
+        extras: Extras = NO_EXTRAS,
+    ) -> CausalLM:
+        """A model on this device; see `load_model` of the loader."""
+        layers = DeviceLayers(
+            self._device,
+            self._config.device.batch_invariant,
+            converts_e4m3=self._converts_e4m3,
+            rounds_activations=self._config.device.matmul_precision == "fp8",
+        )
+        return load_model(model, load, group, progress=progress, device_layers=layers, extras=extras)
+
+    def _load_draft_model(self) -> DraftModel | None:
+        config, chosen = self._config.speculation.draft, self._config.speculation.draft_model
+        if config is None or chosen is None:
+            return None
+        group = self._draft_group
+        with arithmetic(self._memory, f"the weights of {config.name}"):
+            model = self.load(config, draft_load(self._config.load), group)
+        return DraftModel(config, model, self._meter(config, self._draft_settings, group))
+
+    @property
+    def _draft_settings(self) -> ExecutionSettings:
+        return replace(self._settings, piecewise_sizes=(), draft_rows=MOST_ROWS, adapts=False)
+
+    @property
+    def _draft_group(self) -> ProcessGroup:
+        chosen = self._config.speculation.draft_model
+        return self._group if chosen is not None and chosen.num_ranks == self._group.size else SINGLE_RANK
 
     def load_images(self) -> None:
         """Always None: `image_inputs` rejects images on devices."""
 
     def meter(self) -> DeviceMeter:
-        model = self._config.model
+        return self._meter(self._config.model, self._settings, self._group)
+
+    def _meter(self, model: ModelConfig, settings: ExecutionSettings, group: ProcessGroup) -> DeviceMeter:
         return DeviceMeter(
-            self.make_backends,
+            partial(self.make_backends, model=model, group=group),
             model,
-            self._settings,
+            settings,
             self._memory,
             self._free_at_start,
             self._device,
-            self._group.size,
+            group.size,
         )
 
-    def make_backends(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> DeviceBackends:
-        return DeviceBackends(self.make_attention(layout, pages), StateBackend(layout, state_pages(pages, layout)))
+    def make_backends(
+        self,
+        layout: KVCacheLayout,
+        pages: Sequence[torch.Tensor],
+        model: ModelConfig | None = None,
+        group: ProcessGroup | None = None,
+    ) -> DeviceBackends:
+        """model, group: of the layers, and the ranks that share them (None: the model's own)."""
+        model, group = self._config.model if model is None else model, self._group if group is None else group
+        states = {layer: page for layer, page in state_pages(pages, layout).items() if layer != FOREIGN_LAYER}
+        return DeviceBackends(self.make_attention(layout, pages, model, group), self.make_states(layout, states))
 
-    def make_attention(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> TritonAttention | TritonEncoder:
+    def make_states(self, layout: KVCacheLayout, pages: Mapping[int, torch.Tensor]) -> StateBackend:
+        return StateBackend(layout, pages, batch_invariant=self._config.device.batch_invariant)
+
+    def make_attention(
+        self, layout: KVCacheLayout, pages: Sequence[torch.Tensor], model: ModelConfig, group: ProcessGroup
+    ) -> TritonAttention | TritonEncoder:
         config = self._config
-        model = config.model
         if model.is_encoder:
             return TritonEncoder()
         return TritonAttention(
             layout,
             layer_pages(pages, layout, self._cache_elements),
             device_limits(self._device),
-            num_heads=self._num_heads,
+            num_heads=model.num_heads // group.size,
             dtype=getattr(torch, model.dtype),
             max_num_seqs=config.scheduler.max_num_seqs,
             max_model_len=model.max_model_len + 1,
@@ -175,7 +224,7 @@ class CudaPlatform:
     def allocate_host_pool(self, layout: KVCacheLayout) -> PinnedPool:
         return PinnedPool(layout, self._memory)
 
-    def make_transfers(self, pages: Sequence[torch.Tensor], host_pool: HostPool) -> BlockTransfers:
+    def make_transfers(self, pages: Sequence[torch.Tensor], host_pool: HostBlockTensors) -> BlockTransfers:
         assert isinstance(host_pool, PinnedPool), "the host pool is this platform's"
         return StreamTransfers(self.streams, pages, host_pool.blocks)
 
@@ -189,7 +238,8 @@ class CudaPlatform:
         values: ColumnValues,
     ) -> DeviceCompute:
         config, settings, block_size = self._config, self._settings, layout.block_size
-        num_rows, longest = config.scheduler.max_num_seqs, config.model.max_model_len
+        num_rows, longest, draft = config.scheduler.max_num_seqs, config.model.max_model_len, self.draft_model
+        of_draft = ColumnValues(STEP_COLUMNS, () if draft is None else draft.model.columns, num_rows)
         arena = StateArena(
             num_rows,
             longest,
@@ -198,17 +248,16 @@ class CudaPlatform:
             self._device,
             values.rules,
             config.speculation.max_drafts,
+            of_draft.rules,
         )
-        padded_seqs = max((num_rows, *settings.full_sizes))
-        sizes = [execution.num_tokens for execution in settings.executions()]
-        padded_tokens = max((config.scheduler.max_num_batched_tokens, padded_seqs, *sizes))
+        padded_seqs, padded_tokens = self._padded(settings, config.scheduler.max_num_batched_tokens)
+        capture = self.make_capture() if settings.executions() else None
+        drafts = self._make_drafts(model, layout, pages, arena, of_draft.names, capture)
+        if draft is not None and draft.is_apart:
+            layout = layers_of(layout, range(len(model.cache_specs())))
         backends = self.make_backends(layout, pages)
-        drafts = None
-        if config.speculation.max_drafts:
-            depth, has_states = config.scheduler.queue_depth, bool(layout.state_groups)
-            drafts = DeviceDrafts(arena, config.speculation, depth, has_states=has_states)
         compute = DeviceCompute(
-            passes=self._make_passes(model, backends),
+            passes=self._make_passes(model, config.model, backends, settings, capture, self._group),
             columns=StagedColumns(arena, sampling, values, drafts),
             inputs=DeviceInputs(arena, block_size, padded_seqs, padded_tokens, values.names),
             upload=Upload(self.streams, config.scheduler.queue_depth + 1),
@@ -223,8 +272,48 @@ class CudaPlatform:
             compute.prepare = lambda launch: self._warm_up(compute, backends, layout, launch)
         return compute
 
+    def _padded(self, settings: ExecutionSettings, max_num_tokens: int) -> tuple[int, int]:
+        """Maximum sequences and tokens of a pass, padding included."""
+        padded_seqs = max((self._config.scheduler.max_num_seqs, *settings.full_sizes))
+        sizes = [execution.num_tokens for execution in settings.executions()]
+        return padded_seqs, max((max_num_tokens, padded_seqs, *sizes))
+
+    def _make_drafts(
+        self,
+        model: CausalLM,
+        layout: KVCacheLayout,
+        pages: Sequence[torch.Tensor],
+        arena: StateArena,
+        names: Sequence[str],
+        capture: GraphCapture | None,
+    ) -> DeviceDrafts | None:
+        """names: the draft model's step columns."""
+        speculation, scheduler, draft = self._config.speculation, self._config.scheduler, self.draft_model
+        if not speculation.max_drafts:
+            return None
+        depth, has_states = scheduler.queue_depth, bool(layout.state_groups)
+        if draft is None:
+            return DeviceDrafts(arena, speculation, depth, has_states=has_states)
+        own, group, num_rows = draft.config, self._draft_group, scheduler.max_num_seqs
+        settings = self._draft_settings
+        first = len(model.cache_specs())
+        own_layout = layers_of(layout, range(first, first + len(draft.model.cache_specs())))
+        backends = self.make_backends(own_layout, pages, own, group)
+        sizes = self._padded(settings, scheduler.max_num_batched_tokens + num_rows * MOST_BEHIND)
+        passes = DraftPasses(
+            self._make_passes(draft.model, own, backends, settings, capture, group),
+            DeviceInputs(arena, layout.block_size, *sizes, names, arena.draft_tables),
+            backends,
+            own.vocab_size,
+            self._config.model.vocab_size,
+            own.max_model_len,
+            any(window is not None for window in own.sliding_windows),
+        )
+        return DeviceModelDrafts(arena, speculation, depth, passes, num_rows, has_states=has_states)
+
     def offload_weights(self, model: CausalLM) -> DeviceWeights:
-        weights = DeviceWeights(model, self._device, model.weight_bytes(), self._memory)
+        models = [model] if self.draft_model is None else [model, self.draft_model.model]
+        weights = DeviceWeights(models, self._device, sum([each.weight_bytes() for each in models]), self._memory)
         weights.release()
         return weights
 
@@ -252,19 +341,28 @@ class CudaPlatform:
         hidden = torch.zeros(2, compute.model.output_size, dtype=getattr(torch, model.dtype), device=self._device)
         warm_up(launch, compute, plans, compute.model.compute_logits(hidden))
         compute.passes.capture_at_start(compute.padding)
+        if compute.columns.drafts is not None:
+            compute.columns.drafts.prepare(max_num_tokens)
 
-    def _make_passes(self, model: CausalLM, backends: DeviceBackends) -> CudaGraphRunner:
-        config, settings = self._config.model, self._settings
+    def _make_passes(
+        self,
+        model: CausalLM,
+        config: ModelConfig,
+        backends: DeviceBackends,
+        settings: ExecutionSettings,
+        capture: GraphCapture | None,
+        group: ProcessGroup,
+    ) -> CudaGraphRunner:
         attention = config.shape.attention
+        counted = self.expert_counts if config is self._config.model else None
         shape = PassShape(
-            attention_size=self._num_heads * max(attention.attended_dim, attention.value_dim),
+            attention_size=config.num_heads // group.size * max(attention.attended_dim, attention.value_dim),
             longest=config.max_model_len + 1,
             dtype=getattr(torch, config.dtype),
             device=self._device,
-            num_rows=None if self.expert_counts is None else self.expert_counts.num_rows,
+            num_rows=None if counted is None else counted.num_rows,
         )
-        has_graphs = bool(settings.executions())
-        return CudaGraphRunner(model, backends, shape, settings, self.make_capture() if has_graphs else None)
+        return CudaGraphRunner(model, backends, shape, settings, capture if settings.executions() else None)
 
     def make_capture(self) -> GraphCapture:
         return CudaGraphCapture()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,17 +25,34 @@ from quire.worker.sample_rows import SampleRows
 
 
 @dataclass(frozen=True, slots=True)
+class PassSections:
+    """A draft model's pass at the start of a step. batch: its P sequences; starts and ends are upper bounds. columns:
+    in the upload, request slots, indices into the step, [P], `InputBatch.query_start`, and tokens whose hidden states
+    are read. num_guessing: number of its first sequences that get more than 0, 1, ... drafts."""
+
+    batch: InputBatch
+    columns: Sequence[Section]
+    num_guessing: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
 class DraftSections:
     """A step's draft data in the upload: arguments of `place_drafts`, and of `accept_drafts` (None: nothing is sampled)
-    with the sources of sampled rows. tells_tokens: the host needs the drafts that are found."""
+    with the sources of sampled rows. tells_tokens: the host needs the drafts that are found. made: pass of a draft
+    model. num_ready: drafts for each sample's next step, where the host knows."""
 
     placed: Sequence[Section]
     accepted: Sequence[Section] | None
     tells_tokens: bool = False
+    made: PassSections | None = None
+    num_ready: Sequence[int] = ()
 
 
 class DeviceDrafts:
-    """Drafts of a device's rows."""
+    """Drafts of a device's rows, found in a sequence's own tokens."""
+
+    writes_blocks = False
+    """True if making drafts writes to the KV cache."""
 
     def __init__(self, arena: StateArena, config: SpeculationConfig, queue_depth: int, *, has_states: bool) -> None:
         """has_states: see HostDrafts; no draft may be the last token before a border, for any possible start."""
@@ -59,13 +77,28 @@ class DeviceDrafts:
             if given is not None:
                 wanted = min(wanted, len(given))
                 self._given[index] = given
+            wanted = min(wanted, self._most_behind_tokens(start + counts[index] - num_drafts[index]))
             if self._has_states:
-                pending = sum(each.get(seq_id, 0) for each in self._in_flight)
+                pending = self._pending(seq_id)
                 places = [STATE_BORDER - 1 - (at + 1) % STATE_BORDER for at in range(start - pending, start + 1)]
                 wanted = min(wanted, *places)
             counts[index] -= num_drafts[index] - wanted
             num_drafts[index] = wanted
         return Placed(plan.start_positions, counts, np.array(num_drafts, np.int64))
+
+    def _pending(self, seq_id: int) -> int:
+        """Drafts of a sequence in flight: the device may know as many tokens fewer than the plan says."""
+        return sum(each.get(seq_id, 0) for each in self._in_flight)
+
+    def _most_behind_tokens(self, num_tokens: int) -> int:
+        """Maximum drafts behind that many tokens."""
+        return self._arena.drafts.max_drafts
+
+    def forget(self, row: int) -> None:
+        """Reset a row for another sequence."""
+
+    def copy(self, source: int, destination: int) -> None:
+        """Reset a row that starts as a copy of another."""
 
     def stage(self, plan: StepPlan, batch: InputBatch, samples: SampleRows | None, upload: Upload) -> DraftSections:
         """Add the kernels' inputs to a step's upload."""
@@ -101,6 +134,12 @@ class DeviceDrafts:
             self._shifts,
         )
 
+    def make(self, columns: StepColumns, sections: DraftSections, upload: Upload) -> None:
+        """Enqueue the making of drafts, after `apply` and block copies."""
+
+    def prepare(self, max_num_tokens: int) -> None:
+        """Compile and capture what making drafts needs."""
+
     def keep_token_ids(self, token_ids: torch.Tensor) -> None:
         """token_ids: [T] int64 of the step, at a stable address."""
         self._token_ids = token_ids
@@ -119,9 +158,19 @@ class DeviceDrafts:
         firsts, tokens_at, _ = map(upload.view, sections.accepted)
         samples = rows, lengths, firsts, tokens_at
         counts, ends = accept_drafts(arena.words, arena.drafts, chosen, samples, self._token_ids)
-        found = find_drafts(arena.words, arena.drafts, (rows, firsts, ends), self._lookup)
-        results = [counts, found]
+        return Accepted(_on_host(counts), *self._find((rows, firsts, ends), sections))
+
+    def _find(
+        self, samples: tuple[torch.Tensor, torch.Tensor, torch.Tensor], sections: DraftSections
+    ) -> Sequence[Deferred[Any]]:
+        """Numbers of drafts for the samples' next step, and, where told, their tokens. samples: see `find_drafts`."""
+        arena, (rows, firsts, _) = self._arena, samples
+        results = [find_drafts(arena.words, arena.drafts, samples, self._lookup)]
         if sections.tells_tokens:
             tokens = arena.words[arena.drafts.found :].view(-1, arena.drafts.max_drafts)
             results.append(tokens.index_select(0, rows.index_select(0, firsts[:-1])))
-        return Accepted(*(Deferred((each,), lambda hosts: next(hosts).tolist()) for each in results))
+        return list(map(_on_host, results))
+
+
+def _on_host(values: torch.Tensor) -> Deferred[Any]:
+    return Deferred((values,), lambda hosts: next(hosts).tolist())

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from quire.attention.device_batch import DeviceBatch, HostColumns, TokenColumns
-from quire.kernels.triton.rows import InputBuffers, StepColumns, prepare_inputs
+from quire.kernels.triton.rows import InputBuffers, RowTables, StepColumns, prepare_inputs
 from quire.worker.columns import ColumnValues
 from quire.worker.input_batch import InputBatch
 from quire.worker.platform.state_arena import StateArena
@@ -25,11 +25,18 @@ class DeviceInputs:
     """Static buffers at full capacity, whose addresses CUDA graphs rely on. A step uses their beginnings."""
 
     def __init__(
-        self, arena: StateArena, block_size: int, max_seqs: int, max_tokens: int, names: Sequence[str] = ()
+        self,
+        arena: StateArena,
+        block_size: int,
+        max_seqs: int,
+        max_tokens: int,
+        names: Sequence[str] = (),
+        tables: RowTables | None = None,
     ) -> None:
         """block_size: tokens of the kernels' blocks. max_seqs, max_tokens: maximum of a step, padding included. names:
-        step columns in the order of the arena's rules."""
+        step columns in the order of the tables' rules. tables: places in the arena (None: those of the model)."""
         device = arena.words.device
+        self._tables = arena.tables if tables is None else tables
         self._names = names
         self._arena = arena
         self._block_size = block_size
@@ -51,7 +58,7 @@ class DeviceInputs:
         buffers = self._buffers
         prepare_inputs(
             self._arena.words,
-            self._arena.tables,
+            self._tables,
             on_device,
             buffers,
             batch.num_tokens,

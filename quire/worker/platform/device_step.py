@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from quire.attention.device_batch import DeviceBatch, TokenColumns
+from quire.config.adapters import ADAPTER_SLOTS
 from quire.kernels.triton.block_copy import PageTable, copy_pages
 from quire.kernels.triton.drafts import NOT_COMPUTED
 from quire.kernels.triton.embedding import mean_rows
@@ -83,6 +84,7 @@ class StagedColumns:
     def write_sampling(self, row: int) -> None:
         self._writes.write(self.arena.parameters_offset(row), self.sampling.words(row))
         if self.drafts is not None:
+            self.drafts.forget(row)
             self._writes.write(self.arena.drafts.computed + row, [NOT_COMPUTED])
 
     def write_values(self, row: int, values: Mapping[str, int], lists: Mapping[str, TokenValues] = NO_LISTS) -> None:
@@ -92,6 +94,8 @@ class StagedColumns:
     def copy_values(self, source: int, destination: int) -> None:
         self.values.copy(source, destination)
         self._writes.write(self.arena.values_offset(destination), self.values.rows[source].copy())
+        if self.drafts is not None:
+            self.drafts.copy(source, destination)
 
     def place_drafts(self, plan: StepPlan, requests: RequestState) -> Placed:
         assert self.drafts is not None, "the plan has drafts, and the engine makes none"
@@ -122,7 +126,8 @@ class DeviceCompute:
         self.prepare: Callable[[Launch], None] | None = None
         self.samples = True
         self.has_drafts = columns.drafts is not None
-        self.writes_ahead = self.reads_all = False
+        self.writes_ahead = columns.drafts is not None and columns.drafts.writes_blocks
+        self.reads_all = False
         self.columns = columns
         self.prompt_logits_elements = PROMPT_LOGITS_ELEMENTS
         self.model = passes.model
@@ -203,10 +208,13 @@ class DeviceStep:
         execution = choose_execution(
             batch.num_tokens, len(batch.rows), batch.max_query_len, settings, is_decode=batch.is_decode
         )
+        if compute.columns.values.has(ADAPTER_SLOTS, batch.rows):
+            execution = replace(execution, adapts=True)
         on_device = StepColumns(*map(compute.upload.view, self.columns))
         drafts = compute.columns.drafts
         if drafts is not None and self.drafts is not None:
             drafts.apply(on_device, self.drafts, compute.upload)
+            drafts.make(on_device, self.drafts, compute.upload)
         inputs, columns = compute.inputs.prepare(batch, on_device, execution.num_seqs, execution.num_tokens)
         if drafts is not None:
             drafts.keep_token_ids(columns.token_ids)

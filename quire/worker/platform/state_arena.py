@@ -37,8 +37,10 @@ class StateArena:
         device: torch.device,
         rules: np.ndarray = NO_RULES,
         max_drafts: int = 0,
+        draft_rules: np.ndarray = NO_RULES,
     ) -> None:
-        """rules: [columns] int32, per step column of the model. max_drafts: maximum drafts of a sequence per step."""
+        """rules: [columns] int32, per step column of the model. max_drafts: maximum drafts of a sequence per step.
+        draft_rules: of a draft model's step columns, whose values are 0."""
         token_width, parameter_width = _aligned(max_model_len + 1), _aligned(parameter_words)
         entries = [shape.width(max_model_len + 1) for shape in shapes]
         self._widths = [_aligned(count) for count in entries]
@@ -47,7 +49,8 @@ class StateArena:
         values = self._parameters + num_rows * parameter_width
         computed = values + num_rows * len(rules)
         found = computed + num_rows
-        num_words = found + num_rows * max_drafts
+        zeros = found + num_rows * max_drafts
+        num_words = zeros + num_rows * len(draft_rules)
         if num_words > MAX_WORDS:
             raise ConfigError(
                 f"max_num_seqs={num_rows} sequences of max_model_len={max_model_len} tokens need tables of "
@@ -66,6 +69,8 @@ class StateArena:
         places = [place for shape, *place in zip(shapes, self._starts, self._widths, strict=True) if shape.has_slots]
         blocks = torch.tensor(places, dtype=torch.int32, device=device).view(-1, 2)
         self.tables = RowTables(token_width, blocks, values, torch.from_numpy(rules).to(device))
+        self.draft_tables = RowTables(token_width, blocks, zeros, torch.from_numpy(draft_rules).to(device))
+        """Tables for a draft model, which reads a sequence as a plain text."""
         self.parameters = self.words[self._parameters : values].view(num_rows, parameter_width)[:, :parameter_words]
 
         self.drafts = DraftTables(token_width, computed, found, max_drafts)

@@ -18,6 +18,7 @@ from benchmarks.gpu import (
     drafts,
     engine,
     experiments,
+    families,
     kernels,
     machine,
     records,
@@ -116,6 +117,31 @@ def test_all_scripts_and_their_summary(
     assert "cache: 3 of 3 kernels, 2 of 3 launchers" in text
     assert "geometric mean of 2" in text
     assert len(text.splitlines()) <= 90
+
+
+@pytest.mark.long
+def test_families_and_their_summary(run: Script, launches: list[str], tmp_path: Path) -> None:
+    """Kernels of experts, latents, chosen keys and states are launched, and each family has lines of its own."""
+    found = run(families)
+    kinds = {"_rule_kernel", "_choose_kernel", "_latent_kernel", "_experts_kernel"}
+    assert {name for name in launches if name in kinds} == kinds, set(launches)
+    text = summarize(found, [Outcome("families", "done", 1.0)], tmp_path)
+    for family in families.FAMILIES.values():
+        assert f"{family.name} ({family.num_layers} of {family.published_layers}): step 1 x" in text
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_a_family_costs_what_its_weights_weigh(name: str) -> None:
+    """A step of many tokens reads every weight but the input embedding and norms; one of a single token only those of
+    the experts that it takes."""
+    cost = families.FAMILIES[name].cost()
+    shape = cost.shape
+    states = 2 * 100000 * shape.matrix_bytes()
+    whole = (cost.work(engine.Step(100000, 100000, 1, 0, 0.0, 0.0)).bytes - states) / families.ITEMSIZE
+    assert whole == pytest.approx(shape.parameters() - shape.looked_up_parameters, rel=0.001)
+    one = cost.work(engine.Step(1, 1, 1, 0, 0.0, 0.0))
+    assert one.bytes / families.ITEMSIZE == pytest.approx(shape.active_parameters(), rel=0.02)
+    assert one.operations == 2 * shape.active_parameters()
 
 
 def test_drafts_and_their_summary(run: Script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

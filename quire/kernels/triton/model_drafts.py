@@ -1,0 +1,68 @@
+"""Inputs and results of a model that makes drafts on a device. Only the device knows how many tokens a sequence has, so
+its kernels say where a pass starts; how many tokens it has is the host's."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.rows import StepColumns
+from quire.kernels.triton.runtime import blocks_of, launch
+
+SEQUENCES = 64
+"""Sequences per program."""
+
+
+@triton.jit(do_not_specialize=["num_passed"])
+def _begin_kernel(starts, query_start, num_drafts, sources, counts, own_starts, ends, num_passed, BLOCK: tl.constexpr):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < num_passed
+    source = tl.load(sources + index, mask=mask, other=0)
+    count = tl.load(query_start + source + 1, mask=mask, other=0) - tl.load(query_start + source, mask=mask, other=0)
+    end = tl.load(starts + source, mask=mask, other=0) + count - tl.load(num_drafts + source, mask=mask, other=0)
+    own = tl.load(counts + index + 1, mask=mask, other=0) - tl.load(counts + index, mask=mask, other=0)
+    tl.store(own_starts + index, end - own, mask=mask)
+    tl.store(ends + index, end, mask=mask)
+
+
+def begin_pass(
+    step: StepColumns, num_drafts: torch.Tensor, sources: torch.Tensor, query_start: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Find where P sequences of a step begin in a pass over their last known tokens. step: the step's S sequences, with
+    the device's own starts. All int32. num_drafts: [S], drafts among each one's last tokens. sources: [P], indices into
+    the step. query_start: [P + 1], of the pass. Returns starts of the pass, and numbers of known tokens, [P]."""
+    num_passed = len(sources)
+    starts, ends = (torch.empty_like(sources) for _ in range(2))
+    grid = (blocks_of(num_passed, SEQUENCES),)
+    columns = step.starts, step.query_start, num_drafts, sources, query_start
+    launch(_begin_kernel, grid, *columns, starts, ends, num_passed, BLOCK=SEQUENCES)
+    return starts, ends
+
+
+@triton.jit(do_not_specialize=["token_width", "place", "num_guesses"])
+def _write_kernel(arena, rows, ends, guesses, starts, token_width, place, num_guesses, BLOCK: tl.constexpr):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < num_guesses
+    row = tl.load(rows + index, mask=mask, other=0).to(tl.int64)
+    position = tl.load(ends + index, mask=mask, other=0) + place
+    token = tl.load(guesses + index, mask=mask, other=0).to(tl.int32)
+    tl.store(arena + row * token_width + position, token, mask=mask)
+    tl.store(starts + index, position, mask=mask)
+
+
+def write_guesses(
+    arena: torch.Tensor,
+    token_width: int,
+    rows: torch.Tensor,
+    ends: torch.Tensor,
+    guesses: torch.Tensor,
+    starts: torch.Tensor,
+    place: int,
+) -> None:
+    """Write draft number `place` of G rows behind their known tokens. arena: [words] int32, which begins with the token
+    table of `token_width` words a row. rows, ends: at least [G] int32, request slots and numbers of known tokens.
+    guesses: [G] int64. starts: at least [G] int32, output: positions of these drafts."""
+    num_guesses = len(guesses)
+    grid = (blocks_of(num_guesses, SEQUENCES),)
+    launch(_write_kernel, grid, arena, rows, ends, guesses, starts, token_width, place, num_guesses, BLOCK=SEQUENCES)

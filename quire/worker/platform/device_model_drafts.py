@@ -1,0 +1,184 @@
+"""Drafts of a smaller model on a device (quire/worker/model_drafts.py has the host version and says what it does).
+
+The host knows how many tokens the draft model may lack of a row, and the device where they are. So a pass at the start
+of a step computes that number of last known tokens: after a step with drafts two, of which the model may have computed
+one already, from a right draft. It computes that one again, with the same key and value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from quire.config.speculation import SpeculationConfig
+from quire.kernels.triton.model_drafts import begin_pass, write_guesses
+from quire.kernels.triton.rows import StepColumns
+from quire.models.interface import CausalLM
+from quire.sampling.results import Deferred, ready
+from quire.step import StepPlan
+from quire.worker.cuda_graphs import CudaGraphRunner, DeviceBackends
+from quire.worker.graph_dispatch import choose_execution
+from quire.worker.input_batch import InputBatch
+from quire.worker.model_drafts import MOST_BEHIND
+from quire.worker.platform.device_drafts import DeviceDrafts, DraftSections, PassSections
+from quire.worker.platform.device_inputs import DeviceInputs
+from quire.worker.platform.state_arena import StateArena
+from quire.worker.platform.upload import Upload
+from quire.worker.sample_rows import SampleRows
+from quire.worker.warm_up import warm_up_attention
+
+MOST_ROWS = 2
+"""Tokens of a sequence in most passes: the last one, and maybe a draft that was accepted."""
+
+
+class DraftPasses(NamedTuple):
+    """Passes of a draft model over the rows of a device. own_size, other_size: vocabularies of the draft model and of
+    the main one. longest: maximum tokens of a sequence. is_windowed: some layers see a window."""
+
+    runner: CudaGraphRunner
+    inputs: DeviceInputs
+    backends: DeviceBackends
+    own_size: int
+    other_size: int
+    longest: int
+    is_windowed: bool
+
+    @property
+    def model(self) -> CausalLM:
+        return self.runner.model
+
+    def run(self, batch: InputBatch, columns: StepColumns, rows: torch.Tensor | None) -> torch.Tensor:
+        """Enqueue a pass; returns hidden states of the tokens `rows` (None: at least all). batch: as the host knows it.
+        columns: as the device does."""
+        num_seqs = len(batch.rows)
+        execution = choose_execution(
+            batch.num_tokens, num_seqs, batch.max_query_len, self.runner.settings, is_decode=True
+        )
+        inputs, tokens = self.inputs.prepare(batch, columns, execution.num_seqs, execution.num_tokens)
+        if self.own_size < self.other_size:
+            tokens.token_ids.masked_fill_(tokens.token_ids >= self.own_size, 0)
+        return self.runner.run(execution, inputs, tokens, rows).hidden
+
+    def likeliest(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[G, size] -> [G] int64."""
+        return self.model.compute_logits(hidden)[:, : self.other_size].argmax(1)
+
+    def prepare(self, max_num_seqs: int, max_num_tokens: int) -> None:
+        """Compile the kernels of all kinds of passes, and capture graphs."""
+        if max_num_seqs > 1:
+            warm_up_attention(self.model, self.backends, self.inputs, self.longest, max_num_tokens)
+        batch, columns = self.inputs.padding(1, 1)
+        self.likeliest(self.model.forward(self.backends.forward_batch(columns, batch)).hidden)
+        self.runner.capture_at_start(lambda each: self.inputs.padding(each.num_seqs, each.num_tokens))
+
+
+class DeviceModelDrafts(DeviceDrafts):
+    """Makes drafts with a model on a device. Constrained sequences have none: their masks are made a step earlier from
+    drafts that the host knows."""
+
+    writes_blocks = True
+
+    def __init__(
+        self,
+        arena: StateArena,
+        config: SpeculationConfig,
+        queue_depth: int,
+        passes: DraftPasses,
+        num_rows: int,
+        *,
+        has_states: bool,
+    ) -> None:
+        super().__init__(arena, config, queue_depth, has_states=has_states)
+        self._passes = passes
+        self._most_behind = 0 if passes.is_windowed else MOST_BEHIND
+        self._behind = np.zeros(num_rows, np.int64)
+        """Maximum number of tokens before a row's next step that the draft model has not computed."""
+        self._copied: list[tuple[int, int]] = []
+        """Rows copied for the coming step: source and destination."""
+        self._counting = torch.arange(num_rows + 1, dtype=torch.int32, device=arena.words.device)
+
+    def forget(self, row: int) -> None:
+        self._behind[row] = 0
+
+    def copy(self, source: int, destination: int) -> None:
+        self._behind[destination] = self._behind[source]
+        self._copied.append((source, destination))
+
+    def _most_behind_tokens(self, num_tokens: int) -> int:
+        return max(0, min(self._arena.drafts.max_drafts, self._passes.longest - num_tokens))
+
+    def stage(self, plan: StepPlan, batch: InputBatch, samples: SampleRows | None, upload: Upload) -> DraftSections:
+        assert not self._given, "the scheduler knows no drafts"
+        pending = np.array([self._pending(seq_id) for seq_id in plan.seq_ids], np.int64)
+        sections = super().stage(plan, batch, samples, upload)
+        made = self._stage_pass(batch, pending, upload)
+        num_ready: list[int] = []
+        if samples is not None:
+            firsts = np.arange(len(samples.rows) + 1) if samples.firsts is None else samples.firsts
+            ends = samples.lengths[firsts[:-1]] + np.diff(firsts)  # with all drafts and the sampled token
+            num_ready = [self._most_behind_tokens(end) for end in ends.tolist()]
+            if plan.expects_sampling_inputs:
+                masked = {plan.sample_seq_ids[index] for index in plan.expects_sampling_inputs}
+                num_ready = [
+                    0 if each in masked else count for each, count in zip(samples.seq_ids, num_ready, strict=True)
+                ]
+        return DraftSections(sections.placed, sections.accepted, made=made, num_ready=num_ready)
+
+    def _stage_pass(self, batch: InputBatch, pending: np.ndarray, upload: Upload) -> PassSections | None:
+        """Add the step's pass to the upload, if one is due. pending: [S], see `_pending`."""
+        wanted = np.zeros(len(batch.rows), np.int64) if batch.num_drafts is None else batch.num_drafts
+        num_known = batch.counts - wanted
+        ends = batch.ends - wanted
+        missing = self._behind[batch.rows] + num_known
+        is_due = (wanted > 0) | (missing > self._most_behind) | (num_known > 1)
+        is_due &= ends <= self._passes.longest
+        # A step adds its accepted drafts and one token; of these the draft model has all but the last two.
+        self._behind[batch.rows] = np.where(is_due, (wanted > 0).astype(np.int64), missing)
+        computed = set(batch.rows.tolist())
+        for source, destination in self._copied:
+            if source in computed and destination not in computed:  # sampled from the source's last token
+                self._behind[destination] = self._behind[source]
+        self._copied.clear()
+        due = np.flatnonzero(is_due)
+        if not len(due):
+            return None
+        due = due[np.argsort(-wanted[due], kind="stable")]
+        counts, ends, wanted = np.minimum(missing, ends - pending)[due], ends[due], wanted[due]
+        own = InputBatch.of(batch.rows[due], ends - counts, counts)
+        num_guessing = [int((wanted > number).sum()) for number in range(int(wanted[0]))]
+        read = own.query_start[1 : 1 + max(1, *num_guessing[:1], 1)] - 1
+        columns = [upload.add(column) for column in (own.rows, due, own.query_start, read)]
+        return PassSections(own, columns, num_guessing)
+
+    def make(self, columns: StepColumns, sections: DraftSections, upload: Upload) -> None:
+        made = sections.made
+        if made is None:
+            return
+        arena, passes = self._arena, self._passes
+        rows, sources, query_start, read = map(upload.view, made.columns)
+        starts, ends = begin_pass(columns, upload.view(sections.placed[0]), sources, query_start)
+        hidden = passes.run(made.batch, StepColumns(rows, starts, query_start), read)
+        for number, count in enumerate(made.num_guessing):
+            guesses = passes.likeliest(hidden[:count])
+            write_guesses(arena.words, arena.tables.token_width, rows, ends, guesses, starts, number)
+            more = sum(made.num_guessing[number + 1 : number + 2])
+            if more:
+                batch = made.batch
+                batch = InputBatch.of(batch.rows[:more], batch.ends[:more] + number, np.ones(more, np.int64))
+                next_columns = StepColumns(rows[:more], starts[:more], self._counting[: more + 1])
+                hidden = passes.run(batch, next_columns, None)
+
+    def prepare(self, max_num_tokens: int) -> None:
+        arena, pair = self._arena, self._counting[:2]
+        one = pair[:1]
+        starts, ends = begin_pass(StepColumns(one, one, pair), one, one, pair)
+        write_guesses(arena.words, arena.tables.token_width, one, ends, torch.zeros_like(one).long(), starts, 0)
+        self._passes.prepare(len(self._behind), max_num_tokens)
+
+    def _find(
+        self, samples: tuple[torch.Tensor, torch.Tensor, torch.Tensor], sections: DraftSections
+    ) -> Sequence[Deferred[Any]]:
+        return [ready(list(sections.num_ready))]

@@ -1,0 +1,45 @@
+"""Kernels around the passes of a model that makes drafts, against loops over sequences."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from quire.kernels.triton.model_drafts import SEQUENCES, begin_pass, write_guesses
+from quire.kernels.triton.rows import StepColumns
+from tests.kernels.triton.test_drafts import NUM_ROWS, TOKEN_WIDTH, words
+
+
+@pytest.mark.parametrize("num_passed", [1, SEQUENCES + 2])
+def test_where_a_pass_begins(num_passed: int, device: torch.device) -> None:
+    """Some of a step's sequences, in another order, of which each brings its last known tokens."""
+    rng = np.random.default_rng(num_passed)
+    num_seqs = SEQUENCES + 5
+    starts, num_drafts = rng.integers(20, 40, num_seqs), rng.integers(0, 4, num_seqs)
+    counts, own = num_drafts + rng.integers(1, 9, num_seqs), rng.integers(1, 12, num_passed)
+    sources = rng.permutation(num_seqs)[:num_passed]
+    query_start, own_start = (np.concatenate(([0], np.cumsum(each))) for each in (counts, own))
+    columns = StepColumns(*(words(each, device) for each in (range(num_seqs), starts, query_start)))
+    found = begin_pass(columns, *(words(each, device) for each in (num_drafts, sources, own_start)))
+    ends = [starts[each] + counts[each] - num_drafts[each] for each in sources]
+    assert found[1].tolist() == ends
+    assert found[0].tolist() == [end - count for end, count in zip(ends, own, strict=True)]
+
+
+@pytest.mark.parametrize("num_guesses", [1, SEQUENCES + 2])
+def test_writing_guesses(num_guesses: int, device: torch.device) -> None:
+    """Behind the known tokens of the first rows; the others, and their starts, stay as they were."""
+    rng, place = np.random.default_rng(num_guesses), 2
+    before = rng.integers(0, 5, NUM_ROWS * TOKEN_WIDTH + 7).astype(np.int32)
+    rows, ends = rng.permutation(NUM_ROWS), rng.integers(5, TOKEN_WIDTH - place, NUM_ROWS)
+    guesses = rng.integers(10, 90, num_guesses)
+    arena, starts = words(before, device), words(np.full(NUM_ROWS, -1), device)
+    given = torch.tensor(guesses, device=device)
+    write_guesses(arena, TOKEN_WIDTH, words(rows, device), words(ends, device), given, starts, place)
+    expected, expected_starts = before.copy(), np.full(NUM_ROWS, -1)
+    for index, guess in enumerate(guesses):
+        expected[rows[index] * TOKEN_WIDTH + ends[index] + place] = guess
+        expected_starts[index] = ends[index] + place
+    assert arena.tolist() == expected.tolist()
+    assert starts.tolist() == expected_starts.tolist()
