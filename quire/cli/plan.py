@@ -273,7 +273,7 @@ def as_text(report: PlanReport) -> str:
     return "\n".join(lines)
 
 
-def _exchange(report: Report) -> Exchange:
+def _exchange(report: PlanReport) -> Exchange:
     """Bytes that a device exchanges for a token."""
     size = ELEMENT_BYTES if report.target.device.kind == "cpu" else 2
     return exchange_of(report.plan.shape, report.layout, size)

@@ -41,15 +41,14 @@ def _require(condition: bool, message: str) -> None:
 
 @dataclass
 class _Row:
-    """A live sequence as a worker knows it. chain[p] depends on tokens 0..p. drafts: the current step's. rejected: a
-    step's number and how many of its drafts were rejected."""
+    """A live sequence as a worker knows it. num_computed: None: a row that has just begun starts anywhere. chain[p]
+    depends on tokens 0..p. drafts: the current step's. rejected: number of a step, drafts of it that were rejected."""
 
     token_ids: list[int]
     num_prompt_tokens: int
     tables: list[list[int]]
     sampling: SequenceSampling
     num_computed: int | None
-    """None: the row has just begun (prefix hit, or fork with its own history): it starts anywhere."""
     chain: list[int] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)
     rejected: list[tuple[int, int]] = field(default_factory=list)
