@@ -1,4 +1,4 @@
-"""Collectives between devices over NCCL, which CUDA graphs can capture, and the kernel that adds what they gather."""
+"""Collectives between devices over NCCL, which CUDA graphs can capture."""
 
 from __future__ import annotations
 
@@ -7,35 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed
-import triton
-import triton.language as tl
 
-from quire.kernels.triton.runtime import blocks_of, launch, narrow
+from quire.kernels.triton.collectives import sum_parts
 from quire.parallel.torch_dist import COLLECTIVE_TIMEOUT, NetworkMeeting
-
-ELEMENTS = 1024
-"""Elements that a program adds up."""
-
-
-@triton.jit(do_not_specialize=["size"])
-def _sum_kernel(parts, out, size, num_parts: tl.constexpr, block: tl.constexpr):
-    index = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    mask = index < size
-    total = tl.load(parts + index, mask=mask, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, num_parts):
-        total += tl.load(parts + part * size + index, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + index, narrow(total, out.dtype.element_ty), mask=mask)
-
-
-def sum_parts(parts: torch.Tensor) -> torch.Tensor:
-    """(parts[0] + parts[1]) + ..., added in float32 and rounded once. An element's order of additions depends on
-    nothing else, so the sum is the same in every batch. parts: [ranks, ...] contiguous."""
-    assert parts.is_contiguous(), "parts lie one behind the other"
-    out = torch.empty_like(parts[0])
-    launch(
-        _sum_kernel, (blocks_of(out.numel(), ELEMENTS),), parts, out, out.numel(), num_parts=len(parts), block=ELEMENTS
-    )
-    return out
 
 
 class NcclGroup:

@@ -12,7 +12,7 @@ import torch
 from quire.clock import SystemClock
 from quire.engine.core import EngineCore
 from quire.executors.local import LocalExecutor
-from quire.parallel.nccl import NcclGroup, sum_parts
+from quire.kernels.triton.collectives import sum_parts
 from quire.worker.platform.cuda import CudaPlatform
 from quire.worker.platform.graph_capture import CudaGraphCapture, capturing
 from tests.executors.test_multiprocess import configured, everything
@@ -30,6 +30,8 @@ class OwnPartTwice:
     size = 2
 
     def __init__(self, meeting_point: Path) -> None:
+        from quire.parallel.nccl import NcclGroup
+
         self.alone = NcclGroup(meeting_point, 0, 1)
         self.num_calls = 0
 

@@ -165,7 +165,7 @@ def test_experts_that_move_between_steps(saved_model: SavedModels, family: str, 
     saved = saved_model(family)
 
     def compute(group: ProcessGroup) -> tuple[list[torch.Tensor], list[Placement]]:
-        options = {"placement": "linear", "quantization": quantization}
+        options: dict[str, Any] = {"placement": "linear", "quantization": quantization}
         whole = logits_of(saved.directory, group, 64, balance=STAYING, **options)
         moving = runner(saved.directory, group, balance=MOVING, **options)
         assert moving.balancer is not None

@@ -65,6 +65,7 @@ from quire.kernels.triton.activation import activation
 from quire.kernels.triton.adapters import AdapterMatrices, SlotTiles, add_adapted
 from quire.kernels.triton.attention_tiles import SHARED_MEMORY, DeviceLimits
 from quire.kernels.triton.block_copy import PageTable, copy_pages
+from quire.kernels.triton.collectives import sum_parts
 from quire.kernels.triton.drafts import DraftTables, accept_drafts, find_drafts, place_drafts
 from quire.kernels.triton.embedding import embedding
 from quire.kernels.triton.experts import ExpertMatrices, apply_experts
@@ -81,7 +82,6 @@ from quire.kernels.triton.weight_formats import E4M3, I4, I8, MXFP4, NVFP4, PLAI
 from quire.kernels.triton.widen import widen
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import AttentionSpec, LatentSpec
-from quire.parallel.nccl import sum_parts
 from tests.architecture.source import ROOT
 from tests.kernels.triton.sampling_calls import sampling_calls
 from tests.kernels.triton.stored_launchers import Python, keys_of, stored_for

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.parallel.nccl import ELEMENTS, sum_parts
+from quire.kernels.triton.collectives import ELEMENTS, sum_parts
 from tests.kernels.triton.helpers import DTYPES, random
 
 
