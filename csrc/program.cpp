@@ -99,6 +99,10 @@ void Program::add(const ElementwiseArgs& args) {
 
 void Program::add(const RouteArgs& args) { ops_.emplace_back(Call<RouteArgs>{kernels_.layers.route, args}); }
 
+void Program::add(const AddExpertsArgs& args) {
+  ops_.emplace_back(Call<AddExpertsArgs>{kernels_.layers.add_experts, args});
+}
+
 void Program::add(ExpertsArgs args) {
   const ExpertTable& table = *args.table;
   const std::size_t count = table.gate_up.size();
@@ -114,9 +118,18 @@ void Program::add(ExpertsArgs args) {
   }
   for (const auto* biases : {&table.gate_up_bias, &table.up_bias, &table.down_bias})
     fits &= biases->empty() || biases->size() == count;
-  std::size_t held = 0;
-  for (const int32_t place : table.places) fits &= place < 0 || static_cast<std::size_t>(place) == held++;
-  fits &= table.places.empty() || held == count;
+  std::vector<bool> held(count);
+  int32_t last = -1;
+  for (int64_t i = 0; fits && i < args.num_placed; ++i) {
+    const auto [place, copies, turn] = args.places[i];
+    if (place < 0) continue;
+    // Where results are added at once, the order of the places is that of the numbers.
+    fits = static_cast<std::size_t>(place) < count && !held[place] && 0 <= turn && turn < copies &&
+           (args.apart || place > last);
+    if (fits) held[last = place] = true;
+  }
+  fits &= args.places == nullptr || args.apart || last + 1 == static_cast<int64_t>(count);
+  fits &= !args.apart || !args.residual.present();
   if (!fits) throw std::invalid_argument("the matrices of the experts do not fit together");
   args.precision = precision_;
   ops_.emplace_back(Call<ExpertsArgs>{kernels_.linear.experts, args});

@@ -38,7 +38,8 @@ class Program {
   // not compute.
   void add(EncoderArgs args);
   void add(const RouteArgs& args);
-  // Throws std::invalid_argument for experts whose matrices do not fit together.
+  void add(const AddExpertsArgs& args);
+  // Throws std::invalid_argument for experts whose matrices, or places, do not fit together.
   void add(ExpertsArgs args);
   // Throws std::invalid_argument for shapes that the kernels do not have.
   void add(const ConvolutionArgs& args);
@@ -76,7 +77,7 @@ class Program {
   };
   using Op = std::variant<Call<LinearArgs>, Call<EmbedArgs>, Call<NormArgs>, Call<RotationArgs>, Call<AttentionArgs>,
                           Call<LatentArgs>, Call<IndexArgs>, Call<HeadsArgs>, Call<GatherArgs>, Call<ElementwiseArgs>, Call<RouteArgs>,
-                          Call<ExpertsArgs>, Call<ConvolutionArgs>, Call<DeltaArgs>, Call<GatedNormArgs>,
+                          Call<ExpertsArgs>, Call<AddExpertsArgs>, Call<ConvolutionArgs>, Call<DeltaArgs>, Call<GatedNormArgs>,
                           Call<EncoderArgs>, Call<AllReduceArgs>, Call<AllGatherArgs>, Call<MergePartsArgs>, Call<ShrinkArgs>,
                           Call<ExpandArgs>, Call<ActivateArgs>>;
 

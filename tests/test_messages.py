@@ -94,6 +94,7 @@ UPDATE = SequenceUpdate(
 )
 LISTS: dict[str, Any] = {
     "expert_counts": {3: [4, 5]},
+    "expert_ranks": {3: [[0, 1], [2, 0]]},
     "accepted_drafts_by_position": [6, 2],
     "running_adapters": ["sql"],
     "waiting_adapters": ["chat"],

@@ -213,6 +213,13 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     expert_placement_strategy: Annotated[
         str, DEVICE("linear (neighbouring experts on one rank) or round_robin (they take turns)")
     ] = "linear"
+    enable_eplb: Annotated[
+        bool, DEVICE("move and copy experts between ranks of enable_expert_parallel, by the rows that they compute")
+    ] = False
+    eplb_config: Annotated[
+        dict[str, Any] | None,
+        DEVICE("JSON object: num_redundant_experts (0), window_size (1000) and step_interval (3000) of enable_eplb"),
+    ] = None
     distributed_executor_backend: Annotated[
         str, DEVICE("where ranks run: auto, uni (engine), mp (processes), ray or external_launcher")
     ] = "auto"

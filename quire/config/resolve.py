@@ -39,6 +39,7 @@ from quire.config.parallel import (
     check_stages_fit,
     check_tokens_dealt,
     choose_executor,
+    expert_balance,
     expert_placement,
     parallel_config,
 )
@@ -157,8 +158,9 @@ def resolve(options: EngineOptions) -> EngineConfig:
         load=LoadConfig(
             load_format=choice("load_format", options.load_format, LOAD_FORMATS),
             seed=options.seed & (2**63 - 1),
-            counts_experts=_counts_experts(options, model),
+            counts_experts=_counts_experts(options, model) or options.enable_eplb,
             expert_placement=expert_placement(options, model),
+            balance=expert_balance(options, model),
             dealt_to=parallel.dcp,
         ),
         device=DeviceConfig(

@@ -77,6 +77,9 @@ class LocalExecutor:
     def expert_counts(self) -> list[list[int]]:
         return self._call(self._live_worker().expert_counts)
 
+    def expert_ranks(self) -> list[list[list[int]]]:
+        return self._call(self._live_worker().expert_ranks)
+
     def computing(self) -> AbstractContextManager[object]:
         return nullcontext() if self._thread is not None else self._live_worker().platform.computing()
 

@@ -102,6 +102,11 @@ class Operations(Protocol):
         weights."""
         ...
 
+    def add_experts(self, parts: AnyValue, routing: AnyValue, residual: AnyValue, *, weighs_input: bool) -> Value:
+        """residual + the weighted sum of results that experts leave apart (`ExpertWeights.apart`), the bits of
+        `LinearMethod.apply_experts` on one rank. parts: [T, top_k * size]. The residual is overwritten."""
+        ...
+
     def gate_rows(self, x: AnyValue, gate: AnyValue) -> Value:
         """[T, width], [T, 1] -> [T, width]: x * sigmoid(gate) per row."""
         ...
@@ -182,6 +187,11 @@ class SharedOperations:
 
     def route(self, routing: Routing, logits: torch.Tensor) -> torch.Tensor:
         return experts.route(routing, logits)
+
+    def add_experts(
+        self, parts: torch.Tensor, routing: torch.Tensor, residual: torch.Tensor, *, weighs_input: bool
+    ) -> torch.Tensor:
+        return experts.add_experts(parts, routing, residual, weighs_input=weighs_input)
 
     def gate_rows(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         return experts.gate_rows(x, gate)

@@ -19,6 +19,7 @@ from quire.config.vision import VISION_TOWERS, read_vision
 from quire.errors import ModelLoadError
 from quire.kernels.arguments import CacheScale
 from quire.layers.context import LayerContext, WeightSlots
+from quire.layers.expert_balance import ExpertBalancer
 from quire.layers.experts import ExpertCounters
 from quire.layers.operations import TorchOperations
 from quire.models.adapters import ModelAdapters
@@ -55,10 +56,11 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 
 class Extras(NamedTuple):
     """expert_counts: counters of the rows that experts compute (None: off). adapters: the model's adapters (None:
-    off)."""
+    off). balancer: collects layers whose experts change their ranks (None: they stay)."""
 
     expert_counts: ExpertCounters | None = None
     adapters: ModelAdapters | None = None
+    balancer: ExpertBalancer | None = None
 
 
 NO_EXTRAS = Extras()
@@ -101,6 +103,7 @@ def load_model(
         adapters=of_layers,
         stage=stage,
         expert_placement=load.expert_placement,
+        balancer=extras.balancer,
         dealt_to=load.dealt_to,
     )
     model = build_model(config, context, _native_calls(config, runtime))

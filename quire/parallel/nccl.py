@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from quire.kernels.triton.collectives import sum_parts
+from quire.kernels.triton.norm import sum_parts
 from quire.parallel.torch_dist import COLLECTIVE_TIMEOUT, NetworkMeeting
 
 

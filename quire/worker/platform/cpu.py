@@ -22,6 +22,7 @@ from quire.errors import ConfigError
 from quire.kv_cache.deal import ALL_TOKENS, Deal
 from quire.kv_cache.layout import KVCacheLayout
 from quire.layers.adapters import TorchAdapterStorage
+from quire.layers.expert_balance import ExpertBalancer
 from quire.layers.experts import ExpertCounters
 from quire.models.adapters import ModelAdapters
 from quire.models.claims import check_dummy
@@ -81,6 +82,7 @@ class CpuPlatform:
         self.adapters: ModelAdapters | None = None
         self.draft_model: DraftModel | None = None
         self.expert_counts = ExpertCounters() if config.load.counts_experts else None
+        self.balancer: ExpertBalancer | None = None
         if device.attention_backend == "native":
             from quire.kernels.cpu.runtime import NativeRuntime  # the native module may not be built
 
@@ -138,7 +140,7 @@ class CpuPlatform:
         if self.stage.count > 1:
             code["layers"] = f"{self.stage.layers.start} to {self.stage.layers.stop}"
         if self._config.load.expert_placement is not None:  # placement changes the order of a layer's sums
-            code["experts"] = self._config.load.expert_placement
+            code["experts"] = self._config.load.expert_placement if self._config.load.balance is None else "apart"
         if self._dealt is not None:
             code["tokens"] = f"runs of {self._dealt.deal.run} in turns to {self._dealt.deal.num_ranks}"
         return code
@@ -149,13 +151,14 @@ class CpuPlatform:
             check_dummy(config.model, available_memory())
         shown = progress if self._group.rank == 0 and self.stage.is_first else None
         self.adapters = self._make_adapters()
+        self.balancer = None if config.load.balance is None else ExpertBalancer(config.load.balance)
         model = load_model(
             config.model,
             config.load,
             self._group,
             shown,
             self._runtime,
-            extras=Extras(self.expert_counts, self.adapters),
+            extras=Extras(self.expert_counts, self.adapters, self.balancer),
             stage=self.stage,
         )
         self.draft_model = self._load_draft_model(model)

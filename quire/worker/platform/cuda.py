@@ -23,6 +23,7 @@ from quire.kernels.triton.block_copy import PageTable
 from quire.kv_cache.layout import FOREIGN_LAYER, KVCacheLayout
 from quire.layers.device import DeviceLayers
 from quire.layers.device_adapters import DeviceAdapterStorage
+from quire.layers.expert_balance import ExpertBalancer
 from quire.layers.experts import ExpertCounters
 from quire.models.adapters import ModelAdapters
 from quire.models.interface import CausalLM
@@ -69,6 +70,8 @@ class CudaPlatform:
     interpreter."""
 
     draft_model: DraftModel | None = None
+    balancer: ExpertBalancer | None = None
+    """Ranks on devices are not supported yet."""
     stage = WHOLE_MODEL
 
     def __init__(self, config: EngineConfig, group: ProcessGroup = SINGLE_RANK) -> None:
