@@ -52,7 +52,7 @@ def _tower(file: GGUFFile) -> Tower:
     whole = Fields(file.metadata, str(file.path))
     if file.metadata.get("general.architecture") != ARCHITECTURE:
         raise file.error("it is no vision tower (general.architecture is not 'clip'): mmproj needs one")
-    kind = file.metadata.get("clip.vision.projector_type") or file.metadata.get("clip.projector_type")
+    kind = str(file.metadata.get("clip.vision.projector_type") or file.metadata.get("clip.projector_type"))
     if kind not in PROJECTORS:
         raise whole.error(f"projector_type {kind!r:.50} is not supported (known: {', '.join(PROJECTORS)})")
     prefix = "clip.vision."

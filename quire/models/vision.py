@@ -271,8 +271,8 @@ class VisionTower:
     def _make_slots(self) -> WeightSlots:
         config, table = self.config, self._positions
         names = POOLED_NAMES if config.is_pooled else USUAL_NAMES
-        merger = self.merger.slots()
-        slots = {**self._embedding.slots(names.patches), **(prefixed(names.merger, merger) if names.merger else merger)}
+        merged = self.merger.slots()
+        slots = {**self._embedding.slots(names.patches), **(prefixed(names.merger, merged) if names.merger else merged)}
         if config.table_side:
             slots[names.positions] = WeightSlot(tuple(table.shape), partial(copy_into, table), table.nbytes)
         # A convolution whose kernel is as large as its stride: a product.
@@ -300,7 +300,7 @@ class TorchVision(VisionEncoder):
 class TorchRun(EncoderRun):
     def _begin(self, inputs: GridInputs, patches: torch.Tensor, positions: list[torch.Tensor]) -> None:
         dtype = self._tower.context.dtype
-        self._steps = [EncoderAttention().plan(batch) for batch in inputs.attention_batches]
+        self._steps: Sequence[AttentionStep] = [EncoderAttention().plan(batch) for batch in inputs.attention_batches]
         self._rotation: RotationTable | None = None
         if not self._tower.config.is_pooled:
             self._rotation = torch_rotation(inputs.angles, dtype)

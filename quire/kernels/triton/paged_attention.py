@@ -103,9 +103,8 @@ def _varlen_kernel(
     FIXED_KEYS: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """Program (tile of queries, key head). Tiles with most keys come first; tiles of one key head run together and
-    share its keys in L2. skipped: sequences with at most this many new tokens belong to another kernel. last_seen: see
-    `DeviceBatch.last_seen`, with AHEAD."""
+    """Program (tile of queries, key head), most keys first; tiles of one key head share its keys in L2. skipped:
+    sequences with at most this many new tokens belong to another kernel. last_seen: see DeviceBatch, with AHEAD."""
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
