@@ -42,10 +42,10 @@ def read_gguf_adapter(file: GGUFFile) -> GGUFAdapter:
     if _INVOCATION in file.metadata:
         raise file.error(f"{_INVOCATION} is not supported: it counts from certain tokens on (aLoRA)")
     architecture = fields.choice("general.architecture", sorted({name for name, *_ in GGUF}))
-    families = [family.gguf for (name, *_), family in GGUF.items() if name == architecture]
+    families = [family.gguf for (name, *_), family in GGUF.items() if name == architecture and family.gguf is not None]
     pairs = _pairs(file)
+    # One architecture may be of several families, whose layers have other tensors.
     for names in families:
-        assert names is not None, "GGUF holds families with GGUF names"
         modules = {base: hf_name(base, names) for base in pairs}
         unknown = [base for base, module in modules.items() if module is None]
         if not unknown:

@@ -26,7 +26,7 @@ from quire.kernels.arguments import (
 )
 from quire.kernels.rotation import Rotation, RotationTable
 from quire.kernels.value import AnyValue, Value
-from quire.layers.adapters import AdapterStack, StepSlots, add_adapted
+from quire.layers.adapters import AdapterStack, add_adapted
 from quire.layers.states import gated_delta_rule, gated_norm, short_convolution
 from quire.parallel.interface import ProcessGroup
 
@@ -205,7 +205,7 @@ class SharedOperations:
     def norm_shares(self, group: ProcessGroup, norms: Sequence[NormWeights], x: torch.Tensor) -> torch.Tensor:
         return norm_shares(group, norms, x)
 
-    def add_adapted(self, stack: AdapterStack, x: torch.Tensor, y: torch.Tensor, slots: StepSlots) -> torch.Tensor:
+    def add_adapted(self, stack: AdapterStack, x: torch.Tensor, y: torch.Tensor, slots: Any) -> torch.Tensor:
         return add_adapted(stack, x, y, slots)
 
 

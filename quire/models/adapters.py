@@ -17,7 +17,7 @@ from quire.errors import ModelLoadError
 from quire.layers.adapters import AdapterPlace, Adapters, AdapterStorage, nothing_runs
 from quire.layers.context import WeightSlots
 from quire.models.checkpoint_names import CheckpointNames
-from quire.models.gguf.adapter import read_gguf_matrices
+from quire.models.gguf.weights import read_gguf_matrices
 from quire.models.safetensors_files import BytesRead, read_safetensors
 from quire.models.torch_files import read_torch
 from quire.quantization.file_tensor import FileTensor
