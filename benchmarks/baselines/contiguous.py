@@ -314,7 +314,7 @@ class ContiguousScheduler(ABC):
         builder.plan.replaced_blocks += [(seq_id, 0, index, block) for index, block in enumerate(own[:num_known])]
         if num_known < len(own):
             builder.plan.new_blocks[seq_id] = [own[num_known:]]
-        num_blocks = -(-due.num_tokens // self.kv.hash_block_size)
+        num_blocks = -(-due.num_tokens // self.kv.block_size)
         builder.plan.block_copies += zip(due.source[:num_blocks], own[:num_blocks], strict=True)
 
     def update(self, result: StepResult, now: float, *, may_go_ahead: bool = False) -> list[SequenceUpdate]:
@@ -407,12 +407,12 @@ class ContiguousScheduler(ABC):
         """Every block and every live request, to look at."""
         live = list(self._requests.values())
         return KVSnapshot(
-            block_size=self.kv.hash_block_size,
-            block_sizes=[self.kv.hash_block_size],
+            block_size=self.kv.block_size,
+            block_sizes=[self.kv.block_size],
             windows=[None],
             states=self.kv.states(),
             host_states=bytes(1),
-            requests=[_view(request, self.kv.hash_block_size) for request in live],
+            requests=[_view(request, self.kv.block_size) for request in live],
         )
 
     def check(self) -> None:

@@ -56,7 +56,7 @@ class FasterTransformerScheduler(ContiguousScheduler):
         while self._prompts and longest <= builder.budget:
             request = self._prompts.popleft()
             if request.status is not RequestStatus.FINISHED:
-                num_blocks = -(-request.num_prompt_tokens // self.kv.hash_block_size)
+                num_blocks = -(-request.num_prompt_tokens // self.kv.block_size)
                 leader = self._schedule_prompt(builder, request, num_blocks)
                 self._pad(builder, leader, num_blocks, longest - request.num_prompt_tokens)
 
@@ -71,7 +71,7 @@ class FasterTransformerScheduler(ContiguousScheduler):
         """Compute `num_tokens` tokens of padding beside a prompt that uses the first `num_blocks` of its region, or as
         many as the rest of it has room for."""
         assert leader.blocks is not None
-        size, unused = self.kv.hash_block_size, leader.blocks.tables[0][num_blocks:]
+        size, unused = self.kv.block_size, leader.blocks.tables[0][num_blocks:]
         num_tokens = min(num_tokens, len(unused) * size)
         if num_tokens == 0:
             return

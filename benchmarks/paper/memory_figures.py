@@ -38,7 +38,7 @@ def _table1(results: Results, scale: Scale) -> list[Row]:
     for model, kv in _KV_GIB.items():
         server = SERVERS[model]
         weights = server.cost().shape.weight_bytes() / 1e9
-        rows.append(Row("Table 1", f"{server.title}: weights, GB", weights, server.answer_sizes, "GB"))
+        rows.append(Row("Table 1", f"{server.title}: weights, GB", weights, server.weights, "GB"))
         rows.append(
             Row(
                 "Table 1",
