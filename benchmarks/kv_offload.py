@@ -25,7 +25,7 @@ from typing import Any
 
 from quire import LLM, SamplingParams
 from quire.utils.sizes import format_bytes
-from quire.worker.kv_connector.block_file import BlockLayout
+from quire.worker.kv_connector.block_file import BlockFileLayout
 from quire.worker.kv_connector.disk_store import DiskStore
 
 PAGES = 16
@@ -58,7 +58,7 @@ def main() -> None:
 def time_store(directory: Path, block_bytes: int, *, drop: bool) -> dict[str, float]:
     """Bytes a second of storing, loading and the checksum alone, over the engine's own path and threads."""
     count = min(STORE_BLOCKS, STORE_BYTES // block_bytes)
-    layout = BlockLayout(bytes(32), PAGES, block_bytes // PAGES)
+    layout = BlockFileLayout(bytes(32), PAGES, block_bytes // PAGES)
     memory = [[bytearray(os.urandom(layout.page_bytes)) for _ in range(PAGES)] for _ in range(count)]
     hashes = [number.to_bytes(32, "big") for number in range(count)]
     store = DiskStore(directory, 2 * count * layout.file_bytes, layout, memory.__getitem__)

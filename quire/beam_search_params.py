@@ -78,14 +78,14 @@ class BeamSearchOutput:
     sequences: list[BeamSearchSequence]
 
 
-class Decoder(Protocol):
+class TokenDecoder(Protocol):
     """The tokenizer's decoding method."""
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str: ...
 
 
 def to_beam_search_output(
-    output: RequestOutput, tokenizer: Decoder | None, params: BeamSearchParams
+    output: RequestOutput, tokenizer: TokenDecoder | None, params: BeamSearchParams
 ) -> BeamSearchOutput:
     """Raises ModelOutputError when the model computed NaN or infinite logits for the search."""
     raise_if_nonfinite(output)

@@ -15,7 +15,6 @@ from quire.engine import messages
 from quire.engine.messages import (
     Abort,
     AddRequest,
-    Answer,
     Ask,
     Call,
     CallResult,
@@ -24,6 +23,7 @@ from quire.engine.messages import (
     EngineFailed,
     EngineOutputs,
     EngineReady,
+    QuestionAnswer,
     RequestRejected,
     Shutdown,
 )
@@ -239,7 +239,7 @@ EXAMPLES: list[msgspec.Struct] = [
     ),
     Ask(4, "echo", b"why"),
     Ask(4, 2, b"why"),
-    Answer(4, 2, b"so"),
+    QuestionAnswer(4, 2, b"so"),
     Ended(3),
     EngineFailed(
         "bad value", is_user_error=True, error_type="ConfigError", param="dtype", summary="bad", error_id="e-1"

@@ -23,12 +23,12 @@ from benchmarks.gpu.product_sweep import ProductSweep
 from benchmarks.gpu.records import Record
 from benchmarks.gpu.shapes import QWEN3_8B, TINY, Shape
 from benchmarks.gpu.timing import CACHE_BYTES, measure, num_copies
-from quire.kernels.triton.matmul import GROUP_M, Tiles, _matmul_kernel
+from quire.kernels.triton.matmul import GROUP_M, ProductTiles, _matmul_kernel
 from quire.kernels.triton.runtime import INTERPRETED, launch
 from quire.kernels.triton.weight_formats import StoredMatrix
 
 PRODUCT_TILES = tuple(
-    Tiles(block_m, block_n, 64, num_warps, num_stages)
+    ProductTiles(block_m, block_n, 64, num_warps, num_stages)
     for block_m, block_n, num_warps, num_stages in (
         (64, 64, 4, 5),
         (64, 128, 4, 4),
@@ -39,7 +39,7 @@ PRODUCT_TILES = tuple(
     )
 )
 """The first is what `batch_invariant` uses for narrow results."""
-TINY_TILES = (Tiles(16, 16, 16, 4, 1), Tiles(32, 32, 16, 4, 1))
+TINY_TILES = (ProductTiles(16, 16, 16, 4, 1), ProductTiles(32, 32, 16, 4, 1))
 ROWS = (1, 64, 256, 4096)
 CHAIN = 10
 
@@ -66,7 +66,7 @@ class Experiments:
                     yield self._attempt("bits", name, partial(self._compare, x, weight, each, swapped, expected), m=m)
 
     def _compare(
-        self, x: torch.Tensor, weight: torch.Tensor, tiles: Tiles, swapped: bool, expected: torch.Tensor
+        self, x: torch.Tensor, weight: torch.Tensor, tiles: ProductTiles, swapped: bool, expected: torch.Tensor
     ) -> Record:
         def call(weight: torch.Tensor) -> torch.Tensor:
             return product(weight, x, tiles).t() if swapped else product(x, weight, tiles)
@@ -108,7 +108,7 @@ class Experiments:
             return base | {"error": f"{type(error).__name__}: {str(error)[:300]}"}
 
 
-def product(x: torch.Tensor, weight: torch.Tensor, tiles: Tiles) -> torch.Tensor:
+def product(x: torch.Tensor, weight: torch.Tensor, tiles: ProductTiles) -> torch.Tensor:
     """x W^T by the kernel of batch-invariant products, in tiles of any size."""
     (m, k), n = x.shape, weight.shape[0]
     out = torch.empty(m, n, dtype=x.dtype, device=x.device)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from benchmarks.gpu.records import Record
 from benchmarks.gpu.shapes import Shape
 from benchmarks.gpu.timing import CACHE_BYTES, measure, num_copies
-from quire.kernels.triton.matmul import Tiles, stored_tiles, tiled_product
+from quire.kernels.triton.matmul import ProductTiles, stored_tiles, tiled_product
 from quire.kernels.triton.quantize_rows import RoundedRows, round_rows
 from quire.kernels.triton.quantized_product import FEW, quantized_matmul
 from quire.kernels.triton.runtime import INTERPRETED
@@ -53,7 +53,7 @@ def skinny(tiles: SkinnyTiles) -> tuple[str, Way]:
     return name + (f", {t.splits} splits" if t.splits > 1 else ""), way
 
 
-def tiled(tiles: Tiles) -> tuple[str, Way]:
+def tiled(tiles: ProductTiles) -> tuple[str, Way]:
     def way(given: Operands) -> torch.Tensor:
         out = torch.empty(given.x.shape[0], given.matrix.shape[1], dtype=given.x.dtype, device=given.x.device)
         tiled_product(given.x, given.rounded, given.matrix, None, None, out, tiles)
@@ -150,16 +150,16 @@ FP8_64 = [
 ]
 FP8_256 = [
     *LIBRARY,
-    tiled(Tiles(128, 128, 128, 8, 3)),
-    tiled(Tiles(64, 128, 128, 4, 4)),
-    tiled(Tiles(128, 64, 128, 4, 4)),
+    tiled(ProductTiles(128, 128, 128, 8, 3)),
+    tiled(ProductTiles(64, 128, 128, 4, 4)),
+    tiled(ProductTiles(128, 64, 128, 4, 4)),
     skinny(SkinnyTiles(128, 128, 1, 128, 8, 3)),
 ]
 FP8_MANY = [
     *LIBRARY,
-    tiled(Tiles(128, 128, 128, 8, 4)),
-    tiled(Tiles(128, 128, 128, 8, 3)),
-    tiled(Tiles(128, 256, 64, 8, 4)),
+    tiled(ProductTiles(128, 128, 128, 8, 4)),
+    tiled(ProductTiles(128, 128, 128, 8, 3)),
+    tiled(ProductTiles(128, 256, 64, 8, 4)),
 ]
 INT8_ONE = [
     skinny(SkinnyTiles(16, 8, 8, 128, 8, 3)),
@@ -167,7 +167,7 @@ INT8_ONE = [
     skinny(SkinnyTiles(64, 16, 1, 128, 4, 6)),
 ]
 INT8_64 = [skinny(SkinnyTiles(64, 64, 1, 128, 4, 5)), skinny(SkinnyTiles(32, 32, 4, 64, 4, 4))]
-INT8_MANY = [tiled(Tiles(128, 256, 128, 8, 3)), tiled(Tiles(128, 128, 128, 8, 4))]
+INT8_MANY = [tiled(ProductTiles(128, 256, 128, 8, 3)), tiled(ProductTiles(128, 128, 128, 8, 4))]
 MXFP4_ONE = INT4_ONE[:4]
 
 NARROW = ("o", "down", "qkv")

@@ -63,12 +63,13 @@ class DeviceBatch:
 class DeviceStateStep:
     """Pages of the states of a device's step; StateStep defines the accesses. Padding sequences have none. tables: by
     layer, [num_rows, max_blocks] int32, persistent; indexed by `batch.rows`. interval: tokens per block. pages: by
-    layer, [num_blocks, page bytes] uint8."""
+    layer, [num_blocks, page bytes] uint8. batch_invariant: a token has the same bits in a prompt and decoded."""
 
     batch: DeviceBatch
     tables: Mapping[int, torch.Tensor]
     interval: int
     pages: Mapping[int, torch.Tensor]
+    batch_invariant: bool = True
 
     def floats(self, layer: int) -> torch.Tensor:
         """[num_blocks, elements of a page] float32 view of the pool."""
@@ -103,3 +104,7 @@ class TokenColumns(NamedTuple):
     token_ids: torch.Tensor
     others: Mapping[str, torch.Tensor] = MappingProxyType({})
     hidden: torch.Tensor | None = None
+
+    def without(self, name: str) -> TokenColumns:
+        """A copy without one of `others`."""
+        return self._replace(others={key: column for key, column in self.others.items() if key != name})

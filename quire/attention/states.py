@@ -12,9 +12,13 @@ from quire.kv_cache.layout import KVCacheLayout
 
 
 class StateBackend:
-    """State groups of one pool. pages: by layer, [num_blocks, page bytes] uint8."""
+    """State groups of one pool. pages: by layer, [num_blocks, page bytes] uint8. batch_invariant: see
+    DeviceStateStep."""
 
-    def __init__(self, layout: KVCacheLayout, pages: Mapping[int, torch.Tensor]) -> None:
+    def __init__(
+        self, layout: KVCacheLayout, pages: Mapping[int, torch.Tensor], *, batch_invariant: bool = True
+    ) -> None:
+        self._batch_invariant = batch_invariant
         groups = layout.state_groups
         self._pages = pages
         self._group_of = {layer: index for index, group in enumerate(groups) for layer in group.layers}
@@ -35,4 +39,4 @@ class StateBackend:
         if not self._pages:
             return None
         tables = {layer: batch.state_tables[group] for layer, group in self._group_of.items()}
-        return DeviceStateStep(batch, tables, self._interval, self._pages)
+        return DeviceStateStep(batch, tables, self._interval, self._pages, self._batch_invariant)

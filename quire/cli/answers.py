@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
-from quire.cli.session import Session, Timing
+from quire.cli.session import RunSession, Timing
 from quire.outputs import CompletionOutput
 from quire.sampling_params import SamplingParams
 from quire.utils.server_connection import ServerConnection, ServerGoneError, error_message
@@ -21,16 +21,18 @@ SECONDS_WITHOUT_A_BYTE = 600.0
 """Timeout without data, in seconds: a long prompt may take minutes before its first token."""
 
 
-class Piece(NamedTuple):
+class ReplyPiece(NamedTuple):
     thoughts: str
     content: str
 
 
-class Answers(Protocol):
+class AnswerSource(Protocol):
     def check(self) -> None:
         """Raise UserError, before the first question, if no conversation is possible."""
 
-    def ask(self, messages: Sequence[Message], settings: Mapping[str, Any], write: Callable[[Piece], None]) -> Timing:
+    def ask(
+        self, messages: Sequence[Message], settings: Mapping[str, Any], write: Callable[[ReplyPiece], None]
+    ) -> Timing:
         """Write the answer as it comes. settings: fields of SamplingParams. Raises UserError for a refused question,
         another QuireError for a failed answer; an interrupt (Ctrl-C) ends the request."""
 
@@ -38,7 +40,7 @@ class Answers(Protocol):
 class LocalAnswers:
     """Answers of a session's engine. reasoning_parser: parser name, `auto` (by the chat template) or `none`."""
 
-    def __init__(self, session: Session, reasoning_parser: str) -> None:
+    def __init__(self, session: RunSession, reasoning_parser: str) -> None:
         self._session = session
         self._reasoning_parser = reasoning_parser
         self._formats: AnswerFormats | None = None
@@ -52,7 +54,9 @@ class LocalAnswers:
         settings = ServerSettings.from_keywords({"reasoning_parser": self._reasoning_parser})
         self._formats = AnswerFormats.of(engine.tokenizer, settings)
 
-    def ask(self, messages: Sequence[Message], settings: Mapping[str, Any], write: Callable[[Piece], None]) -> Timing:
+    def ask(
+        self, messages: Sequence[Message], settings: Mapping[str, Any], write: Callable[[ReplyPiece], None]
+    ) -> Timing:
         from quire.server.protocol.chat import ChatRequest
 
         assert self._formats is not None, "check comes first"
@@ -62,19 +66,19 @@ class LocalAnswers:
 
         def take(completion: CompletionOutput) -> None:
             delta = answer.read(completion)
-            write(Piece(delta.reasoning, delta.content))
+            write(ReplyPiece(delta.reasoning, delta.content))
 
         return self._session.stream(chat.prompt(), params, take)
 
 
-class _Delta(msgspec.Struct, frozen=True):
+class _ReplyDelta(msgspec.Struct, frozen=True):
     content: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
 
 
-class _Choice(msgspec.Struct):
-    delta: _Delta = _Delta()
+class _ReplyChoice(msgspec.Struct):
+    delta: _ReplyDelta = _ReplyDelta()
     text: str = ""
 
 
@@ -82,15 +86,15 @@ class _CachedTokens(msgspec.Struct):
     cached_tokens: int | None = None
 
 
-class _Usage(msgspec.Struct):
+class _ReplyUsage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int = 0
     prompt_tokens_details: _CachedTokens | None = None
 
 
-class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
+class _ReplyChunk(msgspec.Struct):
+    choices: list[_ReplyChoice] = []
+    usage: _ReplyUsage | None = None
 
 
 class _Model(msgspec.Struct):
@@ -115,14 +119,16 @@ class ServerAnswers:
             raise ServerGoneError(f"{self._connection.url} serves no model")
         self._model = self._model or names[0]
 
-    def ask(self, messages: Sequence[Message], settings: Mapping[str, Any], write: Callable[[Piece], None]) -> Timing:
+    def ask(
+        self, messages: Sequence[Message], settings: Mapping[str, Any], write: Callable[[ReplyPiece], None]
+    ) -> Timing:
         body = {"model": self._model, "messages": messages, **settings}
         timing = Timing()
         for chunk in _chunks(self._connection, "/v1/chat/completions", body):
             _take(chunk, timing, write)
         return timing
 
-    def complete(self, prompt: str, settings: Mapping[str, Any], write: Callable[[Piece], None]) -> Timing:
+    def complete(self, prompt: str, settings: Mapping[str, Any], write: Callable[[ReplyPiece], None]) -> Timing:
         """Complete a text; see `ask`."""
         timing = Timing()
         for chunk in _chunks(self._connection, "/v1/completions", {"model": self._model, "prompt": prompt, **settings}):
@@ -130,8 +136,8 @@ class ServerAnswers:
         return timing
 
 
-def _chunks(connection: ServerConnection, path: str, body: dict[str, Any]) -> Iterator[_Chunk]:
-    parser, decoder = EventParser(), msgspec.json.Decoder(_Chunk)
+def _chunks(connection: ServerConnection, path: str, body: dict[str, Any]) -> Iterator[_ReplyChunk]:
+    parser, decoder = EventParser(), msgspec.json.Decoder(_ReplyChunk)
     body = {**body, "stream": True, "stream_options": {"include_usage": True}}
     with connection.request("POST", path, body=body) as response:
         for data in response.iter_raw():
@@ -145,13 +151,13 @@ def _chunks(connection: ServerConnection, path: str, body: dict[str, Any]) -> It
     raise ServerGoneError(f"{connection.url} closed the connection amid an answer")
 
 
-def _take(chunk: _Chunk, timing: Timing, write: Callable[[Piece], None]) -> None:
+def _take(chunk: _ReplyChunk, timing: Timing, write: Callable[[ReplyPiece], None]) -> None:
     for choice in chunk.choices[:1]:
         thoughts = choice.delta.reasoning_content or choice.delta.reasoning or ""
         content = choice.delta.content or choice.text
         if thoughts or content:
             timing.count(0)
-            write(Piece(thoughts, content))
+            write(ReplyPiece(thoughts, content))
     if chunk.usage is not None:
         details = chunk.usage.prompt_tokens_details
         timing.num_prompt_tokens = chunk.usage.prompt_tokens

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
-from quire.cli.answers import SECONDS_WITHOUT_A_BYTE, Answers, LocalAnswers, ServerAnswers
+from quire.cli.answers import SECONDS_WITHOUT_A_BYTE, AnswerSource, LocalAnswers, ServerAnswers
 from quire.cli.connection_flags import add_connection_flags, connect
-from quire.cli.conversation import COMMANDS, SETTINGS, UNUSED_FIELDS, Conversation
+from quire.cli.conversation import COMMANDS, SETTINGS, UNUSED_FIELDS, ChatHistory
 from quire.cli.engine_flags import add_engine_flags, engine_options
 from quire.cli.keyboard import Keyboard, messages_of_pipe, unquoted
 from quire.cli.parser import Parser, given
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     sampling_params(namespace, DEFAULTS)  # raises UserError before the model loads
     with _open_answers(namespace) as answers:
         answers.check()
-        conversation = Conversation(
+        conversation = ChatHistory(
             answers, settings, namespace.system, screen=_screens(), note=_note, show_stats=namespace.stats
         )
         for text in _typed() if namespace.question is None else [namespace.question]:
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 @contextmanager
-def _open_answers(namespace: argparse.Namespace) -> Iterator[Answers]:
+def _open_answers(namespace: argparse.Namespace) -> Iterator[AnswerSource]:
     options = engine_options(namespace)
     if namespace.url is None:
         if given_names := [name for name in ("api_key", "cacert", "insecure") if getattr(namespace, name)]:

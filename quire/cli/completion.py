@@ -14,7 +14,7 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 @dataclass(frozen=True)
-class Command:
+class CommandWords:
     """Command. text: one-line help. flags: spelling -> one-line help. values: flag, or "" for the first argument ->
     possible words."""
 
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def commands() -> dict[str, Command]:
+def commands() -> dict[str, CommandWords]:
     """Commands by name, with the flags of those that have one parser."""
     from quire.cli.main import COMMANDS
 
@@ -48,11 +48,11 @@ def commands() -> dict[str, Command]:
         code = importlib.import_module(module)
         build = getattr(code, "build_parser", None)
         modes = {"": tuple(getattr(code, "MODES", ()))}
-        found[name] = Command(text, {}, modes) if build is None else _described(text, build())
+        found[name] = CommandWords(text, {}, modes) if build is None else _described(text, build())
     return found
 
 
-def _described(text: str, parser: argparse.ArgumentParser) -> Command:
+def _described(text: str, parser: argparse.ArgumentParser) -> CommandWords:
     flags: dict[str, str] = {}
     values: dict[str, tuple[str, ...]] = {}
     for action in parser._actions:
@@ -61,14 +61,14 @@ def _described(text: str, parser: argparse.ArgumentParser) -> Command:
         if action.choices is not None:
             words = tuple(str(choice) for choice in action.choices)
             values |= dict.fromkeys(action.option_strings or [""], words)
-    return Command(text, flags, values)
+    return CommandWords(text, flags, values)
 
 
 def _words(words: Sequence[str]) -> str:
     return shlex.quote(" ".join(words))
 
 
-def _cases(found: Mapping[str, Command]) -> list[str]:
+def _cases(found: Mapping[str, CommandWords]) -> list[str]:
     """Branches of a shell's `case` that set `words` by "command:previous word"."""
     lines = []
     for name, command in found.items():
@@ -80,7 +80,7 @@ def _cases(found: Mapping[str, Command]) -> list[str]:
     return lines
 
 
-def _bash(found: Mapping[str, Command]) -> str:
+def _bash(found: Mapping[str, CommandWords]) -> str:
     return "\n".join(
         [
             "# Completes `quire` in bash; a word that is none of its own is a file's name.",
@@ -98,7 +98,7 @@ def _bash(found: Mapping[str, Command]) -> str:
     )
 
 
-def _zsh(found: Mapping[str, Command]) -> str:
+def _zsh(found: Mapping[str, CommandWords]) -> str:
     return "\n".join(
         [
             "#compdef quire",
@@ -118,7 +118,7 @@ def _zsh(found: Mapping[str, Command]) -> str:
     )
 
 
-def _fish(found: Mapping[str, Command]) -> str:
+def _fish(found: Mapping[str, CommandWords]) -> str:
     lines = ["# Completes `quire` in fish."]
     for name, command in found.items():
         lines.append(f"complete -c quire -n __fish_use_subcommand -a {name} -d {_fish_text(command.text)}")

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quire.cli.answers import Answers, Message, Piece
+from quire.cli.answers import AnswerSource, Message, ReplyPiece
 from quire.cli.parser import Parser, given
 from quire.cli.sampling_flags import add_sampling_flags
 from quire.cli.screen import Screen
@@ -27,13 +27,13 @@ ROLES = ("system", "user", "assistant")
 Note = Callable[[str], None]
 
 
-class Command(NamedTuple):
+class ChatCommand(NamedTuple):
     usage: str
     help: str
-    run: Callable[[Conversation, str], None]
+    run: Callable[[ChatHistory, str], None]
 
 
-class Conversation:
+class ChatHistory:
     """History of a conversation, and handling of typed messages.
 
     settings: fields of SamplingParams. screen: makes the screen of an answer. note: shows any other line.
@@ -41,7 +41,7 @@ class Conversation:
 
     def __init__(
         self,
-        answers: Answers,
+        answers: AnswerSource,
         settings: Mapping[str, Any],
         system: str | None,
         *,
@@ -184,7 +184,7 @@ class Conversation:
         try:
             with self._screen() as screen:
 
-                def write(piece: Piece) -> None:
+                def write(piece: ReplyPiece) -> None:
                     written.append(piece.content)
                     screen.write(piece)
 
@@ -204,20 +204,20 @@ class Conversation:
             self._note(self._timing.line())
 
 
-COMMANDS: Mapping[str, Command] = {
-    "/help": Command("/help", "shows this", Conversation.help),
-    "/system": Command("/system [TEXT]", "sets the system message, or shows it; none: no such message",
-                       Conversation.show_system),
-    "/set": Command("/set [NAME [VALUE]]", "sets a sampling parameter, or shows them; VALUE default: as at the start",
-                    Conversation.change_setting),
-    "/image": Command("/image FILE", "shows a picture with the next message", Conversation.add_picture),
-    "/save": Command("/save FILE", "writes the conversation, for /load and the server's page", Conversation.save),
-    "/load": Command("/load FILE", "goes on with a conversation out of a file", Conversation.load),
-    "/regen": Command("/regen", "asks the last question again", Conversation.ask_again),
-    "/undo": Command("/undo", "forgets the last question and its answer", Conversation.undo),
-    "/clear": Command("/clear", "forgets all that was said", Conversation.clear),
-    "/stats": Command("/stats", "tokens and speed of the last answer", Conversation.show_timing),
-    "/exit": Command("/exit", "ends (as Ctrl-D does)", Conversation.leave),
+COMMANDS: Mapping[str, ChatCommand] = {
+    "/help": ChatCommand("/help", "shows this", ChatHistory.help),
+    "/system": ChatCommand("/system [TEXT]", "sets the system message, or shows it; none: no such message",
+                       ChatHistory.show_system),
+    "/set": ChatCommand("/set [NAME [VALUE]]", "sets a sampling parameter, or shows them; VALUE default: as at start",
+                    ChatHistory.change_setting),
+    "/image": ChatCommand("/image FILE", "shows a picture with the next message", ChatHistory.add_picture),
+    "/save": ChatCommand("/save FILE", "writes the conversation, for /load and the server's page", ChatHistory.save),
+    "/load": ChatCommand("/load FILE", "goes on with a conversation out of a file", ChatHistory.load),
+    "/regen": ChatCommand("/regen", "asks the last question again", ChatHistory.ask_again),
+    "/undo": ChatCommand("/undo", "forgets the last question and its answer", ChatHistory.undo),
+    "/clear": ChatCommand("/clear", "forgets all that was said", ChatHistory.clear),
+    "/stats": ChatCommand("/stats", "tokens and speed of the last answer", ChatHistory.show_timing),
+    "/exit": ChatCommand("/exit", "ends (as Ctrl-D does)", ChatHistory.leave),
 }  # fmt: skip
 
 

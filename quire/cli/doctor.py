@@ -69,7 +69,7 @@ class TypicalStep:
 
 
 @dataclass
-class Report:
+class DoctorReport:
     """Findings. choices, attention: (step, choice). problems: faults, worst first. can_start: an engine with these
     options would start, as far as known without loading."""
 
@@ -111,11 +111,11 @@ def main(arguments: Sequence[str]) -> int:
     return 0 if report.can_start else 1
 
 
-def examine(options: EngineOptions) -> Report:
+def examine(options: EngineOptions) -> DoctorReport:
     """Examine this machine, and how an engine with `options` would run on it."""
     cuda = find_cuda()
     versions: dict[str, str | None] = {"quire": __version__, "python": platform.python_version()}
-    report = Report(versions, cuda, _native(), available_memory(), find_machine())
+    report = DoctorReport(versions, cuda, _native(), available_memory(), find_machine())
     report.versions |= {name: _version(name) for name in PACKAGES}
     try:
         config = resolve(options)
@@ -143,7 +143,7 @@ def typical_steps(max_num_seqs: int, max_num_batched_tokens: int) -> list[Typica
     return [step for step in steps if step.num_tokens <= max_num_batched_tokens and step.num_seqs <= max_num_seqs]
 
 
-def _describe_computation(report: Report, config: EngineConfig) -> None:
+def _describe_computation(report: DoctorReport, config: EngineConfig) -> None:
     model, device = config.model, config.device
     graphs = "none (a CPU has none)"
     if device.is_accelerated:
@@ -172,7 +172,7 @@ def _why_device(cuda: CudaFacts, config: EngineConfig) -> str:
     return f"the CPU: {cuda.trouble}"
 
 
-def _why_backend(report: Report, config: EngineConfig) -> str:
+def _why_backend(report: DoctorReport, config: EngineConfig) -> str:
     backend = config.device.attention_backend
     if backend == "native":
         return f"native: kernels for {report.native}, {config.device.num_threads} threads{_why_products(config)}"
@@ -202,7 +202,7 @@ def _why_products(config: EngineConfig) -> str:
     return f", {choice.precision} products ({choice.reason})"
 
 
-def _describe_steps(report: Report, config: EngineConfig, limits: DeviceLimits) -> None:
+def _describe_steps(report: DoctorReport, config: EngineConfig, limits: DeviceLimits) -> None:
     scheduler, model = config.scheduler, config.model
     settings = execution_settings(config.device, scheduler.max_num_seqs, config.speculation.max_drafts)
     itemsize = max(DTYPE_BYTES[model.dtype], CACHE_DTYPE_BYTES[model.kv_cache_dtype])
@@ -293,7 +293,7 @@ def _dotted(pair: tuple[int, int]) -> str:
     return f"{pair[0]}.{pair[1]}"
 
 
-def as_text(report: Report) -> str:
+def as_text(report: DoctorReport) -> str:
     cuda = report.cuda
     versions = [f"{name} {version or 'not installed'}" for name, version in report.versions.items()]
     rows = [("versions", ", ".join(versions))]
@@ -329,5 +329,5 @@ def _device_line(device: CudaDevice) -> str:
     )
 
 
-def as_dict(report: Report) -> dict[str, Any]:
+def as_dict(report: DoctorReport) -> dict[str, Any]:
     return asdict(report)

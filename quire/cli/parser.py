@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
-from quire.config.option import Group, Option, options_of
+from quire.config.option import Option, OptionGroup, options_of
 from quire.errors import UserError, nearest_name
 from quire.utils.sizes import parse_count, parse_length
 
@@ -32,7 +32,7 @@ class Parser(argparse.ArgumentParser):
         with NAME in their names.
     """
 
-    def __init__(self, *, groups: Sequence[Group] = (), **keywords: Any) -> None:
+    def __init__(self, *, groups: Sequence[OptionGroup] = (), **keywords: Any) -> None:
         keywords.setdefault("add_help", not groups)
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **keywords)
         self._groups: dict[str, argparse._ArgumentGroup] = {}

@@ -117,7 +117,7 @@ def main(arguments: Sequence[str]) -> int:
     speeds: tuple[Speed, ...] = ()
     if target.knows_speed:
         speeds = predict(plan, cost) if target.is_profile else bounds(plan, cost)
-    report = Report(plan, target, layout, speeds)
+    report = PlanReport(plan, target, layout, speeds)
     if namespace.json:
         import json
 
@@ -151,7 +151,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Report:
+class PlanReport:
     plan: MemoryPlan
     target: Target
     layout: ParallelConfig
@@ -227,7 +227,7 @@ def _lengths(tokens: Sequence[int], longest: int) -> list[int]:
     return sorted({*tokens, longest})
 
 
-def as_text(report: Report) -> str:
+def as_text(report: PlanReport) -> str:
     plan, target, devices = report.plan, report.target, report.layout
     model, cache, layout = plan.config.model, plan.config.cache, plan.layout
     weights = ", ".join(f"{name} {format_bytes(plan.weight_bytes_as(name))}" for name in DTYPE_BYTES)
@@ -316,7 +316,7 @@ def _concurrency_line(entry: Concurrency, max_num_seqs: int) -> str:
     )
 
 
-def _speed_lines(report: Report) -> list[str]:
+def _speed_lines(report: PlanReport) -> list[str]:
     target = report.target
     if not target.knows_speed:
         return ["No prediction of the speed: the memory bandwidth is not known (give --gpu or --bandwidth)."]
@@ -353,7 +353,7 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{1000 * seconds:,.2f} ms"
 
 
-def as_dict(report: Report) -> dict[str, Any]:
+def as_dict(report: PlanReport) -> dict[str, Any]:
     """Report as JSON, in bytes, tokens and seconds; device values are for one device."""
     plan, target = report.plan, report.target
     model, layout, checkpoint = plan.config.model, plan.layout, plan.checkpoint

@@ -16,7 +16,7 @@ from quire.errors import UserError
 from quire.utils.gguf import SUFFIX
 
 if TYPE_CHECKING:
-    from quire.config.gguf_export import Description, Place
+    from quire.config.gguf_export import Description, TensorPlace
     from quire.config.model import ModelConfig
     from quire.models.gguf.importance import Importance
     from quire.models.weight_files import WeightFiles
@@ -132,7 +132,7 @@ def _importance(
 
 
 def _watched(
-    config: ModelConfig, files: WeightFiles, places: Mapping[str, Place], token_ids: Sequence[int]
+    config: ModelConfig, files: WeightFiles, places: Mapping[str, TensorPlace], token_ids: Sequence[int]
 ) -> Importance:
     from quire.models.gguf.importance import by_tensor
     from quire.utils.progress import ProgressBar, ProgressLog

@@ -15,7 +15,7 @@ from quire.cli.engine_flags import add_engine_flags, engine_options
 from quire.cli.parser import Parser
 from quire.cli.sampling_flags import add_sampling_flags, sampling_params
 from quire.cli.screen import visible
-from quire.cli.session import Session, Timing, session
+from quire.cli.session import RunSession, Timing, session
 from quire.errors import UserError
 from quire.outputs import Logprob, RequestOutput
 from quire.sampling_params import SamplingParams
@@ -104,7 +104,7 @@ def _read_stdin() -> str:
         raise UserError(f"standard input is not valid UTF-8: {error.reason} at byte {error.start}") from None
 
 
-def _answer(run: Session, prompt: Any, params: SamplingParams, namespace: argparse.Namespace) -> Timing:
+def _answer(run: RunSession, prompt: Any, params: SamplingParams, namespace: argparse.Namespace) -> Timing:
     show = visible if sys.stdout.isatty() else str
     if params.n == 1 and not namespace.json:
         timing = run.stream(prompt, params, lambda completion: print(show(completion.text), end="", flush=True))

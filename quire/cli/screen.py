@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.markdown import Markdown
 
-    from quire.cli.answers import Piece
+    from quire.cli.answers import ReplyPiece
 
 SECONDS_BETWEEN_FRAMES = 0.08
 
@@ -62,7 +62,7 @@ class Screen(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    def write(self, piece: Piece) -> None: ...
+    def write(self, piece: ReplyPiece) -> None: ...
 
 
 class PlainScreen:
@@ -76,7 +76,7 @@ class PlainScreen:
     ) -> None:
         print(flush=True)
 
-    def write(self, piece: Piece) -> None:
+    def write(self, piece: ReplyPiece) -> None:
         print(piece.content, end="", flush=True)
 
 
@@ -100,7 +100,7 @@ class MarkdownScreen:
         if self._is_thinking:
             self._console.print("\n")
 
-    def write(self, piece: Piece) -> None:
+    def write(self, piece: ReplyPiece) -> None:
         if piece.thoughts:
             self._end_content()
             self._is_thinking = True

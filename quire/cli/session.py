@@ -105,7 +105,7 @@ class Timing:
         )
 
 
-class Session:
+class RunSession:
     """Runner of one engine on one event loop, made by `session()`."""
 
     def __init__(self, engine: Engine, runner: asyncio.Runner) -> None:
@@ -146,13 +146,13 @@ class Session:
 
 
 @contextmanager
-def session(options: EngineOptions) -> Iterator[Session]:
+def session(options: EngineOptions) -> Iterator[RunSession]:
     """Load the model; shut it down at the end."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
     engine = open_engine(options)
     try:
         with asyncio.Runner() as runner:
-            yield Session(engine, runner)
+            yield RunSession(engine, runner)
     finally:
         engine.shutdown()

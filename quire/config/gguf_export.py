@@ -38,13 +38,13 @@ class Description:
     names: GGUFNames
     metadata: dict[str, Value]
     shapes: Shapes
-    places: Mapping[str, Place]
+    places: Mapping[str, TensorPlace]
     rope_factors: tuple[float, ...]
     is_large: bool
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """name: tensor in the file. expert: index in a stack; None: the whole tensor."""
 
     name: str
@@ -93,15 +93,15 @@ def describe(config: ModelConfig, title: str) -> Description:
     return Description(names, metadata, shapes, places, factors, is_large and names.architecture in ("llama", "qwen2"))
 
 
-def _places(names: GGUFNames, shapes: Shapes) -> dict[str, Place]:
-    places: dict[str, Place] = {}
+def _places(names: GGUFNames, shapes: Shapes) -> dict[str, TensorPlace]:
+    places: dict[str, TensorPlace] = {}
     for name, shape in shapes.items():
         source = hf_name(name, names)
         assert source is not None, "the names of an architecture's tensors are known"
         if EXPERT in source:
-            places |= {source.replace(EXPERT, str(index)): Place(name, index) for index in range(shape[0])}
+            places |= {source.replace(EXPERT, str(index)): TensorPlace(name, index) for index in range(shape[0])}
         else:
-            places[source] = Place(name)
+            places[source] = TensorPlace(name)
     return places
 
 

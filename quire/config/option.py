@@ -16,13 +16,13 @@ class Option(NamedTuple):
     other names of its flag. reads: makes the value of a text or number that a user writes; None: the field's type
     does."""
 
-    group: Group
+    group: OptionGroup
     help: str
     flags: tuple[str, ...] = ()
     reads: Callable[..., Any] | None = None
 
 
-class Group(NamedTuple):
+class OptionGroup(NamedTuple):
     """Options that `quire serve --help` shows together, and `--help=NAME` alone."""
 
     name: str
@@ -32,17 +32,17 @@ class Group(NamedTuple):
         return Option(self, text, flags, reads)
 
 
-FIRST = Group("first", "what most servers set")
-MODEL = Group("model", "the model and its files")
-IMAGES = Group("images", "images")
-KV = Group("kv", "the KV cache")
-SCHEDULING = Group("scheduling", "steps and waiting requests")
-ADAPTERS = Group("adapters", "adapters of low rank")
-DEVICE = Group("device", "what computes")
-ANSWERS = Group("answers", "requests and answers")
-ACCESS = Group("access", "who may do what")
-HTTP = Group("http", "connections and processes")
-OBSERVE = Group("observe", "logs, metrics and traces")
+FIRST = OptionGroup("first", "what most servers set")
+MODEL = OptionGroup("model", "the model and its files")
+IMAGES = OptionGroup("images", "images")
+KV = OptionGroup("kv", "the KV cache")
+SCHEDULING = OptionGroup("scheduling", "steps and waiting requests")
+ADAPTERS = OptionGroup("adapters", "adapters of low rank")
+DEVICE = OptionGroup("device", "what computes")
+ANSWERS = OptionGroup("answers", "requests and answers")
+ACCESS = OptionGroup("access", "who may do what")
+HTTP = OptionGroup("http", "connections and processes")
+OBSERVE = OptionGroup("observe", "logs, metrics and traces")
 GROUPS = FIRST, MODEL, IMAGES, KV, SCHEDULING, ADAPTERS, DEVICE, ANSWERS, ACCESS, HTTP, OBSERVE
 """All groups, in the order of the help."""
 

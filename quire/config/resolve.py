@@ -182,7 +182,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
         executor=choose_executor(options, parallel, is_accelerated),
         ray_placement=choice("ray_placement", options.ray_placement, RAY_PLACEMENTS),
         speculation=speculation,
-        adapters=_adapters(options, model, backend),
+        adapters=_adapters(options, model),
         logits_processors=tuple(options.logits_processors or ()),
         structured_outputs=StructuredOutputsConfig.of(options.structured_outputs_config or {}),
         media=MediaConfig.of(
@@ -198,7 +198,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
     )
 
 
-def _adapters(options: EngineOptions, model: ModelConfig, backend: str) -> AdaptersConfig:
+def _adapters(options: EngineOptions, model: ModelConfig) -> AdaptersConfig:
     given = options.max_loras, options.max_lora_rank, options.max_cpu_loras, options.lora_dtype
     found = adapters_config(*given, options.lora_target_modules, model.dtype)
     if not options.enable_lora:
@@ -207,7 +207,6 @@ def _adapters(options: EngineOptions, model: ModelConfig, backend: str) -> Adapt
         "models that run through Transformers": model.impl != "quire",
         "encoders": model.is_encoder,
         "pipeline_parallel_size": options.pipeline_parallel_size > 1,
-        "attention_backend='triton'": backend == "triton",
     }
     for what, is_so in reasons.items():
         if is_so:

@@ -41,7 +41,7 @@ from quire.engine.request_part import RequestPart
 from quire.engine.session import Session
 from quire.engine.shared_client import SharedClient
 from quire.engine.sleep import part_of
-from quire.engine.texts import Texts
+from quire.engine.texts import FrontEndTexts
 from quire.errors import ConfigError, EngineDeadError, UserError
 from quire.kv_cache.stats import EngineStats
 from quire.lora_request import LoRARequest
@@ -134,7 +134,7 @@ class AsyncLLM:
     def _open(self, options: EngineOptions, start: Callable[[EngineOptions, EngineConfig], EngineClient]) -> None:
         self._front_end = open_front_end(options, start)
         self._front_end.encode_long_texts_elsewhere()
-        self.texts = Texts(self._front_end)
+        self.texts = FrontEndTexts(self._front_end)
         self._session = Session(self._front_end.client, self._front_end.output_processor, self.texts)
         self._finalizer = weakref.finalize(self._session, self._front_end.shutdown)
         self._session.start()

@@ -22,7 +22,7 @@ from quire.engine.messages import (
     RequestRejected,
     Shutdown,
 )
-from quire.engine.observer import Observer
+from quire.engine.observer import CoreObserver
 from quire.engine.sleep import Pause, Sleep
 from quire.errors import (
     ConfigError,
@@ -75,7 +75,7 @@ class EngineCore:
         clock: Clock,
         make_scheduler: SchedulerFactory = paged_scheduler,
         masks: MaskSource = NO_MASKS,
-        observers: Sequence[Observer] = (),
+        observers: Sequence[CoreObserver] = (),
     ) -> None:
         """Load the model and size the KV cache. Raises ModelLoadError or InsufficientMemoryError. make_scheduler:
         another policy over the same pool, for comparisons (benchmarks/baselines/). masks: source of the masks of

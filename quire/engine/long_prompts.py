@@ -48,17 +48,17 @@ def take_piece(message: AddRequest) -> None:
 
 
 @dataclass(slots=True)
-class _Arrival:
+class _ArrivingPrompt:
     message: AddRequest
     aborts: list[Abort] = field(default_factory=list)
     """Aborts of single sequences, to be handled after the request."""
 
 
-class Arrivals:
+class ArrivingPrompts:
     """Requests that an engine still decodes, in order. Other messages overtake them."""
 
     def __init__(self) -> None:
-        self._arrivals: list[_Arrival] = []
+        self._arrivals: list[_ArrivingPrompt] = []
 
     def __bool__(self) -> bool:
         return bool(self._arrivals)
@@ -68,7 +68,7 @@ class Arrivals:
         complete: list[ClientMessage] = []
         for message in messages:
             if isinstance(message, AddRequest) and message.pieces:
-                self._arrivals.append(_Arrival(message))
+                self._arrivals.append(_ArrivingPrompt(message))
             elif not (isinstance(message, Abort) and self._abort(message)):
                 complete.append(message)
         if self._arrivals:

@@ -128,7 +128,7 @@ class Ask(msgspec.Struct, tag="ask", array_like=True):
     payload: bytes
 
 
-class Answer(msgspec.Struct, tag="answer", array_like=True):
+class QuestionAnswer(msgspec.Struct, tag="answer", array_like=True):
     """Answer to the asker's question `number`. payload: None if the answering side failed."""
 
     number: int
@@ -142,7 +142,7 @@ class Ended(msgspec.Struct, tag="ended", array_like=True):
     session: int
 
 
-SessionMessage = ClientMessage | Ask | Answer
+SessionMessage = ClientMessage | Ask | QuestionAnswer
 """Messages of one of several front ends."""
 
 

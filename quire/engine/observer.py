@@ -13,7 +13,7 @@ StepEnd = Callable[[StepFuture], object]
 """Callback for the future of an ended plan, on the thread that ended it."""
 
 
-class Observer:
+class CoreObserver:
     """Event handlers of a core; override those you need. The core calls them in order on its own thread: slow handlers
     slow the steps. An exception ends the engine."""
 

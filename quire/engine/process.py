@@ -18,7 +18,7 @@ import zmq
 from quire.clock import SystemClock
 from quire.engine.core import BLOCKED_SECONDS, EngineCore
 from quire.engine.heartbeat import EngineBeats, takes_long
-from quire.engine.long_prompts import Arrivals
+from quire.engine.long_prompts import ArrivingPrompts
 from quire.engine.loop import advance, build_core
 from quire.engine.messages import ClientMessage, EngineFailed, EngineOutputs, EngineReady, Shutdown
 from quire.engine.output_window import OutputWindow
@@ -46,7 +46,7 @@ class Channel:
         self._inbox = pull_socket(self._context, directory.address("messages"))
         self._outbox = push_socket(self._context, directory.address("outputs"))
         self._decoder = msgspec.msgpack.Decoder(ClientMessage)
-        self._arrivals = Arrivals()
+        self._arrivals = ArrivingPrompts()
         self._encoder = msgspec.msgpack.Encoder()
         self._wakeup, wakeup_writer = socket.socketpair()
         self._wakeup.setblocking(False)

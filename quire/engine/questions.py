@@ -8,7 +8,7 @@ import contextlib
 import itertools
 from collections.abc import Awaitable, Callable, Mapping
 
-from quire.engine.messages import Answer, Ask, Ended
+from quire.engine.messages import Ask, Ended, QuestionAnswer
 from quire.errors import EngineDeadError
 from quire.logging import get_logger
 
@@ -19,21 +19,21 @@ class Exchange:
     """The parent's half: forwards questions and answers without keeping state."""
 
     def __init__(
-        self, services: Mapping[str, Callable[[int, bytes], bytes]], send: Callable[[int, Ask | Answer], bool]
+        self, services: Mapping[str, Callable[[int, bytes], bytes]], send: Callable[[int, Ask | QuestionAnswer], bool]
     ) -> None:
         """services: the parent's, by name; called with the session that asks. send: sends to a session; returns False
         if it has ended."""
         self._services, self._send = services, send
 
-    def carry(self, session: int, message: Ask | Answer) -> None:
+    def carry(self, session: int, message: Ask | QuestionAnswer) -> None:
         """Forward a session's message."""
-        if isinstance(message, Answer):
+        if isinstance(message, QuestionAnswer):
             self._send(message.asker, message)
         elif isinstance(message.peer, str):
             payload = self._serve(message.peer, session, message.payload)
-            self._send(session, Answer(message.number, session, payload))
+            self._send(session, QuestionAnswer(message.number, session, payload))
         elif not self._send(message.peer, Ask(message.number, session, message.payload)):
-            self._send(session, Answer(message.number, session, None))
+            self._send(session, QuestionAnswer(message.number, session, None))
 
     def _serve(self, service: str, session: int, payload: bytes) -> bytes | None:
         try:
@@ -46,7 +46,7 @@ class Exchange:
 class Questions:
     """A session's half: its questions, and answers to those of other sessions."""
 
-    def __init__(self, send: Callable[[Ask | Answer], None]) -> None:
+    def __init__(self, send: Callable[[Ask | QuestionAnswer], None]) -> None:
         """send: to the parent; raises EngineDeadError."""
         self._send = send
         self._asked: dict[int, tuple[str | int, asyncio.Future[bytes | None]]] = {}
@@ -73,19 +73,19 @@ class Questions:
         if self._answer is None:
             self._loop, self._answer = asyncio.get_running_loop(), answer
 
-    def hear(self, message: Ask | Answer | Ended | EngineDeadError) -> None:
+    def hear(self, message: Ask | QuestionAnswer | Ended | EngineDeadError) -> None:
         """Handle a message of the parent, or the engine's death, in any thread."""
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the process is about to end
                 self._loop.call_soon_threadsafe(self._take, message)
 
-    def _take(self, message: Ask | Answer | Ended | EngineDeadError) -> None:
+    def _take(self, message: Ask | QuestionAnswer | Ended | EngineDeadError) -> None:
         match message:
             case Ask():
                 task = asyncio.ensure_future(self._reply(message))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
-            case Answer(number, _, payload):
+            case QuestionAnswer(number, _, payload):
                 _, future = self._asked.get(number, (None, None))
                 if future is not None and not future.done():  # done if the asking task was cancelled
                     future.set_result(payload)
@@ -105,4 +105,4 @@ class Questions:
         except Exception:
             logger.exception("a question of another API process was not answered")
         with contextlib.suppress(EngineDeadError):  # the asker gets the same error
-            self._send(Answer(question.number, question.peer, payload))
+            self._send(QuestionAnswer(question.number, question.peer, payload))

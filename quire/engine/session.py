@@ -22,7 +22,7 @@ from quire.engine.output_processor import OutputProcessor
 from quire.engine.output_stream import Delivery, OutputStream, StatsListener
 from quire.engine.request_part import CLIENT_NAME, EACH_STEP, Backlog, Preparations, RequestPart, turn_of
 from quire.engine.shared_state import ControlState, EngineState, Loads
-from quire.engine.texts import Texts
+from quire.engine.texts import FrontEndTexts
 from quire.errors import EngineAsleepError, EngineDeadError, InternalError, QuireError, UserError
 from quire.outputs import RequestOutput, raise_if_nonfinite
 from quire.request import EngineRequest
@@ -84,7 +84,7 @@ class Session:
     """Requests and calls of one front end, on one event loop at a time. `_lock` guards what loop and receiver thread
     share."""
 
-    def __init__(self, client: EngineClient, outputs: OutputProcessor, texts: Texts) -> None:
+    def __init__(self, client: EngineClient, outputs: OutputProcessor, texts: FrontEndTexts) -> None:
         """outputs: output processor, used under the lock."""
         self.client = client
         self.control: ControlState | EngineState = ControlState()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import zmq
 
-from quire.engine.messages import Answer, Ask, Ended, EngineFailed, EngineOutputs, EngineReady, SessionMessage
+from quire.engine.messages import Ask, Ended, EngineFailed, EngineOutputs, EngineReady, QuestionAnswer, SessionMessage
 from quire.engine.questions import Questions
 from quire.engine.remote_client import RemoteClient
 from quire.engine.shared_engine import INBOX, SESSION
@@ -15,13 +15,13 @@ from quire.engine.shared_state import SharedState
 from quire.errors import EngineDeadError
 
 
-class SharedClient(RemoteClient[EngineFailed | Ask | Answer | Ended]):
+class SharedClient(RemoteClient[EngineFailed | Ask | QuestionAnswer | Ended]):
     """One front end's session."""
 
     def __init__(self, directory: Path, session: int, state: SharedState) -> None:
         """directory: location of the sockets."""
         wake_reader, self._wake_writer = os.pipe()
-        received = EngineReady | EngineOutputs | EngineFailed | Ask | Answer | Ended
+        received = EngineReady | EngineOutputs | EngineFailed | Ask | QuestionAnswer | Ended
         super().__init__(f"ipc://{directory / SESSION.format(session)}", received, wake_reader)
         self._outbox.connect(f"ipc://{directory / INBOX}")
         self._prefix = [str(session).encode()]
@@ -70,7 +70,7 @@ class SharedClient(RemoteClient[EngineFailed | Ask | Answer | Ended]):
         self._hear_ticks()
         return has_message
 
-    def _note(self, message: EngineFailed | Ask | Answer | Ended) -> None:
+    def _note(self, message: EngineFailed | Ask | QuestionAnswer | Ended) -> None:
         if not isinstance(message, EngineFailed):
             self.questions.hear(message)
             return

@@ -17,13 +17,13 @@ from quire.engine.fleet import Fleet, Parts
 from quire.engine.long_prompts import take_piece
 from quire.engine.messages import (
     AddRequest,
-    Answer,
     Ask,
     Call,
     Ended,
     EngineFailed,
     EngineOutputs,
     EngineReady,
+    QuestionAnswer,
     SessionMessage,
 )
 from quire.engine.questions import Exchange
@@ -177,7 +177,7 @@ class SharedEngine:
             session, for_fleet = int(sender), []
             for message in map(self._decoder.decode, payloads):
                 match message:
-                    case Ask() | Answer():
+                    case Ask() | QuestionAnswer():
                         self._exchange.carry(session, message)
                     case _:
                         while isinstance(message, AddRequest) and message.pieces:
@@ -211,7 +211,9 @@ class SharedEngine:
             for session, part in parts.items():
                 self._send(session, part)
 
-    def _send(self, session: int, message: EngineReady | EngineOutputs | EngineFailed | Ask | Answer | Ended) -> bool:
+    def _send(
+        self, session: int, message: EngineReady | EngineOutputs | EngineFailed | Ask | QuestionAnswer | Ended
+    ) -> bool:
         """Send unless the session has ended; returns whether it is there."""
         with self._lock:
             socket = self._sessions.get(session)

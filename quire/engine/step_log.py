@@ -12,7 +12,7 @@ import msgspec
 
 from quire.clock import Clock
 from quire.config.engine import EngineConfig
-from quire.engine.observer import Observer, StepEnd
+from quire.engine.observer import CoreObserver, StepEnd
 from quire.errors import ConfigError, UserError
 from quire.executors.interface import StepFuture
 from quire.kv_cache.layout import KVCacheLayout
@@ -94,7 +94,7 @@ def _decoded(path: Path, number: int, line: bytes, kind: type[Entry]) -> Entry:
         raise UserError(f"{str(path)!r}, line {number}, is not of a step log: {error}", param="log") from None
 
 
-class StepLog(Observer):
+class StepLog(CoreObserver):
     """Writes a line for each successful plan, buffered because the next plan waits while a step is recorded."""
 
     def __init__(self, config: EngineConfig, path: Path, clock: Clock) -> None:

@@ -27,7 +27,7 @@ SHORT_CONVERSATION_BYTES = 64 * 2**10
 T = TypeVar("T")
 
 
-class Texts:
+class FrontEndTexts:
     """Work on the texts of one front end."""
 
     def __init__(self, front_end: FrontEnd, clock: Clock | None = None) -> None:

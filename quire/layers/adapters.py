@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -77,6 +77,14 @@ class AdapterStorage(Protocol):
         """Clear the slot."""
         ...
 
+    def step(self, slots: torch.Tensor, rows: torch.Tensor | None) -> Any:
+        """`Adapters.step` for slots, [T]; None if no token has an adapter. rows: the read tokens (None: all)."""
+        ...
+
+    def steps_so_far(self) -> Callable[[], None]:
+        """Returns a function that waits, in any thread, for the steps started so far."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
@@ -104,6 +112,16 @@ class TorchAdapterStorage:
 
     def clear(self, stack: AdapterStack, slot: int) -> None:
         stack.stored.pop(slot, None)
+
+    def step(self, slots: torch.Tensor, rows: torch.Tensor | None) -> StepSlots | None:
+        return StepSlots(slots, rows) if bool(slots.any()) else None
+
+    def steps_so_far(self) -> Callable[[], None]:
+        return nothing_runs
+
+
+def nothing_runs() -> None:
+    """`AdapterStorage.steps_so_far` on a CPU, where a plan starts behind the end of the one before."""
 
 
 class StepSlots:
@@ -143,7 +161,7 @@ class Adapters:
         if not isinstance(slots, torch.Tensor):
             self._step = slots
         else:
-            self._step = StepSlots(slots, rows) if bool(slots.any()) else None
+            self._step = self.storage.step(slots, cast("torch.Tensor | None", rows))
 
     @property
     def step(self) -> Any:

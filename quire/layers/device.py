@@ -16,11 +16,15 @@ from quire.kernels.arguments import (
     HeadWeights,
     NormWeights,
     RotaryFrequencies,
+    Routing,
 )
 from quire.kernels.rotation import DeviceRotation
 from quire.kernels.triton.linear_state import gated_delta_rule, gated_norm, short_convolution
 from quire.kernels.triton.norm import norm
 from quire.kernels.triton.rotary import rotation_angles
+from quire.kernels.triton.routing import gate_rows, route
+from quire.layers.adapters import AdapterStack
+from quire.layers.device_adapters import DeviceSlots, add_on_device
 from quire.layers.operations import SharedOperations, require_equal_widths
 
 
@@ -63,6 +67,15 @@ class DeviceOperations(SharedOperations):
 
     def gated_norm(self, weights: GatedNormWeights, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         return gated_norm(weights, x, gate)
+
+    def route(self, routing: Routing, logits: torch.Tensor) -> torch.Tensor:
+        return route(routing, logits)
+
+    def gate_rows(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return gate_rows(x, gate)
+
+    def add_adapted(self, stack: AdapterStack, x: torch.Tensor, y: torch.Tensor, slots: DeviceSlots) -> torch.Tensor:
+        return add_on_device(stack, x, y, slots)
 
     def check_heads(self, heads: HeadWeights) -> None:
         require_equal_widths(heads, "triton")

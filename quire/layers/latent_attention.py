@@ -278,7 +278,7 @@ class ExpandedHeads:
         self._nope_dim, self._value_dim = nope_dim, value_dim
         rows = nope_dim + value_dim
         counts = [min(EXPANDED_HEADS, num_heads - first) for first in range(0, num_heads, EXPANDED_HEADS)]
-        self.parts = tuple(_Part(rank, count * rows, context) for count in counts)
+        self.parts = tuple(_LatentMatrix(rank, count * rows, context) for count in counts)
         self.head_bytes = context.linear.stored_bytes((rows, rank))
 
     def load_keys(self, head: int, tensor: WeightSource) -> None:
@@ -295,7 +295,7 @@ class ExpandedHeads:
         self.parts[part].load(tensor, start, num_rows)
 
 
-class _Part:
+class _LatentMatrix:
     """A matrix [out_features, rank]."""
 
     def __init__(self, rank: int, out_features: int, context: LayerContext) -> None:

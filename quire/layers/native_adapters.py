@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.recorder import Buffer, RecordedIndices
-from quire.layers.adapters import AdapterStack, LowRank, padded
+from quire.layers.adapters import AdapterStack, LowRank, StepSlots, nothing_runs, padded
 
 TYPES = {
     torch.float32: _native.WeightType.F32,
@@ -52,6 +53,12 @@ class NativeAdapterStorage:
     def clear(self, stack: AdapterStack, slot: int) -> None:
         stack.stored.table.clear(slot)
         stack.stored.kept.pop(slot, None)
+
+    def step(self, slots: torch.Tensor, rows: torch.Tensor | None) -> StepSlots | None:
+        raise AssertionError("native programs are recorded, and run without layers")
+
+    def steps_so_far(self) -> Callable[[], None]:
+        return nothing_runs
 
 
 def record_adapted(stack: AdapterStack, x: Buffer, y: Buffer, slots: RecordedIndices) -> Buffer:

@@ -59,7 +59,7 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class MetricFamily:
     """Counter or gauge read from the engine's last snapshot. name: name with neither prefix nor `_total`. labels:
     besides `model_name` and `engine`."""
 
@@ -78,9 +78,11 @@ def _share(key: str) -> Read:
     return lambda stats: shares(stats)[key]
 
 
-def _plain(families: Mapping[str, tuple[str, str]], *, is_vllm: bool) -> tuple[Family, ...]:
+def _plain(families: Mapping[str, tuple[str, str]], *, is_vllm: bool) -> tuple[MetricFamily, ...]:
     """Families of one sample each, from name -> (field of EngineStats, help)."""
-    return tuple(Family(name, help, (Row((), _field(field)),), is_vllm) for name, (field, help) in families.items())
+    return tuple(
+        MetricFamily(name, help, (Row((), _field(field)),), is_vllm) for name, (field, help) in families.items()
+    )
 
 
 def local_compute(stats: EngineStats) -> float:
@@ -88,7 +90,7 @@ def local_compute(stats: EngineStats) -> float:
     return stats.prompt_tokens_total - stats.prefix_cache_hits_total
 
 
-COUNTERS: tuple[Family, ...] = (
+COUNTERS: tuple[MetricFamily, ...] = (
     *_plain(
         {
             "prefix_cache_queries": ("prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache."),
@@ -106,7 +108,7 @@ COUNTERS: tuple[Family, ...] = (
         },
         is_vllm=True,
     ),
-    Family(
+    MetricFamily(
         "prompt_tokens_by_source",
         "Prompt tokens by where their keys and values came from; blocks of host memory and disk are local.",
         (
@@ -156,7 +158,7 @@ COUNTERS: tuple[Family, ...] = (
     ),
 )
 
-GAUGES: tuple[Family, ...] = (
+GAUGES: tuple[MetricFamily, ...] = (
     *_plain(
         {
             "num_requests_running": ("num_running", "Requests that are being computed."),
@@ -164,7 +166,7 @@ GAUGES: tuple[Family, ...] = (
         },
         is_vllm=True,
     ),
-    Family(
+    MetricFamily(
         "num_requests_waiting_by_reason",
         "Waiting requests by reason: 'capacity' for slots, blocks or tokens of a step; 'deferred' for an event, "
         "such as a prefix that another request computes or blocks being loaded. The sum is num_requests_waiting.",
@@ -175,7 +177,7 @@ GAUGES: tuple[Family, ...] = (
         is_vllm=True,
         labels=("reason",),
     ),
-    Family(
+    MetricFamily(
         "kv_cache_usage_perc",
         "Share of the KV blocks in use, 0 to 1.",
         (Row((), _share("kv_cache_usage")),),
@@ -211,7 +213,7 @@ GAUGES: tuple[Family, ...] = (
         is_vllm=False,
     ),
     *(
-        Family(name, help, (Row((), _share(key)),), is_vllm=False)
+        MetricFamily(name, help, (Row((), _share(key)),), is_vllm=False)
         for name, key, help in (
             ("kv_cache_stored_perc", "kv_cache_stored", "Share of used blocks' slots that hold a token, 0 to 1."),
             ("kv_cache_waste_perc", "kv_cache_waste", "Share of used blocks' slots that hold no token, 0 to 1."),

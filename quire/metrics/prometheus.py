@@ -24,7 +24,7 @@ from quire.kv_cache.stats import EngineStats
 from quire.metrics.families import (
     COUNTERS,
     GAUGES,
-    Family,
+    MetricFamily,
     MetricNames,
     Read,
     Row,
@@ -188,7 +188,7 @@ class EngineMetrics(Collector, StatsListener):
                 yield histogram.family(prefix + name, self._labels)
 
     def _families(
-        self, kind: type[CounterMetricFamily] | type[GaugeMetricFamily], family: Family
+        self, kind: type[CounterMetricFamily] | type[GaugeMetricFamily], family: MetricFamily
     ) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         labels, values = [*self._labels, *family.labels], list(self._labels.values())
         rows = [([*values, *row.labels], row.read(self.stats)) for row in family.rows]
@@ -216,7 +216,7 @@ class EngineMetrics(Collector, StatsListener):
         row = Row(tuple(labels.values()), _constant(time.time()))
         help = "Adapters of running and of waiting requests; the value is the time."
         yield from self._families(
-            GaugeMetricFamily, Family("lora_requests_info", help, (row,), is_vllm=True, labels=tuple(labels))
+            GaugeMetricFamily, MetricFamily("lora_requests_info", help, (row,), is_vllm=True, labels=tuple(labels))
         )
 
     def _info(self) -> Iterator[Metric]:
@@ -228,19 +228,19 @@ class EngineMetrics(Collector, StatsListener):
         }
         labels = {**self._cache_config, **{name: str(size) for name, size in sizes.items()}}
         row = Row(tuple(labels.values()), _constant(1.0))
-        family = Family("cache_config_info", "Shape of the KV cache.", (row,), is_vllm=True, labels=tuple(labels))
+        family = MetricFamily("cache_config_info", "Shape of the KV cache.", (row,), is_vllm=True, labels=tuple(labels))
         yield from self._families(GaugeMetricFamily, family)
 
 
-def _family(name: str, help: str, label: str, values: Mapping[str, float]) -> Family:
+def _family(name: str, help: str, label: str, values: Mapping[str, float]) -> MetricFamily:
     rows = tuple(Row((key,), _constant(value)) for key, value in values.items())
-    return Family(name, help, rows, is_vllm=True, labels=(label,))
+    return MetricFamily(name, help, rows, is_vllm=True, labels=(label,))
 
 
-def _tool_readings(counts: Mapping[ToolReading, float]) -> Family:
+def _tool_readings(counts: Mapping[ToolReading, float]) -> MetricFamily:
     help = "Looks of the tool parser at answers: one for a choice, of a stream one for a piece."
     rows = tuple(Row(reading, _constant(count)) for reading, count in counts.items())
-    return Family("tool_call_parser_invocations", help, rows, is_vllm=True, labels=ToolReading._fields)
+    return MetricFamily("tool_call_parser_invocations", help, rows, is_vllm=True, labels=ToolReading._fields)
 
 
 def _constant(value: float) -> Read:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -13,7 +13,7 @@ from quire.config.adapters import AdaptersConfig
 from quire.config.hf_json import shown
 from quire.config.peft import PeftConfig, content_digest, read_peft_config, weight_file
 from quire.errors import ModelLoadError
-from quire.layers.adapters import AdapterPlace, Adapters, AdapterStorage
+from quire.layers.adapters import AdapterPlace, Adapters, AdapterStorage, nothing_runs
 from quire.layers.context import WeightSlots
 from quire.models.checkpoint_names import CheckpointNames
 from quire.models.safetensors_files import BytesRead, read_safetensors
@@ -62,8 +62,14 @@ class ModelAdapters:
         places = [slot.adapter for slot in self._slots.values() if slot.adapter is not None]
         return self._config.slot_bytes(sum(place.local_elements for place in places))
 
-    def load(self, slot: int, adapter: AdapterRef) -> None:
-        """Replace a slot's adapter. Raises ModelLoadError naming file and tensor, and leaves the slot empty."""
+    def steps_so_far(self) -> Callable[[], None]:
+        """See AdapterStorage."""
+        return self._storage.steps_so_far()
+
+    def load(self, slot: int, adapter: AdapterRef, wait: Callable[[], None] = nothing_runs) -> None:
+        """Replace a slot's adapter. wait: waits for the steps that may have rows of the old one. Raises ModelLoadError
+        naming file and tensor, and leaves the slot empty."""
+        wait()
         for stack, _ in self.layers.stacks:
             self._storage.clear(stack, slot)
         directory = Path(adapter.path)

@@ -116,7 +116,7 @@ class DeepseekForCausalLM(TextDecoder):
 
 
 @dataclass(frozen=True, slots=True)
-class _Choice:
+class _ExpertChoice:
     """Expert selection of one generation. methods: allowed `topk_method`, default first; only `grouped` uses groups of
     experts, each scored by its `group_best` best. corrects: scores get a correction bias for the selection, and the
     weights are normalised."""
@@ -128,8 +128,8 @@ class _Choice:
     corrects: bool
 
 
-_V2 = _Choice("softmax", ("greedy", "group_limited_greedy"), "group_limited_greedy", group_best=1, corrects=False)
-_V3 = _Choice("sigmoid", ("noaux_tc",), "noaux_tc", group_best=2, corrects=True)
+_V2 = _ExpertChoice("softmax", ("greedy", "group_limited_greedy"), "group_limited_greedy", group_best=1, corrects=False)
+_V3 = _ExpertChoice("sigmoid", ("noaux_tc",), "noaux_tc", group_best=2, corrects=True)
 
 
 def _mixture(config: ModelConfig, experts: Experts, activation: str, context: LayerContext) -> MixtureOfExperts:

@@ -15,7 +15,7 @@ from quire.parsers.reader import Markers, Steps, TextReader
 SHORT_ID = string.ascii_letters + string.digits
 
 
-class ToolCallDelta(msgspec.Struct):
+class CallPiece(msgspec.Struct):
     """Piece of call number `index`. A call's first piece has id and name. arguments: more of the JSON text."""
 
     index: int
@@ -29,7 +29,7 @@ class OutputDelta(msgspec.Struct):
 
     reasoning: str = ""
     content: str = ""
-    tool_calls: list[ToolCallDelta] = []
+    tool_calls: list[CallPiece] = []
 
     def __bool__(self) -> bool:
         return bool(self.reasoning or self.content or self.tool_calls)
@@ -88,7 +88,7 @@ class Output:
         self._max_calls = max_calls
         self._reasoning: list[str] = []
         self._content: list[str] = []
-        self._pieces: list[ToolCallDelta] = []
+        self._pieces: list[CallPiece] = []
         self._held: list[str] | None = []
         """White space before content; None inside content."""
         self.num_calls = 0
@@ -146,7 +146,7 @@ class Output:
         self._held = []
         self.num_calls += 1
         if not self._is_full:
-            self._pieces.append(ToolCallDelta(self.num_calls - 1, identifier or self._new_id(), name))
+            self._pieces.append(CallPiece(self.num_calls - 1, identifier or self._new_id(), name))
 
     def arguments(self, text: str) -> None:
         if self._is_full or not text:
@@ -155,7 +155,7 @@ class Output:
         if self._pieces and self._pieces[-1].index == index:
             self._pieces[-1].arguments += text
         else:
-            self._pieces.append(ToolCallDelta(index, arguments=text))
+            self._pieces.append(CallPiece(index, arguments=text))
 
     def knows(self, name: str) -> bool:
         """True if the tool exists, or no tools are known."""

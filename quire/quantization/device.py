@@ -64,7 +64,8 @@ class DeviceLinear(UnquantizedLinear):
         count_rows(weights.counts, routing)
         stored = StoredMatrix.plain(gate_up.weights), StoredMatrix.plain(down.weights)
         matrices = ExpertMatrices(*stored, gate_up.biases, down.biases)
-        return apply_experts(matrices, x, routing, residual, gating.activation, gating.limit, weights.weighs_input)
+        gated = gating.activation, gating.limit, weights.weighs_input
+        return apply_experts(matrices, x, routing, residual, *gated, batch_invariant=self.batch_invariant)
 
     def _product(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None

@@ -178,7 +178,8 @@ class PackedDeviceLinear:
         count_rows(weights.counts, routing)
         rounds = self._rounds_for(gate_up) or self._rounds_for(down)
         matrices = ExpertMatrices(gate_up.loaded, down.loaded, gate_up.biases, down.biases, rounds)
-        return apply_experts(matrices, x, routing, residual, gating.activation, gating.limit, weights.weighs_input)
+        gated = gating.activation, gating.limit, weights.weighs_input
+        return apply_experts(matrices, x, routing, residual, *gated, batch_invariant=self._plain.batch_invariant)
 
     def stored_bytes(self, shape: Sequence[int]) -> int:
         """Bytes without the scales."""

@@ -73,7 +73,7 @@ def _temperature(sampling: SequenceSampling) -> float:
     return 0.0 if params.is_greedy else max(params.temperature, float(MIN_TEMPERATURE))
 
 
-class Column(NamedTuple):
+class ParameterColumn(NamedTuple):
     """A parameter: type on the host, type in a device row (None: host only), value."""
 
     name: str
@@ -83,19 +83,19 @@ class Column(NamedTuple):
 
 
 COLUMNS = (
-    Column("features", np.int64, np.int32, features_of),
-    Column("seed", np.uint64, np.uint64, lambda sampling: sampling.seed & SEED_MASK),
-    Column("top_p", np.float64, np.float64, lambda sampling: sampling.params.top_p),
-    Column("top_k", np.int64, np.int32, lambda sampling: min(max(sampling.params.top_k, 0), MAX_WORD)),
-    Column("temperature", np.float32, np.float32, _temperature),
-    Column("min_p", np.float32, np.float32, lambda sampling: sampling.params.min_p),
-    Column("presence_penalty", np.float32, np.float32, lambda sampling: sampling.params.presence_penalty),
-    Column("frequency_penalty", np.float32, np.float32, lambda sampling: sampling.params.frequency_penalty),
-    Column("repetition_penalty", np.float32, np.float32, lambda sampling: sampling.params.repetition_penalty),
-    Column("min_tokens", np.int64, np.int32, lambda sampling: min(sampling.params.min_tokens, MAX_WORD)),
-    Column("num_logprobs", np.int64, None, lambda sampling: sampling.params.logprobs or 0),
-    Column("num_candidates", np.int64, None, lambda sampling: sampling.num_candidates),
-    Column("num_prompt_logprobs", np.int64, None, lambda sampling: sampling.params.prompt_logprobs or 0),
+    ParameterColumn("features", np.int64, np.int32, features_of),
+    ParameterColumn("seed", np.uint64, np.uint64, lambda sampling: sampling.seed & SEED_MASK),
+    ParameterColumn("top_p", np.float64, np.float64, lambda sampling: sampling.params.top_p),
+    ParameterColumn("top_k", np.int64, np.int32, lambda sampling: min(max(sampling.params.top_k, 0), MAX_WORD)),
+    ParameterColumn("temperature", np.float32, np.float32, _temperature),
+    ParameterColumn("min_p", np.float32, np.float32, lambda sampling: sampling.params.min_p),
+    ParameterColumn("presence_penalty", np.float32, np.float32, lambda sampling: sampling.params.presence_penalty),
+    ParameterColumn("frequency_penalty", np.float32, np.float32, lambda sampling: sampling.params.frequency_penalty),
+    ParameterColumn("repetition_penalty", np.float32, np.float32, lambda sampling: sampling.params.repetition_penalty),
+    ParameterColumn("min_tokens", np.int64, np.int32, lambda sampling: min(sampling.params.min_tokens, MAX_WORD)),
+    ParameterColumn("num_logprobs", np.int64, None, lambda sampling: sampling.params.logprobs or 0),
+    ParameterColumn("num_candidates", np.int64, None, lambda sampling: sampling.num_candidates),
+    ParameterColumn("num_prompt_logprobs", np.int64, None, lambda sampling: sampling.params.prompt_logprobs or 0),
 )
 """top_k: 0 is off; at most 2**31 - 1, above any vocabulary. top_p: 1 is off."""
 

@@ -59,7 +59,7 @@ def make_processors(config: EngineConfig) -> ProcessorRows:
     return LoadedProcessors(kinds, config, torch.device(config.device.platform))
 
 
-class Entry:
+class ProcessedRow:
     """A sequence in a row, with its tokens [0, n) in the token table. A sequence that lost tokens gets a new entry, so
     processors see it as new."""
 
@@ -87,16 +87,16 @@ class _Processor:
         except Exception as error:
             reason = f"the logits processor {self.kind.__name__} cannot be made: {explain(error)}"
             raise ConfigError(reason, param="logits_processors") from error
-        self._entries: list[Entry] = []
+        self._entries: list[ProcessedRow] = []
 
-    def take(self, entries: Sequence[Entry]) -> list[int]:
+    def take(self, entries: Sequence[ProcessedRow]) -> list[int]:
         """Give the processor its next rows. Returns, for each row of its batch, the index among `entries`."""
         place = {id(entry): index for index, entry in enumerate(entries)}
         update = self._update(entries, place)
         self.processor.update_state(update)
         return [place[id(entry)] for entry in self._entries]
 
-    def _update(self, entries: Sequence[Entry], place: dict[int, int]) -> BatchUpdate | None:
+    def _update(self, entries: Sequence[ProcessedRow], place: dict[int, int]) -> BatchUpdate | None:
         """Changes of the batch: new entries fill rows of ended ones, then the last ones move into remaining holes."""
         rows = self._entries
         known = {id(entry) for entry in rows}
@@ -128,11 +128,11 @@ class LoadedProcessors:
 
     def __init__(self, kinds: Sequence[type[LogitsProcessor]], config: object, device: torch.device) -> None:
         self._processors = [_Processor(kind, config, device) for kind in kinds]
-        self._entries: dict[int, Entry] = {}
+        self._entries: dict[int, ProcessedRow] = {}
 
     def set(self, row: int, params: SamplingParams) -> bool:
         if any(each.kind.concerns(params) for each in self._processors):
-            self._entries[row] = Entry(params)
+            self._entries[row] = ProcessedRow(params)
             return True
         self._entries.pop(row, None)
         return False
@@ -161,7 +161,7 @@ class LoadedProcessors:
                 each.start()
         return failed
 
-    def _follow(self, batch: SampleBatch[Any]) -> dict[int, Entry]:
+    def _follow(self, batch: SampleBatch[Any]) -> dict[int, ProcessedRow]:
         """Index -> entry of the batch's sequences, with their tokens up to the last. Waits for a device."""
         lengths, prompts, table = batch.lengths.tolist(), batch.num_prompt_tokens.tolist(), batch.token_table
         found = {}
@@ -171,7 +171,7 @@ class LoadedProcessors:
                 continue
             start, length = prompts[index], lengths[index]
             if entry.prompt is not None and start + len(entry.output) > length:
-                entry = self._entries[row] = Entry(entry.params)
+                entry = self._entries[row] = ProcessedRow(entry.params)
             if entry.prompt is None:
                 entry.prompt = table[row, :start].tolist()
             entry.output += table[row, start + len(entry.output) : length].tolist()
@@ -180,7 +180,7 @@ class LoadedProcessors:
 
 
 def _process(
-    each: _Processor, logits: torch.Tensor, mine: list[int], entries: list[Entry], divisor: torch.Tensor | None
+    each: _Processor, logits: torch.Tensor, mine: list[int], entries: list[ProcessedRow], divisor: torch.Tensor | None
 ) -> None:
     """Let a processor change its rows. mine: their indices. divisor: temperatures, [len(mine)]."""
     order = [mine[place] for place in each.take(entries)]

@@ -15,7 +15,7 @@ from quire.decoding.sequence import Deferral, Request, RequestStatus
 from quire.errors import UserError
 from quire.kv_cache.stats import EngineStats
 from quire.scheduler.admission import Quote
-from quire.scheduler.gates import Stage
+from quire.scheduler.gates import GateStage
 from quire.scheduler.running import RunningSet
 
 LOADING = "loading adapter"
@@ -137,7 +137,7 @@ class AdapterGate:
     flood of requests with some adapters would keep all others out for ever."""
 
     reason = LOADING
-    stage = Stage.BEGIN
+    stage = GateStage.BEGIN
 
     def __init__(self, slots: AdapterSlots) -> None:
         self._slots = slots

@@ -9,7 +9,7 @@ from quire.decoding.sequence import Deferral, Request, RequestStatus, Sequence
 from quire.kv_cache.manager import KVCacheManager
 from quire.scheduler.admission import Limits, Quote, blocks_in_use, has_room, quote
 from quire.scheduler.encoding import ImageEncodings
-from quire.scheduler.gates import Gates, Reservations, Stage, is_deferred
+from quire.scheduler.gates import Gates, GateStage, Reservations, is_deferred
 from quire.scheduler.plan_builder import PlanBuilder, PlanChanges
 from quire.scheduler.preemption import (
     NO_PREEMPTION,
@@ -80,10 +80,10 @@ class Admitter:
             return NO_PREEMPTION
         needs = quote(request, self._kv, self._limits.max_chunk)
         self._quoted = request, needs
-        if self._gates.check((Stage.LOOK_UP,), request, needs, now) is not None:
+        if self._gates.check((GateStage.LOOK_UP,), request, needs, now) is not None:
             return NO_PREEMPTION
         preemption = plan_preemption(request, needs, self._running, self._kv, self._limits)
-        if preemption.victims and self._gates.defer((Stage.BEGIN,), request, needs, now):
+        if preemption.victims and self._gates.defer((GateStage.BEGIN,), request, needs, now):
             return NO_PREEMPTION
         if preemption.victims:
             self._quoted = None  # they leave more room
@@ -116,7 +116,7 @@ class Admitter:
                 reserved.reserve(request)
                 continue
             needs = self._quote(request, builder, reserved)
-            if self._gates.defer((Stage.LOOK_UP, Stage.BEGIN), request, needs, now):
+            if self._gates.defer((GateStage.LOOK_UP, GateStage.BEGIN), request, needs, now):
                 reserved.reserve(request)
                 continue
             num_tokens = min(needs.num_new_tokens, self._limits.max_chunk, builder.budget)
@@ -124,7 +124,7 @@ class Admitter:
                 break
             if not self._has_room(request, needs):
                 break
-            if self._gates.defer((Stage.START,), request, needs, now):
+            if self._gates.defer((GateStage.START,), request, needs, now):
                 reserved.reserve(request)
                 continue
             started.append(request)

@@ -15,7 +15,7 @@ from quire.image_orders import EncodeSlice, ImageOrders
 from quire.kv_cache.stats import EngineStats
 from quire.prompt_image import PromptImage
 from quire.scheduler.admission import Quote
-from quire.scheduler.gates import Stage
+from quire.scheduler.gates import GateStage
 
 ENCODING = "encoding image"
 
@@ -180,7 +180,7 @@ class ImageGate:
     """Defers a request whose next token is in an image until that is encoded."""
 
     reason = ENCODING
-    stage = Stage.BEGIN
+    stage = GateStage.BEGIN
 
     def __init__(self, images: ImageEncodings) -> None:
         self._images = images

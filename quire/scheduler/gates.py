@@ -1,7 +1,7 @@
 """Gates: the reasons why a waiting request may not start yet.
 
 A gate lets a request pass or defers it (`Request.deferral`). The scheduler asks the gates of `default_gates` in order,
-in three stages (`Stage`).
+in three stages (`GateStage`).
 
 A deferred request keeps its place, and every pass looks at it again. Later requests may start before it but take
 nothing from it (`Reservations`): its blocks are reserved, and a later prompt must fit into the rest of the step's
@@ -32,7 +32,7 @@ ends."""
 MAX_LOADS = 3
 
 
-class Stage(enum.IntEnum):
+class GateStage(enum.IntEnum):
     """Stages at which the scheduler asks a gate."""
 
     LOOK_UP = 0
@@ -47,7 +47,7 @@ class Gate(Protocol):
     """One reason to wait."""
 
     reason: str
-    stage: Stage
+    stage: GateStage
 
     def check(self, request: Request, quote: Quote, now: float) -> Deferral | None:
         """The deferral of the request; None: it passes. A request is asked again when its deferral has ended."""
@@ -64,14 +64,14 @@ class Gates:
         self.num_deferrals: Counter[str] = Counter()
         """Reason -> deferrals so far."""
 
-    def check(self, stages: tuple[Stage, ...], request: Request, quote: Quote, now: float) -> Deferral | None:
+    def check(self, stages: tuple[GateStage, ...], request: Request, quote: Quote, now: float) -> Deferral | None:
         """Deferral by the first gate of these stages that does not let the request pass."""
         for gate in self._gates:
             if gate.stage in stages and (deferral := gate.check(request, quote, now)) is not None:
                 return deferral
         return None
 
-    def defer(self, stages: tuple[Stage, ...], request: Request, quote: Quote, now: float) -> bool:
+    def defer(self, stages: tuple[GateStage, ...], request: Request, quote: Quote, now: float) -> bool:
         """`check`, which also stores the deferral in the request. True: there is one."""
         request.deferral = self.check(stages, request, quote, now)
         if request.deferral is not None:
@@ -122,7 +122,7 @@ class ConstraintGate:
     its last token is followed. Both run outside the engine core, so nothing is reserved."""
 
     reason = "compiling constraint"
-    stage = Stage.LOOK_UP
+    stage = GateStage.LOOK_UP
 
     def check(self, request: Request, quote: Quote, now: float) -> Deferral | None:
         if request.constraint is None or _has_matchers(request):
@@ -151,7 +151,7 @@ class PendingPrefixGate:
     """
 
     reason = PENDING_PREFIX
-    stage = Stage.LOOK_UP
+    stage = GateStage.LOOK_UP
 
     def __init__(self, kv: KVCacheManager) -> None:
         self._kv = kv
@@ -178,7 +178,7 @@ class AsynchronousLoadGate:
     """
 
     reason = "asynchronous load"
-    stage = Stage.BEGIN
+    stage = GateStage.BEGIN
 
     def __init__(self, kv: KVCacheManager) -> None:
         self._kv = kv
@@ -213,7 +213,7 @@ class NextPlanLoadGate:
     """
 
     reason = "load for the next plan"
-    stage = Stage.START
+    stage = GateStage.START
 
     def __init__(self, kv: KVCacheManager) -> None:
         self._kv = kv

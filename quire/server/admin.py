@@ -39,7 +39,7 @@ class Paused(msgspec.Struct):
     is_paused: bool
 
 
-class Replica(msgspec.Struct):
+class ReplicaState(msgspec.Struct):
     replica: int
     is_up: bool
 
@@ -189,13 +189,15 @@ def _add_replica_routes(app: FastAPI, context: ServerContext) -> None:
     async def stop_replica(replica: str = "") -> Response:
         context.check_alive()
         await engine.stop_replica(whole_number("replica", replica, 0))
-        return json_response(Replica(int(replica), False))
+        return json_response(ReplicaState(int(replica), False))
 
     @app.post("/start_replica")
     @admin
     async def start_replica(replica: str = "") -> Response:
         context.check_alive()
-        return json_response(Replica(whole_number("replica", replica, 0), await engine.start_replica(int(replica))))
+        return json_response(
+            ReplicaState(whole_number("replica", replica, 0), await engine.start_replica(int(replica)))
+        )
 
 
 def _add_info_routes(app: FastAPI, context: ServerContext) -> None:

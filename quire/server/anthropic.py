@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request, Response
 from starlette.types import Scope
 
 from quire.server.body import report_ignored
-from quire.server.chat import Asked
+from quire.server.chat import AskedRoute
 from quire.server.context import ServerContext
 from quire.server.disconnect import run_until_disconnect
 from quire.server.errors import MESSAGES_PATH, ApiError, error_body
@@ -47,7 +47,7 @@ def add_message_routes(app: FastAPI, context: ServerContext) -> None:
         _report(request, context, body)
         model = context.served_name(body.model)
         chat = chat_body(body.to_chat(reasons=reasons), found_messages(body.messages), NAMES)
-        asked = Asked("other", is_streamed=body.stream)
+        asked = AskedRoute("other", is_streamed=body.stream)
         turn = begin_turn(context, request, chat, NAMES, asked=asked, ends_with_context=True)
         answer = _MessageAnswer(turn, model, body.max_tokens)
         headers = {"X-Request-Id": turn.response_id, "request-id": turn.response_id}

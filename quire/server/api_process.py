@@ -152,13 +152,13 @@ def serve(launch: ApiLaunch, control: socket.socket) -> None:
             runner.run(app.state.context.adapters.load_modules(settings.lora_modules))
             if launch.preloads:
                 runner.run(preload(engine, read_prefixes(settings)))
-            runner.run(_Process(engine, app.state.context, server, control, state).serve_connections())
+            runner.run(_ServingProcess(engine, app.state.context, server, control, state).serve_connections())
         app.state.context.exit()
     finally:
         engine.shutdown()
 
 
-class _Process:
+class _ServingProcess:
     def __init__(
         self, engine: AsyncLLM, context: ServerContext, server: HttpServer, control: socket.socket, state: SharedState
     ) -> None:

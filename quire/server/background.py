@@ -38,14 +38,14 @@ class AnyResponse(Protocol):
         """Wait until an ended response is stored."""
 
 
-class Progress(NamedTuple):
+class ResponseProgress(NamedTuple):
     """has_ended: `events` includes the last one."""
 
     events: list[bytes]
     has_ended: bool
 
 
-async def follow(progress: Callable[[int], Awaitable[Progress]], first: int) -> AsyncGenerator[bytes, None]:
+async def follow(progress: Callable[[int], Awaitable[ResponseProgress]], first: int) -> AsyncGenerator[bytes, None]:
     """progress: returns the events from a given number on."""
     has_ended = False
     while not has_ended:
@@ -142,14 +142,14 @@ class BackgroundResponse:
     def follow(self, first: int) -> AsyncGenerator[bytes, None]:
         return follow(self.progress, first)
 
-    async def progress(self, first: int, seconds: float | None = None) -> Progress:
+    async def progress(self, first: int, seconds: float | None = None) -> ResponseProgress:
         """Events from number `first` on. Waits for one, at most `seconds`."""
         assert self._events is not None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while len(self._events) <= first and not self._has_ended:
                     await self._news.wait()
-        return Progress(self._events[first:], self._has_ended)
+        return ResponseProgress(self._events[first:], self._has_ended)
 
     def end_early(self) -> None:
         assert self.task is not None

@@ -12,7 +12,7 @@ from quire.server.background import (
     AnyResponse,
     BackgroundResponses,
     FinishedResponse,
-    Progress,
+    ResponseProgress,
     follow,
     not_found,
 )
@@ -61,12 +61,12 @@ class ResponseElsewhere:
         return await self._ask(_Body(*self._key), bytes) or await (await self._finished()).body()
 
     async def follow(self, first: int) -> AsyncGenerator[bytes, None]:
-        async def progress(first: int) -> Progress:
-            found: Progress | None = await self._ask(_Follow(*self._key, first), Progress)
+        async def progress(first: int) -> ResponseProgress:
+            found: ResponseProgress | None = await self._ask(_Follow(*self._key, first), ResponseProgress)
             if found is not None:
                 return found
             finished = await self._finished()
-            return Progress([event async for event in finished.follow(first)], True)
+            return ResponseProgress([event async for event in finished.follow(first)], True)
 
         async for event in follow(progress, first):
             yield event
@@ -113,7 +113,7 @@ async def answer_question(background: BackgroundResponses, payload: bytes) -> by
     """Answer the question of a ResponseElsewhere."""
     question = msgspec.msgpack.decode(payload, type=_Body | _Follow | _Cancel | _Settle | _Delete)
     response = background.find_response(question.owner, question.response_id)
-    answer: bytes | Progress | None = None
+    answer: bytes | ResponseProgress | None = None
     if response is not None:
         match question:
             case _Body():

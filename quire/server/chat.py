@@ -45,7 +45,7 @@ def add_chat_routes(app: FastAPI, context: ServerContext) -> None:
     add_answer_route(app, "/v1/chat/completions", context, partial(read_request, kind=ChatRequest), ChatAnswer)
 
 
-class Asked(NamedTuple):
+class AskedRoute(NamedTuple):
     """Route that asked for an answer, for its metrics, and whether it streams."""
 
     request_type: str
@@ -66,12 +66,12 @@ class ChatAnswer(Answer[ChatRequest]):
         *,
         ends_with_context: bool = False,
         weight: AnswerWeight | None = None,
-        asked: Asked | None = None,
+        asked: AskedRoute | None = None,
     ) -> None:
         """ends_with_context: cut max_tokens that exceed the context instead of refusing them. weight: weight of this
         and other answers together. asked: derived from the body if None."""
         super().__init__(context, body, header_id)
-        self._asked = asked or Asked("chat_completions", is_streamed=body.stream)
+        self._asked = asked or AskedRoute("chat_completions", is_streamed=body.stream)
         self._ends_with_context = ends_with_context
         self.weight = weight or AnswerWeight(
             logprobs=self._num_alternatives(self._params.logprobs),

@@ -25,7 +25,7 @@ from quire.server.protocol.chat import TemplateInputs
 from quire.server.protocol.common import AnswerTimes, CompletionTokensDetails, PromptTokensDetails, Usage
 from quire.server.protocol.messages import ChatMessage, found_messages
 from quire.server.running import Work
-from quire.server.turns import Part, Turns, share_of, split
+from quire.server.turns import PromptPart, Turns, share_of, split
 from quire.tokenization.conversation import Conversation
 
 if TYPE_CHECKING:
@@ -132,7 +132,9 @@ async def generate(
         )
     turns = Turns(share)
     size = params.num_sequences
-    parts = [Part(turns, *place) for _ in prompts for place in ([(0, size)] if size <= share else split(size, share))]
+    parts = [
+        PromptPart(turns, *place) for _ in prompts for place in ([(0, size)] if size <= share else split(size, share))
+    ]
     per_prompt = len(parts) // len(prompts)
     salt = client_salt(terms.cache_salt)
     ids = _part_ids(request_id, len(prompts), per_prompt)

@@ -25,7 +25,7 @@ class Version(msgspec.Struct):
     version: str
 
 
-class Load(msgspec.Struct):
+class ServerLoad(msgspec.Struct):
     """server_load: requests that run or wait."""
 
     server_load: int
@@ -59,7 +59,7 @@ def add_health_routes(app: FastAPI, context: ServerContext) -> None:
 
     @app.get("/load")
     async def load() -> Response:
-        return json_response(Load(context.engine.num_pending))
+        return json_response(ServerLoad(context.engine.num_pending))
 
 
 class SilenceGauge(Collector):

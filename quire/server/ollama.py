@@ -19,7 +19,7 @@ from quire.errors import UserError
 from quire.pooling_params import PoolingParams
 from quire.server.auth import public
 from quire.server.body import parse_fields, report_ignored
-from quire.server.chat import Asked
+from quire.server.chat import AskedRoute
 from quire.server.context import ServerContext
 from quire.server.disconnect import run_until_disconnect
 from quire.server.errors import ApiError, api_error, error_body, invalid_request
@@ -131,7 +131,7 @@ def _add_generate_route(app: FastAPI, context: ServerContext) -> None:
 def _turn(context: ServerContext, request: Request, body: OllamaFields, name: str, messages: Messages) -> Turn:
     fields = body.to_chat(name, context.engine.model_config.sampling_defaults, context.engine.ready.max_model_len)
     chat = chat_body(fields, messages, NAMES)
-    asked = Asked("other", is_streamed=body.stream)
+    asked = AskedRoute("other", is_streamed=body.stream)
     return begin_turn(context, request, chat, NAMES, asked=asked, ends_with_context=True)
 
 

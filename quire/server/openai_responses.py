@@ -12,7 +12,7 @@ from quire.errors import UserError
 from quire.server.auth import owner_of
 from quire.server.background import AnyResponse, BackgroundResponses, not_found, not_streamed
 from quire.server.background_elsewhere import ResponseElsewhere, answer_question, find_anywhere
-from quire.server.chat import Asked
+from quire.server.chat import AskedRoute
 from quire.server.context import ServerContext
 from quire.server.disconnect import run_until_disconnect
 from quire.server.errors import invalid_request
@@ -98,7 +98,7 @@ def _add_create_route(app: FastAPI, context: ServerContext, kept: _Kept) -> None
         if body.background and not num_stored:
             raise invalid_request("this server stores no responses (--max-stored-responses 0)", param="background")
         chat, conversation = await kept.chat(request, context, body)
-        turn = begin_turn(context, request, chat, NAMES, asked=Asked("responses", is_streamed=body.stream))
+        turn = begin_turn(context, request, chat, NAMES, asked=AskedRoute("responses", is_streamed=body.stream))
         stores = body.store and num_stored > 0
 
         async def keep(answer: ResponseAnswer) -> None:

@@ -17,7 +17,7 @@ from quire.server.admin import (
     AbortRequest,
     Paused,
     PrefixCacheReset,
-    Replica,
+    ReplicaState,
     ServerInfo,
     Sleeping,
     Status,
@@ -32,7 +32,7 @@ from quire.server.errors import (
     MessagesErrorBody,
     OllamaErrorBody,
 )
-from quire.server.health import Health, Load, Version
+from quire.server.health import Health, ServerLoad, Version
 from quire.server.invocations import InvocationRequest, InvocationResponse
 from quire.server.keys import KeyRing
 from quire.server.protocol.anthropic import CountTokensRequest, MessageResponse, MessagesRequest, TokenCount
@@ -277,7 +277,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     **{("get", path): _HEALTH for path in ("/health", "/ready", "/ping")},
     ("post", "/ping"): _HEALTH,
     ("get", "/version"): Operation("The server's version", Version, is_public=True),
-    ("get", "/load"): Operation("How many requests run or wait", Load),
+    ("get", "/load"): Operation("How many requests run or wait", ServerLoad),
     ("get", "/debug/kv"): Operation("Every KV block and every live request", Frame),
     ("post", "/pause"): Operation(
         "Start no request until /resume; new ones wait",
@@ -309,8 +309,8 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "Nothing: what encoders made depends on content and settings alone", None, is_admins=True
     ),
     ("post", "/abort_requests"): Operation("End answers that are being generated", None, AbortRequest, is_admins=True),
-    ("post", "/stop_replica"): Operation("End a replica's engine", Replica, parameters=_REPLICA, is_admins=True),
-    ("post", "/start_replica"): Operation("Start a replica again", Replica, parameters=_REPLICA, is_admins=True),
+    ("post", "/stop_replica"): Operation("End a replica's engine", ReplicaState, parameters=_REPLICA, is_admins=True),
+    ("post", "/start_replica"): Operation("Start a replica again", ReplicaState, parameters=_REPLICA, is_admins=True),
     ("post", "/v1/load_lora_adapter"): Operation("Load an adapter", None, LoadAdapter, is_admins=True),
     ("post", "/v1/unload_lora_adapter"): Operation(
         "Take an adapter's name away", None, UnloadAdapter, is_admins=True, names_model=True

@@ -48,7 +48,7 @@ from quire.server.protocol.pooling import (
 )
 from quire.server.reading import read_request
 from quire.server.responses import json_response
-from quire.server.turns import Part, Turns, share_of
+from quire.server.turns import PromptPart, Turns, share_of
 from quire.server.vector_format import bytes_response, encoded
 
 Body = TypeVar("Body", bound=PooledFields)
@@ -220,7 +220,7 @@ async def run_texts(
     priority = body.priority if context.engine.takes_priorities else 0
 
     async def one(index: int, prompt: str | list[int], second: str | None) -> RequestOutput:
-        part = None if turns is None else Part(turns, 0, 1)
+        part = None if turns is None else PromptPart(turns, 0, 1)
         try:
             output = await context.engine.pool(
                 prompt,

@@ -15,12 +15,12 @@ import msgspec
 from fastapi import Request
 
 from quire.errors import EngineDeadError, UserError
-from quire.parsers.output import ToolCallDelta, called_arguments
+from quire.parsers.output import CallPiece, called_arguments
 from quire.sampling_params import SamplingParams
 from quire.server.answer import Begin, Piece, header_id
 from quire.server.auth import client_of
 from quire.server.body import parse_fields, report_ignored
-from quire.server.chat import Asked, ChatAnswer
+from quire.server.chat import AskedRoute, ChatAnswer
 from quire.server.completions import CompletionAnswer
 from quire.server.context import ServerContext
 from quire.server.errors import ApiError, unavailable
@@ -172,7 +172,7 @@ class Turn:
         """Begin a part of this kind unless one is open."""
         return [] if self._open is not None and self._open.kind is kind else self._begin(kind)
 
-    def _begin(self, kind: Kind, call: ToolCallDelta | None = None) -> list[Event]:
+    def _begin(self, kind: Kind, call: CallPiece | None = None) -> list[Event]:
         closed = self._close()
         segment = Segment(len(self.segments), kind)
         if call is not None:
@@ -233,7 +233,7 @@ def begin_turn(
     body: ChatRequest,
     names: dict[str, str],
     *,
-    asked: Asked,
+    asked: AskedRoute,
     ends_with_context: bool = False,
 ) -> Turn:
     """Admit the request. asked, ends_with_context: see ChatAnswer. Raises ApiError."""

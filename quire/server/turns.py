@@ -73,7 +73,7 @@ class Turns:
                 turn.set_result(None)
 
 
-class Part:
+class PromptPart:
     """Sequences of one prompt, from `first_index` on. `AsyncLLM.generate` waits for the turn after its checks, and ends
     it."""
 

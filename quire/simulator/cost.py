@@ -30,7 +30,7 @@ from quire.config.model_shape import DTYPE_BYTES, QUANTIZED, STATE_BORDER, Atten
 from quire.config.parallel import ParallelConfig, why_not_dealt
 from quire.errors import UserError
 from quire.simulator.hardware import Hardware
-from quire.simulator.work import Chunk, StepWork, Windows
+from quire.simulator.work import ChunkTokens, StepWork, Windows
 
 KERNELS_PER_LAYER = 10
 KERNELS_PER_STEP = 12
@@ -87,7 +87,7 @@ class Product:
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
+class AttentionCost:
     """Attention of the layers of one kind on one device, in seconds. At the peak: per pair of a chunk's token and a
     position, and per position of a single token. Of bytes: per position that a chunk or a single token reads, and per
     token of a chunk."""
@@ -102,10 +102,10 @@ class Attention:
 def windows_of(shape: ModelShape) -> Windows:
     """Positions that a token reads, for each kind of attention in the order of `attention_counts`; an indexer's own
     reads follow."""
-    windows: list[int | Chunk | None] = []
+    windows: list[int | ChunkTokens | None] = []
     for attention in shape.attention_counts:
         if attention.kind == "chunked" and attention.window:
-            windows.append(Chunk(attention.window))
+            windows.append(ChunkTokens(attention.window))
         elif attention.index_top:
             windows += attention.index_top, None
         else:
@@ -292,7 +292,7 @@ class CostModel:
         return max(by_peak, by_bandwidth) + tokens * self._exchange
 
     @staticmethod
-    def _decode_position(attention: Attention) -> float:
+    def _decode_position(attention: AttentionCost) -> float:
         return max(attention.decode_pair, attention.decode_kept)
 
     def _copies(self, work: StepWork) -> float:
@@ -377,7 +377,7 @@ class CostModel:
                 self._attention.append(self._indexer_of(attention, num_layers))
         self._flat_decode = [self._decode_position(attention) for attention in self._attention]
 
-    def _attention_of(self, attention: AttentionShape, num_layers: int) -> Attention:
+    def _attention_of(self, attention: AttentionShape, num_layers: int) -> AttentionCost:
         """Costs of the layers of one kind, for the largest stage's share."""
         tp, factors, num_heads = self.layout.tp, self.hardware.factors, attention.num_heads
         layers = num_layers * self._layers / self.shape.num_layers
@@ -401,7 +401,7 @@ class CostModel:
         rate = self.hardware.peak(self.precision.activations) * factors.attention_compute
         bandwidth = self.hardware.bandwidth * factors.attention_bandwidth
         run_bytes = self._block_tokens * run * self._kv_size
-        return Attention(
+        return AttentionCost(
             chunk_pair=layers * heads * chunk_pair / rate,
             decode_pair=layers * heads * decode_pair / rate,
             kept=layers * kept_bytes / bandwidth,
@@ -409,7 +409,7 @@ class CostModel:
             chunk_row=layers * heads * row * self._row_size / bandwidth,
         )
 
-    def _indexer_of(self, attention: AttentionShape, num_layers: int) -> Attention:
+    def _indexer_of(self, attention: AttentionShape, num_layers: int) -> AttentionCost:
         """Costs of these layers' indexers, which each rank computes whole: all heads compare a query with one key per
         earlier token."""
         factors, size = self.hardware.factors, attention.index_dim
@@ -418,7 +418,7 @@ class CostModel:
         bandwidth = self.hardware.bandwidth * factors.attention_bandwidth
         pair, kept = layers * 2 * attention.index_heads * size / rate, layers * size * self._kv_size / bandwidth
         run_bytes = self._block_tokens * size * self._kv_size
-        return Attention(
+        return AttentionCost(
             chunk_pair=pair,
             decode_pair=pair,
             kept=kept,

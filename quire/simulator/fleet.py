@@ -42,7 +42,7 @@ class ReplicaSpec:
         return Replica(self.cost, settings, make_core=self.make_core, objectives=self.objectives)
 
 
-class Group(Protocol):
+class ReplicaGroup(Protocol):
     """Some of the replicas, in this or another process: `begin_window` and `end_window` in turn, then
     `finish_replicas`."""
 
@@ -106,14 +106,14 @@ def merged(results: Sequence[Metrics]) -> Metrics:
     return total
 
 
-def _groups(spec: ReplicaSpec, num_replicas: int, num_processes: int) -> list[Group]:
+def _groups(spec: ReplicaSpec, num_replicas: int, num_processes: int) -> list[ReplicaGroup]:
     """Replica i belongs to group i modulo their number."""
     if num_processes <= 1:
         return [LocalGroup(spec, range(num_replicas))]
-    groups: list[Group] = []
+    groups: list[ReplicaGroup] = []
     try:
         for number in range(num_processes):
-            groups.append(ProcessGroup(spec, range(number, num_replicas, num_processes)))
+            groups.append(ReplicaProcesses(spec, range(number, num_replicas, num_processes)))
     except BaseException:
         for group in groups:
             group.close()
@@ -167,7 +167,7 @@ class LocalGroup:
         """Do nothing."""
 
 
-class ProcessGroup:
+class ReplicaProcesses:
     def __init__(self, spec: ReplicaSpec, numbers: Sequence[int]) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()

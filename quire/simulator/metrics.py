@@ -22,7 +22,7 @@ PERCENTILES = (50.0, 90.0, 95.0, 99.0)
 LATENCIES = ("ttft", "tpot", "latency", "normalized_latency")
 
 
-class Distribution:
+class MergedDistribution:
     """Distribution of one quantity with values of at least 0. Replicas' merge."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Distribution:
         if len(self._values) > EXACT:
             self._begin_bins()
 
-    def merge(self, other: Distribution) -> None:
+    def merge(self, other: MergedDistribution) -> None:
         self.count += other.count
         self.total += other.total
         self.lowest, self.highest = min(self.lowest, other.lowest), max(self.highest, other.highest)
@@ -191,7 +191,9 @@ class TimeSeries:
 class Metrics:
     """Results of a run. Times are seconds of the simulated clock."""
 
-    latencies: dict[str, Distribution] = field(default_factory=lambda: {name: Distribution() for name in LATENCIES})
+    latencies: dict[str, MergedDistribution] = field(
+        default_factory=lambda: {name: MergedDistribution() for name in LATENCIES}
+    )
     series: TimeSeries = field(default_factory=TimeSeries)
     num_requests: int = 0
     num_finished: int = 0

@@ -17,7 +17,7 @@ from quire.simulator.trace import TraceRequest, read_trace
 from quire.simulator.workloads import Arrivals, stream
 
 
-class Source(Protocol):
+class RequestSource(Protocol):
     def requests(self, rate: float | None) -> Iterator[TraceRequest]:
         """Requests at `rate` per second (None: the native rate); equal for equal rates."""
         ...
@@ -72,7 +72,7 @@ class SyntheticSource:
 class Scenario:
     """objectives: name of LATENCIES -> seconds, each for `percentile` percent of the requests."""
 
-    source: Source
+    source: RequestSource
     cost: CostModel
     settings: EngineSettings = field(default_factory=EngineSettings)
     router: str = "round-robin"

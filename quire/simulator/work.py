@@ -10,13 +10,13 @@ import msgspec
 from quire.step import HostTransfers, StepPlan
 
 
-class Chunk(NamedTuple):
+class ChunkTokens(NamedTuple):
     """Attention of a token to earlier positions of its own chunk of `size`."""
 
     size: int
 
 
-Windows = Sequence[int | Chunk | None]
+Windows = Sequence[int | ChunkTokens | None]
 """Distinct attention windows of a model's layers; None: full attention."""
 
 
@@ -79,25 +79,25 @@ class StepWork(msgspec.Struct, kw_only=True):
         return work
 
 
-def _decode_context(starts: Sequence[int], count: int, window: int | Chunk | None) -> int:
+def _decode_context(starts: Sequence[int], count: int, window: int | ChunkTokens | None) -> int:
     if window is None:
         return sum(starts) + count
-    if isinstance(window, Chunk):
+    if isinstance(window, ChunkTokens):
         return sum(start % window.size for start in starts) + count
     return sum(start + 1 if start < window else window for start in starts)
 
 
-def _chunk_context(start: int, count: int, window: int | Chunk | None) -> int:
+def _chunk_context(start: int, count: int, window: int | ChunkTokens | None) -> int:
     end = start + count
-    if isinstance(window, Chunk):
+    if isinstance(window, ChunkTokens):
         return end - start // window.size * window.size
     return end if window is None else min(end, window - 1 + count)
 
 
-def _chunk_pairs(start: int, count: int, window: int | Chunk | None) -> int:
+def _chunk_pairs(start: int, count: int, window: int | ChunkTokens | None) -> int:
     """Pairs of a chunk's token and a position that it attends to."""
     end = start + count
-    if isinstance(window, Chunk):
+    if isinstance(window, ChunkTokens):
         return _pairs_before(end, window.size) - _pairs_before(start, window.size)
     if window is None or end <= window:
         return count * start + count * (count + 1) // 2

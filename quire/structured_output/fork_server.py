@@ -23,7 +23,7 @@ from quire.structured_output.forks import fork, limit
 from quire.structured_output.mask_process import STACK, serve_masks
 from quire.structured_output.messages import (
     Cancel,
-    Connection,
+    FrameConnection,
     Outcome,
     Rehearse,
     Setup,
@@ -49,7 +49,7 @@ NUM_SPARE = 2
 class Rehearsal:
     """A fork that rehearses, or waits for a text."""
 
-    def __init__(self, pid: int, connection: Connection) -> None:
+    def __init__(self, pid: int, connection: FrameConnection) -> None:
         self.pid = pid
         self.connection = connection
         self.job: Job | None = None
@@ -75,7 +75,7 @@ class ForkServer:
         self._limits = setup.limits
         self._vocabulary = vocabulary
         self._failure = failure
-        self._connection = Connection(socket.socket(fileno=setup.fd), takes_descriptors=True)
+        self._connection = FrameConnection(socket.socket(fileno=setup.fd), takes_descriptors=True)
         self._turns = Turns(len(setup.limits.cpu_seconds))
         self._jobs: dict[int, Job] = {}
         self._spare: list[Rehearsal] = []
@@ -163,7 +163,7 @@ class ForkServer:
         ours, theirs = socket.socketpair()
         with theirs:
             pid = fork("quire: rehearse", lambda: rehearse(theirs, vocabulary, limits), limits.stack)
-        return Rehearsal(pid, Connection(ours))
+        return Rehearsal(pid, FrameConnection(ours))
 
     def _finish(self, rehearsal: Rehearsal) -> None:
         job = rehearsal.job

@@ -17,7 +17,7 @@ from quire.structured_output import patterns
 from quire.structured_output.productive import without_endless
 from quire.structured_output.schema_numbers import DIGITS, KEYWORDS, Numbers, Written, check_merges, constant, is_number
 from quire.structured_output.schema_objects import ObjectKeywords, all_of
-from quire.structured_output.schema_place import Place
+from quire.structured_output.schema_place import SchemaPlace
 from quire.structured_output.schema_references import References
 
 MAX_DEPTH = 120
@@ -105,17 +105,17 @@ class Normaliser:
         self._closed = closed
         self._references = References(root)
         self._names: dict[int, str] = {}
-        self._todo: list[tuple[str, Any, Place]] = []
+        self._todo: list[tuple[str, Any, SchemaPlace]] = []
         self._found = NormalSchema(root)
         self._numbers: list[Numbers] = []
         self._merges = False
         """Several schemas apply to one value somewhere."""
         self._budget = budget
-        self._matchers: dict[str, patterns.Matcher] = {}
+        self._matchers: dict[str, patterns.PatternMatcher] = {}
 
     def run(self) -> NormalSchema:
         found = self._found
-        found.root = self.schema(self._root, Place(None, "#"))
+        found.root = self.schema(self._root, SchemaPlace(None, "#"))
         while self._todo:
             name, target, place = self._todo.pop()
             found.definitions[name] = self.schema(target, place)
@@ -124,7 +124,7 @@ class Normaliser:
         without_endless(found)
         return found
 
-    def schema(self, schema: Any, place: Place) -> Any:
+    def schema(self, schema: Any, place: SchemaPlace) -> Any:
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, dict):
@@ -139,7 +139,7 @@ class Normaliser:
             given = {"$ref": given["$ref"]}  # the drafts say that its siblings are ignored
         return self._normal(schema, given, place)
 
-    def _normal(self, schema: dict[str, Any], given: dict[str, Any], place: Place) -> Any:
+    def _normal(self, schema: dict[str, Any], given: dict[str, Any], place: SchemaPlace) -> Any:
         types = self._without(given, _types(given, place), place)
         if types is not None and not types:
             return False
@@ -170,7 +170,7 @@ class Normaliser:
         after: list[tuple[str, Any]],
         types: list[str] | None,
         given: dict[str, Any],
-        place: Place,
+        place: SchemaPlace,
     ) -> Any:
         """All parts in one schema. Those on numbers stand apart where llguidance does not follow them."""
         if types is not None and not types:
@@ -203,7 +203,7 @@ class Normaliser:
         return _all([*_each(before), simple or True, *_each(after)])
 
     def _in_place(
-        self, schema: dict[str, Any], given: dict[str, Any], types: list[str] | None, place: Place
+        self, schema: dict[str, Any], given: dict[str, Any], types: list[str] | None, place: SchemaPlace
     ) -> tuple[list[tuple[str, Any]] | None, list[tuple[str, Any]]]:
         """Keywords for whole schemas, (before, after) `properties`, in the order of the text's keys. None: nothing
         satisfies them."""
@@ -227,7 +227,7 @@ class Normaliser:
                 found[side].append(pair)
         return found
 
-    def _reference(self, schema: dict[str, Any], name: str, place: Place) -> tuple[str, Any] | bool:
+    def _reference(self, schema: dict[str, Any], name: str, place: SchemaPlace) -> tuple[str, Any] | bool:
         try:
             target = self._references.target(schema, name)
         except ValueError as error:
@@ -241,7 +241,7 @@ class Normaliser:
             self._todo.append((self._names[id(target)], target, place.target()))
         return "$ref", f"#/$defs/{self._names[id(target)]}"
 
-    def _several(self, name: str, value: Any, place: Place) -> tuple[str, Any] | bool:
+    def _several(self, name: str, value: Any, place: SchemaPlace) -> tuple[str, Any] | bool:
         if not isinstance(value, list) or not value:
             raise place.error("must be a list of schemas")
         parts = [self.schema(each, place.at(index)) for index, each in enumerate(value)]
@@ -260,7 +260,7 @@ class Normaliser:
             return True if parts[0] is True or parts[0] == {} else ("allOf", parts)
         return name, parts
 
-    def _without(self, given: dict[str, Any], types: list[str] | None, place: Place) -> list[str] | None:
+    def _without(self, given: dict[str, Any], types: list[str] | None, place: SchemaPlace) -> list[str] | None:
         """Types left by `not` and conditions, which may only be trivial or exclude types."""
         if "if" in given and ("then" in given or "else" in given):
             condition = self.schema(given["if"], place.at("if"))
@@ -289,7 +289,7 @@ class Normaliser:
             kinds = [*kinds, "integer"]
         return [kind for kind in types or TYPES if kind not in kinds]
 
-    def _values(self, values: Any, given: dict[str, Any], types: list[str] | None, place: Place) -> Any:
+    def _values(self, values: Any, given: dict[str, Any], types: list[str] | None, place: SchemaPlace) -> Any:
         """`const` or `enum` as a schema of one keyword."""
         if not isinstance(values, list):
             raise place.error("must be a list")
@@ -342,7 +342,7 @@ class Normaliser:
             )
         return value
 
-    def _string(self, given: dict[str, Any], place: Place) -> dict[str, Any]:
+    def _string(self, given: dict[str, Any], place: SchemaPlace) -> dict[str, Any]:
         found: dict[str, Any] = {}
         if low := self.count(given, "minLength", place):
             found["minLength"] = low
@@ -356,7 +356,7 @@ class Normaliser:
             found["pattern"] = DATES[found["format"]]
         return found
 
-    def pattern(self, pattern: Any, place: Place, max_length: int | None = None) -> str:
+    def pattern(self, pattern: Any, place: SchemaPlace, max_length: int | None = None) -> str:
         if not isinstance(pattern, str):
             raise place.error("must be a string")
         try:
@@ -369,7 +369,7 @@ class Normaliser:
             raise place.error(f"counts too many words for a maxLength of {max_length}: each takes long to check")
         return patterns.written(node)
 
-    def _array(self, given: dict[str, Any], place: Place) -> dict[str, Any]:
+    def _array(self, given: dict[str, Any], place: SchemaPlace) -> dict[str, Any]:
         found: dict[str, Any] = {}
         low, high = self.count(given, "minItems", place) or 0, self.count(given, "maxItems", place)
         prefix, rest = given.get("prefixItems"), "items"
@@ -401,7 +401,7 @@ class Normaliser:
         found |= {"minItems": low} if low else {}
         return found if high is None else found | {"maxItems": high}
 
-    def count(self, given: dict[str, Any], name: str, place: Place) -> int | None:
+    def count(self, given: dict[str, Any], name: str, place: SchemaPlace) -> int | None:
         """A number of characters, items or properties; None: no bound, or one that no text reaches."""
         value = given.get(name)
         if value is None:
@@ -425,10 +425,10 @@ class Normaliser:
     def note_patterns(self) -> None:
         self._found.has_patterns = True
 
-    def matcher(self, pattern: str, node: patterns.Node) -> patterns.Matcher:
+    def matcher(self, pattern: str, node: patterns.Node) -> patterns.PatternMatcher:
         """Raises ValueError if the pattern is too large."""
         if pattern not in self._matchers:
-            self._matchers[pattern] = patterns.Matcher(node, self._budget)
+            self._matchers[pattern] = patterns.PatternMatcher(node, self._budget)
         return self._matchers[pattern]
 
     def languages(self, limit: int, max_length: int) -> patterns.Languages:
@@ -459,7 +459,7 @@ def _all(parts: list[Any]) -> Any:
     return found
 
 
-def _types(given: dict[str, Any], place: Place) -> list[str] | None:
+def _types(given: dict[str, Any], place: SchemaPlace) -> list[str] | None:
     """Types of a schema; None: all. Upper case, which some generators write, is accepted."""
     value = given.get("type")
     if value is None:

@@ -21,7 +21,7 @@ from quire.errors import UserError
 from quire.logging import get_logger
 from quire.structured_output.mask_memory import MIN_SLOTS, Busy, MaskMemory, make_memory, num_mask_bytes
 from quire.structured_output.mask_process import NUM_THREADS
-from quire.structured_output.messages import Connection, Copy, Done, Grammar, Work
+from quire.structured_output.messages import Copy, Done, FrameConnection, Grammar, Work
 from quire.structured_output.remote_matcher import NO_SLOT, RemoteMatcher, too_much_work
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class MaskClient:
         self._start = start
         self._condemn = condemn
         self.num_mask_bytes = num_mask_bytes(vocab_size)
-        self.connection: Connection | None = None
+        self.connection: FrameConnection | None = None
         self._memory: MaskMemory | None = None
         self.is_starting = False
         """True until the process has answered; the fork server may have died instead of starting it."""
@@ -402,7 +402,7 @@ class MaskClient:
     def _busy(self) -> list[Busy]:
         return [] if self._memory is None else self._memory.busy(NUM_THREADS)
 
-    def _start_process(self) -> Connection:
+    def _start_process(self) -> FrameConnection:
         ours, theirs = socket.socketpair()
         descriptor = make_memory()
         self._memory = MaskMemory(descriptor, self._vocab_size)
@@ -410,7 +410,7 @@ class MaskClient:
             self._num_slots = self._memory.num_slots
             self._free_slots = [slot for slot in range(self._num_slots) if slot not in self._matchers]
         self._memory.hold(self._num_slots)
-        self.connection = Connection(ours)
+        self.connection = FrameConnection(ours)
         self._last_sign = time.monotonic()
         self.is_starting = True
         self._start(theirs.detach(), os.dup(descriptor))

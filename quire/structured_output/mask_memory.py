@@ -90,7 +90,7 @@ class MaskMemory:
         os.close(self._descriptor)
 
 
-class Scratch:
+class MaskScratch:
     """A thread's memory for masks, and the clock of its work. Not the slot itself, because a sequence may end while its
     mask is made, and its slot be reused."""
 

@@ -19,17 +19,17 @@ import msgspec
 from quire.decoding.masks import drafts_behind
 from quire.errors import UserError
 from quire.structured_output.forks import limit_memory
-from quire.structured_output.mask_memory import MaskMemory, Scratch
+from quire.structured_output.mask_memory import MaskMemory, MaskScratch
 from quire.structured_output.messages import (
     Advance,
-    Answer,
     BlockingReader,
     Copy,
     Done,
     Grammar,
-    Limits,
     Masked,
+    MatcherAnswer,
     New,
+    RehearsalLimits,
     Work,
 )
 from quire.structured_output.rehearsal import in_one_line, start_matcher
@@ -193,9 +193,9 @@ class MaskProcess:
         """Answers without masks, which the engine core waits for."""
         self._masks: deque[Task] = deque()
         self._slow = SlowTasks()
-        self._answers: list[Answer] = []
+        self._answers: list[MatcherAnswer] = []
         self._masked: list[Masked] = []
-        self._whole: list[Answer] = []
+        self._whole: list[MatcherAnswer] = []
         """Answers to send when no mask is left to make."""
         self._slots: dict[int, Slot] = {}
         self._grammars: dict[int, Compiled] = {}
@@ -204,7 +204,7 @@ class MaskProcess:
     def work(self, thread: int) -> None:
         """Do tasks and read messages until the engine core is gone."""
         try:
-            scratch = Scratch(self._shape.num_written)
+            scratch = MaskScratch(self._shape.num_written)
             turn = self._turn
             if thread == SLOW_THREAD:
                 turn = self._slow_turn
@@ -216,7 +216,7 @@ class MaskProcess:
         finally:
             os._exit(1)
 
-    def _turn(self, thread: int, scratch: Scratch) -> None:
+    def _turn(self, thread: int, scratch: MaskScratch) -> None:
         """Do tasks or read a message, if this thread leads; else stand by."""
         with self._lock:
             task = self._next_task(thread)
@@ -260,7 +260,7 @@ class MaskProcess:
             self._message_came.wait()
             self._is_asleep = False
 
-    def _slow_turn(self, thread: int, scratch: Scratch) -> None:
+    def _slow_turn(self, thread: int, scratch: MaskScratch) -> None:
         with self._lock:
             task = self._slow.take()
             if task is None:
@@ -329,7 +329,7 @@ class MaskProcess:
         slot.serial = copy.serial
         return Task(slot, None, mask_serial=copy.serial) if copy.wants_mask else None
 
-    def _perform(self, task: Task, thread: int, scratch: Scratch) -> Answer | Masked | None:
+    def _perform(self, task: Task, thread: int, scratch: MaskScratch) -> MatcherAnswer | Masked | None:
         slot, work = task.slot, task.work
         self._memory.note_work(thread, slot.number, time.monotonic())
         with slot.lock:
@@ -348,14 +348,14 @@ class MaskProcess:
                 answer.mask_error, answer.mask_param, answer.num_draft_masks = error, param, num_draft_masks
         return answer
 
-    def _keep(self, task: Task, done: Answer | Masked | None) -> None:
+    def _keep(self, task: Task, done: MatcherAnswer | Masked | None) -> None:
         """Keep a task's result until it is sent. Called under the lock."""
         if done is None:
             return
         if type(done) is Masked:
             self._masked.append(done)
             return
-        assert type(done) is Answer
+        assert type(done) is MatcherAnswer
         if task.is_slow or not task.with_mask:
             self._answers.append(done)
             if done.num_draft_masks < 0:
@@ -363,7 +363,7 @@ class MaskProcess:
         else:
             self._whole.append(done)
 
-    def _answer(self, task: Task, work: New | Advance, scratch: Scratch) -> Answer:
+    def _answer(self, task: Task, work: New | Advance, scratch: MaskScratch) -> MatcherAnswer:
         """Follow the tokens. `num_draft_masks` is -1 if the mask must be made."""
         slot, compiled = task.slot, task.compiled
         slot.serial = work.serial
@@ -372,7 +372,7 @@ class MaskProcess:
         if task.is_slow:
             consume, clock = self._consume_apart, self._consume_apart.seconds
         started = clock()
-        answer = Answer(slot.number, work.serial, 0, (), False, False, False, NO_TOKEN, False, False, 0.0)
+        answer = MatcherAnswer(slot.number, work.serial, 0, (), False, False, False, NO_TOKEN, False, False, 0.0)
         try:
             if type(work) is New:
                 assert compiled is not None
@@ -411,7 +411,7 @@ class MaskProcess:
         answer.is_slow = slot.num_slow > 0
         return answer
 
-    def _make_mask(self, slot: Slot, scratch: Scratch) -> tuple[float, str, str, int]:
+    def _make_mask(self, slot: Slot, scratch: MaskScratch) -> tuple[float, str, str, int]:
         """Make a slot's mask, and write it unless the slot has ended. Returns `seconds`, `error`, `param` and
         `num_draft_masks` of Masked."""
         error = param = ""
@@ -431,7 +431,7 @@ class MaskProcess:
         num_drafts = self._make_draft_masks(slot, scratch) if slot.drafts and not error else 0
         return seconds, error, param, num_drafts
 
-    def _make_draft_masks(self, slot: Slot, scratch: Scratch) -> int:
+    def _make_draft_masks(self, slot: Slot, scratch: MaskScratch) -> int:
         """Make the masks after drafts, up to one that is not allowed or ends the text, or until they take long; returns
         their number. They are not charged to the request, and a missing one does not end it."""
         assert slot.state is not None
@@ -543,7 +543,7 @@ def serve_masks(
     vocabulary: LLTokenizer,
     vocab_size: int,
     end_ids: list[int],
-    limits: Limits,
+    limits: RehearsalLimits,
 ) -> None:
     sys.setswitchinterval(SWITCH_SECONDS)
     wake_politely()

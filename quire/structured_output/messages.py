@@ -17,7 +17,7 @@ MAX_DESCRIPTORS = 4
 """Limit of descriptors with one message."""
 
 
-class Limits(msgspec.Struct, frozen=True):
+class RehearsalLimits(msgspec.Struct, frozen=True):
     """Limits of one rehearsal, which the kernel enforces. cpu_seconds: processor seconds of each try; a text that needs
     more is tried again with the next number. seconds: from the request until the verdict. memory: bytes of address
     space above the fork's. stack: bytes; the mask process has twice as many."""
@@ -28,7 +28,7 @@ class Limits(msgspec.Struct, frozen=True):
     stack: int = 2**27
 
 
-LIMITS = Limits()
+LIMITS = RehearsalLimits()
 
 
 class Setup(msgspec.Struct):
@@ -38,7 +38,7 @@ class Setup(msgspec.Struct):
     vocab_size: int
     eos_token_ids: list[int]
     fd: int
-    limits: Limits
+    limits: RehearsalLimits
 
 
 class Rehearse(msgspec.Struct, tag=True):
@@ -143,7 +143,7 @@ class Work(msgspec.Struct, array_like=True):
     advances: list[Advance]
 
 
-class Answer(msgspec.Struct, array_like=True):
+class MatcherAnswer(msgspec.Struct, array_like=True):
     """An answer (`serial` of its question), with attributes of `quire.decoding.masks.Matcher`. only: the one possible
     next token; -1: see the mask. is_free: all tokens are possible. is_masked: the mask is there, or `mask_error` says
     why not. seconds: processor time. error: why the matcher cannot continue. num_draft_masks: masks after drafts; -1:
@@ -181,11 +181,11 @@ class Masked(msgspec.Struct, array_like=True):
 class Done(msgspec.Struct, array_like=True):
     """A message of the mask process. Answers come before masks of the same matchers."""
 
-    answers: Sequence[Answer]
+    answers: Sequence[MatcherAnswer]
     masks: Sequence[Masked]
 
 
-class Connection:
+class FrameConnection:
     """Frames over one end of a stream socket pair, without waiting: unsent data is kept for a later `send` or `pump`.
     Used by one thread."""
 

@@ -1,7 +1,7 @@
 """ECMA-262 regular expressions of JSON schemas (`pattern`, `patternProperties`), in Rust's syntax. `parse` reads an
 expression and `written` rewrites it, because characters differ in Rust: `.` matches a carriage return, `[` in a class
-opens another, `&&` in a class intersects, `\\<` is the beginning of a word. `Matcher` finds an expression in a name;
-`Languages` lists the names that it matches. None of them backtracks."""
+opens another, `&&` in a class intersects, `\\<` is the beginning of a word. `PatternMatcher` finds an expression in a
+name; `Languages` lists the names that it matches. None of them backtracks."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class Anchor:
 
 
 @dataclass(frozen=True)
-class Sequence:
+class PatternSequence:
     parts: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
-class Choice:
+class PatternChoice:
     options: tuple[Node, ...]
 
 
@@ -65,7 +65,7 @@ class Repetition:
     high: int | None
 
 
-Node = Characters | Anchor | Sequence | Choice | Repetition
+Node = Characters | Anchor | PatternSequence | PatternChoice | Repetition
 
 
 class UnknownSyntaxError(ValueError):
@@ -97,13 +97,13 @@ class _Parser:
         while self._pattern.startswith("|", self._at):
             self._at += 1
             options.append(self._sequence(depth))
-        return options[0] if len(options) == 1 else Choice(tuple(options))
+        return options[0] if len(options) == 1 else PatternChoice(tuple(options))
 
     def _sequence(self, depth: int) -> Node:
         parts: list[Node] = []
         while self._at < len(self._pattern) and self._pattern[self._at] not in "|)":
             parts.append(self._repeated(self._atom(depth)))
-        return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
+        return parts[0] if len(parts) == 1 else PatternSequence(tuple(parts))
 
     def _repeated(self, part: Node) -> Node:
         sign = self._pattern[self._at : self._at + 1]
@@ -298,9 +298,9 @@ def written(node: Node) -> str:
             return node.text
         case Anchor():
             return "$" if node.is_end else "^"
-        case Sequence():
-            return "".join(_grouped(part) if isinstance(part, Choice) else written(part) for part in node.parts)
-        case Choice():
+        case PatternSequence():
+            return "".join(_grouped(part) if isinstance(part, PatternChoice) else written(part) for part in node.parts)
+        case PatternChoice():
             return "|".join(written(option) for option in node.options)
     inner = written(node.part) if isinstance(node.part, Characters) else _grouped(node.part)
     if (node.low, node.high) in (sign := {(0, None): "*", (1, None): "+", (0, 1): "?"}):
@@ -319,9 +319,9 @@ def _grouped(node: Node) -> str:
 def takes_all(node: Node | None) -> bool:
     """True if the expression is found in every text, as `.*` and the empty one are."""
     match node:
-        case Sequence():
+        case PatternSequence():
             return all(map(takes_all, node.parts))
-        case Choice():
+        case PatternChoice():
             return any(map(takes_all, node.options))
         case Repetition():
             return node.low == 0 or takes_all(node.part)
@@ -336,10 +336,10 @@ def num_words(node: Node) -> int:
 def _counted(node: Node) -> tuple[int, int]:
     """(unbounded repetitions in succession, `num_words`)."""
     match node:
-        case Sequence(parts):
+        case PatternSequence(parts):
             found = [_counted(part) for part in parts]
             return sum(endless for endless, _ in found), max((words for _, words in found), default=0)
-        case Choice(options):
+        case PatternChoice(options):
             found = [_counted(option) for option in options]
             return max(endless for endless, _ in found), max(words for _, words in found)
         case Repetition(part, _, high):
@@ -359,7 +359,7 @@ class Budget:
             raise ValueError("the patterns are too large to be compared with the names of properties")
 
 
-class Matcher:
+class PatternMatcher:
     """Finds an expression in texts."""
 
     def __init__(self, node: Node, budget: Budget) -> None:
@@ -418,11 +418,11 @@ class Matcher:
         """Add the node after a state; returns the state after it."""
         self._budget.spend()
         match node:
-            case Sequence():
+            case PatternSequence():
                 for part in node.parts:
                     start = self._add(part, start)
                 return start
-            case Choice():
+            case PatternChoice():
                 end = self._state()
                 for option in node.options:
                     self._edges[self._add(option, start)].append((None, end))
@@ -470,11 +470,11 @@ class Languages:
         """All texts that match an expression with anchors at both ends; None above the limits. Raises ValueError when
         the budget is spent."""
         found: set[str] = set()
-        for option in node.options if isinstance(node, Choice) else (node,):
-            parts = option.parts if isinstance(option, Sequence) else ()
+        for option in node.options if isinstance(node, PatternChoice) else (node,):
+            parts = option.parts if isinstance(option, PatternSequence) else ()
             if len(parts) < 2 or parts[0] != Anchor(is_end=False) or parts[-1] != Anchor(is_end=True):
                 return None
-            texts = self._texts(Sequence(parts[1:-1]))
+            texts = self._texts(PatternSequence(parts[1:-1]))
             self._budget.spend(len(found))
             if texts is None or len(found := found | texts) > self._limit:
                 return None
@@ -491,7 +491,7 @@ class Languages:
                 return {chr(code) for low, high in ranges for code in range(low, high + 1)}
             case Anchor():
                 return None
-            case Choice():
+            case PatternChoice():
                 for option in node.options:
                     self._budget.spend(len(found))
                     texts = self._texts(option)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from quire.structured_output.forks import be_silent, limit, limit_memory
-from quire.structured_output.messages import BlockingReader, Limits, Outcome, Try
+from quire.structured_output.messages import BlockingReader, Outcome, RehearsalLimits, Try
 from quire.utils.child_process import describe_exit
 from quire.utils.failures import explain
 from quire.utils.frames import encode_frame
@@ -54,7 +54,7 @@ def start_matcher(vocabulary: LLTokenizer, text: str) -> LLMatcher:
     return LLMatcher(vocabulary, text, log_level=0, limits=limits)
 
 
-def rehearse(connection: socket.socket, vocabulary: LLTokenizer, limits: Limits) -> None:
+def rehearse(connection: socket.socket, vocabulary: LLTokenizer, limits: RehearsalLimits) -> None:
     """The work of a fork: wait for a Try and answer with an Outcome, unless the kernel ends it."""
     limit(resource.RLIMIT_CORE, 0)
     be_silent(0, 1, 2)
@@ -104,7 +104,7 @@ def _failure_behind(state: LLMatcher, token_id: int) -> str:
     return "" if reason.startswith("NoExtension") else in_one_line(reason)
 
 
-def why_it_ended(status: int, limits: Limits) -> str:
+def why_it_ended(status: int, limits: RehearsalLimits) -> str:
     """Reason against a text whose fork ended with this `returncode`."""
     if status == -signal.SIGSEGV or status == -signal.SIGBUS:
         return "its parts are nested, or refer to one another, too deeply"
@@ -117,11 +117,11 @@ def why_it_ended(status: int, limits: Limits) -> str:
     return f"the process that compiles it {describe_exit(status)}, twice"
 
 
-def too_late(limits: Limits) -> str:
+def too_late(limits: RehearsalLimits) -> str:
     return f"it takes longer than {limits.seconds:g} s to compile: make it simpler"
 
 
-def out_of_memory(limits: Limits) -> str:
+def out_of_memory(limits: RehearsalLimits) -> str:
     return f"it takes more than {format_bytes(limits.memory)} of memory to compile: make it simpler"
 
 

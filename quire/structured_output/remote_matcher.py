@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from quire.decoding.masks import ConstraintSpec, mask_of
 from quire.errors import UserError
-from quire.structured_output.messages import Advance, Answer, Masked, New, Outcome
+from quire.structured_output.messages import Advance, Masked, MatcherAnswer, New, Outcome
 from quire.structured_output.sequence_state import NO_TOKEN
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ class RemoteMatcher:
         if is_suspect:
             self.is_slow = True  # until the mask has come
 
-    def take_answer(self, answer: Answer) -> None:
+    def take_answer(self, answer: MatcherAnswer) -> None:
         if not self._is_answered:
             self._is_answered = True
             self.num_accepted, self.forced = answer.num_accepted, answer.forced

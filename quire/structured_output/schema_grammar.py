@@ -228,7 +228,7 @@ class LarkWriter:
 def _holds_any(pattern: str, names: list[str], budget: patterns.Budget) -> bool:
     """True if a name matches the pattern, or may. Raises ValueError if the pattern is too large."""
     try:
-        matcher = patterns.Matcher(patterns.parse(pattern), budget)
+        matcher = patterns.PatternMatcher(patterns.parse(pattern), budget)
     except patterns.UnknownSyntaxError:
         return bool(names)
     return any(map(matcher.is_found, names))

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from quire.structured_output import patterns
-from quire.structured_output.schema_place import Place
+from quire.structured_output.schema_place import SchemaPlace
 
 if TYPE_CHECKING:
     from quire.structured_output.json_schema import Normaliser
@@ -19,7 +19,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 class ObjectKeywords:
     """`walk` normalises the parts."""
 
-    def __init__(self, walk: Normaliser, given: dict[str, Any], place: Place, *, closed: bool) -> None:
+    def __init__(self, walk: Normaliser, given: dict[str, Any], place: SchemaPlace, *, closed: bool) -> None:
         self._walk = walk
         self._given = given
         self._place = place

@@ -8,25 +8,25 @@ MAX_CHARACTERS = 120
 
 
 @dataclass(frozen=True)
-class Place:
+class SchemaPlace:
     """A part of a schema and its parent's place. Formatted only for an error."""
 
-    parent: Place | None
+    parent: SchemaPlace | None
     name: str | int
 
-    def at(self, name: str | int) -> Place:
-        return Place(self, name)
+    def at(self, name: str | int) -> SchemaPlace:
+        return SchemaPlace(self, name)
 
-    def target(self) -> Place:
+    def target(self) -> SchemaPlace:
         """Place of the schema that a reference here leads to."""
-        return Place(None, f"the target of {self}")
+        return SchemaPlace(None, f"the target of {self}")
 
     def error(self, reason: str) -> ValueError:
         return ValueError(f"{self}: {reason}")
 
     def __str__(self) -> str:
         parts: list[str] = []
-        place: Place | None = self
+        place: SchemaPlace | None = self
         while place is not None:
             parts.append(str(place.name)[:MAX_CHARACTERS])
             place = place.parent

@@ -30,9 +30,9 @@ from quire.structured_output.mask_client import PREFIX, MaskClient, out_of_order
 from quire.structured_output.messages import (
     LIMITS,
     Cancel,
-    Connection,
-    Limits,
+    FrameConnection,
     Outcome,
+    RehearsalLimits,
     Rehearse,
     Setup,
     StartMasks,
@@ -62,7 +62,7 @@ class ConstraintService:
         options: EngineOptions,
         vocab_size: int,
         eos_token_ids: Sequence[int],
-        limits: Limits = LIMITS,
+        limits: RehearsalLimits = LIMITS,
         module: str = FORK_SERVER,
     ) -> None:
         """options: name the tokenizer, whose end-of-sequence token ends a text like eos_token_ids. module: module with
@@ -72,7 +72,7 @@ class ConstraintService:
         self._setup = Setup(options, vocab_size, list(eos_token_ids), -1, limits)
         self.masks = MaskClient(vocab_size, self._start_masks, self._condemn)
         self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
+        self._connection: FrameConnection | None = None
         self._finalizer: weakref.finalize[..., ConstraintService] | None = None
         self._num_starts = 0
         self._is_closed = False
@@ -147,7 +147,7 @@ class ConstraintService:
 
     # The fork server
 
-    def _start_server(self) -> Connection:
+    def _start_server(self) -> FrameConnection:
         if self._is_closed:
             raise EngineDeadError("the engine was shut down")
         self._num_starts += 1
@@ -155,7 +155,7 @@ class ConstraintService:
         with theirs:
             line = msgspec.json.encode(msgspec.structs.replace(self._setup, fd=theirs.fileno()))
             process = start_interpreter(self._module, "quire: grammars", line, [theirs.fileno()])
-        self._process, self._connection = process, Connection(ours)
+        self._process, self._connection = process, FrameConnection(ours)
         self._finalizer = weakref.finalize(self, _end, process, os.getpid())
         return self._connection
 

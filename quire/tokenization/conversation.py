@@ -36,7 +36,7 @@ IMAGE = "image"
 """Type of a Part that stands for an image."""
 
 
-class Part(msgspec.Struct, frozen=True, gc=False):
+class MessagePart(msgspec.Struct, frozen=True, gc=False):
     """Part of a message. type: "text", or IMAGE, with empty text; the conversation holds the image."""
 
     type: str
@@ -47,7 +47,7 @@ class Message(msgspec.Struct):
     """fields: template inputs besides role and content (tool calls, reasoning, names)."""
 
     role: str
-    content: list[Part] | None
+    content: list[MessagePart] | None
     fields: dict[str, Any]
 
 
@@ -98,12 +98,12 @@ def messages_of(
     """
     pictures: list[Picture] = []
 
-    def part_of(part: Any, path: str) -> Part:
+    def part_of(part: Any, path: str) -> MessagePart:
         picture = picture_of(part, path, takes_objects=takes_objects)
         if picture is None:
-            return Part("text", text_of_part(part, path))
+            return MessagePart("text", text_of_part(part, path))
         pictures.append(picture)
-        return Part(IMAGE, "")
+        return MessagePart(IMAGE, "")
 
     messages = [_message(message, f"{where}[{index}]", part_of) for index, message in enumerate(given)]
     if not messages:
@@ -162,7 +162,7 @@ def written(write: Callable[[Any], T], value: Any, where: str = "messages") -> T
         raise UserError(f"{where} hold what a chat template cannot be given: {error}", param=where) from None
 
 
-def _message(message: Any, where: str, part_of: Callable[[Any, str], Part]) -> Message:
+def _message(message: Any, where: str, part_of: Callable[[Any, str], MessagePart]) -> Message:
     if not isinstance(message, Mapping):
         raise UserError(f"{where} must be an object with role and content", param=where)
     role = message.get("role")
@@ -180,9 +180,11 @@ def _message(message: Any, where: str, part_of: Callable[[Any, str], Part]) -> M
     return Message(role, _content(message.get("content"), role, where, part_of), fields)
 
 
-def _content(content: Any, role: str, where: str, part_of: Callable[[Any, str], Part]) -> list[Part] | None:
+def _content(
+    content: Any, role: str, where: str, part_of: Callable[[Any, str], MessagePart]
+) -> list[MessagePart] | None:
     if isinstance(content, str):
-        return [Part("text", content)]
+        return [MessagePart("text", content)]
     if isinstance(content, list | tuple):
         path = f"{where}.content"
         return [part_of(part, f"{path}[{index}]") for index, part in enumerate(content)]

@@ -57,7 +57,7 @@ class AdapterLoads:
         for slot, adapter in () if plan.adapters is None else plan.adapters.loads:
             self.held.pop(slot, None)
             self._orders[slot] = adapter
-            self._loading[slot] = self._thread.submit(self._adapters.load, slot, adapter)
+            self._loading[slot] = self._thread.submit(self._adapters.load, slot, adapter, self._adapters.steps_so_far())
         if self._loading:
             for new in plan.new_sequences:
                 load = self._loading.get(new.columns.get(ADAPTER_SLOTS, 0))

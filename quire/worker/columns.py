@@ -81,6 +81,10 @@ class ColumnValues:
         self.rows[destination] = self.rows[source]
         self.listed.copy(source, destination)
 
+    def has(self, name: str, rows: np.ndarray) -> bool:
+        """True if the model reads the column and one of the rows has a value other than 0. rows: [S] int64."""
+        return name in self.names and bool(self.rows[rows, self.names.index(name)].any())
+
     def of_tokens(self, batch: InputBatch) -> Mapping[str, torch.Tensor]:
         """Values of a batch's tokens, [T] int64 per column."""
         if not self.names:

@@ -16,6 +16,7 @@ import torch
 from quire.attention.device_batch import NO_PROMPTS, DeviceBatch, StateKernels, TokenColumns
 from quire.attention.interface import AttentionStep
 from quire.attention.states import StateBackend
+from quire.config.adapters import ADAPTER_SLOTS
 from quire.kernels.arguments import HeadWeights, IndexShape, LatentExpansion, LatentShape
 from quire.layers.batch import ForwardBatch, ForwardResult
 from quire.layers.overlay import RowOverlay
@@ -103,10 +104,12 @@ class CudaGraphRunner:
         self._captured: dict[Execution, _CapturedPass] = {}
         pieces = [each for each in self._all if each.kind == "piecewise"]
         full = [each for each in self._all if each.kind == "full"]
-        full.sort(key=lambda each: each.num_tokens, reverse=True)
-        # Largest first: the others then fit into its memory.
-        self._at_start = (*pieces[:1], *full)
-        self._wanted = [*self._at_start, *pieces[1:]]
+        # Largest first, with adapters before without: the others then fit into its memory.
+        for each in (pieces, full):
+            each.sort(key=lambda each: (each.num_tokens, each.adapts), reverse=True)
+        num_largest = 2 if settings.adapts else 1
+        self._at_start = (*pieces[:num_largest], *full)
+        self._wanted = [*self._at_start, *pieces[num_largest:]]
 
     @property
     def num_captured(self) -> int:
@@ -130,6 +133,8 @@ class CudaGraphRunner:
         states [R, hidden] and taps; the next call may overwrite them. Padded rows are undefined."""
         if self._num_rows is not None:
             self._num_rows.copy_(batch.query_start[-1:])
+        if ADAPTER_SLOTS in columns.others and not execution.adapts:
+            columns = columns.without(ADAPTER_SLOTS)
         if execution.kind == "eager":
             return self._forward(batch, columns, rows, overlay)
         result = self._run_captured(execution, batch, columns, overlay)

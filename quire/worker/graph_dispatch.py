@@ -22,11 +22,12 @@ rows are free; larger steps outlast the launches of pieces."""
 class ExecutionSettings:
     """full_sizes: sequence counts that decode batches are padded to. piecewise_sizes: token counts that other
     batches are padded to. Both ascend and may be empty. draft_rows: tokens per sequence with drafts in a full graph
-    (0: none)."""
+    (0: none). adapts: some steps have tokens with adapters, and these have graphs of their own."""
 
     full_sizes: tuple[int, ...] = ()
     piecewise_sizes: tuple[int, ...] = ()
     draft_rows: int = 0
+    adapts: bool = False
 
     @property
     def draft_sizes(self) -> tuple[int, ...]:
@@ -34,13 +35,14 @@ class ExecutionSettings:
         return tuple(size for size in self.full_sizes if 0 < size * self.draft_rows <= MOST_DRAFT_TOKENS)
 
     def executions(self) -> list[Execution]:
-        """All captured passes: pieces, decodes, decodes with drafts; each kind from its largest. Pieces have num_seqs 1
-        and serve any number."""
-        return [
+        """All captured passes: pieces, decodes, decodes with drafts; each kind from its largest; then the same with
+        adapters. Pieces have num_seqs 1 and serve any number."""
+        plain = [
             *(Execution("piecewise", size, 1) for size in reversed(self.piecewise_sizes)),
             *(Execution("full", size, size) for size in reversed(self.full_sizes)),
             *(Execution("full", size * self.draft_rows, size) for size in reversed(self.draft_sizes)),
         ]
+        return [*plain, *(replace(each, adapts=True) for each in plain)] if self.adapts else plain
 
     def without_full(self) -> ExecutionSettings:
         """Settings without full graphs."""
@@ -50,12 +52,13 @@ class ExecutionSettings:
 @dataclass(frozen=True, slots=True)
 class Execution:
     """num_tokens, num_seqs: sizes of the prepared inputs, with padding. overlaid: layers after which an overlay adds
-    rows (None: no overlay)."""
+    rows (None: no overlay). adapts: some tokens have adapters."""
 
     kind: Kind
     num_tokens: int
     num_seqs: int
     overlaid: tuple[int, ...] | None = None
+    adapts: bool = False
 
     @property
     def captured_as(self) -> Execution:
@@ -63,14 +66,17 @@ class Execution:
         return replace(self, num_seqs=1) if self.kind == "piecewise" else self
 
 
-def execution_settings(device: DeviceConfig, max_num_seqs: int, max_drafts: int) -> ExecutionSettings:
+def execution_settings(
+    device: DeviceConfig, max_num_seqs: int, max_drafts: int, *, adapts: bool = False
+) -> ExecutionSettings:
     """Execution settings of the configuration. Decode batches larger than the largest full graph may use piecewise
-    graphs. max_drafts: maximum drafts of a sequence per step."""
+    graphs. max_drafts: maximum drafts of a sequence per step. adapts: requests may have adapters."""
     sizes = device.cuda_graph_sizes
     return ExecutionSettings(
         full_sizes=tuple(size for size in sizes if size <= max_num_seqs) if device.has_full_graphs else (),
         piecewise_sizes=sizes if device.has_piecewise_graphs else (),
         draft_rows=1 + max_drafts if max_drafts else 0,
+        adapts=adapts,
     )
 
 

@@ -36,7 +36,7 @@ from quire.worker.model_drafts import MOST_BEHIND
 from quire.worker.model_runner import Launched, ModelRunner
 from quire.worker.overlays import OverlaySource
 from quire.worker.pending_step import PendingStep
-from quire.worker.platform.interface import HostPool, Platform, StepLimits
+from quire.worker.platform.interface import HostBlockTensors, Platform, StepLimits
 from quire.worker.platform.weight_offload import DeviceWeights
 from quire.worker.preemption_costs import time_copies, time_prompt
 from quire.worker.request_state import RequestState
@@ -77,7 +77,7 @@ class Worker:
         self._config = config
         self._model: CausalLM | None = None
         self._offloaded: DeviceWeights | None = None
-        self._host_pool: HostPool | None = None
+        self._host_pool: HostBlockTensors | None = None
         self._runner: ModelRunner | None = None
         self._layout: KVCacheLayout | None = None
         self._transfers: BlockTransfers = NoTransfers()

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from quire.cli.answers import Piece
+from quire.cli.answers import ReplyPiece
 from quire.cli.screen import MarkdownScreen, split_blocks, visible
 
 
@@ -37,10 +37,10 @@ def test_what_stays_on_the_screen(size: int, monkeypatch: pytest.MonkeyPatch) ->
     console = Console(file=file, force_terminal=False, width=40)
     with MarkdownScreen(console) as screen:
         for place in range(0, len("hm, hm"), size):
-            screen.write(Piece("hm, hm"[place : place + size], ""))
+            screen.write(ReplyPiece("hm, hm"[place : place + size], ""))
         text = "one **two**\n\n```\nx\x1b[1m\n```\n\nthree"
         for place in range(0, len(text), size):
-            screen.write(Piece("", text[place : place + size]))
+            screen.write(ReplyPiece("", text[place : place + size]))
     lines = [line.strip() for line in file.getvalue().splitlines()]
     assert [line for line in lines if line] == ["hm, hm", "one two", "x␛[1m", "three"]
 
@@ -51,7 +51,7 @@ def test_a_long_end_is_cut_to_the_terminal(monkeypatch: pytest.MonkeyPatch) -> N
     console = Console(file=file, force_terminal=True, width=40, height=5, color_system=None)
     with MarkdownScreen(console) as screen:
         for number in range(12):
-            screen.write(Piece("", f"- item {number}\n"))
+            screen.write(ReplyPiece("", f"- item {number}\n"))
             drawn = file.getvalue().rpartition("\x1b[2K")[2]
             assert drawn.count("\n") <= 5
     kept = file.getvalue().rpartition("\x1b[2K")[2]

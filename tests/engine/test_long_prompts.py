@@ -9,7 +9,7 @@ from quire.config.options import EngineOptions
 from quire.engine import long_prompts
 from quire.engine.async_engine import AsyncLLM
 from quire.engine.inprocess_client import InProcessClient
-from quire.engine.long_prompts import Arrivals, encode_message, encode_pieces
+from quire.engine.long_prompts import ArrivingPrompts, encode_message, encode_pieces
 from quire.engine.messages import Abort, AddRequest, Call
 from tests.engine.driving import add, tokens_until_finished
 
@@ -27,7 +27,7 @@ def pieces_of_eight(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_turn_decodes_one_piece_and_others_pass() -> None:
-    arrivals = Arrivals()
+    arrivals = ArrivingPrompts()
     assert arrivals.turn([sent(LONG), sent(SECOND), sent(SHORT)]) == [SHORT]
     assert arrivals
     assert arrivals.turn([Call(1, "check")]) == [Call(1, "check")]
@@ -37,14 +37,14 @@ def test_a_turn_decodes_one_piece_and_others_pass() -> None:
 
 
 def test_an_abort_leaves_nothing_of_the_request() -> None:
-    arrivals = Arrivals()
+    arrivals = ArrivingPrompts()
     assert arrivals.turn([sent(LONG)]) == []
     assert arrivals.turn([Abort("long"), Abort("other")]) == [Abort("other")]
     assert not arrivals
 
 
 def test_the_end_of_one_sequence_follows_the_request() -> None:
-    arrivals = Arrivals()
+    arrivals = ArrivingPrompts()
     turns = [arrivals.turn([sent(LONG)]), arrivals.turn([Abort("long", 1)]), arrivals.turn([Abort("long", 0)])]
     assert turns == [[], [], [LONG, Abort("long", 1), Abort("long", 0)]]
 

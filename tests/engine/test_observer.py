@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from quire.engine.messages import Call
-from quire.engine.observer import Observer, StepEnd
+from quire.engine.observer import CoreObserver, StepEnd
 from quire.executors.interface import StepFuture
 from quire.kv_cache.layout import KVCacheLayout
 from quire.step import SamplingInputs, StepPlan
@@ -14,7 +14,7 @@ from tests.fakes.core import CoreClient, make_config
 from tests.fakes.masks import MaskingExecutor
 
 
-class Recorder(Observer):
+class Recorder(CoreObserver):
     """Keeps every event in its order, encoded at once: what changes later is not what was observed."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Recorder(Observer):
 def test_a_recorded_run_is_repeated(queue_depth: int) -> None:
     config, recorder = make_config(num_blocks=14, queue_depth=queue_depth), Recorder()
     executor = MaskingExecutor(windows=config.model.sliding_windows)
-    client = CoreClient(config, executor, observers=[Observer(), recorder])
+    client = CoreClient(config, executor, observers=[CoreObserver(), recorder])
     for number in range(5):  # more than the blocks hold at once
         constraint = {"constraint": "5"} if number % 2 else {}
         client.add(f"request-{number}", list(range(3 + 5 * number)), n=1 + number % 3, max_tokens=9, **constraint)
@@ -81,7 +81,7 @@ def test_a_recorded_run_is_repeated(queue_depth: int) -> None:
 
 
 def test_an_observer_sees_the_end_of_a_failed_plan() -> None:
-    class Failures(Observer):
+    class Failures(CoreObserver):
         def __init__(self) -> None:
             self.seen: list[str] = []
 

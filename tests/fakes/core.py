@@ -17,7 +17,7 @@ from quire.config.model_shape import AttentionShape, LayerShape, ModelShape
 from quire.config.scheduler import SchedulerConfig
 from quire.engine.core import EngineCore
 from quire.engine.messages import Abort, AddRequest
-from quire.engine.observer import Observer
+from quire.engine.observer import CoreObserver
 from quire.executors.interface import Executor
 from quire.kv_cache.layout import block_bytes, group_layers
 from quire.outputs import SequenceUpdate
@@ -125,7 +125,7 @@ class CoreClient:
         config: EngineConfig,
         executor: Executor,
         make_scheduler: SchedulerFactory = paged_scheduler,
-        observers: Sequence[Observer] = (),
+        observers: Sequence[CoreObserver] = (),
     ) -> None:
         self.clock = VirtualClock()
         self.masks = AllowedByPosition(config.model.vocab_size, self.clock)

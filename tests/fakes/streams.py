@@ -9,7 +9,7 @@ from quire.worker.platform.streams import HostStreams, PassedEvent
 
 
 class NamedStreams(HostStreams):
-    """The three streams by their names, which `_inside` takes."""
+    """The streams by their names, which `_inside` takes."""
 
     def computing(self) -> AbstractContextManager[object]:
         return self._inside("compute")
@@ -19,6 +19,9 @@ class NamedStreams(HostStreams):
 
     def copying_in(self) -> AbstractContextManager[object]:
         return self._inside("copy in")
+
+    def loading(self) -> AbstractContextManager[object]:
+        return self._inside("load")
 
     def _inside(self, name: str) -> AbstractContextManager[object]:
         raise NotImplementedError

@@ -41,7 +41,6 @@ FAMILIES = [
             "gemma3",
             "mixtral",
             "qwen3-moe",
-            "gpt-oss",
             "llama4",
             "deepseek-v2",
             "deepseek-v3",

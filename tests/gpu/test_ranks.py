@@ -1,5 +1,5 @@
-"""Collectives over NCCL, on a card and inside its graphs. NCCL refuses two ranks on one card, so the group has one rank;
-for a model that is shared out, the other rank's part of every collective is a copy of its own."""
+"""Collectives over NCCL, on a card and inside its graphs. NCCL refuses two ranks on one card, so the group has one
+rank; for a model that is shared out, the other rank's part of every collective is a copy of its own."""
 
 from __future__ import annotations
 

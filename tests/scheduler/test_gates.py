@@ -13,7 +13,7 @@ from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.manager import KVCacheManager
 from quire.request import FinishReason
 from quire.scheduler.admission import Quote
-from quire.scheduler.gates import Stage, default_gates
+from quire.scheduler.gates import GateStage, default_gates
 from quire.scheduler.preemption import PreemptionCosts
 from quire.scheduler.scheduler import Scheduler
 from tests.fakes.core import CoreDriver, generate_alone, make_config
@@ -24,7 +24,7 @@ class EventGate:
 
     reason = "event"
 
-    def __init__(self, stage: Stage = Stage.LOOK_UP) -> None:
+    def __init__(self, stage: GateStage = GateStage.LOOK_UP) -> None:
         self.stage = stage
         self.closed: set[str] = set()
         self.patience = 1e9
@@ -72,9 +72,9 @@ def started(driver: CoreDriver) -> list[int]:
     return [new.seq_id for plan in driver.executor.plans for new in plan.new_sequences]
 
 
-@pytest.mark.parametrize("stage", list(Stage))
+@pytest.mark.parametrize("stage", list(GateStage))
 @pytest.mark.parametrize("queue_depth", [1, 2])
-def test_a_request_waits_for_the_event_and_others_pass(stage: Stage, queue_depth: int) -> None:
+def test_a_request_waits_for_the_event_and_others_pass(stage: GateStage, queue_depth: int) -> None:
     gate = EventGate(stage)
     gate.closed.add("gated")
     driver = make_driver(gate, queue_depth=queue_depth)
@@ -104,9 +104,9 @@ def test_a_wait_asks_only_whether_it_goes_on() -> None:
     assert gate.num_checks == 2
 
 
-@pytest.mark.parametrize("stage", list(Stage))
+@pytest.mark.parametrize("stage", list(GateStage))
 @pytest.mark.parametrize("queue_depth", [1, 2])
-def test_an_abort_ends_the_wait(stage: Stage, queue_depth: int) -> None:
+def test_an_abort_ends_the_wait(stage: GateStage, queue_depth: int) -> None:
     gate = EventGate(stage)
     gate.closed.add("gated")
     driver = make_driver(gate, queue_depth=queue_depth)
@@ -170,8 +170,8 @@ def test_a_preempted_request_waits_again_and_no_later_one_starts(mode: str, queu
     assert driver.tokens["victim", 0] == generate_alone(prompt(20), max_tokens=20)[0]
 
 
-@pytest.mark.parametrize("stage", [Stage.LOOK_UP, Stage.BEGIN])
-def test_no_running_request_is_preempted_for_a_deferred_one(stage: Stage) -> None:
+@pytest.mark.parametrize("stage", [GateStage.LOOK_UP, GateStage.BEGIN])
+def test_no_running_request_is_preempted_for_a_deferred_one(stage: GateStage) -> None:
     gate = EventGate(stage)
     gate.closed.add("urgent")
     driver = make_driver(gate, max_num_seqs=1)
@@ -256,7 +256,7 @@ def test_random_crossings(seed: int) -> None:
     """Small pools, preemption, aborts and time limits around a gate that opens and closes: every completion is that of
     a lone run, and nothing is kept."""
     rng = random.Random(seed)
-    gate = EventGate(rng.choice(list(Stage)))
+    gate = EventGate(rng.choice(list(GateStage)))
     gate.reserves_slots = seed % 2 == 0
     driver = make_driver(
         gate,

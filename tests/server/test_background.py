@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from quire.errors import InternalError
-from quire.server.background import Progress
+from quire.server.background import ResponseProgress
 from quire.server.background_elsewhere import ResponseElsewhere
 from quire.server.errors import ApiError
 from quire.server.protocol.response_items import StoredItems
@@ -181,7 +181,7 @@ async def test_nothing_is_made_in_the_background_without_a_store(model_path: Pat
 class OtherProcess(OwnResponses):
     """A store whose `answers` are what the maker of a response says, in order; then it has ended."""
 
-    def __init__(self, begun: StoredResponse, *answers: Progress) -> None:
+    def __init__(self, begun: StoredResponse, *answers: ResponseProgress) -> None:
         self.found: StoredResponse | None = begun
         self.answers = list(answers)
 
@@ -198,7 +198,7 @@ class OtherProcess(OwnResponses):
 
 async def test_a_response_whose_maker_dies() -> None:
     begun = StoredResponse(b'{"status":"queued"}', StoredItems(), False, True, [], maker=2)
-    store = OtherProcess(begun, Progress([b"0", b"1"], has_ended=False), Progress([], has_ended=False))
+    store = OtherProcess(begun, ResponseProgress([b"0", b"1"], has_ended=False), ResponseProgress([], has_ended=False))
     elsewhere = ResponseElsewhere(store, "me", "resp_1", begun)
     *events, last = [event async for event in elsewhere.follow(0)]
     assert events == [b"0", b"1"]

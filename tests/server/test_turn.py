@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from quire.outputs import RequestOutput
-from quire.parsers.output import OutputDelta, ToolCallDelta
+from quire.parsers.output import CallPiece, OutputDelta
 from quire.sampling_params import SamplingParams
 from quire.server import turn
 from quire.server.chat import Begin, Piece
@@ -27,7 +27,7 @@ from tests.server.test_tools import CALLS, TEMPLATE, THOUGHT, TIME, WEATHER
 
 
 def call(index: int, name: str | None, arguments: str, call_id: str | None = None) -> OutputDelta:
-    return OutputDelta(tool_calls=[ToolCallDelta(index, call_id, name, arguments)])
+    return OutputDelta(tool_calls=[CallPiece(index, call_id, name, arguments)])
 
 
 DELTAS: list[OutputDelta] = [

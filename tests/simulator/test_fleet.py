@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from quire.errors import InsufficientMemoryError, QuireError, UserError
-from quire.simulator.fleet import ProcessGroup, ReplicaSpec, _windows, merged, simulate_fleet
+from quire.simulator.fleet import ReplicaProcesses, ReplicaSpec, _windows, merged, simulate_fleet
 from quire.simulator.replica import EngineSettings
 from quire.simulator.trace import TraceRequest
 from quire.simulator.workloads import Arrivals, stream
@@ -65,7 +65,7 @@ def test_a_bad_trace_ends_the_processes() -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_process_that_dies_is_told(number: signal.Signals) -> None:
     """An interrupt from the keyboard reaches every process: it ends them without a word, the first one speaks."""
-    group = ProcessGroup(spec(), [0])
+    group = ReplicaProcesses(spec(), [0])
     try:
         group.begin_window([[TraceRequest(0.0, 10, 5)]], 1.0)
         assert group.end_window() == [0]

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.simulator import metrics as module
-from quire.simulator.metrics import NUM_BINS, Distribution, Metrics, Moments, TimeSeries
+from quire.simulator.metrics import NUM_BINS, MergedDistribution, Metrics, Moments, TimeSeries
 
 VALUES = st.lists(st.floats(0, 1e6), min_size=1, max_size=60)
 
 
-def distribution(values: list[float]) -> Distribution:
-    found = Distribution()
+def distribution(values: list[float]) -> MergedDistribution:
+    found = MergedDistribution()
     for value in values:
         found.add_value(value)
     return found
@@ -53,8 +53,8 @@ def test_merged_distributions_are_those_of_all_values(monkeypatch: pytest.Monkey
 
 
 def test_no_values_have_no_percentiles() -> None:
-    assert np.isnan(Distribution().percentile(50))
-    assert Distribution().as_json() == {}
+    assert np.isnan(MergedDistribution().percentile(50))
+    assert MergedDistribution().as_json() == {}
 
 
 @given(

@@ -23,7 +23,7 @@ from quire.simulator.cost import (
 )
 from quire.simulator.hardware import Factors, Hardware, find, from_json, profiles, to_json
 from quire.simulator.shape import find_shape
-from quire.simulator.work import Chunk, StepWork
+from quire.simulator.work import ChunkTokens, StepWork
 from quire.step import StepPlan
 from tests.simulator.making import with_attention
 
@@ -175,7 +175,7 @@ def test_chunks_begin_anew() -> None:
     shape = find_shape("llama-4-scout")
     cost = CostModel(shape, GPU)
     chunked = next(i for i, window in enumerate(cost.windows) if window is not None)
-    assert cost.windows[chunked] == Chunk(8192)
+    assert cost.windows[chunked] == ChunkTokens(8192)
     for start, count in ((0, 5), (8190, 5), (8192, 1), (20_000, 1), (8000, 20_000)):
         work = work_of(cost, [(start, count)])
         pairs = sum(token % 8192 + 1 for token in range(start, start + count))

@@ -10,7 +10,7 @@ from typing import Any
 from quire.config.options import EngineOptions
 from quire.decoding.masks import ConstraintSpec
 from quire.structured_output.grammar import write_grammar
-from quire.structured_output.messages import LIMITS, Limits
+from quire.structured_output.messages import LIMITS, RehearsalLimits
 from quire.structured_output.remote_matcher import RemoteMatcher
 from quire.structured_output.service import FORK_SERVER, ConstraintService
 from quire.structured_outputs_params import StructuredOutputsParams
@@ -24,7 +24,7 @@ PLAIN = ConstraintSpec()
 FAULTY_SERVER = "tests.structured_output.faulty_server"
 
 
-def make_service(limits: Limits = LIMITS, module: str = FORK_SERVER) -> ConstraintService:
+def make_service(limits: RehearsalLimits = LIMITS, module: str = FORK_SERVER) -> ConstraintService:
     return ConstraintService(OPTIONS, VOCAB_SIZE, ENDS, limits, module)
 
 

@@ -163,7 +163,7 @@ def test_comparisons_of_parts_that_are_kept_apart_are_bounded(monkeypatch: pytes
 
 def test_one_object_stands_for_a_set_of_states() -> None:
     """Dictionaries compare the sets that are not the same object, state by state."""
-    matcher = patterns.Matcher(patterns.parse("(?:a?){50}b"), patterns.Budget())
+    matcher = patterns.PatternMatcher(patterns.parse("(?:a?){50}b"), patterns.Budget())
     assert not matcher.is_found("a" * 1000)
     sets = [states for states, _ in matcher._moves]
     assert len({id(states) for states in sets}) == len(set(sets))

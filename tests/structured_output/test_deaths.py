@@ -15,7 +15,7 @@ import pytest
 
 from quire.errors import UserError
 from quire.structured_output import mask_client
-from quire.structured_output.messages import Limits
+from quire.structured_output.messages import RehearsalLimits
 from quire.structured_output.remote_matcher import RemoteMatcher
 from quire.structured_output.service import ConstraintService
 from tests.structured_output.faulty_server import token_of
@@ -172,7 +172,7 @@ def test_a_fork_server_that_is_killed_is_replaced(service: ConstraintService) ->
 
 @pytest.fixture
 def patient_service() -> Iterator[ConstraintService]:
-    service = make_service(Limits(seconds=600.0))
+    service = make_service(RehearsalLimits(seconds=600.0))
     yield service
     service.close()
 
@@ -215,7 +215,7 @@ def test_a_rehearsal_that_crashes_is_not_made_again(patient_service: ConstraintS
 
 
 def test_a_rehearsal_that_is_killed_twice_is_a_verdict() -> None:
-    service = make_service(Limits(cpu_seconds=(600.0,), seconds=600.0))
+    service = make_service(RehearsalLimits(cpu_seconds=(600.0,), seconds=600.0))
     start(service, text_of(choice=["a"]))
     text = text_of(json={"type": "integer", "multipleOf": 2147483648})
     slow = begin(service, text)

@@ -7,7 +7,7 @@ import socket
 import msgspec
 import pytest
 
-from quire.structured_output.mask_memory import MaskMemory, Scratch, make_memory
+from quire.structured_output.mask_memory import MaskMemory, MaskScratch, make_memory
 from quire.structured_output.mask_process import Compiled, MaskProcess, consume_here
 from quire.structured_output.messages import Advance, Done, Grammar, New, Work
 from quire.structured_output.sequence_state import MaskShape, SequenceState
@@ -26,7 +26,7 @@ def test_a_thread_that_was_overtaken_makes_the_mask_while_the_other_one_reads() 
     shape = MaskShape.of(VOCAB_SIZE, ENDS)
     vocabulary = make_vocabulary(load_tokenizer("bundled"), VOCAB_SIZE, ENDS)
     process = MaskProcess(end, MaskMemory(make_memory(), VOCAB_SIZE), vocabulary, shape)
-    scratch = Scratch(shape.num_written)
+    scratch = MaskScratch(shape.num_written)
     grammar = Grammar(0, 'start: "a" /[a-z ]{1,50}/', 0.0, LONG)
     news = [New(0, 1, 0, 0, [], [], False, None)]
     core.sendall(encode_frame(Work(4, [], [], [grammar], [], news, [])))
@@ -63,7 +63,7 @@ def test_masks_behind_drafts(mark: list[str], drafts: str, count: int) -> None:
     core, end = socket.socketpair()
     shape, memory = MaskShape.of(VOCAB_SIZE, ENDS), MaskMemory(make_memory(), VOCAB_SIZE)
     process = MaskProcess(end, memory, make_vocabulary(tokenizer, VOCAB_SIZE, ENDS), shape)
-    scratch = Scratch(shape.num_written)
+    scratch = MaskScratch(shape.num_written)
     ids = [tokenizer.encode(each)[-1] for each in ("a", *drafts)]
     grammar = Grammar(0, "start: /[abc]{2,4}d?/" if mark else "start: /[abc]{4}d/", 0.0, 0.0)
     new = New(0, 1, 0, 0, [], [tokenizer.encode(each)[-1] for each in mark], False, None)

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from quire.structured_output.patterns import Budget, Languages, Matcher, num_words, parse, written
+from quire.structured_output.patterns import Budget, Languages, PatternMatcher, num_words, parse, written
 from tests.structured_output.bytes_matcher import schema_matcher, takes
 
 
@@ -32,19 +32,19 @@ def test_names_are_matched_as_python_matches_them() -> None:
         expression = random_expression(rng)
         name = "".join(rng.choices("ab1", k=rng.randint(0, 5)))
         expected = re.search(expression, name) is not None
-        assert Matcher(parse(expression), Budget()).is_found(name) == expected, (expression, name)
+        assert PatternMatcher(parse(expression), Budget()).is_found(name) == expected, (expression, name)
         num_found += expected
     assert 500 < num_found < 2900
 
 
 def test_names_are_matched_without_backtracking() -> None:
-    assert not Matcher(parse("^(a*)*(a|a)*b$"), Budget()).is_found("a" * 300)
+    assert not PatternMatcher(parse("^(a*)*(a|a)*b$"), Budget()).is_found("a" * 300)
 
 
 @pytest.mark.parametrize("expression", ["(a{60}){60}", "a{999999999}", "(){999999999}", "((){999}){999}"])
 def test_large_expressions_end_with_an_error(expression: str) -> None:
     with pytest.raises(ValueError, match="too large"):
-        Matcher(parse(expression), Budget()).is_found("a" * 3000)
+        PatternMatcher(parse(expression), Budget()).is_found("a" * 3000)
 
 
 @pytest.mark.parametrize(

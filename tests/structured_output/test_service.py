@@ -14,7 +14,7 @@ from quire.decoding.masks import ConstraintSpec
 from quire.errors import UserError
 from quire.structured_output import mask_client, rehearsal, remote_matcher
 from quire.structured_output import service as service_module
-from quire.structured_output.messages import Limits
+from quire.structured_output.messages import RehearsalLimits
 from quire.structured_output.remote_matcher import GOES_ON, RemoteMatcher
 from quire.structured_output.service import FORK_SERVER, ConstraintService
 from quire.structured_output.vocabulary import make_vocabulary
@@ -238,7 +238,7 @@ def test_deep_constraints_end_no_process(service: ConstraintService, fields: dic
 
 
 def test_a_slow_constraint_is_refused_and_that_is_remembered() -> None:
-    service = make_service(Limits(cpu_seconds=(0.01, 0.05), seconds=120.0))
+    service = make_service(RehearsalLimits(cpu_seconds=(0.01, 0.05), seconds=120.0))
     slow = start(service, text_of(json=SLOW_SCHEMA))
     assert slow.error is not None
     assert "takes longer than 0.05 s of processor time" in slow.error.message
@@ -248,7 +248,7 @@ def test_a_slow_constraint_is_refused_and_that_is_remembered() -> None:
 
 
 def test_a_constraint_that_waits_too_long_may_be_tried_again() -> None:
-    service = make_service(Limits(cpu_seconds=(600.0,), seconds=0.2))
+    service = make_service(RehearsalLimits(cpu_seconds=(600.0,), seconds=0.2))
     slow = start(service, text_of(json=SLOW_SCHEMA))
     assert slow.error is not None
     assert "takes longer than 0.2 s" in slow.error.message
@@ -258,7 +258,7 @@ def test_a_constraint_that_waits_too_long_may_be_tried_again() -> None:
 
 @pytest.mark.long
 def test_a_constraint_takes_limited_memory() -> None:
-    service = make_service(Limits(cpu_seconds=(60.0,), seconds=120.0, memory=2**25))
+    service = make_service(RehearsalLimits(cpu_seconds=(60.0,), seconds=120.0, memory=2**25))
     large = start(service, text_of(json={"type": "integer", "multipleOf": 400009}))
     assert large.error is not None
     assert "32.0 MiB of memory" in large.error.message
@@ -268,7 +268,7 @@ def test_a_constraint_takes_limited_memory() -> None:
 
 def test_a_rehearsal_ends_with_the_last_request_that_wants_it() -> None:
     """Else the second slow text would wait for the end of the first, which does not come."""
-    service = make_service(Limits(cpu_seconds=(0.01, 6000.0), seconds=6000.0))
+    service = make_service(RehearsalLimits(cpu_seconds=(0.01, 6000.0), seconds=6000.0))
     text = text_of(json=SLOW_SCHEMA)
     first, second = begin(service, text), begin(service, text)
     other = begin(service, text_of(json={"type": "integer", "multipleOf": 20011}))

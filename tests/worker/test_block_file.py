@@ -9,9 +9,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from quire.worker.kv_connector.block_file import HEADER_BYTES, BlockFileError, BlockLayout, read_block, write_block
+from quire.worker.kv_connector.block_file import HEADER_BYTES, BlockFileError, BlockFileLayout, read_block, write_block
 
-LAYOUT = BlockLayout(namespace=bytes(range(32)), num_pages=3, page_bytes=40)
+LAYOUT = BlockFileLayout(namespace=bytes(range(32)), num_pages=3, page_bytes=40)
 HASH = bytes(range(100, 132))
 
 
@@ -23,7 +23,7 @@ def pages_of(content: bytes) -> list[bytearray]:
 CONTENT = os.urandom(LAYOUT.num_pages * LAYOUT.page_bytes)
 
 
-def read(path: Path, layout: BlockLayout = LAYOUT, group: int = 1, block_hash: bytes = HASH) -> bytes:
+def read(path: Path, layout: BlockFileLayout = LAYOUT, group: int = 1, block_hash: bytes = HASH) -> bytes:
     pages = [bytearray(layout.page_bytes) for _ in range(layout.num_pages)]
     read_block(path, layout, group, block_hash, pages)
     return b"".join(pages)
@@ -94,13 +94,13 @@ def test_damage_of_any_kind_is_found(block: Path, data: st.DataObject) -> None:
     [
         (LAYOUT, 0, HASH),
         (LAYOUT, 1, HASH[::-1]),
-        (BlockLayout(bytes(32), 3, 40), 1, HASH),
-        (BlockLayout(LAYOUT.namespace, 4, 30), 1, HASH),  # of the same size, cut in another way
-        (BlockLayout(LAYOUT.namespace, 3, 41), 1, HASH),
+        (BlockFileLayout(bytes(32), 3, 40), 1, HASH),
+        (BlockFileLayout(LAYOUT.namespace, 4, 30), 1, HASH),  # of the same size, cut in another way
+        (BlockFileLayout(LAYOUT.namespace, 3, 41), 1, HASH),
     ],
     ids=["group", "hash", "namespace", "pages", "size"],
 )
-def test_another_block_is_not_taken_for_it(block: Path, layout: BlockLayout, group: int, block_hash: bytes) -> None:
+def test_another_block_is_not_taken_for_it(block: Path, layout: BlockFileLayout, group: int, block_hash: bytes) -> None:
     with pytest.raises(BlockFileError):
         read(block, layout, group, block_hash)
 

@@ -14,11 +14,11 @@ import pytest
 from quire.errors import ConfigError
 from quire.step import BlockKey, StoreReport
 from quire.worker.kv_connector import cache_directory, disk_store
-from quire.worker.kv_connector.block_file import BlockLayout
+from quire.worker.kv_connector.block_file import BlockFileLayout
 from quire.worker.kv_connector.disk_store import NUM_LOADERS, DiskStore
 from tests.fakes.panic import Panic
 
-LAYOUT = BlockLayout(namespace=b"n" * 32, num_pages=2, page_bytes=64)
+LAYOUT = BlockFileLayout(namespace=b"n" * 32, num_pages=2, page_bytes=64)
 BYTES = LAYOUT.num_pages * LAYOUT.page_bytes
 
 
@@ -29,7 +29,7 @@ def key(number: int, group: int = 0) -> BlockKey:
 class Host:
     """Host memory of a few blocks, a store over it, and everything that it reported so far."""
 
-    def __init__(self, directory: Path, limit: int = 2**30, layout: BlockLayout = LAYOUT) -> None:
+    def __init__(self, directory: Path, limit: int = 2**30, layout: BlockFileLayout = LAYOUT) -> None:
         self.blocks = [[bytearray(layout.page_bytes) for _ in range(layout.num_pages)] for _ in range(200)]
         self.store = DiskStore(directory, limit, layout, self.blocks.__getitem__)
         self.total = StoreReport()
@@ -122,8 +122,8 @@ def test_a_block_is_written_once(make_host, tmp_path: Path) -> None:
     assert len(files(tmp_path)) == 1
 
 
-@pytest.mark.parametrize("layout", [BlockLayout(b"m" * 32, 2, 64), BlockLayout(b"m" * 32, 4, 64)])
-def test_another_namespace_is_not_seen(make_host, layout: BlockLayout) -> None:
+@pytest.mark.parametrize("layout", [BlockFileLayout(b"m" * 32, 2, 64), BlockFileLayout(b"m" * 32, 4, 64)])
+def test_another_namespace_is_not_seen(make_host, layout: BlockFileLayout) -> None:
     make_host().put(1)
     other = make_host(layout=layout)
     assert other.total.found == []
@@ -207,7 +207,7 @@ def test_a_lower_limit_holds_from_the_start(make_host, tmp_path: Path) -> None:
 def test_engines_share_the_limit(make_host, tmp_path: Path) -> None:
     """Also with an engine of another model, whose files are not used any more."""
     limit = 40 * LAYOUT.file_bytes
-    other = make_host(limit=limit, layout=BlockLayout(b"m" * 32, 2, 64))
+    other = make_host(limit=limit, layout=BlockFileLayout(b"m" * 32, 2, 64))
     for number in range(30):
         other.put(number)
         _age(tmp_path, number)

@@ -33,7 +33,7 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class PrecisionChoice:
     """precision: "float32" or "bfloat16". reason: text for people."""
 
     precision: str
@@ -42,29 +42,29 @@ class Choice:
 
 def choose_precision(
     isa: str, *, memory: Path | None = None, cpu_info: Path = CPU_INFO, measure: Callable[[str], float] | None = None
-) -> Choice:
+) -> PrecisionChoice:
     """Choose the precision for an instruction set of this machine. memory: file of measured choices; default
     `processors.json` in the cache directory. measure: returns the rate of bfloat16 products relative to float32."""
     if not _native.has_bf16_products(isa):
-        return Choice("float32", f"{isa} cannot multiply bfloat16")
+        return PrecisionChoice("float32", f"{isa} cannot multiply bfloat16")
     if isa not in _native.available_isas():
-        return Choice("bfloat16", f"{isa} is an emulation, for tests")
+        return PrecisionChoice("bfloat16", f"{isa} is an emulation, for tests")
     if isa == "amx":
-        return Choice("bfloat16", "AMX multiplies it in tiles, many times as fast as vectors of float32")
+        return PrecisionChoice("bfloat16", "AMX multiplies it in tiles, many times as fast as vectors of float32")
     processor = _processor(cpu_info)
     if processor is not None:
         for key in (processor, (*processor[:2], None)):
             if key in KNOWN:
-                return Choice(KNOWN[key], "known to be the faster one on this processor")
+                return PrecisionChoice(KNOWN[key], "known to be the faster one on this processor")
     memory = envs.cache_directory() / "processors.json" if memory is None else memory
     name = " ".join(map(str, (*(processor or ("unknown",)), isa)))
     remembered = _read(memory)
     if remembered.get(name) in ("float32", "bfloat16"):
-        return Choice(remembered[name], f"measured earlier ({memory})")
+        return PrecisionChoice(remembered[name], f"measured earlier ({memory})")
     ratio = (measure or measure_rates)(isa)
     precision = "bfloat16" if ratio >= MARGIN else "float32"
     _write(memory, remembered | {name: precision})
-    return Choice(precision, f"measured: products in bfloat16 run at {ratio:.2f} times the rate of float32")
+    return PrecisionChoice(precision, f"measured: products in bfloat16 run at {ratio:.2f} times the rate of float32")
 
 
 def measure_rates(isa: str) -> float:

@@ -69,7 +69,7 @@ TorchFunction = Callable[..., torch.Tensor]
 
 
 @dataclass(slots=True)
-class Call:
+class KernelCall:
     """One kernel: method `kernel` of _native.Program with `buffers` (None: absent) and `constants`, or a torch
     `function`. over: buffer whose place the output may take, or must if `in_place` (the kernel then modifies it).
     output: the output's parameter name. first_column: first column read of each buffer. out_column: first column
@@ -95,7 +95,7 @@ class Call:
 class Recorder:
     """Collects calls. `keep` holds what their addresses point to."""
 
-    calls: list[Call] = field(default_factory=list)
+    calls: list[KernelCall] = field(default_factory=list)
     keep: list[object] = field(default_factory=list)
     num_areas: int = 1
     has_gathered: bool = False
@@ -134,7 +134,7 @@ class Recorder:
         """Add a kernel; returns its output of `width` columns, which takes the place of `over` if no later kernel reads
         that (in_place: always). For the rest see Call."""
         out = self._output(width, buffers)
-        call = Call(kernel, buffers or {}, constants, out, over, in_place, output, first_column, out_column)
+        call = KernelCall(kernel, buffers or {}, constants, out, over, in_place, output, first_column, out_column)
         self.calls.append(call)
         return call.out
 
@@ -149,7 +149,7 @@ class Recorder:
         assert not x.is_gathered, "rows are gathered once"
         self.has_gathered = True
         out = self._output(x.width, {})
-        self.calls.append(Call(GATHER, {}, {"width": x.width}, out, over=x, in_place=True, output="x"))
+        self.calls.append(KernelCall(GATHER, {}, {"width": x.width}, out, over=x, in_place=True, output="x"))
         return out
 
     def call_torch(self, function: TorchFunction, width: int, inputs: Sequence[Buffer]) -> Buffer:
@@ -157,7 +157,7 @@ class Recorder:
         `width` columns. It may run other programs."""
         buffers: dict[str, Buffer | None] = {str(index): buffer for index, buffer in enumerate(inputs)}
         out = self._output(width, buffers)
-        self.calls.append(Call("torch", buffers, {}, out, function=function))
+        self.calls.append(KernelCall("torch", buffers, {}, out, function=function))
         return out
 
     def finish_program(
@@ -237,11 +237,11 @@ def rounded_rows(num_rows: int) -> int:
     return max(SMALLEST_PROGRAM, 1 << (num_rows - 1).bit_length())
 
 
-def fuse_norms(calls: Sequence[Call], results: Sequence[Buffer]) -> list[Call]:
+def fuse_norms(calls: Sequence[KernelCall], results: Sequence[Buffer]) -> list[KernelCall]:
     """Merge a norm into the linear layer that is its only reader, which then normalises rows while packing them: the
     same bits with less memory traffic. results: buffers that are kept."""
     num_readers = _count_readers(calls)
-    fused: list[Call] = []
+    fused: list[KernelCall] = []
     for call in calls:
         norm = fused[-1] if fused else None
         if norm is not None and _is_input_norm(norm, call) and num_readers[norm.out] == 1 and norm.out not in results:
@@ -254,7 +254,7 @@ def fuse_norms(calls: Sequence[Call], results: Sequence[Buffer]) -> list[Call]:
     return fused
 
 
-def hand_over_rows(calls: Sequence[Call], results: Sequence[Buffer]) -> list[Call]:
+def hand_over_rows(calls: Sequence[KernelCall], results: Sequence[Buffer]) -> list[KernelCall]:
     """Mark linear layers whose only reader is the next one, so that kernels may write the layout that it wants.
     results: buffers that are kept."""
     num_readers = _count_readers(calls)
@@ -269,11 +269,11 @@ def hand_over_rows(calls: Sequence[Call], results: Sequence[Buffer]) -> list[Cal
     return handed
 
 
-def _count_readers(calls: Sequence[Call]) -> Counter[Buffer]:
+def _count_readers(calls: Sequence[KernelCall]) -> Counter[Buffer]:
     return Counter(buffer for call in calls for buffer in {*call.buffers.values(), call.over} if buffer is not None)
 
 
-def _is_input_norm(norm: Call, call: Call) -> bool:
+def _is_input_norm(norm: KernelCall, call: KernelCall) -> bool:
     """True if `call` is a linear layer over the rows of `norm`, and its output is not placed on them, as other threads
     may still read them."""
     return (
@@ -287,7 +287,7 @@ def _is_input_norm(norm: Call, call: Call) -> bool:
     )
 
 
-def place_buffers(calls: Sequence[Call], results: Sequence[Buffer]) -> int:
+def place_buffers(calls: Sequence[KernelCall], results: Sequence[Buffer]) -> int:
     """Set `offset` of every arena buffer; returns the total elements per row. Buffers that live at the same time do not
     overlap. A call's output takes the place of `over` after its last read, else the first wide enough gap."""
     last_use: dict[Buffer, int] = {}

@@ -1,19 +1,21 @@
 """Mixtures of experts: products of rows with their chosen experts' matrices. Limits: the chosen experts' weight bytes
 for few rows, arithmetic for many. (Row, expert) pairs are sorted by expert on the device, in tiles of one expert each.
 Grids cover the maximum number of tiles, and unused ones return at once, so the host never waits for the routing.
-Additions run in order, in tiles that depend only on the matrix, so a row's bits do not depend on the batch."""
+Additions run in order, in tiles that depend only on the matrix if asked for, so a row's bits do not depend on the
+batch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 
 from quire.kernels.triton.activation import KINDS, activate
-from quire.kernels.triton.matmul import Tiles, stored_tiles
+from quire.kernels.triton.matmul import ProductTiles, stored_tiles
 from quire.kernels.triton.quantize_rows import round_rows
+from quire.kernels.triton.routing import sort_by_expert
 from quire.kernels.triton.runtime import blocks_of, launch, narrow
 from quire.kernels.triton.weight_formats import StoredMatrix, product
 
@@ -21,34 +23,9 @@ COLUMNS = 1024
 """Elements of a row per program of `combine`."""
 EXPERT_COLUMNS = 64
 """Columns of a result tile; a gate-and-up tile is twice as wide before the activation."""
+FEW_ROWS = 16
+"""Pairs of a tile, and of an expert on average at most, where there are few: the least of a tensor core."""
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertTiles:
-    """pairs: [P] int32, row * top_k + place, sorted by expert. tiles: [M, 3] int32: expert (-1: unused), first pair,
-    end of the expert's pairs."""
-
-    pairs: torch.Tensor
-    tiles: torch.Tensor
-
-
-def sort_by_expert(routing: torch.Tensor, num_experts: int, block_m: int) -> ExpertTiles:
-    """routing: [T, 2 * top_k] float32, from `kernels/experts.py:route`. block_m: pairs per tile."""
-    top_k = routing.shape[1] // 2
-    ordered, pairs = routing[:, :top_k].flatten().long().sort(stable=True)
-    experts = torch.arange(num_experts + 1, device=routing.device)
-    starts = torch.searchsorted(ordered, experts)
-    tile_ends = ((starts.diff() + block_m - 1) // block_m).cumsum(0)
-    num_tiles = len(pairs) // block_m + min(num_experts, len(pairs))
-    tile = torch.arange(num_tiles, device=routing.device)
-    expert = torch.searchsorted(tile_ends, tile, right=True)
-    known = expert.clamp(max=num_experts - 1)
-    within = tile - torch.where(known > 0, tile_ends[known - 1], 0)
-    tiles = torch.stack(
-        (torch.where(expert < num_experts, expert, -1), starts[known] + within * block_m, starts[known + 1])
-    )
-    return ExpertTiles(pairs.int(), tiles.t().int().contiguous())
 
 
 @triton.jit
@@ -157,10 +134,13 @@ class ExpertMatrices:
     rounds_activations: bool = False
 
 
-def _tiled(matrix: StoredMatrix, dtype: torch.dtype, rounds: bool) -> tuple[StoredMatrix, Tiles, bool]:
-    """The matrix, its tiles, and whether rows are rounded for it."""
-    rounds = rounds and matrix.multiplies_bytes
-    return matrix, stored_tiles(matrix, dtype, rounds_activations=rounds), rounds
+def expert_tiles(matrix: StoredMatrix, dtype: torch.dtype, *, rounds: bool, is_first: bool, few: bool) -> ProductTiles:
+    """Tiles of a product with experts' matrices. is_first: of gate and up, whose columns alternate. few: for few pairs
+    of each expert, with other bits."""
+    tiles = stored_tiles(matrix, dtype, rounds_activations=rounds)
+    num_warps = 8 if is_first else tiles.num_warps
+    tiles = replace(tiles, block_n=EXPERT_COLUMNS, num_warps=num_warps, num_stages=3)
+    return replace(tiles, block_m=FEW_ROWS, num_warps=4) if few else tiles
 
 
 def apply_experts(
@@ -171,16 +151,23 @@ def apply_experts(
     activation: str,
     limit: float | None,
     weighs_input: bool,
+    *,
+    batch_invariant: bool = True,
 ) -> torch.Tensor:
     """residual + the weighted sum of the experts' results for x. x, residual: [T, size] of one dtype, also of plain
-    matrices. routing: [T, 2 * top_k] float32. activation, limit, weighs_input: see Gating and ExpertWeights."""
+    matrices. routing: [T, 2 * top_k] float32. activation, limit, weighs_input: see Gating and ExpertWeights.
+    batch_invariant: a row's bits do not depend on the number of rows."""
     num_rows, size = x.shape
     if num_rows == 0:
         return x.new_empty(0, size)
     num_experts, _, intermediate = matrices.down.shape
     top_k = routing.shape[1] // 2
-    both = matrices.gate_up, matrices.down
-    gate_up, down = (_tiled(matrix, x.dtype, matrices.rounds_activations) for matrix in both)
+    few = not batch_invariant and num_rows * top_k <= FEW_ROWS * num_experts
+    parts = []
+    for matrix, is_first in ((matrices.gate_up, True), (matrices.down, False)):
+        rounds = matrices.rounds_activations and matrix.multiplies_bytes
+        parts.append((matrix, expert_tiles(matrix, x.dtype, rounds=rounds, is_first=is_first, few=few), rounds))
+    gate_up, down = parts
     block_m = gate_up[1].block_m
     order = sort_by_expert(routing, num_experts, block_m)
     inner = torch.empty(num_rows * top_k, intermediate, dtype=x.dtype, device=x.device)
@@ -196,7 +183,7 @@ def apply_experts(
         rows = source if rounded is None else rounded.codes
         launch(
             _experts_kernel,
-            (len(order.tiles), blocks_of(out.shape[1], EXPERT_COLUMNS)),
+            (len(order.tiles), blocks_of(out.shape[1], tiles.block_n)),
             rows,
             None if rounded is None else rounded.scales,
             *matrix.tensors,
@@ -219,10 +206,10 @@ def apply_experts(
             HAS_LIMIT=limit is not None,
             KIND=KINDS[activation],
             BLOCK_M=block_m,
-            BLOCK_N=EXPERT_COLUMNS,
+            BLOCK_N=tiles.block_n,
             BLOCK_K=tiles.block_k,
-            num_warps=8 if is_first else tiles.num_warps,
-            num_stages=3,
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
         )
     out = torch.empty(num_rows, size, dtype=x.dtype, device=x.device)
     launch(

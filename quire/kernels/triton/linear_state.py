@@ -1,10 +1,10 @@
 """Layers with recurrent state on a device: short convolution, gated delta rule, and the gated norm after it.
 `layers/states.py` defines the computation, in chunks of STATE_BORDER tokens at absolute multiples. A program of the
-delta rule takes some columns of a sequence's value head and keeps state, keys and updates in registers across chunks; a
-decode computes one row of a chunk. Tiles are the same for prompts and decodes, and unseen values are multiplied by
-zero, so a token's bits depend only on its sequence. In-place pages are read in one launch and written in the next,
-because programs share them. Limits: the state's bytes for single tokens; for prompts a third of the matrix units' tf32
-rate, and the sequential rows of a chunk."""
+delta rule takes some columns of a sequence's value head and keeps state, keys and updates in registers across chunks;
+a decode computes one row of a chunk. Tiles are the same for prompts and decodes, and unseen values are multiplied by
+zero, so a token's bits depend only on its sequence; steps that are not `batch_invariant` decode by `delta_decode.py`.
+In-place pages are read in one launch and written in the next, because programs share them. Limits: the state's bytes
+for single tokens; for prompts a third of the matrix units' tf32 rate, and the sequential rows of a chunk."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from quire.attention.device_batch import DeviceStateStep
 from quire.config.model_shape import STATE_BORDER
 from quire.kernels.arguments import NORM_EPSILON, TILE, ConvolutionWeights, DeltaRule, GatedNormWeights, StatePart
 from quire.kernels.triton.activation import KINDS, SILU, activate
+from quire.kernels.triton.delta_decode import decode_rule_kernel
 from quire.kernels.triton.paged_attention import BATCH_COLUMNS, sequence_of_token
 from quire.kernels.triton.runtime import INTERPRETED, blocks_of, bound, interpreted_dot, launch, narrow, next_power_of_2
 
@@ -298,13 +299,13 @@ def _rule_kernel(
     tables, qkv_stride, gates_stride, page_stride, table_stride, scale,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEY_LINE: tl.constexpr, VALUE_LINE: tl.constexpr, KEY_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
-    INTERVAL: tl.constexpr, EPSILON: tl.constexpr,
+    INTERVAL: tl.constexpr, EPSILON: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     """Program (BLOCK columns, value head, sequence). states, kept_updates, kept_keys, kept_decays: the layer's pages at
-    these parts; the last three have BORDER - 1 rows per head."""
+    these parts; the last three have BORDER - 1 rows per head. LEAST: sequences with fewer new tokens are left out."""
     head, sequence = tl.program_id(1), tl.program_id(2)
     first, start, length = _step_of(query_start, seq_lens, sequence)
-    if start == length:
+    if length - start < LEAST:
         return
     key_head = head // (VALUE_HEADS // KEY_HEADS)
     dims = tl.arange(0, KEY_BLOCK)
@@ -450,9 +451,8 @@ def gated_delta_rule(
         num_warps=4,
         **sizes,
     )
-    launch(
-        _rule_kernel,
-        (blocks_of(rule.value_dim, block), heads, batch.num_seqs),
+    grid = blocks_of(rule.value_dim, block), heads, batch.num_seqs
+    arguments = (
         qkv,
         gates,
         out,
@@ -465,18 +465,23 @@ def gated_delta_rule(
         pages.stride(0),
         table.stride(0),
         rule.key_dim**-0.5,
-        VALUE_DIM=rule.value_dim,
-        KEY_LINE=rule.keys.shape[-1],
-        VALUE_LINE=rule.state.shape[-1],
-        BLOCK=block,
-        INTERVAL=interval,
-        EPSILON=NORM_EPSILON,
-        num_warps=8,
-        num_stages=1,
-        # At its highest level the assembler leaves this kernel 32 registers and spills the rest.
-        ptx_options="--opt-level 1",
-        **sizes,
     )
+    sizes |= {"VALUE_DIM": rule.value_dim, "KEY_LINE": rule.keys.shape[-1], "VALUE_LINE": rule.state.shape[-1]}
+    sizes |= {"BLOCK": block, "INTERVAL": interval, "EPSILON": NORM_EPSILON}
+    if not states.batch_invariant:
+        launch(decode_rule_kernel, grid, *arguments, num_warps=4, **sizes)
+    if states.batch_invariant or batch.max_query_len > 1:
+        launch(
+            _rule_kernel,
+            grid,
+            *arguments,
+            LEAST=1 if states.batch_invariant else 2,
+            num_warps=8,
+            num_stages=1,
+            # At its highest level the assembler leaves this kernel 32 registers and spills the rest.
+            ptx_options="--opt-level 1",
+            **sizes,
+        )
     launch(
         _keep_rows_kernel,
         (batch.num_seqs, rule.num_key_heads + 1),
@@ -486,11 +491,14 @@ def gated_delta_rule(
         *columns,
         pages.stride(0),
         table.stride(0),
+        KEY_HEADS=rule.num_key_heads,
+        VALUE_HEADS=heads,
+        KEY_DIM=rule.key_dim,
+        KEY_BLOCK=sizes["KEY_BLOCK"],
         KEY_LINE=rule.keys.shape[-1],
         HEADS_BLOCK=heads_block,
         INTERVAL=interval,
         num_warps=4,
-        **sizes,
     )
 
 

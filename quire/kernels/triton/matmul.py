@@ -18,7 +18,7 @@ from quire.kernels.triton.weight_formats import I4, LEAST_K, PAIRED, PLAIN, Stor
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
+class ProductTiles:
     """Rows and columns of a program's result, and columns of K per step."""
 
     block_m: int
@@ -34,17 +34,17 @@ WIDE = 8192
 """Result width below which tiles are narrower, so that one row of tiles still fills a large GPU."""
 
 
-def tiles_for(num_columns: int, dtype: torch.dtype) -> Tiles:
+def tiles_for(num_columns: int, dtype: torch.dtype) -> ProductTiles:
     """Tiles by the matrix alone: 64 rows, the minimum of Hopper's products, and stages that fit the 96 KiB of shared
     memory of capabilities 8.6 and 8.9."""
     if dtype == torch.float32:
-        return Tiles(block_m=64, block_n=64, block_k=32, num_warps=8, num_stages=3)
+        return ProductTiles(block_m=64, block_n=64, block_k=32, num_warps=8, num_stages=3)
     if num_columns <= WIDE:
-        return Tiles(block_m=64, block_n=64, block_k=64, num_warps=4, num_stages=5)
-    return Tiles(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=4)
+        return ProductTiles(block_m=64, block_n=64, block_k=64, num_warps=4, num_stages=5)
+    return ProductTiles(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=4)
 
 
-def stored_tiles(matrix: StoredMatrix, dtype: torch.dtype, *, rounds_activations: bool) -> Tiles:
+def stored_tiles(matrix: StoredMatrix, dtype: torch.dtype, *, rounds_activations: bool) -> ProductTiles:
     """Tiles of a stored matrix, by it alone. dtype: x's. A tile of K lies in one group of scales."""
     num_columns = matrix.shape[1]
     tiles = tiles_for(num_columns, dtype)
@@ -170,7 +170,7 @@ def tiled_product(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     out: torch.Tensor,
-    tiles: Tiles,
+    tiles: ProductTiles,
 ) -> None:
     """Product of `matmul` or `head_matmul` into `out`, with these tiles. rounded: x rounded, or None."""
     m, (heads, n, k) = x.shape[0], matrix.shape

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from quire.kernels.triton.matmul import WIDE, Tiles, matmul, stored_tiles, tiled_product
+from quire.kernels.triton.matmul import WIDE, ProductTiles, matmul, stored_tiles, tiled_product
 from quire.kernels.triton.quantize_rows import RoundedRows, round_rows
 from quire.kernels.triton.skinny import SkinnyTiles, skinny_product
 from quire.kernels.triton.weight_formats import E4M3, I4, PLAIN, StoredMatrix
@@ -36,9 +36,9 @@ def skinny_tiles(m: int, matrix: StoredMatrix, *, rounds_activations: bool) -> S
     return SkinnyTiles(64, block_m, 1, block_k, 4, num_stages[block_m], splits=4 if is_narrow else 1)
 
 
-def many_tiles(tiles: Tiles, matrix: StoredMatrix) -> Tiles:
+def many_tiles(tiles: ProductTiles, matrix: StoredMatrix) -> ProductTiles:
     """Tiles for MEDIUM rows or more with both operands of 8 bits. tiles: the usual ones."""
-    return tiles if matrix.kind == E4M3.value else Tiles(128, 256, tiles.block_k, 8, 3)
+    return tiles if matrix.kind == E4M3.value else ProductTiles(128, 256, tiles.block_k, 8, 3)
 
 
 def multiplies_by_library(x: torch.Tensor, matrix: StoredMatrix) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from quire.config.gguf_export import Place
+from quire.config.gguf_export import TensorPlace
 from quire.errors import ModelLoadError
 from quire.utils.gguf import MAGIC, GGUFFile
 from quire.utils.model_files import read_model_file
@@ -90,7 +90,7 @@ def _read_older(path: Path) -> Importance:
     return found
 
 
-def by_tensor(means: Mapping[str, torch.Tensor], places: Mapping[str, Place]) -> Importance:
+def by_tensor(means: Mapping[str, torch.Tensor], places: Mapping[str, TensorPlace]) -> Importance:
     """Rename importance to the tensors' names in the GGUF file. means: by Hugging Face's names. A matrix without data
     in a stack gets zeros."""
     known = {places[source].name: means[source] for source in means}
@@ -101,7 +101,7 @@ def by_tensor(means: Mapping[str, torch.Tensor], places: Mapping[str, Place]) ->
     return {name: torch.cat(each) for name, each in parts.items()}
 
 
-def importance_of(importance: Importance, place: Place, columns: int, where: str) -> torch.Tensor | None:
+def importance_of(importance: Importance, place: TensorPlace, columns: int, where: str) -> torch.Tensor | None:
     """Importance of a matrix, [columns]; None if unknown. Raises ModelLoadError for another number of columns."""
     found = importance.get(place.name)
     if found is None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from quire.config.gguf import ROPE_FACTORS
-from quire.config.gguf_export import Description, Place
+from quire.config.gguf_export import Description, TensorPlace
 from quire.config.gguf_mixes import MixedModel, tensor_type
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
@@ -102,7 +102,7 @@ def write_gguf(
 
 def _placed(
     config: ModelConfig, files: WeightFiles, description: Description, report: Progress
-) -> Iterator[tuple[str, Place, torch.Tensor]]:
+) -> Iterator[tuple[str, TensorPlace, torch.Tensor]]:
     """Every tensor once, with its place and layout in the file. Raises ModelLoadError for a missing, misshapen or
     unknown one."""
     names, seen = CheckpointNames.of(config), set()

@@ -83,7 +83,7 @@ class Block(msgspec.Struct, frozen=True):
             raise UserError(f"a block of type {self.type!r} needs a {name}", param=name)
 
 
-class Message(msgspec.Struct, frozen=True):
+class AnthropicMessage(msgspec.Struct, frozen=True):
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
@@ -158,7 +158,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, frozen=True):
     """Conversation whose tokens are counted. system: text, or blocks of text."""
 
     model: str
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[AnthropicMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
     system: str | list[Block] | None = None
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
@@ -289,7 +289,7 @@ def _check_blocks(blocks: list[Block], known: Collection[str], where: str, place
         check_type(block.type, known, f"{where}[{index}]: {place} blocks")
 
 
-def _user(message: Message, where: str) -> list[dict[str, Any]]:
+def _user(message: AnthropicMessage, where: str) -> list[dict[str, Any]]:
     """Convert a message; tool results become messages of their own, before its text."""
     found: list[dict[str, Any]] = []
     known = ("text", "image", "tool_result") if message.role == "user" else ("text",)
@@ -310,7 +310,7 @@ def _user(message: Message, where: str) -> list[dict[str, Any]]:
     return found
 
 
-def _assistant(message: Message, where: str) -> dict[str, Any]:
+def _assistant(message: AnthropicMessage, where: str) -> dict[str, Any]:
     found: dict[str, Any] = {"role": "assistant", "content": None}
     texts, thoughts, calls = [], [], []
     known = ("text", "thinking", "redacted_thinking", "tool_use")

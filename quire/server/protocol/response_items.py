@@ -41,7 +41,7 @@ _NEEDED = {
 _ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
-class Part(msgspec.Struct, frozen=True):
+class ItemPart(msgspec.Struct, frozen=True):
     """Part of a message, tool output or reasoning."""
 
     type: str
@@ -64,13 +64,13 @@ class InputItem(msgspec.Struct, frozen=True):
     type: str = "message"
     id: ShortString | None = None
     role: str | None = None
-    content: str | list[Part] | None = None
+    content: str | list[ItemPart] | None = None
     call_id: ShortString | None = None
     name: ShortString | None = None
     namespace: ShortString | None = None
     arguments: str | None = None
-    output: str | list[Part] | None = None
-    summary: list[Part] | None = None
+    output: str | list[ItemPart] | None = None
+    summary: list[ItemPart] | None = None
 
     NO_EFFECT: ClassVar[frozenset[str]] = _ITEM_NO_EFFECT
 
@@ -254,8 +254,8 @@ class Continuation(msgspec.Struct):
         return messages_of_items(items_of_all, self.instructions, len(before)), ListedItems.of(given, before)
 
 
-def _listed_parts(content: str | Sequence[Part] | None, kind: str) -> list[dict[str, Any]]:
-    parts = [Part(kind, content)] if isinstance(content, str) else content or ()
+def _listed_parts(content: str | Sequence[ItemPart] | None, kind: str) -> list[dict[str, Any]]:
+    parts = [ItemPart(kind, content)] if isinstance(content, str) else content or ()
     found: list[dict[str, Any]] = []
     for part in parts:
         if part.type == "refusal":
@@ -291,7 +291,7 @@ def _add_to_assistant(found: list[dict[str, Any]], item: InputItem, where: str) 
     last[field] = last[field] + text if last.get(field) else text
 
 
-def _parts(content: str | list[Part] | None, where: str) -> str | list[dict[str, str] | Picture]:
+def _parts(content: str | list[ItemPart] | None, where: str) -> str | list[dict[str, str] | Picture]:
     if content is None or isinstance(content, str):
         return content or ""
     found: list[dict[str, str] | Picture] = []

@@ -40,7 +40,7 @@ class BlockFileError(Exception):
 
 
 @dataclass(frozen=True)
-class BlockLayout:
+class BlockFileLayout:
     """Constants of one engine's files. namespace: 32 bytes. page_bytes: bytes of each of the `num_pages` pages."""
 
     namespace: bytes
@@ -56,7 +56,7 @@ class BlockLayout:
         return keys + _CHECK.pack(zlib.crc32(keys))
 
 
-def write_block(path: Path, layout: BlockLayout, group: int, block_hash: bytes, pages: Sequence[Buffer]) -> None:
+def write_block(path: Path, layout: BlockFileLayout, group: int, block_hash: bytes, pages: Sequence[Buffer]) -> None:
     """Write a block to `path`, which must not exist. Raises OSError, with the partial file removed. The file is not
     synced: a power failure may corrupt it, which its checksums reveal."""
     header = layout.header(group, block_hash, _checksum(pages))
@@ -73,7 +73,7 @@ def write_block(path: Path, layout: BlockLayout, group: int, block_hash: bytes, 
         raise
 
 
-def read_block(path: Path, layout: BlockLayout, group: int, block_hash: bytes, pages: Sequence[Buffer]) -> None:
+def read_block(path: Path, layout: BlockFileLayout, group: int, block_hash: bytes, pages: Sequence[Buffer]) -> None:
     """Read a block into `pages`. Raises OSError, or BlockFileError if the file is not this block, complete and intact;
     `pages` are then undefined."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)

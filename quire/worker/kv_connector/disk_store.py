@@ -16,7 +16,7 @@ from quire.errors import ConfigError
 from quire.logging import get_logger
 from quire.step import BlockKey, StoreReport
 from quire.utils.sizes import format_bytes
-from quire.worker.kv_connector.block_file import BlockFileError, BlockLayout, Buffer, read_block, write_block
+from quire.worker.kv_connector.block_file import BlockFileError, BlockFileLayout, Buffer, read_block, write_block
 from quire.worker.kv_connector.cache_directory import CacheDirectory
 
 logger = get_logger(__name__)
@@ -37,7 +37,7 @@ class DiskStore:
     `close`); reports come in any order. The caller must not use a host block from its order until the report that names
     it."""
 
-    def __init__(self, directory: Path, limit: int, layout: BlockLayout, host_pages: HostPages) -> None:
+    def __init__(self, directory: Path, limit: int, layout: BlockFileLayout, host_pages: HostPages) -> None:
         """Raises ConfigError if nothing can be stored in `directory`, or `limit` is below one block."""
         if limit < layout.file_bytes:
             raise ConfigError(

@@ -11,7 +11,7 @@ import torch
 from quire.config.engine import EngineConfig
 from quire.kv_cache.layout import KVCacheLayout
 from quire.step import StepPlan, StoreReport, StoreTransfers
-from quire.worker.kv_connector.block_file import BlockLayout, Buffer
+from quire.worker.kv_connector.block_file import BlockFileLayout, Buffer
 from quire.worker.kv_connector.cache_identity import cache_namespace
 from quire.worker.kv_connector.disk_store import DiskStore, smoothed
 from quire.worker.kv_connector.interface import PATIENCE, WorkerConnector
@@ -73,7 +73,7 @@ def offload_worker(
     assert directory is not None, "no directory is configured"
     draft = config.speculation.draft
     namespace = cache_namespace(config.model, config.load, config.device, layout, code, draft)
-    files = BlockLayout(namespace, layout.layers_per_group, layout.block_bytes // layout.layers_per_group)
+    files = BlockFileLayout(namespace, layout.layers_per_group, layout.block_bytes // layout.layers_per_group)
     return OffloadWorker(DiskStore(directory, config.cache.offload_size, files, HostBlocks(pages)), transfers)
 
 

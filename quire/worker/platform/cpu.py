@@ -61,7 +61,7 @@ from quire.worker.platform.cpu_inputs import CacheBackends, CpuColumns, PlainInp
 from quire.worker.platform.cpu_meter import CpuMeter
 from quire.worker.platform.cpu_step import CpuCompute
 from quire.worker.platform.host_memory import available_memory
-from quire.worker.platform.interface import DraftModel, HeadInputs, HostPool, Mode
+from quire.worker.platform.interface import DraftModel, HeadInputs, HostBlockTensors, Mode
 
 
 class CpuPlatform:
@@ -225,7 +225,7 @@ class CpuPlatform:
     def allocate_host_pool(self, layout: KVCacheLayout) -> HostPages:
         return HostPages(allocate_host_pages(layout))
 
-    def make_transfers(self, pages: Sequence[torch.Tensor], host_pool: HostPool) -> BlockTransfers:
+    def make_transfers(self, pages: Sequence[torch.Tensor], host_pool: HostBlockTensors) -> BlockTransfers:
         return ThreadTransfers(pages, host_pool.pages, block_mover(self._runtime))
 
     def make_compute(

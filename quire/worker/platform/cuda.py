@@ -22,10 +22,11 @@ from quire.kernels.triton.attention_tiles import DeviceLimits
 from quire.kernels.triton.block_copy import PageTable
 from quire.kv_cache.layout import FOREIGN_LAYER, KVCacheLayout
 from quire.layers.device import DeviceLayers
+from quire.layers.device_adapters import DeviceAdapterStorage
 from quire.layers.experts import ExpertCounters
 from quire.models.adapters import ModelAdapters
 from quire.models.interface import CausalLM
-from quire.models.loader import NO_EXTRAS, Extras, load_model
+from quire.models.loader import NO_EXTRAS, TORCH_DTYPES, Extras, load_model
 from quire.models.weight_files import Progress
 from quire.parallel.interface import ProcessGroup
 from quire.parallel.single import SINGLE_RANK
@@ -50,7 +51,7 @@ from quire.worker.platform.device_meter import DeviceMeter
 from quire.worker.platform.device_model_drafts import MOST_ROWS, DeviceModelDrafts, DraftPasses
 from quire.worker.platform.device_step import DeviceCompute, StagedColumns
 from quire.worker.platform.graph_capture import CudaGraphCapture, GraphCapture
-from quire.worker.platform.interface import DraftModel, HostPool, Mode
+from quire.worker.platform.interface import DraftModel, HostBlockTensors, Mode
 from quire.worker.platform.state_arena import StateArena
 from quire.worker.platform.stream_transfers import StreamTransfers
 from quire.worker.platform.streams import make_streams
@@ -65,8 +66,6 @@ class CudaPlatform:
     """Platform for CUDA devices. compiles: True if kernels are compiled and need a warm-up; False in the
     interpreter."""
 
-    adapters: ModelAdapters | None = None
-    """Not supported yet."""
     draft_model: DraftModel | None = None
     stage = WHOLE_MODEL
 
@@ -77,6 +76,7 @@ class CudaPlatform:
         self.streams = make_streams(torch.device(config.device.device))
         self._device = self.streams.device
         self.expert_counts: ExpertCounters | None = None
+        self.adapters: ModelAdapters | None = None
         if config.load.counts_experts:
             self.expert_counts = ExpertCounters(num_rows=torch.zeros(1, dtype=torch.int32, device=self._device))
         self._memory = make_memory(self._device)
@@ -85,7 +85,9 @@ class CudaPlatform:
         if self.compiles:
             envs.keep_triton_cache()
         self._free_at_start = self._memory.free()
-        self._settings = execution_settings(config.device, config.scheduler.max_num_seqs, config.speculation.max_drafts)
+        self._settings = execution_settings(
+            config.device, config.scheduler.max_num_seqs, config.speculation.max_drafts, adapts=config.adapters.is_on
+        )
 
     def mode(self, queue_depth: int) -> Mode:
         return "queued"
@@ -115,8 +117,13 @@ class CudaPlatform:
 
     def load_model(self, progress: Progress) -> CausalLM:
         config, shown = self._config, progress if self._group.rank == 0 else None
+        adapters = config.adapters
+        if adapters.is_on:
+            sizes = adapters.num_slots, adapters.max_rank, TORCH_DTYPES[adapters.dtype]
+            self.adapters = ModelAdapters(adapters, DeviceAdapterStorage(*sizes, self.streams))
         with arithmetic(self._memory, f"the weights of {config.model.name}"):
-            model = self.load(config.model, config.load, self._group, shown, Extras(self.expert_counts))
+            extras = Extras(self.expert_counts, self.adapters)
+            model = self.load(config.model, config.load, self._group, shown, extras)
         self.draft_model = self._load_draft_model()
         self.streams.synchronize()
         return model
@@ -149,7 +156,7 @@ class CudaPlatform:
 
     @property
     def _draft_settings(self) -> ExecutionSettings:
-        return replace(self._settings, piecewise_sizes=(), draft_rows=MOST_ROWS)
+        return replace(self._settings, piecewise_sizes=(), draft_rows=MOST_ROWS, adapts=False)
 
     @property
     def _draft_group(self) -> ProcessGroup:
@@ -186,7 +193,7 @@ class CudaPlatform:
         return DeviceBackends(self.make_attention(layout, pages, model, group), self.make_states(layout, states))
 
     def make_states(self, layout: KVCacheLayout, pages: Mapping[int, torch.Tensor]) -> StateBackend:
-        return StateBackend(layout, pages)
+        return StateBackend(layout, pages, batch_invariant=self._config.device.batch_invariant)
 
     def make_attention(
         self, layout: KVCacheLayout, pages: Sequence[torch.Tensor], model: ModelConfig, group: ProcessGroup
@@ -217,7 +224,7 @@ class CudaPlatform:
     def allocate_host_pool(self, layout: KVCacheLayout) -> PinnedPool:
         return PinnedPool(layout, self._memory)
 
-    def make_transfers(self, pages: Sequence[torch.Tensor], host_pool: HostPool) -> BlockTransfers:
+    def make_transfers(self, pages: Sequence[torch.Tensor], host_pool: HostBlockTensors) -> BlockTransfers:
         assert isinstance(host_pool, PinnedPool), "the host pool is this platform's"
         return StreamTransfers(self.streams, pages, host_pool.blocks)
 

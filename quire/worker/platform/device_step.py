@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from quire.attention.device_batch import DeviceBatch, TokenColumns
+from quire.config.adapters import ADAPTER_SLOTS
 from quire.kernels.triton.block_copy import PageTable, copy_pages
 from quire.kernels.triton.drafts import NOT_COMPUTED
 from quire.kernels.triton.embedding import mean_rows
@@ -213,6 +214,8 @@ class DeviceStep:
         execution = choose_execution(
             batch.num_tokens, len(batch.rows), batch.max_query_len, settings, is_decode=batch.is_decode
         )
+        if compute.columns.values.has(ADAPTER_SLOTS, batch.rows):
+            execution = replace(execution, adapts=True)
         on_device = StepColumns(*map(compute.upload.view, self.columns))
         drafts = compute.columns.drafts
         if drafts is not None and self.drafts is not None:

@@ -171,7 +171,7 @@ class StepCompute(Protocol):
         ...
 
 
-class HostPool(Protocol):
+class HostBlockTensors(Protocol):
     """Pool of blocks on the host. pages[j]: [num_host_blocks + 1, page bytes] uint8."""
 
     @property
@@ -299,11 +299,11 @@ class Platform(Protocol):
         """The device pool: zeroed [num_blocks, page bytes] uint8 each. Raises InsufficientMemoryError."""
         ...
 
-    def allocate_host_pool(self, layout: KVCacheLayout) -> HostPool:
+    def allocate_host_pool(self, layout: KVCacheLayout) -> HostBlockTensors:
         """Raises InsufficientMemoryError."""
         ...
 
-    def make_transfers(self, pages: Sequence[torch.Tensor], host_pool: HostPool) -> BlockTransfers: ...
+    def make_transfers(self, pages: Sequence[torch.Tensor], host_pool: HostBlockTensors) -> BlockTransfers: ...
 
     def make_compute(
         self,

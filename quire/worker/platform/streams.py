@@ -1,6 +1,6 @@
-"""A device's streams: compute, block transfers, input copies and result copies. On a GPU these are four CUDA streams,
-ordered by events; in Triton's interpreter everything has run when a call returns. `torch.cuda` is called only in this
-folder."""
+"""A device's streams: compute, block transfers, input copies, result copies and loads of adapters. On a GPU these are
+CUDA streams, ordered by events; in Triton's interpreter everything has run when a call returns. `torch.cuda` is called
+only in this folder."""
 
 from __future__ import annotations
 
@@ -44,6 +44,10 @@ class DeviceStreams(Protocol):
         it."""
         ...
 
+    def loading(self) -> AbstractContextManager[object]:
+        """Context for copies of adapters, in any thread, beside the thread of the others."""
+        ...
+
     def record(self) -> StreamEvent:
         """The current point in the context's stream."""
         ...
@@ -69,6 +73,7 @@ class CudaStreams:
         self._transfer = torch.cuda.Stream(device)
         self._copy_in = torch.cuda.Stream(device)
         self._copy_out = torch.cuda.Stream(device)
+        self._load = torch.cuda.Stream(device)
 
     def computing(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._compute)
@@ -78,6 +83,9 @@ class CudaStreams:
 
     def copying_in(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._copy_in)
+
+    def loading(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._load)
 
     def record(self) -> StreamEvent:
         event = torch.cuda.Event()
@@ -97,7 +105,7 @@ class CudaStreams:
             return CudaCopy(self.record(), hosts, sources)
 
     def synchronize(self) -> None:
-        for stream in (self._compute, self._transfer, self._copy_in, self._copy_out):
+        for stream in (self._compute, self._transfer, self._copy_in, self._copy_out, self._load):
             stream.synchronize()
 
 
@@ -127,6 +135,9 @@ class HostStreams:
         return nullcontext()
 
     def copying_in(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def loading(self) -> AbstractContextManager[object]:
         return nullcontext()
 
     def record(self) -> PassedEvent:

@@ -58,9 +58,11 @@ from quire.kernels.arguments import (
     LatentShape,
     LayerAttention,
     NormWeights,
+    Routing,
 )
 from quire.kernels.rotation import DeviceRotation
 from quire.kernels.triton.activation import activation
+from quire.kernels.triton.adapters import AdapterMatrices, SlotTiles, add_adapted
 from quire.kernels.triton.attention_tiles import SHARED_MEMORY, DeviceLimits
 from quire.kernels.triton.block_copy import PageTable, copy_pages
 from quire.kernels.triton.collectives import sum_parts
@@ -73,6 +75,7 @@ from quire.kernels.triton.model_drafts import begin_pass, write_guesses
 from quire.kernels.triton.norm import norm
 from quire.kernels.triton.quantized_product import quantized_matmul
 from quire.kernels.triton.rotary import rotation_angles
+from quire.kernels.triton.routing import gate_rows, route, sort_by_expert
 from quire.kernels.triton.rows import InputBuffers, RowTables, StepColumns, copy_words, prepare_inputs, write_words
 from quire.kernels.triton.runtime import BoundKernel, recorded_launches
 from quire.kernels.triton.weight_formats import E4M3, I4, I8, MXFP4, NVFP4, PLAIN, StoredMatrix
@@ -210,6 +213,17 @@ def layer_calls() -> Calls:
     ]
 
 
+def adapter_calls() -> Calls:
+    """Adapters of Qwen3-8B's query, key and value, of the least and the largest rank, and of mixed dtypes."""
+    calls: Calls = []
+    order = SlotTiles(int32(8), int32(5, 3))
+    pieces = [(0, 4096), (4096, 1024), (5120, 1024)]
+    for rank, dtype in ((16, torch.bfloat16), (512, torch.bfloat16), (16, torch.float32)):
+        matrices = AdapterMatrices.empty(4, rank, 4096, pieces, dtype, torch.device("cpu"))
+        calls.append(partial(add_adapted, matrices, empty(8, 4096), empty(8, 6144), order))
+    return calls
+
+
 def row_calls() -> Calls:
     """What a step changes in the rows, its inputs, of two KV groups, and its drafts."""
     int64 = partial(empty, dtype=torch.int64)
@@ -228,6 +242,19 @@ def row_calls() -> Calls:
         lambda: write_words(int32(10**6), int32(9), int32(9)),
         lambda: copy_words(int32(10**6), int32(3, 3), 5000),
         lambda: prepare_inputs(int32(10**6), tables, columns, inputs, 9, (8, 16), 16),
+    ]
+
+
+def routing_calls() -> Calls:
+    """The choice of experts as in Qwen3-30B-A3B, Qwen3-Next and DeepSeek-V3, and the order of pairs."""
+    grouped = Routing(256, 8, "sigmoid", True, 2.5, float32(256), num_groups=8, top_groups=4, group_best=2)
+    return [
+        lambda: route(Routing(128, 8), empty(8, 128)),
+        lambda: route(Routing(512, 10), empty(8, 512)),
+        lambda: route(grouped, float32(8, 256)),
+        lambda: sort_by_expert(float32(8, 16), 128, 64),
+        lambda: sort_by_expert(float32(8, 20), 512, 64),
+        lambda: gate_rows(empty(8, 512), empty(8, 1)),
     ]
 
 
@@ -406,6 +433,7 @@ def state_calls() -> Calls:
     return [
         lambda: short_convolution(convolution, qkv, empty(8, width), states),
         lambda: gated_delta_rule(rule, qkv, gates, result, states),
+        lambda: gated_delta_rule(rule, qkv, gates, result, replace(states, batch_invariant=False)),
         lambda: gated_norm(GatedNormWeights(128, empty(128), 1e-6), result, result),
     ]
 
@@ -451,6 +479,10 @@ def calls_of(capability: int, words: Sequence[str]) -> Calls:
         return row_calls()
     if "states" in words:
         return state_calls()
+    if "adapters" in words:
+        return adapter_calls()
+    if "routing" in words:
+        return routing_calls()
     if "sweep" in words:
         products = ProductSweep(QWEN3_8B_SHAPE, torch.device("cpu"), empty=True)
         return [*dry_calls(), *products.calls()]
@@ -458,7 +490,7 @@ def calls_of(capability: int, words: Sequence[str]) -> Calls:
         return [latent_call(capability, 512, top=2048)]
     calls = product_calls() + quantized_calls(capability) + attention_calls(capability)
     if "products" not in words:
-        calls += layer_calls() + row_calls() + state_calls() + sampling_calls()
+        calls += layer_calls() + adapter_calls() + row_calls() + state_calls() + routing_calls() + sampling_calls()
     if "cache" in words:
         calls += all_attention_calls(capability)
         calls += float8_layer_calls() if capability >= 89 else []

@@ -7,7 +7,7 @@ import torch
 
 from quire.kernels.arguments import ExpertWeights, Gating, Routing
 from quire.kernels.experts import experts, route
-from quire.kernels.triton.experts import ExpertMatrices, apply_experts, sort_by_expert
+from quire.kernels.triton.experts import ExpertMatrices, apply_experts
 from quire.kernels.triton.weight_formats import StoredMatrix
 from tests.kernels.triton.helpers import random
 
@@ -55,20 +55,10 @@ def test_against_the_plain_twin(
         rows = slice(first, last)
         part = apply_experts(matrices, x[rows], routing[rows], residual[rows], activation, limit, weighs_input)
         assert torch.equal(part, actual[rows]), "a row has the same bits whatever else is computed"
-
-
-def test_tiles_belong_to_one_expert_each(device: torch.device) -> None:
-    routing = route(Routing(6, 3), random(device, 50, 6))
-    order = sort_by_expert(routing, 6, 16)
-    chosen = routing[:, :3].flatten().long()
-    seen = []
-    for expert, first, end in order.tiles.tolist():
-        if expert >= 0:
-            own = order.pairs[first : min(first + 16, end)].long()
-            assert len(own) > 0
-            assert (chosen[own] == expert).all()
-            seen += own.tolist()
-    assert sorted(seen) == list(range(150))
+    few = apply_experts(
+        matrices, x[:20], routing[:20], residual[:20], activation, limit, weighs_input, batch_invariant=False
+    )
+    torch.testing.assert_close(few.float(), (expected + residual.float())[:20], rtol=tolerance, atol=tolerance)
 
 
 def test_no_rows(device: torch.device) -> None:

@@ -3,6 +3,7 @@ are cut into steps."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tests.layers.state_steps import (
     LAYER,
     LENGTHS,
     WIDTH,
+    Pool,
     apply_rule,
     convolve,
     delta_inputs,
@@ -99,3 +101,29 @@ def test_gated_norm(dtype: torch.dtype, tolerance: float) -> None:
     heads = x.double().unflatten(1, (3, 6))
     expected = F.rms_norm(heads, (6,), weights.weight.double(), 1e-6).flatten(1) * F.silu(gate.double())
     torch.testing.assert_close(gated_norm(weights, x, gate).double(), expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("number", all_but_long(range(len(HEADS)), [0]))
+def test_decoded_tokens(number: int) -> None:
+    """Single tokens by the kernel that decodes, beside a prompt and alone, over a border and over a block's end."""
+    heads = HEADS[number]
+    rule = delta_rule(heads)
+    inputs, pool = delta_inputs(rule), Pool(rule.end_offset)
+    done, found = [0, 0, 0], [list[torch.Tensor]() for _ in LENGTHS]
+    steps = [[126, 0, 61], *([1, 0, 1] for _ in range(5)), [1, 1, 0]]
+    for counts in steps:
+        work = [(each, done[each], count) for each, count in enumerate(counts) if count]
+        qkv, gates = (
+            torch.cat([inputs[each][part][first : first + count] for each, first, count in work]) for part in range(2)
+        )
+        step: DeviceStateStep = on_device(pool.step(work), num_seqs=1, num_tokens=1)
+        step = replace(step, batch_invariant=False)
+        out = torch.full((len(qkv) + 1, heads[1] * heads[3]), 9.0)
+        gated_delta_rule(rule, F.pad(qkv, (0, 0, 0, 1)), F.pad(gates, (0, 0, 0, 1)), out, step)
+        assert (out[-1] == 9.0).all(), "padding is not written"
+        for (each, _, count), rows in zip(work, out[:-1].split([count for _, _, count in work]), strict=True):
+            found[each].append(rows)
+            done[each] += count
+    for each, (qkv, gates) in enumerate(inputs):
+        expected = token_by_token(rule, qkv[: done[each]], gates[: done[each]])
+        torch.testing.assert_close(torch.cat(found[each]).double(), expected, rtol=0, atol=5e-6)

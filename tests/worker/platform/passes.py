@@ -12,13 +12,16 @@ import torch
 
 from quire.attention.device_batch import DeviceBatch, TokenColumns
 from quire.attention.states import StateBackend
+from quire.config.adapters import ADAPTER_SLOTS
 from quire.config.families import read_shape
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.kv_cache.layout import KVCacheLayout
+from quire.layers.adapters import Adapters, AdapterStack
 from quire.layers.batch import ForwardResult
 from quire.layers.context import LayerContext
+from quire.layers.device_adapters import DeviceSlots, add_on_device
 from quire.layers.operations import TorchOperations
 from quire.layers.overlay import RowOverlay
 from quire.models.decoder import Decoder
@@ -58,6 +61,8 @@ class Buffers:
         """size: of the hidden states that come in (0: none do)."""
         self.hidden = torch.zeros(NUM_TOKENS, size)
         self.token_ids = torch.zeros(NUM_TOKENS, dtype=torch.int64)
+        self.adapters = torch.zeros(NUM_TOKENS, dtype=torch.int64)
+        self.has_adapters = False
         self.positions = torch.zeros(NUM_TOKENS, dtype=torch.int64)
         self.slots = torch.zeros(NUM_TOKENS, dtype=torch.int64)
         self.rows = torch.zeros(NUM_ROWS, dtype=torch.int32)
@@ -90,7 +95,8 @@ class Buffers:
 
     def tokens(self, execution: Execution) -> TokenColumns:
         hidden = self.hidden[: execution.num_tokens] if self.hidden.numel() else None
-        return TokenColumns(self.token_ids[: execution.num_tokens], hidden=hidden)
+        others = {ADAPTER_SLOTS: self.adapters[: execution.num_tokens]} if self.has_adapters else {}
+        return TokenColumns(self.token_ids[: execution.num_tokens], others, hidden)
 
     def batch(self, execution: Execution, max_query_len: int, max_seq_len: int) -> DeviceBatch:
         return DeviceBatch(
@@ -110,6 +116,14 @@ class Buffers:
         return self.fill(execution, (), (), ())
 
 
+class DeviceAdapting(TorchOperations):
+    """Torch's operators, but for the device's kernels of adapters."""
+
+    def add_adapted(self, stack: AdapterStack, x: torch.Tensor, y: torch.Tensor, slots: Any) -> torch.Tensor:
+        assert isinstance(slots, DeviceSlots)
+        return add_on_device(stack, x, y, slots)
+
+
 NO_STATES = StateBackend(KVCacheLayout(BLOCK_SIZE, NUM_BLOCKS, (), 1), {})
 
 
@@ -123,15 +137,26 @@ class Passes:
         backend: type[TwinBackend] = TwinBackend,
         numbers: range = range(2),
         taps: tuple[int, ...] = (),
+        adapters: Adapters | None = None,
         **options: Any,
     ) -> None:
-        """numbers, taps: the layers that run, and those that are tapped."""
+        """numbers, taps: the layers that run, and those that are tapped. adapters: of a device."""
         plain = UnquantizedLinear(torch.float32)
         context = LayerContext(
-            torch.float32, torch.device("cpu"), "float32", SingleRank(), TorchOperations(), plain, plain, plain
+            torch.float32,
+            torch.device("cpu"),
+            "float32",
+            SingleRank(),
+            DeviceAdapting(),
+            plain,
+            plain,
+            plain,
+            adapters=adapters,
         )
         self.model: Decoder = model_architectures().load(config.architecture)(config, context)
         self.model.load_weights(dummy_weights(self.model.slots, 3, lambda *_: None, torch.device("cpu")))
+        if adapters is not None:
+            adapters.weights_are_loaded()
         self.model = self.model.stage(numbers)
         self.backend = backend(config.num_layers, NUM_BLOCKS, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
         self.capture = RecordingCapture(**options)
@@ -139,10 +164,13 @@ class Passes:
         self.num_rows = torch.zeros(1, dtype=torch.int32)
         shape = PassShape(size, LONGEST, torch.float32, torch.device("cpu"), self.num_rows, taps)
         self.settings = settings
+        self.slots: dict[int, int] = {}
+        """Slots of rows with adapters."""
         self.passes = CudaGraphRunner(
             self.model, DeviceBackends(self.backend, NO_STATES), shape, settings, self.capture
         )
         self.buffers = Buffers(self.model.output_size if numbers.start else 0)
+        self.buffers.has_adapters = adapters is not None
 
     def run(
         self,
@@ -169,6 +197,10 @@ class Passes:
         settings = self.settings if overlay is None else self.settings.without_full()
         is_decode = max(counts) <= DRAFT_ROWS
         execution = choose_execution(sum(counts), len(rows), max(counts), settings, is_decode=is_decode)
+        owners = np.repeat([self.slots.get(row, 0) for row in rows], counts)
+        self.buffers.adapters.zero_()
+        self.buffers.adapters[: len(owners)] = torch.from_numpy(owners)
+        execution = replace(execution, adapts=bool(owners.any()))
         with torch.inference_mode():
             batch, columns = self.buffers.fill(execution, rows, starts, tokens)
             if hidden is not None:

@@ -43,7 +43,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
             made.append(("reset",))
 
     class FakeStream:
-        names: Iterator[str] = iter(("compute", "transfer", "copy in", "copy out"))
+        names: Iterator[str] = iter(("compute", "transfer", "copy in", "copy out", "load"))
 
         def __init__(self, device: torch.device) -> None:
             takes(real["Stream"].__new__, real["Stream"], device)
@@ -130,7 +130,7 @@ def test_an_event_is_of_the_stream_that_one_is_in(calls: Calls) -> None:
     streams = CudaStreams(CUDA)
     with streams.computing():
         computed = streams.record()
-        for beside in (streams.transferring, streams.copying_in):
+        for beside in (streams.transferring, streams.copying_in, streams.loading):
             with beside():
                 computed.wait()
                 done = streams.record()
@@ -143,12 +143,15 @@ def test_an_event_is_of_the_stream_that_one_is_in(calls: Calls) -> None:
         ("copy in", "waits for", "compute"),
         ("record", "copy in"),
         ("compute", "waits for", "copy in"),
+        ("load", "waits for", "compute"),
+        ("record", "load"),
+        ("compute", "waits for", "load"),
     ]
 
 
 def test_the_end_waits_for_every_stream(calls: Calls) -> None:
     CudaStreams(CUDA).synchronize()
-    assert [name for name, _ in calls] == ["compute", "transfer", "copy in", "copy out"]
+    assert [name for name, _ in calls] == ["compute", "transfer", "copy in", "copy out", "load"]
 
 
 def test_memory_that_the_system_does_not_lock(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,111 @@
+"""Adapters for Triton kernels: matrices of all slots in memory of the device that never moves, for CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+
+from quire.kernels.triton.adapters import AdapterMatrices, SlotTiles, add_adapted
+from quire.layers.adapters import PANEL, AdapterStack, LowRank
+
+
+class Event(Protocol):
+    """A point in a stream."""
+
+    def synchronize(self) -> None:
+        """Wait on the host."""
+        ...
+
+
+class LoadStreams(Protocol):
+    """Streams of the device."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def loading(self) -> AbstractContextManager[object]:
+        """Context for copies beside steps, in any thread."""
+        ...
+
+    def record(self) -> Event:
+        """The current point in the context's stream."""
+        ...
+
+
+@dataclass(eq=False, slots=True)
+class DeviceStack:
+    """A layer's adapters for the kernels. starts: by piece, its start in a slot of `matrices.b`."""
+
+    matrices: AdapterMatrices
+    starts: list[int]
+
+
+class DeviceAdapterStorage:
+    """AdapterStorage for Triton kernels. Loading copies on a stream of its own and waits there."""
+
+    def __init__(self, num_slots: int, max_rank: int, dtype: torch.dtype, streams: LoadStreams) -> None:
+        self.num_slots, self.max_rank = num_slots, max_rank
+        self._dtype, self._streams = dtype, streams
+
+    def attach(self, stack: AdapterStack) -> None:
+        if not stack.pieces:
+            return
+        pieces = []
+        for piece in stack.pieces:
+            first, step = stack.columns(piece.start)
+            assert step == PANEL, "products on a device are not interleaved"
+            pieces.append((first, sum(stack.parts[part].local for part in piece)))
+        sizes = (self.num_slots, self.max_rank, stack.in_features)
+        matrices = AdapterMatrices.empty(*sizes, pieces, self._dtype, self._streams.device)
+        stack.stored = DeviceStack(matrices, [place[2] for place in matrices.places.tolist()])
+
+    def load(self, stack: AdapterStack, slot: int, piece: int, matrices: LowRank) -> None:
+        own: DeviceStack = stack.stored
+        a = matrices.a.to(self._dtype).contiguous()
+        b = torch.cat([each.to(self._dtype) for each in matrices.b]).t().contiguous()
+        with torch.inference_mode(), self._streams.loading():
+            own.matrices.store(slot, piece, own.starts[piece], a, b, matrices.scale)
+            self._streams.record().synchronize()
+
+    def clear(self, stack: AdapterStack, slot: int) -> None:
+        if stack.stored is not None:
+            with torch.inference_mode(), self._streams.loading():
+                stack.stored.matrices.clear(slot)
+                self._streams.record().synchronize()
+
+    def step(self, slots: torch.Tensor, rows: torch.Tensor | None) -> DeviceSlots:
+        return DeviceSlots(slots, rows, self.num_slots)
+
+    def steps_so_far(self) -> Callable[[], None]:
+        return self._streams.record().synchronize
+
+
+class DeviceSlots:
+    """Slots of a step's tokens, sorted at their first use."""
+
+    def __init__(self, slots: torch.Tensor, rows: torch.Tensor | None, num_slots: int) -> None:
+        self._slots, self._rows, self._num_slots = slots, rows, num_slots
+
+    @cached_property
+    def _all(self) -> SlotTiles:
+        return SlotTiles.of(self._slots, self._num_slots)
+
+    @cached_property
+    def _read(self) -> SlotTiles:
+        return self._all if self._rows is None else SlotTiles.of(self._slots[self._rows], self._num_slots)
+
+    def of(self, x: torch.Tensor) -> SlotTiles:
+        """Order of the rows of x: all of the step or the read ones."""
+        return self._all if len(x) == len(self._slots) else self._read
+
+
+def add_on_device(stack: AdapterStack, x: torch.Tensor, y: torch.Tensor, slots: DeviceSlots) -> torch.Tensor:
+    """`Operations.add_adapted` with Triton kernels."""
+    if stack.stored is not None:
+        add_adapted(stack.stored.matrices, x, y, slots.of(x))
+    return y
