@@ -1,9 +1,10 @@
-"""Drafts from the text (`speculative_config` ngram): python -m benchmarks.gpu.drafts --out FILE [--tiny]
+"""Drafts: python -m benchmarks.gpu.drafts --out FILE [--method ngram|model] [--tiny]
 
 Two engines of Qwen3-8B's shape and random weights, without drafts and with them, one after the other, with the same
-requests: greedy and sampled, one sequence and several, over prompts that repeat themselves and among so few tokens that
-some drafts are right. Under `batch_invariant` tokens must be equal; time by step and by token. --tiny: a tiny shape in
-Triton's interpreter, to try the script.
+requests: greedy and sampled, one sequence and several. n-grams: over prompts that repeat themselves and among so few
+tokens that some drafts are right. --method model: a model of 1/20 the bytes makes the drafts, and an oracle puts the
+tokens of the run without drafts in their place, right with probability 0.7. Under `batch_invariant` tokens must be
+equal; time by step and by token. --tiny: a tiny shape in Triton's interpreter, to try the script.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import argparse
 import gc
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -37,8 +38,14 @@ SPECULATION = {
 }
 ALLOWED = [11, 12, 13, 14]
 """The tokens that come out: looked-up ones are often, and not always, drawn."""
+OF_MODEL = {"method": "draft_model", "num_speculative_tokens": 4, "oracle": 0.7}
+DRAFT = Shape(1024, 3072, 12, 16, 8, 128, 151936)
+"""Makes drafts for Qwen3-8B: 0.19 billion weights in its layers, and 0.16 in its projection to the vocabulary."""
 PERIOD = 16
 """Tokens after which a prompt repeats itself."""
+
+
+NO_RUNS: Mapping[str, Run] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +59,8 @@ class Case:
     def name(self) -> str:
         return f"{self.num_seqs} {'sampled' if self.temperature else 'greedy'}"
 
-    def run(self, engine: Engine, *, tiny: bool, seed: int) -> Run:
-        """All sequences at once."""
+    def run(self, engine: Engine, *, tiny: bool, seed: int, predicted: Sequence[list[int]] = ()) -> Run:
+        """All sequences at once. predicted: the output of each, for an oracle."""
         period, times, num_tokens = (3, 3, 8) if tiny else (PERIOD, 24, 160)
         prompts = [ids * times for ids in random_prompts([period] * self.num_seqs, engine.vocab_size, seed)]
         params = [
@@ -67,15 +74,18 @@ class Case:
             )
             for number in range(self.num_seqs)
         ]
-        return engine.complete(prompts, params)
+        return engine.complete(prompts, params, predicted=predicted)
 
 
 def cases(*, tiny: bool) -> list[Case]:
     return [Case(num_seqs, heat) for num_seqs in ((2,) if tiny else (1, 8, 32)) for heat in (0.0, 1.0)]
 
 
-def run_all(shape: Shape, options: dict[str, Any], *, tiny: bool) -> tuple[dict[str, Run], float]:
-    """The runs of all cases on an engine that is made for them, and the seconds until it was ready."""
+def run_all(
+    shape: Shape, options: dict[str, Any], *, tiny: bool, recorded: Mapping[str, Run] = NO_RUNS
+) -> tuple[dict[str, Run], float]:
+    """The runs of all cases on an engine that is made for them, and the seconds until it was ready. recorded: of the
+    engine without drafts."""
     with tempfile.TemporaryDirectory() as directory:
         began = time.perf_counter()
         engine = Engine(shape, options, Path(directory) / "model")
@@ -85,7 +95,8 @@ def run_all(shape: Shape, options: dict[str, Any], *, tiny: bool) -> tuple[dict[
         for case in cases(tiny=tiny):
             if not tiny:  # compiles what only this case launches
                 case.run(engine, tiny=tiny, seed=2)
-            found[case.name] = case.run(engine, tiny=tiny, seed=3)
+            predicted = recorded[case.name].token_ids if recorded else ()
+            found[case.name] = case.run(engine, tiny=tiny, seed=3, predicted=predicted)
         engine.close()
     return found, seconds
 
@@ -118,14 +129,15 @@ def step_seconds(run: Run) -> float:
     )
 
 
-def measured(shape: Shape, options: dict[str, Any], *, tiny: bool) -> Iterator[Record]:
+def measured(shape: Shape, options: dict[str, Any], speculation: dict[str, Any], *, tiny: bool) -> Iterator[Record]:
     """A record of each case. Raises RuntimeError where tokens differ, or no draft at all was accepted, or rejected."""
     plain, seconds = run_all(shape, options, tiny=tiny)
     yield {"what": "ready", "drafts": 0, "seconds": seconds}
     gc.collect()
     torch.cuda.empty_cache()
-    drafting, seconds = run_all(shape, options | {"speculative_config": SPECULATION}, tiny=tiny)
-    yield {"what": "ready", "drafts": NUM_DRAFTS, "seconds": seconds}
+    options = options | {"speculative_config": speculation}
+    drafting, seconds = run_all(shape, options, tiny=tiny, recorded=plain if "oracle" in speculation else NO_RUNS)
+    yield {"what": "ready", "drafts": speculation["num_speculative_tokens"], "seconds": seconds}
     found = [{"what": "drafts", "case": name, **compared(plain[name], run)} for name, run in drafting.items()]
     yield from found
     if wrong := [record["case"] for record in found if record["differing"]]:
@@ -138,6 +150,7 @@ def measured(shape: Shape, options: dict[str, Any], *, tiny: bool) -> Iterator[R
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--method", choices=("ngram", "model"), default="ngram")
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
     emit, tiny = records.writer(arguments.out), arguments.tiny
@@ -145,12 +158,18 @@ def main() -> None:
     if not tiny:
         # Room for both engines, though the first one's memory may come back late.
         options |= {"batch_invariant": True, "max_model_len": 4096, "num_blocks_override": 2048}
-    try:
-        for record in measured(TINY if tiny else QWEN3_8B, options, tiny=tiny):
-            emit({"part": "drafts", **record})
-    except Exception as error:
-        emit({"part": "drafts", "what": "drafts", "error": f"{type(error).__name__}: {str(error)[:500]}"})
-        raise
+    part = "drafts" if arguments.method == "ngram" else "drafts of a model"
+    with tempfile.TemporaryDirectory() as directory:
+        speculation = dict(SPECULATION)
+        if arguments.method == "model":
+            smaller = (TINY if tiny else DRAFT).write(Path(directory) / "draft")
+            speculation = {**OF_MODEL, "model": str(smaller)}
+        try:
+            for record in measured(TINY if tiny else QWEN3_8B, options, speculation, tiny=tiny):
+                emit({"part": part, **record})
+        except Exception as error:
+            emit({"part": part, "what": "drafts", "error": f"{type(error).__name__}: {str(error)[:500]}"})
+            raise
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from quire.config.engine import EngineConfig
 from quire.config.options import EngineOptions
 from quire.engine.front_end import open_front_end
 from quire.engine.inprocess_client import InProcessClient
+from quire.engine.input_processor import TokensPrompt
 from quire.engine.messages import Abort, AddRequest
 from quire.kv_cache.stats import EngineStats
 from quire.sampling_params import SamplingParams
@@ -131,12 +132,15 @@ class Engine:
         prompts: Sequence[list[int]],
         params: Iterable[SamplingParams],
         on_step: Callable[[int], None] | None = None,
+        predicted: Sequence[list[int]] = (),
     ) -> Run:
-        """One sequence for each prompt. on_step: as above."""
+        """One sequence for each prompt. on_step: as above. predicted: the output of each, for an oracle."""
         client, process = self._client, self._front_end.input_processor
+        inputs: list[TokensPrompt] = [{"prompt_token_ids": ids} for ids in prompts]
+        for given, text in zip(inputs, predicted, strict=False):
+            given["prediction"] = text
         requests = [
-            process.process(str(next(self._numbers)), {"prompt_token_ids": ids}, each)
-            for ids, each in zip(prompts, params, strict=True)
+            process.process(str(next(self._numbers)), given, each) for given, each in zip(inputs, params, strict=True)
         ]
         before = self._stats
         STEPS.clear()

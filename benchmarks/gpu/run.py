@@ -96,6 +96,7 @@ def sweep_parts() -> list[Part]:
         Part("families", python("benchmarks.gpu.families", "--out", "{out}"), 200),
         Part("draft-kernels", pytest_command(*DRAFT_TESTS), 150, ("--interpreted",)),
         Part("drafts", python("benchmarks.gpu.drafts", "--out", "{out}"), 180),
+        Part("model-drafts", python("benchmarks.gpu.drafts", "--out", "{out}", "--method", "model"), 180),
     ]
 
 

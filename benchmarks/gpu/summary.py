@@ -184,8 +184,11 @@ def _drafts(found: Sequence[Record]) -> list[str]:
         speed = f"{record['plain_token_seconds'] / record['token_seconds']:.2f} x the tokens/s"
         return f"{record['case']}: {record['num_accepted']} of {record['num_drafts']} accepted, {steps}, {speed}{mark}"
 
-    shown = [record for record in found if record["part"] == "drafts" and record["what"] in ("ready", "drafts")]
-    return _section("Drafts", shown, line)
+    lines = []
+    for part in ("drafts", "drafts of a model"):
+        shown = [record for record in found if record["part"] == part and record["what"] in ("ready", "drafts")]
+        lines += _section(part.capitalize(), shown, line)
+    return lines
 
 
 def _seconds(record: Record) -> float:

@@ -54,4 +54,5 @@ class EngineConfig:
     def takes_predictions(self) -> bool:
         """True if drafts may come from the text that a request expects."""
         speculation = self.speculation
-        return bool(speculation.max_drafts) and speculation.reads_texts and self.device.attention_backend != "triton"
+        on_device = self.device.attention_backend == "triton" and speculation.oracle is None
+        return bool(speculation.max_drafts) and speculation.reads_texts and not on_device

@@ -243,8 +243,6 @@ def _speculation(
             f"{SPECULATION}.method {method!r} runs on a CPU so far: choose {' or '.join(ON_DEVICES)} on a GPU",
             param=SPECULATION,
         )
-    if backend == "triton" and speculation.oracle is not None:
-        raise ConfigError(f"{SPECULATION}.oracle runs on a CPU so far", param=SPECULATION)
     if method == "mtp" and not model.shape.draft_layers:
         raise ConfigError(
             f"{SPECULATION}.method 'mtp' is of checkpoints with a head for drafts, and {model.name} has none that is "

@@ -26,6 +26,12 @@ class Oracle(NoFinder):
     def copy_text(self, source: int, destination: int, num_tokens: int) -> None:
         self._texts[destination] = self._texts[source]
 
+    def padded_text(self, row: int, width: int) -> np.ndarray:
+        """The row's drafts by position, [width] int32, -1 where none is known."""
+        found, text = np.full(width, -1, np.int32), self._texts[row][:width]
+        found[: len(text)] = text
+        return found
+
     def overwrite(self, rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Replace a drafter's tokens, [R], at positions, [R], where the text of the row, [R], is known."""
         found = tokens.copy()

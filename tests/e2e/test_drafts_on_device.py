@@ -118,6 +118,25 @@ def test_a_model_guesses_its_own_tokens(directory: str, queue_depth: int) -> Non
     assert stats["prefix_cache_hits_total"] > 0
 
 
+@pytest.mark.parametrize("method", ["ngram", "model"])
+def test_an_oracle_replays_texts(directory: str, method: str, drafting: dict[str, Any]) -> None:
+    """As many drafts are right as asked for, whoever makes them: none of the model's own ever is."""
+    asked = [msgspec.structs.replace(GREEDY, max_tokens=40)] * 2
+    expected, _ = run(directory, asked)
+    for rate in (1.0, 0.5):
+        given = NGRAM if method == "ngram" else drafting["speculative_config"]
+        keywords = {"model": directory, **OPTIONS, "speculative_config": {**given, "adaptive": False, "oracle": rate}}
+        with LLM.from_options(EngineOptions.from_keywords(keywords), executor=PLAIN) as llm:
+            texts = [found[0] for found in expected]  # type: ignore[index]
+            prompts = [
+                {"prompt_token_ids": ids, "prediction": list(text)} for ids, text in zip(PROMPTS, texts, strict=False)
+            ]
+            assert exact(llm.generate(prompts, asked, use_tqdm=False)) == expected
+            stats = llm.stats()
+        accepted, drafts = stats["accepted_draft_tokens_total"], stats["draft_tokens_total"]
+        assert (accepted == drafts > 0) if rate == 1.0 else (0.2 * drafts < accepted < 0.8 * drafts), (accepted, drafts)
+
+
 OTHERS = {"qwen3-window": 100, "deepseek-v3.2": 12, "qwen3.5-small-states": 12}
 """Families whose layers attend over windows, over latents that are chosen among, and keep states; with so few blocks
 that requests are preempted (100 suffice: a pool for one sequence over windows holds two)."""

@@ -23,12 +23,14 @@ NOT_COMPUTED = 2**31 - 1
 @dataclass(frozen=True, slots=True)
 class DraftTables:
     """Places of the rows' words in the arena. token_width: words per row of the token table, which starts the arena.
-    computed: first word of [num_rows]. found: first word of [num_rows, max drafts]."""
+    computed: first word of [num_rows]. found: first word of [num_rows, max drafts]. texts: first word of an oracle's
+    tokens, as wide as the token table, with -1 where it knows none (-1: no oracle)."""
 
     token_width: int
     computed: int
     found: int
     max_drafts: int
+    texts: int = -1
 
 
 @triton.jit(do_not_specialize=["token_width", "computed_start", "found_start", "num_seqs"])
@@ -196,5 +198,44 @@ def find_drafts(
         WIDTH=tables.max_drafts,
         PLACES=next_power_of_2(tables.max_drafts),
         BLOCK=POSITIONS,
+    )
+    return num_found
+
+
+@triton.jit(do_not_specialize=["token_width", "found_start", "texts_start"])
+def _recall_kernel(
+    arena, rows, firsts, ends, num_found, token_width, found_start, texts_start,
+    WIDTH: tl.constexpr, PLACES: tl.constexpr,
+):  # fmt: skip
+    sample = tl.program_id(0)
+    row = tl.load(rows + tl.load(firsts + sample)).to(tl.int64)
+    place = tl.arange(0, PLACES)
+    position = tl.load(ends + sample) + place
+    is_known = (place < WIDTH) & (position < token_width)
+    token = tl.load(arena + texts_start + row * token_width + position, mask=is_known, other=-1)
+    is_known = is_known & (token >= 0)  # from some place on it knows none
+    tl.store(arena + found_start + row * WIDTH + place, token, mask=is_known)
+    tl.store(num_found + sample, tl.sum(is_known.to(tl.int32), 0))
+
+
+def recall_drafts(
+    arena: torch.Tensor, tables: DraftTables, samples: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
+    """Take an oracle's tokens as drafts for N samples; arguments and result as of `find_drafts`."""
+    rows, firsts, ends = samples
+    num_found = torch.empty_like(ends)
+    launch(
+        _recall_kernel,
+        (len(ends),),
+        arena,
+        rows,
+        firsts,
+        ends,
+        num_found,
+        tables.token_width,
+        tables.found,
+        tables.texts,
+        WIDTH=tables.max_drafts,
+        PLACES=next_power_of_2(tables.max_drafts),
     )
     return num_found

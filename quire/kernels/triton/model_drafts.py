@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.kernels.triton.drafts import DraftTables
 from quire.kernels.triton.rows import StepColumns
 from quire.kernels.triton.runtime import blocks_of, launch
 
@@ -40,29 +41,37 @@ def begin_pass(
     return starts, ends
 
 
-@triton.jit(do_not_specialize=["token_width", "place", "num_guesses"])
-def _write_kernel(arena, rows, ends, guesses, starts, token_width, place, num_guesses, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["token_width", "texts_start", "place", "num_guesses"])
+def _write_kernel(
+    arena, rows, ends, guesses, starts, token_width, texts_start, place, num_guesses,
+    HAS_TEXTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = index < num_guesses
     row = tl.load(rows + index, mask=mask, other=0).to(tl.int64)
     position = tl.load(ends + index, mask=mask, other=0) + place
     token = tl.load(guesses + index, mask=mask, other=0).to(tl.int32)
+    if HAS_TEXTS:
+        known = tl.load(arena + texts_start + row * token_width + position, mask=mask, other=-1)
+        token = tl.where(known >= 0, known, token)
     tl.store(arena + row * token_width + position, token, mask=mask)
     tl.store(starts + index, position, mask=mask)
 
 
 def write_guesses(
     arena: torch.Tensor,
-    token_width: int,
+    tables: DraftTables,
     rows: torch.Tensor,
     ends: torch.Tensor,
     guesses: torch.Tensor,
     starts: torch.Tensor,
     place: int,
 ) -> None:
-    """Write draft number `place` of G rows behind their known tokens. arena: [words] int32, which begins with the token
-    table of `token_width` words a row. rows, ends: at least [G] int32, request slots and numbers of known tokens.
-    guesses: [G] int64. starts: at least [G] int32, output: positions of these drafts."""
+    """Write draft number `place` of G rows behind their known tokens, or an oracle's token in its place. rows, ends: at
+    least [G] int32, request slots and numbers of known tokens. guesses: [G] int64. starts: at least [G] int32, output:
+    positions of these drafts."""
     num_guesses = len(guesses)
     grid = (blocks_of(num_guesses, SEQUENCES),)
-    launch(_write_kernel, grid, arena, rows, ends, guesses, starts, token_width, place, num_guesses, BLOCK=SEQUENCES)
+    places = tables.token_width, tables.texts, place, num_guesses
+    constants = {"HAS_TEXTS": tables.texts >= 0, "BLOCK": SEQUENCES}
+    launch(_write_kernel, grid, arena, rows, ends, guesses, starts, *places, **constants)

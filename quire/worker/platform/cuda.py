@@ -47,6 +47,7 @@ from quire.worker.kv_connector.cache_identity import device_code
 from quire.worker.kv_tensors import STORED_DTYPES, layer_pages, state_pages
 from quire.worker.kv_transfer import BlockTransfers
 from quire.worker.model_drafts import MOST_BEHIND, layers_of
+from quire.worker.oracle import Oracle
 from quire.worker.platform.device_drafts import DeviceDrafts
 from quire.worker.platform.device_inputs import DeviceInputs
 from quire.worker.platform.device_memory import PinnedPool, allocate_device_pages, arithmetic, make_memory
@@ -265,10 +266,13 @@ class CudaPlatform:
             values.rules,
             config.speculation.max_drafts,
             of_draft.rules,
+            has_texts=config.speculation.oracle is not None,
         )
         padded_seqs, padded_tokens = self._padded(settings, config.scheduler.max_num_batched_tokens)
         capture = self.make_capture() if settings.executions() else None
         drafts = self._make_drafts(model, layout, pages, arena, of_draft.names, capture)
+        if drafts is not None and config.speculation.oracle is not None:
+            drafts.oracle = Oracle(num_rows, config.speculation.oracle, config.seed, config.model.vocab_size)
         if draft is not None and draft.is_apart:
             layout = layers_of(layout, range(len(model.cache_specs())))
         backends = self.make_backends(layout, pages)

@@ -12,12 +12,13 @@ import torch
 
 from quire.config.model_shape import STATE_BORDER
 from quire.config.speculation import SpeculationConfig
-from quire.kernels.triton.drafts import accept_drafts, find_drafts, place_drafts
+from quire.kernels.triton.drafts import accept_drafts, find_drafts, place_drafts, recall_drafts
 from quire.kernels.triton.rows import StepColumns
 from quire.sampling.results import Deferred
 from quire.step import StepPlan
 from quire.worker.drafts import Accepted, Placed
 from quire.worker.input_batch import InputBatch
+from quire.worker.oracle import Oracle
 from quire.worker.platform.state_arena import StateArena
 from quire.worker.platform.upload import Section, Upload
 from quire.worker.request_state import RequestState
@@ -57,6 +58,8 @@ class DeviceDrafts:
     def __init__(self, arena: StateArena, config: SpeculationConfig, queue_depth: int, *, has_states: bool) -> None:
         """has_states: see HostDrafts; no draft may be the last token before a border, for any possible start."""
         self._arena = arena
+        self.oracle: Oracle | None = None
+        """Source of all drafts, from the first step on, in a benchmark."""
         self._lookup = config.lookup_min, config.lookup_max
         self._has_states = has_states
         self._in_flight: deque[dict[int, int]] = deque(maxlen=queue_depth - 1)
@@ -165,7 +168,10 @@ class DeviceDrafts:
     ) -> Sequence[Deferred[Any]]:
         """Numbers of drafts for the samples' next step, and, where told, their tokens. samples: see `find_drafts`."""
         arena, (rows, firsts, _) = self._arena, samples
-        results = [find_drafts(arena.words, arena.drafts, samples, self._lookup)]
+        if self.oracle is not None:
+            results = [recall_drafts(arena.words, arena.drafts, samples)]
+        else:
+            results = [find_drafts(arena.words, arena.drafts, samples, self._lookup)]
         if sections.tells_tokens:
             tokens = arena.words[arena.drafts.found :].view(-1, arena.drafts.max_drafts)
             results.append(tokens.index_select(0, rows.index_select(0, firsts[:-1])))

@@ -163,7 +163,7 @@ class DeviceModelDrafts(DeviceDrafts):
         hidden = passes.run(made.batch, StepColumns(rows, starts, query_start), read)
         for number, count in enumerate(made.num_guessing):
             guesses = passes.likeliest(hidden[:count])
-            write_guesses(arena.words, arena.tables.token_width, rows, ends, guesses, starts, number)
+            write_guesses(arena.words, arena.drafts, rows, ends, guesses, starts, number)
             more = sum(made.num_guessing[number + 1 : number + 2])
             if more:
                 batch = made.batch
@@ -175,7 +175,7 @@ class DeviceModelDrafts(DeviceDrafts):
         arena, pair = self._arena, self._counting[:2]
         one = pair[:1]
         starts, ends = begin_pass(StepColumns(one, one, pair), one, one, pair)
-        write_guesses(arena.words, arena.tables.token_width, one, ends, torch.zeros_like(one).long(), starts, 0)
+        write_guesses(arena.words, arena.drafts, one, ends, torch.zeros_like(one).long(), starts, 0)
         self._passes.prepare(len(self._behind), max_num_tokens)
 
     def _find(

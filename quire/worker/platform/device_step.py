@@ -66,10 +66,16 @@ class StagedColumns:
         self._writes.copy(arena.token_offset(source), arena.token_offset(destination), num_tokens)
 
     def begin_text(self, row: int, num_tokens: int, scope: str, prediction: Sequence[int]) -> None:
-        """Does nothing: on a device only a sequence's own tokens are searched."""
+        """Write what an oracle replays; else only a sequence's own tokens are searched."""
+        oracle, arena = None if self.drafts is None else self.drafts.oracle, self.arena
+        if oracle is not None:
+            oracle.begin_text(row, num_tokens, scope, prediction)
+            self._writes.write(arena.text_offset(row), oracle.padded_text(row, arena.drafts.token_width))
 
     def copy_text(self, source: int, destination: int, num_tokens: int) -> None:
-        """Does nothing."""
+        arena = self.arena
+        if self.drafts is not None and self.drafts.oracle is not None:
+            self._writes.copy(arena.text_offset(source), arena.text_offset(destination), arena.drafts.token_width)
 
     def end_text(self, row: int, num_tokens: int) -> None:
         """Does nothing."""

@@ -38,9 +38,12 @@ class StateArena:
         rules: np.ndarray = NO_RULES,
         max_drafts: int = 0,
         draft_rules: np.ndarray = NO_RULES,
+        *,
+        has_texts: bool = False,
     ) -> None:
         """rules: [columns] int32, per step column of the model. max_drafts: maximum drafts of a sequence per step.
-        draft_rules: of a draft model's step columns, whose values are 0."""
+        draft_rules: of a draft model's step columns, whose values are 0. has_texts: True for texts that an oracle
+        replays."""
         token_width, parameter_width = _aligned(max_model_len + 1), _aligned(parameter_words)
         entries = [shape.width(max_model_len + 1) for shape in shapes]
         self._widths = [_aligned(count) for count in entries]
@@ -50,7 +53,8 @@ class StateArena:
         computed = values + num_rows * len(rules)
         found = computed + num_rows
         zeros = found + num_rows * max_drafts
-        num_words = zeros + num_rows * len(draft_rules)
+        texts = zeros + num_rows * len(draft_rules)
+        num_words = texts + (num_rows * token_width if has_texts else 0)
         if num_words > MAX_WORDS:
             raise ConfigError(
                 f"max_num_seqs={num_rows} sequences of max_model_len={max_model_len} tokens need tables of "
@@ -73,12 +77,16 @@ class StateArena:
         """Tables for a draft model, which reads a sequence as a plain text."""
         self.parameters = self.words[self._parameters : values].view(num_rows, parameter_width)[:, :parameter_words]
 
-        self.drafts = DraftTables(token_width, computed, found, max_drafts)
+        self.drafts = DraftTables(token_width, computed, found, max_drafts, texts if has_texts else -1)
         """Places of the rows' computed-token counts and found drafts."""
 
     def token_offset(self, row: int, position: int = 0) -> int:
         """Index in `words` of a row's token."""
         return row * self.tables.token_width + position
+
+    def text_offset(self, row: int) -> int:
+        """Index in `words` of the first token of a row's text for an oracle."""
+        return self.drafts.texts + row * self.drafts.token_width
 
     def block_offset(self, row: int, group: int, logical_index: int = 0) -> int:
         """Index in `words` of a row's block-table entry."""

@@ -65,7 +65,7 @@ from quire.kernels.triton.activation import activation
 from quire.kernels.triton.adapters import AdapterMatrices, SlotTiles, add_adapted
 from quire.kernels.triton.attention_tiles import SHARED_MEMORY, DeviceLimits
 from quire.kernels.triton.block_copy import PageTable, copy_pages
-from quire.kernels.triton.drafts import DraftTables, accept_drafts, find_drafts, place_drafts
+from quire.kernels.triton.drafts import DraftTables, accept_drafts, find_drafts, place_drafts, recall_drafts
 from quire.kernels.triton.embedding import embedding
 from quire.kernels.triton.experts import ExpertMatrices, apply_experts
 from quire.kernels.triton.linear_state import gated_delta_rule, gated_norm, short_convolution
@@ -236,7 +236,8 @@ def row_calls() -> Calls:
         lambda: accept_drafts(int32(10**6), drafts, int32(9, 2), samples, int64(9)),
         lambda: find_drafts(int32(10**6), drafts, (int32(9), int32(6), int32(5)), (1, 4)),
         lambda: begin_pass(columns, int32(5), int32(4), int32(5)),
-        lambda: write_guesses(int32(10**6), 40964, int32(5), int32(5), int64(4), int32(5), 1),
+        lambda: write_guesses(int32(10**6), drafts, int32(5), int32(5), int64(4), int32(5), 1),
+        lambda: recall_drafts(int32(10**6), drafts, (int32(9), int32(6), int32(5))),
         lambda: write_words(int32(10**6), int32(9), int32(9)),
         lambda: copy_words(int32(10**6), int32(3, 3), 5000),
         lambda: prepare_inputs(int32(10**6), tables, columns, inputs, 9, (8, 16), 16),

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from quire.kernels.triton.drafts import DraftTables
 from quire.kernels.triton.model_drafts import SEQUENCES, begin_pass, write_guesses
 from quire.kernels.triton.rows import StepColumns
 from tests.kernels.triton.test_drafts import NUM_ROWS, TOKEN_WIDTH, words
@@ -27,19 +28,25 @@ def test_where_a_pass_begins(num_passed: int, device: torch.device) -> None:
     assert found[0].tolist() == [end - count for end, count in zip(ends, own, strict=True)]
 
 
+@pytest.mark.parametrize("has_texts", [False, True])
 @pytest.mark.parametrize("num_guesses", [1, SEQUENCES + 2])
-def test_writing_guesses(num_guesses: int, device: torch.device) -> None:
-    """Behind the known tokens of the first rows; the others, and their starts, stay as they were."""
+def test_writing_guesses(num_guesses: int, has_texts: bool, device: torch.device) -> None:
+    """Behind the known tokens of the first rows; the others, and their starts, stay as they were. An oracle's tokens
+    come first where it knows some."""
     rng, place = np.random.default_rng(num_guesses), 2
-    before = rng.integers(0, 5, NUM_ROWS * TOKEN_WIDTH + 7).astype(np.int32)
+    texts = NUM_ROWS * TOKEN_WIDTH + 7
+    before = rng.integers(-3, 5, texts + NUM_ROWS * TOKEN_WIDTH).clip(-1).astype(np.int32)
+    places = DraftTables(TOKEN_WIDTH, texts, texts, 3, texts if has_texts else -1)
     rows, ends = rng.permutation(NUM_ROWS), rng.integers(5, TOKEN_WIDTH - place, NUM_ROWS)
     guesses = rng.integers(10, 90, num_guesses)
     arena, starts = words(before, device), words(np.full(NUM_ROWS, -1), device)
     given = torch.tensor(guesses, device=device)
-    write_guesses(arena, TOKEN_WIDTH, words(rows, device), words(ends, device), given, starts, place)
+    write_guesses(arena, places, words(rows, device), words(ends, device), given, starts, place)
     expected, expected_starts = before.copy(), np.full(NUM_ROWS, -1)
     for index, guess in enumerate(guesses):
-        expected[rows[index] * TOKEN_WIDTH + ends[index] + place] = guess
+        at = rows[index] * TOKEN_WIDTH + ends[index] + place
+        known = before[texts + at] if has_texts else -1
+        expected[at] = known if known >= 0 else guess
         expected_starts[index] = ends[index] + place
     assert arena.tolist() == expected.tolist()
     assert starts.tolist() == expected_starts.tolist()
