@@ -28,7 +28,7 @@ from quire.config.resolve import CPU_DEFAULTS, resolve
 from quire.errors import ConfigError, UserError
 from quire.kv_cache.layout import KVGroup
 from quire.simulator.cost import CostModel, Precision
-from quire.simulator.exchange import ELEMENT_BYTES, Exchange, exchange_of
+from quire.simulator.exchange import ELEMENT_BYTES, RankTraffic, exchange_of
 from quire.simulator.hardware import Hardware, find, profiles
 from quire.simulator.replica import SIMULATED
 from quire.simulator.shape import built_in, find_shape
@@ -273,7 +273,7 @@ def as_text(report: PlanReport) -> str:
     return "\n".join(lines)
 
 
-def _exchange(report: PlanReport) -> Exchange:
+def _exchange(report: PlanReport) -> RankTraffic:
     """Bytes that a device exchanges for a token."""
     size = ELEMENT_BYTES if report.target.device.kind == "cpu" else 2
     return exchange_of(report.plan.shape, report.layout, size)

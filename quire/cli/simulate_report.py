@@ -19,7 +19,7 @@ from quire.errors import UserError
 from quire.simulator import plots
 from quire.simulator import rates as rates_module
 from quire.simulator import sweep as sweep_module
-from quire.simulator.exchange import ELEMENT_BYTES, Exchange, exchange_of
+from quire.simulator.exchange import ELEMENT_BYTES, RankTraffic, exchange_of
 from quire.simulator.metrics import LATENCIES, PERCENTILES, Metrics
 from quire.simulator.scenario import Scenario
 from quire.utils.sizes import format_bytes
@@ -129,7 +129,7 @@ def sweep(scenario: Scenario, namespace: argparse.Namespace) -> int:
     return 0
 
 
-def _exchange(scenario: Scenario, layout: ParallelConfig) -> Exchange:
+def _exchange(scenario: Scenario, layout: ParallelConfig) -> RankTraffic:
     """Bytes that a device exchanges for a token."""
     size = ELEMENT_BYTES if scenario.cost.hardware.kind == "cpu" else 2
     return exchange_of(scenario.cost.shape, layout, size)

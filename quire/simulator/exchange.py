@@ -12,7 +12,7 @@ ELEMENT_BYTES = 4
 """Size of an element that ranks on CPUs exchange."""
 
 
-class Exchange(NamedTuple):
+class RankTraffic(NamedTuple):
     """Bytes that a rank gives for one token that is sampled. within: to the ranks with which it shares layers, in all
     stages together. between: to the next stages."""
 
@@ -24,14 +24,14 @@ class Exchange(NamedTuple):
         return ", ".join(f"{format_bytes(size)} {name}" for name, size in parts if size) or "nothing"
 
 
-def exchange_of(shape: ModelShape, layout: ParallelConfig, element_bytes: int = ELEMENT_BYTES) -> Exchange:
+def exchange_of(shape: ModelShape, layout: ParallelConfig, element_bytes: int = ELEMENT_BYTES) -> RankTraffic:
     """The exchange of a layout: sums behind attention, MLPs and the embedding, gathered logits and queries, results
     over the tokens of one rank, and hidden states. Not counted: what some families' norms over all heads exchange."""
     within = 0
     if layout.tp > 1:
         within = sum(_in_layer(layer, shape.hidden, layout) for layer in shape.layers)
         within += shape.embedding_width + -(-shape.vocab // layout.tp)
-    return Exchange(within * element_bytes, (layout.pp - 1) * shape.hidden * element_bytes)
+    return RankTraffic(within * element_bytes, (layout.pp - 1) * shape.hidden * element_bytes)
 
 
 def _in_layer(layer: LayerShape, hidden: int, layout: ParallelConfig) -> int:

@@ -106,8 +106,7 @@ def _varlen_kernel(
     """Program (tile of queries, key head), most keys first; tiles of one key head share its keys in L2. skipped:
     sequences with at most this many new tokens belong to another kernel. last_seen: see DeviceBatch, with AHEAD."""
     TOKENS: tl.constexpr = BLOCK_M // GROUP
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    kv_head = tl.program_id(1)
+    tile, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     sequence = find_sequence(query_start, tile, num_seqs, TOKENS)
     begin = tl.load(query_start + sequence)
     num_new = tl.load(query_start + sequence + 1) - begin

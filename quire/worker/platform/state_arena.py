@@ -76,7 +76,6 @@ class StateArena:
         self.draft_tables = RowTables(token_width, blocks, zeros, torch.from_numpy(draft_rules).to(device))
         """Tables for a draft model, which reads a sequence as a plain text."""
         self.parameters = self.words[self._parameters : values].view(num_rows, parameter_width)[:, :parameter_words]
-
         self.drafts = DraftTables(token_width, computed, found, max_drafts, texts if has_texts else -1)
         """Places of the rows' computed-token counts and found drafts."""
 
