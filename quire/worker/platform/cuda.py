@@ -56,7 +56,7 @@ from quire.worker.platform.device_model_drafts import MOST_ROWS, DeviceModelDraf
 from quire.worker.platform.device_step import DeviceCompute, StagedColumns
 from quire.worker.platform.graph_capture import CudaGraphCapture, GraphCapture
 from quire.worker.platform.interface import DraftModel, HostBlockTensors, Mode
-from quire.worker.platform.state_arena import StateArena
+from quire.worker.platform.state_arena import DraftRoom, StateArena
 from quire.worker.platform.stream_transfers import StreamTransfers
 from quire.worker.platform.streams import make_streams
 from quire.worker.platform.upload import Upload
@@ -264,9 +264,7 @@ class CudaPlatform:
             NUM_WORDS,
             self._device,
             values.rules,
-            config.speculation.max_drafts,
-            of_draft.rules,
-            has_texts=config.speculation.oracle is not None,
+            DraftRoom(config.speculation.max_drafts, of_draft.rules, config.speculation.oracle is not None),
         )
         padded_seqs, padded_tokens = self._padded(settings, config.scheduler.max_num_batched_tokens)
         capture = self.make_capture() if settings.executions() else None
