@@ -26,7 +26,7 @@ from quire.quantization.integer_weight import IntegerWeight, WeightTensor
 from quire.utils.gguf import BlockType, GGUFFile, TensorEntry, parts_of
 
 T = TypeVar("T")
-_PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _BEHIND_KEYS = ("attn_qkv", "ssm_conv1d")
 """Tensors of delta nets with rows of queries and keys before those of values."""
 _OF_ELEMENTS = (*_BEHIND_KEYS, "attn_gate")
@@ -157,7 +157,7 @@ def _gate_and_up(
 def _weight(file: GGUFFile, entry: TensorEntry, layout: HeadLayout) -> WeightTensor:
     """[rows, columns] of a matrix, or [size] of a norm's weight or bias."""
     # The elements of a vector may be permuted like the rows of a matrix.
-    num_rows = entry.shape[0] if len(entry.shape) == 2 or entry.type.name in _PLAIN_DTYPES else 1
+    num_rows = entry.shape[0] if len(entry.shape) == 2 or entry.type.name in PLAIN_DTYPES else 1
     rows = np.frombuffer(file.data(entry), dtype=np.uint8).reshape(num_rows, -1)
     own = entry.name.split(".")[2] if layer_of(entry.name) is not None else ""
     num_heads = {"attn_q": layout.num_heads, "attn_k": layout.num_kv_heads}.get(own)
@@ -165,7 +165,7 @@ def _weight(file: GGUFFile, entry: TensorEntry, layout: HeadLayout) -> WeightTen
         rows = _halves_apart(rows, num_heads, entry.name)
     if layout.state is not None and own in _VALUE_ROWS:
         rows = _value_rows(rows, entry.name, layout.state)
-    dtype = _PLAIN_DTYPES.get(entry.type.name)
+    dtype = PLAIN_DTYPES.get(entry.type.name)
     if dtype is not None:
         plain = torch.from_numpy(rows).view(dtype).view(entry.shape)
         is_norm = entry.name.endswith("_norm.weight") and own != "ssm_norm" and layout.names.norm_offset
@@ -174,7 +174,7 @@ def _weight(file: GGUFFile, entry: TensorEntry, layout: HeadLayout) -> WeightTen
     try:
         if len(entry.shape) == 2 and entry.type.name in _WHOLE_BLOCKS and (layout.state is None or own != "ssm_out"):
             return _block_weight(file, entry, rows)
-        weight = _taken_apart(rows, entry.type)
+        weight = taken_apart(rows, entry.type)
         if layout.state is not None and own == "ssm_out":
             return _value_columns(weight, layout.state)
     except ModelLoadError as error:
@@ -198,12 +198,12 @@ def _block_weight(file: GGUFFile, entry: TensorEntry, rows: Bytes) -> BlockWeigh
         torch.from_numpy(rows),
         _WHOLE_BLOCKS[entry.type.name],
         entry.shape[1],
-        unpack=lambda part: _taken_apart(part.numpy(), entry.type),
+        unpack=lambda part: taken_apart(part.numpy(), entry.type),
         release=lambda: file.release(entry),
     )
 
 
-def _taken_apart(rows: Bytes, block: BlockType) -> IntegerWeight | Float4Weight:
+def taken_apart(rows: Bytes, block: BlockType) -> IntegerWeight | Float4Weight:
     """Unpack rows [n, bytes of a row]. Raises ModelLoadError for non-finite scales."""
     if block.name == "MXFP4":
         return _mxfp4_weight(rows, rows.shape[1] // block.num_bytes * block.values)
@@ -335,7 +335,7 @@ def read_gguf_matrices(path: Path, heads: tuple[int, int]) -> dict[str, dict[str
 def _matrix_of(file: GGUFFile, entry: TensorEntry) -> torch.Tensor:
     """A copy."""
     rows = np.frombuffer(file.data(entry), dtype=np.uint8).reshape(entry.shape[0], -1)
-    dtype = _PLAIN_DTYPES.get(entry.type.name)
+    dtype = PLAIN_DTYPES.get(entry.type.name)
     if dtype is not None:
         return torch.from_numpy(rows.copy()).view(dtype).view(entry.shape)
-    return _taken_apart(rows, entry.type).dequantize()
+    return taken_apart(rows, entry.type).dequantize()
