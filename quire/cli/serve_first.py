@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from quire.engine.engine_process import LOCAL_EXECUTOR, EngineProcess
 
+if TYPE_CHECKING:
+    from quire.cli.parser import Parser
+
 STARTS_NOTHING = frozenset({"-h", "--help", "--print-config"})
+
+
+def build_parser() -> Parser:
+    """The parser of `quire.cli.serve`."""
+    from quire.cli import serve
+
+    return serve.build_parser()
 
 
 def main(arguments: Sequence[str]) -> int:
