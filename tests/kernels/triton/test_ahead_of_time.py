@@ -104,8 +104,8 @@ def test_kernels_compile_and_fit(arguments: tuple[str, ...]) -> None:
         assert prompts["wgmma.mma_async"] == 2 * (8 + 16 + 16 + 8), (
             "first keys, a step with a mask, one without, last values"
         )
-        (rule,) = (launch for launch in launches if launch["kernel"] == "_rule_kernel")
-        assert rule["registers"] == 255, "the assembler's highest level takes 32, and spills 10 times as much"
+        rules = [launch["registers"] for launch in launches if launch["kernel"] == "_rule_kernel"]
+        assert rules == [255, 255], "the assembler's highest level takes 32, and spills 10 times as much"
         merges = [launch for launch in launches if launch["kernel"] == "_merge_kernel"]
         assert any(launch.get("cp.async.cg", 0) >= 7 for launch in merges), "parts of latents on their way"
     if capability == 80:
