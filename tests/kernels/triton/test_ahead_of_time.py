@@ -125,6 +125,15 @@ def test_kernels_compile_and_fit(arguments: tuple[str, ...]) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_attention_of_towers_fits(capability: int) -> None:
+    """Wide heads in float32 take fewer tiles at once. (They spill: towers compute in 16 bits.)"""
+    launches = run_module("ahead_of_time", str(capability), "towers")
+    assert len(launches) == 4
+    assert max(launch["shared"] for launch in launches) <= SHARED_BYTES[capability]
+
+
+@pytest.mark.long
 def test_no_compiler_fuses_what_attention_leaves_open() -> None:
     """A product and a sum that it may contract in one loop and not in the other give a row other bits there: a soft
     cap's, in tiles with a mask and without."""
