@@ -15,8 +15,6 @@ from quire.kernels.triton.runtime import bound, dot, launch, narrow, next_power_
 TILE_M = 64
 TILE_N = 64
 SMALLEST_BLOCK = 16
-
-
 WIDE_BYTES = 256
 """Bytes of a head's row above which fewer tiles are on their way."""
 
