@@ -1,9 +1,11 @@
 """Fair order of clients: the place of a request among the waiting ones of other clients (docs/scheduling.md).
 
 Clients are served in rounds: between two requests of one client each other client has one turn. A request's place is
-decided once, at its arrival, by the time at which it counts as arrived (`Request.order_time`).
+decided once, at its arrival, by the time at which it counts as arrived (`Request.order_time`). A client that waits
+alone is served in order of arrival.
 
-A client's first request waits for at most one request of each other client, and nothing that comes later passes it.
+So a client's first request waits for at most one request of each other client, and nothing that comes later passes it.
+Rounds are of requests of one priority.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import math
 from quire.decoding.sequence import OrderKey, Request
 
 LEAST_GAP = 1e-6
-"""Least seconds between order times of one client's requests."""
+"""Least seconds between order times of one client's requests, which leaves room for another client's."""
 
 NO_REQUEST: OrderKey = (-math.inf, 0)
 """Order key before all others."""
@@ -27,7 +29,7 @@ class FairOrder:
         self._waiting: dict[int, dict[str, list[Request]]] = {}
 
     def order_time(self, client: str, priority: int, now: float) -> float:
-        """Time at which a request that arrives now counts as arrived."""
+        """Time at which a request that arrives now counts as arrived. One binary search per waiting client."""
         clients = self._waiting.get(priority, {})
         own = clients.get(client, [])
         last = own[-1].order_key if own else NO_REQUEST
