@@ -9,6 +9,7 @@ model answers the calls of all documents. tests/cli/examples.py lists what is no
 
 from __future__ import annotations
 
+import base64
 import os
 import re
 import shlex
@@ -147,6 +148,9 @@ def commands(document: str, folder: Path, address: str) -> Iterator[str]:
         yield from (here(each, address) for each in block.commands() if why_not_run(each) is None)
         if document not in PYTHON_NOT_CHECKED and programs and block is programs[-1]:
             text = "\n".join(each.text for each in programs).replace(ADDRESS, address)
+            text = text.replace(
+                "base64,...", f"base64,{base64.b64encode((folder / 'photo.png').read_bytes()).decode()}"
+            )
             (folder / "program.py").write_text(text)
             yield f"{shlex.quote(sys.executable)} program.py"
 

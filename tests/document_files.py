@@ -20,24 +20,24 @@ from tests.architecture.source import ROOT
 
 BUNDLED = ROOT / "quire" / "bundled" / "quire-python-5m"
 SIGHTS = ROOT / "quire" / "bundled" / "quire-sights-1m"
-COPIES = {
-    **dict.fromkeys(("MODEL", "SMALLER_MODEL", "path/to/model", "Qwen/Qwen3-0.6B", "meta-llama/Llama-3.1-8B"), BUNDLED),
-    "Qwen/Qwen3-VL-8B-Instruct": SIGHTS,
-}
-"""Names of models in the documents, each with the bundled model that stands for it."""
+MODELS = ("MODEL", "SMALLER_MODEL", "path/to/model", "Qwen/Qwen3-0.6B", "meta-llama/Llama-3.1-8B")
+"""Names of models in the documents; here each is a random LLaMA of two layers."""
 QUANTIZED = ("path/to/directory", "org/model")
 """Names of models that `quire quantize` reads."""
+SIZE = 64
+"""Width of the random models, in features."""
 Arrays = dict[str, NDArray[np.float32]]
 
 
 def write_files(folder: Path) -> None:
-    for name, model in COPIES.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).symlink_to(model)
+    for name in MODELS:
+        write_model(folder / name)
     for name in QUANTIZED:
-        write_model_for_gguf(folder / name)
+        write_model(folder / name)
+        split_words_as_gpt2(folder / name / "tokenizer.json")
     write_model(folder / "MODEL_OF_EXPERTS", num_experts=4)
     write_model(folder / "MODEL_OF_ONE_KEY_HEAD", num_key_value_heads=1)
+    (folder / "Qwen/Qwen3-VL-8B-Instruct").symlink_to(SIGHTS)
     write_adapter(folder / "adapters" / "sql")
     (folder / ".venv").symlink_to(sys.prefix)
     for name in ("picture.png", "photo.png"):
@@ -60,16 +60,12 @@ def link_files(files: Path, folder: Path) -> None:
         (folder / name).mkdir(parents=True)
 
 
-def write_model_for_gguf(directory: Path) -> None:
-    """The bundled model with GPT-2's rule of splitting words, which has a name in GGUF files."""
-    directory.mkdir(parents=True)
-    for path in BUNDLED.iterdir():
-        (directory / path.name).symlink_to(path)
-    tokenizer = json.loads((BUNDLED / "tokenizer.json").read_text())
+def split_words_as_gpt2(tokenizer: Path) -> None:
+    """Give a tokenizer GPT-2's rule of splitting words, which has a name in GGUF files."""
+    content = json.loads(tokenizer.read_text())
     split = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True, "trim_offsets": True}
-    (directory / "tokenizer.json").unlink()
-    content = {**tokenizer, "pre_tokenizer": split, "normalizer": None}
-    (directory / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer.unlink()
+    tokenizer.write_text(json.dumps({**content, "pre_tokenizer": split, "normalizer": None}))
 
 
 def write_model(directory: Path, num_experts: int = 0, num_key_value_heads: int = 2) -> None:
@@ -80,10 +76,10 @@ def write_model(directory: Path, num_experts: int = 0, num_key_value_heads: int 
     own = json.loads((BUNDLED / "config.json").read_text())
     config = {
         **{name: own[name] for name in ("vocab_size", "bos_token_id", "eos_token_id", "rms_norm_eps", "hidden_act")},
-        "hidden_size": 64,
-        "intermediate_size": 64,
+        "hidden_size": SIZE,
+        "intermediate_size": SIZE,
         "num_hidden_layers": 2,
-        "max_position_embeddings": 256,
+        "max_position_embeddings": 2048,
         "num_attention_heads": 4,
         "num_key_value_heads": num_key_value_heads,
         "tie_word_embeddings": False,
@@ -95,45 +91,38 @@ def write_model(directory: Path, num_experts: int = 0, num_key_value_heads: int 
         experts = {"num_local_experts": num_experts, "num_experts_per_tok": 2}
         config |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", **experts}
     (directory / "config.json").write_text(json.dumps(config))
-    random = np.random.default_rng(1)
+    random, keys = np.random.default_rng(1), SIZE // 4 * num_key_value_heads
 
-    def matrix(rows: int, columns: int = 64) -> NDArray[np.float32]:
-        return (random.standard_normal((rows, columns)) * columns**-0.5).astype(np.float32)
+    def matrix(rows: int) -> NDArray[np.float32]:
+        return (random.standard_normal((rows, SIZE)) * SIZE**-0.5).astype(np.float32)
 
-    tensors: Arrays = {"model.norm.weight": np.ones(64, np.float32)}
+    tensors: Arrays = {"model.norm.weight": np.ones(SIZE, np.float32)}
     tensors |= {name: matrix(own["vocab_size"]) for name in ("model.embed_tokens.weight", "lm_head.weight")}
     for layer in ("model.layers.0.", "model.layers.1."):
         for name in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{layer}{name}.weight"] = np.ones(64, np.float32)
-        for name, rows in {"q": 64, "k": 16 * num_key_value_heads, "v": 16 * num_key_value_heads, "o": 64}.items():
+            tensors[f"{layer}{name}.weight"] = np.ones(SIZE, np.float32)
+        for name, rows in {"q": SIZE, "k": keys, "v": keys, "o": SIZE}.items():
             tensors[f"{layer}self_attn.{name}_proj.weight"] = matrix(rows)
         if num_experts:
             tensors[f"{layer}block_sparse_moe.gate.weight"] = matrix(num_experts)
             for expert in range(num_experts):
                 for name in ("w1", "w2", "w3"):
-                    tensors[f"{layer}block_sparse_moe.experts.{expert}.{name}.weight"] = matrix(64)
+                    tensors[f"{layer}block_sparse_moe.experts.{expert}.{name}.weight"] = matrix(SIZE)
         else:
             for name in ("gate_proj", "up_proj", "down_proj"):
-                tensors[f"{layer}mlp.{name}.weight"] = matrix(64)
+                tensors[f"{layer}mlp.{name}.weight"] = matrix(SIZE)
     save_file(tensors, directory / "model.safetensors")
 
 
 def write_adapter(directory: Path) -> None:
-    """Write an adapter of the bundled model's queries."""
+    """Write an adapter of the random models' queries."""
     directory.mkdir(parents=True)
-    own = json.loads((BUNDLED / "config.json").read_text())
-    size, random = own["hidden_size"], np.random.default_rng(1)
+    random = np.random.default_rng(1)
     tensors: Arrays = {}
-    for layer in range(own["num_hidden_layers"]):
+    for layer in range(2):
         name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
-        tensors[f"{name}.lora_A.weight"] = random.standard_normal((8, size)).astype(np.float32)
-        tensors[f"{name}.lora_B.weight"] = random.standard_normal((size, 8)).astype(np.float32)
+        tensors[f"{name}.lora_A.weight"] = random.standard_normal((8, SIZE)).astype(np.float32)
+        tensors[f"{name}.lora_B.weight"] = random.standard_normal((SIZE, 8)).astype(np.float32)
     save_file(tensors, directory / "adapter_model.safetensors")
-    config = {
-        "peft_type": "LORA",
-        "r": 8,
-        "lora_alpha": 16,
-        "target_modules": ["q_proj"],
-        "bias": "none",
-    }
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"], "bias": "none"}
     (directory / "adapter_config.json").write_text(json.dumps(config))
