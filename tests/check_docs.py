@@ -123,7 +123,7 @@ def run(command: str, folder: Path, document: str) -> tuple[Command, str | None]
     if is_serve(command):
         return serve(command, folder, document)
     process = Command(command, folder, b"/exit\n" if command.startswith("quire chat") else b"")
-    if re.match(r"quire top (?!--once)", command):
+    if re.match(r"quire top (?!.*--once)", command):
         process.wait_for(ENOUGH)
         good = process.end(signal.SIGINT) in (0, 130)
     elif not process.wait():
