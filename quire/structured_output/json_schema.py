@@ -100,7 +100,7 @@ def _inside(value: Any) -> Iterable[Any]:
 def normalise(schema: Any, budget: patterns.Budget, *, closed: bool = False) -> NormalSchema:
     """Normal form of a schema from `parse_schema`. budget: for all schemas of one text. closed: objects with named
     properties have no others by default. Raises ValueError with one line."""
-    return Normaliser(schema, budget, closed).run()
+    return Normaliser(schema, budget, closed).normalize()
 
 
 def _refuse_constant(text: str) -> Any:
@@ -121,7 +121,7 @@ class Normaliser:
         self._budget = budget
         self._matchers: dict[str, patterns.PatternMatcher] = {}
 
-    def run(self) -> NormalSchema:
+    def normalize(self) -> NormalSchema:
         found = self._found
         found.root = self.schema(self._root, SchemaPlace(None, "#"))
         while self._todo:

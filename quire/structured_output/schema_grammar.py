@@ -73,7 +73,7 @@ class LarkWriter:
         self._options = options
         self._rules: list[str] = []
         self._joiner = Joiner(schema, joins)
-        self._joiner.run()
+        self._joiner.join_all()
         self._names: dict[str, str] = {}
         """Text of a rule -> its name."""
         self._forms: dict[int, str] = {}

@@ -88,7 +88,7 @@ class Joiner:
         self._depth = 0
         self._constants: dict[int, tuple[Any, set[str] | None]] = {}
 
-    def run(self) -> None:
+    def join_all(self) -> None:
         """Raises ValueError for what cannot be joined."""
         for name in list(self._definitions):
             self._definitions[name] = self._flattened(self._definitions[name])
