@@ -44,7 +44,9 @@ class StateArena:
         """rules: [columns] int32, per step column of the model. max_drafts: maximum drafts of a sequence per step.
         draft_rules: of a draft model's step columns, whose values are 0. has_texts: True for texts that an oracle
         replays."""
-        token_width, parameter_width = _aligned(max_model_len + 1), _aligned(parameter_words)
+        # A head reads the token behind each one.
+        token_width = _aligned(max_model_len + 1 + (max_drafts > 0))
+        parameter_width = _aligned(parameter_words)
         entries = [shape.width(max_model_len + 1) for shape in shapes]
         self._widths = [_aligned(count) for count in entries]
         ends = list(itertools.accumulate([num_rows * width for width in self._widths], initial=num_rows * token_width))
