@@ -259,8 +259,10 @@ $(VENV)/.installed-test: $(VENV)/.created $(REQUIREMENTS) $(NATIVE_SOURCES)
 	@touch $(VENV)/.installed $@
 
 # On every core, where pip takes one. As pip does, it leaves out what does not compile: templates, and parts for other Pythons.
+# Half of all is seldom imported, and is compiled when it is: tests of packages, model code, tools.
+SELDOM := /(tests?|networkx|fontTools|mypyc?|pip|setuptools|transformers/models|sympy/physics|pygments/lexers|torch/_inductor|torch/testing)/
 define compile_packages
-$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib/python3*/site-packages || true
+$(BIN)/python -m compileall -qq -j 0 -x '$(SELDOM)' $(VENV)/lib/python3*/site-packages || true
 endef
 
 # Some package indexes answer `torch` with the CUDA build: gigabytes that a machine without a GPU never uses.

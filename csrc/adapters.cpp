@@ -11,6 +11,8 @@ namespace {
 
 constexpr int64_t kRows = 16;      // of a slot, in one item
 constexpr int64_t kRanks = 8;      // of a piece, in one item of shrink
+constexpr int64_t kMostCount = 3;  // rows of x that are multiplied at once
+constexpr int64_t kShrinkAhead = 1024;  // bytes ahead of the reading that a stream of A is asked for
 constexpr int64_t kPanels = 4;     // of a segment, in one item of expand
 constexpr int64_t kWidth = kAdapterAlignment;
 constexpr int kVectors = static_cast<int>(kWidth) / kLanes;
@@ -37,56 +39,67 @@ QUIRE_INLINE void share(const AdapterGroups& groups, int64_t places, Team& team,
   }
 }
 
-// Four rows of A times kCount rows of x.
-template <WeightType kType, class Element, int kCount>
-QUIRE_INLINE void dots(const Element* const* a, const float* const* x, int64_t size, float (*sums)[kRows]) {
-  vf total[4][kCount] = {};
-  int64_t k = 0;
-  for (; k + kLanes <= size; k += kLanes) {
-    vf values[kCount];
-    for (int t = 0; t < kCount; ++t) values[t] = load(x[t] + k);
-    for (int r = 0; r < 4; ++r) {
-      const vf weight = load_element(a[r] + k, kType);
+// kBlocks blocks of rows of A, `apart` elements from one to the next, times kCount rows of x.
+template <WeightType kType, class Element, int kBlocks, int kCount>
+QUIRE_INLINE void dots(const Element* a, int64_t apart, const float* const* x, int64_t size, float (*sums)[kMostCount]) {
+  constexpr int kRows = kBlocks * static_cast<int>(kAdapterRanks);
+  constexpr int64_t kStep = kAdapterRanks * kWidth;
+  vf total[kRows][kCount] = {};
+  const auto add = [&](const Element* from, const vf* values) {
+    for (int r = 0; r < kRows; ++r) {
+      const vf weight = load_element(from + r / kAdapterRanks * apart + r % kAdapterRanks * kWidth, kType);
       for (int t = 0; t < kCount; ++t) total[r][t] = fma(values[t], weight, total[r][t]);
     }
-  }
-  if (k < size) {
-    for (int t = 0; t < kCount; ++t) {
-      const vf value = load_some(x[t] + k, size - k);
-      for (int r = 0; r < 4; ++r) total[r][t] = fma(value, load_element(a[r] + k, kType), total[r][t]);
+  };
+  for (int64_t k = 0; k < size; k += kWidth, a += kStep) {
+    for (int b = 0; b < kBlocks; ++b)
+      for (int64_t line = 0; line < kStep * static_cast<int64_t>(sizeof(Element)); line += 64)
+        __builtin_prefetch(reinterpret_cast<const std::byte*>(a + b * apart) + kShrinkAhead + line, 0, 3);
+    for (int v = 0; v < kVectors; ++v) {
+      const int64_t left = size - k - v * kLanes;
+      if (left <= 0) break;
+      vf values[kCount];
+      for (int t = 0; t < kCount; ++t) {
+        const float* from = x[t] + k + v * kLanes;
+        values[t] = left >= kLanes ? load(from) : load_some(from, left);
+      }
+      add(a + v * kLanes, values);
     }
   }
-  for (int r = 0; r < 4; ++r)
+  for (int r = 0; r < kRows; ++r)
     for (int t = 0; t < kCount; ++t) sums[r][t] = sum_lanes(total[r][t]);
 }
 
 template <WeightType kType, class Element>
 void shrink_tile(const ShrinkArgs& args, const AdapterPiece& piece, int64_t column, int64_t first_rank,
                  const int32_t* rows, int64_t count, const Step& step) {
-  const int64_t size = args.table->in_features, padded = (size + kWidth - 1) / kWidth * kWidth;
+  const int64_t size = args.table->in_features, apart = (size + kWidth - 1) / kWidth * kWidth * kAdapterRanks;
   const auto* matrix = static_cast<const Element*>(piece.a);
   const float* in = step.at(args.x);
   float* out = step.at(args.out) + column;
   const int64_t end = smaller(first_rank + kRanks, piece.rank);
-  for (int64_t rank = first_rank; rank < end; rank += 4) {
-    const Element* a[4];
-    for (int64_t r = 0; r < 4; ++r) a[r] = matrix + smaller(rank + r, piece.rank - 1) * padded;
+  for (int64_t rank = first_rank; rank < end;) {
+    const Element* a = matrix + rank / kAdapterRanks * apart;
+    const int64_t ranks = count == 1 && end - rank > kAdapterRanks ? 2 * kAdapterRanks : kAdapterRanks;
     for (int64_t t = 0; t < count;) {
-      const float* x[4];
-      const int64_t taken = count - t >= 4 ? 4 : count - t >= 2 ? 2 : 1;
+      const float* x[kMostCount];
+      const int64_t taken = smaller(kMostCount, count - t);
       for (int64_t i = 0; i < taken; ++i) x[i] = in + rows[t + i] * args.x.stride;
-      float sums[4][kRows];
-      if (taken == 4)
-        dots<kType, Element, 4>(a, x, size, sums);
+      float sums[2 * kAdapterRanks][kMostCount];
+      if (ranks > kAdapterRanks)
+        dots<kType, Element, 2, 1>(a, apart, x, size, sums);
+      else if (taken == 1)
+        dots<kType, Element, 1, 1>(a, apart, x, size, sums);
       else if (taken == 2)
-        dots<kType, Element, 2>(a, x, size, sums);
+        dots<kType, Element, 1, 2>(a, apart, x, size, sums);
       else
-        dots<kType, Element, 1>(a, x, size, sums);
+        dots<kType, Element, 1, kMostCount>(a, apart, x, size, sums);
       for (int64_t i = 0; i < taken; ++i)
-        for (int64_t r = 0; r < 4 && rank + r < end; ++r)
+        for (int64_t r = 0; r < ranks && rank + r < end; ++r)
           out[rows[t + i] * args.out.stride + rank + r] = sums[r][i] * piece.scale;
       t += taken;
     }
+    rank += ranks;
   }
 }
 

@@ -12,7 +12,8 @@
 
 namespace quire {
 
-// A of one piece in one slot: [rank][padded in_features], rows padded with zeros to a multiple of kAdapterAlignment.
+// A of one piece in one slot: [blocks of kAdapterRanks ranks][blocks of kAdapterAlignment inputs][kAdapterRanks]
+// [kAdapterAlignment], zero-padded: a block of ranks is one stream.
 struct AdapterPiece {
   const void* a = nullptr;  // null: the slot has nothing for this piece
   float scale = 0;
@@ -28,6 +29,7 @@ struct AdapterSegment {
 };
 
 inline constexpr int64_t kAdapterAlignment = 16;  // elements: of A's rows, and columns of a panel of B
+inline constexpr int64_t kAdapterRanks = 4;        // rows of A that lie together
 inline constexpr int64_t kMostAdapterRank = 512;
 
 // What one layer finds of the slots. Slot 0 is no adapter's.
@@ -40,6 +42,13 @@ struct AdapterTable {
   std::vector<AdapterSegment> segments;
   std::vector<AdapterPiece> pieces;   // [num_slots + 1][num_pieces]
   std::vector<const void*> b;         // [num_slots + 1][segments]: [panels of 16 columns][rank][16], zero-padded
+
+  // What stands at every 16 columns of the product: number of a segment (-1: none) and of its panel.
+  struct Turn {
+    int32_t segment = -1, panel = 0;
+  };
+  // Turns up to the last segment's; empty if some segment begins within one, or two meet in one.
+  std::vector<Turn> turns() const;
 };
 
 // The rows of a step by slot, those of slot 0 left out.
@@ -49,6 +58,7 @@ struct AdapterGroups {
   };
   std::vector<Group> groups;
   std::vector<int32_t> order;  // numbers of rows
+  std::vector<int32_t> slots;  // by row
 
   // slots: [rows]; read_rows: [count], or null for all rows. Throws std::invalid_argument for a slot that is none.
   void set(const int64_t* slots, const int64_t* read_rows, int64_t count, int64_t num_slots);
@@ -60,6 +70,14 @@ struct ShrinkArgs {
   const AdapterGroups* groups = nullptr;  // the program's
   Ref x;
   Ref out;  // [rows, num_pieces * max_rank]
+};
+
+// What a linear layer adds to its sums before bias, activation and residual: B inner[t].
+struct LinearAdapters {
+  std::shared_ptr<const AdapterTable> table;
+  const AdapterGroups* groups = nullptr;  // the program's
+  std::vector<AdapterTable::Turn> turns;  // of all columns of the packed matrix
+  Ref inner;
 };
 
 // out[t] += B inner[t], for the segments [first_segment, first_segment + num_segments).

@@ -18,15 +18,32 @@ using namespace nb::literals;
 
 namespace quire {
 
+std::vector<AdapterTable::Turn> AdapterTable::turns() const {
+  std::vector<Turn> found;
+  for (std::size_t number = 0; number < segments.size(); ++number) {
+    const AdapterSegment& segment = segments[number];
+    if (segment.column % kAdapterAlignment != 0 || segment.step % kAdapterAlignment != 0) return {};
+    for (int64_t panel = 0; panel * kAdapterAlignment < segment.columns; ++panel) {
+      const auto at = static_cast<std::size_t>((segment.column + panel * segment.step) / kAdapterAlignment);
+      if (at >= found.size()) found.resize(at + 1);
+      if (found[at].segment >= 0) return {};
+      found[at] = {static_cast<int32_t>(number), static_cast<int32_t>(panel)};
+    }
+  }
+  return found;
+}
+
 void AdapterGroups::set(const int64_t* slots, const int64_t* read_rows, int64_t count, int64_t num_slots) {
   groups.clear();
   order.clear();
+  this->slots.clear();
   if (slots == nullptr) throw std::invalid_argument("a step of adapters names none");
   const auto slot_of = [&](int32_t row) { return slots[read_rows == nullptr ? row : read_rows[row]]; };
   for (int32_t row = 0; row < count; ++row) {
     const int64_t slot = slot_of(row);
     if (slot < 0 || slot > num_slots) throw std::invalid_argument("a row names an adapter's slot that there is none of");
     if (slot > 0) order.push_back(row);
+    this->slots.push_back(static_cast<int32_t>(slot));
   }
   std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return slot_of(a) < slot_of(b); });
   for (std::size_t i = 0; i < order.size(); ++i) {
@@ -57,6 +74,7 @@ void bind_adapters(nb::module_& module, nb::class_<Program>& program) {
           },
           "type"_a, "num_slots"_a, "in_features"_a, "max_rank"_a, "num_pieces"_a, "segments"_a)
       .def_ro("max_rank", &AdapterTable::max_rank)
+      .def_prop_ro("fits_panels", [](const AdapterTable& table) { return !table.turns().empty(); })
       .def(
           "set",
           [](AdapterTable& table, int64_t slot, int64_t piece, uintptr_t a, int64_t rank, float scale,
@@ -84,6 +102,7 @@ void bind_adapters(nb::module_& module, nb::class_<Program>& program) {
           },
           "slot"_a);
   module.attr("ADAPTER_ALIGNMENT") = kAdapterAlignment;
+  module.attr("ADAPTER_RANKS") = kAdapterRanks;
   module.attr("MOST_ADAPTER_RANK") = kMostAdapterRank;
   program
       .def(
@@ -92,6 +111,15 @@ void bind_adapters(nb::module_& module, nb::class_<Program>& program) {
             program.add(ShrinkArgs{std::move(table), nullptr, x, out}, column);
           },
           "table"_a, "column"_a, "x"_a, "out"_a)
+      .def(
+          "adapted_linear",
+          [](Program& program, const PackedWeight& weight, uintptr_t bias, const Ref& x, const Ref& residual, const Ref& out,
+             Activation activation, bool gated, std::shared_ptr<AdapterTable> table, int64_t column, const Ref& inner) {
+            LinearArgs args{weight, reinterpret_cast<const float*>(bias), x, residual, out, activation};
+            args.weight.gated = gated;
+            program.add(args, std::move(table), column, inner);
+          },
+          "weight"_a, "bias"_a, "x"_a, "residual"_a, "out"_a, "activation"_a, "gated"_a, "table"_a, "column"_a, "inner"_a)
       .def(
           "adapter_expand",
           [](Program& program, std::shared_ptr<AdapterTable> table, int64_t column, int64_t first_segment,

@@ -166,7 +166,7 @@ void attend_tiles(const Work& work, int64_t split) {
     const bool sees_all = window == 0 && first + kKeyTile <= work.position(0) + 1;
     for (int64_t r = 0; r < num_rows && !(sees_all && saw_all); ++r) {
       const int64_t position = scratch.rows[r].position;
-      scratch.states[r].high = larger(0, smaller(kKeyTile, position + 1 - first));
+      scratch.states[r].high = larger(0, smaller(kKeyTile, scratch.rows[r].last + 1 - first));
       scratch.states[r].low =
           window > 0 ? smaller(kKeyTile, larger(0, first_seen(position, window, args.chunked) - first)) : 0;
     }

@@ -107,6 +107,14 @@ struct AttentionPlan {
   // a step has more items than any before.
   void set(int64_t num_sequences, const int64_t* query_start, const int64_t* start_positions,
            const int32_t* block_table, int64_t table_width, int64_t table_stride, const int64_t* slots);
+  // Cut the step that `set` has cut anew: its rows see up to the position `last_seen` [rows], of the step at most and never
+  // falling in a sequence. Throws std::invalid_argument for other positions.
+  void see_ahead(const int64_t* last_seen);
+
+  // The last position that a row sees. position: its own.
+  QUIRE_HEADER_INLINE int64_t last_position(int64_t row, int64_t position) const {
+    return last_seen == nullptr ? position : last_seen[row];
+  }
 
   bool fits(const AttentionArgs& args) const noexcept {
     return args.block_size == block_size && args.num_blocks == num_blocks && args.num_heads == num_heads &&
@@ -141,9 +149,12 @@ struct AttentionPlan {
   int64_t num_merges = 0;
   int64_t partial_rows = 0;  // of each key head
   Deal deal;
+  const int64_t* last_seen = nullptr;  // [rows]: last position that each row sees; null: its own
 
  private:
   void check(int64_t table_width) const;
+  void clear();
+  void cut_items();
   void cut();
   void split();
   std::vector<AttentionItem> whole_, items_, merges_;

@@ -149,8 +149,11 @@ struct HeadWork {
   Scratch& scratch;
   const HeadWork* following = nullptr;  // what this thread computes next, as far as it knows
 
-  // The last position that a row sees, among this rank's tokens.
+  // A row's position, and the last that it sees, among this rank's tokens.
   int64_t position(int64_t row) const { return plan.deal.last_seen(start + (item.first_row + row) / group); }
+  int64_t last(int64_t row) const {
+    return plan.deal.last_seen(plan.last_position(token(row), start + (item.first_row + row) / group));
+  }
   int64_t token(int64_t row) const { return plan.query_start[item.sequence] + (item.first_row + row) / group; }
   int64_t query_head(int64_t row) const { return head * group + (item.first_row + row) % group; }
 };
@@ -177,7 +180,7 @@ struct ItemKeys {
   template <class Scratch>
   explicit ItemKeys(const HeadWork<Scratch>& work)
       : low(first_seen(work.position(0), work.args.window, work.args.chunked)),
-        high(smaller(work.item.last_split * kSplitKeys, work.position(work.item.rows - 1) + 1)) {}
+        high(smaller(work.item.last_split * kSplitKeys, work.last(work.item.rows - 1) + 1)) {}
 };
 
 // Blocks of 16 keys of a split, and how many places further on lies the block that is asked for while one is read.
@@ -229,8 +232,8 @@ struct Split {
   template <class Scratch>
   void note_rows(const HeadWork<Scratch>& work, RowKeys* rows) const {
     for (int64_t r = 0; r < work.item.rows; ++r) {
-      const int64_t position = rows[r].position, seen = first_seen(position, work.args.window, work.args.chunked);
-      rows[r].high = larger(0, smaller(kSplitKeys, position + 1 - start));
+      const int64_t seen = first_seen(rows[r].position, work.args.window, work.args.chunked);
+      rows[r].high = larger(0, smaller(kSplitKeys, rows[r].last + 1 - start));
       rows[r].low = smaller(rows[r].high, larger(0, seen - start));
     }
   }
@@ -258,7 +261,9 @@ void visit_queries(const HeadWork<Scratch>& work, const Step& step, Load&& load)
     if (r + kRowsAhead * work.group < work.item.rows)
       prefetch_floats(from + kRowsAhead * args.qkv.stride, args.head_dim);
     load(r, from);
-    work.scratch.rows[r].position = work.plan.deal.last_seen(position);
+    RowKeys& row = work.scratch.rows[r];
+    row.position = row.last = work.plan.deal.last_seen(position);
+    if (work.plan.last_seen != nullptr) row.last = work.last(r);
     if (++inside == work.group) {
       inside = 0;
       ++position;

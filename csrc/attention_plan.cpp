@@ -77,15 +77,39 @@ void AttentionPlan::set(int64_t sequences, const int64_t* starts, const int64_t*
   block_table = table;
   table_stride = stride;
   slots = row_slots;
-  items_.clear();
-  merges_.clear();
-  rows = partial_rows = num_items = num_merges = 0;
+  last_seen = nullptr;
+  clear();
   try {
     check(table_width);
   } catch (...) {
     num_sequences = 0;  // a plan that was refused does nothing
     throw;
   }
+  cut_items();
+}
+
+void AttentionPlan::see_ahead(const int64_t* last_positions) {
+  clear();
+  for (int64_t s = 0; s < num_sequences; ++s) {
+    const int64_t first = query_start[s], end = query_start[s + 1], start = start_positions[s];
+    for (int64_t t = first, before = 0; t < end; before = last_positions[t++]) {
+      const int64_t position = start + t - first;
+      if (!latent && last_positions[t] >= std::max(position, before) && last_positions[t] < start + end - first) continue;
+      num_sequences = 0;
+      throw std::invalid_argument("row " + std::to_string(t) + " cannot see up to " + std::to_string(last_positions[t]));
+    }
+  }
+  last_seen = last_positions;
+  cut_items();
+}
+
+void AttentionPlan::clear() {
+  items_.clear();
+  merges_.clear();
+  rows = partial_rows = num_items = num_merges = 0;
+}
+
+void AttentionPlan::cut_items() {
   rows = query_start[num_sequences];
   cut();
   split();
@@ -137,7 +161,8 @@ void AttentionPlan::cut() {
       item.first_row = first;
       item.rows = static_cast<int32_t>(last - first);
       const int64_t low = first_seen(start + first / group, window, chunked);
-      int64_t high = std::max<int64_t>(0, deal.last_seen(start + (last - 1) / group));
+      const int64_t token = (last - 1) / group;
+      int64_t high = std::max<int64_t>(0, deal.last_seen(last_position(query_start[s] + token, start + token)));
       if (top > 0) high = std::min(high, top - 1);
       item.first_split = low / kSplitKeys;
       item.last_split = high / kSplitKeys + 1;
@@ -198,6 +223,12 @@ void bind_attention(nb::module_& module) {
           },
           "num_sequences"_a, "query_start"_a, "start_positions"_a, "block_table"_a, "table_width"_a, "table_stride"_a,
           "slots"_a)
+      .def(
+          "see_ahead",
+          [](AttentionPlan& plan, uintptr_t last_seen) {
+            plan.see_ahead(reinterpret_cast<const int64_t*>(last_seen));
+          },
+          "last_seen"_a)
       .def_prop_ro("num_items", [](const AttentionPlan& plan) { return plan.num_items; })
       .def_prop_ro("num_merges", [](const AttentionPlan& plan) { return plan.num_merges; });
   module.def("block_bytes", &checked_block_bytes, "block_size"_a, "num_kv_heads"_a, "head_dim"_a, "cache"_a);

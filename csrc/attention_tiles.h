@@ -190,9 +190,9 @@ QUIRE_INLINE vf capped(vf score, float cap) {
   return cap * (x < 0.0f ? -tanh : tanh);
 }
 
-// What a row sees of some keys: [low, high) of them.
+// What a row sees of some keys: [low, high) of them. position: its own; last: the last that it sees.
 struct RowKeys {
-  int64_t position;
+  int64_t position, last;
   int64_t low, high;
 };
 

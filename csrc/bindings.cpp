@@ -190,8 +190,8 @@ void bind_program(nb::module_& module) {
           [](Program& program, std::vector<PackedWeight> gate_up, std::vector<PackedWeight> up,
              std::vector<PackedWeight> down, const std::vector<uintptr_t>& gate_up_bias,
              const std::vector<uintptr_t>& up_bias, const std::vector<uintptr_t>& down_bias,
-             std::vector<int32_t> places, int64_t top_k, Activation activation, float limit, bool weighs_input,
-             uintptr_t counts, const Ref& x, const Ref& routing, const Ref& residual, const Ref& out) {
+             uintptr_t places, int64_t num_placed, int64_t top_k, Activation activation, float limit,
+             bool weighs_input, bool apart, uintptr_t counts, const Ref& x, const Ref& routing, const Ref& residual, const Ref& out) {
             auto table = std::make_shared<ExpertTable>();
             table->gate_up = std::move(gate_up);
             table->up = std::move(up);
@@ -199,12 +199,32 @@ void bind_program(nb::module_& module) {
             for (uintptr_t bias : gate_up_bias) table->gate_up_bias.push_back(at<float>(bias));
             for (uintptr_t bias : up_bias) table->up_bias.push_back(at<float>(bias));
             for (uintptr_t bias : down_bias) table->down_bias.push_back(at<float>(bias));
-            table->places = std::move(places);
-            program.add(ExpertsArgs{std::move(table), top_k, activation, limit, weighs_input,
-                                    reinterpret_cast<int64_t*>(counts), x, routing, residual, out});
+            ExpertsArgs args;
+            args.table = std::move(table);
+            args.top_k = top_k;
+            args.activation = activation;
+            args.limit = limit;
+            args.weighs_input = weighs_input;
+            args.apart = apart;
+            args.counts = reinterpret_cast<int64_t*>(counts);
+            args.places = reinterpret_cast<const ExpertPlace*>(places);
+            args.num_placed = num_placed;
+            args.x = x;
+            args.routing = routing;
+            args.residual = residual;
+            args.out = out;
+            program.add(std::move(args));
           },
-          "gate_up"_a, "up"_a, "down"_a, "gate_up_bias"_a, "up_bias"_a, "down_bias"_a, "places"_a, "top_k"_a,
-          "activation"_a, "limit"_a, "weighs_input"_a, "counts"_a, "x"_a, "routing"_a, "residual"_a, "out"_a)
+          "gate_up"_a, "up"_a, "down"_a, "gate_up_bias"_a, "up_bias"_a, "down_bias"_a, "places"_a,
+          "num_placed"_a, "top_k"_a, "activation"_a, "limit"_a, "weighs_input"_a, "apart"_a, "counts"_a, "x"_a,
+          "routing"_a, "residual"_a, "out"_a)
+      .def(
+          "add_experts",
+          [](Program& program, int64_t top_k, bool weighs_input, int64_t width, const Ref& parts, const Ref& routing,
+             const Ref& residual, const Ref& out) {
+            program.add(AddExpertsArgs{top_k, weighs_input, width, parts, routing, residual, out});
+          },
+          "top_k"_a, "weighs_input"_a, "width"_a, "parts"_a, "routing"_a, "residual"_a, "out"_a)
       .def(
           "attention",
           [](Program& program, int32_t group, CacheType cache, uintptr_t pages, int64_t block_bytes,

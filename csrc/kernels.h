@@ -27,6 +27,7 @@ struct Ref {
 };
 
 struct AttentionPlan;  // attention.h
+struct LinearAdapters;  // adapters.h
 struct EncoderPlan;    // encoder.h
 struct StatePlan;      // linear_state.h
 
@@ -137,6 +138,7 @@ struct LinearArgs {
   // As LinearKernels::hands_over allows: out, or x, lies as the tiles of the next layer, or of this, want it.
   bool packs_out = false;
   bool x_is_packed = false;
+  const LinearAdapters* adapters = nullptr;  // the program's; null: none
 };
 
 // out = each head's columns of x times its own matrix, side by side: [rows, heads * in] -> [rows, heads * out].
@@ -150,8 +152,7 @@ struct HeadsArgs {
 inline constexpr int64_t kMaxHeadFeatures = 2048;
 
 // The matrices of a layer's experts, or of those that this rank holds. gate_up: gated, `intermediate` wide each; where `up`
-// is not empty, the gate alone, which may be of another type. Biases as LinearArgs has them, or empty. places: by an expert's number, its place among the matrices, or -1: another rank
-// holds it; ascending. Empty: all are here.
+// is not empty, the gate alone, which may be of another type. Biases as LinearArgs has them, or empty.
 struct ExpertTable {
   std::vector<PackedWeight> gate_up;
   std::vector<PackedWeight> up;
@@ -159,21 +160,33 @@ struct ExpertTable {
   std::vector<const float*> gate_up_bias;
   std::vector<const float*> up_bias;
   std::vector<const float*> down_bias;
-  std::vector<int32_t> places;
+};
+
+// Where an expert is: its place among the matrices, or -1 if only other ranks hold it. It is held by `copies` ranks, of
+// which this one computes the rows whose number divided by `copies` leaves `turn`. May change between runs.
+struct ExpertPlace {
+  int32_t place;
+  int32_t copies;
+  int32_t turn;
 };
 
 // out = residual (or 0) + the weighted sum of what each row's experts give for x, in the order of their numbers: down
-// (activation(gate) * up), each product with its bias. Of the experts that other ranks hold nothing is added.
+// (activation(gate) * up), each product with its bias. Of the experts that other ranks compute nothing is added.
+// apart: out [rows, top_k * width] has each of a row's results by itself, before its weight, in the order of `routing`;
+// -0 for those of other ranks, so that the ranks' sum has the bits of the one that computes.
 struct ExpertsArgs {
   std::shared_ptr<const ExpertTable> table;
   int64_t top_k = 0;
   Activation activation = Activation::kNone;
   float limit = 0;  // above 0: the gate is cut off at it, up at both its signs, and 1 is added to up
   bool weighs_input = false;   // weights multiply x, not the results
+  bool apart = false;
   int64_t* counts = nullptr;   // [experts], of all ranks: rows that chose each are added; null: nothing is counted
+  const ExpertPlace* places = nullptr;  // [num_placed] by an expert's number; null: all are here, in their order
+  int64_t num_placed = 0;
   Ref x;
   Ref routing;   // [rows, 2 top_k]: numbers of experts, ascending, then their weights
-  Ref residual;  // may be the same place as out
+  Ref residual;  // may be the same place as out; none with `apart`
   Ref out;
   MatmulPrecision precision = MatmulPrecision::kFloat32;  // the program's
 };
@@ -244,6 +257,17 @@ struct RouteArgs {
   Ref out;  // [rows, 2 top_k]: numbers of experts, ascending, then their weights
 };
 
+// out = residual + the sum of what experts give apart, each times its weight, in their order: the bits of ExpertsArgs.
+struct AddExpertsArgs {
+  int64_t top_k = 0;
+  bool weighs_input = false;  // weights have multiplied x
+  int64_t width = 0;
+  Ref parts;    // [rows, top_k * width]
+  Ref routing;  // [rows, 2 top_k]
+  Ref residual;
+  Ref out;  // may be the same place as residual
+};
+
 enum class Elementwise : int32_t { kAdd = 0, kMultiply, kGate, kScale, kSoftCap, kGateRows };
 
 // out = x + y, x * y, x * sigmoid(y), factor * x, factor * tanh(x / factor), or x * sigmoid(y[0]).
@@ -263,6 +287,7 @@ struct LayerKernels {
   void (*gather)(const GatherArgs&, const Step&, Team&);
   void (*elementwise)(const ElementwiseArgs&, const Step&, Team&);
   void (*route)(const RouteArgs&, const Step&, Team&);
+  void (*add_experts)(const AddExpertsArgs&, const Step&, Team&);
 };
 
 // -- attention (attention.cpp) --------------------------------------------------------------------------------------

@@ -193,6 +193,29 @@ void elementwise(const ElementwiseArgs& args, const Step& step, Team& team) {
   }
 }
 
+void add_experts(const AddExpertsArgs& args, const Step& step, Team& team) {
+  const int64_t grain = row_grain(step.rows, team);
+  for (int64_t start = team.take(grain); start < step.rows; start = team.take(grain)) {
+    for (int64_t t = start; t < step.rows && t < start + grain; ++t) {
+      const float* parts = step.at(args.parts) + t * args.parts.stride;
+      const float* shares = step.at(args.routing) + t * args.routing.stride + args.top_k;
+      const float* residual = step.at(args.residual) + t * args.residual.stride;
+      float* out = step.at(args.out) + t * args.out.stride;
+      for (int64_t c = 0; c < args.width; c += kLanes) {
+        const int64_t left = args.width - c;
+        const auto read = [&](const float* from) { return left >= kLanes ? load(from) : load_some(from, left); };
+        vf sum = read(residual + c);
+        for (int64_t place = 0; place < args.top_k; ++place)
+          sum = fma(read(parts + place * args.width + c), broadcast(args.weighs_input ? 1.0f : shares[place]), sum);
+        if (left >= kLanes)
+          store(out + c, sum);
+        else
+          store_some(out + c, sum, left);
+      }
+    }
+  }
+}
+
 // The larger of two preferences is chosen, and of equal ones the first. NaN is never chosen while anything else is left.
 QUIRE_INLINE int64_t best_of(const float* values, int64_t count) {
   int64_t best = 0;
@@ -280,6 +303,6 @@ void route(const RouteArgs& args, const Step& step, Team& team) {
 }  // namespace
 
 extern const LayerKernels kLayers;
-const LayerKernels kLayers = {embed, norm, rotation, gather, elementwise, route};
+const LayerKernels kLayers = {embed, norm, rotation, gather, elementwise, route, add_experts};
 
 }  // namespace quire::QUIRE_ISA

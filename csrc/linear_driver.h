@@ -23,6 +23,7 @@
 #pragma once
 
 #include "activate.h"
+#include "linear_adapters.h"
 #include "linear_tile.h"
 #include "norm_row.h"
 
@@ -376,6 +377,7 @@ void run_panels(const LinearArgs& args, const Step& step, const Plan& plan, cons
       multiply_tile<Method>(
           weight, plan, step.rows, packed + tile * plan.tile_bytes, panel, tile, stream, widened, tile > first,
           [&](int64_t row, int64_t rows) {
+            if (args.adapters != nullptr) expect_adapters<Method::kRows>(*args.adapters, row, rows, panel);
             if (!expects) return;
             if constexpr (HandsOver<Method>)
               if (hands_over) {
@@ -385,7 +387,9 @@ void run_panels(const LinearArgs& args, const Step& step, const Plan& plan, cons
               }
             (weight.gated ? expect_tile<true> : expect_tile<false>)(finish, row, rows, panel);
           },
-          [&](const float* sums, const float* row_scales, int64_t row, int64_t rows) {
+          [&](float* sums, const float* row_scales, int64_t row, int64_t rows) {
+            if (args.adapters != nullptr)
+              add_adapters<Method::kRows>(*args.adapters, step, sums, row_scales, row, rows, panel);
             if constexpr (HandsOver<Method>)
               if (hands_over)
                 return hand_over<Method>(finish, sums, rows, row_pitch(rows), handed_place<Method>(finish, tile, rows, panel));

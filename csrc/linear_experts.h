@@ -4,7 +4,8 @@
 // after the other, and pack an expert's rows for themselves; its results lie pair by pair. Where gate and up are matrices
 // of two types, it is done twice, and up's sums meet the gate's. In the second product a
 // thread takes columns of the output, for which it adds up the experts in the order of their numbers: no two threads
-// write to one place, and the order of a row's sum depends on its own experts alone.
+// write to one place, and the order of a row's sum depends on its own experts alone. Where experts change their ranks,
+// results stay apart until those of all ranks are there.
 #pragma once
 
 #include "linear_driver.h"
@@ -123,13 +124,18 @@ inline void plan_experts(const ExpertsArgs& args, const Step& step, const Expert
   const float* routing = step.at(args.routing);
   ExpertPlan& plan = *memory.plan = ExpertPlan{};
   for (int64_t i = 0; i < count; ++i) memory.active[i].count = 0;
-  const bool are_all = table.places.empty();
-  const int64_t of_all_ranks = are_all ? count : static_cast<int64_t>(table.places.size());
+  const bool are_all = args.places == nullptr;
+  const int64_t of_all_ranks = are_all ? count : args.num_placed;
+  const auto own_place = [&](int64_t number, int64_t row) -> int64_t {
+    if (are_all) return number;
+    const ExpertPlace& at = args.places[number];
+    return at.copies == 1 || row % at.copies == at.turn ? at.place : -1;
+  };
   const auto each_pair = [&](const auto& use) {
     for (int64_t row = 0; row < step.rows; ++row)
       for (int64_t place = 0; place < top_k; ++place) {
         const int64_t number = expert_number(routing[row * args.routing.stride + place], of_all_ranks);
-        use(number, are_all ? number : table.places[number], static_cast<int32_t>(row * top_k + place));
+        use(number, own_place(number, row), static_cast<int32_t>(row * top_k + place));
       }
   };
   each_pair([&](int64_t number, int64_t own, int32_t) {
@@ -311,7 +317,7 @@ inline void pack_inner(const ExpertsArgs& args, Team& team, const ExpertMemory& 
   }
 }
 
-// Adds one tile's results to the rows of the output that they belong to.
+// Adds one tile's results to the rows of the output that they belong to, or leaves them there apart.
 inline void add_results(const ExpertsArgs& args, const Step& step, const int32_t* pairs, const float* bias,
                         const float* sums, const float* row_scales, int64_t rows, int64_t column, int64_t width) {
   const float* routing = step.at(args.routing);
@@ -321,10 +327,13 @@ inline void add_results(const ExpertsArgs& args, const Step& step, const int32_t
     const vf share = broadcast(args.weighs_input ? 1.0f : given);
     const vf scale = broadcast(row_scales ? row_scales[r] : 1.0f);
     float* out = step.at(args.out) + token * args.out.stride + column;
+    if (args.apart) out += pairs[r] % args.top_k * args.table->down[0].out_features;
     for (int64_t c = 0; c < kPanel && c < width; c += kLanes) {
       vf value = load(sums + r * kPanel + c) * scale;
       if (bias) value += load(bias + c);
-      if (width - c >= kLanes)
+      if (args.apart)
+        width - c >= kLanes ? store(out + c, value) : store_some(out + c, value, width - c);
+      else if (width - c >= kLanes)
         store(out + c, fma(value, share, load(out + c)));
       else
         store_some(out + c, fma(value, share, load_some(out + c, width - c)), width - c);
@@ -335,6 +344,15 @@ inline void add_results(const ExpertsArgs& args, const Step& step, const int32_t
 // Columns first .. end of the output before any expert is added.
 inline void begin_columns(const ExpertsArgs& args, const Step& step, int64_t first, int64_t end) {
   float* out = step.at(args.out);
+  if (args.apart) {
+    const int64_t size = args.table->down[0].out_features;
+    for (int64_t row = 0; row < step.rows; ++row)
+      for (int64_t place = 0; place < args.top_k; ++place) {
+        float* to = out + row * args.out.stride + place * size;
+        for (int64_t c = first; c < end; ++c) to[c] = -0.0f;
+      }
+    return;
+  }
   const float* residual = step.at(args.residual);
   if (residual == out) return;
   const auto bytes = static_cast<std::size_t>(end - first) * sizeof(float);

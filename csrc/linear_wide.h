@@ -223,10 +223,13 @@ void run_wide(const LinearArgs& args, const Step& step, Team& team) {
       for (int64_t i = 0; i < panels; ++i)
         (weight.gated ? expect_tile<true> : expect_tile<false>)(finish, row, rows, panel + i);
     };
-    const auto after = [&](int64_t tile, const float* sums) {
+    const auto after = [&](int64_t tile, float* sums) {
       const auto [row, rows] = rows_of(tile);
-      for (int64_t i = 0; i < panels; ++i, sums += kWideRows * kPanel)
+      for (int64_t i = 0; i < panels; ++i, sums += kWideRows * kPanel) {
+        const float* no_scales = nullptr;
+        if (args.adapters != nullptr) add_adapters<kWideRows>(*args.adapters, step, sums, no_scales, row, rows, panel + i);
         (weight.gated ? finish_tile<true> : finish_tile<false>)(finish, sums, nullptr, row, rows, panel + i);
+      }
     };
     int64_t first = 0;
     for (; first + kWideVectors <= vectors; first += kWideVectors)

@@ -6,6 +6,7 @@
 #include "encoder.h"
 #include "latent.h"
 #include "linear_state.h"
+#include "packed.h"
 
 namespace quire {
 namespace {
@@ -98,6 +99,10 @@ void Program::add(const ElementwiseArgs& args) {
 
 void Program::add(const RouteArgs& args) { ops_.emplace_back(Call<RouteArgs>{kernels_.layers.route, args}); }
 
+void Program::add(const AddExpertsArgs& args) {
+  ops_.emplace_back(Call<AddExpertsArgs>{kernels_.layers.add_experts, args});
+}
+
 void Program::add(ExpertsArgs args) {
   const ExpertTable& table = *args.table;
   const std::size_t count = table.gate_up.size();
@@ -113,9 +118,18 @@ void Program::add(ExpertsArgs args) {
   }
   for (const auto* biases : {&table.gate_up_bias, &table.up_bias, &table.down_bias})
     fits &= biases->empty() || biases->size() == count;
-  std::size_t held = 0;
-  for (const int32_t place : table.places) fits &= place < 0 || static_cast<std::size_t>(place) == held++;
-  fits &= table.places.empty() || held == count;
+  std::vector<bool> held(count);
+  int32_t last = -1;
+  for (int64_t i = 0; fits && i < args.num_placed; ++i) {
+    const auto [place, copies, turn] = args.places[i];
+    if (place < 0) continue;
+    // Where results are added at once, the order of the places is that of the numbers.
+    fits = static_cast<std::size_t>(place) < count && !held[place] && 0 <= turn && turn < copies &&
+           (args.apart || place > last);
+    if (fits) held[last = place] = true;
+  }
+  fits &= args.places == nullptr || args.apart || last + 1 == static_cast<int64_t>(count);
+  fits &= !args.apart || !args.residual.present();
   if (!fits) throw std::invalid_argument("the matrices of the experts do not fit together");
   args.precision = precision_;
   ops_.emplace_back(Call<ExpertsArgs>{kernels_.linear.experts, args});
@@ -157,6 +171,21 @@ const AdapterGroups* Program::adapted_rows(const AdapterTable& table, int64_t co
 void Program::add(ShrinkArgs args, int64_t column) {
   args.groups = adapted_rows(*args.table, column);
   ops_.emplace_back(Call<ShrinkArgs>{kernels_.adapters.shrink, std::move(args)});
+}
+
+void Program::add(LinearArgs args, std::shared_ptr<const AdapterTable> table, int64_t column, const Ref& inner) {
+  auto own = std::make_unique<LinearAdapters>();
+  own->groups = adapted_rows(*table, column);
+  own->turns = table->turns();
+  own->inner = inner;
+  const auto count = static_cast<std::size_t>(num_panels(args.weight) * kPanel / kAdapterAlignment);
+  if (own->turns.empty() || own->turns.size() > count)
+    throw std::invalid_argument("columns of adapters that do not fit a packed matrix");
+  own->turns.resize(count);
+  own->table = std::move(table);
+  args.adapters = own.get();
+  linear_adapters_.push_back(std::move(own));
+  add(args);
 }
 
 void Program::add(ExpandArgs args, int64_t column) {

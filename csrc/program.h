@@ -38,13 +38,16 @@ class Program {
   // not compute.
   void add(EncoderArgs args);
   void add(const RouteArgs& args);
-  // Throws std::invalid_argument for experts whose matrices do not fit together.
+  void add(const AddExpertsArgs& args);
+  // Throws std::invalid_argument for experts whose matrices, or places, do not fit together.
   void add(ExpertsArgs args);
   // Throws std::invalid_argument for shapes that the kernels do not have.
   void add(const ConvolutionArgs& args);
   void add(const DeltaArgs& args);
   void add(const GatedNormArgs& args);
   // column: of the step, the slots of its rows. Throws std::invalid_argument for another column than other adapters have.
+  // A linear layer with adapters, whose A x is `inner`: throws also for columns that do not fit its panels.
+  void add(LinearArgs args, std::shared_ptr<const AdapterTable> table, int64_t column, const Ref& inner);
   void add(ShrinkArgs args, int64_t column);
   void add(ExpandArgs args, int64_t column);
   void add(const ActivateArgs& args);
@@ -74,7 +77,7 @@ class Program {
   };
   using Op = std::variant<Call<LinearArgs>, Call<EmbedArgs>, Call<NormArgs>, Call<RotationArgs>, Call<AttentionArgs>,
                           Call<LatentArgs>, Call<IndexArgs>, Call<HeadsArgs>, Call<GatherArgs>, Call<ElementwiseArgs>, Call<RouteArgs>,
-                          Call<ExpertsArgs>, Call<ConvolutionArgs>, Call<DeltaArgs>, Call<GatedNormArgs>,
+                          Call<ExpertsArgs>, Call<AddExpertsArgs>, Call<ConvolutionArgs>, Call<DeltaArgs>, Call<GatedNormArgs>,
                           Call<EncoderArgs>, Call<AllReduceArgs>, Call<AllGatherArgs>, Call<MergePartsArgs>, Call<ShrinkArgs>,
                           Call<ExpandArgs>, Call<ActivateArgs>>;
 
@@ -102,6 +105,7 @@ class Program {
   std::vector<int64_t> rotated_;  // columns of positions
   int64_t adapter_column_ = -1;  // -1: no adapters
   int64_t adapter_slots_ = 0;    // fewest of all tables
+  std::vector<std::unique_ptr<LinearAdapters>> linear_adapters_;
   std::unique_ptr<AdapterGroups> adapted_ = std::make_unique<AdapterGroups>();       // of all rows
   std::unique_ptr<AdapterGroups> adapted_read_ = std::make_unique<AdapterGroups>();  // of those that are read
   std::shared_ptr<SharedRanks> ranks_;  // of the collectives, if any

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol, Unpack
+from typing import Unpack
 
 import msgspec
 
 from quire.config.engine_keywords import EngineKeywords
-from quire.config.options import BUNDLED_MODEL, EngineOptions
+from quire.config.options import BUNDLED_MODEL, EngineOptions, HasOptions
 from quire.engine.client import DEFAULT_EXECUTOR
 from quire.engine.input_processor import Prompt, prompt_text
 from quire.engine.messages import Abort, AddRequest, EngineOutputs
@@ -19,12 +19,6 @@ from quire.outputs import RequestOutput
 from quire.pooling_outputs import PoolingRequestOutput
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import RequestOutputKind, SamplingParams
-
-
-class HasOptions(Protocol):
-    """Gathered engine keywords, such as `quire.EngineArgs`."""
-
-    def to_options(self) -> EngineOptions: ...
 
 
 class LLMEngine(OfflineEngine):

@@ -18,6 +18,8 @@ class ReadyImage(msgspec.Struct, frozen=True, array_like=True):
     """(height, width) in pixels; of an encoded image the shape of the features."""
     is_encoded: bool
     """True for features."""
+    is_whole: bool
+    """True if its tokens see one another, so that one step computes them all."""
 
     @property
     def num_tokens(self) -> int:

@@ -14,7 +14,7 @@ A sample is a token or a vector. A vector (`StepPlan.pooled`) is made from the s
 (`ModelConfig.pooling`; without it the last token's, after the final norm), and its row gets no token.
 
 Masks of allowed tokens may depend on tokens that earlier plans sample. A plan names such samples in
-`expects_sampling_inputs`, and its forward pass does not wait for the masks. They follow in `SamplingInputs`, exactly
+`masked_samples`, and its forward pass does not wait for the masks. They follow in `SamplingInputs`, exactly
 once, before any later plan.
 
 Order of effects of one plan: write `sampled`; release the slots of `released`; cut `trimmed_tables`; create
@@ -206,7 +206,7 @@ class StepPlan(msgspec.Struct, array_like=True):
     """Indices into `sample_seq_ids`, ascending, of samples that are vectors. Each reads its own sequence's last
     token."""
 
-    expects_sampling_inputs: list[int] = []
+    masked_samples: list[int] = []
     """Indices into `sample_seq_ids`, ascending, of samples that need a mask. Empty: no SamplingInputs follow."""
     sampled: list[tuple[int, int]] = []
     """(seq_id, token): last tokens of rows, sampled for earlier plans on the last stage of a pipeline. The executor
@@ -226,7 +226,7 @@ class SamplingInputs(msgspec.Struct, array_like=True):
     """Indices of samples whose masks come too late: their results mean nothing, and their sequences compute their last
     known tokens again."""
     draft_masks: dict[int, list[bytes]] = {}
-    """Index of a sample with drafts in `StepPlan.expects_sampling_inputs` -> the masks after each of its first drafts;
+    """Index of a sample with drafts in `StepPlan.masked_samples` -> the masks after each of its first drafts;
     empty bytes allow all tokens. At most this many of its drafts are accepted: after the others its constraint has
     ended or is unknown."""
 
@@ -273,7 +273,7 @@ class StepResult(msgspec.Struct, array_like=True):
     found_drafts: dict[int, int] = {}
     """Index into `token_ids` -> drafts that the workers have for the sequence's next step, where above 0."""
     draft_token_ids: dict[int, list[int]] = {}
-    """Index into `token_ids` -> those drafts, for samples in `StepPlan.expects_sampling_inputs`: the scheduler asks for
+    """Index into `token_ids` -> those drafts, for samples in `StepPlan.masked_samples`: the scheduler asks for
     masks after them, and proposes them itself."""
     transfers: TransferReport | None = None
     """Report of the KV connector's worker half."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import select
 import shutil
 import signal
@@ -216,7 +217,8 @@ def main(documents: list[str]) -> int:
                 if failure is not None:
                     failed += 1
                     print(f"          FAILED: {failure}", flush=True)
-    print(f"==> {ran} commands and programs, {failed} failed")
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    print(f"==> {ran} commands and programs, {failed} failed, {used.ru_utime + used.ru_stime:.0f} s of the processor")
     return 1 if failed else 0
 
 

@@ -58,7 +58,7 @@ SAMPLING = SequenceSampling(
 )
 TOKEN_VALUES = TokenValues(2, [9, -8])
 ADAPTER = AdapterRef("/adapter", b"digest", "sql")
-IMAGE = PromptImage((1, 2, 2), b"key", b"pixels", (8, 4), True, 3)
+IMAGE = PromptImage((1, 2, 2), b"key", b"pixels", (8, 4), True, False, 3)
 NEW_SEQUENCE = NewSequence(
     8,
     [5, 6, 7],
@@ -94,6 +94,7 @@ UPDATE = SequenceUpdate(
 )
 LISTS: dict[str, Any] = {
     "expert_counts": {3: [4, 5]},
+    "expert_ranks": {3: [[0, 1], [2, 0]]},
     "accepted_drafts_by_position": [6, 2],
     "running_adapters": ["sql"],
     "waiting_adapters": ["chat"],
@@ -169,7 +170,7 @@ EXAMPLES: list[msgspec.Struct] = [
     ENCODINGS,
     *ENCODINGS.slices,
     *NEW_SEQUENCE.images,
-    ReadyImage((1, 2, 2), b"key", b"pixels", (8, 4), True),
+    ReadyImage((1, 2, 2), b"key", b"pixels", (8, 4), True, False),
     TOKEN_VALUES,
     FORK,
     StepPlan(
@@ -195,7 +196,7 @@ EXAMPLES: list[msgspec.Struct] = [
         drafts={8: [42]},
         trimmed_tables={8: [3, 1]},
         pooled=[0],
-        expects_sampling_inputs=[0],
+        masked_samples=[0],
         sampled=[(3, 7)],
     ),
     SamplingInputs(1, {0: bytes([255, 0, 1, 254])}, [2], {0: [b"", bytes(4)]}),

@@ -57,6 +57,8 @@ class DeviceBatch:
     """[num_rows, max_blocks] int32 per KV group of states; see `block_tables`."""
     host: HostColumns | None = None
     """Host columns for operations that compute prompts separately (None: unused)."""
+    last_seen: torch.Tensor | None = None
+    """[T] int64: see AttentionBatch; any for padding."""
 
 
 @dataclass(frozen=True, slots=True)

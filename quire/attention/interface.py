@@ -32,6 +32,9 @@ class AttentionBatch:
     """[T] int64 per KV group of tokens: slot to write to, block * block_size + offset."""
     state_tables: tuple[torch.Tensor, ...] = ()
     """[S, max_blocks] int32 per KV group of states; see `block_tables`."""
+    last_seen: torch.Tensor | None = None
+    """[T] int64: position of the last token that each token sees, of this step at most and never falling in a sequence;
+    None: its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +69,8 @@ IndexInputs: TypeAlias = tuple[AnyValue, AnyValue, AnyValue]
 class AttentionStep:
     """A planned step with the attention operations of layers; a back end implements those that its models use. Values
     are rows of the T tokens, as tensors or placeholders, and may be overwritten. rotation: result of
-    `Operations.rotation`, or None. A token sees the positions of its sequence up to its own, through the block table;
-    an encoder's token sees its whole sequence."""
+    `Operations.rotation`, or None. A token sees the positions of its sequence up to its own, or up to
+    `AttentionBatch.last_seen`, through the block table; an encoder's token sees its whole sequence."""
 
     __slots__ = ()
 

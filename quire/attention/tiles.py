@@ -81,6 +81,8 @@ class Sequences:
     num_tokens: np.ndarray
     block_table: np.ndarray
     block_size: int
+    last_seen: np.ndarray | None = None
+    """[T]: last position that each token of the batch sees; None: its own."""
 
     def only(self, chosen: np.ndarray) -> Sequences:
         return Sequences(
@@ -89,17 +91,21 @@ class Sequences:
             self.num_tokens[chosen],
             self.block_table[chosen],
             self.block_size,
+            self.last_seen,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class QueryTiles:
-    """Query tiles while planned: sequence [Q], positions [Q, tile_tokens], row_positions [Q, rows]."""
+    """Query tiles while planned: sequence [Q], positions [Q, tile_tokens], row_positions [Q, rows], and the last
+    positions that these see."""
 
     sequences: Sequences
     sequence: np.ndarray
     positions: np.ndarray
     row_positions: np.ndarray
+    last_seen: np.ndarray
+    rows_last_seen: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +147,19 @@ def _plan_list(
     tokens = sequences.first_token[tile_sequence][:, None] + np.where(present, offsets, 0)
     # A place without a token repeats the tile's first position: whatever it attends to is dropped.
     positions = sequences.start[tile_sequence][:, None] + np.where(present, offsets, offsets[:, :1])
+    last_seen = positions
+    if sequences.last_seen is not None:
+        last_seen = np.where(present, sequences.last_seen[tokens], sequences.last_seen[tokens[:, :1]])
     rows = padded_rows(tile_tokens * heads_per_group)
-    row_positions = np.zeros((len(tile_sequence), rows), dtype=np.int64)
-    row_positions[:, : tile_tokens * heads_per_group] = positions.repeat(heads_per_group, axis=1)
+
+    def of_rows(of_tokens: np.ndarray) -> np.ndarray:
+        found = np.zeros((len(tile_sequence), rows), dtype=np.int64)
+        found[:, : tile_tokens * heads_per_group] = of_tokens.repeat(heads_per_group, axis=1)
+        return found
+
+    row_positions = of_rows(positions)
+    rows_last_seen = row_positions if last_seen is positions else of_rows(last_seen)
+    queries = QueryTiles(sequences, tile_sequence, positions, row_positions, last_seen, rows_last_seen)
     places = np.flatnonzero(present)
     return TileList(
         tile_tokens=tile_tokens,
@@ -152,7 +168,7 @@ def _plan_list(
         gather=torch.from_numpy(tokens.reshape(-1)),
         places=torch.from_numpy(places),
         tokens=torch.from_numpy(tokens.reshape(-1)[places]),
-        chunks=_plan_chunks(QueryTiles(sequences, tile_sequence, positions, row_positions), window, chunk_items),
+        chunks=_plan_chunks(queries, window, chunk_items),
     )
 
 
@@ -160,7 +176,7 @@ def _plan_chunks(queries: QueryTiles, window: Window, chunk_items: int) -> tuple
     first_key = np.zeros_like(queries.sequence)
     if window.size is not None:
         first_key = np.maximum(window.first(queries.positions[:, 0]), 0) // KEY_TILE
-    item_tile, item_rank = _ragged(queries.positions.max(axis=1) // KEY_TILE - first_key + 1)
+    item_tile, item_rank = _ragged(queries.last_seen.max(axis=1) // KEY_TILE - first_key + 1)
     item_key = first_key[item_tile] + item_rank
     order = np.argsort(item_key // WAVE_TILES, kind="stable")
     item_tile, item_key = item_tile[order], item_key[order]
@@ -195,17 +211,18 @@ def _chunk(queries: QueryTiles, tiles: np.ndarray, keys: np.ndarray, window: Win
     blocks = sequences.block_table[sequence[:, None], logical].astype(np.int64)
     lengths = sequences.start[sequence] + sequences.num_tokens[sequence]
     rows = np.where(positions < lengths[:, None], blocks * 2 * block_size + positions % block_size, 0)
-    own = queries.positions[tiles]
-    is_edge = own.min(axis=1) < positions[:, -1]
+    is_edge = queries.last_seen[tiles].min(axis=1) < positions[:, -1]
     if window.size is not None:
-        is_edge |= window.first(own.max(axis=1)) > positions[:, 0]
+        is_edge |= window.first(queries.positions[tiles].max(axis=1)) > positions[:, 0]
     edges = np.flatnonzero(is_edge)
     levels, roots = _merge_tree(tiles, keys)
     return Chunk(
         tiles=torch.from_numpy(tiles),
         key_rows=torch.from_numpy(rows)[:, None],
         edges=torch.from_numpy(edges),
-        edge_bias=_bias(queries.row_positions[tiles[edges]], positions[edges], window),
+        edge_bias=_bias(
+            queries.row_positions[tiles[edges]], queries.rows_last_seen[tiles[edges]], positions[edges], window
+        ),
         levels=levels,
         roots=torch.from_numpy(roots),
         root_tiles=torch.from_numpy(tiles[roots]),
@@ -213,11 +230,11 @@ def _chunk(queries: QueryTiles, tiles: np.ndarray, keys: np.ndarray, window: Win
     )
 
 
-def _bias(own: np.ndarray, keys: np.ndarray, window: Window) -> torch.Tensor:
-    """own: [E, rows], keys: [E, KEY_TILE] positions -> [E, 1, rows, KEY_TILE]. The bias falls with distance, because
-    products and minima are several times faster than comparisons."""
+def _bias(own: np.ndarray, last_seen: np.ndarray, keys: np.ndarray, window: Window) -> torch.Tensor:
+    """own, last_seen: [E, rows], keys: [E, KEY_TILE] positions -> [E, 1, rows, KEY_TILE]. The bias falls with distance,
+    because products and minima are several times faster than comparisons."""
     wide_keys = torch.from_numpy(keys.astype(np.float32))[:, None]
-    distance = torch.from_numpy(own.astype(np.float32))[:, :, None] - wide_keys
+    distance = torch.from_numpy(last_seen.astype(np.float32))[:, :, None] - wide_keys
     bias = distance.clamp(max=0.0)
     if window.size is not None:
         first = torch.from_numpy(window.first(own).astype(np.float32))[:, :, None]

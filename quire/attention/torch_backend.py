@@ -203,6 +203,7 @@ class TorchAttentionStep(AttentionStep):
                 num_tokens=np.diff(query_start),
                 block_table=batch.block_tables[group].numpy(),
                 block_size=self._block_size,
+                last_seen=None if batch.last_seen is None else batch.last_seen.numpy(),
             )
             # Bytes in float32: keys and values; per row its scores, their exponentials and the weighted value.
             heads, dim = 4 * layer.num_kv_heads, layer.head_dim

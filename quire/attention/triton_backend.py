@@ -90,9 +90,10 @@ class TritonAttention:
         self, batch: DeviceBatch, shape: HeadShape, window: int | None, *, allow_warp_groups: bool = False
     ) -> tuple[Tiles | None, SplitPlan | None]:
         """Tiles of the varlen kernel and plan of the split kernel for a batch and head shape (None: that kernel does
-        not run). The split kernel, if it runs, computes sequences with at most `SplitPlan.tokens` new tokens.
-        allow_warp_groups: see `varlen_tiles`."""
-        split = self._split_plan(shape, batch.num_seqs, batch.max_seq_len, window)
+        not run). The split kernel, if it runs, computes sequences with at most `SplitPlan.tokens` new tokens; it never
+        runs where tokens see later ones. allow_warp_groups: see `varlen_tiles`."""
+        sees_ahead = batch.last_seen is not None
+        split = None if sees_ahead else self._split_plan(shape, batch.num_seqs, batch.max_seq_len, window)
         if split is not None and batch.max_query_len <= split.tokens:
             return None, split
         no_short_ones = batch.num_tokens == batch.num_seqs * batch.max_query_len
@@ -101,6 +102,7 @@ class TritonAttention:
         if self._batch_invariant:
             return fixed_tiles(shape, self._limits), split
         lengths = batch.max_query_len, batch.max_seq_len
+        allow_warp_groups &= not sees_ahead
         return varlen_tiles(shape, *lengths, self._limits, allow_warp_groups=allow_warp_groups), split
 
     def layer(self, heads: HeadWeights) -> _LayerKernels:
@@ -150,18 +152,19 @@ class _LayerKernels:
         self.allows_warp_groups = allows_warp_groups(heads.shape, layer.pages, dtype)
         self.prepare = HeadPreparation(heads, layer.pages).launch
         self._scratch = scratch
-        self._varlen: dict[Tiles, VarlenAttention | WarpGroupAttention] = {}
+        self._varlen: dict[tuple[Tiles, bool], VarlenAttention | WarpGroupAttention] = {}
         self._split: dict[tuple[Tiles, int], SplitAttention] = {}
 
-    def varlen(self, tiles: Tiles) -> VarlenAttention | WarpGroupAttention:
-        found = self._varlen.get(tiles)
+    def varlen(self, tiles: Tiles, *, sees_ahead: bool) -> VarlenAttention | WarpGroupAttention:
+        """sees_ahead: for batches with `last_seen`."""
+        found = self._varlen.get((tiles, sees_ahead))
         if found is None:
             layer = self.heads.shape
             if tiles.uses_warp_groups:
                 found = WarpGroupAttention(layer, self.pages, tiles)
             else:
-                found = VarlenAttention(layer, self.pages, layer.sinks, tiles)
-            self._varlen[tiles] = found
+                found = VarlenAttention(layer, self.pages, layer.sinks, tiles, sees_ahead=sees_ahead)
+            self._varlen[tiles, sees_ahead] = found
         return found
 
     def split(self, plan: SplitPlan) -> SplitAttention:
@@ -253,7 +256,8 @@ class TritonAttentionStep(AttentionStep):
         if split is not None:
             layer.split(split).launch(work, split)
         if tiles is not None:
-            layer.varlen(tiles).launch(work, skipped=0 if split is None else split.tokens)
+            kernel = layer.varlen(tiles, sees_ahead=self._batch.last_seen is not None)
+            kernel.launch(work, skipped=0 if split is None else split.tokens)
         return out
 
 

@@ -23,11 +23,12 @@ from quire.config.hf_config import find_model, read_config
 from quire.config.mla_prompt import expands_prompts
 from quire.config.model import DTYPE_BYTES
 from quire.config.options import BUNDLED_MODEL, EngineOptions
-from quire.config.parallel import ParallelConfig
+from quire.config.parallel import ParallelConfig, parallel_config
 from quire.config.resolve import CPU_DEFAULTS, resolve
 from quire.errors import ConfigError, UserError
 from quire.kv_cache.layout import KVGroup
 from quire.simulator.cost import CostModel, Precision
+from quire.simulator.exchange import ELEMENT_BYTES, RankTraffic, exchange_of
 from quire.simulator.hardware import Hardware, find, profiles
 from quire.simulator.replica import SIMULATED
 from quire.simulator.shape import built_in, find_shape
@@ -94,8 +95,8 @@ def build_parser() -> Parser:
 def main(arguments: Sequence[str]) -> int:
     namespace = build_parser().parse(arguments)
     options = engine_options(namespace)
-    ep = namespace.tp if options.enable_expert_parallel else 1
-    layout = ParallelConfig(namespace.tp, namespace.pp, ep=ep, dcp=namespace.dcp)
+    sizes = {"tensor_parallel_size": namespace.tp, "pipeline_parallel_size": namespace.pp}
+    layout = parallel_config(_replace_options(options, **sizes, decode_context_parallel_size=namespace.dcp))
     if namespace.kv_waste:
         print(_kv_waste(namespace, options, layout))
         return 0
@@ -247,6 +248,7 @@ def as_text(report: PlanReport) -> str:
     if devices.devices_per_replica > 1:
         share = format_bytes(plan.device_weight_bytes)
         rows.append(("devices", f"{devices.devices_per_replica} ({devices}); each, at most, {share} of weights"))
+        rows.append(("sent a token", f"{_exchange(report)}, by each device to others (a token that is sampled)"))
     if adapters := plan.config.adapters.num_slots:
         rows.append(
             ("adapters", f"{format_bytes(plan.adapter_bytes)} for {adapters} of rank {plan.config.adapters.max_rank}")
@@ -269,6 +271,12 @@ def as_text(report: PlanReport) -> str:
     lines += [_concurrency_line(entry, plan.config.scheduler.max_num_seqs) for entry in plan.lengths]
     lines += ["", *_speed_lines(report)]
     return "\n".join(lines)
+
+
+def _exchange(report: PlanReport) -> RankTraffic:
+    """Bytes that a device exchanges for a token."""
+    size = ELEMENT_BYTES if report.target.device.kind == "cpu" else 2
+    return exchange_of(report.plan.shape, report.layout, size)
 
 
 def _architecture(plan: MemoryPlan) -> str:
@@ -374,6 +382,8 @@ def as_dict(report: PlanReport) -> dict[str, Any]:
         "tensor_parallel_size": report.layout.tp,
         "pipeline_parallel_size": report.layout.pp,
         "decode_context_parallel_size": report.layout.dcp,
+        "num_redundant_experts": report.layout.redundant_experts,
+        "exchanged_bytes_per_token": _exchange(report)._asdict(),
         "memory_bytes": plan.total_memory,
         "memory_utilization": plan.config.cache.memory_utilization,
         "activation_bytes_estimate": plan.activation_bytes,

@@ -14,10 +14,12 @@ from rich.table import Table
 
 from quire.cli import report
 from quire.cli.bench_mode import options_json
+from quire.config.parallel import ParallelConfig
 from quire.errors import UserError
 from quire.simulator import plots
 from quire.simulator import rates as rates_module
 from quire.simulator import sweep as sweep_module
+from quire.simulator.exchange import ELEMENT_BYTES, RankTraffic, exchange_of
 from quire.simulator.metrics import LATENCIES, PERCENTILES, Metrics
 from quire.simulator.scenario import Scenario
 from quire.utils.sizes import format_bytes
@@ -96,7 +98,7 @@ def sweep(scenario: Scenario, namespace: argparse.Namespace) -> int:
     results = sweep_module.sweep(scenario, candidates, num_processes=namespace.processes)
     front = sweep_module.pareto_front([point for result in results for point in result.points])
     table = Table(title=f"{_devices_title(scenario)}: layouts of {num_devices} devices", title_justify="left")
-    columns = ["layout", "most tokens/s/GPU", "at TPOT ms", "best 1/TPOT", "on the front"]
+    columns = ["layout", "sent a token", "most tokens/s/GPU", "at TPOT ms", "best 1/TPOT", "on the front"]
     if scenario.objectives:
         columns += ["requests/s that hold", "each GPU"]
     for column in columns:
@@ -105,6 +107,7 @@ def sweep(scenario: Scenario, namespace: argparse.Namespace) -> int:
         best = max(result.points, key=lambda point: point.tokens_per_device)
         row = [
             str(result.layout),
+            format_bytes(sum(_exchange(scenario, result.layout))),
             f"{best.tokens_per_device:,.0f}",
             f"{best.tpot * MILLISECONDS:,.1f}",
             f"{max(point.interactivity for point in result.points):,.1f}",
@@ -124,6 +127,12 @@ def sweep(scenario: Scenario, namespace: argparse.Namespace) -> int:
     if namespace.plot is not None:
         plots.plot_pareto(namespace.plot / "pareto.png", results, title=_devices_title(scenario))
     return 0
+
+
+def _exchange(scenario: Scenario, layout: ParallelConfig) -> RankTraffic:
+    """Bytes that a device exchanges for a token."""
+    size = ELEMENT_BYTES if scenario.cost.hardware.kind == "cpu" else 2
+    return exchange_of(scenario.cost.shape, layout, size)
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
@@ -241,6 +250,7 @@ def _layout_json(
     is_bounded = rate is None or math.isfinite(rate)
     return {
         "layout": asdict(result.layout),
+        "exchanged_bytes_per_token": _exchange(scenario, result.layout)._asdict(),
         "points": points,
         "rate": rate if is_bounded else None,
         "every_rate_holds": not is_bounded,

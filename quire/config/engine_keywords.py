@@ -69,6 +69,8 @@ class EngineKeywords(TypedDict, total=False):
     cp_kv_cache_interleave_size: int
     enable_expert_parallel: bool
     expert_placement_strategy: str
+    enable_eplb: bool
+    eplb_config: dict[str, Any] | None
     distributed_executor_backend: str
     ray_placement: str
     attention_backend: str

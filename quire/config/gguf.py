@@ -400,6 +400,9 @@ def _rope(file: GGUFFile, keys: _Keys, config: Mapping[str, Any]) -> dict[str, A
         log = keys.optional_number(_YARN_LOG)
         if log is not None:  # a tenth of it, by which llama.cpp multiplies logarithms
             rope |= {"mscale": 10 * log, "mscale_all_dim": 10 * log}
+    sections = file.numbers(keys.named("rope.dimension_sections")) if keys.family.rope.mrope_section else None
+    if sections is not None:
+        rope["mrope_section"] = [int(size) for size in sections[:3]]
     if keys.family.rope.share != 1.0:
         turned = keys.integer("rope.dimension_count", maximum=config["head_dim"])
         rope["partial_rotary_factor"] = turned / config["head_dim"]

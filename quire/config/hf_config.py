@@ -22,6 +22,7 @@ from quire.config.families import (
 )
 from quire.config.generation import read_generation, sampling_defaults
 from quire.config.gguf import Described, read_gguf
+from quire.config.gguf_vision import find_mmproj, with_tower
 from quire.config.hf_json import Fields, read_json, read_optional_json
 from quire.config.hub import fetch, looks_like_a_path, read_page
 from quire.config.model import DTYPE_BYTES, ModelConfig
@@ -30,12 +31,15 @@ from quire.config.options import BUNDLED_MODEL, BUNDLED_SIGHTS
 from quire.config.pooling import longest_text, read_pooling
 from quire.config.quantization_formats import read_quantization
 from quire.config.rope import read_lengths
+from quire.config.vision import OUTER_KEYS
 from quire.errors import ConfigError, ModelLoadError
+from quire.logging import get_logger
 from quire.utils.gguf import SUFFIX as GGUF_SUFFIX
 from quire.utils.gguf import find_gguf
 from quire.utils.model_files import file_bytes
 from quire.utils.safetensors_header import read_header
 
+logger = get_logger(__name__)
 _BUNDLED = Path(__file__).resolve().parent.parent / "bundled"
 BUNDLED_DIRECTORIES: Mapping[str, Path] = {
     BUNDLED_MODEL: _BUNDLED / "quire-python-5m",
@@ -60,6 +64,7 @@ class ModelChoices:
     hf_overrides: Mapping[str, Any] | None = None
     generation_config: str = "auto"
     override_generation_config: Mapping[str, Any] | None = None
+    mmproj: str | None = None
 
 
 USUAL_CHOICES = ModelChoices()
@@ -85,7 +90,7 @@ def load_model_config(
     runner, model_impl = choices.runner, choices.model_impl
     name, revision = read_page(name, revision)
     path = _described(find_model(name, revision=revision, config_only=config_only, download_dir=choices.download_dir))
-    described = _read_described(path)
+    described, mmproj = _with_tower(_read_described(path), path, choices.mmproj)
     whole = _overridden(described.config, choices.hf_overrides or {})
     raw, key = language_model(whole)
     where = ": ".join(filter(None, (_where(path), key)))
@@ -133,8 +138,9 @@ def load_model_config(
         quantization=read_quantization(fields),
         pooling=pooling,
         is_multimodal=bool(key) or VISION_CONFIG in whole,
-        vision=_object(whole, VISION_CONFIG),
-        image_token_id=_token_id(whole, "image_token_id"),
+        vision=_vision(whole),
+        image_token_id=_image_token_id(whole, architecture),
+        mmproj=mmproj,
         impl=impl,
         sampling_defaults=sampling_defaults(generation),
     )
@@ -194,6 +200,25 @@ def _read_described(path: Path) -> Described:
     return Described(config)
 
 
+def _with_tower(described: Described, path: Path, asked: str | None) -> tuple[Described, Path | None]:
+    """A GGUF model with its vision tower, and the tower's file (None: no tower). asked: the file that the user names;
+    None: the one beside the model, if it is this model's."""
+    if not path.is_file():
+        if asked is not None:
+            raise ConfigError(f"mmproj is for GGUF models, and {path} is none", param="mmproj")
+        return described, None
+    file = find_mmproj(path) if asked is None else Path(asked).expanduser()
+    if file is None:
+        return described, None
+    try:
+        return described._replace(config=with_tower(described.config, path, file)), file
+    except ModelLoadError as error:
+        if asked is not None:
+            raise
+        logger.info("text alone is taken: %s", error.message)
+        return described, None
+
+
 def _overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """`config` with the user's keys in place of its own. A nested part (`text_config`) keeps the keys that the user
     does not name; other values are replaced whole."""
@@ -208,6 +233,20 @@ def _overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict
 def _object(config: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:
     value = config.get(key)
     return value if isinstance(value, Mapping) else None
+
+
+def _vision(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The vision tower's part of a config.json, with its outer keys."""
+    found = _object(config, VISION_CONFIG)
+    outer = {key: config[key] for key in OUTER_KEYS if key in config}
+    return found if found is None or not outer else {**found, **outer}
+
+
+def _image_token_id(config: Mapping[str, Any], architecture: str) -> int | None:
+    """The placeholder of images; Gemma's older files have another key, or leave its usual value out."""
+    usual = 262_144 if architecture == "Gemma3ForCausalLM" and VISION_CONFIG in config else None
+    found = (_token_id(config, key) for key in ("image_token_id", "image_token_index"))
+    return next((token_id for token_id in found if token_id is not None), usual)
 
 
 def _token_id(config: Mapping[str, Any], key: str) -> int | None:

@@ -9,20 +9,31 @@ EXPERT_PLACEMENTS = ("linear", "round_robin")
 
 
 @dataclass(frozen=True)
+class ExpertBalance:
+    """Option `eplb_config`, with vLLM's names. num_redundant_experts: further copies of a layer's experts, on all ranks
+    together. window_size: steps whose rows decide where experts go. step_interval: steps between two decisions."""
+
+    num_redundant_experts: int = 0
+    window_size: int = 1000
+    step_interval: int = 3000
+
+
+@dataclass(frozen=True)
 class LoadConfig:
     """Fields with an option's name have its meaning. load_format: "auto" is safetensors, else .bin by weights_only,
     else a GGUF file; "dummy" is random weights, equal for equal seeds. counts_experts: count the rows of each expert.
-    expert_placement: one of EXPERT_PLACEMENTS; None: each rank has a slice of every expert. dealt_to: ranks with the
-    same key heads that share a sequence's tokens."""
+    expert_placement: one of EXPERT_PLACEMENTS; None: each rank has a slice of every expert. balance: how experts change
+    their ranks (None: they stay). dealt_to: ranks with the same key heads that share a sequence's tokens."""
 
     load_format: str
     seed: int
     counts_experts: bool = False
     expert_placement: str | None = None
+    balance: ExpertBalance | None = None
     dealt_to: int = 1
 
 
 def draft_load(load: LoadConfig) -> LoadConfig:
     """Loading of a target's draft model: dummy weights if the target has them, else the model's own files."""
     load_format = "dummy" if load.load_format == "dummy" else "auto"
-    return replace(load, load_format=load_format, counts_experts=False, dealt_to=1)
+    return replace(load, load_format=load_format, counts_experts=False, balance=None, dealt_to=1)

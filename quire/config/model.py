@@ -41,6 +41,7 @@ class ModelConfig:
     prompt. impl: "quire", or "transformers" (that library's modelling code). sampling_defaults: defaults of requests by
     field of SamplingParams. is_multimodal: the model is the language model of a multimodal one, whose other parts are
     not loaded. vision: config.json's part on the vision tower, read-only. image_token_id: placeholder of images.
+    mmproj: GGUF file of the vision tower.
     """
 
     name: str
@@ -58,6 +59,7 @@ class ModelConfig:
     is_multimodal: bool = False
     vision: Mapping[str, Any] | None = None
     image_token_id: int | None = None
+    mmproj: Path | None = None
     impl: str = "quire"
     expands_prompts: bool = False
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import msgspec
 
@@ -93,6 +93,10 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     enable_mm_embeds: Annotated[
         bool, IMAGES("take features that clients computed of images (image_embeds): of trusted clients alone")
     ] = False
+    mmproj: Annotated[
+        str | None,
+        IMAGES("GGUF file of a GGUF model's vision tower (default: *mmproj*.gguf beside the model)"),
+    ] = None
     revision: Annotated[str | None, MODEL("branch, tag or commit of a hub id")] = None
     download_dir: Annotated[
         str | None, MODEL("directory that hub ids are fetched into (default: the hub library's cache)")
@@ -209,6 +213,13 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     expert_placement_strategy: Annotated[
         str, DEVICE("linear (neighbouring experts on one rank) or round_robin (they take turns)")
     ] = "linear"
+    enable_eplb: Annotated[
+        bool, DEVICE("move and copy experts between ranks of enable_expert_parallel, by the rows that they compute")
+    ] = False
+    eplb_config: Annotated[
+        dict[str, Any] | None,
+        DEVICE("JSON object: num_redundant_experts (0), window_size (1000) and step_interval (3000) of enable_eplb"),
+    ] = None
     distributed_executor_backend: Annotated[
         str, DEVICE("where ranks run: auto, uni (engine), mp (processes), ray or external_launcher")
     ] = "auto"
@@ -283,3 +294,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 _TEXTS = ("model", "tokenizer", "kv_offload_dir", "step_log", "download_dir", "activation_bits")
+
+
+class HasOptions(Protocol):
+    """Gathered engine keywords, such as `quire.EngineArgs`."""
+
+    def to_options(self) -> EngineOptions: ...

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from quire.config.checks import choice, positive
-from quire.config.load import EXPERT_PLACEMENTS
+from quire.config.checks import choice, converted, positive
+from quire.config.load import EXPERT_PLACEMENTS, ExpertBalance
 from quire.config.model import ModelConfig
 from quire.config.model_shape import ModelShape
 from quire.config.options import EngineOptions
@@ -30,7 +30,8 @@ class ParallelConfig:
     parallelism), a multiple of tp. If it spans several replicas, they exchange tokens in every layer and each holds a
     share of the experts. 1: tp shares each expert. dcp: neighbours among the tp devices that hold the same key head,
     and keep a part of each sequence's tokens each (decode context parallelism); no more devices. interleave: tokens in
-    a row that one of them keeps.
+    a row that one of them keeps. redundant_experts: further copies of a layer's experts, which move between the ep
+    devices by their load (None: experts stay).
 
     Raises ConfigError for sizes that do not fit together. `resolve` decides which sizes the engine runs.
     """
@@ -41,10 +42,11 @@ class ParallelConfig:
     ep: int = 1
     dcp: int = 1
     interleave: int = 1
+    redundant_experts: int | None = None
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value < 1:
+            if name != "redundant_experts" and value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}", param=name)
         if self.ep > 1 and (self.ep % self.tp or self.dp % self.replicas_together):
             raise ConfigError(
@@ -52,7 +54,9 @@ class ParallelConfig:
                 param="ep",
             )
         if self.tp % self.dcp:
-            raise ConfigError(f"dcp={self.dcp} must divide tp={self.tp}", param="dcp")
+            name = "decode_context_parallel_size"
+            message = f"{name}={self.dcp} must divide tensor_parallel_size={self.tp}: it takes ranks of these"
+            raise ConfigError(message, param=name)
 
     @property
     def devices_per_replica(self) -> int:
@@ -68,7 +72,8 @@ class ParallelConfig:
         return self.devices_per_replica * self.dp
 
     def __str__(self) -> str:
-        rest = "".join(f" {name}={value}" for name, value in (("ep", self.ep), ("dcp", self.dcp)) if value > 1)
+        others = ("ep", self.ep), ("dcp", self.dcp), ("redundant_experts", (self.redundant_experts or 0) + 1)
+        rest = "".join(f" {name}={value}" for name, value in others if value > 1)
         return f"tp={self.tp} pp={self.pp} dp={self.dp}{rest}"
 
 
@@ -78,11 +83,16 @@ def parallel_config(options: EngineOptions) -> ParallelConfig:
         positive(f"{kind}_parallel_size", getattr(options, f"{kind}_parallel_size"))
     run = positive("cp_kv_cache_interleave_size", options.cp_kv_cache_interleave_size)
     tp, dcp = options.tensor_parallel_size, options.decode_context_parallel_size
-    if tp % dcp:
-        message = f"decode_context_parallel_size={dcp} must divide tensor_parallel_size={tp}: it takes ranks of these"
-        raise ConfigError(message, param="decode_context_parallel_size")
     ep = tp if options.enable_expert_parallel else 1
-    return ParallelConfig(tp, options.pipeline_parallel_size, ep=ep, dcp=dcp, interleave=run or 1)
+    balance = read_balance(options)
+    return ParallelConfig(
+        tp,
+        options.pipeline_parallel_size,
+        ep=ep,
+        dcp=dcp,
+        interleave=run or 1,
+        redundant_experts=None if balance is None else balance.num_redundant_experts,
+    )
 
 
 def check_ranks_available(options: EngineOptions, is_accelerated: bool) -> None:
@@ -108,8 +118,8 @@ def choose_executor(options: EngineOptions, parallel: ParallelConfig, is_acceler
         reason = f"one process is one rank, and there are {count}: choose 'mp' or 'ray'"
     elif asked != "uni" and is_accelerated:
         reason = "ranks run on a CPU so far: choose device='cpu'"
-    elif asked in ("ray", "external_launcher") and parallel.pp > 1:
-        reason = "stages of a pipeline are processes of one host so far: choose 'mp', or tensor_parallel_size"
+    elif asked == "external_launcher" and parallel.pp > 1:
+        reason = "an engine has all layers of its rank: choose 'mp' or 'ray', or tensor_parallel_size"
     elif asked == "external_launcher":
         reason = _why_not_launched(options)
     elif asked == "ray" and find_spec("ray") is None:
@@ -219,6 +229,40 @@ def expert_placement(options: EngineOptions, model: ModelConfig) -> str | None:
     if reason is not None:
         raise ConfigError(f"enable_expert_parallel is not possible: {reason}", param="enable_expert_parallel")
     return strategy if tp > 1 else None
+
+
+def read_balance(options: EngineOptions) -> ExpertBalance | None:
+    """The options `enable_eplb` and `eplb_config`; None: experts stay. Raises ConfigError for a wrong name or value."""
+    name, given = "eplb_config", options.eplb_config or {}
+    balance = converted(name, given, ExpertBalance, ExpertBalance.__dataclass_fields__)
+    for field in ("window_size", "step_interval"):
+        positive(f"{name}.{field}", getattr(balance, field))
+    if given and not options.enable_eplb:
+        raise ConfigError(f"{name} has no effect without enable_eplb", param=name)
+    return balance if options.enable_eplb else None
+
+
+def expert_balance(options: EngineOptions, model: ModelConfig) -> ExpertBalance | None:
+    """See `read_balance`. Raises ConfigError for a model, ranks or copies that do not go together."""
+    balance, tp, experts = read_balance(options), options.tensor_parallel_size, model.shape.experts
+    if balance is None:
+        return None
+    if experts is None or not options.enable_expert_parallel or tp == 1:
+        needs = "enable_expert_parallel and a tensor_parallel_size of at least 2"
+        raise ConfigError(f"enable_eplb needs whole experts on several ranks: {needs}", param="enable_eplb")
+    reason = why_no_copies(balance.num_redundant_experts, experts.num_experts, tp)
+    if reason is not None:
+        raise ConfigError(f"eplb_config.num_redundant_experts {reason}", param="eplb_config")
+    return balance
+
+
+def why_no_copies(redundant: int, num_experts: int, num_ranks: int) -> str | None:
+    """The reason why ranks cannot hold as many copies of a layer's experts; None: they can."""
+    most = num_experts * (num_ranks - 1)
+    if 0 <= redundant <= most:
+        return None
+    each = f"each of {num_ranks} ranks holds each of {num_experts} experts once at most"
+    return f"must be from 0 to {most}, not {redundant}: {each}"
 
 
 def check_stages_fit(options: EngineOptions, speculation: SpeculationConfig) -> None:

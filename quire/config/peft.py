@@ -1,26 +1,19 @@
-"""Adapters in PEFT's layout: adapter_config.json, and a digest of the content."""
+"""Adapters in PEFT's layout: adapter_config.json."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.adapter_orders import AdapterRef
-from quire.config.adapters import AdaptersConfig
 from quire.config.hf_json import Fields, read_json, shown
-from quire.errors import ModelLoadError, UserError
+from quire.errors import ModelLoadError
 from quire.utils.model_files import file_bytes
-from quire.utils.safetensors_header import read_header
 
 CONFIG_FILE = "adapter_config.json"
-WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 MOST_RANK = 2**14
 PATTERN_CHARACTERS = 1024
 MOST_PATTERNS = 4096
@@ -140,44 +133,3 @@ def _target_modules(fields: Fields) -> tuple[str, ...] | None:
     if not isinstance(given, list) or not all(isinstance(each, str) for each in given):
         raise fields.error(f"target_modules must be a list of names, an expression or null, not {shown(given)}")
     return tuple(given)
-
-
-def weight_file(directory: Path) -> Path:
-    """File of an adapter's tensors. Raises ModelLoadError without one."""
-    for name in WEIGHT_FILES:
-        if file_bytes(directory / name) is not None:
-            return directory / name
-    raise ModelLoadError(f"{directory} holds no adapter's weights (looked for {', '.join(WEIGHT_FILES)})")
-
-
-def content_digest(directory: Path) -> bytes:
-    """SHA-256 of the tensors' file and the config keys that change an adapter's results."""
-    config, path = read_peft_config(directory), weight_file(directory)
-    counted = (config.rank, config.alpha, dict(config.rank_pattern), dict(config.alpha_pattern), config.rank_stabilised)
-    digest = hashlib.sha256(json.dumps(counted).encode())
-    try:
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    except OSError as error:
-        raise ModelLoadError(f"cannot read {path}: {os.strerror(error.errno or 0)}") from None
-    return digest.digest()
-
-
-def open_adapter(path: str, limits: AdaptersConfig) -> AdapterRef:
-    """The adapter in a directory. Raises UserError for one that the engine does not take. Workers check at load time
-    that its tensors fit the model."""
-    directory = Path(os.path.abspath(os.path.expanduser(path)))
-    try:
-        if not directory.is_dir():
-            raise ModelLoadError(f"{path} is no directory of an adapter")
-        config, file = read_peft_config(directory), weight_file(directory)
-        if config.largest_rank > limits.max_rank:
-            raise ModelLoadError(
-                f"{config.path}: an adapter of rank {config.largest_rank} needs max_lora_rank of as much, which is "
-                f"{limits.max_rank}"
-            )
-        if file.suffix == ".safetensors":
-            read_header(file)
-        return AdapterRef(str(directory), content_digest(directory))
-    except ModelLoadError as error:
-        raise UserError(error.message, param="lora_path") from None

@@ -39,6 +39,7 @@ from quire.config.parallel import (
     check_stages_fit,
     check_tokens_dealt,
     choose_executor,
+    expert_balance,
     expert_placement,
     parallel_config,
 )
@@ -56,6 +57,7 @@ from quire.config.scheduler import SchedulerConfig
 from quire.config.speculation import ON_DEVICES, SpeculationConfig
 from quire.config.speculation_keys import OPTION as SPECULATION
 from quire.config.structured_outputs import StructuredOutputsConfig
+from quire.config.vision import check_whole_images
 from quire.errors import ConfigError
 from quire.utils.control_groups import usable_cores
 from quire.utils.sizes import parse_bytes
@@ -149,15 +151,16 @@ def resolve(options: EngineOptions) -> EngineConfig:
         )
     scheduler = _scheduler(options, defaults, model)
     cuda_graphs, cuda_graph_sizes = graph_options(options, scheduler, device, model)
-    return EngineConfig(
+    config = EngineConfig(
         model=model,
         cache=_cache(options, defaults, model),
         scheduler=scheduler,
         load=LoadConfig(
             load_format=choice("load_format", options.load_format, LOAD_FORMATS),
             seed=options.seed & (2**63 - 1),
-            counts_experts=_counts_experts(options, model),
+            counts_experts=_counts_experts(options, model) or options.enable_eplb,
             expert_placement=expert_placement(options, model),
+            balance=expert_balance(options, model),
             dealt_to=parallel.dcp,
         ),
         device=DeviceConfig(
@@ -196,6 +199,8 @@ def resolve(options: EngineOptions) -> EngineConfig:
             enable_mm_embeds=options.enable_mm_embeds,
         ),
     )
+    check_whole_images(config)
+    return config
 
 
 def _adapters(options: EngineOptions, model: ModelConfig) -> AdaptersConfig:
@@ -274,6 +279,7 @@ def _backend_and_model(options: EngineOptions, is_accelerated: bool) -> tuple[st
             hf_overrides=options.hf_overrides,
             generation_config=options.generation_config,
             override_generation_config=options.override_generation_config,
+            mmproj=options.mmproj,
         ),
     )
     if is_accelerated:

@@ -6,29 +6,41 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.config.families import VISION_CONFIG
 from quire.config.hf_json import Fields, shown
 from quire.config.model import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH
+from quire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quire.config.engine import EngineConfig
 
 ROTATED_PARTS = 4
 """Elements of a head that one frequency turns: two for a patch's row, two for its column."""
 MAX_PATCH = 256
 """Limit of a patch's side in pixels, and of its frames."""
+IMAGE_TOKENS = "mm_tokens_per_image"
+"""Key of config.json: tokens of a picture."""
+IMAGE_MARKS = ("boi_token_index", "eoi_token_index")
+"""Keys of config.json: tokens before and after a picture's."""
+OUTER_KEYS = (IMAGE_TOKENS, *IMAGE_MARKS)
+"""Keys of config.json that count as the vision tower's."""
 CACHE_BYTES = 256 * 2**20
 """Bytes of image features that workers keep for later steps and requests."""
 
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """Sizes of a tower of Qwen3-VL, Qwen 3.5 or Qwen2.5-VL. channels, frames, patch_size: a patch is [channels, frames,
-    patch_size, patch_size]. merge_size: patches on each side of the square that becomes one token. output_size:
-    elements of a token's features, the language model's hidden size. table_side: rows and columns of the table of
-    learned positions (0: none). deepstack_layers: ascending layers whose outputs give further features, which the
-    language model adds after its first layers. is_gated: the MLP has three matrices, norms are RMS norms, and the patch
-    embedding has no bias. window: tokens on each side of the squares in which patches attend to one another (0: their
-    whole frame), except in `whole_layers`."""
+    """Sizes of a tower of Qwen3-VL, Qwen 3.5, Qwen2.5-VL or Gemma 3. channels, frames, patch_size: a patch is
+    [channels, frames, patch_size, patch_size]. merge_size: patches on each side of the square that becomes one token.
+    output_size: elements of a token's features, the language model's hidden size. table_side: rows and columns of the
+    table of learned positions (0: none). deepstack_layers: ascending layers whose outputs give further features, which
+    the language model adds after its first layers. is_gated: the MLP has three matrices, norms are RMS norms, and the
+    patch embedding has no bias. window: tokens on each side of the squares in which patches attend to one another (0:
+    their whole frame), except in `whole_layers`. is_pooled: a token's features are the mean of its patches, normed and
+    projected; all pictures have table_side ** 2 patches, nothing rotates, and their tokens see one another. marks:
+    tokens around an image's (None: the chat template writes them)."""
 
     num_layers: int
     hidden_size: int
@@ -46,10 +58,18 @@ class VisionConfig:
     is_gated: bool = False
     window: int = 0
     whole_layers: tuple[int, ...] = ()
+    is_pooled: bool = False
+    epsilon: float = 1e-6
+    marks: tuple[int, int] | None = None
 
     @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_heads
+
+    @property
+    def image_tokens(self) -> int:
+        """Tokens of each image of a pooled tower."""
+        return (self.table_side // self.merge_size) ** 2
 
     @property
     def patch_values(self) -> int:
@@ -57,8 +77,8 @@ class VisionConfig:
 
     @property
     def merged_size(self) -> int:
-        """Elements of the hidden states of a token's patches."""
-        return self.hidden_size * self.merge_size**2
+        """Elements of the hidden states of a token's patches, or of their mean."""
+        return self.hidden_size * (1 if self.is_pooled else self.merge_size**2)
 
     @property
     def feature_size(self) -> int:
@@ -105,11 +125,37 @@ class EncoderCosts:
         return math.ceil(frames * of_frame * (self.patch_factor + seen * self.pair_factor))
 
 
+def check_whole_images(config: EngineConfig) -> None:
+    """Raise ConfigError for limits of a step under which an image whose tokens see one another would never be computed
+    beside other sequences, each of which has a token and its drafts."""
+    model, scheduler = config.model, config.scheduler
+    kind = VISION_TOWERS.get(model.architecture)
+    if model.vision is None or kind is None or not kind.is_pooled or config.media.language_model_only:
+        return
+    vision = read_vision(model.architecture, model.vision, model.hidden_size, str(model.path / "config.json"))
+    tokens, beside = vision.image_tokens, (scheduler.max_num_seqs - 1) * (1 + config.speculation.max_drafts)
+    if scheduler.max_num_batched_tokens < tokens + beside:
+        raise ConfigError(
+            f"max_num_batched_tokens ({scheduler.max_num_batched_tokens}) must be at least {tokens + beside}: an image "
+            f"of this model has {tokens} tokens, which one step computes, beside up to {beside} of other sequences "
+            "(max_num_seqs)",
+            param="max_num_batched_tokens",
+        )
+    if scheduler.max_prefill_chunk is not None and scheduler.max_prefill_chunk < tokens:
+        raise ConfigError(
+            f"max_prefill_chunk ({scheduler.max_prefill_chunk}) must be at least the {tokens} tokens of an image, "
+            "which one step computes",
+            param="max_prefill_chunk",
+        )
+
+
 def read_vision(architecture: str, values: Mapping[str, Any], hidden_size: int, where: str) -> VisionConfig:
     """architecture: name in VISION_TOWERS. hidden_size: the language model's. Raises ModelLoadError with the key that
     is missing, wrong or not supported."""
     fields = Fields(values, f"{where}: {VISION_CONFIG}")
     kind = VISION_TOWERS[architecture]
+    if kind.is_pooled:
+        return _read_pooled(fields, hidden_size)
     num_layers = fields.integer("depth", kind.depth, maximum=MAX_LAYERS)
     size = fields.integer("hidden_size", kind.hidden_size, maximum=MAX_WIDTH)
     heads = fields.integer("num_heads", 16, maximum=MAX_HEADS)
@@ -152,6 +198,7 @@ class TowerKind:
     deepstack: tuple[int, ...] | None = None
     """Default layers with further features; None: no layer has any."""
     has_windows: bool = False
+    is_pooled: bool = False
     depth: int = 27
     hidden_size: int = 1152
     intermediate_size: int = 4304
@@ -169,9 +216,49 @@ VISION_TOWERS: Mapping[str, TowerKind] = MappingProxyType(
         "Qwen2_5_VLForCausalLM": TowerKind(
             has_windows=True, depth=32, hidden_size=3584, intermediate_size=3420, patch_size=14, activation="silu"
         ),
+        "Gemma3ForCausalLM": TowerKind(is_pooled=True),
     }
 )
 """Language models with supported vision towers."""
+
+
+def _read_pooled(fields: Fields, hidden_size: int) -> VisionConfig:
+    """SigLIP's tower with Gemma 3's projector. hidden_size: the language model's."""
+    size = fields.integer("hidden_size", 768, maximum=MAX_WIDTH)
+    heads = fields.integer("num_attention_heads", 12, maximum=MAX_HEADS)
+    if size % heads or size // heads % 2 or size // heads > MAX_HEAD_DIM:
+        raise fields.error(
+            f"hidden_size ({size}) must be num_attention_heads ({heads}) times an even number, at most {MAX_HEAD_DIM}"
+        )
+    patch = fields.integer("patch_size", 16, maximum=MAX_PATCH)
+    side = fields.integer("image_size", 224, maximum=MAX_WIDTH) // patch
+    tokens = fields.integer(IMAGE_TOKENS, 256, maximum=MAX_WIDTH)
+    tokens_side = math.isqrt(tokens)
+    if tokens_side**2 != tokens or side % tokens_side:
+        raise fields.error(
+            f"{IMAGE_TOKENS} ({tokens}) must be the square of a divisor of the {side} patches on a side of an image"
+        )
+    begin, end = (
+        fields.integer(key, usual, minimum=0) for key, usual in zip(IMAGE_MARKS, (255_999, 256_000), strict=True)
+    )
+    return VisionConfig(
+        num_layers=fields.integer("num_hidden_layers", 12, maximum=MAX_LAYERS),
+        hidden_size=size,
+        intermediate_size=fields.integer("intermediate_size", 3072, maximum=MAX_WIDTH),
+        num_heads=heads,
+        channels=_three_channels(fields, "num_channels"),
+        frames=1,
+        patch_size=patch,
+        merge_size=side // tokens_side,
+        output_size=hidden_size,
+        table_side=side,
+        deepstack_layers=(),
+        activation=fields.text("hidden_act", "gelu_pytorch_tanh"),
+        rope_theta=0.0,
+        is_pooled=True,
+        marks=(begin, end),
+        epsilon=fields.number("layer_norm_eps", 1e-6),
+    )
 
 
 def _table_side(fields: Fields) -> int:
@@ -182,8 +269,8 @@ def _table_side(fields: Fields) -> int:
     return side
 
 
-def _three_channels(fields: Fields) -> int:
-    key = "in_chans" if "in_chans" in fields.values else "in_channels"
+def _three_channels(fields: Fields, usual: str = "in_channels") -> int:
+    key = "in_chans" if "in_chans" in fields.values else usual
     channels = fields.integer(key, 3)
     if channels != 3:
         raise fields.error(f"{key} must be 3, red, green and blue, not {channels}")

@@ -52,7 +52,7 @@ def create_sequences(
     if source.resume_point is not None:
         _resume(sequences, source.resume_point)
     if kv is not None and not request.bypass_prefix_cache:
-        keys = request.extra_keys(kv.block_size)
+        keys = request.extra_keys(kv.hash_block_size)
         for sequence in sequences:
             sequence.chain = kv.new_chain(request.cache_salt, keys)
     if params.use_beam_search:

@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 
 from quire.adapter_orders import AdapterRef
+from quire.config.adapter_files import open_adapter
 from quire.config.adapters import AdaptersConfig
 from quire.config.hub import fetch_adapter, looks_like_a_path
-from quire.config.peft import open_adapter
 from quire.errors import ModelLoadError, UserError, nearest_name
 from quire.lora_request import LoRARequest
 
@@ -28,6 +28,8 @@ class KnownAdapters:
         self._lock = threading.Lock()
         self._by_number: dict[int, tuple[LoRARequest, AdapterRef]] = {}
         self._by_name: dict[str, LoRARequest] = {}
+        self._last_number = 0
+        """Largest number given to a name."""
 
     def refuse(self) -> None:
         """Raise UserError for an engine without adapters."""
@@ -85,16 +87,14 @@ class KnownAdapters:
         """Name an adapter. Raises UserError if the name is taken, unless `load_inplace`, and as `resolve`."""
         self.refuse()
         with self._lock:
-            known = self._by_name.get(name)
-            if known is not None and not load_inplace:
+            if name in self._by_name and not load_inplace:
                 raise UserError(
                     f"the adapter {name!r} has been loaded already: load_inplace replaces it", param="lora_name"
                 )
-            number = max(self._by_number, default=0) + 1 if known is None else known.lora_int_id
-            request = LoRARequest(name, number, path, base_model_name, load_inplace=load_inplace)
-        self.resolve(request)
+            request = self._request(name, path, base_model_name)
+        self.resolve(msgspec.structs.replace(request, load_inplace=load_inplace))
         with self._lock:
-            self._by_name[name] = LoRARequest(name, number, path, base_model_name)
+            self._by_name[name] = request
 
     def known(self, name: str) -> tuple[LoRARequest, AdapterRef]:
         """The adapter of a known name. Raises KeyError."""
@@ -105,10 +105,18 @@ class KnownAdapters:
     def learn(self, name: str, path: str, ref: AdapterRef, base_model_name: str | None) -> None:
         """Register an adapter that another process has read."""
         with self._lock:
-            known = self._by_name.get(name)
-            number = max(self._by_number, default=0) + 1 if known is None else known.lora_int_id
-            request = LoRARequest(name, number, path, base_model_name)
-            self._by_name[name], self._by_number[number] = request, (request, ref)
+            request = self._request(name, path, base_model_name)
+            self._by_name[name], self._by_number[request.lora_int_id] = request, (request, ref)
+
+    def _request(self, name: str, path: str, base_model_name: str | None) -> LoRARequest:
+        """Request of a name, with the name's number or a new one. A number is taken before its adapter is read, so none
+        is given twice."""
+        known = self._by_name.get(name)
+        if known is None:
+            number = self._last_number = max(self._last_number, max(self._by_number, default=0)) + 1
+        else:
+            number = known.lora_int_id
+        return LoRARequest(name, number, path, base_model_name)
 
     def remove(self, name: str) -> None:
         """Remove a name. Raises UserError if it is unknown. Running requests are not affected."""

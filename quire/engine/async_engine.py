@@ -7,7 +7,7 @@ import contextlib
 import weakref
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, Unpack
 
 import msgspec
 
@@ -15,7 +15,7 @@ from quire.beam_search_params import BeamSearchOutput, BeamSearchParams, to_beam
 from quire.config.engine import EngineConfig
 from quire.config.engine_keywords import EngineKeywords
 from quire.config.model import ModelConfig
-from quire.config.options import BUNDLED_MODEL, EngineOptions
+from quire.config.options import BUNDLED_MODEL, EngineOptions, HasOptions
 from quire.engine.adapters import KnownAdapters
 from quire.engine.call_options import PoolingOptions, truncation_of
 from quire.engine.client import DEFAULT_EXECUTOR, EngineClient
@@ -66,10 +66,6 @@ POLL_SECONDS = 0.01
 """Seconds between two checks of a caller that waits for requests to end."""
 
 T = TypeVar("T")
-
-
-class HasOptions(Protocol):
-    def to_options(self) -> EngineOptions: ...
 
 
 class AsyncLLM:

@@ -101,6 +101,7 @@ class EngineCore:
         engine."""
         layers = config.model.shape.layers if config.load.counts_experts else ()
         self._expert_layers = [number for number, layer in enumerate(layers) if layer.experts is not None]
+        self._has_moving_experts = config.load.balance is not None
         started = clock.now()
         specs = executor.load_model()
         loaded = clock.now()
@@ -264,7 +265,7 @@ class EngineCore:
             if plan is None:
                 break
             self._in_flight.append(self._execute(plan) if self._observers else self._executor.execute(plan))
-            if plan.expects_sampling_inputs:
+            if plan.masked_samples:
                 self._unsent = plan
                 self._send_sampling_inputs(outputs)
 
@@ -371,6 +372,8 @@ class EngineCore:
         stats = self.scheduler.stats()
         if self._expert_layers:
             stats.expert_counts = dict(zip(self._expert_layers, self._executor.expert_counts(), strict=True))
+        if self._has_moving_experts:
+            stats.expert_ranks = dict(zip(self._expert_layers, self._executor.expert_ranks(), strict=True))
         return stats
 
     def check_when_idle(self) -> None:

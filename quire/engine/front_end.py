@@ -90,7 +90,7 @@ class FrontEnd:
                 if self.config.speculation.oracle is not None:  # it knows places by the whole text
                     self._input_processor.prediction_tail = self._input_processor.max_model_len
                 self._input_processor.chat_template = self._chat_template
-                self._input_processor.images = image_inputs(self.config)
+                self._input_processor.images = image_inputs(self.config, self.tokenizer)
                 self._input_processor.named_pictures = self.named_pictures
                 self._input_processor.grammars.config = self.config.structured_outputs
                 self._input_processor.processors = self._processors

@@ -130,7 +130,7 @@ class RankCalls(ABC):
 
     def execute(self, plan: StepPlan) -> Future[list[StepResult]]:
         body = self._encoder.encode(plan)
-        if not plan.expects_sampling_inputs:
+        if not plan.masked_samples:
             return self._submit(PendingCall(EXECUTE, self._decode_result, self._num_ranks), body)
         sampled = self._unsent = PendingCall(SAMPLE, self._decode_result, self._num_ranks)
 

@@ -73,6 +73,10 @@ class Executor(Protocol):
         option `expert_counts`."""
         ...
 
+    def expert_ranks(self) -> list[list[list[int]]]:
+        """Experts on each rank now, per layer with experts. Empty without the option `enable_eplb`."""
+        ...
+
     def computing(self) -> AbstractContextManager[object]:
         """Context that `execute` enters on the caller's thread. A driver of many steps may enter it once for all, which
         is quicker with the same results."""

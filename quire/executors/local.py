@@ -77,6 +77,9 @@ class LocalExecutor:
     def expert_counts(self) -> list[list[int]]:
         return self._call(self._live_worker().expert_counts)
 
+    def expert_ranks(self) -> list[list[list[int]]]:
+        return self._call(self._live_worker().expert_ranks)
+
     def computing(self) -> AbstractContextManager[object]:
         return nullcontext() if self._thread is not None else self._live_worker().platform.computing()
 
@@ -84,7 +87,7 @@ class LocalExecutor:
         worker = self._live_worker()
         if self._unsent is not None:
             raise QuireError(f"step {plan.step_id} comes before the sampling inputs of step {self._unsent.step_id}")
-        if plan.expects_sampling_inputs:
+        if plan.masked_samples:
             return self._launch(plan, worker)
         if self._thread is not None:
             return self._thread.submit(worker.execute, plan)

@@ -27,13 +27,15 @@ from quire.executors.interface import Executor, StepFuture
 from quire.executors.wire import decode, encode
 from quire.logging import configure_logging, get_logger
 from quire.parallel.link_files import LinkFiles
-from quire.parallel.mesh import Mesh
+from quire.parallel.mesh import Mesh, Place
 from quire.step import SamplingInputs, StepPlan, StepResult
 from quire.utils.child_process import watch_parent
 from quire.utils.failures import explain
 from quire.utils.heartbeat import Progress, start_beating
 
 if TYPE_CHECKING:
+    from quire.config.parallel import ParallelConfig
+    from quire.parallel.stage import Link
     from quire.parallel.torch_dist import NetworkMeeting
 
 logger = get_logger(__name__)
@@ -65,12 +67,14 @@ class RankLaunch(msgspec.Struct):
 
 class RankEnds(NamedTuple):
     """A rank's ways to other ranks. meeting_point: `join_group`'s, for its stage's ranks. collectives: a name of GROUPS
-    (None: the configuration's). incoming, outgoing: see RankLaunch."""
+    (None: the configuration's). incoming, outgoing: see RankLaunch. network: the place where ranks of neighbouring
+    stages meet, if they have no such links."""
 
     meeting_point: Path | NetworkMeeting
     incoming: LinkFiles | None = None
     outgoing: LinkFiles | None = None
     collectives: str | None = None
+    network: NetworkMeeting | None = None
 
 
 class RankCall(msgspec.Struct, array_like=True):
@@ -197,7 +201,7 @@ class Rank:
         from quire.executors.local import LocalExecutor
         from quire.parallel.choice import join_group
         from quire.parallel.interface import ProcessGroup
-        from quire.parallel.stage import WHOLE_MODEL, Link, Stage
+        from quire.parallel.stage import WHOLE_MODEL, Stage
         from quire.worker.platform.choice import make_platform
 
         sizes = config.parallel
@@ -210,9 +214,26 @@ class Rank:
             group = join_group(ends.collectives or config.device.collectives, ends.meeting_point, place.tp, sizes.tp)
         if sizes.pp > 1:
             layers = config.model.shape.stages(sizes.pp)[place.pp]
-            incoming, outgoing = (None if files is None else Link(files) for files in (ends.incoming, ends.outgoing))
-            stage = Stage(place.pp, sizes.pp, layers, incoming, outgoing)
+            stage = Stage(place.pp, sizes.pp, layers, *_links(ends, place, sizes))
         return LocalExecutor(config, make_platform(config, group, stage))
+
+
+def _links(ends: RankEnds, place: Place, sizes: ParallelConfig) -> tuple[Link | None, Link | None]:
+    """Links from the stage before and to the next one."""
+    from quire.parallel.stage import NetworkLink, SharedMemoryLink
+
+    network = ends.network
+    if network is None:
+        files = ends.incoming, ends.outgoing
+        incoming, outgoing = (None if each is None else SharedMemoryLink(each) for each in files)
+        return incoming, outgoing
+
+    def link(sender: int, *, sends: bool) -> Link:
+        return NetworkLink(network.of(f"link {sender} {place.tp}"), sends=sends)
+
+    # The first stage's links come first: each stage waits for the one before it.
+    before = link(place.pp - 1, sends=False) if place.pp > 0 else None
+    return before, link(place.pp, sends=True) if place.pp + 1 < sizes.pp else None
 
 
 class Answers:

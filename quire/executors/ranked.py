@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import msgspec
 
@@ -84,8 +85,10 @@ class RankedExecutor:
 
     def expert_counts(self) -> list[list[int]]:
         """Counts of each stage's first rank: each rank computes a share of every expert, over the same rows."""
-        counts: list[list[list[int]]] = self._workers.call("expert_counts")
-        return [layer for first in counts[:: len(counts) // self._num_stages] for layer in first]
+        return self._of_first_ranks("expert_counts")
+
+    def expert_ranks(self) -> list[list[list[int]]]:
+        return self._of_first_ranks("expert_ranks")
 
     def computing(self) -> AbstractContextManager[object]:
         """An empty context: the ranks are other processes."""
@@ -115,6 +118,11 @@ class RankedExecutor:
         if self._sampled is not None:
             self._sampled.discard(inputs)
         self._workers.send_sampling_inputs(inputs)
+
+    def _of_first_ranks(self, method: str) -> list[Any]:
+        """Layers of all stages, as each stage's first rank describes its own."""
+        found: list[list[Any]] = self._workers.call(method)
+        return [layer for first in found[:: len(found) // self._num_stages] for layer in first]
 
     def idle(self) -> bool:
         """Return False: no rank has deferred work. Raises EngineDeadError if a rank has ended, so that an idle engine

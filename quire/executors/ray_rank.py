@@ -59,7 +59,9 @@ class RayRank:
         from quire.parallel.torch_dist import NetworkMeeting
 
         meeting = self._meeting or NetworkMeeting.at(first, port, own)
-        self._rank = Rank(number, lambda stage: RankEnds(meeting, collectives=collectives))
+        self._rank = Rank(
+            number, lambda stage: RankEnds(meeting.of(f"stage {stage}"), collectives=collectives, network=meeting)
+        )
 
     def answer(self, message: bytes) -> bytes:
         """RankCall -> its RankAnswer."""

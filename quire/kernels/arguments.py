@@ -327,19 +327,18 @@ class RowCounts:
     num_rows: torch.Tensor | None = None
 
 
-ELSEWHERE = -1
-
-
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
     """Matrices of the experts' gated MLPs, from `LinearMethod.create_stack`. gate_up: [2 * intermediate, size] each,
     gate above up; down: [size, intermediate] each. weighs_input: a token's weight multiplies the expert's input, else
-    its result. counts: None if nothing is counted. places: index among the matrices by expert number, or ELSEWHERE for
-    another rank's expert; empty: all experts are here."""
+    its result. counts: None if nothing is counted. places: [num_experts, 3] int32, rows of
+    `quire.parallel.expert_placement.places_of`, which may change between steps (None: all experts are here, in their
+    order). apart: experts' results are not added, but left for `Operations.add_experts`."""
 
     gate_up: Sequence[Any]
     down: Sequence[Any]
     gating: Gating
     weighs_input: bool = False
     counts: RowCounts | None = None
-    places: Sequence[int] = ()
+    places: torch.Tensor | None = None
+    apart: bool = False

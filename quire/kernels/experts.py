@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from quire.kernels.activation import ACTIVATIONS
-from quire.kernels.arguments import ELSEWHERE, ExpertWeights, Gating, Routing, RowCounts
+from quire.kernels.arguments import ExpertWeights, Gating, Routing, RowCounts
 
 Product = Callable[[Any, torch.Tensor], torch.Tensor]
 """Function of one expert's matrix (in the linear method's form) and x: [T, K] -> [T, N], bias included; each row
@@ -44,23 +44,42 @@ def gate_rows(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
 def experts(
     weights: ExpertWeights, x: torch.Tensor, routing: torch.Tensor, residual: torch.Tensor | None, product: Product
 ) -> torch.Tensor:
-    """residual + the weighted sum of the results of the chosen experts that are here, added in float32 in order of
-    their numbers. x: [T, size]. routing: [T, 2 * top_k], from `route`. residual: [T, size] or None. Returns [T,
-    size]."""
+    """See `LinearMethod.apply_experts`. Sums are float32, in order of the experts' numbers."""
     count_rows(weights.counts, routing)
     top_k = routing.shape[1] // 2
     chosen, shares = routing[:, :top_k].long(), routing[:, top_k:]
-    if weights.places:
-        chosen = torch.tensor(weights.places, device=chosen.device)[chosen]
-    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    if weights.places is not None:
+        place, copies, turn = weights.places.long()[chosen].unbind(-1)
+        is_own = torch.arange(len(x))[:, None] % copies == turn
+        chosen = torch.where(is_own, place, -1)
+    parts = torch.full((len(x), top_k, x.shape[1]), -0.0, dtype=torch.float32, device=x.device)
     for expert in chosen.unique().tolist():
-        if expert == ELSEWHERE:
+        if expert < 0:
             continue
         rows, places = (chosen == expert).nonzero(as_tuple=True)
-        share = shares[rows, places, None]
-        result = _expert(weights, expert, x.index_select(0, rows), share, product)
-        out.index_copy_(0, rows, out.index_select(0, rows) + result)
-    return out.to(x.dtype) if residual is None else residual + out.to(x.dtype)
+        parts[rows, places] = _expert(weights, expert, x.index_select(0, rows), shares[rows, places, None], product)
+    if weights.apart:
+        return parts.flatten(1)
+    out = _added(parts, shares, weighs_input=weights.weighs_input).to(x.dtype)
+    return out if residual is None else residual + out
+
+
+def add_experts(
+    parts: torch.Tensor, routing: torch.Tensor, residual: torch.Tensor, *, weighs_input: bool
+) -> torch.Tensor:
+    """See `Operations.add_experts`."""
+    top_k = routing.shape[1] // 2
+    out = _added(parts.unflatten(1, (top_k, -1)), routing[:, top_k:], weighs_input=weighs_input)
+    return residual + out.to(residual.dtype)
+
+
+def _added(parts: torch.Tensor, shares: torch.Tensor, *, weighs_input: bool) -> torch.Tensor:
+    """[T, top_k, size] -> [T, size]."""
+    out = torch.zeros_like(parts[:, 0])
+    for place in range(parts.shape[1]):
+        part = parts[:, place]
+        out = out + (part if weighs_input else part * shares[:, place, None])
+    return out
 
 
 def count_rows(counts: RowCounts | None, routing: torch.Tensor) -> None:
@@ -87,12 +106,11 @@ def gated(gating: Gating, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def _expert(
     weights: ExpertWeights, expert: int, x: torch.Tensor, share: torch.Tensor, product: Product
 ) -> torch.Tensor:
-    """One expert's weighted result: [N, size] -> [N, size] float32. share: [N, 1] float32."""
+    """One expert's result, before its weight: [N, size] -> [N, size] float32. share: [N, 1] float32, the weight."""
     if weights.weighs_input:
         x = (x.float() * share).to(x.dtype)
     gate, up = product(weights.gate_up[expert], x).chunk(2, dim=-1)
-    result = product(weights.down[expert], gated(weights.gating, gate, up)).float()
-    return result if weights.weighs_input else result * share
+    return product(weights.down[expert], gated(weights.gating, gate, up)).float()
 
 
 def _open_groups(routing: Routing, preference: torch.Tensor) -> torch.Tensor:

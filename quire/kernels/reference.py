@@ -63,10 +63,11 @@ def paged_attention_dense(
     query: torch.Tensor,
     start_position: int,
     layer: LayerAttention,
+    last_seen: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One sequence's attention over its pages, in query's dtype. block_table: [blocks of the sequence] int. query: [n,
-    num_heads, head_dim] of the tokens from start_position on, whose keys and values are written. Returns [n, num_heads,
-    value_width]."""
+    num_heads, head_dim] of the tokens from start_position on, whose keys and values are written. last_seen: [n], see
+    AttentionBatch. Returns [n, num_heads, value_width]."""
     length = start_position + query.shape[0]
     positions = torch.arange(length)
     if pages.dim() == 4:
@@ -86,7 +87,7 @@ def paged_attention_dense(
     scores = torch.einsum("nhd,lhd->hnl", query, key) * layer.scale
     if layer.soft_cap is not None:
         scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
-    hidden = positions[None] > own[:, None]
+    hidden = positions[None] > (own if last_seen is None else last_seen)[:, None]
     if layer.window is not None:
         hidden |= positions[None] < first_seen(own, layer.window, is_chunked=layer.is_chunked)[:, None]
     scores = scores.masked_fill(hidden, -torch.inf)

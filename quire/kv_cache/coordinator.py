@@ -54,10 +54,10 @@ class Coordinator:
     def __init__(self, groups: Sequence[KVGroup]) -> None:
         self.managers = tuple(MANAGERS[group.spec.kind](group) for group in groups)
         self.sizes = sizes = tuple(manager.block_size for manager in self.managers)
-        self.block_size = gcd(*sizes) or 1
+        self.hash_block_size = gcd(*sizes) or 1
         self.hit_size = lcm(*sizes)
         """Tokens; every hit is a multiple of it."""
-        self.strides = tuple(size // self.block_size for size in sizes)
+        self.strides = tuple(size // self.hash_block_size for size in sizes)
         """Hash blocks in each group's block."""
 
     def most_blocks(self, num_tokens: int, max_chunk: int) -> int:
@@ -93,7 +93,7 @@ class Coordinator:
         """Longest hit, of at most `num_tokens` tokens, that all groups have. hashes[i + 1] is hash block i's."""
         if len(self.managers) == 1:
             (manager,), (index,) = self.managers, indexes
-            return manager.longest_hit(index, hashes[1:], num_tokens // self.block_size) * self.block_size
+            return manager.longest_hit(index, hashes[1:], num_tokens // self.hash_block_size) * self.hash_block_size
         agreed, num_tokens = -1, num_tokens - num_tokens % self.hit_size
         known_of = {stride: hashes[stride::stride] for stride in set(self.strides)}
         # The hits of windows and states are not closed under shortening, so repeat until all groups agree.

@@ -29,7 +29,7 @@ class KVCacheManager:
     ) -> None:
         """make_connector: makes the KV connector, which stores cached blocks outside the device."""
         self.groups = Coordinator(layout.groups)
-        self.block_size = self.groups.block_size
+        self.hash_block_size = self.groups.hash_block_size
         self.block_bytes = layout.block_bytes
         self.enable_prefix_caching = enable_prefix_caching
         self.num_groups = len(layout.groups)
@@ -37,7 +37,7 @@ class KVCacheManager:
         """Sliding window of each group in tokens; None: full attention."""
         managers = self.groups.managers
         self._sizes = self.groups.sizes
-        self.uniform_size = self.block_size if len(set(self._sizes)) == 1 else 0
+        self.uniform_size = self.hash_block_size if len(set(self._sizes)) == 1 else 0
         """Tokens of every block if all groups have one size, whose tables then grow alike; else 0."""
         has_slots = [group.spec.token_bytes > 0 for group in layout.groups]
         self.token_groups = tuple((g, size) for g, size in enumerate(self._sizes) if has_slots[g])
@@ -51,21 +51,21 @@ class KVCacheManager:
         self.transfer_blocks = TransferBlocks(self.pool, self._indexes, self.groups)
         self.connector = make_connector(Pools(self._indexes, self.host.blocks, host_indexes, self.transfer_blocks))
         self._live: dict[int, BlockTable] = {}
-        self._pending_blocks = PendingBlocks(self.groups.hit_size // self.block_size)
-        self._registered = RegisteredPrefixes(self.block_size)
+        self._pending_blocks = PendingBlocks(self.groups.hit_size // self.hash_block_size)
+        self._registered = RegisteredPrefixes(self.hash_block_size)
 
     # -- looking up -------------------------------------------------------------------------------------------------
 
     def new_chain(self, salt: str, extra_keys: Mapping[int, tuple[bytes, ...]] = NO_KEYS) -> HashChain | None:
         """The hash chain of a new sequence; None without caching."""
-        return HashChain(self.block_size, salt, extra_keys) if self.enable_prefix_caching else None
+        return HashChain(self.hash_block_size, salt, extra_keys) if self.enable_prefix_caching else None
 
     def match_prefix(self, chain: HashChain | None, token_ids: Sequence[int], max_tokens: int) -> int:
         """Tokens (at most `max_tokens`) with KV cached in every group: whole blocks, or a longer registered prefix with
         its partial last block. Changes nothing."""
         if chain is None:
             return 0
-        chain.extend(token_ids, max_tokens // self.block_size)
+        chain.extend(token_ids, max_tokens // self.hash_block_size)
         num_tokens = self.groups.agreed_hit(self._indexes, chain.hashes, max_tokens)
         prefix = self._registered.longest(chain, token_ids, max_tokens, num_tokens + 1)
         return num_tokens if prefix is None else prefix.num_tokens
@@ -75,7 +75,7 @@ class KVCacheManager:
     ) -> tuple[BlockTable, int] | None:
         """(the sequence that computes the block right after a hit, leading hash blocks that it shares with the chain).
         num_cached_tokens: result of `match_prefix` for the same `max_tokens`."""
-        step = self.groups.hit_size // self.block_size
+        step = self.groups.hit_size // self.hash_block_size
         block, limit = num_cached_tokens // self.groups.hit_size, max_tokens // self.groups.hit_size
         if chain is None or block >= limit:
             return None
@@ -140,7 +140,7 @@ class KVCacheManager:
                     self.pool.share(block)
         blocks = BlockTable(tables, self.groups.num_slots(tables), chain)
         blocks.first_held = [table.count(NULL_BLOCK) for table in tables]
-        blocks.num_committed = num_cached_tokens // self.block_size
+        blocks.num_committed = num_cached_tokens // self.hash_block_size
         blocks.tail_shared = bool(num_cached_tokens % self.groups.hit_size)
         self._live[id(blocks)] = blocks
         self._pending_blocks.renew(blocks)
@@ -226,7 +226,7 @@ class KVCacheManager:
             for block in table:
                 if block != NULL_BLOCK:
                     self.pool.share(block)
-        num_full = num_tokens // self.block_size
+        num_full = num_tokens // self.hash_block_size
         chain = parent.chain
         if chain is not None:
             chain = chain.fork(min(num_full, len(chain.hashes) - 1))
@@ -241,7 +241,7 @@ class KVCacheManager:
     def cache_blocks(self, blocks: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
         """Offer full, computed blocks (positions below `num_computed`, tokens known) to the prefix index."""
         chain = blocks.chain
-        num_full = num_computed // self.block_size
+        num_full = num_computed // self.hash_block_size
         if chain is None or num_full <= blocks.num_committed:
             return
         chain.extend(token_ids, num_full)
@@ -364,12 +364,12 @@ class KVCacheManager:
         assert self.groups.fits(blocks.tables, num_tokens), "computed more than the prefix"
         del self._live[id(blocks)]
         self._pending_blocks.drop(blocks)
-        num_full = num_tokens // self.block_size
+        num_full = num_tokens // self.hash_block_size
         # A sequence that shares only the full blocks must find all that its queries read.
         self._release_unneeded(blocks, num_tokens - num_tokens % self.groups.hit_size)
         self._enter(blocks)
         self._registered.insert(
-            name, RegisteredPrefix(blocks, num_tokens, list(token_ids[num_full * self.block_size :]))
+            name, RegisteredPrefix(blocks, num_tokens, list(token_ids[num_full * self.hash_block_size :]))
         )
 
     def unregister_prefix(self, name: str) -> int:
@@ -416,7 +416,7 @@ class KVCacheManager:
         if not self.enable_prefix_caching or not self._registered.num_blocks:
             return 0
         max_tokens = min(len(token_ids) - 1, self._registered.most_tokens)
-        chain.extend(token_ids, max_tokens // self.block_size)
+        chain.extend(token_ids, max_tokens // self.hash_block_size)
         prefix = self._registered.longest(chain, token_ids, max_tokens)
         return 0 if prefix is None else self.groups.num_kept_blocks(prefix.num_tokens)
 
@@ -445,7 +445,7 @@ class KVCacheManager:
         for prefix in self._registered:
             assert prefix.blocks.chain is not None
             for index, table, stride in zip(self._indexes, prefix.blocks.tables, self.groups.strides, strict=True):
-                for number, block in enumerate(table[: prefix.num_tokens // self.block_size // stride]):
+                for number, block in enumerate(table[: prefix.num_tokens // self.hash_block_size // stride]):
                     found = index.find(prefix.blocks.chain.block_hash((number + 1) * stride - 1))
                     assert block in (NULL_BLOCK, found), "a registered block is not the one that is found"
         for block_hash, blocks in self._pending_blocks.items():

@@ -121,6 +121,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
     the call `stats`). Ranks compute the same rows, which count once. In the last layer only rows after its attention
     count: each sequence's last row in a step, and rows with requested logprobs; steps replayed from CUDA graphs count
     all rows but padding."""
+    expert_ranks: dict[int, list[list[int]]] | None = None
+    """Layer with experts -> experts on each rank now (option `enable_eplb`, in answers to the call `stats`)."""
 
 
 def add_up(snapshots: Sequence[EngineStats]) -> EngineStats:
@@ -132,6 +134,9 @@ def add_up(snapshots: Sequence[EngineStats]) -> EngineStats:
         values = [getattr(each, name) for each in snapshots]
         if name == "expert_counts":
             total.expert_counts = _add_up_counts([each for each in values if each is not None])
+            continue
+        if name == "expert_ranks":
+            total.expert_ranks = next((each for each in values if each is not None), None)
             continue
         if name in NAMES:
             setattr(total, name, list(dict.fromkeys(chain.from_iterable(values))))

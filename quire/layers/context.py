@@ -8,6 +8,7 @@ import torch
 
 from quire.kernels.arguments import CacheScale
 from quire.layers.adapters import AdapterPlace, Adapters
+from quire.layers.expert_balance import ExpertBalancer
 from quire.layers.experts import ExpertCounters
 from quire.layers.operations import Operations
 from quire.parallel.interface import ProcessGroup
@@ -27,7 +28,8 @@ class LayerContext:
     tables (and other unquantised matrices, such as routers). expert_counts: counters of the experts' rows, or None.
     cache_scales: scales of an fp8 cache by layer, registered by layers with keys and values. adapters: the model's
     adapters, or None. stage: layers that this rank computes. expert_placement: distribution of whole experts over
-    ranks (None: each rank has a slice of every expert). dealt_to: neighbouring ranks with the same key heads, each
+    ranks (None: each rank has a slice of every expert). balancer: moves experts between ranks (None: they stay where
+    they are). dealt_to: neighbouring ranks with the same key heads, each
     of which keeps a part of a sequence's tokens.
     """
 
@@ -44,6 +46,7 @@ class LayerContext:
     adapters: Adapters | None = None
     stage: Stage = WHOLE_MODEL
     expert_placement: str | None = None
+    balancer: ExpertBalancer | None = None
     dealt_to: int = 1
 
     def replicated(self) -> LayerContext:

@@ -38,7 +38,7 @@ class LoadStreams(Protocol):
 
 
 @dataclass(eq=False, slots=True)
-class DeviceStack:
+class DeviceMatrices:
     """A layer's adapters for the kernels. starts: by piece, its start in a slot of `matrices.b`."""
 
     matrices: AdapterMatrices
@@ -62,10 +62,10 @@ class DeviceAdapterStorage:
             pieces.append((first, sum(stack.parts[part].local for part in piece)))
         sizes = (self.num_slots, self.max_rank, stack.in_features)
         matrices = AdapterMatrices.empty(*sizes, pieces, self._dtype, self._streams.device)
-        stack.stored = DeviceStack(matrices, [place[2] for place in matrices.places.tolist()])
+        stack.stored = DeviceMatrices(matrices, [place[2] for place in matrices.places.tolist()])
 
     def load(self, stack: AdapterStack, slot: int, piece: int, matrices: LowRank) -> None:
-        own: DeviceStack = stack.stored
+        own: DeviceMatrices = stack.stored
         a = matrices.a.to(self._dtype).contiguous()
         b = torch.cat([each.to(self._dtype) for each in matrices.b]).t().contiguous()
         with torch.inference_mode(), self._streams.loading():

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from quire.errors import ConfigError, ModelLoadError
-from quire.kernels.arguments import ELSEWHERE, ExpertWeights, Gating, Routing
+from quire.kernels.arguments import ExpertWeights, Gating, Routing
 from quire.kernels.value import Value
 from quire.layers.context import LayerContext, WeightSlot, WeightSlots, prefixed
+from quire.layers.expert_balance import BalancedExperts
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear, share_of
-from quire.parallel.interface import ProcessGroup
+from quire.parallel.expert_placement import Placement, first_placement, places_of
 from quire.quantization.integer_weight import WeightSource, WeightTensor, copy_into
 from quire.quantization.interface import LinearShape
 
@@ -106,24 +107,29 @@ class MixtureOfExperts:
         self._routing = routing
         self._start, self._local = 0, shape.intermediate
         self._has_down_bias = bias
-        create, count = context.linear.create_stack, routing.num_experts
-        places: list[int] = []
-        if context.group.size > 1 and context.expert_placement is not None:
-            places = placed_experts(count, context.group, context.expert_placement)
+        create, count, group = context.linear.create_stack, routing.num_experts, context.group
+        balancer, places = context.balancer, None
+        held: Sequence[int] = range(count)
+        placement: Placement = ()
+        if group.size > 1 and context.expert_placement is not None:
+            placement = _placement(context, count)
+            places = torch.tensor(places_of(placement, group.rank, count), dtype=torch.int32)
+            held = placement[group.rank]
         else:
-            self._start, self._local = share_of(shape.intermediate, context.group.size, context.group)
-            self._has_down_bias = bias and context.group.rank == 0
-        self._places = {number: place for number, place in enumerate(places or range(count)) if place >= 0}
-        """Place of each expert on this rank, by its number."""
+            self._start, self._local = share_of(shape.intermediate, group.size, group)
+            self._has_down_bias = bias and group.rank == 0
+        self._places = {number: place for place, number in enumerate(held)}
+        """Place of each expert on this rank, by its number, while it is loaded."""
         gate_up = LinearShape(size, 2 * self._local, bias, context.dtype, context.device, gated=True)
         down = LinearShape(self._local, size, self._has_down_bias, context.dtype, context.device)
         counts = None
         if context.expert_counts is not None:
             counts = context.expert_counts.add_layer(count, context.device)
-        held = len(self._places)
-        self._weights = ExpertWeights(
-            create(gate_up, held), create(down, held), gating, shape.weighs_input, counts, places
-        )
+        stacks = create(gate_up, len(held)), create(down, len(held))
+        is_balanced = balancer is not None and places is not None
+        self._weights = ExpertWeights(*stacks, gating, shape.weighs_input, counts, places, apart=is_balanced)
+        if balancer is not None and is_balanced:
+            balancer.add_layer(BalancedExperts(self._weights, placement, group))
 
     def __call__(self, x: Value, residual: Value) -> Value:
         """[T, size] each -> [T, size]; the residual is overwritten."""
@@ -133,8 +139,10 @@ class MixtureOfExperts:
             residual = self._shared(x, residual)
         if group.size == 1:
             return linear.apply_experts(self._weights, x, routing, residual)
-        own = linear.apply_experts(self._weights, x, routing)
-        return operations.add(residual, operations.all_reduce(group, own))
+        total = operations.all_reduce(group, linear.apply_experts(self._weights, x, routing))
+        if self._weights.apart:
+            return operations.add_experts(total, routing, residual, weighs_input=self._weights.weighs_input)
+        return operations.add(residual, total)
 
     def slots(self, names: ExpertNames) -> WeightSlots:
         slots = self._router.slots((names.router,))
@@ -235,20 +243,17 @@ class MixtureOfExperts:
         return stored((self._local, self._size)), stored((self._size, self._local)), stored((self._local,)), bias
 
 
-def placed_experts(count: int, group: ProcessGroup, strategy: str) -> list[int]:
-    """Place of each of `count` experts on this rank, or ELSEWHERE. strategy: one of EXPERT_PLACEMENTS; the first ranks
-    take any remainder. Raises ConfigError if a rank would hold none."""
-    if count < group.size:
+def _placement(context: LayerContext, count: int) -> Placement:
+    """The first placement of `count` whole experts. Raises ConfigError if a rank would hold none."""
+    size = context.group.size
+    if count < size:
         raise ConfigError(
-            f"enable_expert_parallel is not possible: {count} experts are fewer than tensor_parallel_size={group.size}",
+            f"enable_expert_parallel is not possible: {count} experts are fewer than tensor_parallel_size={size}",
             param="enable_expert_parallel",
         )
-    numbers = range(group.rank, count, group.size)
-    if strategy == "linear":
-        each, more = divmod(count, group.size)
-        start = group.rank * each + min(group.rank, more)
-        numbers = range(start, start + each + (group.rank < more))
-    return [numbers.index(number) if number in numbers else ELSEWHERE for number in range(count)]
+    assert context.expert_placement is not None, "ranks have whole experts"
+    redundant = 0 if context.balancer is None else context.balancer.num_redundant
+    return first_placement(count, size, redundant, context.expert_placement)
 
 
 def unquantized(context: LayerContext) -> LayerContext:

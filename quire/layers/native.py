@@ -129,6 +129,17 @@ class NativeOperations:
             group_best=routing.group_best,
         )
 
+    def add_experts(self, parts: Buffer, routing: Buffer, residual: Buffer, *, weighs_input: bool) -> Buffer:
+        return residual.recorder.call(
+            "add_experts",
+            residual.width,
+            over=residual,
+            buffers={"parts": parts, "routing": routing, "residual": residual},
+            top_k=routing.width // 2,
+            weighs_input=weighs_input,
+            width=residual.width,
+        )
+
     def gate_rows(self, x: Buffer, gate: Buffer) -> Buffer:
         return _elementwise(_native.Elementwise.GATE_ROWS, x, gate)
 

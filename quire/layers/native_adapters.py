@@ -17,6 +17,7 @@ TYPES = {
     torch.float16: _native.WeightType.F16,
 }
 ALIGNMENT: int = _native.ADAPTER_ALIGNMENT
+RANKS: int = _native.ADAPTER_RANKS
 
 
 @dataclass(slots=True)
@@ -28,8 +29,8 @@ class NativeStack:
 
 
 class NativeAdapterStorage:
-    """AdapterStorage for native kernels. A: [rank, inputs], rows padded to ALIGNMENT; B: panels of ALIGNMENT outputs,
-    [panel, rank, ALIGNMENT], zero-padded."""
+    """AdapterStorage for native kernels. A: blocks of RANKS rows, [block, panel of ALIGNMENT inputs, RANKS, ALIGNMENT];
+    B: panels of ALIGNMENT outputs, [panel, rank, ALIGNMENT]; zero-padded."""
 
     def __init__(self, num_slots: int, max_rank: int, dtype: torch.dtype) -> None:
         self.num_slots, self.max_rank, self._dtype = num_slots, max_rank, dtype
@@ -43,12 +44,14 @@ class NativeAdapterStorage:
         stack.stored = NativeStack(_native.AdapterTable(TYPES[self._dtype], *sizes, segments))
 
     def load(self, stack: AdapterStack, slot: int, piece: int, matrices: LowRank) -> None:
-        a = padded(matrices.a.to(self._dtype), 1, ALIGNMENT).contiguous()
+        rank = len(matrices.a)
+        a = padded(padded(matrices.a.to(self._dtype), 1, ALIGNMENT), 0, RANKS).unflatten(1, (-1, ALIGNMENT))
+        a = a.unflatten(0, (-1, RANKS)).transpose(1, 2).contiguous()
         panels = [padded(b.to(self._dtype), 0, ALIGNMENT).unflatten(0, (-1, ALIGNMENT)) for b in matrices.b]
         b = [each.transpose(1, 2).contiguous() for each in panels]
         own = stack.stored
         own.kept.setdefault(slot, []).extend((a, *b))
-        own.table.set(slot, piece, a.data_ptr(), len(a), matrices.scale, [each.data_ptr() for each in b])
+        own.table.set(slot, piece, a.data_ptr(), rank, matrices.scale, [each.data_ptr() for each in b])
 
     def clear(self, stack: AdapterStack, slot: int) -> None:
         stack.stored.table.clear(slot)

@@ -26,7 +26,7 @@ from quire.kernels.arguments import (
 )
 from quire.kernels.rotation import Rotation, RotationTable
 from quire.kernels.value import AnyValue, Value
-from quire.layers.adapters import AdapterStack, StepSlots, add_adapted
+from quire.layers.adapters import AdapterStack, add_adapted
 from quire.layers.states import gated_delta_rule, gated_norm, short_convolution
 from quire.parallel.interface import ProcessGroup
 
@@ -100,6 +100,11 @@ class Operations(Protocol):
     def route(self, routing: Routing, logits: AnyValue) -> Value:
         """[T, num_experts] -> [T, 2 * top_k] float32: numbers of each token's experts, ascending, then their
         weights."""
+        ...
+
+    def add_experts(self, parts: AnyValue, routing: AnyValue, residual: AnyValue, *, weighs_input: bool) -> Value:
+        """residual + the weighted sum of results that experts leave apart (`ExpertWeights.apart`), the bits of
+        `LinearMethod.apply_experts` on one rank. parts: [T, top_k * size]. The residual is overwritten."""
         ...
 
     def gate_rows(self, x: AnyValue, gate: AnyValue) -> Value:
@@ -183,6 +188,11 @@ class SharedOperations:
     def route(self, routing: Routing, logits: torch.Tensor) -> torch.Tensor:
         return experts.route(routing, logits)
 
+    def add_experts(
+        self, parts: torch.Tensor, routing: torch.Tensor, residual: torch.Tensor, *, weighs_input: bool
+    ) -> torch.Tensor:
+        return experts.add_experts(parts, routing, residual, weighs_input=weighs_input)
+
     def gate_rows(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         return experts.gate_rows(x, gate)
 
@@ -195,7 +205,7 @@ class SharedOperations:
     def norm_shares(self, group: ProcessGroup, norms: Sequence[NormWeights], x: torch.Tensor) -> torch.Tensor:
         return norm_shares(group, norms, x)
 
-    def add_adapted(self, stack: AdapterStack, x: torch.Tensor, y: torch.Tensor, slots: StepSlots) -> torch.Tensor:
+    def add_adapted(self, stack: AdapterStack, x: torch.Tensor, y: torch.Tensor, slots: Any) -> torch.Tensor:
         return add_adapted(stack, x, y, slots)
 
 

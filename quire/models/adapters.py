@@ -9,16 +9,19 @@ from pathlib import Path
 import torch
 
 from quire.adapter_orders import AdapterRef
+from quire.config.adapter_files import content_digest, read_config, weight_file
 from quire.config.adapters import AdaptersConfig
 from quire.config.hf_json import shown
-from quire.config.peft import PeftConfig, content_digest, read_peft_config, weight_file
+from quire.config.peft import PeftConfig
 from quire.errors import ModelLoadError
 from quire.layers.adapters import AdapterPlace, Adapters, AdapterStorage, nothing_runs
 from quire.layers.context import WeightSlots
 from quire.models.checkpoint_names import CheckpointNames
+from quire.models.gguf.weights import read_gguf_matrices
 from quire.models.safetensors_files import BytesRead, read_safetensors
 from quire.models.torch_files import read_torch
 from quire.quantization.file_tensor import FileTensor
+from quire.utils.gguf import SUFFIX as GGUF_SUFFIX
 
 _TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<part>[AB])(?:\.(?:default|weight))*")
 _PREFIX = re.compile(r"base_model\.model\.")
@@ -49,10 +52,12 @@ class ModelAdapters:
         self._storage = storage
         self._slots: WeightSlots = {}
         self._names: CheckpointNames | None = None
+        self._heads = (1, 1)
 
-    def model_is_loaded(self, slots: WeightSlots, names: CheckpointNames) -> None:
-        """Allocate room for adapters once the weights are loaded. Raises ModelLoadError if no layer takes any."""
-        self._slots, self._names = slots, names
+    def model_is_loaded(self, slots: WeightSlots, names: CheckpointNames, heads: tuple[int, int]) -> None:
+        """Allocate room for adapters once the weights are loaded. heads: query and key heads. Raises ModelLoadError if
+        no layer takes any."""
+        self._slots, self._names, self._heads = slots, names, heads
         if not any(slot.adapter is not None for slot in slots.values()):
             raise ModelLoadError("enable_lora: no layer of this model takes adapters")
         self.layers.weights_are_loaded()
@@ -75,9 +80,11 @@ class ModelAdapters:
         directory = Path(adapter.path)
         if content_digest(directory) != adapter.digest:
             raise ModelLoadError(f"{directory} has changed since it was named: name it anew")
-        config, path = read_peft_config(directory), weight_file(directory)
+        config, path = read_config(directory), weight_file(directory)
         try:
-            found = self._placed(read_matrices(path), config)
+            of_gguf = path.suffix == GGUF_SUFFIX
+            read = read_gguf_matrices(path, self._heads) if of_gguf else read_matrices(path)
+            found = self._placed(read, config)
             for module, (place, matrices) in found.items():
                 scale = config.scale_of(_bare(module))
                 place.load(self._storage, slot, matrices["A"], matrices["B"], scale)

@@ -59,7 +59,7 @@ class CheckpointNames:
 _LAYER_NORM_NAMES = {"gamma": "weight", "beta": "bias"}
 _LAYER_NORM = re.compile(r"(LayerNorm\.)(gamma|beta)$")
 _LANGUAGE_MODEL = re.compile(r"(?:model\.)?language_model\.(model\.|lm_head\.)?(.+)")
-_VISUAL = re.compile(r"(?:model\.)?visual\.(.+)")
+_VISUAL = re.compile(r"(?:model\.)?(?:visual\.(.+)|vision_tower\.(?:vision_model\.)?(.+)|(multi_modal_projector\..+))")
 _PLAIN = re.compile(r"lm_head\.|model\.(?:layers|embed_tokens|norm)\.")
 
 
@@ -88,7 +88,7 @@ def vision_tensors(tensors: Iterable[tuple[str, SourceT]]) -> Iterator[tuple[str
     for name, tensor in tensors:
         own = _VISUAL.fullmatch(name)
         if own is not None:
-            yield own[1], tensor
+            yield own[1] or own[2] or own[3], tensor
 
 
 def fill_slots(

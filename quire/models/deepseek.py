@@ -96,7 +96,9 @@ class DeepseekForCausalLM(TextDecoder):
         super().__init__(config, context, partial(DeepseekLayer, config, context), ropes)
         self.draft_head: DeepseekHead | None = None
         if config.shape.draft_layers and context.stage.count == 1:
-            layer = DeepseekLayer(with_draft_layers(config), replace(context, expert_counts=None), num_layers)
+            layer = DeepseekLayer(
+                with_draft_layers(config), replace(context, expert_counts=None, balancer=None), num_layers
+            )
             self.draft_head = head = DeepseekHead(config, [layer], self._tokens, self._rotaries[0], self._head, context)
             own = {name.removeprefix("layers.0."): slot for name, slot in head.slots.items()}
             self.slots |= prefixed(f"model.layers.{num_layers}", own)

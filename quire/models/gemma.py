@@ -12,6 +12,7 @@ from quire.kernels.activation import ACTIVATIONS
 from quire.layers.context import LayerContext
 from quire.layers.norm import UnitOffsetRMSNorm
 from quire.models.dense import BlockNorms, DenseDecoder, DenseStyle
+from quire.multimodal.positions import LAST_SEEN
 
 AROUND = BlockNorms(
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
@@ -34,13 +35,20 @@ def gemma2(config: ModelConfig, context: LayerContext) -> DenseDecoder:
     return DenseDecoder(config, context, _style(config, context, fields.optional_number("attn_logit_softcapping")))
 
 
+class ImageDecoder(DenseDecoder):
+    """A decoder in which an image's tokens see one another."""
+
+    columns = (LAST_SEEN,)
+
+
 def gemma3(config: ModelConfig, context: LayerContext) -> DenseDecoder:
     """Raises ModelLoadError for a final_logit_softcapping in a multimodal configuration, which the reference
     ignores."""
     fields = model_fields(config)
     if config.is_multimodal and fields.values.get("final_logit_softcapping") is not None:
         raise fields.error("final_logit_softcapping is not supported beside images: the reference leaves it out there")
-    return DenseDecoder(config, context, _style(config, context, None))
+    decoder = DenseDecoder if config.vision is None else ImageDecoder
+    return decoder(config, context, _style(config, context, None))
 
 
 def _style(config: ModelConfig, context: LayerContext, attention_cap: float | None) -> DenseStyle:

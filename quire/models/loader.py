@@ -19,6 +19,7 @@ from quire.config.vision import VISION_TOWERS, read_vision
 from quire.errors import ModelLoadError
 from quire.kernels.arguments import CacheScale
 from quire.layers.context import LayerContext, WeightSlots
+from quire.layers.expert_balance import ExpertBalancer
 from quire.layers.experts import ExpertCounters
 from quire.layers.operations import TorchOperations
 from quire.models.adapters import ModelAdapters
@@ -26,6 +27,7 @@ from quire.models.cache_scales import load_cache_scales
 from quire.models.checkpoint_names import CheckpointNames, language_tensors, vision_tensors
 from quire.models.claims import excess, outline, outline_context
 from quire.models.gguf.sizes import packed_weight_bytes
+from quire.models.gguf.vision import tower_tensors
 from quire.models.gguf.weights import GGUFWeights
 from quire.models.interface import CausalLM, LoadableModel
 from quire.models.registry import build_model
@@ -54,10 +56,11 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 
 class Extras(NamedTuple):
     """expert_counts: counters of the rows that experts compute (None: off). adapters: the model's adapters (None:
-    off)."""
+    off). balancer: collects layers whose experts change their ranks (None: they stay)."""
 
     expert_counts: ExpertCounters | None = None
     adapters: ModelAdapters | None = None
+    balancer: ExpertBalancer | None = None
 
 
 NO_EXTRAS = Extras()
@@ -91,10 +94,7 @@ def load_model(
         elsewhere = frozenset(_check_room(config, files).slots)
     elif files is not None and (stage.count > 1 or load.expert_placement is not None):
         elsewhere = frozenset(outline(config).slots)
-    if device_layers is not None:
-        context = _device_context(config, device_layers, group)
-    else:
-        context = _torch_context(config, group) if runtime is None else _native_context(config, group)
+    context = _context(config, group, runtime, device_layers)
     adapters = extras.adapters
     of_layers = None if adapters is None else adapters.layers
     context = replace(
@@ -103,6 +103,7 @@ def load_model(
         adapters=of_layers,
         stage=stage,
         expert_placement=load.expert_placement,
+        balancer=extras.balancer,
         dealt_to=load.dealt_to,
     )
     model = build_model(config, context, _native_calls(config, runtime))
@@ -113,7 +114,7 @@ def load_model(
         with torch.inference_mode():
             _load_from(model, files, config, report, elsewhere - model.slots.keys(), context.cache_scales)
     if adapters is not None:
-        adapters.model_is_loaded(model.slots, CheckpointNames.of(config))
+        adapters.model_is_loaded(model.slots, CheckpointNames.of(config), (config.num_heads, config.num_kv_heads))
     if runtime is None or config.impl == "transformers":
         return _staged(cast("CausalLM", model), config, context)  # this model computes on tensors itself
     from quire.models.deepseek import expansion_rule
@@ -197,15 +198,19 @@ def load_head(
 
 
 def load_vision(
-    config: ModelConfig, load: LoadConfig, group: ProcessGroup, runtime: NativeRuntime | None = None
+    config: ModelConfig,
+    load: LoadConfig,
+    group: ProcessGroup,
+    runtime: NativeRuntime | None = None,
+    device_layers: DeviceLayers | None = None,
 ) -> VisionEncoder:
     """Load the vision tower in `config.dtype` from a checkpoint's `visual.*` tensors. group: each rank has the whole
-    tower. runtime: native CPU kernels; None: torch operators. Raises ModelLoadError naming file and key or tensor for
+    tower. runtime, device_layers: see `load_model`. Raises ModelLoadError naming file and key or tensor for
     an unknown tower or a wrong checkpoint."""
     if config.vision is None or config.architecture not in VISION_TOWERS:
         raise ModelLoadError(f"{config.path}: no vision tower of {config.architecture} is known")
     vision = read_vision(config.architecture, config.vision, config.hidden_size, str(config.path / CONFIG_FILE))
-    context = _torch_context(config, group) if runtime is None else _native_context(config, group)
+    context = _context(config, group, runtime, device_layers)
     if len(vision.deepstack_layers) >= config.num_layers:
         raise ModelLoadError(
             f"{config.path}: {len(vision.deepstack_layers)} deep-stack layers add features behind as many layers, and "
@@ -214,12 +219,18 @@ def load_vision(
     tower = VisionTower(vision, context.replicated())
     if load.load_format == "dummy":
         tower.load_weights(dummy_weights(tower.slots, load.seed, _silent, context.device))
+    elif config.mmproj is not None:
+        with torch.inference_mode():
+            tower.load_weights(tower_tensors(config.mmproj, vision))
     else:
         files = find_weights(config.path, load.load_format)
-        if not isinstance(files, WeightFiles):
-            raise ModelLoadError(f"{files.directory}: the vision towers of GGUF files are not supported")
+        assert isinstance(files, WeightFiles), "a GGUF file's tower has a file of its own"
         with _named_errors(files), torch.inference_mode():
             tower.load_weights(vision_tensors(files.stream(_silent)))
+    if device_layers is not None:
+        from quire.models.device_vision import DeviceVision
+
+        return DeviceVision(tower)
     if runtime is None:
         return TorchVision(tower)
     from quire.models.native_vision import NativeVision
@@ -236,6 +247,14 @@ def _native_calls(config: ModelConfig, runtime: NativeRuntime | None) -> EagerCa
     from quire.models.native_calls import NativeCalls
 
     return NativeCalls(runtime)
+
+
+def _context(
+    config: ModelConfig, group: ProcessGroup, runtime: NativeRuntime | None, device_layers: DeviceLayers | None
+) -> LayerContext:
+    if device_layers is not None:
+        return _device_context(config, device_layers, group)
+    return _torch_context(config, group) if runtime is None else _native_context(config, group)
 
 
 def _torch_context(config: ModelConfig, group: ProcessGroup) -> LayerContext:

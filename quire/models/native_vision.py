@@ -78,24 +78,27 @@ class NativeRun(EncoderRun):
         tower, size = self._tower, self._tower.config.hidden_size
         is_narrow = tower.context.dtype == torch.bfloat16
         self._steps = [NativeEncoder(is_narrow).plan(batch) for batch in inputs.attention_batches]
-        self._rotation = torch.cat((inputs.angles.cos(), inputs.angles.sin()), dim=1)
+        self._rotation: list[torch.Tensor] = []
+        """The rotation, if any."""
+        if not tower.config.is_pooled:
+            self._rotation.append(torch.cat((inputs.angles.cos(), inputs.angles.sin()), dim=1))
         self._x, self._spare = _rows(len(patches), size), _rows(len(patches), size)
         self._run("embed", tower.embed, (patches, *positions), self._x)
 
     def _compute(self, layer: int, *, in_windows: bool) -> None:
         step = self._steps[in_windows]
 
-        def record(hidden: Buffer, turns: Buffer) -> Value:
+        def record(hidden: Buffer, turns: Buffer | None = None) -> Value:
             return self._tower.run_layer(layer, hidden, turns, step)
 
-        self._run(layer, record, (self._x, self._rotation), self._spare, step.encoder)
+        self._run(layer, record, (self._x, *self._rotation), self._spare, step.encoder)
         self._x, self._spare = self._spare, self._x
 
     def _merge(self, merger: Merger) -> torch.Tensor:
         config, x = self._tower.config, self._x
         if not merger.norms_merged:
             x = self._run("norm", merger.norm_patches, (x,), self._spare)
-        merged = x.view(-1, config.merged_size)
+        merged = merger.gather(x)
         return self._run(merger, merger, (merged,), _rows(len(merged), config.output_size))
 
 

@@ -1,6 +1,6 @@
-"""Vision towers of Qwen2.5-VL, Qwen3-VL and Qwen 3.5: from patches to token features. A tower runs layer by layer, and
-deep-stack features are taken after some layers. Between layers only hidden states are kept, so other work can run. The
-layers run in torch, or are recorded for native kernels by `models/native_vision.py`."""
+"""Vision towers of Qwen2.5-VL, Qwen3-VL, Qwen 3.5 and Gemma 3: from patches to token features. A tower runs layer by
+layer, and deep-stack features are taken after some layers. Between layers only hidden states are kept, so other work
+can run. The layers run in torch or in Triton, or are recorded for native kernels by `models/native_vision.py`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -24,12 +25,11 @@ from quire.layers.context import LayerContext, WeightSlot, WeightSlots, prefixed
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
 from quire.layers.mlp import MLP, GatedMLP
 from quire.layers.moe import unquantized
-from quire.layers.norm import LayerNorm, RMSNorm
+from quire.layers.norm import LayerNorm, RMSNorm, UnitOffsetRMSNorm
 from quire.models.checkpoint_names import CheckpointNames, fill_slots
-from quire.models.vision_grid import Grid, GridInputs, blended, grid_inputs, reordered
+from quire.models.vision_grid import Grid, GridInputs, blended, copied_to, grid_inputs, reordered
 from quire.quantization.integer_weight import WeightSource, copy_into
 
-EPSILON = 1e-6
 MERGED_ACTIVATION = "gelu"
 """Activation of the mergers."""
 
@@ -48,11 +48,12 @@ class EncoderRun(ABC):
             order = self._inputs.token_order
             if order is not None:
                 patches = reordered(patches, order, tower.config.merge_size)
+            self._order = None if order is None else copied_to(order, tower.context.device)
             self._begin(self._inputs, patches, positions)
 
     def advance(self, num_layers: int) -> list[torch.Tensor] | None:
         """Compute the next layers. Returns the result of VisionEncoder.encode after the last one, else None."""
-        config, order = self._tower.config, self._inputs.token_order
+        config, order = self._tower.config, self._order
         assert 0 < num_layers <= config.num_layers - self._layer, "as many layers as are left at most"
         with torch.inference_mode():
             for layer in range(self._layer, self._layer + num_layers):
@@ -90,6 +91,7 @@ class VisionEncoder(ABC):
     def __init__(self, tower: VisionTower) -> None:
         self._tower = tower
         self.config = tower.config
+        self.device = tower.context.device
 
     def weight_bytes(self) -> int:
         return self._tower.weight_bytes()
@@ -111,6 +113,19 @@ class VisionEncoder(ABC):
         return found
 
 
+class TowerNames(NamedTuple):
+    """Checkpoint names of a tower's parts."""
+
+    patches: str
+    positions: str
+    layers: str
+    merger: str
+
+
+USUAL_NAMES = TowerNames("patch_embed.proj", "pos_embed.weight", "blocks", "merger")
+POOLED_NAMES = TowerNames("embeddings.patch_embedding", "embeddings.position_embedding.weight", "encoder.layers", "")
+
+
 class VisionLayer:
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
@@ -123,11 +138,21 @@ class VisionLayer:
         block = GatedMLP if config.is_gated else MLP
         self._mlp = block(size, config.intermediate_size, config.activation, bias=True, context=context)
 
-    def __call__(self, x: Value, rotation: RotationTable, step: AttentionStep) -> Value:
+        self._is_pooled = config.is_pooled
+
+    def __call__(self, x: Value, rotation: RotationTable | None, step: AttentionStep) -> Value:
         x = self._attention(self._attention_norm(x), x, rotation, step)
         return self._mlp(self._mlp_norm(x), x)
 
     def slots(self) -> WeightSlots:
+        if self._is_pooled:
+            assert isinstance(self._mlp, MLP), "the pooled towers' MLPs have two matrices"
+            return {
+                **prefixed("layer_norm1", self._attention_norm.slots()),
+                **prefixed("self_attn", self._attention.slots(("q_proj", "k_proj", "v_proj"), "out_proj")),
+                **prefixed("layer_norm2", self._mlp_norm.slots()),
+                **prefixed("mlp", self._mlp.slots("fc1", "fc2")),
+            }
         return {
             **prefixed("norm1", self._attention_norm.slots()),
             **prefixed("attn", self._attention.slots(("qkv",), "proj")),
@@ -137,7 +162,7 @@ class VisionLayer:
 
 
 def vision_norm(config: VisionConfig, size: int, context: LayerContext) -> RMSNorm | LayerNorm:
-    return (RMSNorm if config.is_gated else LayerNorm)(size, EPSILON, context)
+    return (RMSNorm if config.is_gated else LayerNorm)(size, config.epsilon, context)
 
 
 def _mlp_slots(mlp: GatedMLP | MLP) -> WeightSlots:
@@ -149,7 +174,7 @@ class Merger:
     merged patches, not each patch."""
 
     def __init__(self, config: VisionConfig, context: LayerContext, *, norms_merged: bool) -> None:
-        size = config.merged_size
+        self._merged_size = size = config.merged_size
         self.norms_merged = norms_merged
         self._names = ("ln_q", "mlp.0", "mlp.2") if config.is_gated else ("norm", "linear_fc1", "linear_fc2")
         self._norm = vision_norm(config, size if norms_merged else config.hidden_size, context)
@@ -161,14 +186,40 @@ class Merger:
         assert not self.norms_merged, "this merger norms merged patches"
         return self._norm(x)
 
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, hidden_size] -> [T / merge_size ** 2, merged_size]. x: after `norm_patches` if that applies."""
+        return x.reshape(-1, self._merged_size)
+
     def __call__(self, x: Value) -> Value:
-        """[T / merge_size ** 2, merged_size] -> [T / merge_size ** 2, output_size]. x: merged hidden states, after
-        `norm_patches` if that applies."""
+        """[T / merge_size ** 2, merged_size] -> [T / merge_size ** 2, output_size]. x: from `gather`."""
         return self._down(self._up(self._norm(x) if self.norms_merged else x), None)
 
     def slots(self) -> WeightSlots:
         norm, up, down = self._names
         return {**prefixed(norm, self._norm.slots()), **self._up.slots((up,)), **self._down.slots(down)}
+
+
+class PooledMerger(Merger):
+    """A linear layer from the mean of a token's patches to its features, after a norm. Each patch is normed before."""
+
+    norms_merged = False
+
+    def __init__(self, config: VisionConfig, context: LayerContext) -> None:
+        self._num_patches = config.merge_size**2
+        self._norm = vision_norm(config, config.hidden_size, context)
+        self._mean_norm = UnitOffsetRMSNorm(config.hidden_size, config.epsilon, context)
+        self._down = RowParallelLinear(config.hidden_size, config.output_size, bias=False, context=context)
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view(-1, self._num_patches, x.shape[1]).mean(dim=1)
+
+    def __call__(self, x: Value) -> Value:
+        return self._down(self._mean_norm(x), None)
+
+    def slots(self) -> WeightSlots:
+        (projection,) = self._down.slots("projection", transposed=True).values()
+        projector = {"mm_input_projection_weight": projection, **prefixed("mm_soft_emb_norm", self._mean_norm.slots())}
+        return {**prefixed("post_layernorm", self._norm.slots()), **prefixed("multi_modal_projector", projector)}
 
 
 class VisionTower:
@@ -183,11 +234,11 @@ class VisionTower:
         self.config = config
         self.context = context
         has_table = config.table_side > 0
+        self.merger = PooledMerger(config, context) if config.is_pooled else Merger(config, context, norms_merged=False)
         self._embedding = RowParallelLinear(config.patch_values, config.hidden_size, bias=has_table, context=context)
         size = (config.table_side**2, config.hidden_size)
         self._positions = torch.empty(size, dtype=context.dtype, device=context.device)
         self._layers = [VisionLayer(config, context, layer) for layer in range(config.num_layers)]
-        self.merger = Merger(config, context, norms_merged=False)
         self.deepstack_mergers = [Merger(config, context, norms_merged=True) for _ in config.deepstack_layers]
         self.slots = self._make_slots()
 
@@ -195,8 +246,8 @@ class VisionTower:
         """[T, patch_values] -> [T, hidden_size]. positions: [T, hidden_size], added and overwritten."""
         return self._embedding(patches, positions)
 
-    def run_layer(self, layer: int, x: Value, rotation: RotationTable, step: AttentionStep) -> Value:
-        """[T, hidden_size] -> [T, hidden_size]."""
+    def run_layer(self, layer: int, x: Value, rotation: RotationTable | None, step: AttentionStep) -> Value:
+        """[T, hidden_size] -> [T, hidden_size]. rotation: None for a pooled tower."""
         return self._layers[layer](x, rotation, step)
 
     def inputs(self, grids: Sequence[Grid]) -> tuple[GridInputs, list[torch.Tensor]]:
@@ -205,29 +256,32 @@ class VisionTower:
         found = grid_inputs(grids, self.config)
         if not self.config.table_side:
             return found, []
-        return found, [blended(self._positions, found).to(self.context.dtype)]
+        table = self._positions
+        places, shares = (copied_to(each, table.device) for each in (found.places, found.shares))
+        return found, [blended(table, places, shares).to(self.context.dtype)]
 
     def load_weights(self, weights: Iterable[tuple[str, WeightSource]]) -> None:
         """Load a stream of (name, tensor). Raises ModelLoadError naming a missing, surplus or misshapen tensor."""
-        fill_slots(self.slots, CheckpointNames("", re.compile(r"rotary_pos_emb\.inv_freq$")), weights)
+        surplus = re.compile(r"rotary_pos_emb\.inv_freq$|embeddings\.position_ids$|^head\.")
+        fill_slots(self.slots, CheckpointNames("", surplus), weights)
 
     def weight_bytes(self) -> int:
         return sum(slot.nbytes for slot in self.slots.values())
 
     def _make_slots(self) -> WeightSlots:
         config, table = self.config, self._positions
-        slots = {
-            **prefixed("patch_embed", self._embedding.slots("proj")),
-            **prefixed("merger", self.merger.slots()),
-        }
+        names = POOLED_NAMES if config.is_pooled else USUAL_NAMES
+        merged = self.merger.slots()
+        slots = {**self._embedding.slots(names.patches), **(prefixed(names.merger, merged) if names.merger else merged)}
         if config.table_side:
-            slots["pos_embed.weight"] = WeightSlot(tuple(table.shape), partial(copy_into, table), table.nbytes)
+            slots[names.positions] = WeightSlot(tuple(table.shape), partial(copy_into, table), table.nbytes)
         # A convolution whose kernel is as large as its stride: a product.
-        matrix = slots["patch_embed.proj.weight"]
-        kernel = (config.hidden_size, config.channels, config.frames, config.patch_size, config.patch_size)
-        slots["patch_embed.proj.weight"] = WeightSlot(kernel, partial(_load_kernel, matrix), matrix.nbytes)
+        matrix = slots[f"{names.patches}.weight"]
+        frames = () if config.is_pooled else (config.frames,)
+        kernel = (config.hidden_size, config.channels, *frames, config.patch_size, config.patch_size)
+        slots[f"{names.patches}.weight"] = WeightSlot(kernel, partial(_load_kernel, matrix), matrix.nbytes)
         for index, layer in enumerate(self._layers):
-            slots |= prefixed(f"blocks.{index}", layer.slots())
+            slots |= prefixed(f"{names.layers}.{index}", layer.slots())
         for index, merger in enumerate(self.deepstack_mergers):
             slots |= prefixed(f"deepstack_merger_list.{index}", merger.slots())
         return slots
@@ -246,8 +300,10 @@ class TorchVision(VisionEncoder):
 class TorchRun(EncoderRun):
     def _begin(self, inputs: GridInputs, patches: torch.Tensor, positions: list[torch.Tensor]) -> None:
         dtype = self._tower.context.dtype
-        self._steps = [EncoderAttention().plan(batch) for batch in inputs.attention_batches]
-        self._rotation = torch_rotation(inputs.angles, dtype)
+        self._steps: Sequence[AttentionStep] = [EncoderAttention().plan(batch) for batch in inputs.attention_batches]
+        self._rotation: RotationTable | None = None
+        if not self._tower.config.is_pooled:
+            self._rotation = torch_rotation(inputs.angles, dtype)
         self._x = self._tower.embed(patches.to(dtype), *positions)
 
     def _compute(self, layer: int, *, in_windows: bool) -> None:
@@ -255,7 +311,7 @@ class TorchRun(EncoderRun):
 
     def _merge(self, merger: Merger) -> torch.Tensor:
         x = self._x if merger.norms_merged else merger.norm_patches(self._x)
-        return _tensor(merger(_tensor(x).reshape(-1, self._tower.config.merged_size)))
+        return _tensor(merger(merger.gather(_tensor(x))))
 
 
 def torch_rotation(angles: torch.Tensor, dtype: torch.dtype) -> Rotation:
@@ -265,7 +321,7 @@ def torch_rotation(angles: torch.Tensor, dtype: torch.dtype) -> Rotation:
 
 
 def _load_kernel(matrix: WeightSlot, tensor: WeightSource) -> None:
-    """Load a kernel [out, channels, frames, rows, columns] as a matrix [out, in]."""
+    """Load a kernel [out, channels, maybe frames, rows, columns] as a matrix [out, in]."""
     whole = tensor.narrow(0, 0, tensor.shape[0])
     assert isinstance(whole, torch.Tensor), "a kernel is not quantised"
     matrix.load(whole.flatten(1))

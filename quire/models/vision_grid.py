@@ -19,8 +19,8 @@ Grid = tuple[int, int, int]
 class GridInputs:
     """Inputs for T patches. query_start: [frames + 1] int64, first patch of each frame; patches attend within their
     frame. places: [T, 4] int64, rows of the position table to blend; shares: [T, 4] float32, their weights. angles: [T,
-    head_dim / 2] float32, of the rotation. token_order: [tokens] int64, tokens sorted by window, None for token order;
-    window_start: [windows + 1] int64, first patch of each window."""
+    head_dim / 2] float32, of the rotation (empty for pooled towers). token_order: [tokens] int64, tokens sorted by
+    window, None for token order; window_start: [windows + 1] int64, first patch of each window."""
 
     query_start: torch.Tensor
     places: torch.Tensor
@@ -54,8 +54,10 @@ def grid_inputs(grids: Sequence[Grid], config: VisionConfig) -> GridInputs:
     )
     lengths = torch.tensor([rows * columns for frames, rows, columns in grids for _ in range(frames)])
     query_start = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
-    frequencies = 1.0 / (config.rope_theta ** (torch.arange(0, half, 2, dtype=torch.float32) / half))
-    angles = (coordinates[..., None].float() * frequencies).flatten(1)
+    angles = torch.zeros(0)
+    if not config.is_pooled:
+        frequencies = 1.0 / (config.rope_theta ** (torch.arange(0, half, 2, dtype=torch.float32) / half))
+        angles = (coordinates[..., None].float() * frequencies).flatten(1)
     if not config.window:
         return GridInputs(query_start, places, shares, angles)
     order, window_start = _windows(grids, merge_size, config.window)
@@ -82,12 +84,17 @@ def _windows(grids: Sequence[Grid], merge: int, side: int) -> tuple[torch.Tensor
     return torch.cat(orders), torch.cat((torch.zeros(1, dtype=torch.int64), torch.cat(lengths).cumsum(0)))
 
 
-def blended(table: torch.Tensor, inputs: GridInputs) -> torch.Tensor:
-    """Learned positions of the patches, [T, size] float32. table: [table_side ** 2, size]. The four products are added
-    in order, so that no bit depends on the number of patches."""
+def copied_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A host tensor on the device, which the host does not wait for."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def blended(table: torch.Tensor, places: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    """Learned positions of the patches, [T, size] float32. table: [table_side ** 2, size]. places, shares: see
+    GridInputs. The four products are added in order, so that no bit depends on the number of patches."""
     total = table.new_zeros(0)
-    for which in range(inputs.places.shape[1]):
-        part = table[inputs.places[:, which]].float() * inputs.shares[:, which, None]
+    for which in range(places.shape[1]):
+        part = table[places[:, which]].float() * shares[:, which, None]
         total = part if which == 0 else total + part
     return total
 

@@ -43,10 +43,13 @@ _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _PERSISTENT = "persistent"
 
 
-def read_features(given: Mapping[str, Any], where: str, feature_size: int, merge_size: int) -> ReadyImage:
+def read_features(
+    given: Mapping[str, Any], where: str, feature_size: int, merge_size: int, *, is_whole: bool
+) -> ReadyImage:
     """An image of these features. given: an object with `image_embeds`, [tokens, feature_size], and `image_grid_thw`,
     three numbers of patches; each in base64, or an array or tensor of a program. where: path of the field, for errors.
-    merge_size: patches on a side of a token. Raises UserError for another shape and for values that are not finite."""
+    merge_size: patches on a side of a token. is_whole: see ReadyImage. Raises UserError for another shape and for
+    values that are not finite."""
     if given.keys() != {EMBEDS, GRID}:
         raise UserError(f"{where}: an object with {EMBEDS} and {GRID} is needed", param=where)
     features, grid = (_array(given[name], f"{where}.{name}") for name in (EMBEDS, GRID))
@@ -73,7 +76,7 @@ def read_features(given: Mapping[str, Any], where: str, feature_size: int, merge
         raise UserError(f"{where}.{EMBEDS}: finite numbers of 32 bits are needed", param=f"{where}.{EMBEDS}")
     data = values.tobytes()
     key = hashlib.sha256(_KEY_LABEL + repr((rows, columns, feature_size)).encode() + data).digest()
-    return ReadyImage((1, rows, columns), key, data, (rows * columns, feature_size), is_encoded=True)
+    return ReadyImage((1, rows, columns), key, data, (rows * columns, feature_size), is_encoded=True, is_whole=is_whole)
 
 
 def _array(value: Any, where: str) -> npt.NDArray[Any]:

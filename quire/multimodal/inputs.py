@@ -6,23 +6,27 @@ Decoding is imported only for models with images, so that other server processes
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from quire.config.engine import EngineConfig
 from quire.config.hf_config import CONFIG_FILE
 from quire.config.media import OF_FILES, TEXT_DEFAULTS, Color, MediaConfig, ProcessorOptions
 from quire.config.vision import VISION_TOWERS, EncoderCosts, VisionConfig, read_vision
-from quire.errors import UserError
+from quire.errors import ConfigError, UserError
+from quire.multimodal.marks import Encoder, ImageMarks
 from quire.multimodal.named import NamedPictures, name_key, unknown_name
 from quire.multimodal.sources import LOW_DETAIL_PIXELS, Picture, checked_uuid, is_data_url
 from quire.prompt_image import PromptImage, ReadyImage
 
 if TYPE_CHECKING:
     from quire.multimodal.preparing import Preparation
-    from quire.multimodal.processors import QwenProcessor
+    from quire.multimodal.processors import QwenProcessor, SquareProcessor
 
 TEXT_ALONE = "prompts are text, without images, sound or video"
+ONE_SIZE = "mm_processor_kwargs: all pictures of this model have one size"
 IMAGES = "multi_modal_data.image"
 
 
@@ -48,12 +52,14 @@ class NoImages:
 
 @dataclass(frozen=True)
 class ImageInputs:
-    """Image inputs of one model. token_id: id of the placeholder."""
+    """Image inputs of one model. token_id: id of the placeholder. marks: tokens around an image's that prompts lack
+    (None: they have them)."""
 
-    processor: QwenProcessor
+    processor: QwenProcessor | SquareProcessor
     vision: VisionConfig
     token_id: int
     media: MediaConfig = TEXT_DEFAULTS
+    marks: ImageMarks | None = None
 
     def check_number(self, number: int, where: str) -> None:
         """Raise UserError for too many images in a prompt."""
@@ -67,7 +73,13 @@ class ImageInputs:
     def preparation(self, detail: str = "auto", options: MediaOptions = NO_OPTIONS) -> Preparation:
         """Steps from image to model input. detail: one of DETAILS. options: options of one request."""
         from quire.multimodal.preparing import Preparation
+        from quire.multimodal.processors import SquareProcessor
 
+        background = options.background or self.media.background
+        if isinstance(self.processor, SquareProcessor):
+            if options.processor != OF_FILES:
+                raise UserError(ONE_SIZE, param="mm_processor_kwargs")
+            return Preparation(self.processor, background)
         processor, most = self.processor, self.processor.max_pixels
         least, asked = processor.min_pixels, options.processor
         if asked.max_pixels is not None:
@@ -76,8 +88,8 @@ class ImageInputs:
             least = asked.min_pixels
         if detail == "low":
             most = min(most, LOW_DETAIL_PIXELS)
-        processor = replace(processor, min_pixels=min(least, most), max_pixels=most)
-        return Preparation(processor, options.background or self.media.background)
+        processor = msgspec.structs.replace(processor, min_pixels=min(least, most), max_pixels=most)
+        return Preparation(processor, background)
 
     def prepare(
         self, picture: Picture, options: MediaOptions = NO_OPTIONS, named: NamedPictures | None = None
@@ -114,15 +126,19 @@ class ImageInputs:
             raise UserError(f"{where}: features of an image have no uuid", param=where)
         from quire.multimodal.embeddings import read_features
 
-        return read_features(features, where, self.vision.feature_size, self.vision.merge_size)
+        vision = self.vision
+        return read_features(features, where, vision.feature_size, vision.merge_size, is_whole=vision.is_pooled)
 
     def place(
         self, token_ids: list[int], images: Sequence[ReadyImage], where: str
     ) -> tuple[list[int], list[PromptImage]]:
         """Return the prompt with a placeholder for each token of each image, and the placed images. token_ids: prompt
-        with one placeholder per image, or with all. Raises UserError for placeholders that do not match."""
+        with one placeholder per image, with all, or with one mark per image. Raises UserError for placeholders that do
+        not match."""
+        counts, marks = [each.num_tokens for each in images], self.marks
+        if marks is not None and token_ids.count(marks.begin) == len(counts) and self.token_id not in token_ids:
+            token_ids = marks.written(token_ids, self.token_id, counts)
         runs = self._runs(token_ids)
-        counts = [each.num_tokens for each in images]
         if [end - start for start, end in runs] == counts:
             starts, placed = [start for start, _ in runs], token_ids
         else:
@@ -141,7 +157,7 @@ class ImageInputs:
                 last = place + 1
             placed += token_ids[last:]
         found = [
-            PromptImage(each.grid, each.key, each.pixels, each.size, each.is_encoded, start)
+            PromptImage(each.grid, each.key, each.pixels, each.size, each.is_encoded, each.is_whole, start)
             for start, each in zip(starts, images, strict=True)
         ]
         return placed, found
@@ -161,26 +177,31 @@ class ImageInputs:
         return runs
 
 
-def image_inputs(config: EngineConfig) -> ImageInputs | NoImages:
-    """Image inputs of the engine's model, or NoImages. Raises ModelLoadError for invalid image files of the
-    checkpoint."""
+def image_inputs(config: EngineConfig, tokenizer: Encoder | None = None) -> ImageInputs | NoImages:
+    """Image inputs of the engine's model, or NoImages. tokenizer: the model's, for prompts. Raises ModelLoadError for
+    invalid image files of the checkpoint."""
     model, media = config.model, config.media
     if model.vision is None or model.image_token_id is None or model.architecture not in VISION_TOWERS:
         return NoImages()
     if media.language_model_only:
         return NoImages("the engine was started with its language model alone")
-    if config.device.device != "cpu":
-        return NoImages(f"images are computed on a CPU alone so far, and this engine runs on {config.device.device}")
     if config.parallel.pp > 1:
         return NoImages("images are not passed on in pipelines so far, and this engine is one (pipeline_parallel_size)")
-    from quire.multimodal.processors import has_settings, read_qwen_processor
+    from quire.multimodal.processors import has_settings, read_qwen_processor, read_square_processor
 
-    if not has_settings(model.path):
+    settings = model.mmproj or model.path
+    if not has_settings(settings):
         return NoImages(f"{model.path} has no preprocessor_config.json, which says how the model takes images")
     vision = read_vision(model.architecture, model.vision, model.hidden_size, str(model.path / CONFIG_FILE))
-    processor = read_qwen_processor(model.path)
+    if vision.is_pooled:
+        if media.processor != OF_FILES:
+            raise ConfigError(ONE_SIZE, param="mm_processor_kwargs")
+        square = read_square_processor(settings, vision.patch_size, vision.table_side, vision.image_tokens)
+        marks = None if vision.marks is None else ImageMarks.of(*vision.marks, tokenizer)
+        return ImageInputs(square, vision, model.image_token_id, media, marks)
+    processor = read_qwen_processor(settings)
     least, most = media.processor.min_pixels, media.processor.max_pixels
-    processor = replace(
+    processor = msgspec.structs.replace(
         processor,
         min_pixels=least or min(processor.min_pixels, most or processor.min_pixels),
         max_pixels=most or max(processor.max_pixels, least or 0),

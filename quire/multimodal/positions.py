@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+LAST_SEEN = "last_seen"
+"""Step column of models whose images' tokens see one another: position of the last token that a token sees."""
 ROTARY_COLUMNS = ROTARY_POSITIONS, *GRID_POSITIONS = "rotary_positions", "rotary_heights", "rotary_widths"
 """Step columns of rotary positions. The last two are rows and columns in the grid of patches, which rotate some
 elements (`mrope_section`); for text all three are equal."""
@@ -53,6 +55,8 @@ def with_positions(
     """Step columns of a sequence's row, with those of its request."""
     if not images:
         return dict(columns), dict(token_columns)
+    if images[0].is_whole:
+        return dict(columns), {**token_columns, LAST_SEEN: last_seen(images)}
     shift = dict.fromkeys(ROTARY_COLUMNS, rotary_shift(images))
     return {**columns, **shift}, {**token_columns, **rotary_values(images)}
 
@@ -83,6 +87,16 @@ def rotary_values(images: Sequence[PromptImage]) -> Mapping[str, TokenValues]:
         name: TokenValues(start, values[start:].tolist())
         for name, values in zip(ROTARY_COLUMNS, rotary_positions(images), strict=True)
     }
+
+
+def last_seen(images: Sequence[PromptImage]) -> TokenValues:
+    """Values of LAST_SEEN from the first image to the end of the last: an image's last position for its tokens, its own
+    for another."""
+    start = images[0].start
+    values = list(range(start, images[-1].end))
+    for image in images:
+        values[image.start - start : image.end - start] = [image.end - 1] * image.num_tokens
+    return TokenValues(start, values)
 
 
 def rotary_positions(images: Sequence[PromptImage]) -> npt.NDArray[np.int64]:

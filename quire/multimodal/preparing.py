@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from quire.multimodal.decoding import decode_image, read_pixels
-from quire.multimodal.processors import QwenProcessor
+from quire.multimodal.processors import QwenProcessor, SquareProcessor
 from quire.multimodal.sources import read_data_url
 from quire.prompt_image import ReadyImage
 
@@ -17,7 +17,7 @@ Color = tuple[int, int, int]
 class Preparation(msgspec.Struct, frozen=True):
     """Settings that turn images into ReadyImages. background: colour under transparent pixels."""
 
-    processor: QwenProcessor
+    processor: QwenProcessor | SquareProcessor
     background: Color
 
     def prepare(self, image: Any, where: str) -> ReadyImage:
@@ -32,7 +32,14 @@ class Preparation(msgspec.Struct, frozen=True):
         frames, rows, columns = found.grid
         merge = self.processor.merge_size
         grid = frames, rows // merge, columns // merge
-        return ReadyImage(grid, found.key, found.pixels.tobytes(), found.pixels.shape[:2], is_encoded=False)
+        return ReadyImage(
+            grid,
+            found.key,
+            found.pixels.tobytes(),
+            found.pixels.shape[:2],
+            is_encoded=False,
+            is_whole=self.processor.is_whole,
+        )
 
 
 class FileJob(msgspec.Struct, frozen=True):

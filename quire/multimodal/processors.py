@@ -15,9 +15,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from quire.config.gguf_vision import read_tower
 from quire.config.hf_json import Fields, read_optional_json, shown
 from quire.errors import ModelLoadError, UserError
 from quire.multimodal.decoding import Pixels
@@ -68,11 +70,19 @@ class Normalisation:
 
 
 class ImageProcessor(Protocol):
-    """Processor of one checkpoint; a value for any process."""
+    """Processor of one checkpoint; a value for any process. merge_size: patches on each side of a token."""
+
+    @property
+    def merge_size(self) -> int: ...
 
     @property
     def max_tokens(self) -> int:
         """Approximate placeholders of the largest image, for estimates."""
+        ...
+
+    @property
+    def is_whole(self) -> bool:
+        """See ReadyImage."""
         ...
 
     def target_size(self, height: int, width: int, where: str) -> tuple[int, int]:
@@ -84,14 +94,13 @@ class ImageProcessor(Protocol):
         ...
 
     def patches(self, image: ProcessedImage) -> Patches:
-        """Encoder input [patches, channels * frames of a patch * patch_size ** 2]."""
+        """Encoder input [patches, channels * frames of a patch * patch_size ** 2]. Patches of a token are adjacent."""
         ...
 
 
-@dataclass(frozen=True)
-class QwenProcessor:
+class QwenProcessor(msgspec.Struct, frozen=True, tag=True):
     """Processor of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: sides are multiples of a token's side, and the number of pixels
-    is bounded. Patches of a token are adjacent; each repeats the image `frames` times."""
+    is bounded. Each patch repeats the image `frames` times."""
 
     patch_size: int
     merge_size: int
@@ -101,6 +110,10 @@ class QwenProcessor:
     resample: int
     resizes: bool
     normalisation: Normalisation
+
+    @property
+    def is_whole(self) -> bool:
+        return False
 
     @property
     def max_tokens(self) -> int:
@@ -150,8 +163,7 @@ class QwenProcessor:
         return found.reshape(rows * columns, -1)
 
 
-@dataclass(frozen=True)
-class SquareProcessor:
+class SquareProcessor(msgspec.Struct, frozen=True, tag=True):
     """Processor of Gemma 3: all images are resized to one size and pooled to the same number of tokens."""
 
     height: int
@@ -160,6 +172,14 @@ class SquareProcessor:
     num_tokens: int
     resample: int
     normalisation: Normalisation
+
+    @property
+    def is_whole(self) -> bool:
+        return True
+
+    @property
+    def merge_size(self) -> int:
+        return self.height // self.patch_size // math.isqrt(self.num_tokens)
 
     @property
     def max_tokens(self) -> int:
@@ -175,10 +195,11 @@ class SquareProcessor:
 
     def patches(self, image: ProcessedImage) -> Patches:
         _, rows, columns = image.grid
-        size = self.patch_size
+        size, merge = self.patch_size, self.merge_size
         # Columns and rows after the last whole patch are dropped, as by a convolution.
-        blocks = image.pixels[: rows * size, : columns * size].reshape(rows, size, columns, size, 3)
-        values = blocks.transpose(0, 2, 4, 1, 3).reshape(rows * columns, 3, size * size)
+        blocks = image.pixels[: rows * size, : columns * size]
+        blocks = blocks.reshape(rows // merge, merge, size, columns // merge, merge, size, 3)
+        values = blocks.transpose(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, 3, size * size)
         found = np.empty(values.shape, np.float32)
         for channel, table in enumerate(self.normalisation.table):
             found[:, channel] = table[values[:, channel]]
@@ -205,7 +226,12 @@ def content_key(pixels: Pixels, grid: Sequence[int], options: object) -> bytes:
 
 
 def has_settings(directory: Path) -> bool:
-    return file_bytes(directory / _FILE) is not None or _IMAGES in read_optional_json(directory / _JOINT_FILE)
+    """directory: or a vision tower's GGUF file."""
+    return (
+        directory.is_file()
+        or file_bytes(directory / _FILE) is not None
+        or _IMAGES in read_optional_json(directory / _JOINT_FILE)
+    )
 
 
 def read_qwen_processor(directory: Path) -> QwenProcessor:
@@ -233,9 +259,9 @@ def read_qwen_processor(directory: Path) -> QwenProcessor:
     return processor
 
 
-def read_square_processor(directory: Path, patch_size: int, num_tokens: int) -> SquareProcessor:
-    """Read the processor of Gemma 3. patch_size, num_tokens: values of config.json. Raises ModelLoadError with file and
-    key."""
+def read_square_processor(directory: Path, patch_size: int, side: int, num_tokens: int) -> SquareProcessor:
+    """Read the processor of Gemma 3. patch_size, side, num_tokens: values of config.json; side: patches on a side of an
+    image. Raises ModelLoadError with file and key."""
     fields = _read_settings(directory)
     size = _object(fields, "size")
     if fields.values.get("do_pan_and_scan"):
@@ -243,8 +269,10 @@ def read_square_processor(directory: Path, patch_size: int, num_tokens: int) -> 
     if not fields.boolean("do_resize", True):
         raise fields.error("do_resize false is not supported: all pictures of this model have one size")
     height, width = (size.integer(key, 224, maximum=MAX_SIDE) for key in ("height", "width"))
-    if min(height, width) < patch_size:
-        raise fields.error(f"size: {height} x {width} pixels have no patch of {patch_size}")
+    if {height // patch_size, width // patch_size} != {side}:
+        raise fields.error(
+            f"size: {height} x {width} pixels must have {side} x {side} patches of {patch_size}, as in config.json"
+        )
     return SquareProcessor(
         height,
         width,
@@ -260,7 +288,10 @@ _CLIP_DEVIATION = (0.26862954, 0.26130258, 0.27577711)
 
 
 def _read_settings(directory: Path) -> Fields:
-    """Image settings; Transformers 5 stores them in one file with other inputs' settings."""
+    """Image settings; Transformers 5 stores them in one file with other inputs' settings. directory: or a vision
+    tower's GGUF file."""
+    if directory.is_file():
+        return Fields(read_tower(directory).processor, str(directory))
     path = directory / _JOINT_FILE
     values = read_optional_json(path).get(_IMAGES)
     where = f"{path}: {_IMAGES}"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from quire.kernels.triton.collectives import sum_parts
+from quire.kernels.triton.norm import sum_parts
 from quire.parallel.torch_dist import COLLECTIVE_TIMEOUT, NetworkMeeting
 
 
@@ -23,8 +23,10 @@ class NcclGroup:
         self.rank = rank
         self.size = size
         library: Any = torch.distributed  # its type stubs lack the constructors of groups
-        is_path = isinstance(meeting_point, Path)
-        store = library.FileStore(str(meeting_point), size) if is_path else meeting_point.store
+        if isinstance(meeting_point, Path):
+            store = library.FileStore(str(meeting_point), size)
+        else:
+            store = meeting_point.store
         options = library.ProcessGroupNCCL.Options()
         options._timeout = COLLECTIVE_TIMEOUT
         self._group: Any = library.ProcessGroupNCCL(store, rank, size, options)

@@ -4,18 +4,36 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections import deque
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from quire.parallel.link_files import NUM_SLOTS, LinkFiles
+from quire.parallel.torch_dist import NetworkMeeting, gloo
 
 SlotT = TypeVar("SlotT")
 
 
-class Link:
-    """One end of a link. Tensors arrive in the order in which they were sent."""
+class Link(Protocol):
+    """One end of a link, which holds NUM_SLOTS tensors. Tensors arrive in the order in which they were sent."""
+
+    def send(self, tensor: torch.Tensor) -> None:
+        """Send a tensor, once fewer than NUM_SLOTS are under way."""
+        ...
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The next tensor, when it has come, valid until `release`."""
+        ...
+
+    def release(self) -> None:
+        """Give up the tensor that was received last."""
+        ...
+
+
+class SharedMemoryLink:
+    """Link between processes of one host."""
 
     def __init__(self, files: LinkFiles) -> None:
         """Takes ownership of the descriptors."""
@@ -45,6 +63,31 @@ class Link:
         slot = self._slots[self._next]
         self._next = (self._next + 1) % NUM_SLOTS
         return slot
+
+
+class NetworkLink:
+    """Link between processes of two hosts, over gloo."""
+
+    def __init__(self, meeting: NetworkMeeting, *, sends: bool) -> None:
+        """Returns when both ends are there. meeting: of this link alone. sends: this end is the earlier stage's."""
+        self._peer = 1 if sends else 0
+        self._group = gloo(meeting, 1 - self._peer, 2)
+        self._under_way: deque[tuple[Any, torch.Tensor]] = deque()
+        """Sent tensors, which their sender may overwrite, so these are copies; each with what waits for its end."""
+
+    def send(self, tensor: torch.Tensor) -> None:
+        if len(self._under_way) == NUM_SLOTS:
+            self._under_way.popleft()[0].wait()
+        data = tensor.clone(memory_format=torch.contiguous_format)
+        self._under_way.append((self._group.send([data], self._peer, 0), data))
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        data = torch.empty(shape, dtype=dtype)
+        self._group.recv([data], self._peer, 0).wait()
+        return data
+
+    def release(self) -> None:
+        """Do nothing: a received tensor has memory of its own."""
 
 
 @dataclass(frozen=True)

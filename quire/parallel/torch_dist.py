@@ -44,6 +44,20 @@ class NetworkMeeting:
         port: int = self.store.port
         return port
 
+    def of(self, name: str) -> NetworkMeeting:
+        """The place of some of the ranks, beside those of other names."""
+        library: Any = torch.distributed
+        return NetworkMeeting(library.PrefixStore(name, self.store), self.address)
+
+
+def gloo(meeting: NetworkMeeting, rank: int, size: int) -> Any:
+    """torch's group of these ranks."""
+    library: Any = torch.distributed  # its type stubs lack the constructors of groups
+    options = library.ProcessGroupGloo._Options()
+    options._devices = [library.ProcessGroupGloo.create_device(hostname=meeting.address)]
+    options._timeout = COLLECTIVE_TIMEOUT
+    return library.ProcessGroupGloo(meeting.store, rank, size, options)
+
 
 class GlooGroup:
     """Implements ProcessGroup for tensors in host memory."""
@@ -55,13 +69,10 @@ class GlooGroup:
         their addresses, in a directory that only this user can enter."""
         self.rank = rank
         self.size = size
-        library: Any = torch.distributed  # its type stubs lack the constructors of groups
-        options = library.ProcessGroupGloo._Options()
         if isinstance(meeting_point, Path):
+            library: Any = torch.distributed
             meeting_point = NetworkMeeting(library.FileStore(str(meeting_point), size), LOOPBACK)
-        options._devices = [library.ProcessGroupGloo.create_device(hostname=meeting_point.address)]
-        options._timeout = COLLECTIVE_TIMEOUT
-        self._group: Any = library.ProcessGroupGloo(meeting_point.store, rank, size, options)
+        self._group = gloo(meeting_point, rank, size)
         self.barrier()
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:

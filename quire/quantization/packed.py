@@ -62,6 +62,10 @@ class PackedParameters:
         assert len(self.matrices) < 2, "a matrix in several formats has no single one"
         return self.matrices[0] if self.matrices else None
 
+    def stored(self) -> list[torch.Tensor]:
+        """The tensors in memory that kernels read, once all are loaded."""
+        return [tensor for matrix, _ in _native_matrices(self) for tensor in matrix.tensors()]
+
 
 class PackedLinear:
     """LinearMethod of native execution: weights in panels, calls recorded."""
@@ -166,9 +170,10 @@ class PackedLinear:
     ) -> Buffer:
         (gate_up, up), (down, _) = (_stack_of(part) for part in (weights.gate_up, weights.down))
         x.recorder.keep.append(weights)
+        top_k = routing.width // 2
         return x.recorder.call(
             "experts",
-            x.width,
+            x.width * (top_k if weights.apart else 1),
             over=residual,
             buffers={"x": x, "routing": routing, "residual": residual},
             gate_up=[matrix for matrix, _ in gate_up],
@@ -177,12 +182,14 @@ class PackedLinear:
             gate_up_bias=_all_or_none([bias for _, bias in gate_up]),
             up_bias=_all_or_none([bias for _, bias in up]),
             down_bias=_all_or_none([bias for _, bias in down]),
-            top_k=routing.width // 2,
+            top_k=top_k,
             activation=ACTIVATIONS[weights.gating.activation],
             limit=weights.gating.limit or 0.0,
             weighs_input=weights.weighs_input,
+            apart=weights.apart,
             counts=0 if weights.counts is None else weights.counts.by_expert.data_ptr(),
-            places=list(weights.places),
+            places=0 if weights.places is None else weights.places.data_ptr(),
+            num_placed=0 if weights.places is None else len(weights.places),
         )
 
     def trim(self) -> None:

@@ -26,6 +26,10 @@ class PlainParameters:
     weight: torch.Tensor
     bias: torch.Tensor | None
 
+    def stored(self) -> list[torch.Tensor]:
+        """The tensors in memory."""
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
+
 
 @dataclass(frozen=True, slots=True)
 class PlainStack(Sequence[PlainParameters]):

@@ -30,7 +30,7 @@ class Quote(NamedTuple):
     pass has changed the pool)."""
 
     num_cached_tokens: int
-    """Prefix hit in tokens; 0 when resumed."""
+    """Prefix hit in tokens, which never ends inside a whole image; 0 when resumed."""
     max_cached_tokens: int
     """Longest hit that the request could use."""
     num_new_tokens: int
@@ -56,6 +56,9 @@ def quote(request: Request, kv: KVCacheManager, max_chunk: int, num_reserved_blo
         leader, num_known = sequences[0], num_shared_tokens(request)
         max_cached = num_known - 1
         num_cached = kv.match_prefix(leader.chain, leader.token_ids, max_cached)
+        for image in reversed(request.images):
+            if image.is_whole and image.start < num_cached < image.end:
+                num_cached = kv.match_prefix(leader.chain, leader.token_ids, image.start)
         num_new = num_known - num_cached
         free, held = kv.room_after_match(leader.chain, num_cached, leader.token_ids)
     return Quote(
@@ -110,7 +113,7 @@ def blocks_at_most(request: Request, kv: KVCacheManager, max_chunk: int) -> int:
         needed = kv.groups.blocks_of_siblings(request.num_prompt_tokens, [total] * n, max_chunk)
     if request.bypass_prefix_cache:
         return needed
-    chain = HashChain(kv.block_size, request.cache_salt, request.extra_keys(kv.block_size))
+    chain = HashChain(kv.hash_block_size, request.cache_salt, request.extra_keys(kv.hash_block_size))
     return needed - kv.num_always_shared(chain, request.prompt_token_ids)
 
 

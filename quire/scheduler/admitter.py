@@ -122,6 +122,8 @@ class Admitter:
             num_tokens = min(needs.num_new_tokens, self._limits.max_chunk, builder.budget)
             if num_tokens < needs.num_new_tokens and (reserved or self._limits.whole_prompts):
                 break
+            if not needs.is_resumed and self._images.awaits_budget(request, needs.num_cached_tokens, num_tokens):
+                break
             if not self._has_room(request, needs):
                 break
             if self._gates.defer((GateStage.START,), request, needs, now):
@@ -238,7 +240,7 @@ class PromptHashing:
         leader = request.live_sequences[0]
         if leader.chain is None or request.swapped_blocks:
             return False
-        size = self._kv.block_size
+        size = self._kv.hash_block_size
         num_blocks = (num_shared_tokens(request) - 1) // size
         num_tokens = (num_blocks - leader.chain.num_blocks) * size
         if num_tokens <= self.short_tokens:

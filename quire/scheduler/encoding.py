@@ -54,7 +54,7 @@ class ImageEncodings:
 
     def limit(self, request: Request, start: int, end: int) -> int:
         """The end of tokens [start, end) that can be computed now: before the first unencoded image, which is then
-        requested."""
+        requested, and before one that is whole and does not end there."""
         for image in request.images:
             if image.start >= end:
                 break
@@ -64,10 +64,18 @@ class ImageEncodings:
             if kept is None:
                 self._want(image, request)
                 return max(start, image.start)
+            if image.is_whole and end < image.end:
+                return image.start
             kept.requests.pop(request, None)
             self._kept.move_to_end(image.key)
             self._reads.add(image.key)
         return end
+
+    def awaits_budget(self, request: Request, start: int, num_tokens: int) -> bool:
+        """True if a whole image begins at position `start`, and these tokens are fewer than its own."""
+        return any(
+            image.is_whole and image.start == start and image.num_tokens > num_tokens for image in request.images
+        )
 
     def await_first(self, request: Request, start: int) -> bytes | None:
         """Request the unencoded image at position `start` and return its key."""

@@ -161,7 +161,7 @@ class PendingPrefixGate:
         if quote.is_resumed:
             return None
         found = kv.find_pending(request.live_sequences[0].chain, num_cached, quote.max_cached_tokens)
-        if found is None or found[1] - num_cached // kv.block_size < MIN_SHARED_BLOCKS:
+        if found is None or found[1] - num_cached // kv.hash_block_size < MIN_SHARED_BLOCKS:
             return None
         return Deferral(self.reason, quote.num_blocks, lambda: kv.is_pending_in(*found))
 

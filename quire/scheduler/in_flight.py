@@ -35,7 +35,7 @@ class InFlight(msgspec.Struct, frozen=True):
 
     @property
     def awaits_masks(self) -> bool:
-        return any(_awaits_mask(self.samples[index]) for index in self.plan.expects_sampling_inputs)
+        return any(_awaits_mask(self.samples[index]) for index in self.plan.masked_samples)
 
     def sampling_inputs(self) -> tuple[SamplingInputs, list[tuple[Sequence, UserError]]]:
         """The expected masks, and the sequences that cannot continue under their constraints. Called when all earlier
@@ -43,7 +43,7 @@ class InFlight(msgspec.Struct, frozen=True):
         masks: dict[int, bytes] = {}
         draft_masks: dict[int, list[bytes]] = {}
         failed, discarded = [], []
-        for index in self.plan.expects_sampling_inputs:
+        for index in self.plan.masked_samples:
             sequence = self.samples[index]
             if sequence.finish_reason is not None:
                 continue

@@ -17,7 +17,7 @@ from quire.step import StepPlan
 
 def first_stats(kv: KVCacheManager) -> EngineStats:
     return EngineStats(
-        block_size=kv.block_size,
+        block_size=kv.hash_block_size,
         block_bytes=kv.block_bytes,
         num_blocks=kv.pool.num_usable,
         num_host_blocks=kv.host.blocks.num_usable,

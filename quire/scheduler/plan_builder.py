@@ -120,7 +120,7 @@ class PlanBuilder:
             if request.pooling:
                 self.plan.pooled.append(len(self.samples) - 1)
             elif request.constraint is not None:
-                self.plan.expects_sampling_inputs.append(len(self.samples) - 1)
+                self.plan.masked_samples.append(len(self.samples) - 1)
 
     def append_forced(self, sequence: Sequence) -> None:
         """Send the last tokens of a sequence, which the workers have not sampled."""
@@ -176,7 +176,7 @@ class PlanBuilder:
         self.sample_from.append(batch_index)
         sequence.num_pending_tokens += 1
         if sequence.request.constraint is not None:
-            self.plan.expects_sampling_inputs.append(len(self.samples) - 1)
+            self.plan.masked_samples.append(len(self.samples) - 1)
 
     def fork(self, parent: Sequence, kv: KVCacheManager) -> None:
         """Fork the siblings of the last entry's sequence after this step's forward pass. Siblings without output sample
@@ -205,7 +205,7 @@ class PlanBuilder:
         while self.samples and self.samples[-1].request is request:
             self.samples.pop().num_pending_tokens -= 1
             self.sample_from.pop()
-        for indices in (plan.pooled, plan.expects_sampling_inputs):
+        for indices in (plan.pooled, plan.masked_samples):
             while indices and indices[-1] >= len(self.samples):
                 indices.pop()
         while self.sequences and self.sequences[-1].request is request:

@@ -98,7 +98,7 @@ def swap_out(request: Request, kv: KVCacheManager, prefers_swap: Choice) -> list
     if any(sequence.num_pending_drafts for sequence in sequences):
         return None  # how many of the tokens are computed is not known
     footprint = kv.footprint(handles)
-    num_tokens = computed_tokens(request) - footprint.num_retained_blocks * kv.block_size
+    num_tokens = computed_tokens(request) - footprint.num_retained_blocks * kv.hash_block_size
     copies = kv.swap_out(handles, num_computed) if prefers_swap(footprint, num_tokens) else None
     if copies is not None:
         for sequence in sequences:

@@ -241,7 +241,7 @@ class Scheduler:
         if result.candidates:
             updates += ends.update_beams(samples, result, now)
             sampled = [entry for entry in sampled if entry[0].request.beam_search is None]
-        if plan.expects_sampling_inputs:
+        if plan.masked_samples:
             sampled = self.matching.take_samples(sampled, in_flight, ends, self.kv, may_go_ahead and self.can_discard)
         self._take_tokens(sampled, updates, now, has_drafts=bool(plan.num_drafts))
         if result.prompt_logprobs:

@@ -66,7 +66,7 @@ def take_snapshot(kv: KVCacheManager, running: Iterable[Request], waiting: Itera
     views = [_view_request(request, kv) for requests in (running, waiting) for request in requests]
     views += [_view_prefix(name, prefix, kv) for name, prefix in kv.registered_prefixes()]
     return KVSnapshot(
-        block_size=kv.block_size,
+        block_size=kv.hash_block_size,
         block_sizes=list(kv.groups.sizes),
         windows=list(kv.windows),
         states=kv.pool.states(),

@@ -19,6 +19,7 @@ from quire.outputs import CompletionOutput, RequestOutput
 from quire.parsers.output import OutputDelta
 from quire.server.answer import Answer, Begin, Piece, add_answer_route
 from quire.server.answer_format import ChoiceText, to_delta
+from quire.server.answer_size import AnswerSize, num_alternatives
 from quire.server.context import SYSTEM_FINGERPRINT, ServerContext
 from quire.server.generation import Terms, generate, render_chat, spaced
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
@@ -36,7 +37,6 @@ from quire.server.protocol.common import Usage
 from quire.server.protocol.messages import found_messages
 from quire.server.reading import read_request
 from quire.server.streaming import DONE, encode_event
-from quire.server.weight import AnswerWeight, num_alternatives
 
 logger = get_logger(__name__)
 
@@ -65,7 +65,7 @@ class ChatAnswer(Answer[ChatRequest]):
         header_id: str | None = None,
         *,
         ends_with_context: bool = False,
-        weight: AnswerWeight | None = None,
+        weight: AnswerSize | None = None,
         asked: AskedRoute | None = None,
     ) -> None:
         """ends_with_context: cut max_tokens that exceed the context instead of refusing them. weight: weight of this
@@ -73,7 +73,7 @@ class ChatAnswer(Answer[ChatRequest]):
         super().__init__(context, body, header_id)
         self._asked = asked or AskedRoute("chat_completions", is_streamed=body.stream)
         self._ends_with_context = ends_with_context
-        self.weight = weight or AnswerWeight(
+        self.weight = weight or AnswerSize(
             logprobs=self._num_alternatives(self._params.logprobs),
             return_token_ids=body.return_token_ids,
             is_streamed=body.stream,

@@ -16,7 +16,7 @@ from quire.server.limits import CHARGE, Charge
 from quire.server.protocol.chat import ChatBatchRequest, ChatResponse
 from quire.server.protocol.common import CompletionTokensDetails, PromptTokensDetails, Usage
 from quire.server.reading import read_request
-from quire.server.turns import Turns, share_of
+from quire.server.request_share import Turns, share_of
 
 
 def add_chat_batch_route(app: FastAPI, context: ServerContext) -> None:

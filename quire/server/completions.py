@@ -15,6 +15,7 @@ from quire.logging import get_logger
 from quire.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.parsers.output import OutputDelta
 from quire.server.answer import Answer, Begin, Piece, add_answer_route
+from quire.server.answer_size import AnswerSize, num_alternatives
 from quire.server.context import SYSTEM_FINGERPRINT, ServerContext
 from quire.server.generation import Terms, generate, spaced
 from quire.server.logprobs import CompletionColumns, chat_logprobs, limited, prompt_logprobs
@@ -27,7 +28,6 @@ from quire.server.protocol.completion import (
 )
 from quire.server.reading import read_request
 from quire.server.streaming import DONE, TEXT_MARK, EventTemplate, encode_event
-from quire.server.weight import AnswerWeight, num_alternatives
 from quire.tokenization.infill import infill
 
 logger = get_logger(__name__)
@@ -53,7 +53,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
         super().__init__(context, body, header_id)
         self._ends_with_context = ends_with_context
         self._vocab_size = context.engine.model_config.vocab_size
-        self._weight = AnswerWeight(
+        self._weight = AnswerSize(
             logprobs=None if body.logprobs is None else num_alternatives(body.logprobs, self._vocab_size),
             return_token_ids=body.return_token_ids,
             is_streamed=body.stream,

@@ -24,8 +24,8 @@ from quire.server.limits import CHARGE, Charge, client_salt, names_owner
 from quire.server.protocol.chat import TemplateInputs
 from quire.server.protocol.common import AnswerTimes, CompletionTokensDetails, PromptTokensDetails, Usage
 from quire.server.protocol.messages import ChatMessage, found_messages
+from quire.server.request_share import PromptPart, Turns, share_of, split
 from quire.server.running import Work
-from quire.server.turns import PromptPart, Turns, share_of, split
 from quire.tokenization.conversation import Conversation
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ async def generate(
     names: Mapping[str, str],
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Yield (prompt index, new output) until every prompt is finished. The prompts run side by side; many sequences
-    take turns (quire/server/turns.py).
+    take turns (quire/server/request_share.py).
 
     Closing the generator, or an error of one prompt, ends all. Raises as ServerContext.admit does, because others may
     have come in while the prompt was prepared; ModelOutputError if the model computes NaN or infinite logits.

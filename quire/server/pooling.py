@@ -47,8 +47,8 @@ from quire.server.protocol.pooling import (
     ScoreResponse,
 )
 from quire.server.reading import read_request
+from quire.server.request_share import PromptPart, Turns, share_of
 from quire.server.responses import json_response
-from quire.server.turns import PromptPart, Turns, share_of
 from quire.server.vector_format import bytes_response, encoded
 
 Body = TypeVar("Body", bound=PooledFields)
@@ -211,7 +211,7 @@ async def _shortened(context: ServerContext, texts: list[str], max_tokens: int) 
 async def run_texts(
     context: ServerContext, body: PooledFields, params: PoolingParams, texts: Sequence[Text], names: Sequence[str]
 ) -> list[RequestOutput]:
-    """Outputs of all texts, in order; many take turns (quire/server/turns.py). An error of one ends all. names:
+    """Outputs of all texts, in order; many take turns (quire/server/request_share.py). An error of one ends all. names:
     request's field for each text, for errors."""
     charge, salt = Charge(context.metrics), client_salt(body.cache_salt)
     adapter = context.adapters.find(context.served_name(body.model))

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from quire.server.turns import Turns
+from quire.server.request_share import Turns
 
 
 class Work(NamedTuple):

@@ -20,7 +20,7 @@ class _OfResponse(msgspec.Struct):
     response: StoredResponse
 
 
-class _Put(_OfResponse, tag="put"): ...
+class _PutResponse(_OfResponse, tag="put"): ...
 
 
 class _Begin(_OfResponse, tag="begin"): ...
@@ -29,7 +29,7 @@ class _Begin(_OfResponse, tag="begin"): ...
 class _Finish(_OfResponse, tag="finish"): ...
 
 
-class _Find(msgspec.Struct, tag="find"):
+class _FindResponse(msgspec.Struct, tag="find"):
     owner: str
     response_id: str
 
@@ -39,7 +39,7 @@ class _Remove(msgspec.Struct, tag="remove"):
     response_id: str
 
 
-_Message = _Put | _Begin | _Finish | _Find | _Remove
+_Message = _PutResponse | _Begin | _Finish | _FindResponse | _Remove
 
 
 class ParentsResponses:
@@ -51,7 +51,7 @@ class ParentsResponses:
         self.maker = client.session
 
     async def put(self, owner: str, response_id: str, response: StoredResponse) -> None:
-        await self._ask(_Put(owner, response_id, response))
+        await self._ask(_PutResponse(owner, response_id, response))
 
     async def begin_response(self, owner: str, response_id: str, response: StoredResponse) -> ResponseRejection | None:
         answer = await self._ask(_Begin(owner, response_id, response))
@@ -61,7 +61,7 @@ class ParentsResponses:
         await self._ask(_Finish(owner, response_id, response))
 
     async def find_response(self, owner: str, response_id: str) -> StoredResponse | None:
-        answer = await self._ask(_Find(owner, response_id))
+        answer = await self._ask(_FindResponse(owner, response_id))
         return msgspec.msgpack.decode(answer, type=StoredResponse | None)
 
     async def remove(self, owner: str, response_id: str) -> bool:
@@ -93,14 +93,14 @@ class ResponseService:
         decoded = msgspec.msgpack.decode(message, type=_Message)
         with self._lock:
             match decoded:
-                case _Put(owner, response_id, response):
+                case _PutResponse(owner, response_id, response):
                     self._store.put(owner, response_id, response)
                 case _Begin(owner, response_id, response):
                     if session not in self._ended:  # otherwise nothing would end the response
                         result = self._store.begin_response(owner, response_id, response)
                 case _Finish(owner, response_id, response):
                     self._store.keep_finished(owner, response_id, session, response)
-                case _Find(owner, response_id):
+                case _FindResponse(owner, response_id):
                     result = self._store.find_response(owner, response_id)
                 case _Remove(owner, response_id):
                     result = self._store.remove(owner, response_id)

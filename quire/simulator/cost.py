@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from quire.config.model_shape import DTYPE_BYTES, QUANTIZED, STATE_BORDER, AttentionShape, Matrix, ModelShape
-from quire.config.parallel import ParallelConfig, why_not_dealt
+from quire.config.parallel import ParallelConfig, why_no_copies, why_not_dealt
 from quire.errors import UserError
 from quire.simulator.hardware import Hardware
 from quire.simulator.work import ChunkTokens, StepWork, Windows
@@ -236,7 +236,15 @@ class CostModel:
         table_size = DTYPE_BYTES[precision.tables or precision.weights]
         dense = rest * share * DTYPE_BYTES[precision.weights] + tables * table_size
         experts = routed * share * DTYPE_BYTES[precision.experts or precision.weights]
-        return dense / layout.tp + experts / max(layout.ep, layout.tp)
+        return dense / layout.tp + experts * self._expert_share
+
+    @property
+    def _expert_share(self) -> float:
+        """Share of a layer's experts that a device holds, copies included."""
+        experts, layout = self.shape.experts, self.layout
+        if experts is None or layout.redundant_experts is None:
+            return 1 / max(layout.ep, layout.tp)
+        return math.ceil((experts.num_experts + layout.redundant_experts) / layout.ep) / experts.num_experts
 
     # -- a step, without names --------------------------------------------------------------------------------------
 
@@ -528,5 +536,12 @@ def _check(shape: ModelShape, layout: ParallelConfig) -> None:
         raise UserError(f"dcp={layout.dcp} is not possible: {reason}", param="dcp")
     if layout.pp > shape.num_layers:
         raise UserError(f"pp={layout.pp} exceeds the {shape.num_layers} layers of {shape.name}", param="pp")
-    if layout.ep > 1 and (shape.experts is None or shape.experts.num_experts % layout.ep):
+    is_uneven = shape.experts is None or shape.experts.num_experts % layout.ep
+    if layout.ep > 1 and layout.redundant_experts is None and is_uneven:
         raise UserError(f"ep={layout.ep} does not share out the experts of {shape.name}", param="ep")
+    if layout.redundant_experts is not None:
+        if shape.experts is None or layout.ep == 1:
+            raise UserError("enable_eplb needs whole experts on several devices", param="enable_eplb")
+        wrong = why_no_copies(layout.redundant_experts, shape.experts.num_experts, layout.ep)
+        if wrong is not None:
+            raise UserError(f"eplb_config.num_redundant_experts {wrong}", param="eplb_config")

@@ -102,6 +102,9 @@ class SimulatedExecutor:
     def expert_counts(self) -> list[list[int]]:
         return []
 
+    def expert_ranks(self) -> list[list[list[int]]]:
+        return []
+
     def computing(self) -> AbstractContextManager[object]:
         """A context that does nothing."""
         return nullcontext()

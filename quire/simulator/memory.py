@@ -13,13 +13,18 @@ from quire.simulator.cost import CostModel
 from quire.utils.sizes import format_bytes
 
 LOGIT_BYTES = 4
+PART_BYTES = 4
 NUM_LOGIT_COPIES = 3
 """The sampler's copies of the logits: computed, filtered and sorted."""
 
 
 def activation_bytes(cost: CostModel, max_num_batched_tokens: int, max_num_seqs: int) -> int:
     """Estimated activation bytes of a step at its full budget on a device, with 16 bits each."""
-    return step_bytes(cost.shape, max_num_batched_tokens, max_num_seqs, tp=cost.layout.tp)
+    total = step_bytes(cost.shape, max_num_batched_tokens, max_num_seqs, tp=cost.layout.tp)
+    experts = cost.shape.experts
+    if experts is not None and cost.layout.redundant_experts is not None:  # results of experts, before they are added
+        total += PART_BYTES * max_num_batched_tokens * experts.num_active * cost.shape.hidden
+    return total
 
 
 def step_bytes(shape: ModelShape, num_tokens: int, num_seqs: int, *, dtype_bytes: int = 2, tp: int = 1) -> int:

@@ -23,16 +23,16 @@ from quire.structured_output.forks import fork, limit
 from quire.structured_output.mask_process import STACK, serve_masks
 from quire.structured_output.messages import (
     Cancel,
+    ForkServerSetup,
     FrameConnection,
     Outcome,
     Rehearse,
-    Setup,
     StartMasks,
     Try,
     Verdict,
 )
 from quire.structured_output.rehearsal import ENDS_BY_LIMITS, rehearse, too_late, why_it_ended
-from quire.structured_output.turns import Job, Turns
+from quire.structured_output.turns import RehearsalText, RehearsalTurns
 from quire.structured_output.vocabulary import check_tokenizer, make_vocabulary
 from quire.tokenization.tokenizer import Tokenizer, open_tokenizer
 
@@ -52,7 +52,7 @@ class Rehearsal:
     def __init__(self, pid: int, connection: FrameConnection) -> None:
         self.pid = pid
         self.connection = connection
-        self.job: Job | None = None
+        self.job: RehearsalText | None = None
 
     def end(self) -> int:
         """Kill the fork, if it lives; returns its `returncode`."""
@@ -69,15 +69,15 @@ class Rehearsal:
 
 
 class ForkServer:
-    def __init__(self, setup: Setup, vocabulary: LLTokenizer | None, failure: str) -> None:
+    def __init__(self, setup: ForkServerSetup, vocabulary: LLTokenizer | None, failure: str) -> None:
         """failure: reason why the model's tokenizer has no vocabulary, which refuses every text."""
         self._setup = setup
         self._limits = setup.limits
         self._vocabulary = vocabulary
         self._failure = failure
         self._connection = FrameConnection(socket.socket(fileno=setup.fd), takes_descriptors=True)
-        self._turns = Turns(len(setup.limits.cpu_seconds))
-        self._jobs: dict[int, Job] = {}
+        self._turns = RehearsalTurns(len(setup.limits.cpu_seconds))
+        self._jobs: dict[int, RehearsalText] = {}
         self._spare: list[Rehearsal] = []
         lanes = range(len(setup.limits.cpu_seconds))
         self._running: dict[range, Rehearsal] = {}
@@ -122,7 +122,7 @@ class ForkServer:
                 if self._failure:
                     self._send(Verdict(number, Outcome(self._failure)))
                     return
-                job = self._jobs[number] = Job(number, text, client, max(deadline, self._first_deadline))
+                job = self._jobs[number] = RehearsalText(number, text, client, max(deadline, self._first_deadline))
                 self._turns.add(job)
             case Cancel(number):
                 if (found := self._jobs.pop(number, None)) is not None:
@@ -140,7 +140,7 @@ class ForkServer:
         while len(self._spare) < NUM_SPARE:
             self._spare.append(self._fork_rehearsal())
 
-    def _begin(self, job: Job) -> Rehearsal:
+    def _begin(self, job: RehearsalText) -> Rehearsal:
         rehearsal = self._take_spare() or self._fork_rehearsal()
         rehearsal.job = job
         seconds = job.deadline - time.monotonic()
@@ -189,7 +189,7 @@ class ForkServer:
     def _free(self, rehearsal: Rehearsal) -> None:
         self._running = {lanes: each for lanes, each in self._running.items() if each is not rehearsal}
 
-    def _drop(self, job: Job) -> None:
+    def _drop(self, job: RehearsalText) -> None:
         self._turns.remove(job)
         for rehearsal in list(self._running.values()):
             if rehearsal.job is job:
@@ -202,7 +202,7 @@ class ForkServer:
             self._drop(job)
             self._tell(job, Outcome(too_late(self._limits)), is_final=False)
 
-    def _tell(self, job: Job, outcome: Outcome, *, is_final: bool = True) -> None:
+    def _tell(self, job: RehearsalText, outcome: Outcome, *, is_final: bool = True) -> None:
         if self._jobs.pop(job.number, None) is not None:
             self._send(Verdict(job.number, outcome, is_final))
 
@@ -236,7 +236,7 @@ def serve(load: Callable[..., Tokenizer | None]) -> None:
     line = sys.stdin.buffer.readline()
     if not line.endswith(b"\n"):
         return  # the parent ended before it had said what to do
-    setup = msgspec.json.decode(line, type=Setup)
+    setup = msgspec.json.decode(line, type=ForkServerSetup)
     # The parent decides on signals to all processes of a service, and ends this one.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

@@ -15,7 +15,15 @@ from typing import Any
 
 from quire.structured_output import patterns
 from quire.structured_output.productive import without_endless
-from quire.structured_output.schema_numbers import DIGITS, KEYWORDS, Numbers, Written, check_merges, constant, is_number
+from quire.structured_output.schema_numbers import (
+    DIGITS,
+    KEYWORDS,
+    SchemaNumbers,
+    Written,
+    check_merges,
+    constant,
+    is_number,
+)
 from quire.structured_output.schema_objects import ObjectKeywords, all_of
 from quire.structured_output.schema_place import SchemaPlace
 from quire.structured_output.schema_references import References
@@ -107,7 +115,7 @@ class Normaliser:
         self._names: dict[int, str] = {}
         self._todo: list[tuple[str, Any, SchemaPlace]] = []
         self._found = NormalSchema(root)
-        self._numbers: list[Numbers] = []
+        self._numbers: list[SchemaNumbers] = []
         self._merges = False
         """Several schemas apply to one value somewhere."""
         self._budget = budget
@@ -181,7 +189,7 @@ class Normaliser:
             kinds = ["number"] if types is None else [kind for kind in types if kind in ("number", "integer")]
             if kinds:
                 try:
-                    said = Numbers.of(given, is_integer=kinds[0] == "integer")
+                    said = SchemaNumbers.of(given, is_integer=kinds[0] == "integer")
                     numbers = said.schema()
                 except ValueError as error:
                     raise place.error(str(error)) from None
@@ -299,7 +307,7 @@ class Normaliser:
                 continue
             try:
                 if is_number(value):
-                    kind = Numbers.of(given, is_integer=types is not None and "number" not in types)
+                    kind = SchemaNumbers.of(given, is_integer=types is not None and "number" not in types)
                     if not kind.holds(value):
                         continue
                 normal = self._constant(value)

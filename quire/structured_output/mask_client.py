@@ -21,7 +21,7 @@ from quire.errors import UserError
 from quire.logging import get_logger
 from quire.structured_output.mask_memory import MIN_SLOTS, Busy, MaskMemory, make_memory, num_mask_bytes
 from quire.structured_output.mask_process import NUM_THREADS
-from quire.structured_output.messages import Copy, Done, FrameConnection, Grammar, Work
+from quire.structured_output.messages import Copy, Done, FrameConnection, Grammar, MaskWork
 from quire.structured_output.remote_matcher import NO_SLOT, RemoteMatcher, too_much_work
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class MaskClient:
             self._take_ended()
             return
         connection = self.connection or self._start_process()
-        work = Work(0, self._take_ended() if self.ended_slots else [], [], [], [], [], [])
+        work = MaskWork(0, self._take_ended() if self.ended_slots else [], [], [], [], [], [])
         if self._tried is None or not self._is_one_alone():
             self._add_copies(work)
             self._add_advances(work)
@@ -168,7 +168,7 @@ class MaskClient:
         work.num_slots = self._num_slots
         connection.send(work)
 
-    def _add_copies(self, work: Work) -> None:
+    def _add_copies(self, work: MaskWork) -> None:
         for matcher, source, wants_mask in self._copies:
             if source.is_held:  # the process does not know it
                 self._waiting.append(weakref.ref(matcher))
@@ -179,7 +179,7 @@ class MaskClient:
                 self._miss(matcher)
         self._copies.clear()
 
-    def _add_advances(self, work: Work) -> None:
+    def _add_advances(self, work: MaskWork) -> None:
         advances, self._advances = self._advances, []
         for matcher in advances:
             advance = matcher.advanced()
@@ -187,7 +187,7 @@ class MaskClient:
                 work.advances.append(advance)
                 self._miss(matcher)
 
-    def _add_news(self, work: Work) -> None:
+    def _add_news(self, work: MaskWork) -> None:
         """Add matchers whose grammars have room; the others wait in order."""
         waiting, self._waiting = self._waiting, deque()
         alone = self._tried() if self._tried is not None and self._is_one_alone() else None
@@ -321,7 +321,7 @@ class MaskClient:
             self._memory.forget()
         return ended
 
-    def _grammar_number(self, text: ConstraintText, work: Work) -> int | None:
+    def _grammar_number(self, text: ConstraintText, work: MaskWork) -> int | None:
         """Number of a text's grammar, which is sent if new; None: no room yet."""
         known = self._grammars.get(text.text)
         if known is not None:

@@ -1,6 +1,6 @@
 """The mask process: a fork of the fork server that compiles rehearsed grammars and makes the masks of an engine's
-sequences. The engine core sends one message a step (`Work`) and gets answers (`Done`): the fate of tokens, and later
-the masks, which lie in shared memory. One leading thread reads messages and works; another takes over when one piece
+sequences. The engine core sends one message a step (`MaskWork`) and gets answers (`Done`): the fate of tokens, then the
+masks, which lie in shared memory. One leading thread reads messages and works; another takes over when one piece
 takes long. Sequences with slow masks have a thread of their own."""
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from quire.structured_output.messages import (
     Done,
     Grammar,
     Masked,
+    MaskWork,
     MatcherAnswer,
     New,
     RehearsalLimits,
-    Work,
 )
 from quire.structured_output.rehearsal import in_one_line, start_matcher
 from quire.structured_output.sequence_state import NO_TOKEN, MaskShape, SequenceState, unusable
@@ -177,7 +177,7 @@ class MaskProcess:
         self._memory = memory
         self._vocabulary = vocabulary
         self._shape = shape
-        self._decoder = msgspec.msgpack.Decoder(Work)
+        self._decoder = msgspec.msgpack.Decoder(MaskWork)
         self._sending = threading.Lock()
         self._lock = threading.Lock()
         self._message_came = threading.Condition(self._lock)
@@ -288,7 +288,7 @@ class MaskProcess:
             if self._is_asleep:
                 self._message_came.notify()
 
-    def _take(self, work: Work) -> list[Task]:
+    def _take(self, work: MaskWork) -> list[Task]:
         """Apply a message; returns its tasks. Only the reading thread changes slots and grammars, so it needs no lock,
         which it must not hold while a copy waits for the source's mask."""
         with self._lock:

@@ -31,7 +31,7 @@ class RehearsalLimits(msgspec.Struct, frozen=True):
 LIMITS = RehearsalLimits()
 
 
-class Setup(msgspec.Struct):
+class ForkServerSetup(msgspec.Struct):
     """Setup of a fork server: one line of JSON on its standard input. fd: its end of the connection."""
 
     options: EngineOptions
@@ -131,7 +131,7 @@ class Grammar(msgspec.Struct, array_like=True):
     seconds: float
 
 
-class Work(msgspec.Struct, array_like=True):
+class MaskWork(msgspec.Struct, array_like=True):
     """To the mask process, in order of execution. num_slots: slots that the memory has room for."""
 
     num_slots: int

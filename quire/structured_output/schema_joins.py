@@ -11,7 +11,7 @@ from typing import Any
 
 from quire.structured_output.json_schema import OF_TYPE, TYPES, NormalSchema
 from quire.structured_output.productive import without_endless
-from quire.structured_output.schema_numbers import DIGITS, Numbers
+from quire.structured_output.schema_numbers import DIGITS, SchemaNumbers
 from quire.structured_output.schema_objects import all_of
 
 IN_PLACE = ("allOf", "anyOf", "oneOf", "$ref", "enum")
@@ -408,9 +408,9 @@ def _of_kind(node: dict[str, Any], kind: str) -> dict[str, Any]:
     return {"type": kind} | {name: node[name] for name in OF_TYPE.get(kind, ()) if name in node}
 
 
-def _numbers(node: dict[str, Any], *, is_integer: bool) -> Numbers:
+def _numbers(node: dict[str, Any], *, is_integer: bool) -> SchemaNumbers:
     found = node.get(DIGITS)
-    return found if isinstance(found, Numbers) else Numbers.of(node, is_integer=is_integer)
+    return found if isinstance(found, SchemaNumbers) else SchemaNumbers.of(node, is_integer=is_integer)
 
 
 def _enum(values: list[Any], other: dict[str, Any]) -> Any:
@@ -424,7 +424,7 @@ def _enum(values: list[Any], other: dict[str, Any]) -> Any:
     kept = [each for each in values if _kind(each) in kinds or (_is_integer(each) and "integer" in kinds)]
     if any(isinstance(each, dict | list) for each in kept):
         raise ValueError(f"enum of objects and arrays {BESIDE}")
-    numbers = Numbers.of(other, is_integer=False)
+    numbers = SchemaNumbers.of(other, is_integer=False)
     kept = [each for each in kept if _kind(each) != "number" or numbers.holds(each)]
     if not kept:
         return False

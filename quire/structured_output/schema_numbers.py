@@ -54,14 +54,14 @@ def decimal_of(value: Any) -> Decimal:
 
 
 @dataclass(frozen=True)
-class Numbers:
+class SchemaNumbers:
     low: Bound | None = None
     high: Bound | None = None
     multiple: Fraction | None = None
     is_integer: bool = False
 
     @classmethod
-    def of(cls, schema: dict[str, Any], *, is_integer: bool) -> Numbers:
+    def of(cls, schema: dict[str, Any], *, is_integer: bool) -> SchemaNumbers:
         """Read the keywords of a schema. Raises ValueError that begins with the keyword."""
         values = {}
         for name in KEYWORDS:
@@ -93,13 +93,13 @@ class Numbers:
             return False
         return self.multiple is None or Fraction(number) % self.multiple == 0
 
-    def joined(self, other: Numbers) -> Numbers:
+    def joined(self, other: SchemaNumbers) -> SchemaNumbers:
         """Raises ValueError for two different multiples."""
         multiples = {each.multiple for each in (self, other)} - {None}
         if len(multiples) > 1:
             raise ValueError("multipleOf is not supported in several schemas beside numbers of more than 53 bits")
         low, high = _narrower(self.low, other.low, 1), _narrower(self.high, other.high, -1)
-        return Numbers(low, high, next(iter(multiples), None), self.is_integer or other.is_integer)
+        return SchemaNumbers(low, high, next(iter(multiples), None), self.is_integer or other.is_integer)
 
     def expression(self) -> str | None:
         """Expression for the numbers between the bounds; None: there are none."""
@@ -172,7 +172,7 @@ class Numbers:
         return least < Fraction(high.value) or (least == Fraction(high.value) and not high.is_exclusive)
 
 
-def check_merges(found: list[Numbers]) -> None:
+def check_merges(found: list[SchemaNumbers]) -> None:
     """Check number keywords of several schemas for one value, which llguidance joins. Raises ValueError where it could
     be wrong: exclusive bounds beside others with equal digits before the point, and multiples whose product exceeds 32
     bits."""
@@ -260,7 +260,7 @@ def constant(value: Any) -> Any:
     number = decimal_of(value)
     if not number:
         return 0
-    exact = Numbers(Bound(number), Bound(number), is_integer=isinstance(value, int))
+    exact = SchemaNumbers(Bound(number), Bound(number), is_integer=isinstance(value, int))
     if isinstance(value, int):
         return value if abs(value) <= LARGEST_EXACT else {DIGITS: exact}
     if abs(number) < LARGEST_EXACT and number.adjusted() > -7 and Decimal(repr(float(value))) == number:

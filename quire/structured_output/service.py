@@ -30,11 +30,11 @@ from quire.structured_output.mask_client import PREFIX, MaskClient, out_of_order
 from quire.structured_output.messages import (
     LIMITS,
     Cancel,
+    ForkServerSetup,
     FrameConnection,
     Outcome,
     RehearsalLimits,
     Rehearse,
-    Setup,
     StartMasks,
     Verdict,
 )
@@ -69,7 +69,7 @@ class ConstraintService:
         the fork server's `main`."""
         self._limits = limits
         self._module = module
-        self._setup = Setup(options, vocab_size, list(eos_token_ids), -1, limits)
+        self._setup = ForkServerSetup(options, vocab_size, list(eos_token_ids), -1, limits)
         self.masks = MaskClient(vocab_size, self._start_masks, self._condemn)
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: FrameConnection | None = None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(eq=False, slots=True)
-class Job:
+class RehearsalText:
     """A text to rehearse. deadline: time.monotonic(). lane: lane of its next try. was_killed: something other than the
     limits has ended a try, which is repeated once."""
 
@@ -20,14 +20,14 @@ class Job:
     was_killed: bool = False
 
 
-class Turns:
+class RehearsalTurns:
     def __init__(self, num_lanes: int) -> None:
-        self._lanes: list[OrderedDict[str, deque[Job]]] = [OrderedDict() for _ in range(num_lanes)]
+        self._lanes: list[OrderedDict[str, deque[RehearsalText]]] = [OrderedDict() for _ in range(num_lanes)]
 
-    def add(self, job: Job) -> None:
+    def add(self, job: RehearsalText) -> None:
         self._lanes[job.lane].setdefault(job.client, deque()).append(job)
 
-    def take(self, lanes: range) -> Job | None:
+    def take(self, lanes: range) -> RehearsalText | None:
         """The next job of the first of these lanes that has one."""
         for lane in lanes:
             clients = self._lanes[lane]
@@ -39,7 +39,7 @@ class Turns:
                 return job
         return None
 
-    def remove(self, job: Job) -> None:
+    def remove(self, job: RehearsalText) -> None:
         clients = self._lanes[job.lane]
         jobs = clients.get(job.client)
         if jobs is not None and job in jobs:

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 IMAGE = "image"
-"""Type of a Part that stands for an image."""
+"""Type of a MessagePart that stands for an image."""
 
 
 class MessagePart(msgspec.Struct, frozen=True, gc=False):

@@ -46,7 +46,7 @@ DEADLY = (signal.SIGPROF, signal.SIGALRM)
 _JOBS = msgspec.msgpack.Decoder(Render | Text | Read)
 
 
-class Worker:
+class HelperLoop:
     def __init__(self, setup: Setup, connection: socket.socket, reader: FrameReader) -> None:
         self._setup = setup
         self._connection = connection
@@ -175,7 +175,7 @@ def main() -> None:
     frame = reader.read(MAX_SETUP_BYTES)
     if frame is None:
         return
-    worker = Worker(msgspec.msgpack.decode(frame, type=Setup), connection, reader)
+    worker = HelperLoop(msgspec.msgpack.decode(frame, type=Setup), connection, reader)
     _be_silent()
     try:
         while (frame := reader.read(MAX_JOB_BYTES)) is not None:

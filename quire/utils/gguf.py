@@ -247,6 +247,11 @@ class GGUFFile:
         raise self.error(f"{key} must be a list, not {type(value).__name__}")
 
 
+def is_mmproj(path: Path) -> bool:
+    """True for a name that llama.cpp gives a vision tower's file."""
+    return "mmproj" in path.name.lower()
+
+
 def parts_of(path: Path) -> list[Path]:
     """Files of the model whose first (or only) file is `path`, by their names."""
     numbered = _FIRST_PART.search(path.name)
@@ -257,8 +262,9 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def find_gguf(directory: Path) -> Path | None:
-    """The GGUF file of a directory, of a split model the first. Raises ModelLoadError for several models."""
-    found = sorted(path for path in directory.glob(f"*{SUFFIX}") if path.is_file())
+    """The GGUF file of a directory, of a split model the first; not a vision tower's. Raises ModelLoadError for several
+    models."""
+    found = sorted(path for path in directory.glob(f"*{SUFFIX}") if path.is_file() and not is_mmproj(path))
     if len(found) > 1 and found != parts_of(found[0]):
         raise ModelLoadError(f"{directory} holds {len(found)} GGUF files: name the one to load, such as {found[0]}")
     return found[0] if found else None

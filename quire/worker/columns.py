@@ -20,7 +20,7 @@ import torch
 
 from quire.config.adapters import ADAPTER_SLOTS
 from quire.layers.batch import NO_COLUMNS
-from quire.multimodal.positions import ROTARY_COLUMNS
+from quire.multimodal.positions import LAST_SEEN, ROTARY_COLUMNS
 from quire.step import TokenValues
 from quire.worker.input_batch import InputBatch
 from quire.worker.listed_values import ListedValues
@@ -50,11 +50,12 @@ class Column:
 
 STEP_COLUMNS = (
     Column("segments", Rule.REACHED),
-    *(Column(name, Rule.SHIFTED) for name in ROTARY_COLUMNS),
+    *(Column(name, Rule.SHIFTED) for name in (*ROTARY_COLUMNS, LAST_SEEN)),
     Column(ADAPTER_SLOTS, Rule.ROW),
 )
 """Known columns. `segments`: text of a pair; a request brings the position of the second text's first token.
-ROTARY_COLUMNS: positions for rotation, where they differ from cache positions. ADAPTER_SLOTS: set by the scheduler."""
+ROTARY_COLUMNS: positions for rotation, where they differ from cache positions. LAST_SEEN: where tokens see later ones.
+ADAPTER_SLOTS: set by the scheduler."""
 
 
 class ColumnValues:

@@ -78,6 +78,8 @@ class HostDrafts:
         self._placed: dict[int, list[int]] = {}
         self._num_fruitless = 0
         """Look-ups since the last that found something."""
+        self.num_skipped = 0
+        """Next steps without drafts that do not look up."""
 
     def place(self, plan: StepPlan, requests: RequestState) -> Placed:
         """Write the plan's drafts, or found ones, after the known tokens of their sequences."""
@@ -150,12 +152,11 @@ class HostDrafts:
     def look_up(
         self, rows: np.ndarray, ends: np.ndarray, table: np.ndarray, needed: Sequence[int] = ()
     ) -> list[int] | None:
-        """Find drafts for rows of `ends` + 1 tokens. Returns the number for each row; None if there are none or the
-        look-up was skipped (`PATIENCE`). needed: indices of rows whose drafts must be known now (`tokens_of`)."""
-        self._num_fruitless = number = self._num_fruitless + 1
-        if number > PATIENCE and number % STRIDE:
-            return None
+        """Find drafts for rows of `ends` + 1 tokens. Returns the number for each row; None if there are none. needed:
+        indices of rows whose drafts must be known now (`tokens_of`)."""
         if not self.finder.find_drafts(table, rows, ends + 1, self._drafts, self._counts):
+            self._num_fruitless += 1
+            self.num_skipped = STRIDE - 1 if self._num_fruitless >= PATIENCE else 0
             return None
         self._num_fruitless = 0
         found: list[int] = self._counts[rows].tolist()
@@ -165,7 +166,7 @@ class HostDrafts:
 def note_found(result: StepResult, plan: StepPlan, counts: Sequence[int], tokens: Sequence[list[int]]) -> None:
     """Add the next step's drafts to a result. counts, tokens (if the step expects masks): for the samples that are not
     pooled, as in Accepted."""
-    expected = set(plan.expects_sampling_inputs)
+    expected = set(plan.masked_samples)
     for place, (index, count) in enumerate(zip(generated_samples(plan), counts, strict=True)):
         if count:
             result.found_drafts[index] = count

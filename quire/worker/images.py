@@ -10,6 +10,7 @@ import torch
 from quire.config.vision import CACHE_BYTES
 from quire.image_orders import ImageOrders, ImagePlace
 from quire.models.vision import EncoderRun, VisionEncoder
+from quire.models.vision_grid import copied_to
 from quire.multimodal.processors import ImageProcessor, ProcessedImage
 from quire.prompt_image import PromptImage
 from quire.step import StepPlan
@@ -22,7 +23,7 @@ class ImageOverlays:
     features (quire/scheduler/encoding.py). An image's bits do not depend on how its encoding is sliced."""
 
     def __init__(self, encoder: VisionEncoder, processor: ImageProcessor) -> None:
-        self._encoder = encoder
+        self.encoder = encoder
         self._processor = processor
         self._kept: dict[bytes, torch.Tensor] = {}
         """Features by image key, [tokens, feature_size] float32."""
@@ -51,12 +52,12 @@ class ImageOverlays:
 
     def weight_bytes(self) -> int:
         """Bytes of the tower's parameters."""
-        return self._encoder.weight_bytes()
+        return self.encoder.weight_bytes()
 
     def working_bytes(self, max_tokens: int) -> int:
         """Upper estimate in bytes of features and the encoder's working memory, in float32. max_tokens: limit of a
         prompt, which bounds an image's placeholders."""
-        config = self._encoder.config
+        config = self.encoder.config
         tokens = min(max_tokens, self._processor.max_tokens)
         patches = tokens * config.merge_size**2
         per_patch = 10 * config.hidden_size + config.intermediate_size + config.patch_values + config.merged_size
@@ -66,7 +67,7 @@ class ImageOverlays:
         """Free working memory and drop all features."""
         self._kept.clear()
         self._run = None
-        self._encoder.release_workspaces()
+        self.encoder.release_workspaces()
 
     def _overlay(self, plan: StepPlan, batch: InputBatch) -> StepOverlay | None:
         rows: list[np.ndarray] = []
@@ -81,7 +82,7 @@ class ImageOverlays:
                     parts.append(self._kept[image.key][first - image.start : past - image.start])
         if not rows:
             return None
-        embeddings, *behind = torch.cat(parts).split(self._encoder.config.output_size, dim=1)
+        embeddings, *behind = torch.cat(parts).split(self.encoder.config.output_size, dim=1)
         return StepOverlay(np.concatenate(rows), embeddings, dict(enumerate(behind)))
 
     def _follow(self, orders: ImageOrders) -> None:
@@ -92,7 +93,7 @@ class ImageOverlays:
         for part in orders.slices:
             if part.image is not None and part.image.is_encoded:
                 given = np.frombuffer(part.image.pixels, np.float32).reshape(part.image.size)
-                self._kept[part.key] = torch.from_numpy(given.copy())
+                self._kept[part.key] = copied_to(torch.from_numpy(given.copy()), self.encoder.device)
                 continue
             if part.image is not None:
                 assert self._run is None, "one image is encoded at a time"
@@ -105,8 +106,8 @@ class ImageOverlays:
 
     def _begin(self, image: PromptImage) -> EncoderRun:
         pixels = np.frombuffer(image.pixels, np.uint8).reshape(*image.size, 3)
-        merge = self._encoder.config.merge_size
+        merge = self.encoder.config.merge_size
         frames, rows, columns = image.grid
         grid = frames, rows * merge, columns * merge
         patches = self._processor.patches(ProcessedImage(pixels, grid, image.num_tokens, image.key))
-        return self._encoder.begin_run(torch.from_numpy(patches), [grid])
+        return self.encoder.begin_run(torch.from_numpy(patches), [grid])

@@ -16,7 +16,7 @@ def read_masks(
     """Masks of sampled rows; None if no row has one. firsts: see SampleRows. Raises QuireError for inputs that do not
     fit the plan or the vocabulary."""
     num_words = -(-vocab_size // 32)
-    masks, expected = inputs.masks, plan.expects_sampling_inputs
+    masks, expected = inputs.masks, plan.masked_samples
     if inputs.step_id != plan.step_id or not (masks.keys() | inputs.draft_masks.keys()).issubset(expected):
         raise QuireError(f"the sampling inputs of step {inputs.step_id} are not those that step {plan.step_id} expects")
     if plan.pooled or firsts is not None:

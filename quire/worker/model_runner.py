@@ -12,6 +12,7 @@ import torch
 
 from quire.config.pooling import PoolingConfig
 from quire.errors import QuireError, is_interrupt
+from quire.logging import get_logger
 from quire.sampling.batch import TokenMasks
 from quire.sampling.errors import NonFiniteLogitsError
 from quire.sampling.results import Deferred, Samples
@@ -20,13 +21,14 @@ from quire.worker.drafts import NOTHING_ACCEPTED, Accepted, add_accepted, note_f
 from quire.worker.input_batch import InputBatch, build_input_batch
 from quire.worker.kv_transfer import BlockTransfers
 from quire.worker.masks import read_masks
-from quire.worker.nonfinite import report_nonfinite
 from quire.worker.overlays import OverlaySource
 from quire.worker.platform.interface import ComputeStep, PendingCopy, StepCompute
 from quire.worker.pooling import PooledRows, add_pooled, generated_samples, pooled_rows, pooling_batch
 from quire.worker.prompt_logprobs import PromptScorer, PromptScores
 from quire.worker.request_state import RequestState
 from quire.worker.sample_rows import SampleRows, build_sample_rows
+
+logger = get_logger(__name__)
 
 
 @dataclass(slots=True)
@@ -49,7 +51,7 @@ class Launched:
         plan, samples = self.plan, self.samples
         if self.error is not None:
             raise self.error
-        if plan.expects_sampling_inputs and self.copy is None:
+        if plan.masked_samples and self.copy is None:
             raise QuireError(f"step {plan.step_id} has no result, because its sampling inputs have not come")
         result = StepResult(plan.step_id, [])
         if self.copy is None:
@@ -81,7 +83,7 @@ class Launched:
             except NonFiniteLogitsError:
                 nonfinite_prompts.append(scores.index)
         if nonfinite or nonfinite_prompts:
-            report_nonfinite(result, plan, nonfinite, nonfinite_prompts)
+            _report_nonfinite(result, plan, nonfinite, nonfinite_prompts)
         return result
 
     def _failed(self, rows: Mapping[int, str]) -> dict[int, str]:
@@ -164,7 +166,7 @@ class ModelRunner:
             transfers.wait()
         launched = Launched(plan)
         computed = Computed(launched, step, step.forward(), batch, sampled, pooled)
-        if plan.expects_sampling_inputs:
+        if plan.masked_samples:
             self._unsampled = computed
         else:
             self._finish(computed, None)
@@ -226,3 +228,15 @@ def _tensors(launched: Launched) -> Iterator[torch.Tensor]:
         yield from launched.pooled.tensors
     for each in launched.scores:
         yield from each.tensors()
+
+
+def _report_nonfinite(result: StepResult, plan: StepPlan, sampled: Sequence[int], prompts: Sequence[int]) -> None:
+    """Record the sequences in a step's result, each once, and in the log. sampled: indices into the plan's samples;
+    prompts: into its batch."""
+    names = [plan.sample_seq_ids[index] for index in sampled] + [plan.seq_ids[index] for index in prompts]
+    result.nonfinite = list(dict.fromkeys(names))
+    logger.error(
+        "the model computed NaN or infinite logits for sequence %s; its weights are damaged or the dtype's range is "
+        "too small for it (try dtype='float32')",
+        ", ".join(map(str, result.nonfinite)),
+    )

@@ -91,6 +91,8 @@ class Worker:
         InsufficientMemoryError."""
         if self._config.cache.offload_dir is not None:
             require_writable(self._config.cache.offload_dir)  # fail before loading, which takes minutes
+        if self.platform.expert_counts is not None:
+            self.platform.expert_counts.by_layer.clear()  # of a model that was dropped
         with LoadProgress() as progress:
             self._model = self.platform.load_model(progress)
         self._adapters = adapter_loads(self.platform.adapters, self._adapters.held)
@@ -154,6 +156,8 @@ class Worker:
         self._runner.warm_up()
         self.platform.synchronize()
         self._forget_expert_counts()
+        if self.platform.balancer is not None:
+            self.platform.balancer.begin()
 
     @_computes
     def measure_preemption_costs(self) -> PreemptionCosts:
@@ -173,6 +177,12 @@ class Worker:
         self.platform.synchronize()
         counters = self.platform.expert_counts
         return [] if counters is None else [counts.tolist() for counts in counters.by_layer]
+
+    @_computes
+    def expert_ranks(self) -> list[list[list[int]]]:
+        """Experts on each rank, per layer; see `Executor.expert_ranks`."""
+        balancer = self.platform.balancer
+        return [] if balancer is None else [[sorted(rank) for rank in each.placement] for each in balancer.layers]
 
     def _forget_expert_counts(self) -> None:
         counters = self.platform.expert_counts
@@ -205,6 +215,8 @@ class Worker:
         try:
             self._connector.begin_plan(plan)
             self._adapters.begin_plan(plan)
+            if self.platform.balancer is not None and plan.seq_ids:
+                self.platform.balancer.before_step()
             launched = self._runner.launch(plan)
         except BaseException as error:
             self._last = PendingStep(plan.step_id, None, None, error)
@@ -232,7 +244,8 @@ class Worker:
         assert self._model is not None, "load comes before sleep"
         self.platform.synchronize()
         if level == 1 and self._offloaded is None:
-            self._offloaded = self.platform.offload_weights(self._model)  # first: fails if the host lacks memory
+            encoder = None if self._images is None else self._images.encoder
+            self._offloaded = self.platform.offload_weights(self._model, encoder)  # first: the host may lack memory
         self._connector.close()
         self._last = None
         self._release_pools()

@@ -355,7 +355,7 @@ def test_the_bundled_model_is_the_default(capsys: pytest.CaptureFixture[str]) ->
         (["--gpu", "l4", "--memory", "10KiB"], 1, "does not fit"),
         (["--memory", "1500KiB"], 1, "no memory for the KV cache"),
         (["--tp", "3"], 2, "tp=3 does not divide the 8 heads"),
-        (["--tp", "0"], 2, "tp must be at least 1"),
+        (["--tp", "0"], 2, "tensor_parallel_size must be at least 1"),
         (["--gpu", "l4", "--quantization", "gptq"], 2, "quantization must be one of"),
         (["--gpu", "none.json"], 2, "cannot read hardware profile"),
         (["--num-threads", "2"], 2, "unknown option '--num-threads'"),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from quire.config.engine import EngineConfig
+from quire.config.load import ExpertBalance
 from quire.config.options import EngineOptions
 from quire.config.parallel import ParallelConfig
 from quire.config.resolve import STAGED_CHUNK, STAGED_TOKENS, resolve
@@ -113,6 +114,30 @@ def test_experts_are_dealt_whole(model: str) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "num_experts": 1, "num_experts_per_tok": 1}))
     with pytest.raises(ConfigError, match="the model's 1 experts are fewer than tensor_parallel_size=2"):
         resolved(model, **asked)
+
+
+def test_experts_that_move(model: str) -> None:
+    path = Path(model) / "config.json"
+    asked = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_eplb": True}
+    with pytest.raises(ConfigError, match="has no effect without enable_eplb"):
+        resolved(model, eplb_config={"window_size": 7})
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 5, "decoder_sparse_step": 1}
+    names = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "mlp_only_layers": []}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **experts, **names}))
+    assert resolved(model).load.balance is None
+    load = resolved(model, **asked, eplb_config={"num_redundant_experts": 6, "window_size": 7}).load
+    assert load.balance == ExpertBalance(6, 7, 3000)
+    assert load.counts_experts
+    for options, message in (
+        ({"enable_expert_parallel": False}, "needs whole experts on several ranks"),
+        ({"tensor_parallel_size": 1}, "needs whole experts on several ranks"),
+        ({"eplb_config": {"num_redundant_experts": 7}}, "must be from 0 to 6, not 7: each of 2 ranks holds each of 6"),
+        ({"eplb_config": {"num_redundant_experts": -1}}, "must be from 0 to 6, not -1"),
+        ({"eplb_config": {"step_interval": 0}}, "eplb_config.step_interval must be at least 1, not 0"),
+        ({"eplb_config": {"windows_size": 5}}, "eplb_config has no 'windows_size'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            resolved(model, **{**asked, **options})
 
 
 def test_quantised_checkpoints_are_shared_out(model: str) -> None:

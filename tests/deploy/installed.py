@@ -28,6 +28,31 @@ def try_wheels(wheels: Path, python: str) -> None:
         _serve(directory, {**environment, "PATH": str(directory / "quire" / "bin")})
 
 
+def try_wheel_among_packages(wheels: Path, python: str, packages: Path) -> None:
+    """Serve from the wheel that fits, with the packages that it needs taken from another environment of the same
+    version. packages: that one's folder."""
+    with tempfile.TemporaryDirectory(prefix="quire-installed-") as name:
+        directory = Path(name)
+        path = _path_without_compiler(directory / "bin", python)
+        environment = _environment(path, directory)
+        subprocess.run([python, "-m", "venv", str(directory / "quire")], check=True, timeout=GUARD_SECONDS)
+        [own] = (directory / "quire" / "lib").glob("python3*/site-packages")
+        (own / "others.pth").write_text(f"{packages}\n")
+        pip = [str(directory / "quire" / "bin" / "python"), "-m", "pip", "install", "--no-input", "--no-deps"]
+        words = [
+            *pip,
+            "--no-index",
+            "--only-binary",
+            ":all:",
+            "-f",
+            str(wheels.resolve()),
+            "--ignore-installed",
+            "quire-llm",
+        ]
+        subprocess.run(words, env=environment, check=True, timeout=GUARD_SECONDS)
+        _serve(directory, {**environment, "PATH": str(directory / "quire" / "bin")})
+
+
 def _path_without_compiler(directory: Path, python: str) -> str:
     directory.mkdir()
     for tool in TOOLS:

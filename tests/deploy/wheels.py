@@ -4,9 +4,10 @@
 
 TOOLS: the folder of an environment's commands, with `build` and `auditwheel`. PYTHON: interpreters by name or path,
 which must run, and each of which installs its wheel; without any, those that PATH has of python3.11 to python3.14, and
-the one that runs this: of a wheel's interpreters the oldest builds it, and the newest installs it. One wheel is for
-3.11 alone, one for 3.12 and all later ones: nanobind's stable interface begins there. The last lines say which versions
-were tried, which could not be had, and the seconds of each step.
+the one that runs this: of a wheel's interpreters the oldest builds it, and the newest installs it. One wheel is
+for 3.11 alone, one for 3.12 and all later ones: nanobind's stable interface begins there. Where another Python shows
+that a wheel installs with all that it needs, the Python that runs this lends its packages to its own wheel. The last
+lines say which versions were tried, which could not be had, and the seconds of each step.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import time
 import zipfile
@@ -69,8 +71,12 @@ def main(arguments: Sequence[str]) -> int:
     lines += others
     for interpreter in chosen:
         started = time.monotonic()
-        say(f"CPython {interpreter.release}: install without a compiler, serve")
-        installed.try_wheels(target, interpreter.command)
+        if not names and interpreter in chosen[:-1] and interpreter.version == sysconfig.get_python_version():
+            say(f"CPython {interpreter.release}: install among the packages of this environment, serve")
+            installed.try_wheel_among_packages(target, interpreter.command, Path(sysconfig.get_path("purelib")))
+        else:
+            say(f"CPython {interpreter.release}: install without a compiler, serve")
+            installed.try_wheels(target, interpreter.command)
         taken = time.monotonic() - started
         lines.append(f"CPython {interpreter.release}: {interpreter.tag} installed, served and stopped in {taken:.0f} s")
     print("==> wheels:", *lines, sep="\n      ", flush=True)

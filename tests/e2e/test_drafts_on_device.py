@@ -120,7 +120,7 @@ def test_a_model_guesses_its_own_tokens(directory: str, queue_depth: int) -> Non
 
 @pytest.mark.parametrize("method", ["ngram", "model"])
 def test_an_oracle_replays_texts(directory: str, method: str, drafting: dict[str, Any]) -> None:
-    """As many drafts are right as asked for, whoever makes them: none of the model's own ever is."""
+    """As many drafts are right as asked for with every drafter: none of the model's own ever is."""
     asked = [msgspec.structs.replace(GREEDY, max_tokens=40)] * 2
     expected, _ = run(directory, asked)
     for rate in (1.0, 0.5):

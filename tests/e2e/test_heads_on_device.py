@@ -53,7 +53,7 @@ def test_as_many_are_right_as_on_a_cpu(name: str, tmp_path: Path) -> None:
     found, stats = run(directory, asked, prompts=prompts, **options)
     variant = Variant("", {**TORCH, "state_snapshot_interval": 64, "dtype": "float32"}, directory=directory)
     outputs, expected = generate(variant, prompts, asked, **options)
-    assert found == exact(outputs)
+    assert [each[0] for each in found] == [each.outputs[0].token_ids for each in outputs]  # type: ignore[index]
     assert stats["accepted_drafts_by_position"] == expected["accepted_drafts_by_position"]
     assert stats["draft_tokens_total"] == expected["draft_tokens_total"]
     assert 0 < stats["accepted_draft_tokens_total"] < stats["draft_tokens_total"]

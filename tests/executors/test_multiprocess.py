@@ -363,7 +363,7 @@ def test_a_model_that_does_not_load_and_a_step_that_fails(tmp_path: Path, expect
             executor.load_model()
     assert not executor.idle()
     with pytest.raises(QuireError, match="rank 0 failed: AssertionError: allocate comes before"):
-        executor.execute(StepPlan(1, [5], [0], [3], [5], [0], expects_sampling_inputs=expected_inputs)).result(60)
+        executor.execute(StepPlan(1, [5], [0], [3], [5], [0], masked_samples=expected_inputs)).result(60)
     if expected_inputs:
         executor.send_sampling_inputs(SamplingInputs(1, {}))  # the future has said what is wrong
     assert all(has_ended(process) for process in processes)

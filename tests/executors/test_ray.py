@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,25 @@ def taken() -> list[str]:
     groups = [group["state"] for group in placement_group_table().values()]
     actors = [actor["State"] for actor in all_actors().values()]
     return [state for state in groups + actors if state not in ("REMOVED", "DEAD")]
+
+
+def test_stages_of_two_nodes(cluster: Any, model_path: Path) -> None:
+    """The tokens of one rank, with hidden states over the network; a killed stage is told, and nothing is left."""
+    from quire.executors.ray_ranks import RayRanks
+
+    config = configured(model_path)
+    alone = EngineCore(config, LocalExecutor(config), SystemClock(), masks=AllowedByPosition())
+    expected = run(alone)
+    alone.shutdown()
+    config = configured(model_path, pipeline_parallel_size=2, distributed_executor_backend="ray")
+    ranks = RayRanks(replace(config, ray_placement="strict_spread"))
+    core = EngineCore(config, RankedExecutor(ranks, 2), SystemClock(), masks=AllowedByPosition())
+    assert len({host.node_id for host in ranks.hosts}) == 2
+    assert run(core) == expected
+    os.kill(ranks.hosts[1].process_id, signal.SIGKILL)
+    assert f"rank 1 of 2 (process {ranks.hosts[1].process_id} on Ray's node" in dead(core)
+    core.shutdown()
+    eventually(lambda: not taken())
 
 
 def test_ranks_of_two_nodes(cluster: Any, model_path: Path) -> None:

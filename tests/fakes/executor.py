@@ -1,10 +1,10 @@
 """FakeExecutor: an executor without tensors that holds the control plane to its contract.
 
-A KV slot holds a number that depends on every token up to its position, as a real key does. A plan that skips
-a position, writes into a shared block, reuses a block that is still read or hits the wrong prefix therefore
-either breaks a rule that is checked here or reads a number that does not fit the sequence's own tokens, and
-raises ContractViolationError. The sampled token is a function of those numbers, so it is the same alone,
-batched, chunked, cached and preempted.
+A KV slot holds a number that depends on every token up to its position, as a real key does. A plan that skips a
+position, writes into a shared block, reuses a block that is still read or hits the wrong prefix therefore either breaks
+a rule that is checked here or reads a number that does not fit the sequence's own tokens, and raises
+ContractViolationError. The sampled token is a function of those numbers, so it is the same alone, batched, chunked,
+cached and preempted.
 """
 
 from __future__ import annotations
@@ -41,20 +41,17 @@ def _require(condition: bool, message: str) -> None:
 
 @dataclass
 class _Row:
-    """A live sequence as a worker knows it."""
+    """A live sequence as a worker knows it. num_computed: None: a row that has just begun starts anywhere. chain[p]
+    depends on tokens 0..p. drafts: the current step's. rejected: number of a step, drafts of it that were rejected."""
 
     token_ids: list[int]
     num_prompt_tokens: int
     tables: list[list[int]]
     sampling: SequenceSampling
     num_computed: int | None
-    """None: the row has just begun (prefix hit, or fork with its own history): it starts anywhere."""
     chain: list[int] = field(default_factory=list)
-    """chain[p] depends on tokens 0..p."""
     drafts: list[int] = field(default_factory=list)
-    """Of the step at hand."""
     rejected: list[tuple[int, int]] = field(default_factory=list)
-    """(number of a step, drafts of it that were rejected)"""
 
     def extend_chain(self, end: int) -> None:
         """Up to the token before position `end`: a step does the work of its own tokens."""
@@ -144,6 +141,9 @@ class FakeExecutor:
         return "fake executor"
 
     def expert_counts(self) -> list[list[int]]:
+        return []
+
+    def expert_ranks(self) -> list[list[list[int]]]:
         return []
 
     def computing(self) -> AbstractContextManager[object]:

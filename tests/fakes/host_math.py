@@ -100,7 +100,7 @@ class HostMathPlatform(CudaPlatform):
         return load_model(model, load, group)
 
     @property
-    def layers(self) -> None:
+    def head_layers(self) -> None:
         """Plain operators compute heads, too."""
 
     def make_states(self, layout: KVCacheLayout, pages: Mapping[int, torch.Tensor]) -> StateBackend:

@@ -238,9 +238,9 @@ class MaskingExecutor(FakeExecutor):
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         if self._unsent is not None:
             raise ContractViolationError(f"step {plan.step_id} comes before the masks of {self._unsent[0].step_id}")
-        if not plan.expects_sampling_inputs:
+        if not plan.masked_samples:
             return super().execute(plan)
-        if set(plan.expects_sampling_inputs) & set(plan.pooled):
+        if set(plan.masked_samples) & set(plan.pooled):
             raise ContractViolationError("a mask for a vector")
         if self._record:
             self.plans.append(plan)
@@ -254,9 +254,9 @@ class MaskingExecutor(FakeExecutor):
         if self._unsent is None or self._unsent[0].step_id != inputs.step_id:
             raise ContractViolationError(f"step {inputs.step_id} awaits no sampling inputs")
         (plan, future), self._unsent = self._unsent, None
-        if not inputs.masks.keys() | inputs.draft_masks.keys() <= set(plan.expects_sampling_inputs):
+        if not inputs.masks.keys() | inputs.draft_masks.keys() <= set(plan.masked_samples):
             raise ContractViolationError(f"masks that step {plan.step_id} has not announced")
-        self._expected = set(plan.expects_sampling_inputs)
+        self._expected = set(plan.masked_samples)
         self._masks = {} if self.ignores_masks else inputs.masks
         self._draft_masks = inputs.draft_masks
         try:

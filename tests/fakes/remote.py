@@ -70,7 +70,7 @@ class RemoteConnector(KVConnector):
         chain = blocks.chain
         if chain is None or not self._sends:
             return False
-        num_hashed = min(num_tokens // self._blocks.block_size, len(chain.hashes) - 1)
+        num_hashed = min(num_tokens // self._blocks.hash_block_size, len(chain.hashes) - 1)
         content: list[tuple[BlockKey | None, int]] = []
         for group, (stride, table) in enumerate(zip(self._strides, blocks.tables, strict=True)):
             for number, block in enumerate(table):

@@ -18,9 +18,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from quire.server.answer_size import MAX_ANSWER_BYTES
 from quire.server.errors import MESSAGES_PATH
 from quire.server.openapi import api_description
-from quire.server.weight import MAX_ANSWER_BYTES
 from tests.fuzz.harness import Attack, Fuzzer
 from tests.server.conftest import Served, serving
 from tests.server.model_directory import write_model

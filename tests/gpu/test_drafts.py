@@ -36,8 +36,15 @@ KINDS = [
     SamplingParams(temperature=100.0, seed=3, **FEW | {"allowed_token_ids": [5, 6], "max_tokens": 12}),
 ]
 PROMPTS = random_prompts([40, 3, 17, 2] if ON_CARD else [5, 3, 4, 2], 97)
-FAMILIES = ["llama", "qwen3-window", "deepseek-v3.2", "qwen3.5-small-states"]
-"""Layers that attend in full, over windows, over latents that are chosen among, and that keep states."""
+ON_CARD_ALONE = pytest.mark.gpu(interpretable=False)
+FAMILIES = [
+    "llama",
+    pytest.param("qwen3-window", marks=ON_CARD_ALONE),
+    "deepseek-v3.2",
+    pytest.param("qwen3.5-small-states", marks=ON_CARD_ALONE),
+]
+"""Layers that attend in full, over windows, over latents that are chosen among, and that keep states. Windows and
+states are interpreted in tests/e2e/test_drafts_on_device.py."""
 INVARIANT: dict[str, Any] = {"batch_invariant": True, "state_snapshot_interval": 64}
 
 

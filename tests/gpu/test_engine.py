@@ -18,25 +18,26 @@ pytestmark = pytest.mark.gpu
 SavedModels = Callable[[str], SavedModel]
 LONG = 32 if torch.cuda.is_available() else 4
 PROMPT_LENGTHS = [3, 40, 17] if torch.cuda.is_available() else [3, 7]
+# Layers of all families are interpreted in tests/models/test_device_layers.py.
 FAMILIES = [
     "gpt2",
-    "gpt2-variant",
-    "opt",
     "opt-350m",
-    "opt-bare",
-    "llama",
-    "llama-biases",
-    "llama-one-kv-head",
-    "llama-yarn",
-    "mistral",
-    "mistral-no-window",
-    "qwen2",
-    "qwen2-window",
-    "qwen3",
     "qwen3-window",
     *(
         pytest.param(name, marks=pytest.mark.gpu(interpretable=False))
         for name in (
+            "gpt2-variant",
+            "opt",
+            "opt-bare",
+            "llama",
+            "llama-biases",
+            "llama-one-kv-head",
+            "llama-yarn",
+            "mistral",
+            "mistral-no-window",
+            "qwen2",
+            "qwen2-window",
+            "qwen3",
             "gemma2",
             "gemma3",
             "mixtral",
@@ -89,7 +90,7 @@ def test_greedy_tokens_like_transformers(name: str, saved_model: SavedModels) ->
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["qwen3-window", "gpt2"])
+@pytest.mark.parametrize("name", ["qwen3-window", pytest.param("gpt2", marks=pytest.mark.gpu(interpretable=False))])
 def test_ways_to_run_change_no_token(name: str, options: dict[str, Any], saved_model: SavedModels) -> None:
     saved = saved_model(name)
     prompts = random_prompts(PROMPT_LENGTHS * 2, 97)

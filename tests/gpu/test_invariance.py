@@ -53,7 +53,8 @@ def alone(family: str, dtype: str, saved_model: SavedModels) -> list[list[object
     "options",
     [
         {},
-        {"enforce_eager": True},
+        # Without a card that is what {} does.
+        pytest.param({"enforce_eager": True}, marks=pytest.mark.gpu(interpretable=False)),
         with_graphs("piecewise"),
         {"max_num_batched_tokens": 16},
         {"num_blocks_override": 28},

@@ -12,7 +12,7 @@ import torch
 from quire.clock import SystemClock
 from quire.engine.core import EngineCore
 from quire.executors.local import LocalExecutor
-from quire.kernels.triton.collectives import sum_parts
+from quire.kernels.triton.norm import sum_parts
 from quire.worker.platform.cuda import CudaPlatform
 from quire.worker.platform.graph_capture import CudaGraphCapture, capturing
 from tests.executors.test_multiprocess import configured, everything

@@ -148,7 +148,7 @@ class GroupMachine(RuleBasedStateMachine):
         chain = lane.blocks.chain
         if chain is None:
             return 0
-        unit = self.kv.block_size
+        unit = self.kv.hash_block_size
         for hit in range(max_tokens // unit * unit, 0, -unit):
             if any(hit % group.block_size for group in self.groups):
                 continue

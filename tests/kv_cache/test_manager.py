@@ -42,7 +42,7 @@ def test_blocks_come_on_demand_and_waste_less_than_one() -> None:
         growth = kv.allocate_slots(blocks, num_tokens - 1, num_tokens)
         assert growth is not None
         assert len(growth.new_blocks[0]) == (1 if num_tokens % 4 == 1 else 0)
-        assert 0 <= blocks.capacity - num_tokens < kv.block_size
+        assert 0 <= blocks.capacity - num_tokens < kv.hash_block_size
         kv.check()
     kv.free(blocks)
     assert kv.pool.num_used == 0

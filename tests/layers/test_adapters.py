@@ -9,10 +9,13 @@ import pytest
 import torch
 
 from quire.kernels.cpu import _native
-from quire.kernels.cpu.recorder import RecordedIndices, RecordedRows, Recorder
+from quire.kernels.cpu.recorder import RecordedIndices, RecordedRows, Recorder, fuse_adapters
 from quire.kernels.cpu.runtime import NativeRuntime
 from quire.layers.adapters import Adapters, AdapterStack, LowRank, Part, StepSlots, TorchAdapterStorage, add_adapted
 from quire.layers.native_adapters import NativeAdapterStorage, record_adapted
+from quire.quantization.interface import LinearShape
+from quire.quantization.packed import PackedLinear
+from quire.quantization.weight_format import WeightFormat
 from tests.long import one_in
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -136,3 +139,46 @@ def test_sizes_that_the_kernels_do_not_have() -> None:
             _native.AdapterTable(_native.WeightType.F32, slots, 8, rank, 1, [(0, 0, 16, 8)])
     with pytest.raises(ValueError, match="adapters of a size or type"):
         _native.AdapterTable(_native.WeightType.I8, 1, 8, 8, 1, [(0, 0, 16, 8)])
+
+
+@pytest.mark.parametrize("isa", _native.available_isas())
+@pytest.mark.parametrize("kind", ["plain", "gated", "odd parts"])
+def test_a_linear_layer_adds_its_adapters_itself(kind: str, isa: str) -> None:
+    """In its own sums, before the activation. Columns that begin within a panel's turn are added behind it."""
+    parts = {"plain": (32, 16), "gated": (40, 40), "odd parts": (7, 30)}[kind]
+    gated, width = kind == "gated", 40 if kind == "gated" else sum(parts)
+    method = PackedLinear(WeightFormat("float32"))
+    shape = LinearShape(
+        64, sum(parts), False, torch.float32, torch.device("cpu"), "silu" if gated else None, gated=gated
+    )
+    parameters = method.create(shape)
+    weight = torch.randn(sum(parts), 64, generator=torch.Generator().manual_seed(1))
+    method.load_rows(parameters, "weight", weight, 0, sum(parts))
+    stack = AdapterStack(64, 0, 64, [Part(each, 0, each) for each in parts])
+    stack.pieces, stack.is_interleaved = [range(1), range(1, 2)], method.is_interleaved(parameters)
+    storage = NativeAdapterStorage(2, 8, torch.float32)
+    storage.attach(stack)
+    generator = torch.Generator().manual_seed(2)
+    deltas = torch.zeros(3, sum(parts), 64)
+    for slot in (1, 2):
+        for piece, rows in enumerate(parts):
+            a, b = torch.randn(8, 64, generator=generator), torch.randn(rows, 8, generator=generator)
+            storage.load(stack, slot, piece, LowRank(a, [b], 0.25))
+            first = sum(parts[:piece])
+            deltas[slot, first : first + rows] = 0.25 * b @ a
+    recorder = Recorder()
+    x = recorder.external(64, 64)
+    products = method.products(parameters, x)
+    adapted = record_adapted(stack, x, products, RecordedIndices(recorder, COLUMN))
+    out = method.activate(parameters, adapted)
+    kernels = [call.kernel for call in fuse_adapters(recorder.calls, [out])]
+    fused = ["adapter_shrink", "adapted_linear"]
+    assert kernels == (["linear", "adapter_shrink", "adapter_expand"] if kind == "odd parts" else fused)
+    program = recorder.finish_program(out, NativeRuntime(isa, 2), 64)
+    rows = torch.randn(37, 64, generator=generator)
+    slots = torch.randint(0, 3, (37,), generator=generator)
+    program.run(37, [None, None, slots], externals=(rows,))
+    wanted = torch.einsum("toi,ti->to", weight.double() + deltas[slots].double(), rows.double())
+    if gated:
+        wanted = torch.nn.functional.silu(wanted[:, :40]) * wanted[:, 40:]
+    torch.testing.assert_close(program.result(37)[:, :width].double(), wanted, rtol=1e-4, atol=1e-3)

@@ -7,11 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from quire.config.load import ExpertBalance
 from quire.errors import ConfigError
-from quire.kernels.arguments import ELSEWHERE, Gating, Routing
+from quire.kernels.arguments import Gating, Routing
 from quire.kernels.experts import count_rows, gate_rows, gated, route
+from quire.layers.expert_balance import ExpertBalancer
 from quire.layers.experts import ExpertCounters
-from quire.layers.moe import ExpertNames, MixtureOfExperts, MixtureShape, SharedExpert, placed_experts
+from quire.layers.moe import ExpertNames, MixtureOfExperts, MixtureShape, SharedExpert
+from quire.parallel.expert_placement import Placement, busiest
 from quire.parallel.interface import ProcessGroup
 from quire.parallel.single import SingleRank
 from tests.fakes.ranks import run_ranks
@@ -242,16 +245,53 @@ def test_whole_experts_on_each_rank(strategy: str, size: int, fused: bool) -> No
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-def test_where_experts_are() -> None:
-    def numbers(strategy: str, count: int, size: int) -> list[list[int]]:
-        ranks = [placed_experts(count, Parts(rank, size), strategy) for rank in range(size)]
-        for places in ranks:
-            held = [place for place in places if place != ELSEWHERE]
-            assert held == list(range(len(held)))
-        return [[number for number, place in enumerate(places) if place != ELSEWHERE] for places in ranks]
-
-    assert numbers("linear", 8, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert numbers("linear", 7, 3) == [[0, 1, 2], [3, 4], [5, 6]]
-    assert numbers("round_robin", 7, 3) == [[0, 3, 6], [1, 4], [2, 5]]
+def test_fewer_experts_than_ranks_are_refused() -> None:
+    context = replace(torch_context(group=Parts(0, 4)), expert_placement="linear")
     with pytest.raises(ConfigError, match="3 experts are fewer than tensor_parallel_size=4"):
-        placed_experts(3, Parts(0, 4), "linear")
+        MixtureOfExperts(MixtureShape(SIZE, INTERMEDIATE), Routing(3, 2), Gating("silu"), context)
+
+
+@pytest.mark.parametrize(("size", "redundant"), [(2, 0), (2, 3), (3, 4)])
+@pytest.mark.parametrize(("dtype", "weighs_input"), [(torch.float32, False), (torch.bfloat16, True)])
+def test_experts_follow_their_load_without_a_changed_bit(
+    size: int, redundant: int, dtype: torch.dtype, weighs_input: bool
+) -> None:
+    """One step after the other, of which the last ones want other experts: the bits of one rank in each."""
+    shape = MixtureShape(SIZE, INTERMEDIATE, bias=True, router_bias=True, weighs_input=weighs_input)
+    wanted = torch.tensor([[0.0, 6.0, 5.0, 0.0, 0.0], [0.0, 0.0, 0.0, 6.0, 5.0]])
+
+    def fill(mixture: MixtureOfExperts, which: int) -> None:
+        slots = mixture.slots(ExpertNames())
+        for name, slot in slots.items():
+            slot.load(wanted[which].to(dtype) if name == "gate.bias" else tensors[name])
+
+    whole = MixtureOfExperts(shape, Routing(EXPERTS, 2), Gating("silu"), torch_context(dtype))
+    tensors = {name: tensor.to(dtype) for name, tensor in loaded(whole, ExpertNames(), dtype).items()}
+    steps = [(randn(21, SIZE, seed=step).to(dtype), step // 12) for step in range(24)]
+    expected = []
+    for x, which in steps:
+        fill(whole, which)
+        expected.append(whole(x, x.clone()))
+
+    def compute(group: ProcessGroup) -> list[Placement]:
+        balancer = ExpertBalancer(ExpertBalance(redundant, window_size=4, step_interval=6))
+        counters = ExpertCounters()
+        context = replace(
+            torch_context(dtype, group=group), expert_placement="linear", balancer=balancer, expert_counts=counters
+        )
+        mixture = MixtureOfExperts(shape, Routing(EXPERTS, 2), Gating("silu"), context)
+        fill(mixture, 0)
+        balancer.begin()
+        (layer,) = balancer.layers
+        seen = []
+        for (x, which), result in zip(steps, expected, strict=True):
+            mixture.slots(ExpertNames())["gate.bias"].load(wanted[which].to(dtype))
+            balancer.before_step()
+            assert torch.equal(mixture(x, x.clone()), result)
+            seen.append(layer.placement)
+        return seen
+
+    first, *others = run_ranks(size, compute)
+    assert all(other == first for other in others)
+    for load, placement in (([1, 21, 18, 1, 1], first[12]), ([1, 1, 1, 21, 18], first[-1])):
+        assert busiest(load, placement) < busiest(load, first[0])

@@ -15,10 +15,11 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from quire.adapter_orders import AdapterRef
+from quire.config.adapter_files import content_digest, open_adapter
 from quire.config.adapters import AdaptersConfig
 from quire.config.hf_config import load_model_config
 from quire.config.load import LoadConfig
-from quire.config.peft import content_digest, open_adapter, read_peft_config
+from quire.config.peft import read_peft_config
 from quire.errors import ModelLoadError, QuireError, UserError
 from quire.layers.adapters import TorchAdapterStorage
 from quire.models.adapters import ModelAdapters, read_matrices

@@ -13,18 +13,24 @@ import torch
 
 from quire.attention.dealt import DealtTokens
 from quire.attention.native_backend import NativeAttention
+from quire.cli.speed_plan import bandwidth_alone
 from quire.config.hf_config import load_model_config
-from quire.config.load import LoadConfig
+from quire.config.load import ExpertBalance, LoadConfig
+from quire.config.parallel import ParallelConfig
 from quire.config.quantization import QuantizationConfig
-from quire.errors import ConfigError
+from quire.errors import ConfigError, ModelLoadError
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.memory import allocate
 from quire.kernels.cpu.runtime import NativeRuntime
 from quire.kv_cache.deal import Deal
-from quire.models.loader import load_model
+from quire.layers.expert_balance import ExpertBalancer
+from quire.layers.experts import ExpertCounters
+from quire.models.loader import Extras, load_model
 from quire.models.native import NativeModel
+from quire.parallel.expert_placement import Placement
 from quire.parallel.interface import ProcessGroup
 from quire.parallel.single import SINGLE_RANK
+from quire.simulator.cost import CostModel, Precision
 from tests.fakes.gguf_model import MIXED, WIDE, to_gguf
 from tests.fakes.ranks import ThreadRank, run_ranks
 from tests.long import all_but_long
@@ -56,6 +62,7 @@ class NativeRunner(PagedRunner):
     num_heads: int = 0
     """This rank's."""
     group: ProcessGroup = SINGLE_RANK
+    balancer: ExpertBalancer | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,6 +71,8 @@ class NativeRunner(PagedRunner):
 
     def step(self, work: Sequence[tuple[int, int]], *, last_only: bool = False) -> list[torch.Tensor]:
         """Copies, because the next step overwrites the model's own."""
+        if self.balancer is not None:
+            self.balancer.before_step()
         return [logits.clone() for logits in super().step(work, last_only=last_only)]
 
 
@@ -75,15 +84,20 @@ def runner(
     placement: str | None = None,
     dealt_to: int = 1,
     run: int = 1,
+    balance: ExpertBalance | None = None,
 ) -> NativeRunner:
     config = load_model_config(str(directory), dtype=dtype, max_model_len=None, revision=None, config_only=False)
     if quantization is not None:
         config = replace(config, quantization=QuantizationConfig(method=quantization, group_size=None))
-    load = LoadConfig("auto", 0, expert_placement=placement, dealt_to=dealt_to)
-    model = load_model(config, load, group, runtime=NativeRuntime("auto", 1))
+    load, extras = LoadConfig("auto", 0, expert_placement=placement, dealt_to=dealt_to), Extras()
+    if balance is not None:
+        extras = Extras(ExpertCounters(), balancer=ExpertBalancer(balance))
+    model = load_model(config, load, group, runtime=NativeRuntime("auto", 1), extras=extras)
     assert isinstance(model, NativeModel)
-    deal = Deal(dealt_to, group.rank % dealt_to, run)
-    return NativeRunner(model, num_heads=config.num_heads // group.size, deal=deal, group=group)
+    if extras.balancer is not None:
+        extras.balancer.begin()
+    deal, num_heads = Deal(dealt_to, group.rank % dealt_to, run), config.num_heads // group.size
+    return NativeRunner(model, num_heads=num_heads, deal=deal, group=group, balancer=extras.balancer)
 
 
 def logits_of(directory: Path, group: ProcessGroup, chunk: int = 9, **options: Any) -> torch.Tensor:
@@ -139,6 +153,71 @@ def test_whole_experts_on_each_rank(saved_model: SavedModels, family: str, place
     exact = exact_logits(saved)
     torch.testing.assert_close(whole.double(), exact, atol=ERROR * float(exact.abs().max()), rtol=0)
     assert torch.equal(whole.argmax(-1), exact.argmax(-1))
+
+
+STAYING, MOVING = ExpertBalance(0, 1, 10**6), ExpertBalance(2, 3, 3)
+
+
+@pytest.mark.parametrize("quantization", all_but_long([None, "int8", "fp8"], [None]))
+@pytest.mark.parametrize("family", all_but_long(EXPERT_FAMILIES, ["gpt-oss"]))
+def test_experts_that_move_between_steps(saved_model: SavedModels, family: str, quantization: str | None) -> None:
+    """The bits of experts that stay, whatever the chunk; without quantisation as exact as one rank."""
+    saved = saved_model(family)
+
+    def compute(group: ProcessGroup) -> tuple[list[torch.Tensor], list[Placement]]:
+        options: dict[str, Any] = {"placement": "linear", "quantization": quantization}
+        whole = logits_of(saved.directory, group, 64, balance=STAYING, **options)
+        moving = runner(saved.directory, group, balance=MOVING, **options)
+        assert moving.balancer is not None
+        before = [layer.placement for layer in moving.balancer.layers]
+        single = torch.cat(chunked_logits(moving, PROMPTS, 1))
+        after = [layer.placement for layer in moving.balancer.layers]
+        assert before != after
+        return [whole, single], after
+
+    (found, placements), (others, of_other) = run_ranks(2, compute)
+    assert placements == of_other
+    assert all(torch.equal(found[0], each) for each in (*found, *others))
+    if quantization is None:
+        exact = exact_logits(saved)
+        torch.testing.assert_close(found[0].double(), exact, atol=ERROR * float(exact.abs().max()), rtol=0)
+
+
+def test_experts_in_different_formats_cannot_move(tmp_path: Path) -> None:
+    model = randomize(qwen3_moe(hidden_size=64, moe_intermediate_size=32))
+    directory = save(model, tmp_path)
+
+    def compute(group: ProcessGroup) -> str:
+        moving = runner(directory, group, placement="linear", balance=STAYING)
+        assert moving.balancer is not None
+        if group.rank == 1:
+            layer = moving.balancer.layers[1]
+            layer._stored = lambda slot: [torch.zeros(slot + 1)]  # type: ignore[method-assign]
+        with pytest.raises(ModelLoadError) as caught:
+            moving.balancer.begin()
+        return str(caught.value)
+
+    for message in run_ranks(2, compute):
+        assert "the experts of layer 1 of those with experts are stored in different formats" in message
+
+
+@pytest.mark.parametrize("redundant", [0, 3])
+def test_the_memory_of_copies_is_planned(tmp_path: Path, redundant: int) -> None:
+    directory = save(randomize(qwen3_moe()), tmp_path)
+    shape = load_model_config(
+        str(directory), dtype="float32", max_model_len=None, revision=None, config_only=False
+    ).resolved_shape()
+
+    def held(balance: ExpertBalance) -> int:
+        found = run_ranks(2, lambda group: runner(directory, group, placement="linear", balance=balance))
+        return max(each.model.weight_bytes() for each in found)
+
+    def planned(copies: int) -> float:
+        layout = ParallelConfig(2, ep=2, redundant_experts=copies)
+        device = bandwidth_alone(2**40, 1e12)
+        return CostModel(shape, device, layout, Precision.of(shape, "float32", "float32")).weight_bytes_per_device
+
+    assert held(ExpertBalance(redundant)) - held(STAYING) == planned(redundant) - planned(0)
 
 
 def test_experts_of_a_gguf_file_that_ranks_hold_whole(tmp_path: Path) -> None:

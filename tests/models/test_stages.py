@@ -17,7 +17,7 @@ from quire.kernels.cpu.runtime import NativeRuntime
 from quire.models.loader import load_model
 from quire.parallel.link_files import LinkFiles
 from quire.parallel.single import SINGLE_RANK
-from quire.parallel.stage import WHOLE_MODEL, Link, Stage
+from quire.parallel.stage import WHOLE_MODEL, SharedMemoryLink, Stage
 from tests.fakes.gguf_model import MIXED, WIDE, to_gguf
 from tests.long import all_but_long
 from tests.models.conftest import SavedModel
@@ -48,9 +48,9 @@ def stages_of(count: int, num_layers: int, hidden_size: int) -> list[Stage]:
     """Stages that threads of this process can be, of runs of layers that are as equal as can be."""
     borders = [num_layers * number // count for number in range(count + 1)]
     files = [LinkFiles.create(4 * 64 * hidden_size) for _ in range(count - 1)]
-    outgoing = [*map(Link, files), None]
+    outgoing = [*map(SharedMemoryLink, files), None]
     copies = [LinkFiles(*map(os.dup, each)) for each in files]
-    incoming = [None, *map(Link, copies)]
+    incoming = [None, *map(SharedMemoryLink, copies)]
     return [
         Stage(number, count, range(borders[number], borders[number + 1]), incoming[number], outgoing[number])
         for number in range(count)

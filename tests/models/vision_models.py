@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     PreTrainedModel,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
@@ -24,7 +27,7 @@ from transformers import (
 
 from quire.models.vision_grid import Grid
 from tests.models.families import SMALL
-from tests.models.harness import save
+from tests.models.harness import randomize, save
 from tests.models.hybrid_families import EXPERTS, SIZES, SMALL_STATES
 
 VISION = {
@@ -100,6 +103,37 @@ def qwen3_5_moe() -> PreTrainedModel:
     return Qwen3_5MoeForConditionalGeneration(config)
 
 
+GEMMA_PROCESSOR = {
+    "image_processor_type": "Gemma3ImageProcessor",
+    "size": {"height": 32, "width": 32},
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+"""What preprocessor_config.json says beside `gemma3`."""
+GEMMA_TOKENS = 16
+"""Tokens of each image."""
+
+
+def gemma3(query_pre_attn_scalar: int = 20, **vision: object) -> PreTrainedModel:
+    """Sliding windows shorter and longer than an image, and a layer without."""
+    rope = {kind: {"rope_type": "default", "rope_theta": 500.0} for kind in ("sliding_attention", "full_attention")}
+    text = {**SMALL, "head_dim": 16, "num_hidden_layers": 4, "sliding_window": 20, "rope_parameters": rope}
+    text |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "query_pre_attn_scalar": query_pre_attn_scalar}
+    tower = {"hidden_size": 32, "intermediate_size": 72, "num_hidden_layers": 3, "num_attention_heads": 2}
+    tower |= {"image_size": 32, "patch_size": 4, "model_type": "siglip_vision_model", **vision}
+    tokens = {"mm_tokens_per_image": GEMMA_TOKENS, "image_token_id": IMAGE_TOKEN}
+    tokens |= {"boi_token_index": IMAGE_START, "eoi_token_index": IMAGE_END}
+    return Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=tower, **tokens))
+
+
+def random_gemma3(**options: Any) -> PreTrainedModel:
+    """With small embeddings, because their factor is large and they are the output projection: logits of any text would
+    be the last token's."""
+    model = randomize(gemma3(**options))
+    model.get_input_embeddings().weight.data *= 0.1
+    return model
+
+
 TEMPLATE = (
     "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
     "{% for part in message.content %}{% if part.type == 'image' %}<s> <image> </s>{% else %}{{ part.text }}"
@@ -109,10 +143,12 @@ IMAGE_START, IMAGE_END = 80, 81
 """Ids of the tokens around an image."""
 
 
-def save_chat(model: PreTrainedModel, path: Path) -> Path:
+def save_chat(
+    model: PreTrainedModel, path: Path, template: str = TEMPLATE, processor: dict[str, Any] = PROCESSOR
+) -> Path:
     """A directory of the model with a tokenizer, whose words are w0, w1 and so on, and a template."""
     save(model, path)
-    (path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    (path / "preprocessor_config.json").write_text(json.dumps(processor))
     words = {f"w{number}": number for number in range(97)}
     words |= {"<s>": IMAGE_START, "</s>": IMAGE_END, "<image>": IMAGE_TOKEN}
     numbers = {number: word for word, number in words.items()}
@@ -120,7 +156,7 @@ def save_chat(model: PreTrainedModel, path: Path) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE})
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template})
     )
     return path
 

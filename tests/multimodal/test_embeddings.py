@@ -27,7 +27,7 @@ def stored(value: Any) -> str:
 
 
 def read(features: Any, grid: Any = PATCHES) -> Any:
-    return read_features({EMBEDS: features, GRID: grid}, WHERE, SIZE, MERGE)
+    return read_features({EMBEDS: features, GRID: grid}, WHERE, SIZE, MERGE, is_whole=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
@@ -97,4 +97,4 @@ def test_errors_name_the_field(
 def test_both_fields_are_needed() -> None:
     for given in ({EMBEDS: GIVEN}, {EMBEDS: GIVEN, GRID: PATCHES, "more": 1}):
         with pytest.raises(UserError, match="image_embeds and image_grid_thw"):
-            read_features(given, WHERE, SIZE, MERGE)
+            read_features(given, WHERE, SIZE, MERGE, is_whole=False)

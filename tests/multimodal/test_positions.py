@@ -20,7 +20,7 @@ def images_at(layout: list[int | Grid]) -> tuple[list[PromptImage], int]:
         if isinstance(part, int):
             place += part
             continue
-        images.append(PromptImage(part, bytes([len(images)]), b"", (1, 1), False, place))
+        images.append(PromptImage(part, bytes([len(images)]), b"", (1, 1), False, False, place))
         place = images[-1].end
     return images, place
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from PIL import Image
@@ -54,11 +55,11 @@ def check_qwen(directory: Path, settings: dict[str, Any], images: list[Image.Ima
 
 
 def check_gemma(directory: Path, images: list[Image.Image]) -> None:
-    processor = read_square_processor(written(directory, GEMMA), patch_size=14, num_tokens=4)
+    processor = read_square_processor(written(directory, GEMMA), patch_size=14, side=4, num_tokens=4)
     reference = Gemma3ImageProcessorPil(**GEMMA)
     for image in images:
         planes = np.asarray(reference(images=[image])["pixel_values"][0])
-        expected = planes.reshape(3, 4, 14, 4, 14).transpose(1, 3, 0, 2, 4).reshape(16, -1)
+        expected = planes.reshape(3, 2, 2, 14, 2, 2, 14).transpose(1, 4, 2, 5, 0, 3, 6).reshape(16, -1)
         found = processor.process(read_pixels(image, "image"), "image")
         assert np.array_equal(processor.patches(found), expected), (image.mode, image.size)
 
@@ -131,7 +132,7 @@ def test_the_key_is_of_pixels_shape_and_options(tmp_path: Path) -> None:
     assert processor.process(flat, "image").key != processor.process(np.zeros((96, 64, 3), np.uint8), "image").key
     changed = pixels.copy()
     changed[95, 63, 2] ^= 1
-    darker = replace(processor, normalisation=replace(processor.normalisation, mean=(0.5, 0.5, 0.4)))
+    darker = msgspec.structs.replace(processor, normalisation=replace(processor.normalisation, mean=(0.5, 0.5, 0.4)))
     others = [processor.process(changed, "image").key, darker.process(pixels, "image").key]
     others.append(content_key(first.pixels, (1, 4, 6), processor))
     assert first.key not in others
@@ -176,7 +177,7 @@ def test_wrong_settings(tmp_path: Path, change: dict[str, Any], message: str | N
 def test_pan_and_scan_is_refused(tmp_path: Path) -> None:
     written(tmp_path, GEMMA | {"do_pan_and_scan": True})
     with pytest.raises(ModelLoadError, match="do_pan_and_scan"):
-        read_square_processor(tmp_path, 14, 4)
+        read_square_processor(tmp_path, 14, 4, 4)
 
 
 def test_a_checkpoint_without_settings(tmp_path: Path) -> None:

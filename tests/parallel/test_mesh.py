@@ -49,7 +49,7 @@ def test_order() -> None:
 
 def test_ranks_that_share_tokens_are_no_more_devices() -> None:
     assert ParallelConfig(tp=4, dcp=2).num_devices == 4
-    with pytest.raises(ConfigError, match="dcp=3 must divide tp=4"):
+    with pytest.raises(ConfigError, match="decode_context_parallel_size=3 must divide tensor_parallel_size=4"):
         ParallelConfig(tp=4, dcp=3)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -14,15 +15,43 @@ from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import AttentionSpec, LayerSpec, SlidingWindowSpec
 from quire.kv_cache.stage_layout import layout_of_stage, most_pages
 from quire.parallel.link_files import NUM_SLOTS, LinkFiles
-from quire.parallel.stage import WHOLE_MODEL, Link, Stage
+from quire.parallel.stage import WHOLE_MODEL, Link, NetworkLink, SharedMemoryLink, Stage
+from quire.parallel.torch_dist import LOOPBACK, NetworkMeeting
 from quire.simulator.shape import find_shape
 
 FULL, WINDOW = AttentionSpec(1, 8, 8, 4), SlidingWindowSpec(1, 8, 8, 4, window=32)
 
 
-def ends() -> tuple[Link, Link]:
+def ends() -> tuple[SharedMemoryLink, SharedMemoryLink]:
     files = LinkFiles.create(4 * 64)
-    return Link(LinkFiles(*map(os.dup, files))), Link(files)
+    return SharedMemoryLink(LinkFiles(*map(os.dup, files))), SharedMemoryLink(files)
+
+
+def test_tensors_pass_over_the_network() -> None:
+    """In their order, of any type, and as they were when they were sent; two links of one meeting do not mix."""
+    first_process = NetworkMeeting.open(LOOPBACK)
+    ways = [(f"{number}", sends) for number in range(2) for sends in (True, False)]
+    with ThreadPoolExecutor(len(ways)) as threads:
+
+        def join(way: tuple[str, bool]) -> NetworkLink:
+            meeting = NetworkMeeting.at(LOOPBACK, first_process.port, LOOPBACK)
+            return NetworkLink(meeting.of(way[0]), sends=way[1])
+
+        found: list[Link] = list(threads.map(join, ways))
+        for number, (first, second) in enumerate((found[:2], found[2:])):
+            sent = [torch.full((4, size), float(size + number), dtype=torch.bfloat16) for size in (1, 16, 3, 8, 5)]
+
+            def send(link: Link = first, tensors: list[torch.Tensor] = sent) -> None:
+                for tensor in tensors:
+                    row = tensor.clone()
+                    link.send(row)
+                    row.zero_()
+
+            sending = threads.submit(send)
+            for tensor in sent:
+                assert torch.equal(second.receive(tuple(tensor.shape), torch.bfloat16), tensor)
+                second.release()
+            sending.result(60)
 
 
 def test_tensors_arrive_in_order_and_a_full_link_waits() -> None:

@@ -86,7 +86,7 @@ def shown(*parts: int | str) -> dict[str, Any]:
             prompt.append(part)
             continue
         count = int(part[1:])
-        images.append(PromptImage((1, 1, count), part.encode(), b"pixels", (1, 1), part[0] == "f", len(prompt)))
+        images.append(PromptImage((1, 1, count), part.encode(), b"pixels", (1, 1), part[0] == "f", False, len(prompt)))
         prompt += [PLACEHOLDER] * count
     return {"prompt": prompt, "images": images}
 

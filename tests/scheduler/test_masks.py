@@ -53,7 +53,7 @@ def test_planned_one_token_ahead_and_no_further() -> None:
     driver.masks.wait([], 0)
     plans = [scheduler.schedule(0.0) for _ in range(4)]
     assert [len(plan.seq_ids) for plan in plans] == [2, 2, 1, 1], "its third token needs the mask behind the second"
-    assert [plan.expects_sampling_inputs for plan in plans] == [[0], [0], [], []]
+    assert [plan.masked_samples for plan in plans] == [[0], [0], [], []]
 
 
 @pytest.mark.parametrize("queue_depth", [1, 2, 3])

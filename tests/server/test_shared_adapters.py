@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from quire.config.adapters import AdaptersConfig
+from quire.engine import adapters
 from quire.engine.adapters import KnownAdapters
 from quire.errors import UserError
 from quire.server.adapters import LoraModule, ServedAdapters
@@ -63,6 +64,23 @@ async def test_what_one_was_told_all_know(pair: tuple[Process, Process], directo
     assert second.served.find("mine") is None
     with pytest.raises(ApiError, match="cannot be found"):
         await second.served.unload("mine")
+
+
+async def test_numbers_of_two_that_are_read_at_once(
+    pair: tuple[Process, Process], directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one process reads an adapter, it hears of another's."""
+    first, second = pair
+    await first.served.load(LoraModule("one", str(directory / "one")))
+    read = adapters.open_adapter
+
+    def slowly(*arguments: Any) -> Any:
+        assert second.served.names == ["one"]
+        return read(*arguments)
+
+    monkeypatch.setattr(adapters, "open_adapter", slowly)
+    second.known.add_name("two", str(directory / "two"))
+    assert second.digest("one") == first.digest("one") != second.digest("two")
 
 
 async def test_a_name_that_another_has_given(pair: tuple[Process, Process], directory: Path) -> None:

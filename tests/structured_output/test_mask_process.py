@@ -9,7 +9,7 @@ import pytest
 
 from quire.structured_output.mask_memory import MaskMemory, MaskScratch, make_memory
 from quire.structured_output.mask_process import Compiled, MaskProcess, consume_here
-from quire.structured_output.messages import Advance, Done, Grammar, New, Work
+from quire.structured_output.messages import Advance, Done, Grammar, MaskWork, New
 from quire.structured_output.sequence_state import MaskShape, SequenceState
 from quire.structured_output.vocabulary import make_vocabulary
 from quire.tokenization.tokenizer import load_tokenizer
@@ -29,7 +29,7 @@ def test_a_thread_that_was_overtaken_makes_the_mask_while_the_other_one_reads() 
     scratch = MaskScratch(shape.num_written)
     grammar = Grammar(0, 'start: "a" /[a-z ]{1,50}/', 0.0, LONG)
     news = [New(0, 1, 0, 0, [], [], False, None)]
-    core.sendall(encode_frame(Work(4, [], [], [grammar], [], news, [])))
+    core.sendall(encode_frame(MaskWork(4, [], [], [grammar], [], news, [])))
     process._turn(0, scratch)
     process._leader = 1  # it took over while this one was held up, and reads
     for _ in range(2):
@@ -68,7 +68,7 @@ def test_masks_behind_drafts(mark: list[str], drafts: str, count: int) -> None:
     grammar = Grammar(0, "start: /[abc]{2,4}d?/" if mark else "start: /[abc]{4}d/", 0.0, 0.0)
     new = New(0, 1, 0, 0, [], [tokenizer.encode(each)[-1] for each in mark], False, None)
     advance = Advance(0, 2, ids[:1], 0, True, ids[1:], [5, 6, 7, 8][: len(drafts)])
-    core.sendall(encode_frame(Work(16, [], [], [grammar], [], [new], [advance])))
+    core.sendall(encode_frame(MaskWork(16, [], [], [grammar], [], [new], [advance])))
     while not process._slots or process._firsts or process._masks:
         process._turn(0, scratch)
     core.settimeout(10)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from quire.structured_output.turns import Job, Turns
+from quire.structured_output.turns import RehearsalText, RehearsalTurns
 
 
-def job(number: int, client: str, lane: int = 0) -> Job:
-    return Job(number, "", client, 0.0, lane)
+def job(number: int, client: str, lane: int = 0) -> RehearsalText:
+    return RehearsalText(number, "", client, 0.0, lane)
 
 
-def taken(turns: Turns, lanes: range) -> list[int]:
+def taken(turns: RehearsalTurns, lanes: range) -> list[int]:
     found = []
     while (each := turns.take(lanes)) is not None:
         found.append(each.number)
@@ -17,14 +17,14 @@ def taken(turns: Turns, lanes: range) -> list[int]:
 
 
 def test_clients_take_turns() -> None:
-    turns = Turns(1)
+    turns = RehearsalTurns(1)
     for number, client in enumerate("aaaabbc"):
         turns.add(job(number, client))
     assert taken(turns, range(1)) == [0, 4, 6, 1, 5, 2, 3]
 
 
 def test_a_lane_is_taken_before_later_ones() -> None:
-    turns = Turns(3)
+    turns = RehearsalTurns(3)
     for number, lane in enumerate((2, 1, 0, 2, 1)):
         turns.add(job(number, "a", lane))
     assert taken(turns, range(1)) == [2]
@@ -32,7 +32,7 @@ def test_a_lane_is_taken_before_later_ones() -> None:
 
 
 def test_what_is_removed_is_not_taken() -> None:
-    turns, jobs = Turns(1), [job(number, "ab"[number % 2]) for number in range(4)]
+    turns, jobs = RehearsalTurns(1), [job(number, "ab"[number % 2]) for number in range(4)]
     for each in jobs:
         turns.add(each)
     turns.remove(jobs[2])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from quire.config.speculation import SpeculationConfig
 from quire.errors import QuireError
@@ -13,8 +15,11 @@ from quire.sampling.results import SampledTokens
 from quire.step import SamplingInputs, StepPlan, StepResult, TokenLogprobs
 from quire.worker.drafts import PATIENCE, STRIDE, HostDrafts, add_accepted, note_found
 from quire.worker.finders import NO_FINDER, TextFinder
+from quire.worker.input_batch import InputBatch
 from quire.worker.masks import read_masks
 from quire.worker.plain_texts import PlainCorpus, PlainTexts
+from quire.worker.platform.cpu_step import CpuStep
+from quire.worker.sample_rows import SampleRows
 
 
 @pytest.mark.parametrize(
@@ -41,18 +46,28 @@ def test_text_that_does_not_repeat_itself_is_looked_at_less_often() -> None:
 
     class Counting(TextFinder):
         def find_drafts(self, table: np.ndarray, rows: np.ndarray, lengths: np.ndarray, *rest: Any) -> int:
-            asked.append(drafts._num_fruitless)
+            asked.append(steps[0])
             assert lengths.tolist() == [51]
             return super().find_drafts(table, rows, lengths, *rest)
 
     drafts = HostDrafts(2, 3, Counting(2, SpeculationConfig(3, 1, 2), PlainTexts, PlainCorpus), has_states=False)
     table, rows = np.arange(200, dtype=np.int32).reshape(2, 100), np.array([1])
-    for _ in range(PATIENCE + 2 * STRIDE):
-        assert drafts.look_up(rows, np.array([50]), table) is None
+    compute: Any = SimpleNamespace(columns=SimpleNamespace(drafts=drafts, token_ids=table))
+    batch = InputBatch.of(rows, np.array([49]), np.array([1]))
+    step, steps = CpuStep(compute, StepPlan(0, [1], [49], [1], [1], [0]), batch), [0]
+    sampled = SampleRows(rows, np.array([50]), np.array([0]), np.array([5]), True, [1], [0])
+
+    def found() -> list[int] | None:
+        steps[0] += 1
+        accepted = step.accept(torch.zeros(1, 1), samples, sampled, requests)
+        return None if accepted.found is None else accepted.found.read(iter(()))
+
+    samples: Any = object()
+    requests: Any = None
+    assert [found() for _ in range(PATIENCE + 2 * STRIDE)] == [None] * (PATIENCE + 2 * STRIDE)
     assert asked == [*range(1, PATIENCE + 1), PATIENCE + STRIDE, PATIENCE + 2 * STRIDE]
     table[1, 50] = table[1, 9]
-    found = [drafts.look_up(rows, np.array([50]), table) for _ in range(STRIDE + 3)]
-    assert found == [None] * (STRIDE - 1) + [[3]] * 4
+    assert [found() for _ in range(STRIDE + 3)] == [None] * (STRIDE - 1) + [[3]] * 4
 
 
 def test_tokens_and_logprobs_of_accepted_rows() -> None:
@@ -69,7 +84,7 @@ def test_tokens_and_logprobs_of_accepted_rows() -> None:
 def test_masks_of_rows_with_drafts() -> None:
     """Three samples of one, three and four rows. The second is free before its first draft and has one mask behind
     drafts: what lies behind allows nothing. The third has no constraint."""
-    plan = StepPlan(7, [0, 1, 2], [0, 0, 0], [1, 3, 4], [0, 1, 2], [0, 1, 2], expects_sampling_inputs=[0, 1])
+    plan = StepPlan(7, [0, 1, 2], [0, 0, 0], [1, 3, 4], [0, 1, 2], [0, 1, 2], masked_samples=[0, 1])
     first, behind = (bytes([number] * 8) for number in (1, 2))
     firsts = np.array([0, 1, 4, 8])
     masks = read_masks(SamplingInputs(7, {0: first}, draft_masks={1: [behind]}), plan, 60, firsts)
@@ -87,7 +102,7 @@ def test_masks_of_rows_with_drafts() -> None:
 
 def test_what_was_found_for_the_next_step() -> None:
     """The second of three samples is a vector, and the third has a constraint."""
-    plan = StepPlan(0, [0, 1, 2], [0] * 3, [1] * 3, [0, 1, 2], [0, 1, 2], pooled=[1], expects_sampling_inputs=[2])
+    plan = StepPlan(0, [0, 1, 2], [0] * 3, [1] * 3, [0, 1, 2], [0, 1, 2], pooled=[1], masked_samples=[2])
     result = StepResult(0, [])
     note_found(result, plan, [2, 1], [[4, 5], [6, 9]])
     assert result.found_drafts == {0: 2, 2: 1}

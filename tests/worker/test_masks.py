@@ -161,7 +161,7 @@ def announce(driver: Driver, executor: LocalExecutor) -> Any:
     submitted = []
 
     def execute(plan):  # type: ignore[no-untyped-def]
-        plan.expects_sampling_inputs.append(0)
+        plan.masked_samples.append(0)
         submitted.append(executor.execute(plan))
         return submitted[0]
 

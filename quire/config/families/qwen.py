@@ -106,6 +106,7 @@ FAMILIES = (
         rope=RopeDefaults(theta=1_000_000.0, mrope_section=(16, 24, 24), renamed={"mrope": "default"}),
         usual_values=_VALUES | {"num_key_value_heads": 8, "max_window_layers": 80, "rms_norm_eps": 1e-5},
         nullable=("num_key_value_heads", "sliding_window"),
+        gguf=GGUFNames("qwen2vl", GGUF_TOP, GGUF_LAYER),
     ),
     Family(
         "qwen3_vl_text",
@@ -118,6 +119,7 @@ FAMILIES = (
         rope=_VISION_ROPE,
         usual_values=LLAMA_VALUES | _VISION_VALUES | {"num_key_value_heads": 32, "head_dim": 128},
         nullable=("num_key_value_heads",),
+        gguf=GGUFNames("qwen3vl", GGUF_TOP, GGUF_LAYER),
     ),
     Family(
         "qwen3_vl_moe_text",
@@ -141,5 +143,6 @@ FAMILIES = (
         },
         nullable=("num_key_value_heads",),
         renamed={"num_local_experts": "num_experts"},
+        gguf=GGUFNames("qwen3vlmoe", GGUF_TOP, _GGUF_EXPERTS),
     ),
 )

@@ -59,8 +59,8 @@ PARALLEL: tuple[VllmFlag, ...] = (
     noted("dp_sync_interval", "int", ONE_ROUTER),
     noted("dbo_prefill_token_threshold", "int", NO_EXPERT_RANKS),
     noted("disable_nccl_for_dp_synchronization", "flag", ONE_ROUTER, True, False),
-    noted("enable_eplb", "flag", NO_EXPERT_RANKS, False),
-    noted("eplb_config", "json", NO_EXPERT_RANKS, {}),
+    to("enable_eplb", "flag", why="between the ranks of tensor_parallel_size so far"),
+    to("eplb_config", "json", why="its three sizes; experts always move between steps"),
     to("expert_placement_strategy", "text"),
     noted("max_parallel_loading_workers", "int", "each rank reads its own part of the weights"),
     noted("ray_workers_use_nsight", "flag", "steps are logged with --step-log", False),
@@ -72,7 +72,7 @@ PARALLEL: tuple[VllmFlag, ...] = (
 )
 
 ADAPTERS: tuple[VllmFlag, ...] = (
-    to("enable_lora", "flag", why="native and plain torch kernels, so far"),
+    to("enable_lora", "flag"),
     to("max_loras", "int"),
     to("max_lora_rank", "int"),
     to("lora_dtype", "text"),

@@ -129,8 +129,11 @@ class PackedMatrix:
 
     @property
     def nbytes(self) -> int:
-        held = (*self._stored(), self.bias)
-        return sum(tensor.nbytes for tensor in held if tensor is not None)
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors in memory."""
+        return [tensor for tensor in (*self._stored(), self.bias) if tensor is not None]
 
     def load_dense(self, rows: torch.Tensor, first_row: int = 0) -> None:
         """Load rows [n, in_features] of any float dtype from first_row on."""

@@ -119,6 +119,9 @@ class AttentionPlans:
                 table.stride(0),
                 slots.data_ptr(),
             )
+            if batch.last_seen is not None:
+                _check(batch.last_seen, torch.int64, (num_rows,), "last positions")
+                plan.see_ahead(batch.last_seen.data_ptr())
         self._batch = batch
         return self.plans
 

@@ -132,7 +132,7 @@ class Recorder:
         **constants: Any,
     ) -> Buffer:
         """Add a kernel; returns its output of `width` columns, which takes the place of `over` if no later kernel reads
-        that (in_place: always). For the rest see Call."""
+        that (in_place: always). For the rest see KernelCall."""
         out = self._output(width, buffers)
         call = KernelCall(kernel, buffers or {}, constants, out, over, in_place, output, first_column, out_column)
         self.calls.append(call)
@@ -173,7 +173,7 @@ class Recorder:
         memory; arena: placeholders' memory; shared between programs (None: own). A result in a shared arena can be
         overwritten by any of them: `redirect` it."""
         results = (result, *others)
-        calls = hand_over_rows(fuse_norms(self.calls, results), results)
+        calls = hand_over_rows(fuse_norms(fuse_adapters(self.calls, results), results), results)
         elements = place_buffers(calls, results)
         absent = _native.Ref()
         program = _native.Program(runtime.isa, runtime.pool, max_rows, runtime.native_precision)
@@ -252,6 +252,53 @@ def fuse_norms(calls: Sequence[KernelCall], results: Sequence[Buffer]) -> list[K
         else:
             fused.append(call)
     return fused
+
+
+def fuse_adapters(calls: Sequence[KernelCall], results: Sequence[Buffer]) -> list[KernelCall]:
+    """Let a linear layer add its adapters' results itself, before its activation: linear, shrink, expand and activate
+    become shrink and adapted_linear. Layers of several matrices, and columns that do not fit panels, stay as they are.
+    results: buffers that are kept."""
+    num_readers = _count_readers(calls)
+    fused: list[KernelCall] = []
+    for call in calls:
+        linear, shrink = fused[-2:] if len(fused) > 1 else (None, None)
+        if linear is not None and shrink is not None and _is_expansion_of(call, shrink, linear, num_readers):
+            adapters = {name: call.constants[name] for name in ("table", "column")} | {"gated": False}
+            buffers, constants = linear.buffers | {"inner": shrink.out}, linear.constants | adapters
+            whole = replace(linear, kernel="adapted_linear", buffers=buffers, constants=constants, out=call.out)
+            fused[-2:] = [shrink, whole]
+        elif fused and _activates(call, fused[-1], num_readers) and fused[-1].out not in results:
+            activated = {"activation": call.constants["activation"], "gated": call.constants["up"] != 0}
+            fused[-1] = replace(fused[-1], constants=fused[-1].constants | activated, out=call.out)
+        else:
+            fused.append(call)
+    return fused
+
+
+def _is_expansion_of(call: KernelCall, shrink: KernelCall, linear: KernelCall, num_readers: Counter[Buffer]) -> bool:
+    """True if `call` adds the adapters of `shrink` to what `linear` alone gives and no other reads."""
+    return (
+        (linear.kernel, shrink.kernel, call.kernel) == ("linear", "adapter_shrink", "adapter_expand")
+        and call.over is linear.out
+        and call.buffers["inner"] is shrink.out
+        and shrink.buffers["x"] is linear.buffers["x"]
+        and num_readers[linear.out] == 1
+        and not linear.in_place
+        and linear.out_column == linear.first_column == 0
+        and call.constants["table"].fits_panels
+    )
+
+
+def _activates(call: KernelCall, linear: KernelCall, num_readers: Counter[Buffer]) -> bool:
+    """True if `call` is the activation of a fused layer's columns, in turns where they are gated, and their only
+    reader."""
+    return (
+        (linear.kernel, call.kernel) == ("adapted_linear", "activate")
+        and (call.constants["up"] == 0 or call.constants["step"] == 2 * call.constants["up"])
+        and call.buffers["x"] is linear.out
+        and num_readers[linear.out] == 1
+        and linear.buffers["residual"] is None
+    )
 
 
 def hand_over_rows(calls: Sequence[KernelCall], results: Sequence[Buffer]) -> list[KernelCall]:

@@ -151,6 +151,7 @@ def _attend_tiles(
     first_key,
     end_key,
     positions,
+    lasts,
     scale,
     cap,
     window,
@@ -179,7 +180,7 @@ def _attend_tiles(
         at = _key_offsets(blocks, tile, TOKEN, BLOCK_SIZE, BLOCK_N)
         blocks = _blocks_of(table, tile + BLOCK_N, stop, BLOCK_SIZE, BLOCK_N)
         from_page = pages + at[:, None] + dims[None, :]
-        visible = keys[None, :] <= positions[:, None]
+        visible = keys[None, :] <= lasts[:, None]
         if WINDOW:
             visible = visible & (keys[None, :] >= first_seen(positions, window, WINDOW)[:, None])
         if MASKED:
@@ -225,7 +226,9 @@ def attend_range(
     stop,
     first_position,
     last_position,
+    last_key,
     positions,
+    lasts,
     scale,
     cap,
     window,
@@ -240,12 +243,13 @@ def attend_range(
 ):
     """Add the keys at [start, stop) to a tile's running softmax; `start` is a multiple of BLOCK_N. queries,
     odd_queries, query_factor: from `split_queries`. pages: one layer's, at the key head's first element. table: the
-    sequence's row. positions: [BLOCK_M], from first_position to last_position. Keys that no row sees are skipped; tiles
-    that all rows see fully, most of a long context, run without masks."""
+    sequence's row. positions: [BLOCK_M], from first_position to last_position. lasts: [BLOCK_M], the last position that
+    each row sees, its own at least; last_key: the largest. Keys that no row sees are skipped; tiles that all rows see
+    fully, most of a long context, run without masks."""
     odd_values = total
     if PAIRS:
         values, odd_values = tl.split(tl.reshape(values, (values.shape[0], DIM // 2, 2)))
-    end = tl.minimum(stop, last_position + 1)
+    end = tl.minimum(stop, last_key + 1)
     first_key = start
     whole_from = start
     if WINDOW:
@@ -257,19 +261,19 @@ def attend_range(
         left = tl.minimum(whole_from, end)
         maximum, total, values, odd_values = _attend_tiles(
             queries, odd_queries, query_factor, maximum, total, values, odd_values, pages, table, start, left,
-            first_key, end, positions, scale, cap, window, NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, WINDOW,
-            SOFT_CAP, PAIRS, True,
+            first_key, end, positions, lasts, scale, cap, window, NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N,
+            WINDOW, SOFT_CAP, PAIRS, True,
         )  # fmt: skip
     whole_to = tl.maximum(whole_from, tl.minimum(end, first_position + 1) // BLOCK_N * BLOCK_N)
     maximum, total, values, odd_values = _attend_tiles(
         queries, odd_queries, query_factor, maximum, total, values, odd_values, pages, table, whole_from, whole_to,
-        first_key, end, positions, scale, cap, window, NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, WINDOW,
+        first_key, end, positions, lasts, scale, cap, window, NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, WINDOW,
         SOFT_CAP, PAIRS, False,
     )  # fmt: skip
     maximum, total, values, odd_values = _attend_tiles(
         queries, odd_queries, query_factor, maximum, total, values, odd_values, pages, table, whole_to, end, first_key,
-        end, positions, scale, cap, window, NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, WINDOW, SOFT_CAP, PAIRS,
-        True,
+        end, positions, lasts, scale, cap, window, NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, WINDOW, SOFT_CAP,
+        PAIRS, True,
     )  # fmt: skip
     if PAIRS:
         values = tl.reshape(tl.join(values, odd_values), (values.shape[0], DIM))

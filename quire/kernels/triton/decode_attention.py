@@ -132,8 +132,8 @@ def _split_kernel(
         maximum, total, values = no_keys(BLOCK_M, DIM)
         maximum, total, values = attend_range(
             queries, odd_queries, query_factor, maximum, total, values, pages, table, start, tl.minimum(start + keys,
-            seq_len), seq_len - num_new, seq_len - 1, seq_len - num_new + token, scale, cap, window, NUM_KV_HEADS,
-            HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, WINDOW, SOFT_CAP, PAIRS,
+            seq_len), seq_len - num_new, seq_len - 1, seq_len - 1, seq_len - num_new + token, seq_len - num_new +
+            token, scale, cap, window, NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, WINDOW, SOFT_CAP, PAIRS,
         )  # fmt: skip
         if num_splits == 1:
             if FIXED_KEYS:

@@ -17,7 +17,7 @@ from quire.kernels.triton.matmul import ProductTiles, stored_tiles
 from quire.kernels.triton.quantize_rows import round_rows
 from quire.kernels.triton.routing import sort_by_expert
 from quire.kernels.triton.runtime import blocks_of, launch, narrow
-from quire.kernels.triton.weight_formats import StoredMatrix, product
+from quire.kernels.triton.weight_formats import PLAIN, StoredMatrix, product
 
 COLUMNS = 1024
 """Elements of a row per program of `combine`."""
@@ -140,7 +140,11 @@ def expert_tiles(matrix: StoredMatrix, dtype: torch.dtype, *, rounds: bool, is_f
     tiles = stored_tiles(matrix, dtype, rounds_activations=rounds)
     num_warps = 8 if is_first else tiles.num_warps
     tiles = replace(tiles, block_n=EXPERT_COLUMNS, num_warps=num_warps, num_stages=3)
-    return replace(tiles, block_m=FEW_ROWS, num_warps=4) if few else tiles
+    if not few:
+        return tiles
+    # Of nine ways tried on an H100, the fastest at 1, 32 and 256 rows of Qwen3-30B-A3B, by 5 to 9 %.
+    block_k = 2 * tiles.block_k if matrix.kind == PLAIN.value and dtype != torch.float32 else tiles.block_k
+    return replace(tiles, block_m=FEW_ROWS, block_k=block_k, num_warps=4)
 
 
 def apply_experts(
@@ -211,6 +215,12 @@ def apply_experts(
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
         )
+    return _combined(results, residual, x, top_k)
+
+
+def _combined(results: torch.Tensor, residual: torch.Tensor | None, x: torch.Tensor, top_k: int) -> torch.Tensor:
+    """residual + the sum of each row's `top_k` results, in a tensor like x."""
+    num_rows, size = x.shape
     out = torch.empty(num_rows, size, dtype=x.dtype, device=x.device)
     launch(
         _combine_kernel,

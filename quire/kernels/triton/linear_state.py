@@ -8,6 +8,9 @@ for single tokens; for prompts a third of the matrix units' tf32 rate, and the s
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -432,8 +435,7 @@ def gated_delta_rule(
     decays = torch.empty(num_tokens, heads, dtype=torch.float32, device=qkv.device)
     sizes = {"KEY_HEADS": rule.num_key_heads, "VALUE_HEADS": heads, "KEY_DIM": rule.key_dim}
     sizes["KEY_BLOCK"] = max(SMALLEST_TILE, next_power_of_2(rule.key_dim))
-    block = max(SMALLEST_TILE, min(COLUMNS, next_power_of_2(rule.value_dim)))
-    heads_block, interval = next_power_of_2(heads), states.interval
+    heads_block = next_power_of_2(heads)
     launch(
         _prepare_kernel,
         (blocks_of(num_tokens, TILE), rule.num_key_heads + 1),
@@ -451,25 +453,56 @@ def gated_delta_rule(
         num_warps=4,
         **sizes,
     )
-    grid = blocks_of(rule.value_dim, block), heads, batch.num_seqs
-    arguments = (
-        qkv,
-        gates,
-        out,
+    _launch_rule(rule, (qkv, gates, out, keys, decays), states, sizes)
+    launch(
+        _keep_rows_kernel,
+        (batch.num_seqs, rule.num_key_heads + 1),
         keys,
         decays,
-        *(_part(pages, part) for part in (rule.state, rule.updates, rule.keys, rule.decays)),
+        *(_part(pages, part) for part in (rule.keys, rule.decays)),
         *columns,
-        qkv.stride(0),
-        gates.stride(0),
+        pages.stride(0),
+        table.stride(0),
+        KEY_LINE=rule.keys.shape[-1],
+        HEADS_BLOCK=heads_block,
+        INTERVAL=states.interval,
+        num_warps=4,
+        **sizes,
+    )
+
+
+def _launch_rule(
+    rule: DeltaRule, tensors: Sequence[torch.Tensor], states: DeviceStateStep, sizes: Mapping[str, int]
+) -> None:
+    """Compute the step's rows by the kernels for one and for several tokens of a sequence. tensors: queries, keys and
+    values, gates, result, new keys and their decays."""
+    batch, pages, table = states.batch, states.floats(rule.layer), states.tables[rule.layer]
+    block = max(SMALLEST_TILE, min(COLUMNS, next_power_of_2(rule.value_dim)))
+    grid = blocks_of(rule.value_dim, block), rule.num_value_heads, batch.num_seqs
+    arguments = (
+        *tensors,
+        *(_part(pages, part) for part in (rule.state, rule.updates, rule.keys, rule.decays)),
+        batch.rows,
+        batch.query_start,
+        batch.seq_lens,
+        table,
+        tensors[0].stride(0),
+        tensors[1].stride(0),
         pages.stride(0),
         table.stride(0),
         rule.key_dim**-0.5,
     )
-    sizes |= {"VALUE_DIM": rule.value_dim, "KEY_LINE": rule.keys.shape[-1], "VALUE_LINE": rule.state.shape[-1]}
-    sizes |= {"BLOCK": block, "INTERVAL": interval, "EPSILON": NORM_EPSILON}
+    constants: dict[str, Any] = {
+        **sizes,
+        "VALUE_DIM": rule.value_dim,
+        "KEY_LINE": rule.keys.shape[-1],
+        "VALUE_LINE": rule.state.shape[-1],
+        "BLOCK": block,
+        "INTERVAL": states.interval,
+        "EPSILON": NORM_EPSILON,
+    }
     if not states.batch_invariant:
-        launch(decode_rule_kernel, grid, *arguments, num_warps=4, **sizes)
+        launch(decode_rule_kernel, grid, *arguments, num_warps=4, **constants)
     if states.batch_invariant or batch.max_query_len > 1:
         launch(
             _rule_kernel,
@@ -480,26 +513,8 @@ def gated_delta_rule(
             num_stages=1,
             # At its highest level the assembler leaves this kernel 32 registers and spills the rest.
             ptx_options="--opt-level 1",
-            **sizes,
+            **constants,
         )
-    launch(
-        _keep_rows_kernel,
-        (batch.num_seqs, rule.num_key_heads + 1),
-        keys,
-        decays,
-        *(_part(pages, part) for part in (rule.keys, rule.decays)),
-        *columns,
-        pages.stride(0),
-        table.stride(0),
-        KEY_HEADS=rule.num_key_heads,
-        VALUE_HEADS=heads,
-        KEY_DIM=rule.key_dim,
-        KEY_BLOCK=sizes["KEY_BLOCK"],
-        KEY_LINE=rule.keys.shape[-1],
-        HEADS_BLOCK=heads_block,
-        INTERVAL=interval,
-        num_warps=4,
-    )
 
 
 def _part(pages: torch.Tensor, part: StatePart) -> torch.Tensor:

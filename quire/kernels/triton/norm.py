@@ -1,5 +1,5 @@
-"""RMSNorm and LayerNorm over rows, optionally of a sum that is written back. Limit: memory bandwidth. One program
-computes a row, so its bits depend only on its width."""
+"""RMSNorm and LayerNorm over rows, optionally of a sum that is written back; sums of what ranks have gathered. Limit:
+memory bandwidth. One program computes a row, so its bits depend only on its width."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.runtime import launch, narrow, next_power_of_2
+from quire.kernels.triton.runtime import blocks_of, launch, narrow, next_power_of_2
 
 ELEMENTS_PER_WARP = 512
 """Elements of a row per warp: two 16-byte loads per thread in 16 bits."""
@@ -95,5 +95,30 @@ def norm(
         IS_WIDE=weight is not None and weight.dtype == torch.float32,
         BLOCK=block,
         num_warps=min(MAX_WARPS, max(1, block // ELEMENTS_PER_WARP)),
+    )
+    return out
+
+
+SUM_BLOCK = 1024
+"""Elements of a sum that a program adds up."""
+
+
+@triton.jit(do_not_specialize=["size"])
+def _sum_kernel(parts, out, size, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < size
+    total = tl.load(parts + index, mask=mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(parts + part * size.to(tl.int64) + index, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + index, narrow(total, out.dtype.element_ty), mask=mask)
+
+
+def sum_parts(parts: torch.Tensor) -> torch.Tensor:
+    """(parts[0] + parts[1]) + ..., added in float32 and rounded once. An element's order of additions depends on
+    nothing else, so the sum is the same in every batch. parts: [ranks, ...] contiguous."""
+    assert parts.is_contiguous(), "parts lie one behind the other"
+    out = torch.empty_like(parts[0])
+    launch(
+        _sum_kernel, (blocks_of(out.numel(), SUM_BLOCK),), parts, out, out.numel(), PARTS=len(parts), BLOCK=SUM_BLOCK
     )
     return out

@@ -29,6 +29,7 @@ from quire.kernels.triton.float8 import as_pairs
 from quire.kernels.triton.runtime import BoundKernel, bind, bound
 
 BATCH_COLUMNS = ("rows", "query_start", "seq_lens", "tables")
+LAST_SEEN = "last_seen"
 """Arguments that are views of one buffer at any multiple of four bytes; no kernel is recompiled for their alignment."""
 
 
@@ -68,7 +69,7 @@ def sequence_and_keys(query_start, seq_lens, token, num_seqs):
     return sequence, tl.load(seq_lens + sequence) - tl.load(query_start + sequence + 1) + token + 1
 
 
-@triton.jit(do_not_specialize=["num_seqs", "skipped"], do_not_specialize_on_alignment=BATCH_COLUMNS)
+@triton.jit(do_not_specialize=["num_seqs", "skipped"], do_not_specialize_on_alignment=(*BATCH_COLUMNS, LAST_SEEN))
 def _varlen_kernel(
     query,
     pages,
@@ -83,6 +84,7 @@ def _varlen_kernel(
     query_stride,
     out_stride,
     table_stride,
+    last_seen,
     scale,
     value_scale,
     cap,
@@ -99,12 +101,12 @@ def _varlen_kernel(
     SINKS: tl.constexpr,
     PAIRS: tl.constexpr,
     FIXED_KEYS: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
-    """Program (tile of queries, key head). Tiles with most keys come first; tiles of one key head run together and
-    share its keys in L2. skipped: sequences with at most this many new tokens belong to another kernel."""
+    """Program (tile of queries, key head), most keys first; tiles of one key head share its keys in L2. skipped:
+    sequences with at most this many new tokens belong to another kernel. last_seen: see DeviceBatch, with AHEAD."""
     TOKENS: tl.constexpr = BLOCK_M // GROUP
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    kv_head = tl.program_id(1)
+    tile, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     sequence = find_sequence(query_start, tile, num_seqs, TOKENS)
     begin = tl.load(query_start + sequence)
     num_new = tl.load(query_start + sequence + 1) - begin
@@ -122,24 +124,29 @@ def _varlen_kernel(
     queries, odd_queries, query_factor = split_queries(queries, pages.dtype.element_ty, PAIRS)
     token, head, _ = row_tokens(BLOCK_M, GROUP)
     positions = first_position + token
+    lasts, last_key = positions, last_position
+    if AHEAD:
+        seen = last_seen + begin + first
+        lasts = tl.maximum(positions, tl.load(seen + token, mask=token < num_tokens, other=0).to(tl.int32))
+        last_key = tl.maximum(last_position, tl.load(seen + num_tokens - 1).to(tl.int32))
     maximum, total, values = no_keys(BLOCK_M, DIM)
     if FIXED_KEYS:
         first_split = 0
         if WINDOW:
             first_split = tl.maximum(first_seen(first_position, window, WINDOW), 0) // FIXED_KEYS
-        for split in range(bound(first_split), bound(last_position // FIXED_KEYS + 1)):
+        for split in range(bound(first_split), bound(last_key // FIXED_KEYS + 1)):
             part_maximum, part_total, part_values = no_keys(BLOCK_M, DIM)
             part_maximum, part_total, part_values = attend_range(
                 queries, odd_queries, query_factor, part_maximum, part_total, part_values, pages, table, split *
-                FIXED_KEYS, (split + 1) * FIXED_KEYS, first_position, last_position, positions, scale, cap, window,
-                NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, WINDOW, SOFT_CAP, PAIRS,
+                FIXED_KEYS, (split + 1) * FIXED_KEYS, first_position, last_position, last_key, positions, lasts, scale,
+                cap, window, NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, WINDOW, SOFT_CAP, PAIRS,
             )  # fmt: skip
             maximum, total, values = merged(maximum, total, values, part_maximum, part_total, part_values)
     else:
         maximum, total, values = attend_range(
-            queries, odd_queries, query_factor, maximum, total, values, pages, table, 0, last_position + 1,
-            first_position, last_position, positions, scale, cap, window, NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE,
-            BLOCK_N, WINDOW, SOFT_CAP, PAIRS,
+            queries, odd_queries, query_factor, maximum, total, values, pages, table, 0, last_key + 1,
+            first_position, last_position, last_key, positions, lasts, scale, cap, window, NUM_KV_HEADS, HEAD_DIM, DIM,
+            BLOCK_SIZE, BLOCK_N, WINDOW, SOFT_CAP, PAIRS,
         )  # fmt: skip
     values = normalised(maximum, total, values, load_sinks(sinks, kv_head * GROUP + head, SINKS), value_scale)
     store_rows(out, out_stride, values, begin + first, num_tokens, kv_head, GROUP, HEAD_DIM, DIM, BLOCK_M)
@@ -177,9 +184,9 @@ def layer_constants(layer: LayerAttention, sinks: torch.Tensor | None) -> dict[s
     }
 
 
-def launch_over(kernel: BoundKernel, work: PagedAttention, tokens: int, skipped: int) -> None:
+def launch_over(kernel: BoundKernel, work: PagedAttention, tokens: int, skipped: int, *more: torch.Tensor) -> None:
     """Launch a program per query tile and key head. tokens: per tile. skipped: sequences with at most that many new
-    tokens are skipped."""
+    tokens are skipped. more: further arguments of the kernel."""
     batch, query, out, tables = work.batch, work.query, work.out, work.tables
     kernel(
         (batch.num_tokens // tokens + batch.num_seqs, work.layer.num_kv_heads),
@@ -194,13 +201,24 @@ def launch_over(kernel: BoundKernel, work: PagedAttention, tokens: int, skipped:
         query.stride(0),
         out.stride(0),
         tables.stride(0),
+        *more,
     )
 
 
 class VarlenAttention:
     """The kernel for one layer, its pages and one kind of tiles."""
 
-    def __init__(self, layer: LayerAttention, pages: torch.Tensor, sinks: torch.Tensor | None, tiles: Tiles) -> None:
+    def __init__(
+        self,
+        layer: LayerAttention,
+        pages: torch.Tensor,
+        sinks: torch.Tensor | None,
+        tiles: Tiles,
+        *,
+        sees_ahead: bool = False,
+    ) -> None:
+        """sees_ahead: for batches with `last_seen`."""
+        self._sees_ahead = sees_ahead
         self._tokens = tiles.tokens(layer.num_heads // layer.num_kv_heads)
         scale, cap, window = score_constants(layer)
         self._launch = bind(
@@ -212,8 +230,10 @@ class VarlenAttention:
                 "value_scale": layer.cache_scale.value,
                 "cap": cap,
                 "window": window,
+                **({} if sees_ahead else {LAST_SEEN: None}),
             },
             **layer_constants(layer, sinks),
+            AHEAD=sees_ahead,
             BLOCK_SIZE=pages.shape[2],
             PAIRS=pages.dtype.itemsize == 1,
             BLOCK_M=tiles.block_m,
@@ -224,9 +244,14 @@ class VarlenAttention:
         )
 
     def launch(self, work: PagedAttention, skipped: int) -> None:
-        launch_over(self._launch, work, self._tokens, skipped)
+        more = []
+        if self._sees_ahead:
+            assert work.batch.last_seen is not None, "the batch says what its tokens see"
+            more.append(work.batch.last_seen)
+        launch_over(self._launch, work, self._tokens, skipped, *more)
 
 
 def varlen_attention(work: PagedAttention, tiles: Tiles, skipped: int = 0) -> None:
     """See VarlenAttention. skipped: see `launch_over`."""
-    VarlenAttention(work.layer, work.pages, work.sinks, tiles).launch(work, skipped)
+    sees_ahead = work.batch.last_seen is not None
+    VarlenAttention(work.layer, work.pages, work.sinks, tiles, sees_ahead=sees_ahead).launch(work, skipped)

@@ -144,10 +144,10 @@ class OffloadConnector(KVConnector):
                 return found
             excess = len(on_disk) - self.num_loadable
             if excess <= 0:
-                num_tokens = found.num_blocks * self._blocks.block_size - num_cached_tokens
+                num_tokens = found.num_blocks * self._blocks.hash_block_size - num_cached_tokens
                 is_worthwhile = self._is_worthwhile(len(on_disk), num_tokens)
                 return Lookup(found.num_blocks, [], [], [*on_host, *on_disk], True, is_worthwhile)
-            max_tokens = (found.num_blocks - -(-excess // len(self._indexes))) * self._blocks.block_size
+            max_tokens = (found.num_blocks - -(-excess // len(self._indexes))) * self._blocks.hash_block_size
         return None
 
     def find(self, key: BlockKey) -> int | None:

@@ -64,7 +64,7 @@ class TransferBlocks:
         self._pool = pool
         self._indexes = indexes
         self._groups = groups
-        self.block_size = groups.block_size
+        self.hash_block_size = groups.hash_block_size
         self._numbers = itertools.count()
         self._arrivals: dict[int, _Arrival] = {}
         self._arriving: dict[BlockKey, int] = {}
@@ -92,7 +92,7 @@ class TransferBlocks:
         num_cached_tokens: result of `match_prefix` for at least `max_tokens`."""
         if chain is None:
             return None
-        size = self.block_size
+        size = self.hash_block_size
         least, limit = num_cached_tokens + MIN_BLOCKS * size, max_tokens - max_tokens % size
         if limit < least:
             return None

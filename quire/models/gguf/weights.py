@@ -15,6 +15,7 @@ import torch
 
 from quire.config.families.family import EXPERT, HEAD
 from quire.config.gguf import ROPE_FACTORS, HeadLayout, StateHeads, head_layout
+from quire.config.gguf_adapter import read_gguf_adapter
 from quire.config.gguf_tensors import GATE_EXPERTS, JOINED_EXPERTS, UP_EXPERTS, hf_name, layer_of
 from quire.errors import ModelLoadError
 from quire.models.gguf.block_format import Bytes
@@ -25,7 +26,7 @@ from quire.quantization.integer_weight import IntegerWeight, WeightTensor
 from quire.utils.gguf import BlockType, GGUFFile, TensorEntry, parts_of
 
 T = TypeVar("T")
-_PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _BEHIND_KEYS = ("attn_qkv", "ssm_conv1d")
 """Tensors of delta nets with rows of queries and keys before those of values."""
 _OF_ELEMENTS = (*_BEHIND_KEYS, "attn_gate")
@@ -156,7 +157,7 @@ def _gate_and_up(
 def _weight(file: GGUFFile, entry: TensorEntry, layout: HeadLayout) -> WeightTensor:
     """[rows, columns] of a matrix, or [size] of a norm's weight or bias."""
     # The elements of a vector may be permuted like the rows of a matrix.
-    num_rows = entry.shape[0] if len(entry.shape) == 2 or entry.type.name in _PLAIN_DTYPES else 1
+    num_rows = entry.shape[0] if len(entry.shape) == 2 or entry.type.name in PLAIN_DTYPES else 1
     rows = np.frombuffer(file.data(entry), dtype=np.uint8).reshape(num_rows, -1)
     own = entry.name.split(".")[2] if layer_of(entry.name) is not None else ""
     num_heads = {"attn_q": layout.num_heads, "attn_k": layout.num_kv_heads}.get(own)
@@ -164,7 +165,7 @@ def _weight(file: GGUFFile, entry: TensorEntry, layout: HeadLayout) -> WeightTen
         rows = _halves_apart(rows, num_heads, entry.name)
     if layout.state is not None and own in _VALUE_ROWS:
         rows = _value_rows(rows, entry.name, layout.state)
-    dtype = _PLAIN_DTYPES.get(entry.type.name)
+    dtype = PLAIN_DTYPES.get(entry.type.name)
     if dtype is not None:
         plain = torch.from_numpy(rows).view(dtype).view(entry.shape)
         is_norm = entry.name.endswith("_norm.weight") and own != "ssm_norm" and layout.names.norm_offset
@@ -173,7 +174,7 @@ def _weight(file: GGUFFile, entry: TensorEntry, layout: HeadLayout) -> WeightTen
     try:
         if len(entry.shape) == 2 and entry.type.name in _WHOLE_BLOCKS and (layout.state is None or own != "ssm_out"):
             return _block_weight(file, entry, rows)
-        weight = _taken_apart(rows, entry.type)
+        weight = taken_apart(rows, entry.type)
         if layout.state is not None and own == "ssm_out":
             return _value_columns(weight, layout.state)
     except ModelLoadError as error:
@@ -197,12 +198,12 @@ def _block_weight(file: GGUFFile, entry: TensorEntry, rows: Bytes) -> BlockWeigh
         torch.from_numpy(rows),
         _WHOLE_BLOCKS[entry.type.name],
         entry.shape[1],
-        unpack=lambda part: _taken_apart(part.numpy(), entry.type),
+        unpack=lambda part: taken_apart(part.numpy(), entry.type),
         release=lambda: file.release(entry),
     )
 
 
-def _taken_apart(rows: Bytes, block: BlockType) -> IntegerWeight | Float4Weight:
+def taken_apart(rows: Bytes, block: BlockType) -> IntegerWeight | Float4Weight:
     """Unpack rows [n, bytes of a row]. Raises ModelLoadError for non-finite scales."""
     if block.name == "MXFP4":
         return _mxfp4_weight(rows, rows.shape[1] // block.num_bytes * block.values)
@@ -308,3 +309,33 @@ def read_ahead(items: Generator[T, None, None], depth: int) -> Iterator[T]:
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
             items.close()
+
+
+_ROTATED = {"attn_q": 0, "attn_k": 1}
+"""Matrices with rows in another order in an adapter's file, where pairs are neighbours -> index of their number of
+heads."""
+
+
+def read_gguf_matrices(path: Path, heads: tuple[int, int]) -> dict[str, dict[str, torch.Tensor]]:
+    """A and B by Hugging Face's module name. heads: the model's query and key heads. Raises ModelLoadError."""
+    with GGUFFile(path) as file:
+        adapter = read_gguf_adapter(file)
+        found = {}
+        for module, pair in adapter.entries.items():
+            matrices = {part: _matrix_of(file, entry) for part, entry in pair.items()}
+            own = pair["B"].name.split(".")[2]
+            if adapter.names.interleaved and own in _ROTATED:
+                b = matrices["B"].float().numpy()
+                rows = _halves_apart(b, heads[_ROTATED[own]], pair["B"].name)
+                matrices["B"] = torch.from_numpy(rows.copy())
+            found[module] = matrices
+        return found
+
+
+def _matrix_of(file: GGUFFile, entry: TensorEntry) -> torch.Tensor:
+    """A copy."""
+    rows = np.frombuffer(file.data(entry), dtype=np.uint8).reshape(entry.shape[0], -1)
+    dtype = PLAIN_DTYPES.get(entry.type.name)
+    if dtype is not None:
+        return torch.from_numpy(rows.copy()).view(dtype).view(entry.shape)
+    return taken_apart(rows, entry.type).dequantize()

@@ -94,7 +94,7 @@ class AnthropicMessage(msgspec.Struct, frozen=True):
         return [Block("text", self.content)] if isinstance(self.content, str) else self.content
 
 
-class Tool(msgspec.Struct, frozen=True):
+class AnthropicTool(msgspec.Struct, frozen=True):
     """Tool of the client. Anthropic's server tools have other types."""
 
     name: ShortString
@@ -120,7 +120,7 @@ class Tool(msgspec.Struct, frozen=True):
         return {"type": "function", "function": {name: v for name, v in function.items() if v is not None}}
 
 
-class ToolChoice(msgspec.Struct, frozen=True):
+class AnthropicToolChoice(msgspec.Struct, frozen=True):
     type: Literal["auto", "any", "tool", "none"]
     name: ShortString | None = None
     disable_parallel_tool_use: bool = False
@@ -160,8 +160,8 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, frozen=True):
     model: str
     messages: Annotated[list[AnthropicMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
     system: str | list[Block] | None = None
-    tools: list[Tool] | None = None
-    tool_choice: ToolChoice | None = None
+    tools: list[AnthropicTool] | None = None
+    tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None

@@ -22,12 +22,14 @@ from quire.errors import ConfigError
 from quire.kv_cache.deal import ALL_TOKENS, Deal
 from quire.kv_cache.layout import KVCacheLayout
 from quire.layers.adapters import TorchAdapterStorage
+from quire.layers.expert_balance import ExpertBalancer
 from quire.layers.experts import ExpertCounters
 from quire.models.adapters import ModelAdapters
 from quire.models.claims import check_dummy
 from quire.models.draft_head import first_guess
 from quire.models.interface import CausalLM
 from quire.models.loader import TORCH_DTYPES, Extras, load_head, load_model, load_vision
+from quire.models.vision import VisionEncoder
 from quire.models.weight_files import Progress
 from quire.multimodal.inputs import NoImages, image_inputs
 from quire.parallel.interface import ProcessGroup
@@ -80,6 +82,7 @@ class CpuPlatform:
         self.adapters: ModelAdapters | None = None
         self.draft_model: DraftModel | None = None
         self.expert_counts = ExpertCounters() if config.load.counts_experts else None
+        self.balancer: ExpertBalancer | None = None
         if device.attention_backend == "native":
             from quire.kernels.cpu.runtime import NativeRuntime  # the native module may not be built
 
@@ -137,7 +140,7 @@ class CpuPlatform:
         if self.stage.count > 1:
             code["layers"] = f"{self.stage.layers.start} to {self.stage.layers.stop}"
         if self._config.load.expert_placement is not None:  # placement changes the order of a layer's sums
-            code["experts"] = self._config.load.expert_placement
+            code["experts"] = self._config.load.expert_placement if self._config.load.balance is None else "apart"
         if self._dealt is not None:
             code["tokens"] = f"runs of {self._dealt.deal.run} in turns to {self._dealt.deal.num_ranks}"
         return code
@@ -148,13 +151,14 @@ class CpuPlatform:
             check_dummy(config.model, available_memory())
         shown = progress if self._group.rank == 0 and self.stage.is_first else None
         self.adapters = self._make_adapters()
+        self.balancer = None if config.load.balance is None else ExpertBalancer(config.load.balance)
         model = load_model(
             config.model,
             config.load,
             self._group,
             shown,
             self._runtime,
-            extras=Extras(self.expert_counts, self.adapters),
+            extras=Extras(self.expert_counts, self.adapters, self.balancer),
             stage=self.stage,
         )
         self.draft_model = self._load_draft_model(model)
@@ -305,7 +309,7 @@ class CpuPlatform:
             finder = TextFinder(num_rows, speculation, _native.DraftTexts, _native.Corpus)
         return HostDrafts(num_rows, speculation.max_drafts, finder, has_states=has_states)
 
-    def offload_weights(self, model: CausalLM) -> None:
+    def offload_weights(self, model: CausalLM, encoder: VisionEncoder | None) -> None:
         """Does nothing: weights are in host memory."""
 
     def release_reserve(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from quire.attention.interface import AttentionBackend, AttentionBatch
 from quire.attention.states import StateBackend
 from quire.layers.batch import NO_COLUMNS, ForwardBatch
+from quire.multimodal.positions import LAST_SEEN
 from quire.step import StepPlan, TokenValues
 from quire.worker.block_tables import BlockTables
 from quire.worker.columns import NO_LISTS, ColumnValues
@@ -122,6 +124,9 @@ class CacheBackends(NamedTuple):
         columns: Mapping[str, torch.Tensor] = NO_COLUMNS,
     ) -> ForwardBatch:
         """Input of a forward pass. token_ids: [T]. logits_rows, columns: see ForwardBatch."""
+        last_seen = columns.get(LAST_SEEN)
+        if last_seen is not None and bool((last_seen > batch.slot_positions).any()):
+            batch = replace(batch, last_seen=last_seen)
         attention, states = self.attention.plan(batch), self.states.plan(batch)
         return ForwardBatch(token_ids, batch.slot_positions, attention, logits_rows, states, columns)
 

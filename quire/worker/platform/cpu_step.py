@@ -51,6 +51,8 @@ class CpuCompute:
         self.columns = columns
         self.has_drafts = columns.drafts is not None
         self.writes_ahead = columns.drafts is not None and columns.drafts.writes_blocks
+        self.computed_drafts = columns.drafts if self.writes_ahead else None
+        """Drafts that layers make (None: none)."""
         self.reads_all = columns.drafts is not None and columns.drafts.reads_all
         self.prompt_logits_elements = PROMPT_LOGITS_ELEMENTS
         self.model = model
@@ -90,17 +92,17 @@ class CpuStep(NamedTuple):
         self.compute.copy_blocks(self.plan.block_copies)
 
     def forward(self) -> torch.Tensor:
-        compute, batch, columns = self.compute, self.batch, self.compute.columns
-        if columns.drafts is not None and columns.drafts.make(batch, columns.token_ids):
-            columns.gather_again(batch)
+        compute, batch, drafts = self.compute, self.batch, self.compute.computed_drafts
+        if drafts is not None and drafts.make(batch, compute.columns.token_ids):
+            compute.columns.gather_again(batch)
         rows = None if batch.logits_rows is None else torch.from_numpy(batch.logits_rows)
-        inputs, taps = compute.inputs.forward_batch(batch, rows), () if columns.drafts is None else columns.drafts.taps
+        inputs, taps = compute.inputs.forward_batch(batch, rows), () if drafts is None else drafts.taps
         if batch.overlay is not None or taps:
             overlay = None if batch.overlay is None else batch.overlay.over(torch.from_numpy(batch.overlay.rows))
             inputs = inputs.having(overlay=overlay, taps=taps)
         result = compute.model.forward(inputs)
-        if columns.drafts is not None:
-            columns.drafts.keep_results(result)
+        if drafts is not None:
+            drafts.keep_results(result)
         return result.hidden
 
     def sample(self, hidden: torch.Tensor, samples: SampleRows, masks: TokenMasks | None) -> Samples:
@@ -115,6 +117,9 @@ class CpuStep(NamedTuple):
     ) -> Accepted:
         drafts, table, accepted = self.compute.columns.drafts, self.compute.columns.token_ids, NOTHING_ACCEPTED
         assert drafts is not None, "accepted where there are drafts"
+        if drafts.num_skipped and sampled is not None and sampled.firsts is None:
+            drafts.num_skipped -= 1
+            return accepted
         if samples is None or sampled is None:
             if drafts.follows:
                 drafts.follow(self.batch, self._lengths(requests), table)
@@ -128,13 +133,13 @@ class CpuStep(NamedTuple):
             accepted = Accepted(ready(counts))
         if drafts.follows:
             drafts.follow(self.batch, self._lengths(requests), table)
-        needed = self.plan.expects_sampling_inputs
+        needed = self.plan.masked_samples
         if needed and self.plan.pooled:
             needed = [place for place, index in enumerate(generated_samples(self.plan)) if index in set(needed)]
         found = drafts.look_up(rows, last, table, needed)
         if found is None:
             return accepted
-        tokens = ready(drafts.tokens_of(rows)) if self.plan.expects_sampling_inputs else None
+        tokens = ready(drafts.tokens_of(rows)) if self.plan.masked_samples else None
         return accepted._replace(found=ready(found), token_ids=tokens)
 
     def _lengths(self, requests: RequestState) -> np.ndarray:

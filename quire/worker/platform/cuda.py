@@ -23,12 +23,15 @@ from quire.kernels.triton.block_copy import PageTable
 from quire.kv_cache.layout import FOREIGN_LAYER, KVCacheLayout
 from quire.layers.device import DeviceLayers
 from quire.layers.device_adapters import DeviceAdapterStorage
+from quire.layers.expert_balance import ExpertBalancer
 from quire.layers.experts import ExpertCounters
 from quire.models.adapters import ModelAdapters
 from quire.models.draft_head import first_guess
 from quire.models.interface import CausalLM
-from quire.models.loader import NO_EXTRAS, TORCH_DTYPES, Extras, load_head, load_model
+from quire.models.loader import NO_EXTRAS, TORCH_DTYPES, Extras, load_head, load_model, load_vision
+from quire.models.vision import VisionEncoder
 from quire.models.weight_files import Progress
+from quire.multimodal.inputs import NoImages, image_inputs
 from quire.parallel.interface import ProcessGroup
 from quire.parallel.single import SINGLE_RANK
 from quire.parallel.stage import WHOLE_MODEL
@@ -40,6 +43,7 @@ from quire.worker.block_tables import BlockTables, table_shapes
 from quire.worker.columns import STEP_COLUMNS, ColumnValues
 from quire.worker.cuda_graphs import CudaGraphRunner, DeviceBackends, PassShape
 from quire.worker.graph_dispatch import ExecutionSettings, execution_settings
+from quire.worker.images import ImageOverlays
 from quire.worker.kv_connector.cache_identity import device_code
 from quire.worker.kv_tensors import STORED_DTYPES, layer_pages, state_pages
 from quire.worker.kv_transfer import BlockTransfers
@@ -54,7 +58,7 @@ from quire.worker.platform.device_model_drafts import MOST_ROWS, DeviceModelDraf
 from quire.worker.platform.device_step import DeviceCompute, StagedColumns
 from quire.worker.platform.graph_capture import CudaGraphCapture, GraphCapture
 from quire.worker.platform.interface import DraftModel, HeadInputs, HostBlockTensors, Mode
-from quire.worker.platform.state_arena import StateArena
+from quire.worker.platform.state_arena import DraftRoom, StateArena
 from quire.worker.platform.stream_transfers import StreamTransfers
 from quire.worker.platform.streams import make_streams
 from quire.worker.platform.upload import Upload
@@ -69,6 +73,8 @@ class CudaPlatform:
     interpreter."""
 
     draft_model: DraftModel | None = None
+    balancer: ExpertBalancer | None = None
+    """Ranks on devices are not supported yet."""
     stage = WHOLE_MODEL
 
     def __init__(self, config: EngineConfig, group: ProcessGroup = SINGLE_RANK) -> None:
@@ -139,16 +145,21 @@ class CudaPlatform:
         extras: Extras = NO_EXTRAS,
     ) -> CausalLM:
         """A model on this device; see `load_model` of the loader."""
-        return load_model(model, load, group, progress=progress, device_layers=self.layers, extras=extras)
+        return load_model(model, load, group, progress=progress, device_layers=self._layers, extras=extras)
 
     @property
-    def layers(self) -> DeviceLayers | None:
-        """Options of models on this device (None: plain operators compute them)."""
+    def head_layers(self) -> DeviceLayers | None:
+        """Options of heads for drafts on this device (None: plain operators compute them)."""
+        return self._layers
+
+    @property
+    def _layers(self) -> DeviceLayers:
+        device = self._config.device
         return DeviceLayers(
             self._device,
-            self._config.device.batch_invariant,
+            device.batch_invariant,
             converts_e4m3=self._converts_e4m3,
-            rounds_activations=self._config.device.matmul_precision == "fp8",
+            rounds_activations=device.matmul_precision == "fp8",
         )
 
     def _load_draft_model(self, model: CausalLM) -> DraftModel | None:
@@ -160,7 +171,7 @@ class CudaPlatform:
         group, load = self._draft_group, draft_load(self._config.load)
         with arithmetic(self._memory, f"the weights of {config.name}"):
             if chosen.head is not None:
-                head, token_ids = load_head(config, chosen.head, load, group, model, device_layers=self.layers)
+                head, token_ids = load_head(config, chosen.head, load, group, model, device_layers=self.head_layers)
                 tokens = None if token_ids is None else token_ids.cpu().numpy()
                 return DraftModel(config, head, None, HeadInputs(chosen.head.taps, tokens, is_apart=True))
             own = self.load(config, load, group)
@@ -175,8 +186,15 @@ class CudaPlatform:
         chosen = self._config.speculation.draft_model
         return self._group if chosen is not None and chosen.num_ranks == self._group.size else SINGLE_RANK
 
-    def load_images(self) -> None:
-        """Always None: `image_inputs` rejects images on devices."""
+    def load_images(self) -> ImageOverlays | None:
+        config = self._config
+        found = image_inputs(config)
+        if isinstance(found, NoImages):
+            return None
+        with arithmetic(self._memory, f"the vision tower of {config.model.name}"):
+            encoder = load_vision(config.model, config.load, self._group, device_layers=self._layers)
+        self.streams.synchronize()
+        return ImageOverlays(encoder, found.processor)
 
     def meter(self) -> DeviceMeter:
         return self._meter(self._config.model, self._settings, self._group)
@@ -259,9 +277,7 @@ class CudaPlatform:
             NUM_WORDS,
             self._device,
             values.rules,
-            config.speculation.max_drafts,
-            of_draft.rules,
-            has_texts=config.speculation.oracle is not None,
+            DraftRoom(config.speculation.max_drafts, of_draft.rules, config.speculation.oracle is not None),
         )
         padded_seqs, padded_tokens = self._padded(settings, config.scheduler.max_num_batched_tokens)
         capture = self.make_capture() if settings.executions() else None
@@ -335,10 +351,11 @@ class CudaPlatform:
             return DeviceHeadDrafts(arena, speculation, depth, passes, num_rows, head, has_states=has_states)
         return DeviceModelDrafts(arena, speculation, depth, passes, num_rows, has_states=has_states)
 
-    def offload_weights(self, model: CausalLM) -> DeviceWeights:
+    def offload_weights(self, model: CausalLM, encoder: VisionEncoder | None) -> DeviceWeights:
         draft = self.draft_model
-        models = [model] if draft is None or not draft.is_apart else [model, draft.model]
-        weights = DeviceWeights(models, self._device, sum([each.weight_bytes() for each in models]), self._memory)
+        others = (draft.model if draft is not None and draft.is_apart else None, encoder)
+        parts = [model, *(each for each in others if each is not None)]
+        weights = DeviceWeights(parts, self._device, sum([each.weight_bytes() for each in parts]), self._memory)
         weights.release()
         return weights
 

@@ -130,7 +130,7 @@ class DeviceDrafts:
         sources = np.repeat(np.array(samples.sources), np.diff(firsts))
         tokens_at = samples.last_index if batch.logits_rows is None else batch.logits_rows[samples.last_index]
         accepted = [upload.add(column) for column in (firsts, tokens_at, sources)]
-        return DraftSections(placed, accepted, bool(plan.expects_sampling_inputs))
+        return DraftSections(placed, accepted, bool(plan.masked_samples))
 
     def apply(self, columns: StepColumns, sections: DraftSections, upload: Upload) -> None:
         """Enqueue the writing of drafts after earlier steps' sampling; corrects `columns`."""

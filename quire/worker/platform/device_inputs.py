@@ -9,6 +9,7 @@ import torch
 
 from quire.attention.device_batch import DeviceBatch, HostColumns, TokenColumns
 from quire.kernels.triton.rows import InputBuffers, RowTables, StepColumns, prepare_inputs
+from quire.multimodal.positions import LAST_SEEN
 from quire.worker.columns import ColumnValues
 from quire.worker.input_batch import InputBatch
 from quire.worker.platform.state_arena import StateArena
@@ -80,11 +81,18 @@ class DeviceInputs:
             block_tables=self._arena.token_tables,
             state_tables=self._arena.state_tables,
             host=HostColumns(batch.query_start, batch.starts, batch.num_drafts),
+            last_seen=None if on_device.listed is None or batch.max_query_len == 1 else self._last_seen(num_tokens),
         )
         if len(self._columns.token_ids) != num_tokens:
             others = dict(zip(self._names, buffers.others[:, :num_tokens], strict=True))
             self._columns = TokenColumns(buffers.token_ids[:num_tokens], others)
         return on_device_batch, self._columns
+
+    def _last_seen(self, num_tokens: int) -> torch.Tensor | None:
+        """The column of that name, if the model reads it."""
+        if LAST_SEEN not in self._names:
+            return None
+        return self._buffers.others[self._names.index(LAST_SEEN), :num_tokens]
 
     def padding(self, num_seqs: int, num_tokens: int) -> tuple[DeviceBatch, TokenColumns]:
         """The same tensors for a padding-only batch, for graph capture."""

@@ -106,7 +106,7 @@ class MadeDrafts(DeviceDrafts):
             return []
         firsts = np.arange(len(samples.rows) + 1) if samples.firsts is None else samples.firsts
         ends = samples.lengths[firsts[:-1]] + np.diff(firsts)  # with all drafts and the sampled token
-        masked = {plan.sample_seq_ids[index] for index in plan.expects_sampling_inputs}
+        masked = {plan.sample_seq_ids[index] for index in plan.masked_samples}
         return [
             0 if seq_id in masked else self._most_behind_tokens(end)
             for seq_id, end in zip(samples.seq_ids, ends.tolist(), strict=True)

@@ -14,9 +14,11 @@ import torch
 from quire.config.model import ModelConfig
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.sizing import DeviceShare
+from quire.layers.expert_balance import ExpertBalancer
 from quire.layers.experts import ExpertCounters
 from quire.models.adapters import ModelAdapters
 from quire.models.interface import CausalLM
+from quire.models.vision import VisionEncoder
 from quire.models.weight_files import Progress
 from quire.parallel.stage import Stage
 from quire.sampling.batch import TokenMasks
@@ -278,6 +280,9 @@ class Platform(Protocol):
     expert_counts: ExpertCounters | None
     """Rows computed per layer and expert, int64, on the model's device; None if not counted."""
 
+    balancer: ExpertBalancer | None
+    """Moves experts between ranks; None: they stay."""
+
     adapters: ModelAdapters | None
     """Adapters of the loaded model; None without `enable_lora`."""
 
@@ -285,7 +290,7 @@ class Platform(Protocol):
     """Draft model of the loaded model, or None."""
 
     def load_model(self, progress: Progress) -> CausalLM:
-        """Load the model and set `expert_counts` and `draft_model`. Raises ModelLoadError or
+        """Load the model and set `expert_counts`, `balancer` and `draft_model`. Raises ModelLoadError or
         InsufficientMemoryError."""
         ...
 
@@ -318,8 +323,8 @@ class Platform(Protocol):
         the columns are too large to address."""
         ...
 
-    def offload_weights(self, model: CausalLM) -> DeviceWeights | None:
-        """Move the weights to the host and free device memory; None if they are on the host. Raises
+    def offload_weights(self, model: CausalLM, encoder: VisionEncoder | None) -> DeviceWeights | None:
+        """Move the weights of both to the host and free device memory; None if they are on the host. Raises
         InsufficientMemoryError with nothing changed."""
         ...
 

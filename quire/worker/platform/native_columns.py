@@ -12,6 +12,7 @@ from quire.attention.native_backend import NativeAttention, NativeAttentionStep
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.runtime import NativeRuntime
 from quire.layers.batch import ForwardBatch
+from quire.multimodal.positions import LAST_SEEN
 from quire.worker.block_tables import BlockTables
 from quire.worker.columns import ColumnValues
 from quire.worker.drafts import HostDrafts
@@ -90,9 +91,14 @@ class NativeColumns(CpuColumns):
         if not self.values.names:
             return
         listed = self.values.listed.of_batch(self._batch)
-        if listed is not None:
-            for column, values in zip(self._tokens[-len(self.values.names) :], listed[1], strict=True):
-                column[listed[0]] = values
+        if listed is None:
+            return
+        columns = self._tokens[-len(self.values.names) :]
+        for name, column, values in zip(self.values.names, columns, listed[1], strict=True):
+            column[listed[0]] = values
+            if name == LAST_SEEN:
+                for plan in self._attention.plans:
+                    plan.see_ahead(column.ctypes.data)
 
     def forward_batch(self, batch: InputBatch, logits_rows: torch.Tensor | None) -> ForwardBatch:
         """Input of a forward pass over the last gathered batch."""

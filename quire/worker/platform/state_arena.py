@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +20,15 @@ ROW_ALIGNMENT = 4
 MAX_WORDS = 2**31 - 1
 """Limit of 32-bit offsets."""
 NO_RULES = np.zeros(0, np.int32)
+
+
+class DraftRoom(NamedTuple):
+    """Room for drafts. max_drafts: maximum drafts of a sequence per step. rules: [columns] int32, per step column of a
+    draft model, whose values are 0. has_texts: True for texts that an oracle replays."""
+
+    max_drafts: int = 0
+    rules: np.ndarray = NO_RULES
+    has_texts: bool = False
 
 
 class StateArena:
@@ -36,14 +46,10 @@ class StateArena:
         parameter_words: int,
         device: torch.device,
         rules: np.ndarray = NO_RULES,
-        max_drafts: int = 0,
-        draft_rules: np.ndarray = NO_RULES,
-        *,
-        has_texts: bool = False,
+        drafts: DraftRoom | None = None,
     ) -> None:
-        """rules: [columns] int32, per step column of the model. max_drafts: maximum drafts of a sequence per step.
-        draft_rules: of a draft model's step columns, whose values are 0. has_texts: True for texts that an oracle
-        replays."""
+        """rules: [columns] int32, per step column of the model. drafts: None means no drafts."""
+        max_drafts, draft_rules, has_texts = drafts or DraftRoom()
         # A head reads the token behind each one.
         token_width = _aligned(max_model_len + 1 + (max_drafts > 0))
         parameter_width = _aligned(parameter_words)
@@ -78,7 +84,6 @@ class StateArena:
         self.draft_tables = RowTables(token_width, blocks, zeros, torch.from_numpy(draft_rules).to(device))
         """Tables for a draft model, which reads a sequence as a plain text."""
         self.parameters = self.words[self._parameters : values].view(num_rows, parameter_width)[:, :parameter_words]
-
         self.drafts = DraftTables(token_width, computed, found, max_drafts, texts if has_texts else -1)
         """Places of the rows' computed-token counts and found drafts."""
 

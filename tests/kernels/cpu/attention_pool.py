@@ -89,6 +89,8 @@ class NativePool:
         self, layer: LayerAttention, lengths: Sequence[int], setting: Setting, options: Options | None = None
     ) -> None:
         self.layer, self.setting, self.options = layer, setting, options or Options()
+        self.images: Sequence[tuple[int, int]] = ()
+        """First and last + 1 position of tokens that see one another, of every sequence."""
         size, ranks = setting.block_size, setting.deal.num_ranks
         self.entries = TableShape(size * ranks, deal=setting.deal)
         per_sequence = [self.entries.width(length) for length in lengths]
@@ -157,7 +159,15 @@ class NativePool:
         positions = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, counts, strict=True)])
         slots = torch.from_numpy(self.entries.slots(table.numpy(), index.numpy(), positions.numpy()))
         query_start = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)))
-        return AttentionBatch(query_start, starts, positions, index, (table,), (slots,))
+        last_seen = self.last_seen(positions) if self.images else None
+        return AttentionBatch(query_start, starts, positions, index, (table,), (slots,), last_seen=last_seen)
+
+    def last_seen(self, positions: torch.Tensor) -> torch.Tensor:
+        """[T]: the last position that a token at each of these sees."""
+        last = positions.clone()
+        for start, end in self.images:
+            last[(positions >= start) & (positions < end)] = end - 1
+        return last
 
     def run(self, batch: AttentionBatch, rows: torch.Tensor) -> torch.Tensor:
         """rows: [T, (num_heads + 2 num_kv_heads) * head_dim]. Returns [T, num_heads, head_dim]; parts are [T, num_heads
@@ -227,7 +237,8 @@ class NativePool:
         length = start + len(query)
         table = self.tables[sequence][: -(-length // self.setting.block_size)]
         if self.options.sinks is None:
-            return paged_attention_dense(pages, table, query.double(), start, self.layer)
+            last_seen = self.last_seen(torch.arange(start, length))
+            return paged_attention_dense(pages, table, query.double(), start, self.layer, last_seen)
         # A sink is a key whose score is given and whose value is zero: one more dimension gives it that score.
         layer, sinks = self.layer, self.options.sinks.double()
         positions = torch.arange(length)

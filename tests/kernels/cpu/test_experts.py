@@ -14,6 +14,7 @@ from quire.kernels.cpu import _native
 from quire.kernels.cpu._native import Activation
 from quire.kernels.cpu.packing import PackedMatrix
 from quire.kernels.experts import gate_rows, gated, route
+from quire.parallel.expert_placement import places_of
 from tests.kernels.cpu.linear_calls import CASES, ISAS, GuardedRows, pool, precision_of, random_matrix, run_linear
 from tests.long import one_in
 
@@ -35,7 +36,8 @@ class Case:
     down: list[PackedMatrix]
     limit: float = 0.0
     weighs_input: bool = False
-    places: tuple[int, ...] = ()
+    places: tuple[tuple[int, int, int], ...] = ()
+    apart: bool = False
     up: tuple[PackedMatrix, ...] = ()
 
 
@@ -62,7 +64,9 @@ def run_experts(
 ) -> torch.Tensor:
     rows = len(x)
     program = _native.Program(isa, pool(threads), rows + rows % 3 * 20, precision_of(case.kind))
-    areas = [GuardedRows(rows, SIZE, x), GuardedRows(rows, routing.shape[1], routing), GuardedRows(rows, SIZE)]
+    top_k, table = routing.shape[1] // 2, torch.tensor(case.places, dtype=torch.int32)
+    areas = [GuardedRows(rows, SIZE, x), GuardedRows(rows, routing.shape[1], routing)]
+    areas.append(GuardedRows(rows, SIZE * (top_k if case.apart else 1)))
     areas.append(GuardedRows(rows, SIZE, residual))
     if in_place:
         areas[2].values.copy_(areas[3].values)
@@ -78,11 +82,13 @@ def run_experts(
         gate_up_bias=biases(case.gate_up),
         up_bias=biases(case.up),
         down_bias=biases(case.down),
-        places=list(case.places),
-        top_k=routing.shape[1] // 2,
+        places=table.data_ptr() if case.places else 0,
+        num_placed=len(case.places),
+        top_k=top_k,
         activation=Activation.QUICK_GELU if case.limit else Activation.SILU,
         limit=case.limit,
         weighs_input=case.weighs_input,
+        apart=case.apart,
         counts=0 if counts is None else counts.data_ptr(),
         x=places[0],
         routing=places[1],
@@ -212,7 +218,7 @@ def test_ranks_that_hold_other_experts_add_up_to_all(isa: str) -> None:
             case,
             gate_up=[case.gate_up[number] for number in numbers],
             down=[case.down[number] for number in numbers],
-            places=tuple(numbers.index(number) if number in numbers else -1 for number in range(EXPERTS)),
+            places=tuple((numbers.index(number) if number in numbers else -1, 1, 0) for number in range(EXPERTS)),
         )
         chosen = routing if held else torch.cat((torch.ones(19, 3), routing[:, 3:]), dim=1)  # of none that is here
         part = run_experts(own, x, chosen, None, isa=isa, counts=counts)
@@ -226,12 +232,59 @@ def test_ranks_that_hold_other_experts_add_up_to_all(isa: str) -> None:
     torch.testing.assert_close(total, expected.double(), rtol=0, atol=1e-5)
 
 
+def added(
+    parts: torch.Tensor, routing: torch.Tensor, residual: torch.Tensor, isa: str, **options: bool
+) -> torch.Tensor:
+    """The call that adds what experts leave apart."""
+    rows = len(parts)
+    program = _native.Program(isa, pool(2), rows)
+    areas = [GuardedRows(*each.shape, each) for each in (parts, routing, residual)]
+    areas.append(GuardedRows(*residual.shape))
+    refs = [_native.Ref(index, 0, area.stride) for index, area in enumerate(areas)]
+    program.add_experts(routing.shape[1] // 2, options.get("weighs_input", False), residual.shape[1], *refs)
+    program.bind(rows, [], [], [area.address() for area in areas], 0)()
+    for area in areas:
+        area.check()
+    return areas[3].values.clone()
+
+
+@pytest.mark.parametrize(("kind", "isa"), one_in(4, CASES))
+@pytest.mark.parametrize("weighs_input", [False, True])
+def test_experts_apart_on_ranks_have_the_bits_of_all_in_one_place(kind: str, isa: str, weighs_input: bool) -> None:
+    """Wherever they are: in slots of any order, with copies that share an expert's rows."""
+    case = make_case(kind, weighs_input=weighs_input)
+    x, residual = randn(19, SIZE), randn(19, SIZE, seed=1)
+    routing = route(Routing(EXPERTS, 3), randn(19, EXPERTS, seed=2))
+    expected = run_experts(case, x, routing, residual, isa=isa)
+    for placement in (((5, 0, 3), (2, 1, 4)), ((0, 2, 1, 5), (3, 5, 4, 0)), (tuple(range(6)), (4,), (1, 4))):
+        total = torch.full((19, 3 * SIZE), -0.0)
+        for rank, held in enumerate(placement):
+            own = replace(
+                case,
+                gate_up=[case.gate_up[number] for number in held],
+                down=[case.down[number] for number in held],
+                places=tuple(places_of(placement, rank, EXPERTS)),
+                apart=True,
+            )
+            counts = torch.zeros(EXPERTS, dtype=torch.int64)
+            part = run_experts(own, x, routing, None, isa=isa, counts=counts)
+            assert counts.sum() == 3 * len(x)
+            assert bool(((total == 0) | (part == 0)).all()), "one rank computes each"
+            total += part
+        assert torch.equal(added(total, routing, residual, isa, weighs_input=weighs_input), expected)
+
+
 def test_matrices_that_do_not_fit_together_are_refused() -> None:
     case = make_case("f32")
     x, routing = randn(2, SIZE), torch.zeros(2, 4)
-    for places in ((0, 1, 2, 3, 4), (1, 0, 2, 3, 4, 5), (0, -1, 1, 2, 3, 4, 5, 6)):
+    for numbers in ((0, 1, 2, 3, 4), (1, 0, 2, 3, 4, 5), (0, -1, 1, 2, 3, 4, 5, 6)):
+        places = tuple((number, 1, 0) for number in numbers)
         with pytest.raises(ValueError, match="experts do not fit together"):
             run_experts(replace(case, places=places), x, routing, None, isa=ISAS[0])
+    for wrong in ((0, 2, 2), (0, 1, -1), (6, 1, 0), (1, 1, 0)):
+        places = (wrong, *((number, 1, 0) for number in range(1, EXPERTS)))
+        with pytest.raises(ValueError, match="experts do not fit together"):
+            run_experts(replace(case, places=places, apart=True), x, routing, None, isa=ISAS[0])
     with pytest.raises(ValueError, match="experts do not fit together"):
         run_experts(replace(case, gate_up=case.gate_up[:3]), x, routing, None, isa=ISAS[0])
     with pytest.raises(ValueError, match="experts do not fit together"):

@@ -65,14 +65,13 @@ from quire.kernels.triton.activation import activation
 from quire.kernels.triton.adapters import AdapterMatrices, SlotTiles, add_adapted
 from quire.kernels.triton.attention_tiles import SHARED_MEMORY, DeviceLimits
 from quire.kernels.triton.block_copy import PageTable, copy_pages
-from quire.kernels.triton.collectives import sum_parts
 from quire.kernels.triton.drafts import DraftTables, accept_drafts, find_drafts, place_drafts, recall_drafts
 from quire.kernels.triton.embedding import embedding
 from quire.kernels.triton.experts import ExpertMatrices, apply_experts
 from quire.kernels.triton.linear_state import gated_delta_rule, gated_norm, short_convolution
 from quire.kernels.triton.matmul import head_matmul, matmul
 from quire.kernels.triton.model_drafts import begin_pass, write_guesses
-from quire.kernels.triton.norm import norm
+from quire.kernels.triton.norm import norm, sum_parts
 from quire.kernels.triton.quantized_product import quantized_matmul
 from quire.kernels.triton.rotary import rotation_angles
 from quire.kernels.triton.routing import gate_rows, route, sort_by_expert

@@ -33,6 +33,8 @@ class Case:
     sinks: torch.Tensor | None = None
     device: torch.device = CPU
     seed: int = 0
+    images: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    """By sequence: first and last + 1 of its new tokens that see one another."""
     pages: torch.Tensor = field(init=False)
     qkv: torch.Tensor = field(init=False)
     batch: DeviceBatch = field(init=False)
@@ -75,8 +77,16 @@ class Case:
             slot_positions=torch.zeros(real + 2, dtype=torch.int64),
             slot_mapping=(torch.full((real + 2,), -1),),
             block_tables=(table,),
+            last_seen=self._last_seen() if self.images else None,
         )
         self._move()
+
+    def _last_seen(self) -> torch.Tensor:
+        parts = [torch.arange(length - new, length) for length, new in self.sequences]
+        for index, spans in self.images.items():
+            for first, end in spans:
+                parts[index][first:end] = parts[index][end - 1].item()
+        return torch.cat((*parts, torch.full((2,), 10**6)))
 
     def _move(self) -> None:
         """Everything was made on the host; the kernels find it on the device."""
@@ -136,7 +146,8 @@ class Case:
             for token in range(new):
                 own = length - new + token
                 first = 0 if layer.window is None else max(0, own - layer.window + 1)
-                seen = torch.arange(first, own + 1)
+                last = own if self.batch.last_seen is None else int(self.batch.last_seen[starts[index] + token])
+                seen = torch.arange(first, last + 1)
                 stored = pages[row[seen // self.block_size].long(), :, seen % self.block_size]
                 if stored.dtype == torch.uint8:
                     stored = stored.view(torch.float8_e4m3fn)

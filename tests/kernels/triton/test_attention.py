@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -44,6 +45,8 @@ CASES = {
     "window-of-1": partial(Case, layer(window=1), SEQUENCES, block_size=8),
     "soft-cap": partial(Case, layer(soft_cap=0.7), SEQUENCES),
     "sinks": partial(Case, layer(), SEQUENCES, sinks=torch.tensor([0.5, -1.0])),
+    "images": partial(Case, layer(4, 2), SEQUENCES, images={0: [(0, 2)], 1: [(1, 4), (4, 11)]}),
+    "images-window": partial(Case, layer(window=5), [(40, 40), (9, 1)], images={0: [(3, 23), (30, 40)]}),
     "everything": partial(Case, layer(window=21, soft_cap=1.5), SEQUENCES, sinks=torch.tensor([2.0, -40.0])),
 }
 
@@ -53,6 +56,8 @@ def test_equals_float64(name: str, device: torch.device) -> None:
     """By the split kernel with two programs a sequence: all but the chunk of 11 tokens, which is not its."""
     case = CASES[name](device=device)
     assert_equals_reference(case, case.varlen(Tiles(16, 16, 4, 1)))
+    if case.images:
+        return  # the varlen kernel's alone
     out = case.split(SplitPlan(Tiles(32, 16, 4, 1), tokens=2, num_programs=2, capacity=2, min_keys=16))
     assert_equals_reference(case, out, most_tokens=2)
 
@@ -137,6 +142,21 @@ def test_same_bits_however_a_row_comes_about(name: str, device: torch.device) ->
             for num_programs in (1, 2):
                 plan = SplitPlan(fixed, 1, num_programs, capacity=3, min_keys=32)
                 assert torch.equal(part.split(plan)[:1], expected[start : start + 1])
+
+
+def test_same_bits_however_an_image_comes_about(device: torch.device) -> None:
+    """In chunks that begin before or at images, whatever shares their tiles; text has the bits that it has alone."""
+    fixed, images = Tiles(32, 16, 4, 1, 32), [(5, 21), (40, 70)]
+    whole = Case(layer(2, 1, window=50), [(71, 71)], device=device, images={0: images})
+    out = whole.varlen(fixed)
+    assert_equals_reference(whole, out)
+    for start, end in ((3, 21), (5, 33), (40, 70), (21, 40)):
+        part = _part_of(whole, end, end - start)
+        part.images = {0: [(a - start, b - start) for a, b in images if start <= a and b <= end]}
+        part.batch = replace(part.batch, last_seen=part._last_seen().to(device))
+        assert torch.equal(part.varlen(fixed)[: end - start], out[start:end])
+    alone = _part_of(whole, 40, 19)
+    assert torch.equal(alone.varlen(fixed)[:19], out[21:40])
 
 
 def test_same_bits_alone_and_among_others(device: torch.device) -> None:

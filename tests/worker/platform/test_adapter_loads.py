@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from quire.adapter_orders import AdapterOrders, AdapterRef
+from quire.config.adapter_files import content_digest
 from quire.config.hf_config import load_model_config
 from quire.config.load import LoadConfig
-from quire.config.peft import content_digest
 from quire.layers.device_adapters import DeviceAdapterStorage
 from quire.models.adapters import ModelAdapters
 from quire.models.loader import Extras, load_model

@@ -22,7 +22,7 @@ def num_alternatives(wanted: int, vocab_size: int) -> int:
     return vocab_size if wanted == -1 else min(wanted, vocab_size)
 
 
-class AnswerWeight:
+class AnswerSize:
     """Approximate size of one request's answer in bytes. `prompt` and `planned` count before it runs; `generated`
     counts the tokens of a request without max_tokens as they come. Each raises UserError beyond MAX_ANSWER_BYTES.
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quire.engine.messages import Abort, AddRequest
-from quire.server.turns import Turns, share_of, split
+from quire.server.request_share import Turns, share_of, split
 from tests.fakes.core import CoreDriver, make_config
 from tests.server.conftest import Served, serving
 from tests.server.sse import chunks

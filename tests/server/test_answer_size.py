@@ -10,8 +10,8 @@ import pytest
 
 from quire.errors import UserError
 from quire.outputs import CompletionOutput
-from quire.server import weight as weight_module
-from quire.server.weight import AnswerWeight
+from quire.server import answer_size
+from quire.server.answer_size import AnswerSize
 from quire.tokenization.tokenizer import Tokenizer
 from tests.server.conftest import Served
 from tests.server.model_directory import MAX_MODEL_LEN
@@ -56,7 +56,7 @@ async def test_an_answer_that_would_be_too_large_is_refused_before_anything_runs
 
 
 async def test_a_conversation_has_the_same_limit(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_module, "MAX_ANSWER_BYTES", 10_000)
+    monkeypatch.setattr(answer_size, "MAX_ANSWER_BYTES", 10_000)
     messages = [{"role": "user", "content": "x" * 100}]
     body = {"messages": messages, "max_tokens": 4, "prompt_logprobs": 1}
     assert "prompt tokens x 1 times x (2 logprobs" in (await rejected(served, "/v1/chat/completions", body))["message"]
@@ -68,7 +68,7 @@ async def test_a_conversation_has_the_same_limit(served: Served, monkeypatch: py
 async def test_without_max_tokens_the_answer_is_weighed_as_it_comes(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_module, "MAX_ANSWER_BYTES", 10_000)
+    monkeypatch.setattr(answer_size, "MAX_ANSWER_BYTES", 10_000)
     body = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 20, "ignore_eos": True}
     response = await served.client.post("/v1/chat/completions", json=body)
     assert response.status_code == 400
@@ -80,7 +80,7 @@ async def test_without_max_tokens_the_answer_is_weighed_as_it_comes(
 
 
 def test_the_arithmetic() -> None:
-    weight = AnswerWeight(logprobs=None, return_token_ids=False, is_streamed=False)
+    weight = AnswerSize(logprobs=None, return_token_ids=False, is_streamed=False)
     weight.prompt(2**20, 1, num_texts=0, num_entries=1)
     with pytest.raises(UserError, match=r"67108872 .* 67108864 of the prompts \+ 1 sequences x 1 tokens x 8 bytes"):
         weight.planned(1, 1)
@@ -88,7 +88,7 @@ def test_the_arithmetic() -> None:
         weight.generated([CompletionOutput(0, "x", [5])])
     with pytest.raises(UserError, match=r"\(1 logprobs of 64 bytes \+ 2 texts or ids of 8 bytes\)"):
         weight.prompt(1, 1, num_texts=2, num_entries=1)
-    streamed = AnswerWeight(logprobs=20, return_token_ids=True, is_streamed=True)
+    streamed = AnswerSize(logprobs=20, return_token_ids=True, is_streamed=True)
     streamed.planned(4096, 2**31)
 
 

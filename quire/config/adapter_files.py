@@ -1,0 +1,71 @@
+"""Adapters on disk: directories in PEFT's layout, and GGUF files; a digest of their content."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+from quire.adapter_orders import AdapterRef
+from quire.config.adapters import AdaptersConfig
+from quire.config.gguf_adapter import read_header as read_header_of_gguf
+from quire.config.peft import PeftConfig, read_peft_config
+from quire.errors import ModelLoadError, UserError
+from quire.utils.gguf import SUFFIX
+from quire.utils.model_files import file_bytes
+from quire.utils.safetensors_header import read_header
+
+WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+
+
+def read_config(path: Path) -> PeftConfig:
+    """Configuration of an adapter in a directory or a GGUF file. Raises ModelLoadError."""
+    return read_header_of_gguf(path) if is_gguf(path) else read_peft_config(path)
+
+
+def is_gguf(path: Path) -> bool:
+    return path.suffix == SUFFIX and path.is_file()
+
+
+def weight_file(directory: Path) -> Path:
+    """File of an adapter's tensors. Raises ModelLoadError without one."""
+    if is_gguf(directory):
+        return directory
+    for name in WEIGHT_FILES:
+        if file_bytes(directory / name) is not None:
+            return directory / name
+    raise ModelLoadError(f"{directory} holds no adapter's weights (looked for {', '.join(WEIGHT_FILES)})")
+
+
+def content_digest(directory: Path) -> bytes:
+    """SHA-256 of the tensors' file and the config keys that change an adapter's results."""
+    config, path = read_config(directory), weight_file(directory)
+    counted = (config.rank, config.alpha, dict(config.rank_pattern), dict(config.alpha_pattern), config.rank_stabilised)
+    digest = hashlib.sha256(json.dumps(counted).encode())
+    try:
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    except OSError as error:
+        raise ModelLoadError(f"cannot read {path}: {os.strerror(error.errno or 0)}") from None
+    return digest.digest()
+
+
+def open_adapter(path: str, limits: AdaptersConfig) -> AdapterRef:
+    """The adapter in a directory or a GGUF file. Raises UserError for one that the engine does not take. Workers check
+    at load time that its tensors fit the model."""
+    directory = Path(os.path.abspath(os.path.expanduser(path)))
+    try:
+        if not directory.is_dir() and not is_gguf(directory):
+            raise ModelLoadError(f"{path} is no directory of an adapter, nor a GGUF file")
+        config, file = read_config(directory), weight_file(directory)
+        if config.largest_rank > limits.max_rank:
+            raise ModelLoadError(
+                f"{config.path}: an adapter of rank {config.largest_rank} needs max_lora_rank of as much, which is "
+                f"{limits.max_rank}"
+            )
+        if file.suffix == ".safetensors":
+            read_header(file)
+        return AdapterRef(str(directory), content_digest(directory))
+    except ModelLoadError as error:
+        raise UserError(error.message, param="lora_path") from None

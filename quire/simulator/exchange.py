@@ -1,0 +1,52 @@
+"""Bytes that the ranks of a model exchange."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from quire.config.model_shape import LayerShape, ModelShape
+from quire.config.parallel import ParallelConfig
+from quire.utils.sizes import format_bytes
+
+ELEMENT_BYTES = 4
+"""Size of an element that ranks on CPUs exchange."""
+
+
+class RankTraffic(NamedTuple):
+    """Bytes that a rank gives for one token that is sampled. within: to the ranks with which it shares layers, in all
+    stages together. between: to the next stages."""
+
+    within: int
+    between: int
+
+    def __str__(self) -> str:
+        parts = (("within layers", self.within), ("between stages", self.between))
+        return ", ".join(f"{format_bytes(size)} {name}" for name, size in parts if size) or "nothing"
+
+
+def exchange_of(shape: ModelShape, layout: ParallelConfig, element_bytes: int = ELEMENT_BYTES) -> RankTraffic:
+    """The exchange of a layout: sums behind attention, MLPs and the embedding, gathered logits and queries, results
+    over the tokens of one rank, and hidden states. Not counted: what some families' norms over all heads exchange."""
+    within = 0
+    if layout.tp > 1:
+        within = sum(_in_layer(layer, shape.hidden, layout) for layer in shape.layers)
+        within += shape.embedding_width + -(-shape.vocab // layout.tp)
+    return RankTraffic(within * element_bytes, (layout.pp - 1) * shape.hidden * element_bytes)
+
+
+def _in_layer(layer: LayerShape, hidden: int, layout: ParallelConfig) -> int:
+    """Elements that a rank gives in one layer."""
+    experts, attention = layer.experts, layer.attention
+    elements = hidden
+    if experts is None:
+        elements += hidden
+    else:
+        elements += hidden if experts.shared_intermediate else 0
+        if layout.replicas_together > 1:
+            elements += 2 * experts.num_active * hidden  # each token's row to its experts, and back
+        else:
+            elements += hidden * (1 if layout.redundant_experts is None else experts.num_active)
+    if layout.dcp > 1:
+        heads = attention.num_heads // layout.tp
+        elements += heads * attention.key_dim + layout.dcp * heads * (attention.key_dim + 1)
+    return elements
