@@ -86,9 +86,10 @@ def _last_kernel(
     row = tl.load(rows + index, mask=mask, other=0).to(tl.int64)
     first = tl.load(query_start + index, mask=mask, other=0)
     end = tl.load(query_start + index + 1, mask=mask, other=0)
-    computed = tl.load(arena + computed_start + row, mask=mask, other=0) - tl.load(starts + index, mask=mask, other=0)
     sampled = tl.load(is_sampled + index, mask=mask, other=0) != 0
-    found = tl.where(sampled, first + computed, end) - 1
+    computed = tl.load(arena + computed_start + row, mask=sampled, other=0)
+    kept = computed - tl.load(starts + index, mask=sampled, other=0)
+    found = tl.where(sampled, first + kept, end) - 1
     tl.store(last + index, tl.minimum(tl.maximum(found, first), end - 1).to(tl.int64), mask=mask)
 
 
