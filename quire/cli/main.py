@@ -15,7 +15,7 @@ from quire.utils.failures import explain, one_line
 from quire.version import __version__
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "serve": ("quire.cli.serve_first", "serve a model over HTTP, compatible with OpenAI's API"),
+    "serve": ("quire.cli.serve", "serve a model over HTTP, compatible with OpenAI's API"),
     "run-batch": ("quire.cli.run_batch", "answer a file of requests in OpenAI's batch format"),
     "run": ("quire.cli.run", "complete one prompt, streamed to the terminal"),
     "chat": ("quire.cli.chat", "a conversation in the terminal"),

@@ -30,8 +30,7 @@ def build_parser() -> Parser:
     return parser
 
 
-def main(arguments: Sequence[str], process: EngineProcess | None = None) -> int:
-    """Parse the command line and serve. process: see `start`."""
+def main(arguments: Sequence[str]) -> int:
     parser = build_parser()
     namespace = parser.parse(arguments)
     if namespace.config is not None:
@@ -47,19 +46,16 @@ def main(arguments: Sequence[str], process: EngineProcess | None = None) -> int:
     if namespace.print_config:
         print(written({**given(namespace, EngineOptions), "model": options.model, **keywords}), end="")
         return 0
-    return start(options, settings, process)
+    return start(options, settings)
 
 
-def start(options: EngineOptions, settings: ServerSettings, process: EngineProcess | None = None) -> int:
-    """Serve, see `quire.server.run.serve`. A single engine's process imports torch beside this process's imports.
-    process: a waiting one (None: started here)."""
+def start(options: EngineOptions, settings: ServerSettings) -> int:
+    """Serve, see `quire.server.run.serve`. A single engine's process starts first, so that its import of torch overlaps
+    this process's imports."""
     with contextlib.ExitStack() as stack:
+        process = None
         sizes = options.tensor_parallel_size, options.data_parallel_size, settings.api_server_count
-        if sizes != (1, 1, 1) or settings.restart_engine:
-            if process is not None:
-                process.close()
-                process = None
-        elif process is None:
+        if sizes == (1, 1, 1) and not settings.restart_engine:
             process = stack.enter_context(EngineProcess(imports=[LOCAL_EXECUTOR]))
         from quire.server.run import serve  # slow to import: only once the options are valid
 

@@ -27,6 +27,7 @@ class EngineKeywords(TypedDict, total=False):
     allowed_media_domains: list[str] | None
     allowed_local_media_path: str
     enable_mm_embeds: bool
+    mmproj: str | None
     revision: str | None
     download_dir: str | None
     hf_overrides: dict[str, Any] | None

@@ -40,12 +40,7 @@ class EngineProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Kill the process unless it got a LaunchSpec. Idempotent."""
         if not self._is_told:
-            self._is_told = True
             kill(self.popen)
             with contextlib.suppress(OSError):
                 os.close(self.alive_fd)

@@ -6,12 +6,14 @@ import mmap
 import os
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
 from quire.parallel.link_files import NUM_SLOTS, LinkFiles
-from quire.parallel.torch_dist import NetworkMeeting, gloo
+
+if TYPE_CHECKING:
+    from quire.parallel.torch_dist import NetworkMeeting
 
 SlotT = TypeVar("SlotT")
 
@@ -71,6 +73,8 @@ class NetworkLink:
     def __init__(self, meeting: NetworkMeeting, *, sends: bool) -> None:
         """Returns when both ends are there. meeting: of this link alone. sends: this end is the earlier stage's."""
         self._peer = 1 if sends else 0
+        from quire.parallel.torch_dist import gloo  # one host does without torch.distributed
+
         self._group = gloo(meeting, 1 - self._peer, 2)
         self._under_way: deque[tuple[Any, torch.Tensor]] = deque()
         """Sent tensors, which their sender may overwrite, so these are copies; each with what waits for its end."""

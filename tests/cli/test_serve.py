@@ -55,29 +55,12 @@ class FakeProcess:
 
     def __init__(self, imports: Sequence[str]) -> None:
         self.imports = list(imports)
-        self.is_closed = False
 
     def __enter__(self) -> FakeProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
         pass
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[FakeProcess]:
-    """Processes that commands start before they read their options."""
-    found: list[FakeProcess] = []
-
-    def start(imports: Sequence[str]) -> FakeProcess:
-        found.append(FakeProcess(imports))
-        return found[-1]
-
-    monkeypatch.setattr("quire.cli.serve_first.EngineProcess", start)
-    return found
 
 
 @pytest.fixture
@@ -87,7 +70,7 @@ def processes() -> list[FakeProcess | None]:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch, processes: list[FakeProcess | None], started: list[FakeProcess]) -> Calls:
+def calls(monkeypatch: pytest.MonkeyPatch, processes: list[FakeProcess | None]) -> Calls:
     """What the server is started with; it returns the status 3."""
     found: Calls = []
 
@@ -97,6 +80,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, processes: list[FakeProcess | None], 
         return 3
 
     monkeypatch.delenv("QUIRE_API_KEY", raising=False)
+    monkeypatch.setattr("quire.cli.serve.EngineProcess", FakeProcess)
     monkeypatch.setitem(sys.modules, "quire.server.run", SimpleNamespace(serve=serve))  # type: ignore[arg-type]
     return found
 
@@ -106,22 +90,11 @@ def test_defaults(calls: Calls) -> None:
     assert calls == [(EngineOptions(), ServerSettings())]
 
 
-def test_a_lone_engine_imports_torch_beside_the_server(
-    calls: Calls, processes: list[FakeProcess | None], started: list[FakeProcess]
-) -> None:
+def test_a_lone_engine_imports_torch_beside_the_server(calls: Calls, processes: list[FakeProcess | None]) -> None:
     several = ["--tensor-parallel-size=2"], ["--data-parallel-size=2"], ["--api-server-count=2"], ["--restart-engine"]
     for flags in ([], *several):
         assert main(["serve", *flags]) == 3
-    assert processes == [started[0], *4 * [None]]
-    assert [(process.imports, process.is_closed) for process in started] == [
-        (["quire.executors.local"], number > 0) for number in range(5)
-    ]
-
-
-@pytest.mark.parametrize("flag", ["--help", "--help=kv", "-h", "--print-config"])
-def test_what_only_prints_starts_no_process(flag: str, started: list[FakeProcess]) -> None:
-    assert main(["serve", flag]) == 0
-    assert started == []
+    assert [process and process.imports for process in processes] == [["quire.executors.local"], *4 * [None]]
 
 
 def test_every_kind_of_option(calls: Calls) -> None:
@@ -204,7 +177,7 @@ def test_a_dead_engine_is_exit_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     def serve(options: EngineOptions, settings: ServerSettings, *, process: FakeProcess | None) -> int:
         raise EngineDeadError("the engine died: out of memory")
 
-    monkeypatch.setattr("quire.cli.serve_first.EngineProcess", FakeProcess)
+    monkeypatch.setattr("quire.cli.serve.EngineProcess", FakeProcess)
     monkeypatch.setitem(sys.modules, "quire.server.run", SimpleNamespace(serve=serve))  # type: ignore[arg-type]
     assert main(["serve"]) == 1
     assert capsys.readouterr().err == "quire: error: the engine died: out of memory\n"

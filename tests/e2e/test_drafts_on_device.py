@@ -18,7 +18,7 @@ from tests.e2e.draft_models import changed, guesses_two_tokens
 from tests.e2e.test_drafts import KINDS, NGRAM, PROMPTS
 from tests.long import all_but_long
 from tests.models.conftest import SavedModel
-from tests.models.harness import randomize, save
+from tests.models.harness import random_prompts, randomize, save
 
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
@@ -156,6 +156,17 @@ def test_other_layers(name: str, queue_depth: int, saved_model: Callable[[str], 
         assert found == expected
         assert 0 < stats["accepted_draft_tokens_total"] < stats["draft_tokens_total"]
         assert (stats["preemptions_total"] > 0) == (num_blocks < 100)
+
+
+def test_rejected_drafts_before_a_border(drafting: dict[str, Any], saved_model: Callable[[str], SavedModel]) -> None:
+    """A step whose drafts were left out at a border leaves the host's count of tokens too high: the next step's drafts
+    stay off the border all the same."""
+    directory, prompts = str(saved_model("qwen3.5-small-states").directory), [random_prompts([58], 97)[0]]
+    asked = [msgspec.structs.replace(GREEDY, max_tokens=10)]
+    given = {**drafting["speculative_config"], "num_speculative_tokens": 1, "adaptive": False}
+    found, stats = run(directory, asked, prompts=prompts, speculative_config=given, queue_depth=2)
+    assert found == run(directory, asked, prompts=prompts)[0]
+    assert stats["accepted_draft_tokens_total"] == 0 < stats["draft_tokens_total"]
 
 
 EAGER, GRAPHS = "quire.executors.local:LocalExecutor", "tests.fakes.graph_worker:GraphExecutor"

@@ -257,6 +257,7 @@ def test_blocks_that_come_back_from_disk(model_path: Path, tmp_path: Path) -> No
     assert all(any(folder.glob("*/*")) for folder in folders)
 
 
+@pytest.mark.long  # quick: test_ranked.py, over results of a test
 def test_a_rank_that_samples_other_tokens_fails_the_step(model_path: Path) -> None:
     config = configured(model_path, tensor_parallel_size=2)
     core, _ = two_ranks(replace(config, device=replace(config.device, platform=wrong_rank.PLATFORM)))
@@ -267,20 +268,6 @@ def test_a_rank_that_samples_other_tokens_fails_the_step(model_path: Path) -> No
             core.step()
     finally:
         core.shutdown()
-
-
-def test_a_stopped_rank_is_named(model_path: Path) -> None:
-    """The system says so once each thread of the process has stopped, a moment after the first."""
-    ranks = RankProcesses(configured(model_path, tensor_parallel_size=2))
-    try:
-        process = psutil.Process(ranks.pids[1])
-        assert ranks.vital_signs().stopped is None
-        process.suspend()
-        wait_for(ranks, lambda signs: signs.stopped == 1)
-        process.resume()
-        wait_for(ranks, lambda signs: signs.stopped is None)
-    finally:
-        ranks.close()
 
 
 def on_devices(config: EngineConfig) -> EngineConfig:
@@ -322,7 +309,7 @@ def wait_for(executor: RankedExecutor | RankProcesses, condition: Callable[[Vita
 
 def test_a_rank_that_is_killed_ends_the_others(model_path: Path) -> None:
     """In a step, which the other rank is in the middle of, with the next one in flight; then nothing more is done.
-    Before that it is stopped, which the executor says as well."""
+    Before that it is stopped, idle and in the step, which the executor says as well."""
     ranks = RankProcesses(configured(model_path, tensor_parallel_size=2, queue_depth=2))
     executor = RankedExecutor(ranks)
     groups, layers_per_group = group_layers(executor.load_model(), 16)
@@ -332,6 +319,12 @@ def test_a_rank_that_is_killed_ends_the_others(model_path: Path) -> None:
     executor.allocate(KVCacheLayout(16, NUM_BLOCKS, groups, layers_per_group))
     processes = [psutil.Process(pid) for pid in ranks.pids]
     wait_for(executor, lambda signs: math.isinf(signs.stalled) and signs.silence < 1.0)  # both are idle
+    # The system says that a process is stopped once each of its threads is, a moment after the first.
+    assert executor.vital_signs().stopped is None
+    processes[1].suspend()
+    wait_for(executor, lambda signs: signs.stopped == 1)
+    processes[1].resume()
+    wait_for(executor, lambda signs: signs.stopped is None and signs.silence < 1.0)
     processes[1].suspend()
     plan = StepPlan(1, [1], [0], [3], [1], [0], new_sequences=[NewSequence(1, [1, 2, 3], 3, [[1]], GREEDY)])
     futures = [executor.execute(plan), executor.execute(StepPlan(2, [1], [3], [1], [1], [0]))]
@@ -431,9 +424,8 @@ def test_a_stopped_rank_ends_with_its_parent(model_path: Path, adopts: None) -> 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_ranks_end_with_their_parent(model_path: Path, number: int) -> None:
-    ended_with_their_parent(model_path, is_stopped=False, number=number)
+def test_ranks_end_with_their_parent(model_path: Path) -> None:
+    ended_with_their_parent(model_path, is_stopped=False, number=signal.SIGTERM)
 
 
 def ended_with_their_parent(

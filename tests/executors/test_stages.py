@@ -151,7 +151,6 @@ def outcome(core: EngineCore, seed: int) -> dict[tuple[str, int], list[Any]]:
 
 
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "two stages": ({}, {"pipeline_parallel_size": 2}),
     "three stages": ({}, {"pipeline_parallel_size": 3}),
     "two stages of two ranks": ({"tensor_parallel_size": 2}, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
 }

@@ -15,6 +15,8 @@ from quire.kernels.triton.runtime import bound, dot, launch, narrow, next_power_
 TILE_M = 64
 TILE_N = 64
 SMALLEST_BLOCK = 16
+WIDE_BYTES = 256
+"""Bytes of a head's row above which fewer tiles are on their way."""
 
 
 @triton.jit
@@ -130,6 +132,7 @@ def attend_both_ways(
     out = torch.empty(len(qkv), width, dtype=qkv.dtype, device=qkv.device)
     cos, sin = rotation or (None, None)
     num_seqs = len(query_start) - 1
+    dim_block = max(SMALLEST_BLOCK, next_power_of_2(2 * half))
     launch(
         _attend_kernel,
         (len(qkv) // TILE_M + num_seqs, num_heads),
@@ -145,11 +148,13 @@ def attend_both_ways(
         NUM_HEADS=num_heads,
         HALF=half,
         BLOCK=max(SMALLEST_BLOCK, next_power_of_2(half)),
-        DIM_BLOCK=max(SMALLEST_BLOCK, next_power_of_2(2 * half)),
+        DIM_BLOCK=dim_block,
         WINDOW=window or 0,
         ROTATES=rotation is not None,
         M=TILE_M,
         N=TILE_N,
         num_warps=4,
+        # Three tiles of wide heads in float32 exceed a multiprocessor's shared memory.
+        num_stages=2 if dim_block * qkv.itemsize > WIDE_BYTES else 3,
     )
     return out

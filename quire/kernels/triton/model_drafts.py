@@ -42,7 +42,7 @@ def begin_pass(
 
 
 @triton.jit(do_not_specialize=["token_width", "texts_start", "place", "num_guesses"])
-def _write_kernel(
+def _guess_kernel(
     arena, rows, ends, guesses, starts, token_width, texts_start, place, num_guesses,
     HAS_TEXTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -74,7 +74,7 @@ def write_guesses(
     grid = (blocks_of(num_guesses, SEQUENCES),)
     places = tables.token_width, tables.texts, place, num_guesses
     constants = {"HAS_TEXTS": tables.texts >= 0, "BLOCK": SEQUENCES}
-    launch(_write_kernel, grid, arena, rows, ends, guesses, starts, *places, **constants)
+    launch(_guess_kernel, grid, arena, rows, ends, guesses, starts, *places, **constants)
 
 
 @triton.jit(do_not_specialize=["computed_start", "num_seqs"])

@@ -70,7 +70,7 @@ class DeviceDrafts:
         self._lookup = config.lookup_min, config.lookup_max
         self._has_states = has_states
         self._in_flight: deque[dict[int, int]] = deque(maxlen=queue_depth - 1)
-        """Drafts by sequence of plans whose results the scheduler may not have seen."""
+        """Drafts by sequence, as planned, of plans whose results the scheduler may not have seen."""
         self._given: dict[int, list[int]] = {}
         self._shifts = torch.zeros(0, dtype=torch.int32, device=arena.words.device)
         self._token_ids = torch.zeros(0, dtype=torch.int64, device=arena.words.device)
@@ -97,7 +97,7 @@ class DeviceDrafts:
         return Placed(plan.start_positions, counts, np.array(num_drafts, np.int64))
 
     def _pending(self, seq_id: int) -> int:
-        """Drafts of a sequence in flight: the device may know as many tokens fewer than the plan says."""
+        """Planned drafts of a sequence in flight: the device may know as many tokens fewer than the plan says."""
         return sum(each.get(seq_id, 0) for each in self._in_flight)
 
     def _most_behind_tokens(self, num_tokens: int) -> int:
@@ -120,7 +120,8 @@ class DeviceDrafts:
                 given_at[index] = len(given)
                 given += tokens
         self._given = {}
-        self._in_flight.append(dict(zip(plan.seq_ids, num_drafts.tolist(), strict=True)))
+        # The scheduler counts the drafts of its plan, also those that `place` has left out.
+        self._in_flight.append(dict(zip(plan.seq_ids, plan.num_drafts or [0] * len(plan.seq_ids), strict=True)))
         placed = [upload.add(column) for column in (num_drafts, given_at, np.array(given))]
         if samples is None:
             return DraftSections(placed, None)

@@ -150,7 +150,7 @@ def test_drafts_and_their_summary(run: Script, monkeypatch: pytest.MonkeyPatch, 
     steps = [SimpleNamespace(**step, launched=each / 10, finished=each / 10 + 0.05) for each in range(4)]
     runs = {0: ([[1, 2], [3, 4]], 0, 0), 3: ([[1, 2], [3, 5]], 9, 4)}
 
-    def run_all(shape: Any, options: Any, *, tiny: bool) -> Any:
+    def run_all(shape: Any, options: Any, *, tiny: bool, **_: Any) -> Any:
         tokens, num_drafts, num_accepted = runs[drafts.NUM_DRAFTS if "speculative_config" in options else 0]
         return {"2 greedy": engine.Run(steps, tokens, 1.0, 0, num_drafts, num_accepted)}, 2.0
 

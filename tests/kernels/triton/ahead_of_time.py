@@ -67,6 +67,7 @@ from quire.kernels.triton.attention_tiles import SHARED_MEMORY, DeviceLimits
 from quire.kernels.triton.block_copy import PageTable, copy_pages
 from quire.kernels.triton.drafts import DraftTables, accept_drafts, find_drafts, place_drafts, recall_drafts
 from quire.kernels.triton.embedding import embedding
+from quire.kernels.triton.encoder_attention import attend_both_ways
 from quire.kernels.triton.experts import ExpertMatrices, apply_experts
 from quire.kernels.triton.linear_state import gated_delta_rule, gated_norm, short_convolution
 from quire.kernels.triton.matmul import head_matmul, matmul
@@ -256,6 +257,16 @@ def routing_calls() -> Calls:
         lambda: sort_by_expert(float32(8, 20), 512, 64),
         lambda: gate_rows(empty(8, 512), empty(8, 1)),
     ]
+
+
+def tower_calls() -> Calls:
+    """Attention of towers with heads of 72 and 80, rotated, in both widths of numbers."""
+
+    def call(dim: int, dtype: torch.dtype) -> None:
+        rotation = float32(64, dim // 2), float32(64, dim // 2)
+        attend_both_ways(empty(64, 3 * 16 * dim, dtype=dtype), rotation, int32(3), 16, 0.1, None)
+
+    return [partial(call, dim, dtype) for dim in (72, 80) for dtype in (torch.bfloat16, torch.float32)]
 
 
 def stored(kind: int, rows: int, columns: int, capability: int, count: int = 1) -> StoredMatrix:
@@ -483,6 +494,8 @@ def calls_of(capability: int, words: Sequence[str]) -> Calls:
         return adapter_calls()
     if "routing" in words:
         return routing_calls()
+    if "towers" in words:
+        return tower_calls()
     if "sweep" in words:
         products = ProductSweep(QWEN3_8B_SHAPE, torch.device("cpu"), empty=True)
         return [*dry_calls(), *products.calls()]

@@ -104,8 +104,8 @@ def test_kernels_compile_and_fit(arguments: tuple[str, ...]) -> None:
         assert prompts["wgmma.mma_async"] == 2 * (8 + 16 + 16 + 8), (
             "first keys, a step with a mask, one without, last values"
         )
-        (rule,) = (launch for launch in launches if launch["kernel"] == "_rule_kernel")
-        assert rule["registers"] == 255, "the assembler's highest level takes 32, and spills 10 times as much"
+        rules = [launch["registers"] for launch in launches if launch["kernel"] == "_rule_kernel"]
+        assert rules == [255, 255], "the assembler's highest level takes 32, and spills 10 times as much"
         merges = [launch for launch in launches if launch["kernel"] == "_merge_kernel"]
         assert any(launch.get("cp.async.cg", 0) >= 7 for launch in merges), "parts of latents on their way"
     if capability == 80:
@@ -122,6 +122,15 @@ def test_kernels_compile_and_fit(arguments: tuple[str, ...]) -> None:
         assert launch.get("cp.async.cg", 0) > 0, "keys and values come 16 bytes at a time, past the first-level cache"
         if launch["kernel"] == "_varlen_kernel":
             assert launch.get(instruction, 0) > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_attention_of_towers_fits(capability: int) -> None:
+    """Wide heads in float32 take fewer tiles at once. (They spill: towers compute in 16 bits.)"""
+    launches = run_module("ahead_of_time", str(capability), "towers")
+    assert len(launches) == 4
+    assert max(launch["shared"] for launch in launches) <= SHARED_BYTES[capability]
 
 
 @pytest.mark.long
