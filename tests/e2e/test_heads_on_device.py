@@ -88,3 +88,15 @@ def test_where_prompts_meet(tmp_path: Path) -> None:
     assert found == run(directory, kinds, **options)[0]
     assert 0 < stats["accepted_draft_tokens_total"] < stats["draft_tokens_total"]
     assert stats["preemptions_total"] > 0
+
+
+def test_rejected_drafts_before_a_border(tmp_path: Path) -> None:
+    """A step whose drafts were left out at a border leaves the host's count of tokens too high: the next step's drafts
+    stay off the border all the same."""
+    saved_mtp("dense", tmp_path, **SMALL_STATES)
+    directory, asked = str(tmp_path), [msgspec.structs.replace(GREEDY, max_tokens=8)] * 4
+    prompts = [random_prompts([length], 97)[0] for length in (56, 57, 58, 59)]
+    given = {**MTP, "num_speculative_tokens": 1, "adaptive": False}
+    found, stats = run(directory, asked, prompts=prompts, speculative_config=given, queue_depth=2)
+    assert found == run(directory, asked, prompts=prompts, queue_depth=2)[0]
+    assert stats["accepted_draft_tokens_total"] < stats["draft_tokens_total"] / 2
