@@ -78,9 +78,9 @@ def test_a_step_gives_its_tokens_to_live_requests_first() -> None:
 def test_a_live_request_does_not_wait_for_a_common_prefix(is_background: bool) -> None:
     shared = prompt(40)
     driver = CoreDriver(make_config(num_blocks=300, max_num_batched_tokens=16))
-    driver.add("first", shared + [1, 2], max_tokens=2, is_background=True)
+    driver.add("first", [*shared, 1, 2], max_tokens=2, is_background=True)
     driver.step()
-    driver.add("second", shared + [3, 4], max_tokens=2, is_background=is_background)
+    driver.add("second", [*shared, 3, 4], max_tokens=2, is_background=is_background)
     driver.step()
     assert ("second" in running(driver)) is not is_background, "lines wait for one another, and others not for them"
     driver.run()
