@@ -1,9 +1,9 @@
 """Batches on disk. Only the runner (quire/server/batch_runner.py) changes a record; others ask it by a mark.
 
-    keys/OWNER/batches/ID.json      the record
-    keys/OWNER/batches/ID.input     hard link to the input file, which its client may delete meanwhile
-    keys/OWNER/batches/ID.journal   results in the order of the requests, as `quire run-batch` writes them
-    keys/OWNER/batches/ID.cancel    the mark: end it
+keys/OWNER/batches/ID.json      the record
+keys/OWNER/batches/ID.input     hard link to the input file, which its client may delete meanwhile
+keys/OWNER/batches/ID.journal   results in the order of the requests, as `quire run-batch` writes them
+keys/OWNER/batches/ID.cancel    the mark: end it
 """
 
 from __future__ import annotations
