@@ -22,11 +22,11 @@ class BatchLine(msgspec.Struct):
 
 
 class BatchResponse(msgspec.Struct):
-    """body: None for an error, which BatchResult holds."""
+    """body: null for an error, which BatchResult holds."""
 
     status_code: int
     request_id: str
-    body: msgspec.Raw | None = None
+    body: msgspec.Raw = msgspec.Raw(b"null")
 
 
 class BatchResult(msgspec.Struct):
@@ -55,8 +55,9 @@ class Answered(NamedTuple):
     has_failed: bool
 
 
-def read_answered(path: Path) -> list[Answered]:
-    """Results in a file; a truncated last line is removed. Raises UserError for other files."""
+def read_answered(path: Path, *, is_ours: bool = False) -> list[Answered]:
+    """Results in a file; a truncated last line is removed. Raises UserError for other files. is_ours: no other file is
+    meant, and what follows the first wrong line is removed."""
     if not path.exists():
         return []
     found: list[Answered] = []
@@ -66,7 +67,7 @@ def read_answered(path: Path) -> list[Answered]:
             try:
                 answer = msgspec.json.decode(line, type=BatchResult)
             except (msgspec.MsgspecError, UnicodeDecodeError):
-                if line.endswith(b"\n"):
+                if line.endswith(b"\n") and not is_ours:
                     raise UserError(f"resume: line {len(found) + 1} of {path} is no answer", param="resume") from None
                 break
             if not line.endswith(b"\n"):

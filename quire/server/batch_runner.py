@@ -231,7 +231,7 @@ class _Run:
         """Answer the lines that are left; return the batch's outcome, or None if it cannot go on for now."""
         batch, store = self._batch, self._store
         journal = self._batches.path(batch.id, "journal")
-        answered = await store.run(read_answered, journal)
+        answered = await store.run(partial(read_answered, journal, is_ours=True))
         self._recount(answered)
         self._num_left_bytes = await store.run(self._room)
         client = self._runner.client_of(self._owner)
@@ -304,7 +304,7 @@ class _Run:
             batch.output_id, batch.error_id = self._store.new_id("file-"), self._store.new_id("file-")
         await self._enter("finalizing")
         journal = self._batches.path(batch.id, "journal")
-        answered = await self._store.run(read_answered, journal)
+        answered = await self._store.run(partial(read_answered, journal, is_ours=True))
         self._recount(answered)
         split = await self._store.run(self._split, answered)
         batch.output_id, batch.error_id = split

@@ -18,7 +18,7 @@ MAX_UPLOADS = 64
 """Uploads that one process receives at a time."""
 RETRY_SECONDS = 1
 PIECE_BYTES = 256 * 1024
-MAX_FIELDS, MAX_FIELD_BYTES = 16, 1024
+MAX_PARTS, MAX_FIELD_BYTES = 16, 1024
 MAX_FORM_BYTES = 64 * 1024
 """Bytes of a body besides the file's."""
 _ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
@@ -83,7 +83,7 @@ class _Form:
         self._name = self._value = b""
         self._headers: dict[bytes, bytes] = {}
         self._header = [bytearray(), bytearray()]
-        self._num_other_bytes = 0
+        self._num_other_bytes = self._num_parts = 0
         try:
             self._parser = MultipartParser(
                 boundary,
@@ -142,6 +142,9 @@ class _Form:
 
     def _begin_part(self) -> None:
         self._headers, self._name, self._value = {}, b"", b""
+        self._num_parts += 1
+        if self._num_parts > MAX_PARTS:
+            raise _malformed(f"it has more than {MAX_PARTS} parts")
 
     def _take_header(self, part: int, data: bytes) -> None:
         self._header[part] += data
@@ -171,8 +174,6 @@ class _Form:
 
     def _end_part(self) -> None:
         if self._name != b"file":
-            if len(self.fields) >= MAX_FIELDS:
-                raise _malformed(f"it has more than {MAX_FIELDS} fields")
             name = self._name.decode("utf-8", "replace")
             self.fields[name] = self._value.decode("utf-8", "replace")
 

@@ -187,7 +187,14 @@ def test_wrong_use(
     assert message in capsys.readouterr().err
 
 
-ANSWERS = [{"id": f"r{index}", "custom_id": f"r{index}", "response": None} for index in range(3)]
+ANSWERS: list[dict[str, Any]] = [
+    {
+        "id": f"r{index}",
+        "custom_id": f"r{index}",
+        "response": {"status_code": 200, "request_id": "x", "body": {"text": "a"}},
+    }
+    for index in range(3)
+]
 
 
 def batch_files(tmp_path: Path, answers: bytes) -> tuple[Path, Path]:

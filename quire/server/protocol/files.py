@@ -67,7 +67,7 @@ class BatchRequest(RequestStruct, kw_only=True, frozen=True):
 
     input_file_id: Annotated[str, Meta(max_length=256)]
     endpoint: Annotated[str, Meta(max_length=256)]
-    completion_window: Annotated[str, Meta(pattern="^[1-9][0-9]{0,2}h$")]
+    completion_window: Annotated[str, Meta(pattern=r"^[1-9][0-9]{0,2}h$(?!\n)")]
     metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
 
