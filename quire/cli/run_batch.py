@@ -16,7 +16,7 @@ from quire.cli.engine_flags import add_engine_flags, engine_options
 from quire.cli.parser import Parser, add_struct_flags, given
 from quire.config.options import EngineOptions
 from quire.errors import UserError
-from quire.server.batch_lines import Answered, read_answered, unanswered
+from quire.server.batch_lines import AnsweredLine, read_answered, unanswered
 from quire.server.listener import Listener, bind
 from quire.server.settings import ServerSettings
 from quire.utils.progress import ProgressBar
@@ -111,11 +111,11 @@ class Files(NamedTuple):
 
     requests: Iterator[bytes]
     answers: BinaryIO
-    answered: list[Answered]
+    answered: list[AnsweredLine]
     total: int | None
 
 
-def _answered(path: Path) -> list[Answered]:
+def _answered(path: Path) -> list[AnsweredLine]:
     """Answers in a file. Raises UserError."""
     try:
         return read_answered(path)

@@ -34,8 +34,8 @@ class InvalidLineError(Exception):
 
 @dataclass(frozen=True)
 class Pace:
-    """Pace of a batch. concurrency: lines at a time. max_bytes: of these lines, if there is a limit; one larger line
-    goes alone. places: taken by each line while it is answered, in common with other batches. retry_after: seconds
+    """Pace of a batch. concurrency: lines at a time. max_bytes: limit of their total, if any; one larger line goes
+    alone. places: taken by each line while it is answered, in common with other batches. retry_after: seconds
     until an answer is asked for again; None: it stands."""
 
     concurrency: int

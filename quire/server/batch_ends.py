@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from quire.server.batch_lines import Answered, BatchResult, custom_id_of, unanswered
+from quire.server.batch_lines import AnsweredLine, BatchResult, custom_id_of, unanswered
 from quire.server.batch_store import StoredBatch
 from quire.server.file_store import OUTPUT_PURPOSE, Space, StoredFile, held
 
@@ -28,7 +28,7 @@ class _Outcome(msgspec.Struct):
     error: object = None
 
 
-def undone(source: Path, answered: list[Answered], outcome: str) -> Iterator[bytes]:
+def undone(source: Path, answered: list[AnsweredLine], outcome: str) -> Iterator[bytes]:
     """Error of each line without a result."""
     code, message = _REASONS[outcome]
     with source.open("rb") as file:

@@ -48,19 +48,19 @@ def custom_id_of(line: bytes) -> str | None:
     return found if isinstance(found, str) else None
 
 
-class Answered(NamedTuple):
+class AnsweredLine(NamedTuple):
     """Result of an earlier run."""
 
     custom_id: str | None
     has_failed: bool
 
 
-def read_answered(path: Path, *, is_ours: bool = False) -> list[Answered]:
+def read_answered(path: Path, *, is_ours: bool = False) -> list[AnsweredLine]:
     """Results in a file; a truncated last line is removed. Raises UserError for other files. is_ours: no other file is
     meant, and what follows the first wrong line is removed."""
     if not path.exists():
         return []
-    found: list[Answered] = []
+    found: list[AnsweredLine] = []
     with path.open("r+b") as file:
         whole = 0
         for line in file:
@@ -72,13 +72,13 @@ def read_answered(path: Path, *, is_ours: bool = False) -> list[Answered]:
                 break
             if not line.endswith(b"\n"):
                 break
-            found.append(Answered(answer.custom_id, answer.error is not None))
+            found.append(AnsweredLine(answer.custom_id, answer.error is not None))
             whole += len(line)
         file.truncate(whole)
     return found
 
 
-def unanswered(requests: Iterator[bytes], answered: list[Answered]) -> Iterator[bytes]:
+def unanswered(requests: Iterator[bytes], answered: list[AnsweredLine]) -> Iterator[bytes]:
     """Requests after the answered ones. Raises UserError if the answers belong to another file."""
     number = 0
     for line in requests:

@@ -24,7 +24,7 @@ from quire.server.auth import LINE_OWNER, LineOwner
 from quire.server.batch import Pace, run_batch
 from quire.server.batch_check import check_input
 from quire.server.batch_ends import split_journal, undone
-from quire.server.batch_lines import Answered, read_answered, unanswered
+from quire.server.batch_lines import AnsweredLine, read_answered, unanswered
 from quire.server.batch_store import Batches, StoredBatch, open_batches
 from quire.server.file_store import ANYONE, FileStore, held
 from quire.server.keys import Client, KeyRing
@@ -250,7 +250,7 @@ class _Run:
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.gather(answering, return_exceptions=True)
 
-    def _recount(self, answered: list[Answered]) -> None:
+    def _recount(self, answered: list[AnsweredLine]) -> None:
         self._batch.failed = sum(each.has_failed for each in answered)
         self._batch.completed = len(answered) - self._batch.failed
 
@@ -258,7 +258,7 @@ class _Run:
         with self._space.lock():
             return self._store.quotas.max_bytes - self._space.num_used_bytes()
 
-    async def _run_lines(self, client: Client, answered: list[Answered], journal: BinaryIO) -> None:
+    async def _run_lines(self, client: Client, answered: list[AnsweredLine], journal: BinaryIO) -> None:
         seen = {each.custom_id for each in answered if each.custom_id is not None}
         with await self._store.run(self._batches.path(self._batch.id, "input").open, "rb") as source:
             lines = _on_threads(self._store, unanswered(source, answered))
@@ -313,7 +313,7 @@ class _Run:
         await self._enter("completed" if batch.outcome == QUOTA_EXCEEDED else batch.outcome)
         await self._store.run(self._batches.clear, batch)
 
-    def _split(self, answered: list[Answered]) -> tuple[str, str]:
+    def _split(self, answered: list[AnsweredLine]) -> tuple[str, str]:
         """Write the output file and the error file; returns their ids, empty for a file without lines."""
         batch, path = self._batch, self._batches.path
         source = path(batch.id, "input")

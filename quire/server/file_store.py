@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Quotas:
-    """Limits of one key. max_bytes: of its files and the uploads that arrive."""
+    """Limits of one key. max_bytes: total of its files and arriving uploads."""
 
     max_bytes: int
     max_file_bytes: int
@@ -179,7 +179,7 @@ class Space:
         reserved = sum(int(name.partition(".")[2]) for name in os.listdir(self.incoming))
         return reserved + sum(each.num_bytes for each in self.list_files())
 
-    def begin_upload(self, num_bytes: int) -> Upload:
+    def begin_upload(self, num_bytes: int) -> IncomingFile:
         """Reserve a file of at most `num_bytes`. Raises ApiError: 413 for a too large file and a full quota."""
         quotas = self.store.quotas
         if num_bytes > quotas.max_file_bytes:
@@ -194,7 +194,7 @@ class Space:
                     f"this API key's files have {used} bytes, of at most {quotas.max_bytes} (--files-quota): there is "
                     f"no room for {num_bytes} more"
                 )
-            return Upload(self, num_bytes)
+            return IncomingFile(self, num_bytes)
 
     def publish(self, data: Path, record: StoredFile) -> None:
         """Turn a written file into a file of this key; replaces one with its id. Call under the lock."""
@@ -236,7 +236,7 @@ class Space:
         return found
 
 
-class Upload:
+class IncomingFile:
     """File that arrives. Its process holds a lock on it; `Space.sweep` removes those without one."""
 
     def __init__(self, space: Space, num_reserved: int) -> None:

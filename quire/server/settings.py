@@ -320,18 +320,13 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _check_hung_engine_timeout(self.hung_engine_timeout)
         _check_origins(self.cors_allowed_origins)
         _check_hosts(self.allowed_hosts)
-        if self.max_stored_responses < 0:
-            raise ConfigError(
-                f"max_stored_responses must not be negative: {self.max_stored_responses}", param="max_stored_responses"
-            )
-        _ = self.response_store_bytes
+        self._check_stores()
         if self.max_total_body_bytes < self.max_body_bytes:
             raise ConfigError(
                 f"max_total_body_size ({self.max_total_body_size}) must be at least max_body_size "
                 f"({self.max_body_size}): one body of that size is to be received",
                 param="max_total_body_size",
             )
-        self._check_files()
         _check_choice("metrics_names", self.metrics_names, METRICS_NAMES)
         _check_choice("per_request_spec_decode_metrics", self.per_request_spec_decode_metrics, DRAFT_LEVELS)
         _check_choice("dialect", self.dialect, DIALECTS)
@@ -346,7 +341,12 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ConfigError("collect_detailed_traces needs otlp_traces_endpoint", param="collect_detailed_traces")
         self.priorities()
 
-    def _check_files(self) -> None:
+    def _check_stores(self) -> None:
+        if self.max_stored_responses < 0:
+            raise ConfigError(
+                f"max_stored_responses must not be negative: {self.max_stored_responses}", param="max_stored_responses"
+            )
+        _ = self.response_store_bytes
         defaults = {"files_quota": "8GiB", "max_file_size": "200MiB", "max_files": 1000, "max_open_batches": 20}
         for name in ("max_files", "max_open_batches"):
             if getattr(self, name) < 1:

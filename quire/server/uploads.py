@@ -11,7 +11,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from quire.server.body import report_ignored
 from quire.server.context import ServerContext
 from quire.server.errors import ApiError, invalid_request, overloaded
-from quire.server.file_store import BATCH_PURPOSE, Space, StoredFile, Upload, too_large
+from quire.server.file_store import BATCH_PURPOSE, IncomingFile, Space, StoredFile, too_large
 from quire.server.protocol.files import LEAST_EXPIRY, MOST_EXPIRY
 
 MAX_UPLOADS = 64
@@ -53,7 +53,7 @@ class Uploads:
         if declared.isdigit() and int(declared) > max_file_bytes + MAX_FORM_BYTES:
             raise too_large(max_file_bytes)
         reserved = min(max_file_bytes, int(declared)) if declared.isdigit() else max_file_bytes
-        upload: Upload = await space.store.run(space.begin_upload, reserved)
+        upload: IncomingFile = await space.store.run(space.begin_upload, reserved)
         try:
             async for chunk in request.stream():
                 form.feed(chunk)

@@ -14,7 +14,7 @@ import pytest
 from quire.cli import run_batch as run_batch_command
 from quire.cli.main import main
 from quire.server.batch import Pace, run_batch
-from quire.server.batch_lines import Answered, custom_id_of
+from quire.server.batch_lines import AnsweredLine, custom_id_of
 from tests.server.conftest import Served, serving
 
 
@@ -223,7 +223,7 @@ def test_answers_go_on_behind_those_of_before(
     monkeypatch.setattr(run_batch_command, "_run", run)
     assert main(["run-batch", str(source), str(target), "--resume"]) == 0
     assert [custom_id_of(each) for each in asked if each.strip()] == [f"r{index}" for index in range(count, 5)]
-    assert seen == [[Answered(f"r{index}", False) for index in range(count)], 5]
+    assert seen == [[AnsweredLine(f"r{index}", False) for index in range(count)], 5]
     assert target.read_bytes() == whole + b"more\n"
 
 
