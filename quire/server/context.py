@@ -61,9 +61,9 @@ class ServerContext:
     on_drain: list[Callable[[], None]] = field(default_factory=list)
     """Callbacks that end it, before running requests may be aborted."""
     on_close: list[Callable[[], None]] = field(default_factory=list)
-    """Callbacks that end responses which would hold connections open forever."""
+    """Callbacks that end responses which would stay open forever."""
     on_exit: list[Callable[[], object]] = field(default_factory=list)
-    """Callbacks that write pending data. They may wait for other servers."""
+    """Callbacks that write pending data; they may wait for other servers."""
     logged_fields: set[str] = field(default_factory=set)
     """Unknown fields that the log has named."""
 
@@ -156,8 +156,8 @@ class ServerContext:
         """Admit a new generating request. Raises 503 as `check_alive` does, while the engine sleeps and under a pause
         that keeps no requests; 429 if too many requests wait.
 
-        Requests that the engine has not reported on yet count as waiting. Answers that clients have not read to the end
-        do not. Lines of batches neither count nor are refused: their number has its own limit.
+        Requests that the engine has not reported yet count as waiting. Lines of batches neither count nor are refused:
+        their number has its own limit.
         """
         self.check_alive()
         self.engine.check_awake()
