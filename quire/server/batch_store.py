@@ -59,8 +59,7 @@ class StoredBatch(msgspec.Struct, kw_only=True):
         return self.status in ENDED
 
     def to_object(self) -> BatchObject:
-        times = {f"{status}_at": at for status, at in self.times.items()}
-        return BatchObject(
+        found = BatchObject(
             id=self.id,
             endpoint=self.endpoint,
             errors=BatchErrors(self.errors) if self.errors else None,
@@ -73,8 +72,8 @@ class StoredBatch(msgspec.Struct, kw_only=True):
             expires_at=self.expires_at,
             request_counts=RequestCounts(self.total, self.completed, self.failed),
             metadata=self.metadata,
-            **times,
         )
+        return msgspec.structs.replace(found, **{f"{status}_at": at for status, at in self.times.items()})
 
 
 class Batches:
