@@ -98,7 +98,7 @@ class MediaConfig:
 
 
 def background_of(media_io_kwargs: Mapping[str, Any], option: str = "media_io_kwargs") -> Color:
-    """Raises ConfigError."""
+    """Background color in the options. Raises ConfigError."""
     for kind, settings in media_io_kwargs.items():
         if kind != "image" or not isinstance(settings, Mapping):
             raise ConfigError(f"{option} has an object for 'image' alone, not {kind!r:.50}", param=option)

@@ -104,7 +104,7 @@ class EncoderCosts:
 
     @classmethod
     def of(cls, config: VisionConfig, text_elements: int) -> EncoderCosts:
-        """text_elements: elements that a text token is multiplied by."""
+        """Costs of a tower. text_elements: elements that a text token is multiplied by."""
         size = config.hidden_size
         return cls(
             num_layers=config.num_layers,
@@ -150,8 +150,8 @@ def check_whole_images(config: EngineConfig) -> None:
 
 
 def read_vision(architecture: str, values: Mapping[str, Any], hidden_size: int, where: str) -> VisionConfig:
-    """architecture: name in VISION_TOWERS. hidden_size: the language model's. Raises ModelLoadError with the key that
-    is missing, wrong or not supported."""
+    """Read a tower's sizes. architecture: name in VISION_TOWERS. hidden_size: the language model's. Raises
+    ModelLoadError with the key that is missing, wrong or not supported."""
     fields = Fields(values, f"{where}: {VISION_CONFIG}")
     kind = VISION_TOWERS[architecture]
     if kind.is_pooled:

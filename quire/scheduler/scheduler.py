@@ -199,7 +199,7 @@ class Scheduler:
         return self._in_flight[plan.step_id].awaits_masks
 
     def sampling_inputs(self, plan: StepPlan) -> SamplingInputs:
-        """See `EngineScheduler`. A sample without its mask is discarded."""
+        """Masks that a plan in flight expects. A sample without its mask is discarded."""
         in_flight = self._in_flight[plan.step_id]
         inputs, failed = in_flight.sampling_inputs()
         for sequence in in_flight.discarded:

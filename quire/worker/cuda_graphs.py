@@ -207,7 +207,7 @@ class CudaGraphRunner:
     def _try_capture(
         self, capture: GraphCapture, key: Execution, batch: DeviceBatch, columns: TokenColumns
     ) -> _CapturedPass | None:
-        """None if memory has run out."""
+        """Captured pass; None if memory has run out."""
         try:
             with capturing(capture):
                 if key.kind == "full":

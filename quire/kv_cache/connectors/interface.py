@@ -81,8 +81,9 @@ class KVConnector:
         raise AssertionError("nothing was found")
 
     def request_finished(self, request_id: str, seq_id: int, blocks: BlockTable, num_tokens: int) -> bool:
-        """Offer a sequence that has ended by itself (not aborted, timed-out or failed), with the keys and values of its
-        first `num_tokens` tokens in `blocks`. True: hold the blocks until `TransferBlocks.end_send(seq_id)`."""
+        """Offer a sequence that has ended by itself (not aborted, timed-out or failed), with the keys and values of
+        its first `num_tokens` tokens in `blocks`. Returns True to hold the blocks until
+        `TransferBlocks.end_send(seq_id)`."""
         return False
 
     def orders(self, *, may_allocate: bool) -> Transfers | None:
