@@ -191,6 +191,7 @@ def _why_instructions(asked: str) -> str:
 
 
 def _why_products(config: EngineConfig) -> str:
+    """Reason for the precision of products; empty if the weights leave no choice."""
     if config.device.matmul_precision != "auto":
         return ""
     from quire.kernels.cpu import _native
@@ -266,6 +267,7 @@ def _problems(cuda: CudaFacts) -> list[str]:
 
 
 def _native() -> str | None:
+    """Instruction set of the native kernels, by QUIRE_CPU_ISA; None if not built."""
     if not has_native_kernels():
         return None
     from quire.kernels.cpu import _native

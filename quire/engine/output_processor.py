@@ -256,6 +256,7 @@ class _RequestState:
         return output
 
     def _reported_sequences(self) -> list[_SequenceState]:
+        """All sequences, except: the best `n` of ranked samples, and existing hypotheses of a beam search."""
         if self._ranks_samples:
             ranked = sorted(self.sequences, key=_SequenceState.rank)[: self._request.params.n]
             for index, sequence in enumerate(ranked):
@@ -266,6 +267,7 @@ class _RequestState:
         return self.sequences
 
     def _measure(self, timing: RequestTiming, *, has_token: bool) -> None:
+        """Update metrics, on the core's clock; `latency` covers the time to the last report."""
         elapsed = timing.now - timing.arrival
         if self._first_token is None:
             self._queue_time = timing.first_scheduled - timing.arrival

@@ -224,6 +224,7 @@ class LatentAttention:
                 self._expanded.load_values(head, values)
 
     def _load_head(self, name: str, head: int, tensor: WeightSource) -> None:
+        """Load one head's matrix. name: k_b_proj (transposed) or v_b_proj."""
         whole = tensor.read() if isinstance(tensor, FileTensor) else tensor
         (self._absorb if name == "k_b_proj" else self._expand).load(head, whole)
         if self._expanded is None:
@@ -243,6 +244,7 @@ class LatentAttention:
         return self._context.group.rank * self._num_local
 
     def _turned_rows(self) -> torch.Tensor:
+        """[rope_dim]: the checkpoint's rows in rotation order, pairs half a head apart."""
         rows = torch.arange(self._heads.rope_dim)
         return torch.cat((rows[::2], rows[1::2])) if self._heads.interleaved else rows
 

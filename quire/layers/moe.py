@@ -173,6 +173,7 @@ class MixtureOfExperts:
         return slots
 
     def _load_part(self, expert: int, part: int | None, suffix: str, tensor: WeightSource) -> None:
+        """part: 0 for gate, 1 for up, None for down."""
         load, place = self._context.linear.load_rows, self._places[expert]
         if part is not None:
             rows = tensor.narrow(0, self._start, self._local)
@@ -210,6 +211,9 @@ class MixtureOfExperts:
         load_one: Callable[[int, str, WeightTensor, bool], None],
         matrix: tuple[int, ...] = (),
     ) -> Callable[[WeightSource], None]:
+        """Loader of a tensor of all experts, which reads one expert's part at a time. matrix: an expert's shape, [out,
+        in]."""
+
         def load(tensor: WeightSource) -> None:
             for expert in self._places:
                 own = tensor.narrow(0, expert, 1)[0]
@@ -233,6 +237,7 @@ class MixtureOfExperts:
         self._load_part(expert, None, suffix, rows)
 
     def _stored_bytes(self) -> tuple[int, int, int, int]:
+        """Stored bytes of one expert's gate (or up) and down matrix, and of their biases."""
         stored = self._context.linear.stored_bytes
         bias = stored((self._size,)) if self._has_down_bias else 0
         return stored((self._local, self._size)), stored((self._size, self._local)), stored((self._local,)), bias

@@ -35,6 +35,7 @@ def copy_value(reader: TextReader, sink: Sink) -> Steps[None]:
 
 
 def _copy_nested(reader: TextReader, sink: Sink, depth: int = 0) -> Steps[None]:
+    """depth: brackets already open."""
     while True:
         mark = yield from reader.scan(_STRUCTURE, sink)
         if mark in ("", "<"):
@@ -366,6 +367,7 @@ class SectionFormat:
 
 
 def _header_name(header: str) -> tuple[str, str | None]:
+    """Return (name, id) of `name`, or of Kimi's `functions.name:0`, which is also the id."""
     header = header.strip()
     name, colon, number = header.rpartition(":")
     if colon and number.isdigit():

@@ -245,6 +245,7 @@ class MaskProcess:
         return task
 
     def _stand_by(self, thread: int) -> None:
+        """Wait, and lead if the other thread is held up. Called under the lock."""
         now = time.monotonic()
         if self._began and now - self._began > PATIENCE:
             self._leader, self._began = thread, 0.0
@@ -303,6 +304,7 @@ class MaskProcess:
         return tasks + [Task(self._slots[advance.slot], advance) for advance in work.advances]
 
     def _add(self, task: Task) -> None:
+        """Add a task, under the lock."""
         if task.is_slow:
             self._slow.add(task)
             self._slow_came.notify()
@@ -341,6 +343,7 @@ class MaskProcess:
         return answer
 
     def _keep(self, task: Task, done: MatcherAnswer | Masked | None) -> None:
+        """Keep a task's result until it is sent. Called under the lock."""
         if done is None:
             return
         if type(done) is Masked:

@@ -270,6 +270,7 @@ class PackedMatrix:
         )
 
     def _zeros(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """A zeroed tensor [count], aligned to a cache line."""
         return self._memory(count * dtype.itemsize).view(dtype)
 
     def _check_rows(self, rows: torch.Tensor, first_row: int) -> None:
@@ -335,6 +336,7 @@ class BlockMatrix(HalfScaleMatrix):
 
 
 def _with_contiguous_rows(matrix: torch.Tensor) -> torch.Tensor:
+    """The matrix, copied unless its rows are contiguous and forward."""
     return matrix if matrix.stride(1) == 1 and matrix.stride(0) >= 0 else matrix.contiguous()
 
 
