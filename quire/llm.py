@@ -280,7 +280,6 @@ class LLM(OfflineEngine):
         use_tqdm: bool | MakeBar,
         lora_request: LoRARequests,
     ) -> list[RequestOutput]:
-        """Run pooled requests in order. Each prompt may have a second text."""
         with self._busy:
             requests = []
             adapters = self._adapters.each(lora_request, len(prompts))

@@ -192,7 +192,7 @@ def _plan_chunks(queries: QueryTiles, window: Window, chunk_items: int) -> tuple
 
 
 def _chunk_numbers(wave: np.ndarray, item_tile: np.ndarray, chunk_items: int) -> np.ndarray:
-    """Ascending chunk numbers of the items: about `chunk_items` each, within one wave, a tile's waves uncut."""
+    """Ascending chunk numbers of the items, about `chunk_items` each, within one wave."""
     new_wave = np.diff(wave, prepend=-1) != 0
     new_group = new_wave | (np.diff(item_tile, prepend=-1) != 0)
     index = np.arange(len(wave))
@@ -241,7 +241,7 @@ def _bias(own: np.ndarray, last_seen: np.ndarray, keys: np.ndarray, window: Wind
 
 
 def _merge_tree(tiles: np.ndarray, keys: np.ndarray) -> tuple[Levels, np.ndarray]:
-    """Pairs to merge, level by level, until one item per query tile is left; and these items."""
+    """Pairs to merge, level by level, until one item per query tile is left."""
     node = np.arange(len(tiles))
     number = tiles.astype(np.int64) * WAVE_TILES + keys % WAVE_TILES
     levels = []

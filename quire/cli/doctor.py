@@ -267,7 +267,6 @@ def _problems(cuda: CudaFacts) -> list[str]:
 
 
 def _native() -> str | None:
-    """Instruction set of the native kernels, by QUIRE_CPU_ISA; None if not built."""
     if not has_native_kernels():
         return None
     from quire.kernels.cpu import _native

@@ -149,7 +149,6 @@ def _with_host(plan: MemoryPlan, cost: CostModel, seconds: float, batch_size: in
 
 
 def _limit(cost: CostModel, work: StepWork) -> str:
-    """Largest part of a step, each measured with all others free."""
     quiet = replace(
         cost.hardware,
         launch_overhead=0.0,

@@ -269,8 +269,6 @@ def _action(entry: VllmFlag) -> dict[str, Any]:
 
 
 def _or_none(kind: Any) -> Any:
-    """Parse vLLM's None: empty text or "None"."""
-
     def parse(text: str) -> Any:
         return None if text in ("", "None") else kind(text)
 
@@ -312,7 +310,6 @@ def parse_flags(parser: Parser, arguments: Sequence[str], prefix: str = "") -> a
 
 
 def _spelled(argument: str) -> list[str]:
-    """Replace underscores in a flag's name, and -O by its full flag."""
     if argument == "-O":
         return ["--optimization-level"]
     if (level := _LEVEL.fullmatch(argument)) is not None:
@@ -367,7 +364,6 @@ def _value(text: str) -> Any:
 
 
 def _set_key(found: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    """Set found[a][b] for the path a.b; a final + appends to a list."""
     *outer, last = path
     for name in outer:
         found = found.setdefault(name, {})

@@ -258,7 +258,6 @@ def _sizes(file: GGUFFile, keys: _Keys, layout: HeadLayout) -> dict[str, Any]:
 
 
 def _head_dim(keys: _Keys, hidden_size: int, num_heads: int) -> int:
-    """Elements of a head; for latent attention its rotated elements."""
     if keys.family.has_latents:
         return keys.integer("rope.dimension_count", maximum=MAX_HEAD_DIM)
     head_dim = keys.optional_integer("attention.key_length", maximum=MAX_HEAD_DIM)

@@ -218,5 +218,4 @@ def _comparable(config: ModelConfig) -> dict[str, Any]:
 
 
 def _kept(config: ModelConfig) -> Iterable[str]:
-    """Keys of _COMPARED that count: a window only where layers have one."""
     return [key for key in _COMPARED if key != "sliding_window" or any(config.sliding_windows)]

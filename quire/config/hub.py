@@ -86,7 +86,6 @@ def _fetch_gguf(name: str, tag: str, place: tuple[str | None, str | None]) -> Pa
 
 
 def _snapshot(name: str, place: tuple[str | None, str | None], *patterns: str) -> Path:
-    """place: (revision, directory to fetch into)."""
     # Imported here: the import takes a tenth of a second, which local models need not wait for.
     import huggingface_hub
 
@@ -104,7 +103,6 @@ def _snapshot(name: str, place: tuple[str | None, str | None], *patterns: str) -
 
 @contextmanager
 def _refusing(name: str) -> Iterator[None]:
-    """Turn the library's errors into a ModelLoadError of one line with advice."""
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
     try:

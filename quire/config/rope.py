@@ -189,7 +189,7 @@ def _mrope_section(rope: Fields, rotary_dim: int, defaults: RopeDefaults) -> tup
 
 
 def _settings(config: Fields, defaults: RopeDefaults, kind: str) -> tuple[Mapping[str, Any], bool]:
-    """RoPE settings of a kind of layers, with their base; True if they are one object per kind in `rope_parameters`."""
+    """(RoPE settings of a kind of layers, with their base; True if nested)."""
     theta = config.number("rope_theta") if "rope_theta" in config.values else defaults.theta
     scaling = _object(config, "rope_scaling")
     if defaults.local_theta is None:
@@ -221,7 +221,6 @@ def _object(config: Fields, key: str) -> Mapping[str, Any]:
 
 
 def _rotary_dim(config: Fields, rope: Fields, head_dim: int, defaults: RopeDefaults, rope_type: str) -> int:
-    """Rotated elements of a head, as Transformers reads them."""
     share = config.number("partial_rotary_factor", defaults.share)
     share = rope.number("partial_rotary_factor", share)
     if not (defaults.turns_part or defaults.share != 1.0):

@@ -223,7 +223,6 @@ VISION_TOWERS: Mapping[str, TowerKind] = MappingProxyType(
 
 
 def _read_pooled(fields: Fields, hidden_size: int) -> VisionConfig:
-    """SigLIP's tower with Gemma 3's projector. hidden_size: the language model's."""
     size = fields.integer("hidden_size", 768, maximum=MAX_WIDTH)
     heads = fields.integer("num_attention_heads", 12, maximum=MAX_HEADS)
     if size % heads or size // heads % 2 or size // heads > MAX_HEAD_DIM:

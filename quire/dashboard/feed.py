@@ -113,7 +113,6 @@ class Feed:
         self._news = asyncio.Event()
 
     async def _hear(self) -> bool:
-        """Wait for a frame, a failure or the end; return False after `KEEP_ALIVE_SECONDS`."""
         try:
             async with asyncio.timeout(KEEP_ALIVE_SECONDS):
                 await self._news.wait()

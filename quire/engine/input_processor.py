@@ -218,7 +218,6 @@ class InputProcessor:
         )
 
     def _prediction(self, prompt: Prompt, token_ids: list[int]) -> list[int]:
-        """Predicted tokens, at most `max_model_len`, after the prompt's last ones; empty without a prediction."""
         predicted = prompt.get("prediction") if isinstance(prompt, Mapping) else None
         if not predicted:
             return []

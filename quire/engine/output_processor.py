@@ -267,7 +267,6 @@ class _RequestState:
         return self.sequences
 
     def _measure(self, timing: RequestTiming, *, has_token: bool) -> None:
-        """Update metrics, on the core's clock; `latency` covers the time to the last report."""
         elapsed = timing.now - timing.arrival
         if self._first_token is None:
             self._queue_time = timing.first_scheduled - timing.arrival

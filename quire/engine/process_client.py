@@ -165,7 +165,6 @@ class ProcessClient(RemoteClient[EngineFailed], EngineClient):
         raise self._death.again()
 
     def _raise_cause(self) -> NoReturn:
-        """Raise the cause of death: read it here, or wait for the thread in `receive`."""
         if self._receiving.acquire(blocking=False):
             try:
                 while self._poll(_EXIT_SECONDS) is not None:

@@ -149,7 +149,6 @@ class Session:
         return len(self._preparations) + len(self._streams)
 
     def _publish(self) -> None:
-        """Publish this process's load, under the lock."""
         if self.loads is not None:
             backlog = self._backlog
             self.loads.publish(self.num_unfinished, self._own_num_pending, backlog.num_tokens, backlog.progress)

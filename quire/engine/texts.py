@@ -107,7 +107,6 @@ class FrontEndTexts:
 
 
 async def _in_turn(threads: FairThreads, size: int, work: Callable[[], T]) -> T:
-    """Run `work` on one of the threads, in turn. Cancelling also ends its tokenising in another process."""
     abandonment = Abandonment()
 
     def abandonable() -> T:

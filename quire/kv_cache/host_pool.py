@@ -160,7 +160,6 @@ class HostPool:
         return found
 
     def _num_leading(self, blocks: BlockTable, known: Collection[int]) -> int:
-        """Leading committed hash blocks that are `known` or given up in every group."""
         for number in range(1, blocks.num_committed + 1):
             for table, stride in zip(blocks.tables, self._strides, strict=True):
                 block = NULL_BLOCK if number % stride else table[number // stride - 1]

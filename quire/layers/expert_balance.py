@@ -71,7 +71,6 @@ class BalancedExperts:
         return stored
 
     def _broadcast(self, rank: int, slot: int) -> torch.Tensor:
-        """Send the bytes of an expert from one rank to all."""
         own = self._stored(slot if rank == self._group.rank else 0)
         return self._group.broadcast(torch.cat([_bytes(tensor) for tensor in own]), rank)
 
@@ -132,7 +131,6 @@ class ExpertBalancer:
         return [layer.rows.tolist() for layer in self.layers]
 
     def _rows_since(self, step: int) -> list[list[int]]:
-        """Rows of the steps from this one on; of all, where it lies before the first one."""
         while self._marks and self._marks[0][0] < step:
             self._marks.popleft()
         rows = self._rows()

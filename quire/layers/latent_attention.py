@@ -244,7 +244,6 @@ class LatentAttention:
         return self._context.group.rank * self._num_local
 
     def _turned_rows(self) -> torch.Tensor:
-        """[rope_dim]: the checkpoint's rows in rotation order, pairs half a head apart."""
         rows = torch.arange(self._heads.rope_dim)
         return torch.cat((rows[::2], rows[1::2])) if self._heads.interleaved else rows
 

@@ -211,8 +211,7 @@ class MixtureOfExperts:
         load_one: Callable[[int, str, WeightTensor, bool], None],
         matrix: tuple[int, ...] = (),
     ) -> Callable[[WeightSource], None]:
-        """Loader of a tensor of all experts, which reads one expert's part at a time. matrix: an expert's shape, [out,
-        in]."""
+        """Loader of a tensor of all experts, one part at a time. matrix: an expert's shape, [out, in]."""
 
         def load(tensor: WeightSource) -> None:
             for expert in self._places:
@@ -237,7 +236,6 @@ class MixtureOfExperts:
         self._load_part(expert, None, suffix, rows)
 
     def _stored_bytes(self) -> tuple[int, int, int, int]:
-        """Stored bytes of one expert's gate (or up) and down matrix, and of their biases."""
         stored = self._context.linear.stored_bytes
         bias = stored((self._size,)) if self._has_down_bias else 0
         return stored((self._local, self._size)), stored((self._size, self._local)), stored((self._local,)), bias

@@ -78,7 +78,6 @@ def _share(key: str) -> Read:
 
 
 def _plain(families: Mapping[str, tuple[str, str]], *, is_vllm: bool) -> tuple[MetricFamily, ...]:
-    """Families of one sample each, from name -> (field of EngineStats, help)."""
     return tuple(
         MetricFamily(name, help, (Row((), _field(field)),), is_vllm) for name, (field, help) in families.items()
     )

@@ -134,7 +134,7 @@ def _is_pillow(image: Any) -> bool:
 
 
 def _pillow() -> tuple[Any, Any, type[Exception]]:
-    """Return Pillow's opener, its EXIF transpose, and the error of an image that is too large."""
+    """Pillow's opener, its EXIF transpose, and its error of too large images."""
     try:
         from PIL import Image, ImageOps
     except ImportError:

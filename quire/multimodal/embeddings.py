@@ -92,7 +92,6 @@ def _array(value: Any, where: str) -> npt.NDArray[Any]:
 
 
 def _stored(data: bytes, where: str) -> npt.NDArray[Any]:
-    """The dense tensor of a file of torch.save."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             members = archive.infolist()
@@ -110,7 +109,7 @@ def _stored(data: bytes, where: str) -> npt.NDArray[Any]:
 
 
 def _described_tensor(described: bytes) -> Any:
-    """The calls that a pickle asks for, as tuples of a name and its arguments: none is made."""
+    """The calls that a pickle asks for, none of which is made, as tuples."""
     stack: list[Any] = []
     marks: list[int] = []
     memo: dict[Any, Any] = {}

@@ -113,7 +113,6 @@ class _Fetch:
         return left
 
     def _addresses(self, media: MediaConfig) -> list[str]:
-        """Addresses of the host, all of them allowed."""
         try:
             found = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError):

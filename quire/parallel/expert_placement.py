@@ -114,7 +114,6 @@ def moves_between(current: Placement, wanted: Placement) -> list[Move]:
 
 
 def _next_copy(current: Placement, wanted: Placement) -> Move | None:
-    """A move over an expert that other ranks have as well."""
     for rank, (own, target) in enumerate(zip(current, wanted, strict=True)):
         missing = sorted(set(target) - set(own))
         for slot, number in enumerate(own):
@@ -126,7 +125,6 @@ def _next_copy(current: Placement, wanted: Placement) -> Move | None:
 
 
 def _next_swap(current: Placement, wanted: Placement) -> Move | None:
-    """A move over an expert that no other rank has."""
     for source, (own, target) in enumerate(zip(current, wanted, strict=True)):
         for slot, number in enumerate(own):
             if number in target:
@@ -157,7 +155,6 @@ def _rank_for(number: int, ranks: list[set[int]], rows: list[Fraction], placemen
 
 
 def _renumbered(ranks: list[set[int]], placement: Placement) -> list[set[int]]:
-    """The same sets, on the ranks of equal size that have the most of their experts already."""
     pairs = sorted(
         (
             (rank, own)

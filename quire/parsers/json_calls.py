@@ -367,7 +367,6 @@ class SectionFormat:
 
 
 def _header_name(header: str) -> tuple[str, str | None]:
-    """Return (name, id) of `name`, or of Kimi's `functions.name:0`, which is also the id."""
     header = header.strip()
     name, colon, number = header.rpartition(":")
     if colon and number.isdigit():

@@ -109,8 +109,7 @@ class PythonicFormat:
 
 
 def _expression(reader: TextReader) -> Steps[tuple[str, str]]:
-    """Return an argument's text and the "," or ")" after it, "" at the end of the text. An unmatched closing bracket
-    counts as ")"."""
+    """An argument's text and the "," or ")" after it, "" at the end of the text."""
     parts: list[str] = []
     depth = 0
     while True:

@@ -128,7 +128,6 @@ class Float4Weight(QuantizedWeight):
 
 
 def _refuse_nan(codes: torch.Tensor, what: str) -> None:
-    """Raise ModelLoadError if e4m3 numbers, or their bits, are NaN."""
     for block in codes.view(torch.uint8).split(max(1, BLOCK_ELEMENTS // codes.shape[1])):
         if bool(((block & NAN_SIZE) == NAN_SIZE).any()):
             raise ModelLoadError(f"{what} hold NaN")

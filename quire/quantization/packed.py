@@ -323,7 +323,6 @@ def fit_natively(groups: torch.Tensor) -> FittedGroups | None:
 
 
 def _native_matrices(parameters: PackedParameters) -> list[tuple[PackedMatrix, int]]:
-    """Packed matrices, each with the address of its bias (0: none)."""
     assert parameters.matrices, "weights are loaded before a model is recorded"
     row = 0
     for matrix in parameters.matrices:

@@ -184,8 +184,7 @@ class TritonKernels:
         return host.to(self._words.device, non_blocking=True)
 
     def _list_words(self) -> torch.Tensor:
-        """Words of the rows' lists; changed ones are copied to a new tensor: a running step may still read the last
-        one."""
+        """Words of the rows' lists; changed ones are copied to a new tensor."""
         words = self._rows.lists.words()
         source, tensor = self._lists
         if source is not words:

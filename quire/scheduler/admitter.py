@@ -157,14 +157,12 @@ class Admitter:
         return self.holds_new and request.status is not RequestStatus.PREEMPTED
 
     def _quote(self, request: Request, builder: PlanBuilder, reserved: Reservations) -> Quote:
-        """The quote of `plan_preemption` if still valid for this request, else a new one."""
         quoted, self._quoted = self._quoted, None
         if quoted is not None and quoted[0] is request and not (builder.grown or builder.forked):
             return quoted[1]
         return quote(request, self._kv, self._limits.max_chunk, reserved.num_blocks)
 
     def _has_room(self, request: Request, needs: Quote) -> bool:
-        """True if the pool has the blocks that a request needs; otherwise it is remembered."""
         fits = has_room(needs.num_blocks, needs.room, self._kv, is_alone=not self._running.sequences)
         self._rejected, self._rejected_room = (None, 0) if fits else (request, needs.room)
         return fits

@@ -129,7 +129,6 @@ def check_containers(fields: dict[str, msgspec.Raw]) -> None:
 
 
 def _num_brackets(text: bytes) -> int:
-    """Count opening brackets. Strings are excluded only if the count reaches the limit."""
     num_found = text.count(b"[") + text.count(b"{")
     if num_found <= MAX_CONTAINERS:
         return num_found
@@ -173,7 +172,6 @@ def join(path: str, name: str | None, separator: str = ".") -> str:
 def _shape(
     kinds: Structs,
 ) -> tuple[frozenset[str], dict[str, Structs]]:
-    """Return (fields, fields that hold objects -> their structs) for an object of any of `kinds`."""
     nested: dict[str, Structs] = {}
     for kind in kinds:
         for name, hint in hints(kind).items():
@@ -230,7 +228,6 @@ def coerce(value: Any, hint: Any) -> Any:
 
 
 def _coerce_to_one(value: Any, options: tuple[Any, ...]) -> Any:
-    """Convert to the first option that changes the value, unless its own type is an option."""
     if type(value) in options:
         return value
     for option in options:

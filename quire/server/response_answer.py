@@ -139,7 +139,6 @@ class ResponseAnswer:
         return [*written, *self._summary(segment, "part.added", part=SummaryText(""))]
 
     def _summary(self, segment: Segment, what: str, /, **fields: Any) -> list[bytes]:
-        """Event of the summary, if requested; it holds the reasoning itself."""
         if segment.kind is not Kind.REASONING or not self._summarizes:
             return []
         place = {"item_id": self._item_id(segment), "output_index": segment.index, "summary_index": 0}
@@ -215,7 +214,6 @@ class ResponseAnswer:
         return StoredResponse(_encoder.encode(self.body), items, can_continue)
 
     def _status_of(self, segment: Segment) -> str:
-        """Status of a part; incomplete if the turn was cut within it."""
         is_cut = self._turn.finish_reason in ("", "length") and segment is self._turn.segments[-1]
         return "incomplete" if is_cut else "completed"
 

@@ -248,7 +248,6 @@ def _jacobian(residuals: Callable[[Vector], Vector], x: Vector, r: Vector) -> Ve
 
 
 def _typical(r: Vector) -> float:
-    """Typical residual of undisturbed steps: the smaller of the medians of both signs."""
     sides = [np.abs(r[r > 0]), np.abs(r[r < 0])]
     return min((float(np.median(side)) for side in sides if len(side)), default=0.0)
 

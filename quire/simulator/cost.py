@@ -238,7 +238,6 @@ class CostModel:
 
     @property
     def _expert_share(self) -> float:
-        """Share of a layer's experts that a device holds, copies included."""
         experts, layout = self.shape.experts, self.layout
         if experts is None or layout.redundant_experts is None:
             return 1 / max(layout.ep, layout.tp)
@@ -461,7 +460,6 @@ class CostModel:
         return constant, per_token, per_sampled
 
     def _merged_elements(self) -> float:
-        """Elements that a token sends in all layers, where devices share the tokens of a context."""
         others, total = self.layout.dcp - 1, 0.0
         for attention, num_layers in self.shape.attention_counts.items():
             row = attention.num_heads / self.layout.tp * (attention.key_dim + attention.value_dim + 1)

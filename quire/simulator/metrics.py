@@ -142,7 +142,6 @@ class TimeSeries:
         self.bins[number].add_moments(moments)
 
     def _spread(self, start: float, moments: Moments) -> None:
-        """Cut an interval into parts of at most a bin. Counts (tokens, preemptions) belong to its end."""
         while int((start + moments.seconds) / self.width) >= NUM_BINS:
             self._widen()
         parts = math.ceil(moments.seconds / self.width)

@@ -266,7 +266,6 @@ class Normaliser:
         return name, parts
 
     def _without(self, given: dict[str, Any], types: list[str] | None, place: SchemaPlace) -> list[str] | None:
-        """Types left by `not` and conditions, which may only be trivial or exclude types."""
         if "if" in given and ("then" in given or "else" in given):
             condition = self.schema(given["if"], place.at("if"))
             if condition not in (True, False, {}):

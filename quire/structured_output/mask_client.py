@@ -283,7 +283,6 @@ class MaskClient:
         return None if reference is None else reference()
 
     def _live(self) -> list[RemoteMatcher]:
-        """Matchers that the process has or will make, by age of their slots."""
         found = {
             id(matcher): matcher for slot in sorted(self._matchers) if (matcher := self._matcher(slot)) is not None
         }

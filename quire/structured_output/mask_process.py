@@ -304,7 +304,6 @@ class MaskProcess:
         return tasks + [Task(self._slots[advance.slot], advance) for advance in work.advances]
 
     def _add(self, task: Task) -> None:
-        """Add a task, under the lock."""
         if task.is_slow:
             self._slow.add(task)
             self._slow_came.notify()
@@ -343,7 +342,6 @@ class MaskProcess:
         return answer
 
     def _keep(self, task: Task, done: MatcherAnswer | Masked | None) -> None:
-        """Keep a task's result until it is sent. Called under the lock."""
         if done is None:
             return
         if type(done) is Masked:

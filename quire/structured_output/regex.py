@@ -51,7 +51,6 @@ def _parts(pattern: str) -> Iterator[str]:
 
 
 def _class_end(pattern: str, start: int) -> int:
-    """Index after the bracket that closes the class at `start`, or the pattern's end."""
     index = start + 1
     if pattern[index : index + 1] == "^":
         index += 1

@@ -263,7 +263,6 @@ class Joiner:
                     )
 
     def _have_no_type_in_common(self, options: list[Any]) -> bool:
-        """True if any two schemas share at most the object type."""
         seen: set[str] = set()
         for each in options:
             found = self.kinds(each) - {"object"}

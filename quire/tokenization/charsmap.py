@@ -75,8 +75,7 @@ class Charsmap:
         return self._replacements[first:last].decode(errors="replace")
 
     def _ascii_depth(self) -> int | None:
-        """Maximum number of printable ASCII characters at the start of a sequence; None if a sequence has only these,
-        or too many."""
+        """Maximum number of printable ASCII characters at the start of a sequence; None if unbounded."""
         nodes, depth = [self._root], 0
         while nodes:
             below = []

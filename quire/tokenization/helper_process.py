@@ -207,7 +207,6 @@ def _limit(kind: int, value: int) -> None:
 
 
 def _address_space() -> int:
-    """Size of the address space in bytes; 0 without /proc."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[0]) * resource.getpagesize()

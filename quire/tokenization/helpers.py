@@ -243,7 +243,6 @@ class Helper:
         return None if reply is None else _ANSWERS.decode(reply)
 
     def _exit_status(self, seconds: float | None) -> int | None:
-        """Exit status; None if the process still runs after closing its connection."""
         try:
             return self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -334,7 +333,6 @@ class Helpers:
 
 
 def _wrong_with(setup: Setup) -> str | None:
-    """Reason why the templates cannot be sent, if any."""
     try:
         size = len(encode_frame(setup))
     except UnicodeEncodeError:

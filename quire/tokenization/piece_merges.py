@@ -168,7 +168,6 @@ def any_of(texts: Collection[str]) -> re.Pattern[str] | None:
 
 
 def _branches(texts: Sequence[str], levels: int) -> str:
-    """Tree of alternatives, so that thousands are not tried one by one. texts: sorted."""
     if levels == 0:
         return "|".join(map(re.escape, sorted(texts, key=len, reverse=True)))
     branches = []

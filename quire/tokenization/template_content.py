@@ -61,7 +61,6 @@ def _assignments(tree: nodes.Template) -> Iterator[tuple[str, nodes.Node]]:
 
 
 def _attribute(node: nodes.Getattr | nodes.Getitem) -> object:
-    """Name of the attribute, or constant key of the item; None for a computed key."""
     if isinstance(node, nodes.Getattr):
         return node.attr
     return node.arg.value if isinstance(node.arg, nodes.Const) else None

@@ -294,7 +294,6 @@ def load_tokenizer(
 def _read_other(
     file: Path, config: dict[str, Any], limit: int
 ) -> tuple[tokenizers.Tokenizer, dict[str, Any], SentencePieces | None]:
-    """Read one of OTHER_FILES: tokenizer, equivalent of tokenizer_config.json, and sentencepiece model, if any."""
     if file.name == TEKKEN_FILE:
         content = read_vocabulary(file, limit)
         with refusing(file, "is not a readable tokenizer"):

@@ -82,7 +82,6 @@ def check_text_lengths(file: Path, content: bytes) -> None:
 
 
 def _check_merge(file: Path, text: str) -> None:
-    """Check an entry, or a merge written as two with a space between."""
     parts = text.split(" ")
     check_pieces(file, parts if len(parts) == 2 else [text])
 

@@ -307,7 +307,6 @@ class Family:
         return attention, projections, vectors
 
     def _states(self, fields: Fields, num_layers: int) -> tuple[bool, ...]:
-        """True for each layer that keeps a state, by `layer_types` or the family's rule."""
         if self.state_layers is None:
             return (False,) * num_layers
         kinds = names(fields, "layer_types", num_layers, ("linear_attention", "full_attention"))
@@ -355,7 +354,6 @@ class Family:
     # -- experts ----------------------------------------------------------------------------------------------------
 
     def _experts(self, fields: Fields, num_layers: int) -> tuple[Experts | None, tuple[bool, ...]]:
-        """(experts, True for each layer that has them)."""
         num_experts = first(fields, "n_routed_experts", "num_local_experts", "num_experts", default=0)
         if not num_experts or (self.is_runnable and not self.has_experts):
             return None, (False,) * num_layers

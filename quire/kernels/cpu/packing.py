@@ -336,7 +336,6 @@ class BlockMatrix(HalfScaleMatrix):
 
 
 def _with_contiguous_rows(matrix: torch.Tensor) -> torch.Tensor:
-    """The matrix, copied unless its rows are contiguous and forward."""
     return matrix if matrix.stride(1) == 1 and matrix.stride(0) >= 0 else matrix.contiguous()
 
 

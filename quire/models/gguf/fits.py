@@ -47,7 +47,6 @@ def _better(
     best: tuple[Affine, torch.Tensor],
     is_positive: bool,
 ) -> tuple[Affine, torch.Tensor]:
-    """The better of the best so far and the fit for the codes of `start`."""
     codes = _round((x + start.offsets[:, None]) / start.scales[:, None].clamp(min=TINY), 0, most)
     scales, offsets = _least_squares(codes, x, weights, *sums, is_positive=is_positive)
     error = (weights * (codes * scales[:, None] - offsets[:, None] - x).square()).sum(1)

@@ -71,7 +71,6 @@ def _matrix_of(name: str) -> str:
 
 
 def _key_elements(model: ModelConfig, elements: int) -> int:
-    """Elements for keys in the matrix that expands latent keys and values."""
     attention = model.shape.attention
     keys = attention.key_dim - attention.rotated_dim
     return elements * keys // (keys + attention.value_dim)

@@ -74,7 +74,6 @@ class GGUFWeights:
             raise
 
     def _read(self, elsewhere: Collection[str]) -> Generator[tuple[Path, str, WeightTensor] | _Done, None, None]:
-        """Tensors with their files, and progress after each entry."""
         with GGUFFile(self.directory) as file:
             self.header, layout = file, head_layout(file)
             done, total = 0, sum(entry.num_bytes for entry in file.tensors.values())

@@ -125,7 +125,6 @@ class DeviceModelDrafts(DeviceDrafts):
         return DraftSections(sections.placed, sections.accepted, made=made, num_ready=num_ready)
 
     def _stage_pass(self, batch: InputBatch, pending: np.ndarray, upload: Upload) -> PassSections | None:
-        """Add the step's pass to the upload, if one is due. pending: [S], see `_pending`."""
         wanted = np.zeros(len(batch.rows), np.int64) if batch.num_drafts is None else batch.num_drafts
         num_known = batch.counts - wanted
         ends = batch.ends - wanted

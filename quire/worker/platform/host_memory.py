@@ -74,7 +74,6 @@ def _cgroup_headroom(root: Path) -> Iterator[int]:
 
 
 def _field(path: Path, name: str) -> int:
-    """Number after `name` in a file of lines `name number ...`."""
     for line in path.read_text().splitlines():
         words = line.split()
         if words and words[0] == name:
