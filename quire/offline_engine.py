@@ -83,8 +83,8 @@ class OfflineEngine:
         return value
 
     def unregister_prefix(self, prefix_id: str) -> int:
-        """Unregister a prefix; returns how many blocks, which stay cached, belong to none any more. Raises UserError
-        for an id that is not registered."""
+        """Unregister a prefix; returns how many blocks no longer belong to a registered prefix. They stay cached until
+        their memory is needed. Raises UserError for an id that is not registered."""
         with self._busy:
             value = self._call("unregister_prefix", prefix_id)
         assert isinstance(value, int)
@@ -99,7 +99,8 @@ class OfflineEngine:
             self._call("sleep", str(level))
 
     def wake_up(self, tags: Collection[str] | None = None) -> None:
-        """See AsyncLLM.wake_up."""
+        """Accept requests again, with an empty cache. tags: ["weights"] restores the weights alone, ["kv_cache"] later
+        the rest. Raises InternalError when the memory or the checkpoint is gone, UserError for other tags."""
         with self._busy:
             self._call("wake_up", part_of(tags))
 

@@ -4,7 +4,7 @@ A query tile is a few consecutive new tokens of one sequence; a key tile is KEY_
 of KEY_TILE. An item is one of each; invisible key tiles are left out.
 
 A query's result does not depend on the batch: sums stay inside key tiles, and partial results merge in an order that
-depends only on tile numbers. Up to WAVE_TILES tiles (a wave) merge pairwise as a binary tree; waves follow each other.
+depends only on tile numbers.
 """
 
 from __future__ import annotations

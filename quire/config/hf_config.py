@@ -1,5 +1,4 @@
-"""The ModelConfig of a model's name: find or fetch the directory or GGUF file, read its configuration, check it.
-`quire/config/families/` holds the families' keys as data."""
+"""The ModelConfig of a model's name: find or fetch the directory or GGUF file, read its configuration, check it."""
 
 from __future__ import annotations
 

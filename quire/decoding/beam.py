@@ -1,7 +1,7 @@
 """Beam search: the k best continuations of a prompt, k at a time (paper §4.4, figure 9).
 
 Each step ranks all continuations: those that end among the first k become hypotheses, and the k best of the others go
-on. `follow` does that with fork and free alone.
+on.
 
 Results equal those of Transformers' beam search: candidates, scores of hypotheses (cumulative log-probability / length
 ** length_penalty, the end token counted), and ends.

@@ -245,7 +245,6 @@ class Answers:
         self._encode = msgspec.msgpack.Encoder().encode
         self._lock = threading.Lock()
         self._num_awaited = 0
-        """Begun calls without an answer."""
         self._awaited: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="quire-answers", daemon=True).start()
 

@@ -215,7 +215,7 @@ def resize(pixels: Pixels, height: int, width: int, resample: int) -> Pixels:
 
 
 def content_key(pixels: Pixels, grid: Sequence[int], options: object) -> bytes:
-    """Key of a ProcessedImage."""
+    """Key of a ProcessedImage. options: value whose repr names everything that patches depend on."""
     described = repr((pixels.shape, tuple(grid), options)).encode()
     digest = hashlib.sha256(_KEY_LABEL + len(described).to_bytes(4, "little") + described)
     digest.update(np.ascontiguousarray(pixels).data)

@@ -1,6 +1,5 @@
 """Predicted seconds of a step: for each operator the longer of its operations at the peak and its bytes at the
-bandwidth, each limit times its factor (`quire.simulator.hardware.Factors`). Operators run one after the other, so times
-add up:
+bandwidth, each limit times its factor (`quire.simulator.hardware.Factors`). Times of operators add up:
 
 - matrix products (projections, MLPs, experts, output projection): 2 operations per weight and row; weights are read
 once a step, rows are read and written. `half_rows` slows products of few rows. A mixture reads the expected number of

@@ -20,7 +20,6 @@ _MAX_SOCKET_PATH = 100
 
 _REMOVE_TRIES = 100
 _REMOVE_PAUSE = 0.01
-"""Seconds between tries."""
 
 
 class RuntimeDirectory:
