@@ -256,7 +256,6 @@ def _merge_tree(tiles: np.ndarray, keys: np.ndarray) -> tuple[Levels, np.ndarray
 
 
 def _ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Owner of each item and its index with that owner, where owner i has counts[i] items: [3, 1] -> ([0, 0, 0, 1], [0,
-    1, 2, 0])."""
+    """Owner of each item and its index with that owner: counts [3, 1] -> ([0, 0, 0, 1], [0, 1, 2, 0])."""
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)

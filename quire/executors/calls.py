@@ -107,8 +107,7 @@ class RankCalls(ABC):
 
     @abstractmethod
     def _arrived(self, seconds: float | None) -> Iterable[tuple[int, bytes | None]]:
-        """Wait for at most `seconds` (None: for ever). Messages since the last call; None for a rank that has ended.
-        Called only on the reader's thread."""
+        """Wait for at most `seconds` (None: for ever). Messages since the last call; None for a rank that has ended."""
 
     @abstractmethod
     def _explain_exit(self, rank: int) -> str:

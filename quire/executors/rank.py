@@ -1,7 +1,6 @@
 """The process of one rank: runs an executor of its own, and answers each call of the engine core with a message.
 
-RankProcesses starts it, writes a RankLaunch to standard input and keeps that pipe open: its end-of-file means that the
-parent is gone.
+RankProcesses starts it, writes a RankLaunch to standard input and keeps that pipe open while it lives.
 """
 
 from __future__ import annotations
