@@ -112,13 +112,14 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, common: Common | None
     served = ServedAdapters(engine, settings.lora_dir, names, common.adapters)
     context = ServerContext(engine, engine.tokenizer, settings, metrics, names, size, formats, common.responses, served)
 
+    keys = common.keys()
     app = FastAPI(
         title="Quire",
         version=__version__,
         openapi_url=None,
         redirect_slashes=False,  # a redirect's address would come from the client's Host
         dependencies=[
-            Depends(key_check(common.keys(), on_unix_socket=settings.uds is not None)),
+            Depends(key_check(keys, on_unix_socket=settings.uds is not None)),
             Depends(check_query),
         ],
     )
@@ -138,7 +139,7 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, common: Common | None
     add_health_routes(app, context)
     add_metrics_route(app, context)
     add_live_routes(app, context)
-    add_admin_routes(app, context)
+    add_admin_routes(app, context, has_admin_keys=keys.has_admin_keys)
     add_doors(app, context)
     add_home_routes(app, has_docs=not settings.disable_fastapi_docs, is_ollama=OLLAMA in settings.doors)
     if not settings.disable_fastapi_docs:
@@ -147,6 +148,7 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, common: Common | None
     install_error_handlers(app)
     counter = HttpCounter([route.path for route in app.routes if isinstance(route, Route)], common.numbers)
     metrics.registry.register(counter)
+    context.num_errors = counter.count_of
     add_middleware(app, settings, metrics, counter)
     add_observers(app, context)
     return app
