@@ -15,7 +15,7 @@ SECONDS = 900.0
 INTERVAL_SECONDS = 5.0
 
 
-class Sample(msgspec.Struct, frozen=True):
+class TrailSample(msgspec.Struct, frozen=True):
     """Counters and gauges at one moment. seconds: age of the sample."""
 
     seconds: float
@@ -37,10 +37,10 @@ class Trail(StatsListener):
         """first_tokens: returns sum and number of the times to first token so far."""
         self._first_tokens = first_tokens
         self._clock = clock or SystemClock()
-        self._samples: deque[tuple[float, Sample]] = deque(maxlen=2 * int(SECONDS / INTERVAL_SECONDS) + 2)
+        self._samples: deque[tuple[float, TrailSample]] = deque(maxlen=2 * int(SECONDS / INTERVAL_SECONDS) + 2)
         """Samples with their times; at most two in an interval."""
         self._latest: EngineStats | None = None
-        self._at_rest: tuple[float, Sample] | None = None
+        self._at_rest: tuple[float, TrailSample] | None = None
         """When the engine last had no request."""
 
     def record_stats(self, stats: EngineStats) -> None:
@@ -54,7 +54,7 @@ class Trail(StatsListener):
         if not (stats.num_running or stats.num_waiting):
             self._at_rest = now, self._sample(stats)
 
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[TrailSample]:
         """Samples of the last SECONDS, oldest first, with the present state as the last."""
         now = self._clock.now()
         kept = [*self._samples]
@@ -65,9 +65,9 @@ class Trail(StatsListener):
         ages = [(round(now - then, 3), sample) for then, sample in kept]
         return [msgspec.structs.replace(sample, seconds=age) for age, sample in ages if age <= SECONDS]
 
-    def _sample(self, stats: EngineStats) -> Sample:
+    def _sample(self, stats: EngineStats) -> TrailSample:
         total, count = self._first_tokens()
-        return Sample(
+        return TrailSample(
             0.0,
             stats.generation_tokens_total,
             stats.prefix_cache_hits_total,

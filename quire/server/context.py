@@ -54,7 +54,7 @@ class ServerContext:
     start_seconds: Mapping[str, float] = field(default_factory=dict)
     """Duration of each phase of the start."""
     num_errors: Callable[[int], int] = lambda _hundreds: 0
-    """Returns the number of requests answered with a status of so many hundreds."""
+    """Returns the number of requests answered with a status from N00 to N99."""
     on_close: list[Callable[[], None]] = field(default_factory=list)
     """Callbacks that end responses which would hold connections open forever."""
     on_exit: list[Callable[[], object]] = field(default_factory=list)

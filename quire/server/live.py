@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request, Response
 from quire.dashboard.feed import Feed
 from quire.dashboard.frame import Frame, Observations
 from quire.dashboard.recent import RecentRequests
-from quire.dashboard.trail import Sample, Trail
+from quire.dashboard.trail import Trail, TrailSample
 from quire.kv_cache.stats import shares
 from quire.server.auth import has_admin_key
 from quire.server.context import ServerContext
@@ -25,10 +25,10 @@ DEFAULT_RATE, MIN_RATE, MAX_RATE = 4.0, 0.1, 10.0
 """Events per second."""
 
 
-class History(msgspec.Struct):
+class KVHistory(msgspec.Struct):
     """Samples of the last 15 minutes, oldest first. is_admin: the request's key is an admin's."""
 
-    samples: list[Sample]
+    samples: list[TrailSample]
     is_admin: bool
 
 
@@ -58,7 +58,7 @@ def add_live_routes(app: FastAPI, context: ServerContext) -> None:
 
     @app.get("/debug/kv/history")
     async def kv_history(request: Request) -> Response:
-        return json_response(History(trail.samples(), has_admin_key(request)), {"Cache-Control": "no-store"})
+        return json_response(KVHistory(trail.samples(), has_admin_key(request)), {"Cache-Control": "no-store"})
 
 
 async def take_frame(context: ServerContext, recent: RecentRequests) -> Frame:

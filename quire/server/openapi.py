@@ -35,7 +35,7 @@ from quire.server.errors import (
 from quire.server.health import Health, ServerLoad, Version
 from quire.server.invocations import InvocationRequest, InvocationResponse
 from quire.server.keys import KeyRing
-from quire.server.live import History
+from quire.server.live import KVHistory
 from quire.server.live_admin import AbortLive, LogLines
 from quire.server.protocol.anthropic import CountTokensRequest, MessageResponse, MessagesRequest, TokenCount
 from quire.server.protocol.chat import ChatBatchRequest, ChatChunk, ChatRequest, ChatResponse
@@ -282,7 +282,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("get", "/version"): Operation("The server's version", Version, is_public=True),
     ("get", "/load"): Operation("How many requests run or wait", ServerLoad),
     ("get", "/debug/kv"): Operation("Every KV block and every live request", Frame),
-    ("get", "/debug/kv/history"): Operation("Samples of the last 15 minutes", History),
+    ("get", "/debug/kv/history"): Operation("Samples of the last 15 minutes", KVHistory),
     ("post", "/debug/abort"): Operation("End a request early", None, AbortLive, is_admins=True),
     ("get", "/debug/log"): Operation(
         "Latest lines of the log", LogLines, parameters={"after": "number of the last known line"}, is_admins=True

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from quire.dashboard.recent import EndedRequest, Percentiles, Recent
-from quire.server.live import History
+from quire.server.live import KVHistory
 from quire.server.live_admin import LogLines
 from quire.server.log_tail import LogLine
 from tests.dashboard.chromium import Chromium
@@ -24,7 +24,7 @@ VIEWS = ("chat", "completion", "embed", "server")
 WIDTHS = (420, 768, 1000, 1280, 1920, 2560)
 LINES = [LogLine(n, 1.7e9 + n, level, "quire.x", "w" * 200, None) for n, level in enumerate(("INFO", "ERROR"), 1)]
 ADMIN: Answers = {
-    "/debug/kv/history": lambda *_: msgspec.json.encode(History([], is_admin=True)),
+    "/debug/kv/history": lambda *_: msgspec.json.encode(KVHistory([], is_admin=True)),
     "/debug/log": lambda path, _: msgspec.json.encode(LogLines([] if path.endswith("=2") else LINES)),
 }
 PROSE = (

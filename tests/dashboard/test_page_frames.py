@@ -15,8 +15,8 @@ import pytest
 
 from quire.dashboard.page import load_page
 from quire.dashboard.recent import EndedRequest, Percentiles, Recent
-from quire.dashboard.trail import Sample
-from quire.server.live import History
+from quire.dashboard.trail import TrailSample
+from quire.server.live import KVHistory
 from quire.server.live_admin import LogLines
 from quire.server.log_tail import LogLine
 from quire.server.protocol.pooling import (
@@ -44,7 +44,7 @@ Answers = dict[str, Callable[[str, bytes], bytes]]
 def shown(tab: Chromium, frame: Any, answers: Answers | None = None, view: str = "#server") -> Iterator[None]:
     """The page, connected to a server that sends this frame and nothing more."""
     page, over = load_page(), threading.Event()
-    answers = {"/debug/kv/history": lambda *_: msgspec.json.encode(History([], is_admin=False)), **(answers or {})}
+    answers = {"/debug/kv/history": lambda *_: msgspec.json.encode(KVHistory([], is_admin=False)), **(answers or {})}
     event = b"data: %b\n\n" % msgspec.json.encode(frame)
 
     class Handler(BaseHTTPRequestHandler):
@@ -154,10 +154,11 @@ def test_charts_begin_with_what_the_server_has_kept(tab: Chromium) -> None:
     frame = frame_of(CoreDriver(make_config(num_blocks=64)))
     frame.stats.generation_tokens_total = 24_000
     samples = [
-        Sample(900.0 - 5 * step, 200 * step, 10 * step, 20 * step, 1, 2, 32, 0.5 * step, step) for step in range(121)
+        TrailSample(900.0 - 5 * step, 200 * step, 10 * step, 20 * step, 1, 2, 32, 0.5 * step, step)
+        for step in range(121)
     ]
     samples.append(msgspec.structs.replace(samples[-1], seconds=0.0, num_running=0))
-    history = {"/debug/kv/history": lambda *_: msgspec.json.encode(History(samples, is_admin=False))}
+    history = {"/debug/kv/history": lambda *_: msgspec.json.encode(KVHistory(samples, is_admin=False))}
     with shown(tab, frame, history):
         tab.wait_for("document.querySelector('#span').innerText === 'the last 15 minutes'")
         figures = tab.evaluate("[...document.querySelectorAll('#figures figure')].map((f) => f.innerText.split('\\n'))")
@@ -193,7 +194,7 @@ class TestAdmin:
             return b""
 
         answers = {
-            "/debug/kv/history": lambda *_: msgspec.json.encode(History([], is_admin=True)),
+            "/debug/kv/history": lambda *_: msgspec.json.encode(KVHistory([], is_admin=True)),
             "/debug/log": log,
             "/debug/abort": abort,
         }
