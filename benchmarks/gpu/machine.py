@@ -113,13 +113,13 @@ def hash_of_libtriton() -> str:
 
 
 def cache_hits() -> Record:
-    """Compiles what fills the inputs of a step, as an engine launches it, and launches nothing. kernels, launchers:
+    """Compile the two smallest kernels of a step, as an engine launches them, and launch nothing. kernels, launchers:
     (found in the cache, of how many); a launcher that is not found takes the C compiler a second."""
     from triton import knobs
     from triton.runtime import build
 
     from quire.kernels.triton.runtime import recorded_launches
-    from tests.kernels.triton.ahead_of_time import row_calls
+    from tests.kernels.triton.ahead_of_time import word_calls
 
     found: list[bool] = []
     loaded: list[str] = []
@@ -139,7 +139,7 @@ def cache_hits() -> Record:
     build._build = noted
     try:
         with recorded_launches(Loading()):
-            for call in row_calls():
+            for call in word_calls():
                 call()
     finally:
         knobs.compilation.listener, build._build = None, own_build

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     shape = find_shape(namespace.model or header.model)
     _check_model(shape, header)
     base = find(namespace.gpu)
-    fit = run(shape, base, header, records)
+    fit = fit_profile(shape, base, header, records)
     name = namespace.name or (base.name if namespace.profile is None else namespace.profile.stem)
     source = f"fitted to {fit.num_logged:,} steps of {header.model} ({header.backend})"
     hardware = replace(fit.hardware, name=name.lower(), source=source)
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def run(shape: ModelShape, base: Hardware, header: StepLogHeader, records: Sequence[StepRecord]) -> Fit:
+def fit_profile(shape: ModelShape, base: Hardware, header: StepLogHeader, records: Sequence[StepRecord]) -> Fit:
     from quire.simulator.calibration import calibrate, samples_of
     from quire.simulator.cost import windows_of
 
@@ -141,7 +141,6 @@ def as_text(fit: Fit, base: Hardware, hardware: Hardware, header: StepLogHeader)
 
 
 def _jitter_lines(jitter: Jitter) -> list[str]:
-    """Ratios of measured to predicted time of equal steps, and persistence of their scatter."""
     if not jitter:
         return []
     lines = ["", f"{'jitter: time over the expected':<32}" + "".join(f"{f'P{100 * level:g}':>8}" for level in SHOWN)]

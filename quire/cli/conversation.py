@@ -169,15 +169,13 @@ class ChatHistory:
         self._note("no answer yet" if self._timing is None else self._timing.line())
 
     def _before_last_question(self) -> list[Message]:
-        """Messages up to the last question. Raises UserError if there is none."""
         last = max((place for place, each in enumerate(self.messages) if each["role"] == "user"), default=None)
         if last is None:
             raise UserError("there is no question yet")
         return self.messages[: last + 1]
 
     def _ask(self, messages: list[Message]) -> None:
-        """Show and keep the answer. A refused question is dropped. An interrupted answer is kept with its question,
-        unless empty."""
+        """Show and keep the answer. A refused question is dropped, an interrupted answer kept."""
         written: list[str] = []
         sent = messages if self.system is None else [{"role": "system", "content": self.system}, *messages]
         self._timing = None
@@ -245,7 +243,6 @@ def _read_setting(name: str, value: str) -> dict[str, Any]:
 
 
 def _is_with_pictures(content: object) -> bool:
-    """True for a question with pictures, as /image makes them."""
     kinds = ("text", "image_url")
     return isinstance(content, list) and all(isinstance(part, dict) and part.get("type") in kinds for part in content)
 

@@ -172,12 +172,10 @@ def _target(namespace: argparse.Namespace) -> Target:
 
 
 def _is_directory(model: str) -> bool:
-    """True if the model is not only a shape and may have files beside a config.json."""
     return model.lower() not in built_in() and not model.endswith(".json")
 
 
 def _runs_here(options: EngineOptions) -> bool:
-    """True if this engine runs the model, so that its code can resolve the options."""
     if not _is_directory(options.model):
         return False
     names = read_config(options.model, options.revision).get("architectures")
@@ -280,7 +278,6 @@ def _exchange(report: PlanReport) -> RankTraffic:
 
 
 def _architecture(plan: MemoryPlan) -> str:
-    """The engine's architecture name or, for a plan by shape, the family's."""
     return plan.shape.family if plan.config.model.architecture == SIMULATED else plan.config.model.architecture
 
 

@@ -141,7 +141,6 @@ def _answered(path: Path) -> list[str | None]:
 
 
 def _behind(requests: Iterator[bytes], answered: list[str | None]) -> Iterator[bytes]:
-    """Requests after the answered ones. Raises UserError if the answers belong to another file."""
     number = 0
     for line in requests:
         if number < len(answered) and line.strip():

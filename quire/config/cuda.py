@@ -60,7 +60,6 @@ def has_triton() -> bool:
 
 
 def _torch_build() -> tuple[str | None, str | None]:
-    """(version, CUDA version) from torch's version.py."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         return None, None
@@ -77,7 +76,6 @@ def _assigned(text: str, name: str) -> str | None:
 
 
 def _ask_driver() -> tuple[tuple[int, int] | None, tuple[CudaDevice, ...], str | None]:
-    """The driver's CUDA version, its devices, and the reason if it has none."""
     try:
         driver = ctypes.CDLL(DRIVER)
     except OSError:

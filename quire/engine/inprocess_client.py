@@ -68,7 +68,6 @@ class InProcessClient(EngineClient):
                 return outputs
 
     def _await_message(self, deadline: float | None) -> bool:
-        """Wait for a message (briefly if requests live). Returns False at the deadline."""
         with self._arrival:
             self._raise_if_dead()
             if self._core.has_work:
@@ -91,7 +90,7 @@ class InProcessClient(EngineClient):
 
     def idle(self) -> bool:
         """Do one piece of deferred work (such as capturing a CUDA graph) if no other is left; returns whether there was
-        any. It runs in the caller's thread, at the caller's time."""
+        any."""
         with self._stepping:
             self._raise_if_dead()
             return self._core.idle()

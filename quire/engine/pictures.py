@@ -100,8 +100,6 @@ class Pictures:
         return found
 
     async def _fetched(self, inputs: ImageInputs, pictures: Sequence[Picture]) -> list[Picture]:
-        """Replace URLs by the files' bytes."""
-
         async def one(picture: Picture) -> Picture:
             if not isinstance(picture.image, str):
                 return picture
@@ -143,7 +141,6 @@ class Pictures:
         return found
 
     def _of_file(self, inputs: ImageInputs, picture: Picture, data: bytes, options: MediaOptions) -> ReadyImage:
-        """Prepare a file; runs on a thread, which waits for a helper."""
         how = inputs.preparation(picture.detail, options)
         key = self.kept.key(data, repr(how))
         found = self.kept.get(key)

@@ -81,8 +81,7 @@ class Outbox:
 
 
 class Session:
-    """Requests and calls of one front end, on one event loop at a time. `_lock` guards what loop and receiver thread
-    share."""
+    """Requests and calls of one front end, on one event loop at a time."""
 
     def __init__(self, client: EngineClient, outputs: OutputProcessor, texts: FrontEndTexts) -> None:
         """outputs: output processor, used under the lock."""
@@ -150,7 +149,6 @@ class Session:
         return len(self._preparations) + len(self._streams)
 
     def _publish(self) -> None:
-        """Publish this process's load. Call under the lock, so that the last thread's value stays."""
         if self.loads is not None:
             backlog = self._backlog
             self.loads.publish(self.num_unfinished, self._own_num_pending, backlog.num_tokens, backlog.progress)
@@ -277,7 +275,6 @@ class Session:
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
-        """Count a request that `drain` waits for."""
         self.num_unfinished += 1
         try:
             yield
@@ -348,7 +345,6 @@ class Session:
     # On the receiver thread.
 
     def _take(self, outputs: EngineOutputs) -> None:
-        """Process the core's message and post it to the loop."""
         delivery = Delivery(stats=outputs.stats)
         with self._lock:
             if outputs.stats is not None and self.loads is None:

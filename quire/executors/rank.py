@@ -44,7 +44,8 @@ JOIN = "join"
 """The first call: its answer says that all ranks have met."""
 EXECUTE = "execute"
 LAUNCH, SAMPLE = "launch", "sample"
-"""Replaces EXECUTE for a plan that expects sampling inputs: runs the forward pass now, and samples when they come."""
+"""Replacement of EXECUTE for a plan that expects sampling inputs: runs the forward pass now, and samples when they
+come."""
 STEPS = (EXECUTE, LAUNCH, SAMPLE)
 
 
@@ -182,8 +183,6 @@ class Rank:
         return self._launched
 
     def _own_part(self, result: StepResult) -> StepResult:
-        """The part of a result that the first sampling rank does not send, and a checksum that shows whether this rank
-        sampled the same."""
         checksum = zlib.crc32(self._results.encode((result.token_ids, result.pooled)))
         if self._answers_in_full:
             result.checksum = checksum
@@ -219,7 +218,6 @@ class Rank:
 
 
 def _links(ends: RankEnds, place: Place, sizes: ParallelConfig) -> tuple[Link | None, Link | None]:
-    """Links from the stage before and to the next one."""
     from quire.parallel.stage import NetworkLink, SharedMemoryLink
 
     network = ends.network

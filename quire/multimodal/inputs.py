@@ -1,7 +1,4 @@
-"""Images of prompts: a model's image settings, and replacement of placeholders.
-
-Decoding is imported only for models with images, so that other server processes load no NumPy.
-"""
+"""Images of prompts: a model's image settings, and replacement of placeholders."""
 
 from __future__ import annotations
 
@@ -163,7 +160,6 @@ class ImageInputs:
         return placed, found
 
     def _runs(self, token_ids: list[int]) -> list[tuple[int, int]]:
-        """[start, end) of consecutive placeholders."""
         runs: list[tuple[int, int]] = []
         start = -1
         for place, token_id in enumerate(token_ids):
@@ -237,7 +233,6 @@ def pictures_of(prompt: Mapping[str, Any]) -> list[Picture]:
 
 
 def _images_in(data: object, key: str) -> list[Any]:
-    """Entries for images in an object of a prompt: one, or a list."""
     if data is None:
         return []
     if not isinstance(data, Mapping):

@@ -1,5 +1,4 @@
-"""Images in messages and prompts, given directly or by URL. Each server process imports this, so it needs neither NumPy
-nor Pillow."""
+"""Images in messages and prompts, given directly or by URL."""
 
 from __future__ import annotations
 

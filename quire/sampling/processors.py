@@ -60,8 +60,7 @@ def make_processors(config: EngineConfig) -> ProcessorRows:
 
 
 class ProcessedRow:
-    """A sequence in a row, with its tokens [0, n) in the token table. A sequence that lost tokens gets a new entry, so
-    processors see it as new."""
+    """A sequence in a row, with its tokens [0, n) in the token table. A sequence that lost tokens gets a new entry."""
 
     __slots__ = ("output", "params", "prompt")
 
@@ -97,7 +96,6 @@ class _Processor:
         return [place[id(entry)] for entry in self._entries]
 
     def _update(self, entries: Sequence[ProcessedRow], place: dict[int, int]) -> BatchUpdate | None:
-        """Changes of the batch: new entries fill rows of ended ones, then the last ones move into remaining holes."""
         rows = self._entries
         known = {id(entry) for entry in rows}
         new = [entry for entry in entries if id(entry) not in known]
@@ -162,7 +160,7 @@ class LoadedProcessors:
         return failed
 
     def _follow(self, batch: SampleBatch[Any]) -> dict[int, ProcessedRow]:
-        """Index -> entry of the batch's sequences, with their tokens up to the last. Waits for a device."""
+        """Index -> entry of the batch's sequences, with their tokens up to the last."""
         lengths, prompts, table = batch.lengths.tolist(), batch.num_prompt_tokens.tolist(), batch.token_table
         found = {}
         for index, row in enumerate(batch.rows_host.tolist()):
@@ -182,7 +180,6 @@ class LoadedProcessors:
 def _process(
     each: _Processor, logits: torch.Tensor, mine: list[int], entries: list[ProcessedRow], divisor: torch.Tensor | None
 ) -> None:
-    """Let a processor change its rows. mine: their indices. divisor: temperatures, [len(mine)]."""
     order = [mine[place] for place in each.take(entries)]
     is_whole = divisor is None and order == list(range(len(logits)))
     given = logits if is_whole else logits[order]

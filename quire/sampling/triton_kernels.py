@@ -1,10 +1,7 @@
 """The Triton kernels of a device: passes are enqueued on the current stream, without waiting. Greedy rows take two
 launches and read the logits once.
 
-Memory of a batch: almost nothing without filters; 12 KiB per row and 8,192 tokens of the vocabulary with them (58 MB
-for 256 rows of 151,936); 4 bytes per row and token of the longest list of allowed tokens; float32 scores, 4 bytes per
-row and token, if rules or penalties change 16-bit logits, or logits that log-probabilities need. Penalties keep as much
-permanently, from their first use.
+Penalties keep as much permanently, from their first use.
 """
 
 from __future__ import annotations
@@ -187,8 +184,6 @@ class TritonKernels:
         return host.to(self._words.device, non_blocking=True)
 
     def _list_words(self) -> torch.Tensor:
-        """Words of the rows' lists; changed ones are copied to a new tensor: a running step may still read the last
-        one."""
         words = self._rows.lists.words()
         source, tensor = self._lists
         if source is not words:
@@ -202,7 +197,6 @@ def _histories(batch: DeviceBatch) -> Histories:
 
 
 def _read_choice(hosts: Iterator[torch.Tensor]) -> list[int]:
-    """Tokens from [R, 2] int32: each row's token, and 1 if its scores are sound."""
     return [token_id if is_sound else -1 for token_id, is_sound in next(hosts).tolist()]
 
 

@@ -1,7 +1,7 @@
 """The scheduler's view of adapters: the workers' slots, and the requests that wait for a load.
 
-A slot is reused only while no running request uses it. The worker loads beside steps, so a request whose adapter is not
-loaded waits (AdapterGate) while others start.
+A slot is reused only while no running request uses it. A request whose adapter is not loaded waits (AdapterGate) while
+others start.
 """
 
 from __future__ import annotations
@@ -133,8 +133,7 @@ def _names(requests: Iterable[Request]) -> list[str]:
 
 class AdapterGate:
     """Defers a request with an adapter until the workers hold it and fewer than `max_loras` other adapters run. Once a
-    request has waited PATIENCE for others to end, no request of the least used running adapter starts; otherwise a
-    flood of requests with some adapters would keep all others out for ever."""
+    request has waited PATIENCE for others to end, no request of the least used running adapter starts."""
 
     reason = LOADING
     stage = GateStage.BEGIN

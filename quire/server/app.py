@@ -169,9 +169,8 @@ def add_doors(app: FastAPI, context: ServerContext) -> None:
 
 
 class DirectRoute(APIRoute):
-    """Route without FastAPI's parameter analysis (half a millisecond at the start, a tenth of a short request's time),
-    for endpoints that take only the request and path parts and return a Response. It awaits the application's
-    dependencies first, in order."""
+    """Route without FastAPI's parameter analysis, for endpoints that take only the request and path parts and return a
+    Response. It awaits the application's dependencies first, in order."""
 
     def __init__(
         self,

@@ -1,5 +1,4 @@
-"""Check of API keys and admin rights. It runs after routing and reads the route's own mark, so no spelling of a path
-avoids it."""
+"""Check of API keys and admin rights, after routing."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
 
 def public(endpoint: Endpoint) -> Endpoint:
-    """Mark an endpoint that needs no key. All others do."""
+    """Mark an endpoint that needs no key."""
     setattr(endpoint, _PUBLIC_MARK, True)
     return endpoint
 
@@ -79,7 +78,7 @@ def key_check(keys: KeyRing, *, on_unix_socket: bool = False) -> Callable[[Reque
 
 
 def _network_of(request: Request) -> str:
-    """Address of a client without a key; for IPv6, its subscriber's network."""
+    """Address of a client without a key; for IPv6, its network."""
     host = "" if request.client is None else request.client.host
     if ":" not in host:
         return host
@@ -110,7 +109,7 @@ def _check_admin(client: Client, keys: KeyRing, *, is_local: bool) -> None:
 
 
 def _is_local(request: Request) -> bool:
-    """True if the client runs on this machine and no proxy forwards for it. An unknown peer counts as remote."""
+    """True if the client runs on this machine and no proxy forwards for it."""
     if request.client is None or any(name in request.headers for name in _FORWARDED):
         return False
     try:

@@ -45,8 +45,8 @@ async def run_batch(
     custom_ids: Iterable[str] = (),
 ) -> BatchCounts:
     """Answer each line that is not blank, `concurrency` at a time, and write one result each, in order; an invalid
-    line's result is an error. A repeated `custom_id` is invalid, because its answer would be ambiguous. custom_ids: ids
-    answered before. An error of `lines` or `write` ends the batch."""
+    line's result is an error. A repeated `custom_id` is invalid. custom_ids: ids answered before. An error of `lines`
+    or `write` ends the batch."""
     counts = BatchCounts()
     seen = set(custom_ids)
     running: deque[asyncio.Task[BatchResult]] = deque()

@@ -56,9 +56,9 @@ class ServerContext:
     num_errors: Callable[[int], int] = lambda _hundreds: 0
     """Returns the number of requests answered with a status from N00 to N99."""
     on_close: list[Callable[[], None]] = field(default_factory=list)
-    """Callbacks that end responses which would hold connections open forever."""
+    """Callbacks that end responses which would stay open forever."""
     on_exit: list[Callable[[], object]] = field(default_factory=list)
-    """Callbacks that write pending data. They may wait for other servers."""
+    """Callbacks that write pending data; they may wait for other servers."""
     logged_fields: set[str] = field(default_factory=set)
     """Unknown fields that the log has named."""
 
@@ -140,8 +140,7 @@ class ServerContext:
         """Admit a new generating request. Raises 503 as `check_alive` does, while the engine sleeps and under a pause
         that keeps no requests; 429 if too many requests wait.
 
-        Requests that the engine has not reported on yet count as waiting. Answers that clients have not read to the end
-        do not.
+        Requests that the engine has not reported yet count as waiting.
         """
         self.check_alive()
         self.engine.check_awake()

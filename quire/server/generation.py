@@ -119,8 +119,8 @@ async def generate(
     """Yield (prompt index, new output) until every prompt is finished. The prompts run side by side; many sequences
     take turns (quire/server/request_share.py).
 
-    Closing the generator, or an error of one prompt, ends all. Raises as ServerContext.admit does, because others may
-    have come in while the prompt was prepared; ModelOutputError if the model computes NaN or infinite logits.
+    Closing the generator, or an error of one prompt, ends all. Raises as ServerContext.admit does; ModelOutputError if
+    the model computes NaN or infinite logits.
     answer_id: id that the client knows. names: the engine's field names -> the request's, for errors.
     """
     share = share_of(context.engine.max_num_seqs)
@@ -191,7 +191,7 @@ def spaced(
     outputs: AsyncGenerator[tuple[int, RequestOutput], None], interval: int | None
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Join outputs so that each brings `interval` tokens of a completion, except a prompt's first and a completion's
-    last. interval: None leaves the engine's outputs as they are. Call before `outputs` begins."""
+    last. interval: None: leave them as they are. Call before `outputs` begins."""
     EACH_STEP.set(interval is not None)
     return outputs if interval in (None, 1) else _joined(outputs, interval)
 
@@ -299,7 +299,7 @@ class TokenCounter:
         )
 
     def times(self) -> AnswerTimes | None:
-        """Durations of the phases; None for several prompts, whose phases overlap."""
+        """Durations of the phases; None for several prompts."""
         if len(self._num_prompt_tokens) != 1:
             return None
         measured, num_tokens = self._metrics, self._num_completion_tokens

@@ -13,7 +13,7 @@ from quire.server.auth import Endpoint
 from quire.server.errors import ApiError, error_response, invalid_request, unavailable
 
 FREE_BODY_BYTES = 64 * 1024
-"""Bytes of each body that do not count: small requests come in even while large bodies hang."""
+"""Bytes of each body that do not count, so that small requests come in while large ones hang."""
 RETRY_AFTER_SECONDS = 1
 _ANY_TYPE_MARK = "takes_any_content_type"
 IN_FLIGHT = "quire.body_in_flight"
@@ -42,9 +42,8 @@ def any_type(endpoint: Endpoint) -> Endpoint:
 class JsonBodies:
     """Middleware that answers 415 to bodies other than JSON, and 503 while too many bytes are in flight.
 
-    A page of another site can send forms and `text/plain` without a preflight (CSRF), but always with an Origin; so
-    routes of `any_type` accept them only without one.
-    A body is in flight until the application has read it and asks for the next message, or is done.
+    Routes of `any_type` accept forms and `text/plain`, which a foreign page can send, only without an Origin. A body is
+    in flight until the application has read it and asks for the next message, or is done.
     max_total_bytes: limit of all bodies in flight, without the first FREE_BODY_BYTES of each.
     """
 

@@ -81,7 +81,7 @@ class KeyRing:
         return None if self._needs_key else self._anyone
 
     def find(self, key: bytes) -> Client | None:
-        """Find the client of a key. Compares all keys in constant time, so that timing reveals none."""
+        """Find the client of a key. Compares all keys in constant time."""
         given, found = _digest(key), None
         for digest, client in self._clients:
             if hmac.compare_digest(digest, given):

@@ -100,7 +100,7 @@ class Charge:
                 raise
 
     def count(self, prompt: Hashable, output: RequestOutput) -> None:
-        """Charge an output's new tokens, and with the first one of each `prompt` the prompt's tokens."""
+        """Charge an output's new tokens, and each `prompt`'s tokens with its first."""
         if self._limit is None:
             return
         if prompt not in self._prompts:

@@ -487,7 +487,7 @@ def _parameter(name: str, text: str, path: str) -> dict[str, Any]:
 
 
 def statuses(operation: Operation) -> list[int]:
-    """Error statuses of a route. Every request may be late (408), and any body must be JSON, even if unread."""
+    """Error statuses of a route."""
     left_out = set()
     if operation.request is None:
         left_out.add(413)

@@ -165,8 +165,7 @@ class _Service:
         return status
 
     async def _drain(self) -> int:
-        """Let running requests end. An idle engine may exit early (a signal to the process group reaches it too); that
-        is no failure."""
+        """Let running requests end."""
         busy = self._engine.num_unfinished > 0
         draining = asyncio.ensure_future(self._engine.drain(self._context.settings.shutdown_timeout))
         try:
@@ -199,7 +198,7 @@ class _Service:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Unwind the stack on a signal during the start, so that the engine process ends."""
+    """Unwind the stack on a signal during the start, which ends the engine process."""
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)

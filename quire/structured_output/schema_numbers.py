@@ -1,5 +1,5 @@
 """Numbers of JSON schemas: bounds, multiples and constants, in a form that llguidance follows exactly, or as
-`{"$digits": Numbers}`, which schema_grammar.py writes as regular expressions."""
+`{"$digits": Numbers}` for schema_grammar.py."""
 
 from __future__ import annotations
 
@@ -174,8 +174,7 @@ class SchemaNumbers:
 
 def check_merges(found: list[SchemaNumbers]) -> None:
     """Check number keywords of several schemas for one value, which llguidance joins. Raises ValueError where it could
-    be wrong: exclusive bounds beside others with equal digits before the point, and multiples whose product exceeds 32
-    bits."""
+    be wrong."""
     bounds = {bound for each in found if not each.is_integer for bound in (each.low, each.high) if bound is not None}
     values: dict[int, set[Decimal]] = {}
     for bound in bounds:
@@ -194,7 +193,6 @@ def check_merges(found: list[SchemaNumbers]) -> None:
 
 
 def _bound(value: Decimal | None, exclusive: Decimal | None, is_exclusive: bool, sign: int) -> Bound | None:
-    """The narrower bound. is_exclusive: draft 4's flag on `value`. sign: 1 for the lower bound."""
     found = None if value is None else Bound(value, is_exclusive)
     if exclusive is None:
         return found
@@ -208,7 +206,6 @@ def _has_between(low: Bound, high: Bound) -> bool:
 
 
 def _narrower(first: Bound | None, second: Bound | None, sign: int) -> Bound | None:
-    """sign: 1 for lower bounds."""
     if first is None or second is None:
         return first or second
     if first.value == second.value:
@@ -217,14 +214,12 @@ def _narrower(first: Bound | None, second: Bound | None, sign: int) -> Bound | N
 
 
 def _integer(bound: Bound, sign: int) -> int:
-    """The first integer inside. sign: 1 for the lower bound."""
     found = int(bound.value.to_integral_value(ROUND_CEILING if sign > 0 else ROUND_FLOOR))
     return found + sign if bound.is_exclusive and bound.value == found else found
 
 
 def _is_trusted(low: Bound | None, high: Bound | None) -> bool:
-    """True if llguidance follows these bounds: doubles of at most 15 digits. It includes an exclusive bound if both
-    have equal digits before the point."""
+    """True if llguidance follows these bounds: doubles of at most 15 digits."""
     for bound in (low, high):
         if (
             bound is not None

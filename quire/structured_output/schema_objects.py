@@ -161,7 +161,7 @@ class ObjectKeywords:
                 self._patterns, self._additional, self._is_for_all = {}, schema, True
 
     def _drop_empty_patterns(self) -> None:
-        """Drop patterns whose names all have properties: no name could follow a comma."""
+        """Drop patterns whose names all have properties."""
         taken = {*self._properties, *self._required}
         size = max(map(len, taken), default=0)
         for pattern in list(self._patterns) if taken else ():

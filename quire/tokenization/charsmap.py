@@ -1,7 +1,6 @@
 """Character table of a sentencepiece model, which maps sequences such as full-width letters to usual ones.
 
-At each position the longest known sequence is replaced; other characters stay. The `tokenizers` library has the same
-table (`Precompiled`), but looks up whole grapheme clusters first and loses combining marks of unknown ones.
+At each position the longest known sequence is replaced; other characters stay.
 
 Format: the index's size in bytes (4 bytes), the index (a darts-clone double array of 32-bit units), and zero-terminated
 replacements.
@@ -62,7 +61,6 @@ class Charsmap:
         return length, None if value is None else self._replacement(value)
 
     def _children(self, place: int) -> int:
-        """Base place of a unit's children; XOR with a byte gives the child's place."""
         unit = self._units[place]
         return place ^ (unit >> 10) << ((unit & 1 << 9) >> 6)
 
@@ -76,8 +74,6 @@ class Charsmap:
         return self._replacements[first:last].decode(errors="replace")
 
     def _ascii_depth(self) -> int | None:
-        """Maximum number of printable ASCII characters at the start of a sequence; None if a sequence has only these,
-        or too many."""
         nodes, depth = [self._root], 0
         while nodes:
             below = []

@@ -205,7 +205,6 @@ def _sentencepiece(pieces: SentencePieces) -> dict[str, Value]:
 
 
 def _special(tokenizer: Tokenizer, end_ids: Sequence[int]) -> dict[str, Value]:
-    """Ids of named special tokens, and flags for those that surround a text."""
     found: dict[str, Value] = {}
     for name, key in SPECIAL_KEYS.items():
         token = tokenizer.special_tokens.get(name)

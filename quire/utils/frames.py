@@ -98,7 +98,6 @@ class FrameReader:
 
 
 def _plain(value: Any) -> Any:
-    """Convert mappings of any kind, which callers of LLM.chat may pass."""
     if isinstance(value, Mapping):
         return dict(value)
     raise TypeError(f"objects of type {type(value).__name__} cannot be given to a chat template")

@@ -1,6 +1,5 @@
-"""The worker's half of drafts: it finds drafts for a sequence's next step and accepts those of this step. A draft is
-accepted if it equals the token sampled at its position, which depends only on seed and position; so drafts never change
-a sequence's tokens."""
+"""The worker's half of drafts: finds drafts for a sequence's next step and accepts those of this step. A draft is
+accepted if it equals the token sampled at its position, so drafts never change a sequence's tokens."""
 
 from __future__ import annotations
 
@@ -114,7 +113,6 @@ class HostDrafts:
         """Reset a row that starts as a copy of another."""
 
     def _found(self, row: int, length: int, wanted: int) -> list[int]:
-        """Drafts of a row with `length` known tokens, at best `wanted`."""
         tokens: list[int] = self._drafts[row, : self._counts[row]].tolist()
         return tokens
 

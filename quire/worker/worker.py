@@ -1,6 +1,5 @@
 """One worker: a device's share of the model and of the KV cache, driven by an executor. Life cycle: load, profile
-(unless the pool's size is given), allocate, launch ..., sleep, wake up, close. Calls are sequential. The Platform
-(quire/worker/platform/interface.py) handles differences between devices."""
+(unless the pool's size is given), allocate, launch ..., sleep, wake up, close."""
 
 from __future__ import annotations
 
@@ -48,8 +47,6 @@ Result = TypeVar("Result")
 def _computes(
     method: Callable[Concatenate[Worker, Arguments], Result],
 ) -> Callable[Concatenate[Worker, Arguments], Result]:
-    """Run a method in the platform's context, for any calling thread."""
-
     def call(self: Worker, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         if self.platform.is_computing():
             return method(self, *args, **kwargs)

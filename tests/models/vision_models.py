@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,10 +85,14 @@ def qwen2_5_vl(**vision: object) -> PreTrainedModel:
     return Qwen2_5_VLForConditionalGeneration(config)
 
 
+STATES_EPSILON = 1e-2
+"""A state's first outputs are near zero, and their norm would enlarge rounding a thousand times."""
+
+
 def qwen3_5(**vision: object) -> PreTrainedModel:
     rope = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
     sections = {"mrope_interleaved": True, "mrope_section": [4, 2, 2]}
-    text = {**SIZES, **SMALL_STATES, "rope_parameters": rope | sections}
+    text = {**SIZES, **SMALL_STATES, "rope_parameters": rope | sections, "rms_norm_eps": STATES_EPSILON}
     plain = {name: value for name, value in VISION.items() if name != "deepstack_visual_indexes"}
     config = Qwen3_5Config(text_config=text, vision_config={**plain, **vision}, image_token_id=IMAGE_TOKEN)
     return Qwen3_5ForConditionalGeneration(config)
@@ -132,6 +137,35 @@ def random_gemma3(**options: Any) -> PreTrainedModel:
     model = randomize(gemma3(**options))
     model.get_input_embeddings().weight.data *= 0.1
     return model
+
+
+BOUND = 1e-4
+"""Largest difference of log-probabilities from Transformers'."""
+
+
+def random_model(build: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+    """Random weights by which rounding in float32 moves no log-probability by more than a tenth of BOUND, so that no
+    processor's order of additions decides a test: at most 9e-6 of qwen3_5 and qwen3_5_moe, 4e-6 of the other families.
+    `moved` measures it."""
+    if build is gemma3:
+        return random_gemma3()
+    model = randomize(build())
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name == "lm_head.weight":
+                weight *= 0.5
+            elif build in (qwen3_5, qwen3_5_moe) and "language_model" in name and name.endswith("norm.weight"):
+                weight -= float("linear_attn" not in name)  # the others' factor is the weight plus 1
+    return model
+
+
+def moved(model: PreTrainedModel, size: float) -> PreTrainedModel:
+    """A copy whose weights differ by up to `size` times themselves. 2 ** -24 is float32's rounding."""
+    found, generator = copy.deepcopy(model), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in found.parameters():
+            weight *= 1 + size * torch.empty_like(weight).uniform_(-1, 1, generator=generator)
+    return found
 
 
 TEMPLATE = (

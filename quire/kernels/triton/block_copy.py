@@ -1,5 +1,5 @@
 """Copies of whole blocks in all page tensors: copy-on-write, and to and from a contiguous buffer (swapping). Limit:
-memory bandwidth. The page addresses are in a device table, so one launch serves all layers."""
+memory bandwidth."""
 
 from __future__ import annotations
 

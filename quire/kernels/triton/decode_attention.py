@@ -107,8 +107,7 @@ def _split_kernel(
     PAIRS: tl.constexpr,
     FIXED_KEYS: tl.constexpr,
 ):
-    """Program (key head, sequence, split and every num_programs-th after it). Neighbouring programs read neighbouring
-    key heads. A sequence with one split needs no merging."""
+    """Program (key head, sequence, split and every num_programs-th after it)."""
     kv_head = tl.program_id(0)
     sequence = tl.program_id(1)
     begin = tl.load(query_start + sequence)

@@ -1,5 +1,4 @@
-"""Inputs and results of a model that makes drafts on a device. Only the device knows how many tokens a sequence has, so
-its kernels say where a pass starts; how many tokens it has is the host's."""
+"""Inputs and results of a model that makes drafts on a device."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Routing of mixtures of experts in two launches: the choice of each row's experts, and the order of (row, expert)
-pairs by expert. Limit: the launches; rows are read once. `kernels/experts.py:route` is the plain twin."""
+pairs by expert. `kernels/experts.py:route` is the plain twin."""
 
 from __future__ import annotations
 
@@ -160,8 +160,7 @@ def _sort_kernel(
     BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Program (expert): finds its pairs, in order of rows, and its tiles. Each program counts the pairs of all experts,
-    so that none waits for another."""
+    """Program (expert): finds its pairs, in order of rows, and its tiles."""
     expert = tl.program_id(0)
     index, offset, part = tl.arange(0, EXPERTS_BLOCK), tl.arange(0, BLOCK), tl.arange(0, TILES_AT_ONCE)
     counts = tl.zeros((EXPERTS_BLOCK,), tl.int32)

@@ -1,6 +1,5 @@
 """Kernels over the rows of live sequences: writes, copies and reads. All rows are in one arena of 32-bit words
-(quire/worker/platform/state_arena.py), so one launch serves all tables. Limit: the launch; hence few programs, and
-nothing compiled for a step's sizes."""
+(quire/worker/platform/state_arena.py): one launch serves all tables."""
 
 from __future__ import annotations
 

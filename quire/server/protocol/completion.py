@@ -75,7 +75,6 @@ class CompletionRequest(SamplingFields, kw_only=True, frozen=True):
             )
 
     def _check_ranking(self) -> None:
-        """Check best_of and beam search; ranked answers cannot be streamed."""
         if not self.use_beam_search and self.beam_width is not None:
             raise UserError("beam_width needs use_beam_search", param="beam_width")
         if self.beam_width is not None and self.best_of not in (None, self.beam_width):
@@ -89,7 +88,6 @@ class CompletionRequest(SamplingFields, kw_only=True, frozen=True):
 
     @property
     def _num_sequences(self) -> tuple[str, int]:
-        """Return (field name, sequences that run for each prompt)."""
         given = ((name, getattr(self, name)) for name in ("beam_width", "best_of", "n"))
         return next(((name, value) for name, value in given if value is not None), ("n", 1))
 

@@ -1,5 +1,5 @@
-"""The GPU platform: model, KV cache and request state are on the device; plans are enqueued and results awaited later.
-In Triton's interpreter the same code runs with the host as the device."""
+"""The GPU platform: model, KV cache and request state are on the device; plans are enqueued and results awaited
+later."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class CudaPlatform:
             yield
 
     def is_computing(self) -> bool:
-        """Always False: every call enters the stream again, because the caller's code may have entered another."""
+        """Always False: every call enters the stream again."""
         return False
 
     def synchronize(self) -> None:
@@ -291,7 +291,6 @@ class CudaPlatform:
         return compute
 
     def _padded(self, settings: ExecutionSettings, max_num_tokens: int) -> tuple[int, int]:
-        """Maximum sequences and tokens of a pass, padding included."""
         padded_seqs = max((self._config.scheduler.max_num_seqs, *settings.full_sizes))
         sizes = [execution.num_tokens for execution in settings.executions()]
         return padded_seqs, max((max_num_tokens, padded_seqs, *sizes))
@@ -388,8 +387,7 @@ class CudaPlatform:
 
 
 def device_limits(device: torch.device) -> DeviceLimits:
-    """Properties that determine kernel shapes. For the interpreter, which runs one program at a time, work is split
-    into few programs."""
+    """Properties that determine kernel shapes."""
     if device.type != "cuda":
         return DeviceLimits(num_multiprocessors=INTERPRETED_MULTIPROCESSORS)
     properties = torch.cuda.get_device_properties(device)

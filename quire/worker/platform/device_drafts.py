@@ -90,11 +90,10 @@ class DeviceDrafts:
         return Placed(plan.start_positions, counts, np.array(num_drafts, np.int64))
 
     def _pending(self, seq_id: int) -> int:
-        """Planned drafts of a sequence in flight: the device may know as many tokens fewer than the plan says."""
+        """Planned drafts of a sequence in flight."""
         return sum(each.get(seq_id, 0) for each in self._in_flight)
 
     def _most_behind_tokens(self, num_tokens: int) -> int:
-        """Maximum drafts behind that many tokens."""
         return self._arena.drafts.max_drafts
 
     def forget(self, row: int) -> None:
@@ -167,7 +166,7 @@ class DeviceDrafts:
     def _find(
         self, samples: tuple[torch.Tensor, torch.Tensor, torch.Tensor], sections: DraftSections
     ) -> Sequence[Deferred[Any]]:
-        """Numbers of drafts for the samples' next step, and, where told, their tokens. samples: see `find_drafts`."""
+        """Numbers of drafts for the samples' next step, and, where told, their tokens."""
         arena, (rows, firsts, _) = self._arena, samples
         if self.oracle is not None:
             results = [recall_drafts(arena.words, arena.drafts, samples)]

@@ -1,8 +1,6 @@
 """Drafts of a smaller model on a device (quire/worker/model_drafts.py has the host version and says what it does).
 
-The host knows how many tokens the draft model may lack of a row, and the device where they are. So a pass at the start
-of a step computes that number of last known tokens: after a step with drafts two, of which the model may have computed
-one already, from a right draft. It computes that one again, with the same key and value.
+A pass at the start of a step computes the last tokens that the draft model may lack: after a step with drafts two.
 """
 
 from __future__ import annotations
@@ -76,8 +74,7 @@ class DraftPasses(NamedTuple):
 
 
 class DeviceModelDrafts(DeviceDrafts):
-    """Makes drafts with a model on a device. Constrained sequences have none: their masks are made a step earlier from
-    drafts that the host knows."""
+    """Makes drafts with a model on a device. Constrained sequences have none."""
 
     writes_blocks = True
 
@@ -128,7 +125,6 @@ class DeviceModelDrafts(DeviceDrafts):
         return DraftSections(sections.placed, sections.accepted, made=made, num_ready=num_ready)
 
     def _stage_pass(self, batch: InputBatch, pending: np.ndarray, upload: Upload) -> PassSections | None:
-        """Add the step's pass to the upload, if one is due. pending: [S], see `_pending`."""
         wanted = np.zeros(len(batch.rows), np.int64) if batch.num_drafts is None else batch.num_drafts
         num_known = batch.counts - wanted
         ends = batch.ends - wanted

@@ -261,9 +261,8 @@ class DeviceStep:
 
 
 def copy_rounds(copies: Pairs) -> Iterator[Pairs]:
-    """Split (source, destination) pairs into rounds in which no block is both, so that each round may run in any order
-    and sources are read before they are overwritten. Only a block freed and reallocated in one plan needs a second
-    round. Cycles are impossible: a destination was free when chosen."""
+    """Split (source, destination) pairs into rounds in which no block is both, so that each round may run in any
+    order."""
     remaining = copies
     while remaining:
         sources = {source for source, _ in remaining}

@@ -1,6 +1,5 @@
-"""Swapping on a device: between its pool and pinned host memory, on a separate stream. A block is contiguous on the
-host, but its pages are apart on the device: it is gathered into a staging buffer and copied together with host
-neighbours, and likewise back. The link is the limit (about 50 GB/s each way on PCIe 5)."""
+"""Swapping on a device: between its pool and pinned host memory, on a separate stream. Blocks are gathered into a
+staging buffer and copied together with host neighbours, and likewise back."""
 
 from __future__ import annotations
 
@@ -80,7 +79,6 @@ class StreamTransfers:
             self._done.synchronize()
 
     def _check(self, swap_out: Pairs, swap_in: Pairs) -> None:
-        """Raise IndexError for an invalid block, which a device would access silently."""
         num_blocks, num_host_blocks = self._limits
         pairs = [*swap_out, *((block, host_block) for host_block, block in swap_in)]
         for block, host_block in pairs:
@@ -88,7 +86,7 @@ class StreamTransfers:
                 raise IndexError(f"block {block} or host block {host_block} does not exist")
 
     def _chunks(self, pairs: Pairs) -> Iterator[Pairs]:
-        """Pairs in chunks that fit the staging buffer; stream order makes its reuse safe."""
+        """Pairs in chunks that fit the staging buffer."""
         for start in range(0, len(pairs), self._staged_blocks):
             yield pairs[start : start + self._staged_blocks]
 
@@ -97,7 +95,6 @@ class StreamTransfers:
         return sources, destinations
 
     def _pairs(self, sources: np.ndarray, destinations: np.ndarray) -> torch.Tensor:
-        """[N, 2] int32 on the device."""
         host = self._streams.pinned((len(sources), 2), torch.int32)
         host.numpy()[:] = np.stack((sources, destinations), axis=1)
         return host.to(self._streams.device, non_blocking=True)

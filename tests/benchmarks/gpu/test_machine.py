@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.architecture.source import ROOT
-from tests.kernels.triton.ahead_of_time import row_calls
+from tests.kernels.triton.ahead_of_time import word_calls
 from tests.kernels.triton.test_ahead_of_time import run_module
 
 STUB = "\n".join(
@@ -55,7 +55,7 @@ def test_hits_of_the_cache(tmp_path: Path) -> None:
         found: dict[str, object] = ast.literal_eval(run.stdout)
         return found
 
-    count = len(row_calls())
+    count = len(word_calls())
     assert hits(tmp_path / "empty").items() >= {"kernels": (0, count), "launchers": (0, count)}.items()
-    run_module("ahead_of_time", "90", "rows", "cache", QUIRE_TRITON_CACHE=str(tmp_path / "filled"))
+    run_module("ahead_of_time", "90", "words", "cache", QUIRE_TRITON_CACHE=str(tmp_path / "filled"))
     assert hits(tmp_path / "filled").items() >= {"kernels": (count, count), "launchers": (count, count)}.items()

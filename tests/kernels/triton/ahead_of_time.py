@@ -3,13 +3,13 @@
     python -m tests.kernels.triton.ahead_of_time 90
     python -m tests.kernels.triton.ahead_of_time 80 products
     python -m tests.kernels.triton.ahead_of_time 90 cache
-    python -m tests.kernels.triton.ahead_of_time 90 rows cache
+    python -m tests.kernels.triton.ahead_of_time 90 words cache
     python -m tests.kernels.triton.ahead_of_time 90 sweep cache
     python -m tests.kernels.triton.ahead_of_time 90 cache for=python3.12
 
 (the second only what multiplies matrices, where cards differ most; the third also into the cache that an engine uses,
 `QUIRE_TRITON_CACHE`, with their launchers and every kind of tiles that a model of these shapes needs: `make
-triton-cache`; the fourth only what fills the inputs of a step; the fifth what `benchmarks.gpu.attention_sweep` and
+triton-cache`; the fourth only the two smallest kernels; the fifth what `benchmarks.gpu.attention_sweep` and
 `benchmarks.gpu.product_sweep` compare; the last for an engine of another Python, whose Triton
 is fetched by pip, or is the file that libtriton=FILE names) prints a line of
 JSON for each launch: kernel, bytes of shared memory, registers, bytes of stack (spills), and how often the widest loads
@@ -239,9 +239,16 @@ def row_calls() -> Calls:
         lambda: begin_pass(columns, int32(5), int32(4), int32(5)),
         lambda: write_guesses(int32(10**6), drafts, int32(5), int32(5), int64(4), int32(5), 1),
         lambda: recall_drafts(int32(10**6), drafts, (int32(9), int32(6), int32(5))),
+        lambda: prepare_inputs(int32(10**6), tables, columns, inputs, 9, (8, 16), 16),
+        *word_calls(),
+    ]
+
+
+def word_calls() -> Calls:
+    """The two smallest kernels of a step: what is known of a cache is known by them."""
+    return [
         lambda: write_words(int32(10**6), int32(9), int32(9)),
         lambda: copy_words(int32(10**6), int32(3, 3), 5000),
-        lambda: prepare_inputs(int32(10**6), tables, columns, inputs, 9, (8, 16), 16),
     ]
 
 
@@ -485,6 +492,8 @@ def all_attention_calls(capability: int) -> Calls:
 
 def calls_of(capability: int, words: Sequence[str]) -> Calls:
     """words: of the command line."""
+    if "words" in words:
+        return word_calls()
     if "rows" in words:
         return row_calls()
     if "states" in words:

@@ -22,7 +22,7 @@ from triton.runtime import build
 from triton.runtime.driver import driver
 
 from quire import envs
-from tests.kernels.triton.ahead_of_time import LoadingUtilities, NotingLauncher, row_calls
+from tests.kernels.triton.ahead_of_time import LoadingUtilities, NotingLauncher, word_calls
 
 
 class FindingLauncher(NotingLauncher):
@@ -73,7 +73,7 @@ def main() -> None:
     nvidia.compile_module_from_src(
         (Path(nvidia.dirname) / "driver.c").read_text(), "cuda_utils", include_dirs=nvidia.include_dirs
     )
-    for call in row_calls():
+    for call in word_calls():
         call()
 
 

@@ -38,12 +38,12 @@ def run_module(name: str, *arguments: str, **environment: str) -> list[dict[str,
 def test_an_engine_finds_what_was_compiled_ahead(tmp_path: Path) -> None:
     """The key has the card's compute capability in it, and neither its driver nor the process that compiled."""
     cache = {"QUIRE_TRITON_CACHE": str(tmp_path / "ahead")}
-    compiled = {line["kernel"] for line in run_module("ahead_of_time", "90", "rows", "cache", **cache)}
+    compiled = {line["kernel"] for line in run_module("ahead_of_time", "90", "words", "cache", **cache)}
     looked_up = run_module("cached_launches", **cache)
     assert {line["kernel"] for line in looked_up} == compiled | {"__triton_launcher", "cuda_utils"}
     assert all(line["was cached"] for line in looked_up)
     elsewhere = {"QUIRE_TRITON_CACHE": str(tmp_path / "another card")}
-    run_module("ahead_of_time", "80", "rows", "cache", **elsewhere)
+    run_module("ahead_of_time", "80", "words", "cache", **elsewhere)
     assert not any(
         line["was cached"] for line in run_module("cached_launches", **elsewhere) if line["kernel"] in compiled
     )
@@ -62,7 +62,7 @@ def test_an_engine_of_another_python_finds_what_was_compiled_for_it(tmp_path: Pa
     libtriton = f"libtriton={theirs / '_C' / 'libtriton.so'}"
     compiled = {
         line["kernel"]
-        for line in run_module("ahead_of_time", "90", "rows", "cache", f"for={asked}", libtriton, **cache)
+        for line in run_module("ahead_of_time", "90", "words", "cache", f"for={asked}", libtriton, **cache)
     }
     path = {"PYTHONPATH": os.pathsep.join((str(theirs.parent), str(ROOT)))}
     for environment, is_found in ((path, True), ({}, False)):
