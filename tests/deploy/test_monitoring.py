@@ -21,8 +21,10 @@ __all__ = ["model_path", "served"]
 
 ALERTS = files.DEPLOY / "prometheus" / "alerts.yaml"
 WORDS = frozenset(
-    ("sum", "by", "rate", "increase", "deriv", "min_over_time", "histogram_quantile", "and", "up")
-    + ("job", "instance", "reason", "le", "status")
+    [
+        *("sum", "by", "rate", "increase", "deriv", "min_over_time", "histogram_quantile", "and", "up"),
+        *("job", "instance", "reason", "le", "status"),
+    ]
 )
 """Words of the expressions that are no metric."""
 
