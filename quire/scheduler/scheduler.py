@@ -157,7 +157,7 @@ class Scheduler:
             self._schedule_running(builder, 0)
         else:
             preemption = self._admitter.plan_preemption(now)
-            for victim in preemption.victims:
+            for victim in dict.fromkeys((*self._adapters.take_victims(), *preemption.victims)):
                 self._admitter.preempt(builder, victim)
             if not self._schedule_running(builder, preemption.num_tokens):
                 self._admitter.admit(builder, now)

@@ -28,6 +28,7 @@ from quire.server.cohere import add_cohere_routes
 from quire.server.completions import add_completion_routes
 from quire.server.context import ServerContext
 from quire.server.errors import install_error_handlers
+from quire.server.files import add_file_routes
 from quire.server.headers import ReportHeaders
 from quire.server.health import PictureCounters, RestartCounter, SilenceGauge, add_health_routes
 from quire.server.home import add_home_routes
@@ -140,6 +141,7 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, common: Common | None
     add_metrics_route(app, context)
     add_live_routes(app, context)
     add_admin_routes(app, context, has_admin_keys=keys.has_admin_keys)
+    add_file_routes(app, context, keys, common.numbers)
     add_doors(app, context)
     add_home_routes(app, has_docs=not settings.disable_fastapi_docs, is_ollama=OLLAMA in settings.doors)
     if not settings.disable_fastapi_docs:
