@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from quire import envs
 from quire.errors import ConfigError
 from quire.server.settings import ServerSettings
 
@@ -80,11 +81,10 @@ def bind(settings: ServerSettings) -> Listener:
 
 def _take_inherited() -> socket.socket | None:
     """Socket that systemd passes to this process, taken out of the environment; None without one."""
-    pid, count = os.environ.pop("LISTEN_PID", ""), os.environ.pop("LISTEN_FDS", "")
-    os.environ.pop("LISTEN_FDNAMES", None)
-    if pid != str(os.getpid()) or not count.isdecimal() or int(count) == 0:
+    count = envs.take_passed_sockets()
+    if count == 0:
         return None
-    if int(count) > 1:
+    if count > 1:
         raise ConfigError(f"systemd passes {count} sockets; a server takes one (one ListenStream=)", param="port")
     os.set_inheritable(FIRST_INHERITED, False)
     return socket.socket(fileno=FIRST_INHERITED)
