@@ -404,6 +404,10 @@ class AsyncLLM:
         """Abort requests; their iterators yield a last output with finish reason "abort". Unknown ids are ignored."""
         self._session.abort(request_id)
 
+    def knows(self, request_ids: Iterable[str]) -> bool:
+        """True if a request of one of these ids runs or waits."""
+        return self._session.knows(request_ids)
+
     # Control.
 
     async def call(self, method: str, argument: str = "") -> EngineStats | int | None:

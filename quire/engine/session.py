@@ -235,6 +235,9 @@ class Session:
                 if output is not None:
                     stream.put(output)
 
+    def knows(self, request_ids: Iterable[str]) -> bool:
+        return any(name in self._keys for name in request_ids)
+
     async def ask(self, method: str, argument: str = "") -> CallResult:
         """Send a control call; see AsyncLLM.call."""
         self.check_health()
