@@ -154,10 +154,10 @@ def load_head(
     group: ProcessGroup,
     model: CausalLM,
     runtime: NativeRuntime | None = None,
+    device_layers: DeviceLayers | None = None,
 ) -> tuple[CausalLM, torch.Tensor | None]:
     """Load a head with its own checkpoint for drafts of `model`; returns it and the tokens of its logits (None: all
-    in order). config: the head's. group, runtime: see `load_model`, which loaded `model` with them. Raises
-    ModelLoadError."""
+    in order). config: the head's. Others: see `load_model`, which loaded `model` with them. Raises ModelLoadError."""
     from quire.models.eagle import HEAD, EagleHead, head_tensors
 
     files = None if load.load_format == "dummy" else find_weights(config.path, load.load_format)
@@ -165,7 +165,10 @@ def load_head(
         raise ModelLoadError(f"{config.path}: heads for drafts are loaded from floating-point checkpoints alone")
     decoder = cast("Decoder", model) if runtime is None else cast("NativeModel", model).decoder
     tables = decoder.tables()
-    context = _torch_context(config, group) if runtime is None else _native_context(config, group)
+    if device_layers is not None:
+        context = _device_context(config, device_layers, group)
+    else:
+        context = _torch_context(config, group) if runtime is None else _native_context(config, group)
     stored = {HEAD} if eagle.method == "eagle3" else set()
     if files is not None:
         with _named_errors(files):

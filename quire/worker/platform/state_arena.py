@@ -49,7 +49,9 @@ class StateArena:
     ) -> None:
         """rules: [columns] int32, per step column of the model. drafts: None means no drafts."""
         max_drafts, draft_rules, has_texts = drafts or DraftRoom()
-        token_width, parameter_width = _aligned(max_model_len + 1), _aligned(parameter_words)
+        # A head reads the token behind each one.
+        token_width = _aligned(max_model_len + 1 + (max_drafts > 0))
+        parameter_width = _aligned(parameter_words)
         entries = [shape.width(max_model_len + 1) for shape in shapes]
         self._widths = [_aligned(count) for count in entries]
         ends = list(itertools.accumulate([num_rows * width for width in self._widths], initial=num_rows * token_width))
