@@ -1,6 +1,6 @@
 """Registered prefixes (docs/prefixes.md): the paper's shared prefixes (§4.4). They own their blocks like sequences, so
-they are never evicted. `RegisteredPrefixes` finds the last, partly filled block, which has no hash and is copied before
-a sequence's first write."""
+they are never evicted. `RegisteredPrefixes` finds the last, partly filled block, which is copied before a sequence's
+first write."""
 
 from __future__ import annotations
 

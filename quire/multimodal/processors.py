@@ -285,7 +285,6 @@ _CLIP_DEVIATION = (0.26862954, 0.26130258, 0.27577711)
 
 
 def _read_settings(directory: Path) -> Fields:
-    """Image settings. directory: or a vision tower's GGUF file."""
     if directory.is_file():
         return Fields(read_tower(directory).processor, str(directory))
     path = directory / _JOINT_FILE

@@ -66,7 +66,7 @@ async def run_batch(
     custom_ids: Iterable[str] = (),
 ) -> BatchCounts:
     """Answer each line that is not blank at this pace, and write one result each, in order; an invalid line's result is
-    an error. A repeated `custom_id` is invalid, because its answer would be ambiguous. write: may return an awaitable.
+    an error. A repeated `custom_id` is invalid. write: may return an awaitable.
     custom_ids: ids answered before. An error of `lines` or `write` ends the batch."""
     counts = BatchCounts()
     seen = set(custom_ids)

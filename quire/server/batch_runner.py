@@ -1,8 +1,7 @@
 """Runner of batches: checks their input, answers their lines in the background, and writes their files.
 
 One API process runs all batches; it holds `runner.lock`, which the system gives to another one when it dies. The state
-on disk alone says what is left to do, so a runner that dies at any moment loses nothing and repeats nothing: a result
-in the journal stands, a cut one is computed again.
+on disk alone says what is left to do, so a runner that dies at any moment loses and repeats nothing.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class BatchRunner:
         self._task = asyncio.ensure_future(self._run())
 
     def stop(self) -> None:
-        """End at once. Lines being answered are asked again after the next start."""
+        """End at once; lines being answered are asked again after the next start."""
         if self._task is not None:
             self._task.cancel()
 

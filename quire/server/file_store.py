@@ -94,7 +94,7 @@ class FileStore:
             raise ConfigError(f"files_dir: cannot use {directory}: {error.strerror}", param="files_dir") from None
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a function on a thread for files: a slow disk keeps no other request waiting."""
+        """Run a function on a thread for files."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *args, **kwargs))
 
     @property
@@ -284,8 +284,7 @@ class IncomingFile:
 
 @contextlib.contextmanager
 def claimed(directory: Path | None) -> Iterator[None]:
-    """Hold a directory for one server: two would answer each other's batches. None: nothing to hold. Raises ConfigError
-    if a server has it."""
+    """Hold a directory for one server. None: nothing to hold. Raises ConfigError if a server has it."""
     if directory is None:
         yield
         return

@@ -245,7 +245,6 @@ class MaskProcess:
         return task
 
     def _stand_by(self, thread: int) -> None:
-        """Wait, and lead if the other thread is held up. Called under the lock."""
         now = time.monotonic()
         if self._began and now - self._began > PATIENCE:
             self._leader, self._began = thread, 0.0

@@ -2,8 +2,8 @@
 processes the reports of the worker's half (docs/decisions/0028-kv-connector.md).
 
 Loading a prefix: `lookup` extends a hit; TransferBlocks allocates device blocks for it; `allocated` names them to the
-connector, whose next `orders` carry the load to the workers. Meanwhile the request waits (quire/scheduler/gates.py).
-Loaded blocks enter the prefix index, and the request starts with a plain prefix hit.
+connector, whose next `orders` carry the load to the workers. Loaded blocks enter the prefix index, and the request
+starts with a plain prefix hit.
 """
 
 from __future__ import annotations

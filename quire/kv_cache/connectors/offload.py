@@ -1,6 +1,5 @@
 """The KV connector to host memory and disk (docs/decisions/0011-disk-tier.md). It decides on copies and owns their
-blocks; the worker executes the plan's copies and file accesses. One plan copies a prompt's next blocks from the host to
-the device; those only on disk are first fetched to the host.
+blocks; the worker executes the plan's copies and file accesses, from disk first to the host.
 
 Host blocks without an owner (a swapped sequence, a transfer or a deferred request) are evictable.
 """
