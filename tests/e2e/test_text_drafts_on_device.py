@@ -17,9 +17,10 @@ from tests.e2e.test_drafts_on_device import ACROSS, OPTIONS, PLAIN, run
 from tests.long import all_but_long
 from tests.models.conftest import SavedModel
 
-FEW_BLOCKS = 30
+FEW_BLOCKS = 14
+"""Fewer than requests with children take together."""
 METHODS = {name: {**given, "num_speculative_tokens": 3} for name, given in OTHERS.items()} | {"ngram": NGRAM}
-SHORT = [msgspec.structs.replace(kind, max_tokens=12) for kind in KINDS[:5]]
+SHORT = [msgspec.structs.replace(kind, max_tokens=9) for kind in KINDS[:3]]
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +43,10 @@ def generate(
     all_but_long([(each, depth) for each in METHODS for depth in (1, 2)], [("suffix", 2), ("hostile", 2)]),
 )
 def test_equal_bits(directory: str, method: str, queue_depth: int) -> None:
-    """Beside a request whose prediction is right at times, one that is a child, and one under penalties. Some are
-    preempted; the second time `suffix` knows the texts of the first."""
-    kinds = SHORT[:2] if method == "hostile" else [SHORT[0], SHORT[2]]
+    """Some sequences have children, and some are preempted; predictions are right at times. The second time `suffix`
+    knows the texts of the first."""
+    has_children = method != "hostile"
+    kinds = [SHORT[0], SHORT[1 + has_children]]
     expected, _ = run(directory, kinds, queue_depth=queue_depth)
     prompts: list[dict[str, Any]] = [{"prompt_token_ids": ids} for ids in PROMPTS[: len(kinds)]]
     if method == "ngram":
@@ -55,6 +57,7 @@ def test_equal_bits(directory: str, method: str, queue_depth: int) -> None:
     found, stats = generate(directory, prompts, kinds, 2, speculative_config=given, **options)
     assert found == [expected, expected]
     assert 0 < stats["accepted_draft_tokens_total"] < stats["draft_tokens_total"]
+    assert (stats["preemptions_total"] > 0) == has_children
 
 
 @pytest.mark.parametrize(
@@ -74,9 +77,7 @@ def test_a_known_text_is_drafted(directory: str, method: str, queue_depth: int) 
         del given["prompt_lookup_min"]
     found, stats = generate(directory, [prompt], asked, 2, speculative_config=given, queue_depth=queue_depth)
     assert found == [texts, texts]
-    print(stats["accepted_draft_tokens_total"], stats["draft_tokens_total"])
-    least = 30 if method == "ngram" else 12
-    assert stats["accepted_draft_tokens_total"] >= least
+    assert stats["accepted_draft_tokens_total"] >= (30 if method == "ngram" else 12)
     assert stats["accepted_draft_tokens_total"] > 0.8 * stats["draft_tokens_total"]
 
 
@@ -85,9 +86,9 @@ def test_a_known_text_is_drafted(directory: str, method: str, queue_depth: int) 
 def test_other_layers(name: str, saved_model: Callable[[str], SavedModel]) -> None:
     """Over windows, over latents that are chosen among, and with states, whose border the drafts cross."""
     directory = str(saved_model(name).directory)
-    expected, _ = run(directory, SHORT[:2], prompts=ACROSS)
+    expected, _ = run(directory, KINDS[:2], prompts=ACROSS)
     prompts = [{"prompt_token_ids": ids} for ids in ACROSS]
     given = {**METHODS["suffix"], "adaptive": False}
-    found, stats = generate(directory, prompts, SHORT[:2], 2, speculative_config=given, queue_depth=2)
-    assert found == [expected, expected]
+    found, stats = generate(directory, prompts, KINDS[:2], speculative_config=given, queue_depth=2)
+    assert found == [expected]
     assert 0 < stats["accepted_draft_tokens_total"] < stats["draft_tokens_total"]
