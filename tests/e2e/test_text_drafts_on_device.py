@@ -4,13 +4,15 @@ and where the texts are right, so are the drafts."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from quire import LLM
+from quire import LLM, SamplingParams
 from quire.config.options import EngineOptions
+from quire.structured_outputs_params import StructuredOutputsParams
 from tests.e2e.conftest import GREEDY, exact
 from tests.e2e.test_drafts import KINDS, NGRAM, OTHERS, PROMPTS
 from tests.e2e.test_drafts_on_device import ACROSS, OPTIONS, PLAIN, run
@@ -92,3 +94,17 @@ def test_other_layers(name: str, saved_model: Callable[[str], SavedModel]) -> No
     found, stats = generate(directory, prompts, KINDS[:2], speculative_config=given, queue_depth=2)
     assert found == [expected]
     assert 0 < stats["accepted_draft_tokens_total"] < stats["draft_tokens_total"]
+
+
+@pytest.mark.long
+def test_constrained_requests_have_none(bundled_model_path: Path) -> None:
+    """Beside one that has: each has its text without drafts."""
+    free = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
+    constrained = msgspec.structs.replace(free, structured_outputs=StructuredOutputsParams(regex="(ab){9}"))
+    prompt, asked = [{"prompt": "for i in range(10):\n    print(i)\n"}] * 2, [free, constrained]
+    options = OPTIONS | {"skip_tokenizer_init": False, "max_num_seqs": 2, "queue_depth": 2}
+    expected, _ = generate(str(bundled_model_path), prompt, asked, **options)
+    given = {**METHODS["suffix"], "adaptive": False}
+    found, stats = generate(str(bundled_model_path), prompt, asked, 2, speculative_config=given, **options)
+    assert found == expected * 2
+    assert 0 < stats["accepted_draft_tokens_total"] <= 2 * 13
