@@ -13,7 +13,7 @@ from quire.config.scheduler import PRIORITY_SECONDS
 from quire.kv_cache.block_hash import NO_KEYS, ROOT, HashChain
 from quire.kv_cache.block_table import BlockTable
 from quire.multimodal.positions import add_image_keys
-from quire.request import EngineRequest, FinishReason
+from quire.request import BACKGROUND_SECONDS, EngineRequest, FinishReason
 from quire.step import SequenceSampling
 
 if TYPE_CHECKING:
@@ -147,8 +147,8 @@ class Sequence:
 class Request:
     """A request and its sequences, which are scheduled, preempted and resumed together.
 
-    Until the prompt is computed the scheduler has only the first live sequence, from which the others fork; those of a
-    beam search are beam slots, of which empty ones come last.
+    Until the prompt is computed the scheduler has only the first live sequence, from which the others fork (paper
+    §4.4); those of a beam search are beam slots, of which empty ones come last.
     """
 
     __slots__ = (
@@ -171,6 +171,7 @@ class Request:
         "fork_position",
         "images",
         "images_end",
+        "is_background",
         "is_processed",
         "max_pending_tokens",
         "max_tokens",
@@ -218,7 +219,8 @@ class Request:
         self.text_scope = f"{request.client}\0{request.cache_salt}"
         self.prediction = request.prediction
         self.arrival_time = arrival_time
-        self.priority = request.priority
+        self.priority = request.level
+        self.is_background = request.is_background
         self.register_prefix = request.register_prefix
         self.pooling = request.pooling
         self.is_processed = request.is_processed
@@ -238,7 +240,8 @@ class Request:
         self.client = request.client
         self.each_step = request.each_step
         self.order_time = arrival_time if order_time is None else order_time
-        self.order_key: OrderKey = (self.order_time + request.priority * priority_seconds, arrival_number)
+        lateness = request.priority * priority_seconds + (BACKGROUND_SECONDS if request.is_background else 0.0)
+        self.order_key: OrderKey = (self.order_time + lateness, arrival_number)
         """Smallest is served first; a level of priority counts as `priority_seconds` of waiting."""
         self.first_scheduled_time: float | None = None
         self.status = RequestStatus.WAITING

@@ -174,6 +174,7 @@ class Admitter:
             request.beam_search.forget_candidates()
         self._running.enter(request, [leader])
         leader.blocks = self._kv.allocate_prefix(leader.chain, num_cached, leader.token_ids)
+        leader.blocks.is_background = request.is_background
         leader.num_computed_tokens = num_cached
         leader.first_step_id = builder.plan.step_id
         self._count_start(request, num_cached, now)

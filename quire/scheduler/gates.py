@@ -162,6 +162,8 @@ class PendingPrefixGate:
         found = kv.find_pending(request.live_sequences[0].chain, num_cached, quote.max_cached_tokens)
         if found is None or found[1] - num_cached // kv.hash_block_size < MIN_SHARED_BLOCKS:
             return None
+        if found[0].is_background and not request.is_background:
+            return None  # the leader may have to leave its share of the steps to others
         return Deferral(self.reason, quote.num_blocks, lambda: kv.is_pending_in(*found))
 
     def forget(self, request: Request) -> None:

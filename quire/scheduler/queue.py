@@ -38,7 +38,7 @@ class RequestQueue:
             source,
             arrival,
             arrival_number=next(self._arrivals),
-            order_time=self.order_time(source.client, source.priority, arrival),
+            order_time=self.order_time(source.client, source.level, arrival),
             priority_seconds=self._priority_seconds,
             constraint=constraint,
         )

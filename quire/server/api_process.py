@@ -178,6 +178,7 @@ class _ServingProcess:
         # The objects of the start-up are never freed: collections can skip them.
         gc.collect()
         gc.freeze()
+        self._context.start()
         self._control.setblocking(False)
         asyncio.get_running_loop().add_reader(self._control, self._hear)
         self._say(Serving())
@@ -201,7 +202,7 @@ class _ServingProcess:
                     case Connection():
                         self._start(self._adopt(socket.socket(fileno=fds[0])))
                     case Drain(seconds):
-                        self._context.draining = True
+                        self._context.drain()
                         self._start(self._drain(seconds))
                     case Leave():
                         self._leaving.set()

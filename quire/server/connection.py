@@ -79,6 +79,10 @@ class ConnectionLimits:
         )
 
 
+UPLOAD = "quire.upload"
+"""Entry of a request's scope if its body may take longer than the body timeout while it keeps arriving."""
+MIN_UPLOADED_BYTES = 64 * 1024
+"""Bytes of an upload that must arrive within the body timeout."""
 CHUNK_WRITER = "quire.chunk_writer"
 """Entry of a request's scope with the ChunkWriter of its answer."""
 
@@ -126,6 +130,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._num_head_bytes = 0
         self._num_headers = 0
         self._num_pipelined_bytes = 0
+        self._num_uploaded_bytes = 0
         self._num_discarded_bytes = 0
         self._num_unsent_bytes = 0
         self._write_deadline = math.inf
@@ -232,6 +237,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         elif self.cycle is not self._running and len(self.cycle.body) + len(body) > MAX_PIPELINED_BYTES:
             self._stop(_too_much_pipelined())
         super().on_body(body)
+        self._num_uploaded_bytes += len(body)
+        if self._num_uploaded_bytes >= MIN_UPLOADED_BYTES and self.phase is Phase.BODY and UPLOAD in self.cycle.scope:
+            self._num_uploaded_bytes = 0
+            self._enter(Phase.BODY)
 
     def on_chunk_complete(self) -> None:
         self._num_head_bytes = max(0, self._num_head_bytes - CHUNK_FRAMING_BYTES)
@@ -282,6 +291,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._end_late()
 
     def _check_reader(self, num_unsent_bytes: int, now: float) -> None:
+        """Close the connection of a client that reads nothing."""
         if self._running is not None and not self.flow.write_paused:
             self._num_unsent_bytes = 0
         elif self._num_unsent_bytes == 0 or num_unsent_bytes <= self._num_unsent_bytes - MIN_READ_BYTES:

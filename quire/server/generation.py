@@ -13,13 +13,15 @@ from msgspec import UNSET, UnsetType
 
 from quire.config.media import ProcessorOptions, background_of
 from quire.engine.output_stream import MergedOutput
-from quire.engine.request_part import EACH_STEP
+from quire.engine.request_part import EACH_STEP, IN_BACKGROUND
 from quire.errors import UserError
 from quire.logging import REQUEST_ID
 from quire.lora_request import LoRARequest
 from quire.multimodal.inputs import NO_OPTIONS, MediaOptions
 from quire.outputs import RequestMetrics, RequestOutput, raise_if_nonfinite
+from quire.request import FinishReason
 from quire.sampling_params import SamplingParams
+from quire.server.errors import unavailable
 from quire.server.limits import CHARGE, Charge, client_salt, names_owner
 from quire.server.protocol.chat import TemplateInputs
 from quire.server.protocol.common import AnswerTimes, CompletionTokensDetails, PromptTokensDetails, Usage
@@ -152,13 +154,15 @@ async def generate(
         return run(prompts[index], settings, ids[number], delta=True, part=part)
 
     context.admit()
-    charge = CHARGE.get() or Charge(context.metrics)
+    charge, in_background = CHARGE.get() or Charge(context.metrics), IN_BACKGROUND.get()
     REQUEST_ID.set(request_id)
     streams = [stream(number) for number in range(len(parts))]
     num_cached: dict[int, int] = {}
 
     def placed(number: int, output: RequestOutput) -> tuple[int, RequestOutput]:
         raise_if_nonfinite(output)
+        if in_background and any(each.finish_reason == FinishReason.ABORT for each in output.outputs):
+            raise unavailable("a line of a batch was ended early")  # it is asked again
         index = number // per_prompt
         charge.count((request_id, index), output)
         if per_prompt > 1:

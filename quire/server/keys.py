@@ -88,6 +88,10 @@ class KeyRing:
                 found = client
         return found
 
+    def owned_by(self, digest: str) -> Client | None:
+        """Client of the key with this SHA-256 digest in hexadecimal; None if it is no longer accepted."""
+        return next((client for known, client in self._clients if known.hex() == digest), None)
+
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
