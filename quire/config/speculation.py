@@ -19,8 +19,6 @@ METHODS = ("ngram", "ngram_gpu", "suffix", "draft_model", "eagle", "eagle3", "mt
 """Values of `method`. The first two name the same one, because drafts are looked up where the model runs."""
 _OF_A_MODEL = ("draft_model", *EAGLE_METHODS)
 """Methods that the option's `model` makes drafts for."""
-ON_DEVICES = ("ngram", "draft_model", "eagle", "eagle3", "mtp")
-"""Methods that run on a GPU too."""
 REFUSED = ("medusa", "mlp_speculator", "dflash", "dspark")
 """vLLM's methods that Quire does not have."""
 MAX_DRAFTS, MAX_LOOKUP = 31, 64
