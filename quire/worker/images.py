@@ -7,7 +7,6 @@ import time
 import numpy as np
 import torch
 
-from quire.config.vision import CACHE_BYTES
 from quire.image_orders import ImageOrders, ImagePlace
 from quire.models.vision import EncoderRun, VisionEncoder
 from quire.models.vision_grid import copied_to
@@ -57,11 +56,7 @@ class ImageOverlays:
     def working_bytes(self, max_tokens: int) -> int:
         """Upper estimate in bytes of features and the encoder's working memory, in float32. max_tokens: limit of a
         prompt, which bounds an image's placeholders."""
-        config = self.encoder.config
-        tokens = min(max_tokens, self._processor.max_tokens)
-        patches = tokens * config.merge_size**2
-        per_patch = 10 * config.hidden_size + config.intermediate_size + config.patch_values + config.merged_size
-        return CACHE_BYTES + 4 * (2 * patches * per_patch + tokens * config.feature_size)
+        return self.encoder.config.working_bytes(min(max_tokens, self._processor.max_tokens))
 
     def release_workspaces(self) -> None:
         """Free working memory and drop all features."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from quire.cli.main import main
 from quire.config.hf_config import load_model_config
 from quire.config.load import LoadConfig
 from quire.kernels.cpu.runtime import NativeRuntime
@@ -17,8 +19,8 @@ from quire.models.vision import VisionEncoder
 from quire.parallel.single import SINGLE_RANK
 from tests.e2e.test_gguf_images import TEXTS, TOWERS, WORDS
 from tests.fakes.gguf_tower import write_model, write_tower
-from tests.models.harness import randomize
-from tests.models.vision_models import BOUND, expected_features, gemma3, qwen2_5_vl, qwen3_vl, random_patches
+from tests.models.harness import randomize, save
+from tests.models.vision_models import BOUND, expected_features, gemma3, qwen2_5_vl, qwen3_5, qwen3_vl, random_patches
 
 WIDE = {"hidden_size": 64, "intermediate_size": 96}
 """Rows of whole blocks of 32 values."""
@@ -95,3 +97,22 @@ def test_features(architecture: str, types: tuple[str, ...], backend: str, tmp_p
     assert min(float(each.std()) for each in expected) > 0.3, "features too flat to compare"
     for found, wanted in zip(encoder.encode(patches, grids), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=BOUND)
+
+
+def test_a_plan_states_the_tower(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its weights as they are loaded, and the types of its file."""
+    _, path = written("qwen3vl", MIXED, tmp_path)
+    flags = ["--memory", "2GiB", "--max-model-len", "64", "--dtype", "float32"]
+    assert main(["plan", str(path), *flags, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["vision_tower"]
+    assert found["weight_bytes"] == tower(path, "float32", "torch").weight_bytes()
+    assert found["working_bytes"] > 256 * 2**20, "features are kept"
+    assert set(found["checkpoint_bytes_by_dtype"]) == set(MIXED)
+    assert main(["plan", str(path), *flags]) == 0
+    assert "vision tower" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("build", [qwen3_vl, qwen2_5_vl, qwen3_5, gemma3], ids=lambda build: build.__name__)
+def test_number_of_parameters(build: Callable[[], PreTrainedModel], tmp_path: Path) -> None:
+    encoder = tower(save(build(), tmp_path), "float32", "torch")
+    assert 4 * encoder.config.num_elements == encoder.weight_bytes()
