@@ -13,7 +13,8 @@ class ReadyImage(msgspec.Struct, frozen=True, array_like=True):
     key: bytes
     """Identity of the content (quire/multimodal/processors.py)."""
     pixels: bytes
-    """Resized picture, [height, width, 3] uint8; of an encoded image features, [tokens, feature size] float32."""
+    """Resized picture, [height, width, 3] uint8, or the frames of a video's part, [frames, height, width, 3]; of an
+    encoded image features, [tokens, feature size] float32."""
     size: tuple[int, int]
     """(height, width) in pixels; of an encoded image the shape of the features."""
     is_encoded: bool
@@ -25,6 +26,29 @@ class ReadyImage(msgspec.Struct, frozen=True, array_like=True):
     def num_tokens(self) -> int:
         frames, rows, columns = self.grid
         return frames * rows * columns
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.pixels)
+
+
+class ReadyVideo(msgspec.Struct, frozen=True, array_like=True):
+    """A decoded video: parts of a few frames, each computed as an image, and their times."""
+
+    parts: list[ReadyImage]
+    seconds: list[float]
+
+    @property
+    def num_tokens(self) -> int:
+        """Placeholders, without the texts of the times."""
+        return sum(part.num_tokens for part in self.parts)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
+
+ReadyMedium = ReadyImage | ReadyVideo
 
 
 class PromptImage(ReadyImage, frozen=True, array_like=True):

@@ -24,7 +24,9 @@ IMAGE_TOKENS = "mm_tokens_per_image"
 """Key of config.json: tokens of a picture."""
 IMAGE_MARKS = ("boi_token_index", "eoi_token_index")
 """Keys of config.json: tokens before and after a picture's."""
-OUTER_KEYS = (IMAGE_TOKENS, *IMAGE_MARKS)
+VIDEO_TOKENS = ("video_token_id", "vision_start_token_id", "vision_end_token_id")
+"""Keys of config.json: placeholder of videos, and the tokens before and after each part's."""
+OUTER_KEYS = (IMAGE_TOKENS, *IMAGE_MARKS, *VIDEO_TOKENS)
 """Keys of config.json that count as the vision tower's."""
 CACHE_BYTES = 256 * 2**20
 """Bytes of image features that workers keep for later steps and requests."""
@@ -225,6 +227,11 @@ class TowerKind:
     intermediate_size: int = 4304
     patch_size: int = 16
     activation: str = "gelu_pytorch_tanh"
+
+    @property
+    def table_is_interpolated(self) -> bool:
+        """True for the towers of Qwen3-VL and Qwen 3.5."""
+        return not (self.has_windows or self.is_pooled)
 
 
 _QWEN3, _QWEN35 = TowerKind(deepstack=(8, 16, 24)), TowerKind()

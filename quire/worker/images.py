@@ -100,7 +100,8 @@ class ImageOverlays:
                 (self._kept[part.key],), self._run = features, None
 
     def _begin(self, image: PromptImage) -> EncoderRun:
-        pixels = np.frombuffer(image.pixels, np.uint8).reshape(*image.size, 3)
+        pixels = np.frombuffer(image.pixels, np.uint8).reshape(-1, *image.size, 3)
+        pixels = pixels[0] if len(pixels) == 1 else pixels  # of a video's part several
         merge = self.encoder.config.merge_size
         frames, rows, columns = image.grid
         grid = frames, rows * merge, columns * merge
