@@ -237,7 +237,7 @@ def _video_inputs(config: EngineConfig, processor: QwenProcessor, tokenizer: Enc
     model = config.model
     tokens = [(model.vision or {}).get(key) for key in VIDEO_TOKENS]
     is_known = VISION_TOWERS[model.architecture].table_is_interpolated and model.mmproj is None
-    if not is_known or not all(type(token) is int for token in tokens):
+    if not is_known or not all(type(token) is int and 0 <= token < model.vocab_size for token in tokens):
         return None
     from quire.multimodal.videos import read_video_processor
 

@@ -31,7 +31,7 @@ from tests.models.vision_models import (
 from tests.multimodal.pictures import draw
 
 VIDEO_TOKEN = 91
-TIMES = {"seconds>": 60, "<0.0": 61, "<0.1": 62, "<0.2": 63, "<0.3": 64, "<1.0": 65, "<3.0": 66}
+TIMES = {"seconds>": 60, "<0.0": 61, "<0.1": 62, "<0.2": 63, "<0.3": 64, "<0.4": 67, "<1.0": 65, "<3.0": 66}
 """Words of the times, each of which is one token."""
 TEMPLATE = (
     "{% for message in messages %}{% for part in message.content %}{% if part.type == 'video' %}<s> <video> </s>"
