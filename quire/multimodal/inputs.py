@@ -300,7 +300,7 @@ def _is_one_video(given: object) -> bool:
     """True for frames, and for frames with metadata; False for a list of videos."""
     if isinstance(given, tuple):
         return len(given) == 2 and isinstance(given[1], Mapping)
-    if not isinstance(given, list) or not given:
+    if not isinstance(given, list):
         return True
-    first = given[0]
+    first = given[0] if given else None
     return getattr(first, "ndim", 0) == 3 or hasattr(first, "getbands")  # an array, or a Pillow image

@@ -226,7 +226,8 @@ def test_a_chat(llm: LLM, model: PreTrainedModel) -> None:
     ("change", "message"),
     [
         ({"multi_modal_data": {"video": [FRAMES, FRAMES]}}, "1 placeholders .token 91., and 2 videos"),
-        ({"multi_modal_data": {"video": []}}, "must be a list of frames"),
+        ({"multi_modal_data": {"video": [[]]}}, "must be a list of frames"),
+        ({"multi_modal_data": {"video": []}}, "1 placeholders .token 91., and 0 videos"),
         ({"multi_modal_data": {"video": [b"x"]}}, "the video is of an unknown format|videos need PyAV"),
         ({"multi_modal_data": {"video": [[FRAMES[0], SHORT[0]]]}}, "frames of a video must have one size"),
         ({"multi_modal_data": {"video": [(FRAMES, {"speed": 2})]}}, "metadata of a video has fps"),

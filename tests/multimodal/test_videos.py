@@ -65,7 +65,7 @@ def test_sizes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", CODECS)
 def test_decoded_frames(kind: str, tmp_path: Path) -> None:
     data = recorded(FRAMES, kind)
-    made = processor(tmp_path, fps=5)
+    made = processor(tmp_path, fps=5, size={"shortest_edge": 64, "longest_edge": 4096})
     path = tmp_path / f"clip.{kind}"
     path.write_bytes(data)
     wanted, _ = read_video_pyav(str(path), lambda metadata, **_: np.array(made.sample(len(FRAMES), 10.0)))
