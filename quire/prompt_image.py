@@ -32,25 +32,6 @@ class ReadyImage(msgspec.Struct, frozen=True, array_like=True):
         return len(self.pixels)
 
 
-class ReadyVideo(msgspec.Struct, frozen=True, array_like=True):
-    """A decoded video: parts of a few frames, each computed as an image, and their times."""
-
-    parts: list[ReadyImage]
-    seconds: list[float]
-
-    @property
-    def num_tokens(self) -> int:
-        """Placeholders, without the texts of the times."""
-        return sum(part.num_tokens for part in self.parts)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(part.num_bytes for part in self.parts)
-
-
-ReadyMedium = ReadyImage | ReadyVideo
-
-
 class PromptImage(ReadyImage, frozen=True, array_like=True):
     """An image in a prompt, where a run of placeholder tokens stands for it."""
 

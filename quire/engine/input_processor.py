@@ -18,9 +18,10 @@ from quire.logits_processors import LogitsProcessor, check_params
 from quire.multimodal.inputs import IMAGES, TEXT_ALONE, ImageInputs, MediaOptions, NoImages, pictures_of
 from quire.multimodal.named import NamedPictures
 from quire.multimodal.sources import Picture
+from quire.multimodal.video_marks import ReadyMedium
 from quire.parsers.reasoning import ThinkFormat, Thought
 from quire.parsers.registry import detect_reasoning_parser, reasoning_format
-from quire.prompt_image import PromptImage, ReadyMedium
+from quire.prompt_image import PromptImage
 from quire.request import MAX_PRIORITY, EngineRequest
 from quire.sampling_params import MAX_LOGPROBS, SamplingParams, ThinkingBudget
 from quire.structured_output.writer import GrammarWriter

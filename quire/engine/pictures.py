@@ -16,7 +16,8 @@ from quire.multimodal.cache import ReadyImages
 from quire.multimodal.inputs import NO_OPTIONS, ImageInputs, MediaOptions, NoImages, pictures_of
 from quire.multimodal.named import NamedPictures, name_key, unknown_name
 from quire.multimodal.sources import Picture
-from quire.prompt_image import ReadyImage, ReadyMedium, ReadyVideo
+from quire.multimodal.video_marks import ReadyMedium, ReadyVideo
+from quire.prompt_image import ReadyImage
 from quire.utils.fair_threads import FairThreads
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import hashlib
 import threading
 from collections import OrderedDict
 
-from quire.prompt_image import ReadyMedium
+from quire.multimodal.video_marks import ReadyMedium
 
 ENTRY_BYTES = 512
 """Approximate bytes of an entry besides its pixels."""

@@ -19,8 +19,8 @@ from quire.errors import ConfigError, UserError
 from quire.multimodal.marks import Encoder, ImageMarks
 from quire.multimodal.named import NamedPictures, name_key, unknown_name
 from quire.multimodal.sources import LOW_DETAIL_PIXELS, Picture, checked_uuid, is_data_url
-from quire.multimodal.video_marks import VideoMarks, runs_of
-from quire.prompt_image import PromptImage, ReadyImage, ReadyMedium, ReadyVideo
+from quire.multimodal.video_marks import ReadyMedium, ReadyVideo, VideoMarks, runs_of
+from quire.prompt_image import PromptImage, ReadyImage
 
 if TYPE_CHECKING:
     from quire.multimodal.preparing import Preparation

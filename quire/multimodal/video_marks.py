@@ -5,9 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from quire.errors import UserError
 from quire.multimodal.marks import Encoder
-from quire.prompt_image import ReadyImage, ReadyVideo
+from quire.prompt_image import ReadyImage
+
+
+class ReadyVideo(msgspec.Struct, frozen=True, array_like=True):
+    """A decoded video: parts of a few frames, each computed as an image, and their times."""
+
+    parts: list[ReadyImage]
+    seconds: list[float]
+
+    @property
+    def num_tokens(self) -> int:
+        """Placeholders, without the texts of the times."""
+        return sum(part.num_tokens for part in self.parts)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
+
+ReadyMedium = ReadyImage | ReadyVideo
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from quire.errors import UserError
 from quire.multimodal.decoding import Pixels, read_pixels
 from quire.multimodal.processors import LARGEST_RATIO, QwenProcessor, content_key, resize
 from quire.multimodal.sources import VIDEO_LIMITS, read_data_url, too_many_bytes
-from quire.prompt_image import ReadyImage, ReadyVideo
+from quire.multimodal.video_marks import ReadyVideo
+from quire.prompt_image import ReadyImage
 from quire.utils.extras import how_to_install
 
 USUAL_FPS = 24.0
@@ -35,7 +36,7 @@ _FILE, _JOINT_FILE, _VIDEOS = "video_preprocessor_config.json", "processor_confi
 
 
 class VideoProcessor(msgspec.Struct, frozen=True):
-    """image: processor of the frames. min_pixels, max_pixels: of all frames after resizing. fps: frames sampled of a
+    """image: processor of the frames. min_pixels, max_pixels: pixels of all frames after resizing. fps: frames sampled of a
     second (None: all), from min_frames to max_frames. num_frames: frames sampled in all, in place of fps. max_tokens:
     tokens of a frame (None: no limit of its own)."""
 
