@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 from pathlib import Path
 from typing import Any
 
+from quire.cli.main import main
 from quire.cli.vllm import flag_tables
 from quire.version import __version__
 
@@ -49,7 +52,16 @@ def _page(app: Any, name: str, source: list[str]) -> None:
         return match[0] if path.suffix in _PAGES else f"{words} (`{path.relative_to(ROOT)}`)"
 
     text = _LINK.sub(link, text)
-    source[0] = text.replace("<!-- flags -->", flag_tables())
+    for mark, table in {"<!-- flags -->": flag_tables, "<!-- kv waste -->": _kv_waste}.items():
+        if mark in text:
+            text = text.replace(mark, table())
+    source[0] = text
+
+
+def _kv_waste() -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert main(["plan", "--kv-waste"]) == 0
+    return printed.getvalue()
 
 
 def setup(app: Any) -> None:

@@ -146,9 +146,7 @@ OPENMP_SPIN_COUNT = "100000"
 
 def limit_openmp_spinning() -> None:
     """Shorten the time for which waiting threads of torch's OpenMP runtime (GNU's) spin before they sleep, unless the
-    user has set `GOMP_SPINCOUNT` or `OMP_WAIT_POLICY`. Only effective before torch is loaded. On shared cores a
-    spinning thread holds a core that the awaited thread needs. Sleeping at once would halve the speed of small
-    models."""
+    user has set `GOMP_SPINCOUNT` or `OMP_WAIT_POLICY`. Only effective before torch is loaded."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPIN_COUNT)
 

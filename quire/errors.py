@@ -122,8 +122,7 @@ def new_error_id() -> str:
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """True for exceptions that ask the thread to stop. Others are failures, including panics of native extensions,
-    which derive from BaseException."""
+    """True for exceptions that ask the thread to stop."""
     return isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit)
 
 
@@ -145,8 +144,7 @@ MAX_SUGGESTED_CHARACTERS = 100
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for the closest of `known`, or "". Long names get none: comparing takes time for each
-    character."""
+    """`; did you mean 'x'?` for the closest of `known`, or ""."""
     if len(name) > MAX_SUGGESTED_CHARACTERS:
         return ""
     close = difflib.get_close_matches(name, list(known), n=1)

@@ -1,4 +1,4 @@
-"""LLM: the offline API. The engine runs in the caller's thread, so a script needs no `__main__` guard."""
+"""LLM: the offline API."""
 
 from __future__ import annotations
 
@@ -280,7 +280,6 @@ class LLM(OfflineEngine):
         use_tqdm: bool | MakeBar,
         lora_request: LoRARequests,
     ) -> list[RequestOutput]:
-        """Run pooled requests in order. Each prompt may have a second text."""
         with self._busy:
             requests = []
             adapters = self._adapters.each(lora_request, len(prompts))
@@ -377,8 +376,7 @@ class _Interrupt:
 
 @contextmanager
 def _deferred_interrupt() -> Iterator[_Interrupt]:
-    """Hold SIGINT back between two `check`s: in the middle of a step it would leave the scheduler inconsistent. Only
-    the main thread gets signals."""
+    """Hold SIGINT back between two `check`s: in the middle of a step it would leave the scheduler inconsistent."""
     interrupt = _Interrupt()
     if threading.current_thread() is not threading.main_thread() or not callable(interrupt.usual):
         yield interrupt
@@ -393,7 +391,6 @@ def _deferred_interrupt() -> Iterator[_Interrupt]:
 
 @contextmanager
 def _naming(index: int, noun: str, *, of: int) -> Iterator[None]:
-    """Prefix a UserError's message with the index, if there are several."""
     try:
         yield
     except UserError as error:

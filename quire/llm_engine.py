@@ -120,7 +120,6 @@ class LLMEngine(OfflineEngine):
 
 
 def _named(request_id: str, error: QuireError) -> QuireError:
-    """The error with the request's id before a message for users."""
     if isinstance(error, UserError):
         return type(error)(f"request {request_id!r}: {error.message}", param=error.param)
     return error

@@ -13,6 +13,11 @@ from quire.step import TokenValues
 
 MAX_PRIORITY = 100
 """Limit of priorities, of either sign, and so of the time for which later requests can overtake an earlier one."""
+BACKGROUND_LEVEL = 1000
+"""Added to the priority of background requests: worse than all others."""
+BACKGROUND_SECONDS = 1e9
+"""Lateness of background requests in the order of service. Thirty years, and small enough for float64 to tell
+microseconds apart."""
 
 
 class ResumePoint(msgspec.Struct, frozen=True, array_like=True):
@@ -45,6 +50,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     priority: int = 0
     """Lower is earlier; see `Request.order_key`."""
+    is_background: bool = False
+    """Comes after all other requests, whatever its priority and age, and is preempted for them."""
     client: str = ""
     """Client's name. Waiting requests of several clients take turns (quire/scheduler/fair_order.py)."""
     each_step: bool = False
@@ -75,6 +82,11 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     thinking_budget: ThinkingBudget | None = None
     resume_point: ResumePoint | None = None
     """Progress in another engine that ran the request before. None with beam search, which reports only at its end."""
+
+    @property
+    def level(self) -> int:
+        """Priority for comparisons between requests; background requests have the worst ones."""
+        return self.priority + (BACKGROUND_LEVEL if self.is_background else 0)
 
 
 class FinishReason(enum.StrEnum):

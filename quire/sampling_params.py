@@ -15,7 +15,7 @@ from quire.structured_outputs_params import StructuredOutputsParams
 MAX_N = 256
 MAX_BEAM_WIDTH = 32
 MAX_BEAM_STOP_TOKENS = 32
-"""Each end token makes the worker return one more candidate for every beam."""
+"""Limit of a beam search's end tokens, each of which costs a candidate a beam."""
 MAX_LENGTH_PENALTY = 10.0
 MAX_LOGPROBS = 20
 """Default of the engine's option `max_logprobs`."""
@@ -26,7 +26,7 @@ MAX_LOGIT_BIAS = 4096
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 MAX_TIMEOUT_SECONDS = 1e9
 MAX_PATTERN_TOKENS = 256
-"""Longest pattern of a repetition. Each length up to it is compared at every token."""
+"""Longest pattern of a repetition."""
 MAX_INTEGER = 2**63 - 1
 """Bound of values without a limit of their own, which must fit the wire and the sampler's columns."""
 
@@ -370,8 +370,7 @@ PYTHON_ONLY = (
     "spaces_between_special_tokens",
     "skip_clone",
 )
-"""Fields that only Python callers can set. Two have no effect: tokenizers put no spaces between special tokens, and
-each request gets a copy of the parameters."""
+"""Fields that only Python callers can set."""
 _NOT_FOR_BEAM_SEARCH: dict[str, tuple[float, ...]] = {
     "temperature": (0.0, 1.0),
     "top_p": (1.0,),
@@ -412,7 +411,6 @@ def _optional_integer(name: str, value: object, low: int, high: int | None) -> N
 
 
 def _token_ids(name: str, values: list[int] | None) -> None:
-    """Check types and signs. The input processor, which knows the vocabulary's size, checks the upper bound."""
     if values is None:
         return
     if not isinstance(values, list | tuple):

@@ -44,8 +44,7 @@ BlockKey: TypeAlias = tuple[int, bytes]
 
 
 class HostTransfers(msgspec.Struct, tag="host", array_like=True):
-    """Copies between the pools of device and host, for preempted sequences and cached blocks. Orders of every KV
-    connector derive from it, because each engine with a host pool swaps."""
+    """Copies between the pools of device and host, for preempted sequences and cached blocks."""
 
     swap_out: list[tuple[int, int]] = []
     """(device block, host block): whole blocks, every page tensor. Destinations are distinct, also in `swap_in`."""
@@ -57,8 +56,8 @@ class HostTransfers(msgspec.Struct, tag="host", array_like=True):
 
 
 class StoreTransfers(HostTransfers, tag="store"):
-    """Orders of a KV connector that keeps copies of blocks in a store (quire/kv_cache/connectors/). They touch host
-    memory only. Loads begin with the plan, stores after its copies."""
+    """Orders of a KV connector that keeps copies of blocks in a store (quire/kv_cache/connectors/). Loads begin with
+    the plan, stores after its copies."""
 
     stores: list[tuple[int, int, bytes]] = []
     """(host block, KV group, block hash): blocks to store, after this plan's swap_out. The host block keeps its content
@@ -137,8 +136,8 @@ class SequenceSampling(msgspec.Struct, array_like=True, frozen=True):
 
     params: SamplingParams
     seed: int
-    """64-bit seed, different for each of a request's `n` sequences. Token i is drawn from a counter-based generator
-    keyed by (seed, i), so there is no generator state."""
+    """64-bit seed, different for each of a request's `n` sequences; token i is drawn from a counter-based generator
+    keyed by (seed, i)."""
     stop_token_ids: list[int]
     """End-of-sequence and stop tokens, banned before `min_tokens` are generated."""
     bad_token_sequences: list[list[int]]

@@ -2,18 +2,17 @@
 
     python -m tests.check_docs [DOCUMENT...]        (make check-docs)
 
-Commands run in bash, in a directory of their document with files of the names that they use. The bundled model stands
-for each model that a reader would bring; a server of it answers the calls. tests/cli/examples.py lists what is not run.
+Commands run in bash, two documents at a time, each in a directory of its own with files of the names that its commands
+use (tests/document_files.py). A small model stands for each model that a reader would bring; one server of the bundled
+model answers the calls of all documents. tests/cli/examples.py lists what is not run.
 """
 
 from __future__ import annotations
 
-import json
+import base64
 import os
 import re
-import resource
-import select
-import shutil
+import shlex
 import signal
 import subprocess
 import sys
@@ -21,22 +20,14 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from PIL import Image
-from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
-
 from tests.architecture.source import ROOT
-from tests.cli.examples import ADDRESS, DOCUMENTS, PYTHON_NOT_RUN, blocks, is_serve, text_of, why_not_run
-from tests.fakes.adapters import write_adapter
+from tests.cli.examples import ADDRESS, DOCUMENTS, PYTHON_NOT_CHECKED, blocks, is_serve, text_of, why_not_run
+from tests.document_files import link_files, write_files
 
-BUNDLED = ROOT / "quire" / "bundled" / "quire-python-5m"
-MODELS = (
-    *("MODEL", "SMALLER_MODEL", "path/to/model", "Qwen/Qwen3-0.6B", "meta-llama/Llama-3.1-8B"),
-    *("path/to/directory", "org/model"),  # those of `quire quantize`
-)
-"""Names of models in the documents; here each is a copy of the bundled one."""
 SECONDS = 300.0
 """Time that a command may take."""
 READY = re.compile(rb"http://[\w.]+:\d+")
@@ -44,125 +35,103 @@ ENOUGH = re.compile(rb"\x1b\[|KV")
 """Output of a command that goes on until it is interrupted, by which it has shown that it works."""
 
 
-def prepare(folder: Path) -> None:
-    """Make the files that commands of the documents read."""
-    for name in MODELS:
-        shutil.copytree(BUNDLED, folder / name)
-    for name in MODELS[-2:]:  # GGUF has a name for GPT-2's rule of splitting words, not for the bundled one's
-        tokenizer = json.loads((folder / name / "tokenizer.json").read_text())
-        split = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True, "trim_offsets": True}
-        content = {**tokenizer, "pre_tokenizer": split, "normalizer": None}
-        (folder / name / "tokenizer.json").write_text(json.dumps(content))
-    write_experts(folder / "MODEL_OF_EXPERTS")
-    for name in ("home/.config/fish/completions", "home/.zfunc"):
-        (folder / name).mkdir(parents=True)
-    (folder / ".venv").symlink_to(sys.prefix)
-    for name in ("picture.png", "photo.png"):
-        Image.new("RGB", (64, 64), "red").save(folder / name)
-    (folder / "text.txt").write_text((ROOT / "quire" / "llm.py").read_text()[:8000])
-    (folder / "path/to/config.json").write_text((BUNDLED / "config.json").read_text())
-    body = {"model": "bundled", "prompt": "def f(", "max_tokens": 4}
-    lines = [{"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": body} for i in range(3)]
-    (folder / "requests.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    requests = [{"prompt": "def f(", "max_tokens": 4}] * 4
-    (folder / "workloads.json").write_text(json.dumps({"batch32": requests}))
-    arrivals = [{"arrival": 0.1 * i, "input_tokens": 800, "output_tokens": 300} for i in range(1500)]
-    (folder / "trace.jsonl").write_text("".join(json.dumps(each) + "\n" for each in arrivals))
-    rows = [",".join(arrivals[0]), *(",".join(map(str, each.values())) for each in arrivals)]
-    (folder / "trace.csv").write_text("\n".join(rows) + "\n")
+@dataclass(frozen=True)
+class Outcome:
+    """One command: its seconds, its seconds of the processor with its children's, and the reason of a failure."""
+
+    command: str
+    seconds: float
+    processor_seconds: float
+    failure: str | None
 
 
-def write_gguf(folder: Path) -> None:
-    process = start("quire quantize path/to/directory --to q8_0 -o path/to/model.gguf", folder)
-    process.communicate()
-    assert process.returncode == 0, (folder / "errors").read_text()
+class Command:
+    """A command of bash that runs in a directory, in a process group of its own."""
+
+    def __init__(self, command: str, folder: Path, given: bytes = b"") -> None:
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        own = {"PATH": path, "HOME": str(folder / "home"), "PYTHONPATH": str(ROOT)}
+        self._files = [folder / name for name in ("input", "output", "errors")]
+        self._files[0].write_bytes(given)
+        with self._files[0].open("rb") as entry, self._files[1].open("wb") as out, self._files[2].open("wb") as errors:
+            self._process = subprocess.Popen(
+                ["bash", "-c", command],
+                cwd=folder,
+                env={**os.environ, **own, "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"},
+                stdin=entry,
+                stdout=out,
+                stderr=errors,
+                start_new_session=True,
+            )
+        self.status: int | None = None
+        self.processor_seconds = 0.0
+
+    @property
+    def output(self) -> bytes:
+        return self._files[1].read_bytes()
+
+    @property
+    def errors(self) -> str:
+        return self._files[2].read_text().strip()
+
+    def _poll(self) -> bool:
+        """Has it ended?"""
+        if self.status is None:
+            process, status, usage = os.wait4(self._process.pid, os.WNOHANG)
+            if process:
+                self.status = self._process.returncode = os.waitstatus_to_exitcode(status)
+                self.processor_seconds = usage.ru_utime + usage.ru_stime
+        return self.status is not None
+
+    def wait(self, seconds: float = SECONDS) -> bool:
+        """Wait for its end."""
+        end = time.monotonic() + seconds
+        while not self._poll() and time.monotonic() < end:
+            time.sleep(0.01)
+        return self._poll()
+
+    def wait_for(self, pattern: re.Pattern[bytes]) -> re.Match[bytes] | None:
+        """Wait until its output has the pattern, or for its end."""
+        end = time.monotonic() + SECONDS
+        while not (found := pattern.search(self.output)) and not self._poll() and time.monotonic() < end:
+            time.sleep(0.02)
+        return found
+
+    def end(self, sign: int) -> int | None:
+        """Send its group a signal, and return its exit status. It is killed where it does not end."""
+        if not self._poll():
+            os.killpg(self._process.pid, sign)
+            if not self.wait(30):
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self.wait(30)
+        return self.status
 
 
-def write_experts(directory: Path) -> None:
-    """Write a random Mixtral with the bundled model's tokenizer."""
-    shutil.copytree(BUNDLED, directory)
-    (directory / "model.safetensors").unlink()
-    own = json.loads((BUNDLED / "config.json").read_text())
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_local_experts": 4}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": own["vocab_size"]}
-    MixtralForCausalLM(MixtralConfig(**sizes, **heads, max_position_embeddings=256)).save_pretrained(directory)
+def serve(command: str, folder: Path, document: str) -> tuple[Command, str | None]:
+    """Start a server, wait until it is ready, and stop it. A refusal whose words the document shows is no failure."""
+    words = re.sub(r"--port \d+", "", command).partition("#")[0].rstrip()
+    process = Command(f"exec {words} --port 0", folder)
+    is_ready = process.wait_for(READY) is not None
+    status = process.end(signal.SIGTERM)
+    if not is_ready and process.errors and process.errors in text_of(document):
+        return process, None
+    return process, None if is_ready and status == 0 else f"exit {status}: {process.errors[-400:]}"
 
 
-def environment(folder: Path) -> dict[str, str]:
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    own = {"PATH": path, "HOME": str(folder / "home"), "PYTHONPATH": str(ROOT)}
-    return {**os.environ, **own, "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
-
-
-def start(command: str, folder: Path) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        ["bash", "-c", command],
-        cwd=folder,
-        env=environment(folder),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=(folder / "errors").open("wb"),
-        start_new_session=True,
-    )
-
-
-def read_until(process: subprocess.Popen[bytes], pattern: re.Pattern[bytes]) -> bytes:
-    """Output of a process up to where the pattern is found, its end, or the time limit."""
-    assert process.stdout is not None
-    found, end = b"", time.monotonic() + SECONDS
-    while not pattern.search(found) and time.monotonic() < end:
-        if select.select([process.stdout], [], [], 1.0)[0]:
-            more = os.read(process.stdout.fileno(), 1 << 16)
-            if not more:
-                break
-            found += more
-    return found
-
-
-def end(process: subprocess.Popen[bytes], sign: int) -> int:
-    """Exit status of a process that gets a signal, with its group; it is killed where it does not end."""
-    if process.poll() is None:
-        os.killpg(process.pid, sign)
-    try:
-        process.communicate(timeout=30)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-    return process.returncode
-
-
-def serve(command: str, folder: Path, document: str) -> str | None:
-    """Start a server, wait until it is ready, and stop it; the reason of a failure.
-
-    A refusal whose words the document shows is none.
-    """
-    command = re.sub(r"--port \d+", "", command)
-    lines = command.partition("#")[0].rstrip() + " --port 0"
-    process = start(f"exec {lines}", folder)
-    is_ready = READY.search(read_until(process, READY)) is not None
-    status = end(process, signal.SIGTERM)
-    error = (folder / "errors").read_text().strip()
-    if not is_ready and error and error in text_of(document):
-        return None
-    return None if is_ready and status == 0 else f"exit {status}: {error[-400:]}"
-
-
-def run(command: str, folder: Path, document: str) -> str | None:
+def run(command: str, folder: Path, document: str) -> tuple[Command, str | None]:
     """Run one command; the reason of a failure."""
     if is_serve(command):
         return serve(command, folder, document)
-    process = start(command, folder)
-    if re.match(r"quire top (?!--once)", command):
-        read_until(process, ENOUGH)
-        status = end(process, signal.SIGINT)
-        return None if status in (0, 130) else f"exit {status}: {(folder / 'errors').read_text()[-400:]}"
-    try:
-        process.communicate(b"/exit\n" if command.startswith("quire chat") else b"", timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        end(process, signal.SIGKILL)
-        return f"no end within {SECONDS:.0f} s"
-    error = (folder / "errors").read_text().strip()
-    return None if process.returncode == 0 else f"exit {process.returncode}: {error[-400:]}"
+    process = Command(command, folder, b"/exit\n" if command.startswith("quire chat") else b"")
+    if re.match(r"quire top (?!.*--once)", command):
+        process.wait_for(ENOUGH)
+        good = process.end(signal.SIGINT) in (0, 130)
+    elif not process.wait():
+        process.end(signal.SIGKILL)
+        return process, f"no end within {SECONDS:.0f} s"
+    else:
+        good = process.status == 0
+    return process, None if good else f"exit {process.status}: {process.errors[-400:]}"
 
 
 def here(command: str, address: str) -> str:
@@ -170,55 +139,66 @@ def here(command: str, address: str) -> str:
     return re.sub(r"^quire top(?! +https?:)", f"quire top {address}", command.replace(ADDRESS, address))
 
 
-def check(document: str, address: str) -> Iterator[tuple[str, float, str | None]]:
-    """Run what a document shows: commands with their seconds and the reason of a failure."""
-    with TemporaryDirectory() as name:
-        folder = Path(name)
-        prepare(folder)
-        if document == "docs/adapters.md":
-            write_adapter(AutoModelForCausalLM.from_pretrained(BUNDLED), folder / "adapters" / "sql")
-        if document == "README.md":
-            write_gguf(folder)
-        program = ""
-        for block in blocks(document):
-            commands = [each for each in block.commands() if why_not_run(each) is None]
-            if block.language == "python" and document not in PYTHON_NOT_RUN:
-                program += block.text
-                (folder / "program.py").write_text(program.replace(ADDRESS, address))
-                commands = [f"{sys.executable} program.py"]
-            for command in commands:
-                started = time.monotonic()
-                failure = run(here(command, address), folder, document)
-                yield command, time.monotonic() - started, failure
+def commands(document: str, folder: Path, address: str) -> Iterator[str]:
+    """What a document shows, in its order; its Python blocks are one program, at the place of the last one."""
+    if document == "README.md":  # where a reader would have the file
+        yield "quire quantize path/to/directory --to q8_0 -o path/to/model.gguf"
+    programs = [block for block in blocks(document) if block.language == "python"]
+    for block in blocks(document):
+        yield from (here(each, address) for each in block.commands() if why_not_run(each) is None)
+        if document not in PYTHON_NOT_CHECKED and programs and block is programs[-1]:
+            text = "\n".join(each.text for each in programs).replace(ADDRESS, address)
+            text = text.replace(
+                "base64,...", f"base64,{base64.b64encode((folder / 'photo.png').read_bytes()).decode()}"
+            )
+            (folder / "program.py").write_text(text)
+            yield f"{shlex.quote(sys.executable)} program.py"
+
+
+def check(document: str, files: Path, address: str) -> list[Outcome]:
+    outcomes = []
+    folder = files.with_name(document.replace("/", "-"))
+    link_files(files, folder)
+    for command in commands(document, folder, address):
+        started = time.monotonic()
+        process, failure = run(command, folder, document)
+        outcome = Outcome(command, time.monotonic() - started, process.processor_seconds, failure)
+        outcomes.append(outcome)
+        seconds = f"{outcome.seconds:6.1f} s, processor {outcome.processor_seconds:5.1f} s"
+        reason = f"\n          FAILED: {failure}" if failure is not None else ""
+        print(f"{seconds}  {document}: {command.splitlines()[0][:90]}{reason}", flush=True)
+    return outcomes
 
 
 @contextmanager
-def server() -> Iterator[str]:
+def server(folder: Path) -> Iterator[str]:
     """Address of a server of the bundled model."""
-    with TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "home").mkdir()
-        process = start("exec quire serve --kv-cache-memory 64MiB --port 0", folder)
-        try:
-            found = READY.search(read_until(process, READY))
-            assert found, (folder / "errors").read_text()
-            yield found[0].decode()
-        finally:
-            end(process, signal.SIGTERM)
+    (folder / "home").mkdir(parents=True)
+    process = Command("exec quire serve --kv-cache-memory 64MiB --port 0", folder)
+    try:
+        found = process.wait_for(READY)
+        assert found, process.errors
+        yield found[0].decode()
+    finally:
+        process.end(signal.SIGTERM)
 
 
 def main(documents: list[str]) -> int:
-    failed = ran = 0
-    with server() as address, ThreadPoolExecutor(2) as threads:
-        for found in threads.map(lambda document: [(document, *each) for each in check(document, address)], documents):
-            for document, command, seconds, failure in found:
-                ran += 1
-                print(f"{seconds:6.1f} s  {document}: {command.splitlines()[0][:100]}", flush=True)
-                if failure is not None:
-                    failed += 1
-                    print(f"          FAILED: {failure}", flush=True)
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    print(f"==> {ran} commands and programs, {failed} failed, {used.ru_utime + used.ru_stime:.0f} s of the processor")
+    started = time.monotonic()
+    outcomes: list[Outcome] = []
+    longest_first = sorted(documents, key=lambda each: -sum(len(block.commands()) for block in blocks(each)))
+    with TemporaryDirectory() as name, ThreadPoolExecutor(2) as threads:
+        files = Path(name) / "files"
+        write_files(files)
+        with server(Path(name) / "server") as address:
+            for found in threads.map(lambda each: check(each, files, address), longest_first):
+                outcomes += found
+    failed = sum(each.failure is not None for each in outcomes)
+    used = os.times()
+    print(
+        f"==> {len(outcomes)} commands and programs, {failed} failed, {time.monotonic() - started:.0f} s, "
+        f"{used.children_user + used.children_system:.0f} s of the processor"
+    )
     return 1 if failed else 0
 
 

@@ -105,6 +105,7 @@ REQUEST = EngineRequest(
     prediction=[4, 5],
     images=[IMAGE],
     is_processed=True,
+    is_background=True,
     adapter=ADAPTER,
     request_id="r-1",
     prompt_token_ids=[1, 2, 3],

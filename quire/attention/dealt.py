@@ -1,7 +1,7 @@
 """Attention of ranks that hold the same key heads and keep a part of a sequence's tokens each.
 
 A rank gathers its neighbours' query heads and attends with all of them to its own tokens. Then the partial results of
-its own heads are merged from every rank, in rank order, weighted by their sums of weights.
+its own heads are merged from every rank, weighted by their sums of weights.
 """
 
 from __future__ import annotations
@@ -65,6 +65,6 @@ def merge_parts(parts: list[torch.Tensor], first: int, num_heads: int, head_dim:
 
 
 def _exponentials(values: torch.Tensor) -> torch.Tensor:
-    """Exponentials from the C library: vector code differs in last bits."""
+    """Exponentials from the C library, for equal bits."""
     found = [math.exp(value) if value == value else value for value in values.double().flatten().tolist()]
     return torch.tensor(found, dtype=torch.float64).view(values.shape).float()

@@ -31,13 +31,12 @@ NO_PROMPTS = HostColumns(np.zeros(1, np.int64), np.zeros(0, np.int64))
 class DeviceBatch:
     """S sequences with T new tokens, concatenated, maybe padded to a captured size. The first new token of sequence s
     is at position seq_lens[s] - (query_start[s + 1] - query_start[s]). Padding sequences and tokens come last; neither
-    belongs to the other. Padding rows may hold any values: kernels neither read out of range nor write pages for them,
-    and no real row depends on them."""
+    belongs to the other."""
 
     num_seqs: int
     num_tokens: int
     max_query_len: int
-    """Maximum new tokens of a sequence. If 1, token t belongs to sequence t, which the decode kernel relies on."""
+    """Maximum new tokens of a sequence; if 1, token t belongs to sequence t."""
     max_seq_len: int
     """Maximum sequence length, which bounds grids; in a graph the overall maximum."""
     rows: torch.Tensor

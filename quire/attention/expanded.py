@@ -1,8 +1,6 @@
 """Prompts over latents with keys and values expanded per head, in torch, a few heads and a piece of the keys at a time.
 
-Per head, a query and a key cost key_dim + value_dim multiplications instead of 2 * rank + rope_dim, and expanding a key
-costs as much as absorbing a query. Whole prompts are cheaper expanded; few tokens after a long context stay absorbed.
-The two forms give different bits.
+Whole prompts are cheaper expanded; few tokens after a long context stay absorbed; the two forms give different bits.
 """
 
 from __future__ import annotations

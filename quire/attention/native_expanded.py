@@ -1,5 +1,4 @@
-"""Native steps with expanded prompts (quire/attention/expanded.py). All products are native: keys and values of some
-heads go to scratch pages, over which the attention kernel runs. torch gathers latents and joins the parts of keys."""
+"""Native steps with expanded prompts (quire/attention/expanded.py)."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ A query tile is a few consecutive new tokens of one sequence; a key tile is KEY_
 of KEY_TILE. An item is one of each; invisible key tiles are left out.
 
 A query's result does not depend on the batch: sums stay inside key tiles, and partial results merge in an order that
-depends only on tile numbers. Up to WAVE_TILES tiles (a wave, with fixed borders) merge pairwise as a binary tree; waves
-follow each other. An invisible key contributes an exact zero.
+depends only on tile numbers.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ SMALL_LIMIT = 64
 """Maximum rows (new tokens x query heads per key head) of a sequence with small tiles."""
 
 HIDDEN = -1e30
-"""Term added to the score of an invisible key: its weight is exactly zero. Finite, to avoid NaN. A maximum at or below
-it means no visible key."""
+"""Term added to the score of an invisible key: finite, with weight exactly zero. A maximum at or below it means no
+visible key."""
 
 Levels = tuple[tuple[torch.Tensor, torch.Tensor], ...]
 
@@ -193,7 +192,7 @@ def _plan_chunks(queries: QueryTiles, window: Window, chunk_items: int) -> tuple
 
 
 def _chunk_numbers(wave: np.ndarray, item_tile: np.ndarray, chunk_items: int) -> np.ndarray:
-    """Ascending chunk numbers of the items: about `chunk_items` each, within one wave, with waves of a tile uncut."""
+    """Ascending chunk numbers of the items, about `chunk_items` each, within one wave."""
     new_wave = np.diff(wave, prepend=-1) != 0
     new_group = new_wave | (np.diff(item_tile, prepend=-1) != 0)
     index = np.arange(len(wave))
@@ -231,8 +230,7 @@ def _chunk(queries: QueryTiles, tiles: np.ndarray, keys: np.ndarray, window: Win
 
 
 def _bias(own: np.ndarray, last_seen: np.ndarray, keys: np.ndarray, window: Window) -> torch.Tensor:
-    """own, last_seen: [E, rows], keys: [E, KEY_TILE] positions -> [E, 1, rows, KEY_TILE]. The bias falls with distance,
-    because products and minima are several times faster than comparisons."""
+    """own, last_seen: [E, rows], keys: [E, KEY_TILE] positions -> [E, 1, rows, KEY_TILE]."""
     wide_keys = torch.from_numpy(keys.astype(np.float32))[:, None]
     distance = torch.from_numpy(last_seen.astype(np.float32))[:, :, None] - wide_keys
     bias = distance.clamp(max=0.0)
@@ -243,8 +241,7 @@ def _bias(own: np.ndarray, last_seen: np.ndarray, keys: np.ndarray, window: Wind
 
 
 def _merge_tree(tiles: np.ndarray, keys: np.ndarray) -> tuple[Levels, np.ndarray]:
-    """Pairs to merge, level by level, until one item per query tile is left; and these items. Partners differ only in
-    the last bit of their numbers; a node without a partner moves up."""
+    """Pairs to merge, level by level, until one item per query tile is left."""
     node = np.arange(len(tiles))
     number = tiles.astype(np.int64) * WAVE_TILES + keys % WAVE_TILES
     levels = []
@@ -259,7 +256,6 @@ def _merge_tree(tiles: np.ndarray, keys: np.ndarray) -> tuple[Levels, np.ndarray
 
 
 def _ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Owner of each item and its index with that owner, where owner i has counts[i] items: [3, 1] -> ([0, 0, 0, 1], [0,
-    1, 2, 0])."""
+    """Owner of each item and its index with that owner: counts [3, 1] -> ([0, 0, 0, 1], [0, 1, 2, 0])."""
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -32,10 +32,9 @@ CHUNK_BYTES = 4 << 20
 
 
 class TorchAttention:
-    """AttentionBackend over torch operators. Block 0, which no sequence owns, is zeroed: it is read with weight zero
-    beyond a sequence's blocks. pages: by layer, in kernel blocks: [num_blocks, 2, block_size, num_kv_heads, head_dim];
-    for values of another width [num_blocks, block_size, num_kv_heads, head_dim + value_width]; for latents [num_blocks,
-    block_size, width]."""
+    """AttentionBackend over torch operators. Block 0, which no sequence owns, is zeroed. pages: by layer, in kernel
+    blocks: [num_blocks, 2, block_size, num_kv_heads, head_dim]; for values of another width [num_blocks, block_size,
+    num_kv_heads, head_dim + value_width]; for latents [num_blocks, block_size, width]."""
 
     def __init__(self, layout: KVCacheLayout, pages: Mapping[int, torch.Tensor]) -> None:
         self._block_size = layout.block_size
@@ -50,7 +49,7 @@ class TorchAttention:
 
 
 class TorchAttentionStep(AttentionStep):
-    """One step. Work lists are made for the first layer of each kind and shared by the others."""
+    """One step. Work lists are shared by layers of a kind."""
 
     def __init__(self, layers: dict[int, tuple[int, torch.Tensor]], block_size: int, batch: AttentionBatch) -> None:
         """layers: token group and pages of each layer."""
@@ -151,8 +150,7 @@ class TorchAttentionStep(AttentionStep):
         return pages[blocks].flatten(0, 1)[: prompt.num_keys, : shape.width]
 
     def _attended_selected(self, layer: LayerAttention, q: torch.Tensor, selected: torch.Tensor) -> torch.Tensor:
-        """`_attended` over latents. A token that sees more keys than `selected` has columns reads only the positions in
-        its row: it is treated as a sequence in blocks of one token."""
+        """`_attended` over latents."""
         group, pages = self._layers[layer.layer]
         batch, top = self._batch, selected.shape[1]
         counts = (batch.slot_positions + 1).clamp(max=top)

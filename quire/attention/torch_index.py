@@ -1,5 +1,5 @@
-"""Indexer of sparse latent attention in torch: scores of keys, and the best of them. Key tiles begin at multiples of
-KEY_TILE and heads are added in order, so a score does not depend on the rest of the step."""
+"""Indexer of sparse latent attention in torch: scores of keys, and the best of them. A score does not depend on the
+rest of the step."""
 
 from __future__ import annotations
 

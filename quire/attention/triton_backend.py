@@ -83,7 +83,7 @@ class TritonAttention:
         self._kernels: dict[int, _LayerKernels] = {}
 
     def plan(self, batch: DeviceBatch) -> TritonAttentionStep:
-        """Plan without queries and launches, so it is valid for graph replays too."""
+        """Plan without queries and launches, valid for graph replays too."""
         return TritonAttentionStep(self, batch)
 
     def kernels(
@@ -115,8 +115,8 @@ class TritonAttention:
         return bound
 
     def lengths_to_compile(self, longest: int) -> tuple[tuple[int, int], ...]:
-        """Values of (`max_query_len`, `max_seq_len`), at most `longest`, that together need every kernel in batches of
-        two or more sequences with one shorter; padding steps with them compile all kernels at the start."""
+        """Values of (`max_query_len`, `max_seq_len`), at most `longest`, whose padding steps compile every kernel at
+        the start."""
         if self._batch_invariant:
             return (1, longest), (2, longest)
         groups = {shape.group for shape in self.scratch} or {1}  # expanded heads share no keys

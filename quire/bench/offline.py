@@ -133,7 +133,6 @@ def _timed(
     timer: Timer,
     predicted: Sequence[list[int]] = (),
 ) -> tuple[float, list[RequestOutput]]:
-    """Time a greedy run without detokenisation, which is the front end's work."""
     inputs = [_input(prompt) for prompt in prompts]
     for prompt, text in zip(inputs, predicted, strict=False):
         prompt["prediction"] = text

@@ -149,7 +149,7 @@ class _Timeline:
                 self.chunk_times.append(now)
 
     def close(self) -> None:
-        """End the stream. If all tokens are invisible, the first chunk with a choice counts as the first token."""
+        """End the stream."""
         if not self.chunk_times and self.usage and self.usage.completion_tokens and self.first_choice is not None:
             self.chunk_times.append(self.first_choice)
 
@@ -166,8 +166,8 @@ class _Timeline:
 
 
 async def _follow(response: httpx.Response, timeline: _Timeline) -> None:
-    """Read events up to `[DONE]`, then the rest of the body, so that the connection can be reused. Raises _RequestError
-    for an error event, broken JSON or an early end."""
+    """Read events up to `[DONE]`, then the rest of the body. Raises _RequestError for an error event, broken JSON or an
+    early end."""
     parser = EventParser()
     decode: Callable[[bytes], _Chunk] = msgspec.json.Decoder(_Chunk).decode
     is_done = False

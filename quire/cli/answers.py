@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 SECONDS_WITHOUT_A_BYTE = 600.0
-"""Timeout without data, in seconds: a long prompt may take minutes before its first token."""
+"""Timeout without data, in seconds."""
 
 
 class ReplyPiece(NamedTuple):

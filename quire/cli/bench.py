@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from quire.engine.input_processor import Prompt
 
 DEFAULT_TOKEN_IDS = "300:3999"
-"""Ordinary tokens in most vocabularies: after bytes and special tokens, within the smallest vocabulary."""
+"""Ordinary tokens in most vocabularies."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -294,7 +294,6 @@ def _serve(namespace: argparse.Namespace) -> int:
 
 
 def _serve_prompts(namespace: argparse.Namespace) -> list[PromptSpec]:
-    """Prompts in the endpoint's form."""
     convert: Callable[[PromptSpec], PromptSpec]
     images = _random_images(namespace)
     if namespace.endpoint == "chat":

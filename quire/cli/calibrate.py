@@ -141,7 +141,6 @@ def as_text(fit: Fit, base: Hardware, hardware: Hardware, header: StepLogHeader)
 
 
 def _jitter_lines(jitter: Jitter) -> list[str]:
-    """Ratios of measured to predicted time of equal steps, and persistence of their scatter."""
     if not jitter:
         return []
     lines = ["", f"{'jitter: time over the expected':<32}" + "".join(f"{f'P{100 * level:g}':>8}" for level in SHOWN)]

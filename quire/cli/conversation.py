@@ -176,8 +176,7 @@ class ChatHistory:
         return self.messages[: last + 1]
 
     def _ask(self, messages: list[Message]) -> None:
-        """Show and keep the answer. A refused question is dropped. An interrupted answer is kept with its question,
-        unless empty."""
+        """Show and keep the answer. A refused question is dropped, an interrupted answer kept."""
         written: list[str] = []
         sent = messages if self.system is None else [{"role": "system", "content": self.system}, *messages]
         self._timing = None
@@ -245,7 +244,6 @@ def _read_setting(name: str, value: str) -> dict[str, Any]:
 
 
 def _is_with_pictures(content: object) -> bool:
-    """True for a question with pictures, as /image makes them."""
     kinds = ("text", "image_url")
     return isinstance(content, list) and all(isinstance(part, dict) and part.get("type") in kinds for part in content)
 

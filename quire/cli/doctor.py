@@ -184,7 +184,6 @@ def _why_backend(report: DoctorReport, config: EngineConfig) -> str:
 
 
 def _why_instructions(asked: str) -> str:
-    """Instruction sets of this machine, and the one used, which decides matrix and dot products."""
     from quire.kernels.cpu import _native
 
     reason = "the best" if asked == "auto" else "as QUIRE_CPU_ISA says"
@@ -192,7 +191,7 @@ def _why_instructions(asked: str) -> str:
 
 
 def _why_products(config: EngineConfig) -> str:
-    """Empty if the weights leave no choice."""
+    """Reason for the precision of products; empty if the weights leave no choice."""
     if config.device.matmul_precision != "auto":
         return ""
     from quire.kernels.cpu import _native
@@ -227,7 +226,6 @@ def _choice(step: TypicalStep, execution: Execution) -> str:
 
 
 def _tiles(step: TypicalStep, longest: int, shape: HeadShape, limits: DeviceLimits, config: EngineConfig) -> str:
-    """Kernel for most of the step, with sequences of up to `longest` tokens."""
     invariant = config.device.batch_invariant
     plan = None
     if step.max_query_len == 1 and invariant:
@@ -244,7 +242,6 @@ def _tiles(step: TypicalStep, longest: int, shape: HeadShape, limits: DeviceLimi
 
 
 def _limits(cuda: CudaFacts) -> DeviceLimits:
-    """Limits of the device, or of Triton's interpreter."""
     if not cuda.devices:
         return DeviceLimits()
     return DeviceLimits(cuda.devices[0].capability, cuda.devices[0].num_multiprocessors)
@@ -270,7 +267,6 @@ def _problems(cuda: CudaFacts) -> list[str]:
 
 
 def _native() -> str | None:
-    """Instruction set of the native kernels, by QUIRE_CPU_ISA; None if not built."""
     if not has_native_kernels():
         return None
     from quire.kernels.cpu import _native

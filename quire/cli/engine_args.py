@@ -29,8 +29,7 @@ class EngineArgs(SimpleNamespace):
 
     @staticmethod
     def add_cli_args(parser: ParserT) -> ParserT:
-        """Add vLLM's engine flags. Flags without value and program default stay out of the namespace, so that
-        `LLM(**vars(arguments))` gets only given ones."""
+        """Add vLLM's engine flags."""
         add_flags(parser, [entry for entry in FLAGS.values() if entry.is_keyword])
         return parser
 

@@ -95,7 +95,6 @@ def _usage() -> str:
 
 
 def _report(name: str, error: BaseException, message: str) -> int:
-    """Print the error as one line on stderr; its traceback only when debugging."""
     if get_logger("quire").isEnabledFor(logging.DEBUG):
         import traceback
 

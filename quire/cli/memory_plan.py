@@ -213,9 +213,8 @@ def weight_format(model: ModelConfig) -> str:
 
 def stored_weight_bytes(model: ModelConfig, shape: ModelShape, *, is_native: bool = True) -> int:
     """Bytes of all weights as native CPU kernels store them. Quantized linear layers have a scale per group of inputs
-    (with 4 bits also an offset). Embeddings have 8 bits if weights are quantized while loading, else the model's dtype.
-    Norms and biases count like their layers; matrices that expand prompts are extra. A GGUF file names each tensor's
-    type. is_native: False widens a GGUF file's types to floating point."""
+    (with 4 bits also an offset); embeddings have 8 bits if weights are quantized while loading. A GGUF file names each
+    tensor's type. is_native: False widens a GGUF file's types to floating point."""
     if model.is_gguf and is_native:
         from quire.models.gguf.sizes import packed_weight_bytes  # imports NumPy, which would slow `--help`
 

@@ -177,7 +177,6 @@ def _is_directory(model: str) -> bool:
 
 
 def _runs_here(options: EngineOptions) -> bool:
-    """True if this engine runs the model, so that its code can resolve the options."""
     if not _is_directory(options.model):
         return False
     names = read_config(options.model, options.revision).get("architectures")
@@ -287,7 +286,6 @@ def _exchange(report: PlanReport) -> RankTraffic:
 
 
 def _architecture(plan: MemoryPlan) -> str:
-    """The engine's architecture name or, for a plan by shape, the family's."""
     return plan.shape.family if plan.config.model.architecture == SIMULATED else plan.config.model.architecture
 
 

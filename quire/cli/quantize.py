@@ -110,7 +110,6 @@ def _importance(
     description: Description,
     tokenizer: Tokenizer | None,
 ) -> Importance | None:
-    """Importance matrix from a file or a text, if given."""
     from quire.models.gguf.importance import read_importance
 
     if options.imatrix is not None:
@@ -152,7 +151,6 @@ def _watched(
 
 @contextmanager
 def _one_thread_each() -> Iterator[None]:
-    """Let each thread that searches scales use one torch thread."""
     import torch
 
     before = torch.get_num_threads()

@@ -124,8 +124,7 @@ def environment() -> dict[str, Any]:
 
 
 def check_writable(path: Path | None, *, param: str = "json") -> None:
-    """Raise UserError before a long run if the result could not be written. A new file is removed again, so a failure
-    leaves no empty result."""
+    """Raise UserError before a long run if the result could not be written."""
     if path is None:
         return
     try:

@@ -146,7 +146,6 @@ def as_dict(output: RequestOutput, timing: Timing) -> dict[str, Any]:
 
 
 def _logprobs(positions: Sequence[dict[int, Logprob] | None] | None) -> list[Any] | None:
-    """List of alternatives per position, chosen token first."""
     if positions is None:
         return None
     return [

@@ -12,13 +12,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-import msgspec
-
 from quire.cli.engine_flags import add_engine_flags, engine_options
 from quire.cli.parser import Parser, add_struct_flags, given
 from quire.config.options import EngineOptions
 from quire.errors import UserError
-from quire.server.batch_lines import BatchResult, custom_id_of
+from quire.server.batch_lines import AnsweredLine, read_answered, unanswered
 from quire.server.listener import Listener, bind
 from quire.server.settings import ServerSettings
 from quire.utils.progress import ProgressBar
@@ -104,54 +102,25 @@ def answer_file(namespace: argparse.Namespace, options: EngineOptions, keywords:
         total = sum(1 for line in requests if line.strip()) if requests.seekable() else None
         if total is not None:
             requests.seek(0)
-        work = Files(_behind(requests, answered), answers, answered, total)
+        work = Files(unanswered(requests, answered), answers, answered, total)
         return asyncio.run(_run(options, settings, namespace.max_concurrency, work, listener))
 
 
 class Files(NamedTuple):
-    """requests: lines without answers. answered: custom_id of each earlier line. total: requests in the file, if
-    known."""
+    """requests: lines without answers. answered: earlier lines. total: requests in the file, if known."""
 
     requests: Iterator[bytes]
     answers: BinaryIO
-    answered: list[str | None]
+    answered: list[AnsweredLine]
     total: int | None
 
 
-def _answered(path: Path) -> list[str | None]:
-    """custom_id of each answer in a file; a truncated last line is removed. Raises UserError for other files."""
-    if not path.exists():
-        return []
-    found: list[str | None] = []
-    with _opened(path, "r+b", "output_file") as file:
-        whole = 0
-        for line in file:
-            try:
-                answer = msgspec.json.decode(line, type=BatchResult)
-            except (msgspec.MsgspecError, UnicodeDecodeError):
-                if line.endswith(b"\n"):
-                    raise UserError(f"resume: line {len(found) + 1} of {path} is no answer", param="resume") from None
-                break
-            if not line.endswith(b"\n"):
-                break
-            found.append(answer.custom_id)
-            whole += len(line)
-        file.truncate(whole)
-    return found
-
-
-def _behind(requests: Iterator[bytes], answered: list[str | None]) -> Iterator[bytes]:
-    """Requests after the answered ones. Raises UserError if the answers belong to another file."""
-    number = 0
-    for line in requests:
-        if number < len(answered) and line.strip():
-            if custom_id_of(line) != answered[number]:
-                raise UserError(f"resume: answer {number + 1} is to no request of the input file", param="resume")
-            number += 1
-        elif number >= len(answered):
-            yield line
-    if number < len(answered):
-        raise UserError("resume: there are more answers than requests", param="resume")
+def _answered(path: Path) -> list[AnsweredLine]:
+    """Answers in a file. Raises UserError."""
+    try:
+        return read_answered(path)
+    except OSError as error:
+        raise _cannot_open(path, error, "output_file") from None
 
 
 async def _run(
@@ -165,7 +134,7 @@ async def _run(
     any. Raises EngineDeadError."""
     from quire.engine.async_engine import AsyncLLM  # slow to import: only once the options are valid
     from quire.server.app import create_app
-    from quire.server.batch import run_batch
+    from quire.server.batch import Pace, run_batch
     from quire.server.metrics_server import serving_metrics
 
     engine = AsyncLLM.from_options(options)
@@ -189,8 +158,8 @@ async def _run(
                 await stack.enter_async_context(serving_metrics(app.state.context, settings, listener))
                 sys.stderr.write(f"quire: metrics on {listener.url}/metrics\n")
             bar = stack.enter_context(ProgressBar("requests", files.total or 0, make=files.total is not None))
-            seen = {custom_id for custom_id in files.answered if custom_id is not None}
-            counts = await run_batch(app, files.requests, write, concurrency=limit, custom_ids=seen)
+            seen = {each.custom_id for each in files.answered if each.custom_id is not None}
+            counts = await run_batch(app, files.requests, write, pace=Pace(limit), custom_ids=seen)
         seconds = time.monotonic() - started
         sys.stderr.write(
             f"quire: {counts.total} requests in {seconds:.1f} s: {counts.num_answered} answered, "
@@ -205,4 +174,8 @@ def _opened(path: Path, mode: str, param: str) -> Any:
     try:
         return path.open(mode)
     except OSError as error:
-        raise UserError(f"{param}: cannot open {path}: {error.strerror}", param=param) from None
+        raise _cannot_open(path, error, param) from None
+
+
+def _cannot_open(path: Path, error: OSError, param: str) -> UserError:
+    return UserError(f"{param}: cannot open {path}: {error.strerror}", param=param)

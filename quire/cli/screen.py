@@ -18,7 +18,6 @@ SECONDS_BETWEEN_FRAMES = 0.08
 
 _KEPT = frozenset("\n\t")
 _DIRECTIONS = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
-"""Characters that reorder the text around them."""
 _VISIBLE = {
     **{code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in _KEPT},
     0x7F: "\u2421",
@@ -33,8 +32,7 @@ def visible(text: str) -> str:
 
 
 def split_blocks(text: str) -> int:
-    """Length of the leading blocks of a growing Markdown text that later text cannot change: up to a blank line before
-    a line at the margin, outside fenced code."""
+    """Length of the leading blocks of a growing Markdown text that later text cannot change."""
     done = place = 0
     fence = ""
     is_blank = False
@@ -130,7 +128,6 @@ class MarkdownScreen:
         self._live.update(_End(self._tail), refresh=True)
 
     def _end_content(self) -> None:
-        """Print the drawn text for good."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -139,7 +136,6 @@ class MarkdownScreen:
         self._tail = ""
 
     def _print(self, text: str) -> None:
-        """Prints above the drawn end."""
         self._console.print(_markdown(text))
         self._console.print()
 

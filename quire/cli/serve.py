@@ -50,8 +50,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def start(options: EngineOptions, settings: ServerSettings) -> int:
-    """Serve, see `quire.server.run.serve`. A single engine's process starts first, so that its import of torch overlaps
-    this process's imports."""
+    """Serve, see `quire.server.run.serve`."""
     with contextlib.ExitStack() as stack:
         process = None
         sizes = options.tensor_parallel_size, options.data_parallel_size, settings.api_server_count

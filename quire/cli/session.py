@@ -38,8 +38,7 @@ class Engine(Protocol):
 
 
 def import_executor() -> None:
-    """Import the executor. This takes seconds, during which Ctrl-C waits: an interrupt inside torch's C++ import would
-    abort the process."""
+    """Import the executor, which takes seconds, during which Ctrl-C waits."""
     from quire.engine.client import DEFAULT_EXECUTOR
 
     with interrupts_deferred():

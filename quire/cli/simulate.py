@@ -37,7 +37,7 @@ LENGTH_HELP = {
 DURATIONS = {"run": 600.0, "rates": 300.0, "find_rate": 300.0, "sweep": 60.0}
 """Default duration of a workload in seconds, by question."""
 MOST_REQUESTS = {"run": None, "rates": 20_000, "find_rate": 20_000, "sweep": 2_000}
-"""Default limit of requests, by question: rates far too high are tried too."""
+"""Default limit of requests, by question."""
 WORKLOAD_ONLY = {"duration": None, "num_requests": None, "n": 1, "beam_width": 0, "burstiness": 1.0, "seed": 0}
 """Flags that shape a workload, not a trace: name -> default."""
 SLO_PERCENTILE = 99.0

@@ -147,7 +147,6 @@ def _devices_title(scenario: Scenario) -> str:
 
 
 def _ignored_priorities(metrics: Metrics) -> list[tuple[str, str]]:
-    """Row for trace priorities that the scheduling policy ignores."""
     if not metrics.num_priorities_ignored:
         return []
     return [("priorities ignored", f"{metrics.num_priorities_ignored:,} (they need --scheduling-policy priority)")]

@@ -120,7 +120,6 @@ def _decoding(plan: MemoryPlan, cost: CostModel, batch_size: int, num_tokens: in
 
 
 def _time_to_first_token(plan: MemoryPlan, cost: CostModel, num_tokens: int) -> float:
-    """Duration of one prompt's steps, in chunks of the token budget."""
     scheduler = plan.config.scheduler
     chunk = min(scheduler.max_num_batched_tokens, scheduler.max_prefill_chunk or num_tokens)
     hardware = cost.hardware
@@ -145,13 +144,11 @@ def _is_overlapped(plan: MemoryPlan) -> bool:
 
 
 def _with_host(plan: MemoryPlan, cost: CostModel, seconds: float, batch_size: int) -> float:
-    """Add the host's time. With two steps in flight, it overlaps the device's."""
     host = cost.hardware.host_overhead + batch_size * cost.hardware.host_overhead_per_sequence
     return max(seconds, host) if _is_overlapped(plan) else seconds + host
 
 
 def _limit(cost: CostModel, work: StepWork) -> str:
-    """Largest part of a step, each measured with all others free."""
     quiet = replace(
         cost.hardware,
         launch_overhead=0.0,

@@ -243,7 +243,6 @@ class _Flag(argparse.BooleanOptionalAction):
 
 
 def _opposite(flag: str) -> str | None:
-    """Opposite of `flag`, unless the table has it."""
     for one, other in (("--enable-", "--disable-"), ("--disable-", "--enable-")):
         if flag.startswith(one):
             found = other + flag.removeprefix(one)
@@ -270,8 +269,6 @@ def _action(entry: VllmFlag) -> dict[str, Any]:
 
 
 def _or_none(kind: Any) -> Any:
-    """Parse vLLM's None: empty text or "None"."""
-
     def parse(text: str) -> Any:
         return None if text in ("", "None") else kind(text)
 
@@ -313,7 +310,6 @@ def parse_flags(parser: Parser, arguments: Sequence[str], prefix: str = "") -> a
 
 
 def _spelled(argument: str) -> list[str]:
-    """Replace underscores in a flag's name, and -O by its full flag."""
     if argument == "-O":
         return ["--optimization-level"]
     if (level := _LEVEL.fullmatch(argument)) is not None:
@@ -328,15 +324,13 @@ def _spelled(argument: str) -> list[str]:
 
 
 def _as_key(argument: str) -> str:
-    """Replace a flag for a key of --speculative-config by that key."""
     name, equals, value = argument.partition("=")
     key = SPECULATION_KEYS.get(name.removeprefix("--").replace("-", "_")) if name.startswith("--") else None
     return argument if key is None else f"--speculative-config.{key}{equals}{value}"
 
 
 def _whole(argument: str, parser: Parser) -> str:
-    """Complete an abbreviated flag. vLLM's current flags win over Quire's and vLLM's older ones, so that the result is
-    vLLM's. Raises UserError for an ambiguous flag."""
+    """Complete an abbreviated flag, vLLM's current ones first. Raises UserError for an ambiguous flag."""
     head = _NAME.match(argument)
     known = parser.known_flags
     if head is None or head[0] in known:
@@ -369,7 +363,6 @@ def _value(text: str) -> Any:
 
 
 def _set_key(found: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    """Set found[a][b] for the path a.b; a final + appends to a list."""
     *outer, last = path
     for name in outer:
         found = found.setdefault(name, {})

@@ -1,3 +1,2 @@
-"""Configuration: `options.EngineOptions` is what the user writes. `resolve.resolve()` turns it into an
-`engine.EngineConfig` of frozen slices or raises ConfigError. No module here imports torch. Later discoveries (number of
-blocks, chosen kernels) are never written back."""
+"""Configuration: the user's `options.EngineOptions`, which `resolve.resolve()` turns into an `engine.EngineConfig` of
+frozen slices or raises ConfigError. No module here imports torch."""

@@ -77,7 +77,6 @@ def _assigned(text: str, name: str) -> str | None:
 
 
 def _ask_driver() -> tuple[tuple[int, int] | None, tuple[CudaDevice, ...], str | None]:
-    """The driver's CUDA version, its devices, and the reason if it has none."""
     try:
         driver = ctypes.CDLL(DRIVER)
     except OSError:

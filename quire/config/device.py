@@ -88,16 +88,13 @@ def has_native_kernels() -> bool:
 
 
 LARGEST_SIZE = 1024
-"""Largest graph, in tokens. The device computes larger passes longer than the host needs to start their kernels, so a
-graph saves nothing."""
+"""Largest graph, in tokens; larger passes gain nothing by one."""
 _STEPS = ((4, None), (64, 8), (256, 16), (512, 32), (LARGEST_SIZE, 64))
-"""(limit, distance): rungs below the limit are this far apart; None: each doubles. Above 32 tokens, padding adds at
-most an eighth."""
+"""(limit, distance): rungs below the limit are this far apart; None: each doubles."""
 
 
 def default_ladder(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[int, ...]:
-    """Graph sizes up to the larger of LARGEST_SIZE and `max_num_seqs`, within the token budget. `max_num_seqs` is one
-    of them, so full decode batches are never padded."""
+    """Graph sizes up to the larger of LARGEST_SIZE and `max_num_seqs`, within the token budget."""
     limit = min(max(LARGEST_SIZE, max_num_seqs), max_num_batched_tokens)
     return tuple(sorted({*(size for size in _rungs(limit) if size <= limit), max_num_seqs}))
 

@@ -1,4 +1,4 @@
-"""Configuration of a draft model: its options, and its agreement with the target model."""
+"""Configuration of a draft model, and its agreement with the target model."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def draft_options(
     backend: str,
     overrides: Mapping[str, Any] | None = None,
 ) -> EngineOptions:
-    """The draft model's options. Its keys and values have the types of `model`, in whose blocks they lie. backend:
-    attention backend of `model`. overrides: keys of a head's config.json; a head is as long as the model."""
+    """The draft model's options. Its keys and values have the types of `model`. backend: attention backend of `model`.
+    overrides: keys of a head's config.json; a head is as long as the model."""
     given: dict[str, Any] = {
         "model": chosen.name,
         "runner": "generate",

@@ -149,7 +149,7 @@ def _layers(ids: object, num_layers: int, fields: Fields) -> tuple[int, ...]:
 
 def fitting_head(head: ModelConfig, eagle: EagleConfig, model: ModelConfig, longest: int | None) -> ModelConfig:
     """`head` with the sizes of its joined inputs, for sequences as long as those of `model` (longest: as the user asks,
-    None: does not). Its tables are the model's or are counted as the one of its guesses."""
+    None: does not)."""
     shape, first = head.shape, head.shape.layers[0]
     if eagle.method == "eagle":
         joined = ((2 * shape.hidden, shape.hidden), *first.projections)

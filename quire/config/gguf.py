@@ -169,7 +169,6 @@ def _encoder_config(file: GGUFFile, keys: _Keys, layout: HeadLayout) -> dict[str
 
 
 def _in_words_of(family: Family, config: dict[str, Any]) -> dict[str, Any]:
-    """`config` with the family's keys for the number and width of experts."""
     usual = family.usual_values
     if "num_experts" in config:
         count = config.pop("num_experts")
@@ -259,7 +258,6 @@ def _sizes(file: GGUFFile, keys: _Keys, layout: HeadLayout) -> dict[str, Any]:
 
 
 def _head_dim(keys: _Keys, hidden_size: int, num_heads: int) -> int:
-    """Elements of a head; for latent attention its rotated elements."""
     if keys.family.has_latents:
         return keys.integer("rope.dimension_count", maximum=MAX_HEAD_DIM)
     head_dim = keys.optional_integer("attention.key_length", maximum=MAX_HEAD_DIM)
@@ -286,8 +284,7 @@ def _expert_keys(keys: _Keys, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _latent_keys(file: GGUFFile, keys: _Keys) -> dict[str, Any]:
-    """Keys of models like DeepSeek's. Older files have plain key and value heads; newer ones have the latent there, and
-    the heads under other keys."""
+    """Keys of models like DeepSeek's."""
     turned = keys.integer("rope.dimension_count", maximum=MAX_HEAD_DIM)
     is_apart = "blk.0.attn_kv_b.weight" not in file.tensors
     suffix = "_mla" if keys.optional_integer("attention.key_length_mla") is not None else ""

@@ -68,7 +68,6 @@ def read_gguf_adapter(file: GGUFFile) -> GGUFAdapter:
 
 
 def _pairs(file: GGUFFile) -> dict[str, dict[str, TensorEntry]]:
-    """Entries of A and B by the name of the base's tensor."""
     pairs: dict[str, dict[str, TensorEntry]] = {}
     for name, entry in file.tensors.items():
         base, suffix = name[:-7], name[-7:]

@@ -176,7 +176,6 @@ def _rotation(config: ModelConfig, family: Family, rope: RopeConfig) -> dict[str
 
 
 def _llama3_factors(rope: RopeConfig) -> tuple[float, ...]:
-    """LLaMA 3.1's divisor of each frequency: long waves are stretched, short ones are not, those between in part."""
     factors, trained = [], rope.original_max_position_embeddings
     for place in range(0, rope.rotary_dim, 2):
         turns = trained / (2 * math.pi * rope.theta ** (place / rope.rotary_dim))
@@ -200,7 +199,6 @@ def _windows(config: ModelConfig, names: GGUFNames) -> dict[str, Value]:
 
 
 def _comparable(config: ModelConfig) -> dict[str, Any]:
-    """Values that must be equal on both sides, by their names in errors."""
     shape, family = config.shape, ARCHITECTURES[config.architecture]
     found: dict[str, Any] = {
         "the vocabulary": shape.vocab,
@@ -220,5 +218,4 @@ def _comparable(config: ModelConfig) -> dict[str, Any]:
 
 
 def _kept(config: ModelConfig) -> Iterable[str]:
-    """Keys of _COMPARED that count: a window only where layers have one."""
     return [key for key in _COMPARED if key != "sliding_window" or any(config.sliding_windows)]

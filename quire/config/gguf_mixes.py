@@ -1,6 +1,5 @@
-"""Type of each tensor in a GGUF mix, by llama.cpp's rules. A mix has a type for most matrices, and more bits where
-errors cost most: some layers' value projections and last MLP matrices, and the head. If a type's blocks do not divide
-the rows, a type with smaller blocks replaces it."""
+"""Type of each tensor in a GGUF mix, by llama.cpp's rules. A mix has a type for most matrices, and more bits for some
+value projections and MLP matrices, and the head."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ _SHARED_HEADS = 4
 
 _FEW_EXPERTS = 8
 _BESIDE_FEW = {"attn_v": "Q8_0", "attn_k": "Q8_0", "attn_output": "Q5_K"}
-"""Types in models of _FEW_EXPERTS experts, where these matrices add little to the file."""
+"""Types in models of _FEW_EXPERTS experts."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,6 @@ def _block_values(kind: str) -> int:
 
 
 def _wanted(name: str, columns: int, mix: str, model: MixedModel) -> str:
-    """Type by the rules, whatever the rows' length."""
     usual, layer = MIXES[mix].usual, layer_of(name)
     own = name.removesuffix(".weight").rpartition(".")[2]
     if own == "output" or (own == "token_embd" and model.is_tied):

@@ -1,5 +1,4 @@
-"""The ModelConfig of a model's name: find or fetch the directory or GGUF file, read its configuration, check it.
-`quire/config/families/` holds the families' keys as data."""
+"""The ModelConfig of a model's name: find or fetch the directory or GGUF file, read its configuration, check it."""
 
 from __future__ import annotations
 
@@ -153,7 +152,7 @@ def read_config(name: str, revision: str | None = None, download_dir: str | None
 
 
 def read_directory_config(name: str, revision: str | None = None, download_dir: str | None = None) -> dict[str, Any]:
-    """The config.json of a model's directory; {} for a GGUF file, whose long header the model alone shall read."""
+    """The config.json of a model's directory; {} for a GGUF file."""
     found = _described(find_model(name, revision=revision, config_only=True, download_dir=download_dir))
     return {} if found.is_file() else _read_described(found).config
 
@@ -177,7 +176,6 @@ def find_model(name: str, *, revision: str | None, config_only: bool, download_d
 
 
 def _described(path: Path) -> Path:
-    """The directory if it has a config.json, else its GGUF file."""
     if path.is_file() or file_bytes(path / CONFIG_FILE) is not None:
         return path
     found = None if any(path.glob("*.safetensors")) else find_gguf(path)
@@ -220,8 +218,7 @@ def _with_tower(described: Described, path: Path, asked: str | None) -> tuple[De
 
 
 def _overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` with the user's keys in place of its own. A nested part (`text_config`) keeps the keys that the user
-    does not name; other values are replaced whole."""
+    """`config` with the user's keys in place of its own, merged in nested parts (`text_config`)."""
     merged = dict(config)
     for name, value in overrides.items():
         own = config.get(name)
@@ -236,7 +233,6 @@ def _object(config: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:
 
 
 def _vision(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The vision tower's part of a config.json, with its outer keys."""
     found = _object(config, VISION_CONFIG)
     outer = {key: config[key] for key in OUTER_KEYS if key in config}
     return found if found is None or not outer else {**found, **outer}
@@ -259,7 +255,6 @@ def _where(path: Path) -> str:
 
 
 def _architecture(fields: Fields, model_impl: str) -> tuple[str, str]:
-    """(class name, implementation) of the model."""
     names = fields.values.get("architectures")
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise fields.error("the key 'architectures' must list the model's class name")
@@ -292,8 +287,7 @@ def stored_dtype(raw: Mapping[str, Any]) -> str:
 
 
 def _cache_dtype(dtype: str, *, has_free_dtype: bool) -> str:
-    """Default dtype of keys and values. has_free_dtype: True for a GGUF file without a dtype option, whose weights are
-    rounded more than bfloat16 rounds keys and values."""
+    """Default dtype of keys and values. has_free_dtype: True for a GGUF file without a dtype option."""
     return "bfloat16" if dtype == "bfloat16" or has_free_dtype else "float32"
 
 
@@ -309,8 +303,8 @@ def _with_draft_head(shape: ModelShape, path: Path, prefix: str, fields: Fields)
 
 
 def _count_draft_layers(directory: Path, prefix: str) -> int:
-    """Layers of the draft head whose tensor names begin with `prefix`, by an index or safetensors headers. Reads no
-    weights. Raises ModelLoadError for unreadable files, and for more layers than any model has."""
+    """Layers of the draft head whose tensor names begin with `prefix`, by an index or safetensors headers. Raises
+    ModelLoadError."""
     layer = re.compile(rf"{re.escape(prefix)}layers\.(\d{{1,9}})\.")
     num_layers = 0
     for name in _tensor_names(directory):
@@ -358,8 +352,8 @@ def _max_model_len(wanted: int | None, longest: int, usual: int) -> int:
 
 
 def _eos_token_ids(path: Path, fields: Fields, overrides: Mapping[str, Any]) -> tuple[int, ...]:
-    """End-of-sequence ids of generation_config.json, or of config.json if that file or its key is absent. They count
-    whatever `generation_config` is, because a model must end. overrides: the user's keys for generation_config.json."""
+    """End-of-sequence ids of generation_config.json, or of config.json if that file or its key is absent. overrides:
+    the user's keys for generation_config.json."""
     generation_file = path / "generation_config.json"
     generation = Fields({**read_optional_json(generation_file), **overrides}, str(generation_file))
     if generation.values.get("eos_token_id") is not None:

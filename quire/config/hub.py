@@ -1,7 +1,4 @@
-"""Models of the Hugging Face hub, fetched into its cache: a repository's directory, or one of its GGUF files.
-
-The library itself reads HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_OFFLINE.
-"""
+"""Models of the Hugging Face hub, fetched into its cache: a repository's directory, or one of its GGUF files."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from quire.utils.gguf import SUFFIX, parts_of
 
 TEXT_PATTERNS = ("*.json", "*.jinja", "*.txt", "*.model")
 SUBDIRECTORIES = ("*/*.bin", "*/*.safetensors", f"*/*{SUFFIX}", "*/*/*")
-"""Files to skip: repositories keep other formats of the same weights in folders."""
+"""Files to skip: other formats of the same weights."""
 USUAL_TAG = "Q4_K_M"
 MAX_LISTED = 8
 """Limit of files named in an error."""
@@ -89,7 +86,6 @@ def _fetch_gguf(name: str, tag: str, place: tuple[str | None, str | None]) -> Pa
 
 
 def _snapshot(name: str, place: tuple[str | None, str | None], *patterns: str) -> Path:
-    """place: (revision, directory to fetch into)."""
     # Imported here: the import takes a tenth of a second, which local models need not wait for.
     import huggingface_hub
 
@@ -107,7 +103,6 @@ def _snapshot(name: str, place: tuple[str | None, str | None], *patterns: str) -
 
 @contextmanager
 def _refusing(name: str) -> Iterator[None]:
-    """Turn the library's errors into a ModelLoadError of one line with advice."""
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
     try:

@@ -16,7 +16,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CACHE_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
 MAX_LAYERS = 4096
 MAX_WIDTH = 2**24
-"""Limit of vocabulary, hidden and inner sizes: products of two stay far below 2**63."""
+"""Limit of vocabulary, hidden and inner sizes."""
 MAX_HEADS = 2**12
 MAX_HEAD_DIM = 2**16
 MAX_POSITIONS = 2**24
@@ -30,17 +30,16 @@ class ModelConfig:
 
     name: the user's text (path, hub id or `bundled`). path: local directory, or the GGUF file. architecture: the entry
     of `architectures` in the model registry. shape: sizes, layer by layer, with dtypes and positions as in config.json,
-    unresolved. dtype: resolved dtype of weights that are not quantised. The native CPU kernels always add in float32
-    (DeviceConfig says what they multiply); the plain torch path computes in it. kv_cache_dtype: resolved dtype of
-    stored keys and values (a key of CACHE_DTYPE_BYTES). max_model_len: most tokens (prompt + output) of a sequence.
+    unresolved. dtype: resolved dtype of weights that are not quantised. kv_cache_dtype: resolved dtype of stored keys
+    and values (a key of CACHE_DTYPE_BYTES). max_model_len: most tokens (prompt + output) of a sequence.
     eos_token_ids: see hf_config; the tokenizer's own also ends a sequence. hf: the parsed config.json, read-only, for
     keys of one family; for several modalities the language model's part. activation_bits: least bits of activations
     where the native kernels multiply integers and 4-bit floats: 8 (whole numbers, a scale for each group or 128 values
     of a row), 16 or 32; 0: as matmul_precision says. pooling: None: the model generates. expands_prompts: latent
-    attention computes prompts with keys and values of each head. A token's bits then depend on whether it is in a
-    prompt. impl: "quire", or "transformers" (that library's modelling code). sampling_defaults: defaults of requests by
-    field of SamplingParams. is_multimodal: the model is the language model of a multimodal one, whose other parts are
-    not loaded. vision: config.json's part on the vision tower, read-only. image_token_id: placeholder of images.
+    attention computes prompts with keys and values of each head. impl: "quire", or "transformers" (that library's
+    modelling code). sampling_defaults: defaults of requests by field of SamplingParams. is_multimodal: the model is the
+    language model of a multimodal one, whose other parts are not loaded. vision: config.json's part on the vision
+    tower, read-only. image_token_id: placeholder of images.
     mmproj: GGUF file of the vision tower.
     """
 

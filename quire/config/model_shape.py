@@ -1,5 +1,5 @@
-"""Sizes of a model, layer by layer, for the engine, `quire plan` and the simulator. `quire.config.families` reads them
-from a config.json; no family is named here."""
+"""Sizes of a model, layer by layer, for the engine, `quire plan` and the simulator, which `quire.config.families` reads
+from a config.json."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STATE_BYTES = 4
 _LINE_ELEMENTS = 16
 LAYER_OVERHEAD = 3000
 """Time of a layer's norms, rotation and attention per token and element of hidden width, in weights whose products take
-as long. Measured with a model of 135M parameters in bfloat16 on AVX512-BF16."""
+as long."""
 
 Kind = Literal["full", "sliding", "chunked", "latent", "state", "none"]
 Matrix = tuple[int, int]
@@ -95,7 +95,7 @@ class AttentionShape:
 
     def token_elements(self, tp: int = 1) -> int:
         """KV-cache elements of a token on one of `tp` ranks. Ranks share heads while there are enough; each keeps the
-        whole latent, which belongs to all heads."""
+        whole latent."""
         if self.kind in ("state", "none"):
             return 0
         if self.kind == "latent":
@@ -208,7 +208,7 @@ class ModelShape:
 
     @property
     def attention(self) -> AttentionShape:
-        """Attention of the first layer that keeps keys and values. In models that the engine runs, all are alike."""
+        """Attention of the first layer that keeps keys and values, like all others that do."""
         return next((each for each in self.attention_counts if each.kind != "state"), self.layers[0].attention)
 
     @cached_property
@@ -230,8 +230,7 @@ class ModelShape:
         return max(layer.intermediate for layer in self.layer_counts)
 
     def stages(self, pp: int) -> tuple[range, ...]:
-        """Layers of each of `pp` pipeline stages, at least one. They minimise the longest stage's share of a step: of
-        decodes, which pass the output projection on the last stage, and of a prompt, which hardly does."""
+        """Layers of each of `pp` pipeline stages, at least one. They minimise the longest stage's share of a step."""
         rest = LAYER_OVERHEAD * self.hidden
         costs = [self._dense_parameters(layer) + self._active_experts(layer) + rest for layer in self.layers]
         before = [0, *accumulate(costs)]
@@ -294,7 +293,7 @@ class ModelShape:
     @cached_property
     def draft_parameters(self) -> int:
         """Elements of the draft head: one matrix from a hidden state and an embedding to a hidden state, three norms,
-        and its layers. The vocabulary's tables are the model's."""
+        and its layers."""
         total = (2 * self.hidden + 3) * self.hidden if self.draft_layers else 0
         for layer in self.draft_layers:
             total += self._dense_parameters(layer) + layer.num_vectors
@@ -309,8 +308,7 @@ class ModelShape:
 
     @property
     def adapter_elements(self) -> int:
-        """Upper bound of an adapter's elements for each rank, over all projections, routers and MLPs except experts.
-        Checkpoints that join queries, keys and values, or gate and up, have fewer inputs."""
+        """Upper bound of an adapter's elements for each rank, over all projections, routers and MLPs except experts."""
         total = 0
         for layer, count in self.layer_counts.items():
             own = sum(inputs + outputs for inputs, outputs in layer.projections)
@@ -373,5 +371,5 @@ class ModelShape:
 
 
 def _dense_width(layer: LayerShape) -> int:
-    """Width of the MLP that every token passes: the shared experts' in a mixture."""
+    """Width of the MLP that every token passes."""
     return layer.intermediate if layer.experts is None else layer.experts.shared_intermediate

@@ -40,10 +40,11 @@ SCHEDULING = OptionGroup("scheduling", "steps and waiting requests")
 ADAPTERS = OptionGroup("adapters", "adapters of low rank")
 DEVICE = OptionGroup("device", "what computes")
 ANSWERS = OptionGroup("answers", "requests and answers")
+FILES = OptionGroup("files", "files and batches of clients")
 ACCESS = OptionGroup("access", "who may do what")
 HTTP = OptionGroup("http", "connections and processes")
 OBSERVE = OptionGroup("observe", "logs, metrics and traces")
-GROUPS = FIRST, MODEL, IMAGES, KV, SCHEDULING, ADAPTERS, DEVICE, ANSWERS, ACCESS, HTTP, OBSERVE
+GROUPS = FIRST, MODEL, IMAGES, KV, SCHEDULING, ADAPTERS, DEVICE, ANSWERS, FILES, ACCESS, HTTP, OBSERVE
 """All groups, in the order of the help."""
 
 

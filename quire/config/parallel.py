@@ -33,7 +33,7 @@ class ParallelConfig:
     a row that one of them keeps. redundant_experts: further copies of a layer's experts, which move between the ep
     devices by their load (None: experts stay).
 
-    Raises ConfigError for sizes that do not fit together. `resolve` decides which sizes the engine runs.
+    Raises ConfigError for sizes that do not fit together.
     """
 
     tp: int = 1
@@ -130,7 +130,6 @@ def choose_executor(options: EngineOptions, parallel: ParallelConfig, is_acceler
 
 
 def _why_not_launched(options: EngineOptions) -> str | None:
-    """Reason why ranks of an external launcher would plan different steps."""
     for name, is_on in (("kv_offload_dir", options.kv_offload_dir is not None), ("enable_lora", options.enable_lora)):
         if is_on:
             return f"{name} moves data beside the steps, whose ends differ from rank to rank"

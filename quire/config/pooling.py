@@ -135,7 +135,6 @@ def _classifier(fields: Fields, is_encoder: bool) -> PoolingConfig:
 
 
 def _activation(fields: Fields, num_labels: int) -> Activation:
-    """Activation of a classifier's logits: sentence-transformers' cross-encoder setting, else Transformers' rule."""
     trained = fields.values.get("sentence_transformers")
     named = trained.get("activation_fn") if isinstance(trained, dict) else None
     named = named or fields.values.get("sbert_ce_default_activation_function")
@@ -152,8 +151,7 @@ def _activation(fields: Fields, num_labels: int) -> Activation:
 
 
 def _modules(path: Path) -> list[tuple[str, str]] | None:
-    """(class name, folder) of each module in modules.json, in order; None without that file, or without a Pooling in
-    it."""
+    """(class name, folder) of each module in modules.json; None without a Pooling in it."""
     file = path / "modules.json"
     if file_bytes(file) is None:
         return None
@@ -212,7 +210,6 @@ def _method(path: Path) -> Method:
 
 
 def _prompts(path: Path, fields: Fields) -> tuple[tuple[str, str], ...]:
-    """(name, prompt) pairs: `task_instructions` of the configuration, else sentence-transformers' prompts."""
     for found in (
         fields.values.get("task_instructions"),
         read_optional_json(path / "config_sentence_transformers.json").get("prompts"),

@@ -1,6 +1,5 @@
-"""Parsing of a checkpoint's `quantization_config`. Facts on how a checkpoint was made (damping, calibration, order of
-layers) are ignored; settings that change the meaning of stored numbers are supported or rejected. The stored tensors'
-names, not the lists of exceptions (`ignore`, `modules_to_not_convert`), say which matrices are quantised."""
+"""Parsing of a checkpoint's `quantization_config`. Facts on how a checkpoint was made are ignored; settings that change
+the meaning of stored numbers are supported or rejected."""
 
 from __future__ import annotations
 
@@ -65,7 +64,7 @@ def _gptq(fields: Fields) -> QuantizationConfig:
 
 
 def _auto_round(fields: Fields) -> QuantizationConfig:
-    """AutoRound's settings: GPTQ's or AWQ's packing. Settings of single layers may only exempt them."""
+    """AutoRound's settings: GPTQ's or AWQ's packing."""
     layouts = ("auto_round:auto_gptq", "auto_round:gptqmodel", "auto_round:auto_awq")
     layout = known_text(fields, "packing_format", layouts)
     bits = known_integer(fields, "bits", (4, 8) if layout != layouts[2] else (4,))

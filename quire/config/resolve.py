@@ -253,8 +253,8 @@ def _speculation(
 
 
 def _backend_and_model(options: EngineOptions, is_accelerated: bool) -> tuple[str, ModelConfig]:
-    """The attention back end, and the model, whose dtypes depend on it. "auto" on a CPU is the native back end if it
-    was built and can compute the model."""
+    """The attention back end, and the model, whose dtypes depend on it. "auto" on a CPU is the native back end where it
+    can compute the model."""
     asked = "triton" if is_accelerated else choice("attention_backend", options.attention_backend, BACKENDS)
     dtype = choice("dtype", options.dtype, DTYPES)
     if options.kv_cache_dtype == "fp8_e5m2":
@@ -301,9 +301,8 @@ def _backend_and_model(options: EngineOptions, is_accelerated: bool) -> tuple[st
 
 
 def _matmul_precision(options: EngineOptions, model: ModelConfig, backend: str, device: str) -> str:
-    """Value of `DeviceConfig.matmul_precision`. "auto" rounds activations only for weights that were trained and stored
-    in bfloat16, as GPU engines do, and for GGUF files, whose quantised weights are rounded more than that; not for
-    weights cast to bfloat16 here."""
+    """Value of `DeviceConfig.matmul_precision`. By "auto" activations are rounded only for weights that were trained
+    and stored in bfloat16, and for GGUF files."""
     asked = choice("matmul_precision", options.matmul_precision, MATMUL_PRECISIONS)
     if backend == "triton":
         return device_precision(asked, model, device)
@@ -332,8 +331,8 @@ def _matmul_precision(options: EngineOptions, model: ModelConfig, backend: str, 
 
 
 def _quantization(options: EngineOptions, model: ModelConfig, backend: str) -> QuantizationConfig | None:
-    """Quantisation from the option and the checkpoint. The option may name a checkpoint's own quantisation, by method
-    or storage format; it can only change that activations are rounded too."""
+    """Quantisation from the option and the checkpoint. The option may name a checkpoint's own quantisation, or add that
+    activations are rounded too."""
     asked, stored = options.quantization, model.quantization
     if asked is None:
         return stored
@@ -363,8 +362,8 @@ def _quantization(options: EngineOptions, model: ModelConfig, backend: str) -> Q
 
 
 def _activation_bits(options: EngineOptions, model: ModelConfig, backend: str) -> int:
-    """Value of `ModelConfig.activation_bits`. "auto" is 8 for a GGUF file on the native kernels if neither a dtype nor
-    a matmul precision is given: perplexity does not show it."""
+    """Value of `ModelConfig.activation_bits`. By "auto" it is 8 for a GGUF file on the native kernels if neither a
+    dtype nor a matmul precision is given."""
     asked = choice("activation_bits", options.activation_bits, ACTIVATION_BITS)
     if asked == "auto":
         is_free = model.is_gguf and model.quantization is None and backend == "native"
@@ -516,8 +515,8 @@ def _offload_size(options: EngineOptions) -> int:
 
 
 def batch_limits(options: EngineOptions, usual_seqs: int, usual_budget: int) -> tuple[int, int]:
-    """(max_num_seqs, max_num_batched_tokens). Each running sequence may need one token a step, so a missing value
-    follows from the other. Raises ConfigError if they contradict each other."""
+    """(max_num_seqs, max_num_batched_tokens). A missing value follows from the other. Raises ConfigError if they
+    contradict each other."""
     seqs = positive("max_num_seqs", options.max_num_seqs)
     budget = positive("max_num_batched_tokens", options.max_num_batched_tokens)
     if seqs is None:

@@ -163,7 +163,7 @@ def read_lengths(
     config: Fields, head_dim: int, defaults: RopeDefaults, windows: Sequence[int | None]
 ) -> tuple[int, int]:
     """(most positions that the rotations support, default of `max_model_len`). Layers without a window decide, if there
-    are any. The default stays within what no scaling of either kind changes."""
+    are any."""
     kinds = [kind for kind in (FULL, SLIDING) if any((window is None) == (kind == FULL) for window in windows)]
     ropes = [read_rope(config, head_dim, defaults, kind) for kind in kinds]
     usual = [ropes[0].usual_length, *(rope.usual_length for rope in ropes[1:] if rope.rope_type == "dynamic")]
@@ -189,9 +189,7 @@ def _mrope_section(rope: Fields, rotary_dim: int, defaults: RopeDefaults) -> tup
 
 
 def _settings(config: Fields, defaults: RopeDefaults, kind: str) -> tuple[Mapping[str, Any], bool]:
-    """(RoPE settings of a kind of layers, with their base; True if nested). Settings are one object for all kinds
-    ("rope_scaling" before "rope_parameters"), or one for each kind in `rope_parameters`, where FULL also gets
-    "rope_scaling"."""
+    """(RoPE settings of a kind of layers, with their base; True if nested)."""
     theta = config.number("rope_theta") if "rope_theta" in config.values else defaults.theta
     scaling = _object(config, "rope_scaling")
     if defaults.local_theta is None:
@@ -223,8 +221,6 @@ def _object(config: Fields, key: str) -> Mapping[str, Any]:
 
 
 def _rotary_dim(config: Fields, rope: Fields, head_dim: int, defaults: RopeDefaults, rope_type: str) -> int:
-    """Rotated elements of a head. Families that always rotate all ignore a smaller part, as Transformers does, or
-    refuse it where scalings would use it."""
     share = config.number("partial_rotary_factor", defaults.share)
     share = rope.number("partial_rotary_factor", share)
     if not (defaults.turns_part or defaults.share != 1.0):

@@ -19,7 +19,7 @@ METHODS = ("ngram", "ngram_gpu", "suffix", "draft_model", "eagle", "eagle3", "mt
 """Values of `method`. The first two name the same one, because drafts are looked up where the model runs."""
 _OF_A_MODEL = ("draft_model", *EAGLE_METHODS)
 """Methods that the option's `model` makes drafts for."""
-ON_DEVICES = ("ngram", "draft_model")
+ON_DEVICES = ("ngram", "draft_model", "eagle", "eagle3", "mtp")
 """Methods that run on a GPU too."""
 REFUSED = ("medusa", "mlp_speculator", "dflash", "dspark")
 """vLLM's methods that Quire does not have."""
@@ -120,7 +120,7 @@ class SpeculationConfig:
 
 
 def _by_batch_size(ranges: list[tuple[int, int, int]], most: int) -> tuple[tuple[int, int], ...]:
-    """Check ranges (first, last number of running sequences, drafts), which must follow one another from 1 on."""
+    """Check ranges (first, last number of running sequences, drafts)."""
     name = f"{OPTION}.num_speculative_tokens_per_batch_size"
     next_first = 1
     for first, last, number in ranges:
@@ -139,7 +139,6 @@ def _by_batch_size(ranges: list[tuple[int, int, int]], most: int) -> tuple[tuple
 
 
 def _method(fields: _Given) -> str:
-    """The requested method; a given model implies "draft_model"."""
     method = fields.method or ("" if fields.model is None else "draft_model")
     if method == "ngram_gpu":
         return "ngram"

@@ -1,5 +1,5 @@
-"""Triton's requirements besides a device, checked without importing it: it compiles a C launcher for every kernel,
-against Python's headers and the driver's library."""
+"""Triton's requirements besides a device, checked without importing it: a C compiler, Python's headers and the driver's
+library."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LDCONFIG = "/sbin/ldconfig"
 FENCED_TRITON = (3, 7, 1)
 """First Triton that puts a proxy fence between asynchronous copies and the products that read them."""
 UNTRUSTED_PTXAS = 13
-"""First major version of the assembler with which kernels without that fence gave other bits from run to run."""
+"""First major version of the assembler with which kernels without that fence vary."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,6 @@ def _headers() -> str | None:
 
 
 def _driver_library() -> str | None:
-    """Directory of the driver's library, found as Triton does."""
     if (named := envs.triton_libcuda()) is not None:
         return named
     try:

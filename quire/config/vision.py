@@ -149,8 +149,8 @@ class EncoderCosts:
 
 
 def check_whole_images(config: EngineConfig) -> None:
-    """Raise ConfigError for limits of a step under which an image whose tokens see one another would never be computed
-    beside other sequences, each of which has a token and its drafts."""
+    """Raise ConfigError for limits of a step under which an image whose tokens see one another would never be
+    computed."""
     model, scheduler = config.model, config.scheduler
     kind = VISION_TOWERS.get(model.architecture)
     if model.vision is None or kind is None or not kind.is_pooled or config.media.language_model_only:
@@ -251,7 +251,6 @@ VISION_TOWERS: Mapping[str, TowerKind] = MappingProxyType(
 
 
 def _read_pooled(fields: Fields, hidden_size: int) -> VisionConfig:
-    """SigLIP's tower with Gemma 3's projector. hidden_size: the language model's."""
     size = fields.integer("hidden_size", 768, maximum=MAX_WIDTH)
     heads = fields.integer("num_attention_heads", 12, maximum=MAX_HEADS)
     if size % heads or size // heads % 2 or size // heads > MAX_HEAD_DIM:
@@ -315,7 +314,6 @@ def _layers(fields: Fields, key: str, usual: tuple[int, ...] | None, num_layers:
 
 
 def _rope_theta(fields: Fields) -> float:
-    """Base of the rotation, which config.json rarely has."""
     settings = fields.values.get("rope_parameters") or {}
     if not isinstance(settings, dict):
         raise fields.error(f"rope_parameters must be an object, not {shown(settings)}")

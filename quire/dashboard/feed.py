@@ -10,7 +10,7 @@ from quire.errors import InternalError, QuireError
 from quire.utils.failures import explain
 
 KEEP_ALIVE_SECONDS = 15.0
-"""Interval of comments in a stream without news: they keep proxies patient and reveal viewers that are gone."""
+"""Interval of comments in a stream without news."""
 KEEP_ALIVE = b": nothing new\n\n"
 
 Poll = Callable[[], Awaitable[bytes]]
@@ -24,8 +24,7 @@ class FeedClosedError(QuireError):
 class Feed:
     """Frames for any number of viewers, each at its own rate.
 
-    The feed polls at the fastest viewer's rate. It does not repeat equal frames, and a slow viewer gets the newest
-    frame next: there is no queue. Used on one event loop.
+    The feed polls at the fastest viewer's rate. Used on one event loop.
     """
 
     def __init__(self, poll: Poll, pause: Pause | None = None) -> None:
@@ -114,7 +113,6 @@ class Feed:
         self._news = asyncio.Event()
 
     async def _hear(self) -> bool:
-        """Wait for a frame, a failure or the end; return False after `KEEP_ALIVE_SECONDS`."""
         try:
             async with asyncio.timeout(KEEP_ALIVE_SECONDS):
                 await self._news.wait()

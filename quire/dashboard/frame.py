@@ -19,7 +19,7 @@ class Observations(msgspec.Struct):
 
 
 class Frame(msgspec.Struct):
-    """Snapshot without time of day, so that those of an idle server are equal and need not be sent again."""
+    """Snapshot without time of day: those of an idle server are equal."""
 
     version: str
     model: str

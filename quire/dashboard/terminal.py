@@ -133,7 +133,6 @@ def _ended(recent: Recent) -> Text:
 
 
 def _adapters(stats: EngineStats) -> list[Text]:
-    """Adapter slots, and adapters of running and waiting requests; empty without adapters."""
     if not stats.num_adapter_slots:
         return []
     line = Text(f"adapters: {stats.num_loaded_adapters} of {stats.num_adapter_slots} slots", "dim")
@@ -145,7 +144,6 @@ def _adapters(stats: EngineStats) -> list[Text]:
 
 
 def _images(stats: EngineStats) -> list[Text]:
-    """The encoder cache; nothing of an engine whose requests have no images."""
     if not stats.max_encoder_tokens:
         return []
     kept = f"{stats.num_encoder_tokens:,} of {stats.max_encoder_tokens:,} tokens kept"

@@ -1,12 +1,10 @@
 """Beam search: the k best continuations of a prompt, k at a time (paper §4.4, figure 9).
 
-A request of width k has k sequences as beam slots. In a step every live beam gets candidates from the worker. When all
-have theirs, `expand` ranks all continuations of all beams by cumulative log-probability. Those that end among the first
-k become hypotheses, and the k best of the others go on. `follow` does that with fork and free alone: the first child of
-a beam keeps its slot, further children share its blocks, and a beam without a child frees its blocks.
+Each step ranks all continuations: those that end among the first k become hypotheses, and the k best of the others go
+on.
 
-Results equal those of Transformers' beam search: which candidates count, the score of a hypothesis (cumulative
-log-probability / length ** length_penalty, the end token counted), and when a search is over.
+Results equal those of Transformers' beam search: candidates, scores of hypotheses (cumulative log-probability / length
+** length_penalty, the end token counted), and ends.
 """
 
 from __future__ import annotations
@@ -176,8 +174,7 @@ class BeamSearch:
         self.is_done = True
 
     def _ranked(self) -> list[tuple[float, Beam, int]]:
-        """All continuations as (cumulative log-probability, beam, number of its candidate), best first. Ties go to the
-        better beam, then to the better candidate."""
+        """All continuations as (cumulative log-probability, beam, number of its candidate), best first."""
         continuations = [
             (beam.cumulative_logprob + score, beam, number)
             for beam in self.beams
@@ -188,8 +185,7 @@ class BeamSearch:
         return continuations
 
     def _ask(self, ranked: list[tuple[float, Beam, int]], length: int) -> bool:
-        """Ask the matchers of the continuations that `expand` looks at, in portions because the answers decide which
-        those are. Returns True if all have answered."""
+        """Ask the matchers of the continuations that `expand` looks at; returns True if all have answered."""
         num_children = 0
         for rank, (_, beam, number) in enumerate(ranked):
             if rank >= self.width and num_children == self.width:
@@ -218,13 +214,11 @@ class BeamSearch:
             self._matchers[key].advance([beam.candidates.token_ids[number]], 0)
 
     def _is_constrained(self, beam: Beam, number: int) -> bool:
-        """True if a beam's candidate is subject to a constraint and does not end the text."""
         assert beam.candidates is not None
         return beam.sequence.matcher is not None and beam.candidates.token_ids[number] not in self.request.end_token_ids
 
     def _end_of(self, token_id: int, matcher: Matcher | None, length: int) -> tuple[FinishReason, int | None] | None:
-        """End of a beam, if any. A text that its constraint ends waits for the score of an end token, if there is one
-        and room for it."""
+        """End of a beam, if any; a text ended by its constraint waits for an end token's score."""
         request = self.request
         if token_id in request.stop_token_ids:
             return FinishReason.STOP, token_id
@@ -335,7 +329,6 @@ def follow(search: BeamSearch, children: list[Child], kv: BlockSharing) -> Follo
 
 
 def _copy(parent: Sequence, kv: BlockSharing) -> tuple[list[int], BlockTable | None, HashChain | None, int]:
-    """Tokens, blocks, hash chain and number of computed tokens of a copy of `parent`."""
     blocks, chain = None, parent.chain
     if parent.blocks is not None:
         blocks = kv.fork(parent.blocks, parent.num_computed_tokens)

@@ -13,7 +13,7 @@ LEAST_MEAN = 0.2
 RARE = 16
 """Opportunities per rare trial, which has one draft."""
 MANY = 8
-"""Sequences of a step from which on it waits for arithmetic: a wrong draft costs as much as a token."""
+"""Sequences of a step from which on it waits for arithmetic."""
 LEAST_MEAN_OF_MANY = 0.5
 """LEAST_MEAN in such a step."""
 

@@ -1,8 +1,7 @@
 """Drafts: guessed tokens that a step computes after a sequence's last one.
 
 The scheduler asks a `Drafter`, counts the drafts like tokens, and corrects its counts when a result says how many the
-workers accepted (quire/step.py). Queue depth does not matter: while drafts are in flight, the scheduler's counts are
-upper bounds, and the workers know the truth.
+workers accepted (quire/step.py).
 """
 
 from __future__ import annotations
@@ -62,9 +61,8 @@ NO_DRAFTER = NoDrafter()
 
 
 class WorkerDrafts:
-    """Drafter for drafts that the workers make. Each result says which sequences have drafts; the others are planned
-    without. For a constrained sequence the workers send the drafts, and the scheduler proposes them when the masks
-    after them are known."""
+    """Drafter for drafts that the workers make. Each result says which sequences have drafts; for a constrained
+    sequence the workers send them, and the scheduler proposes them when their masks are known."""
 
     asks_always = False
 
@@ -95,8 +93,7 @@ class WorkerDrafts:
 
 
 def note_found_drafts(samples: list[Sequence], result: StepResult) -> None:
-    """Note which sequences of a result have drafts on the workers. A sequence whose drafts are hardly ever accepted
-    skips most of them on the fast path."""
+    """Note which sequences of a result have drafts on the workers."""
     for index, sequence in enumerate(samples):
         num_found, record = result.found_drafts.get(index, 0), sequence.draft_record
         if num_found and (record is None or record.wants_trial(len(samples))):

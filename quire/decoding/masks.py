@@ -3,8 +3,7 @@
 The engine core gets a `Constraint` from its `MaskSource` for each request, and a `Matcher` from it for each sequence.
 Matchers run outside the core: `advance` sends tokens, the answer comes later (`Matcher.is_ready`). A request waits at a
 gate for the first answers of its matchers (`quire.scheduler.gates.ConstraintGate`); a running sequence without an
-answer stays out of the next step. The core sends masks to the workers, whose forward pass may already run
-(`SamplingInputs` in quire/step.py).
+answer stays out of steps.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ class ConstraintSpec(NamedTuple):
 
 
 class Matcher(Protocol):
-    """State of one sequence under its constraint, kept through preemptions. It uses memory elsewhere until its last
-    reference is gone.
+    """State of one sequence under its constraint, kept through preemptions.
 
     Attributes describe the last answer and are valid while `is_ready`.
     """
@@ -93,14 +91,13 @@ class Matcher(Protocol):
 
     @property
     def has_mask(self) -> bool:
-        """True if `mask` and `draft_masks` return at once. May be False although the masks have come: ask again after
-        `MaskSource.wait`."""
+        """True if `mask` and `draft_masks` return at once."""
         ...
 
     def mask(self) -> bytes | None:
         """Tokens that may come next: packed bits, [ceil(vocab size / 32)] little-endian uint32, token t at bit t % 32
-        of word t // 32; None: all. Waits for a mask that has not come, briefly unless `is_slow`; afterwards `is_ready`
-        is valid. Raises UserError if no token may follow, or if that takes too much work to tell."""
+        of word t // 32; None: all. Waits for a mask that has not come, briefly unless `is_slow`. Raises UserError if no
+        token may follow, or if that takes too much work to tell."""
         ...
 
     def draft_masks(self) -> list[bytes]:
@@ -191,8 +188,7 @@ def num_forceable(sequence: Sequence) -> int:
 def take_forced(sequence: Sequence) -> list[int]:
     """Append and return the tokens that a sequence's matcher has forced, up to one that ends the sequence.
 
-    No step samples them: the next one computes them all (`StepPlan.appended`). Exception: a step in flight that
-    computes the sequence's last token samples the first of them (`Sequence.foreseen`).
+    The next step computes them all (`StepPlan.appended`).
     """
     request, matcher = sequence.request, sequence.matcher
     if matcher is None or not matcher.forced:

@@ -60,8 +60,8 @@ def create_sequences(
 
 
 def _resume(sequences: list[Sequence], point: ResumePoint) -> None:
-    """Give new sequences the tokens that another engine generated. The workers draw token i from (seed, i), so they
-    continue with the tokens that the other engine would have drawn."""
+    """Give new sequences the tokens that another engine generated, from which they continue with the tokens that it
+    would have drawn."""
     for sequence, token_ids in zip(sequences, point.token_ids, strict=True):
         sequence.token_ids += token_ids
     for index in point.ended:

@@ -13,7 +13,7 @@ from quire.config.scheduler import PRIORITY_SECONDS
 from quire.kv_cache.block_hash import NO_KEYS, ROOT, HashChain
 from quire.kv_cache.block_table import BlockTable
 from quire.multimodal.positions import add_image_keys
-from quire.request import EngineRequest, FinishReason
+from quire.request import BACKGROUND_SECONDS, EngineRequest, FinishReason
 from quire.step import SequenceSampling
 
 if TYPE_CHECKING:
@@ -40,8 +40,7 @@ class Deferral(NamedTuple):
     cancel: Callable[[], object] = lambda: None
     """Ends the work that the gate began for the request. Called once, at the end of the deferral."""
     reserves_slots: bool = True
-    """True to reserve the request's slots meanwhile. False for an event outside the engine, which may take seconds: the
-    engine would idle if waiting requests held every slot."""
+    """True to reserve the request's slots meanwhile; False for an event outside the engine."""
 
 
 class RequestStatus(enum.Enum):
@@ -110,11 +109,10 @@ class Sequence:
         self.max_total_tokens = request.num_prompt_tokens + request.max_tokens
         reports_all = request.params.stop or request.each_step
         self.report_times_until = self.max_total_tokens if reports_all else request.num_prompt_tokens + 1
-        """Updates report times up to this number of tokens. With stop strings any token may be the last, and only the
-        front end knows."""
+        """Updates report times up to this number of tokens."""
         self.fast_path_until = 0
-        """While fewer tokens than this are computed, every step computes the token that the step before sampled, and
-        needs no decision: its slot is allocated and unshared, and it is not the last token."""
+        """Number of computed tokens below which every step computes the token that the step before sampled, and needs
+        no decision."""
         self.blocks: BlockTable | None = None
         """Handle to the KV blocks; None while waiting or preempted."""
         self.swapped: BlockTable | None = None
@@ -124,14 +122,13 @@ class Sequence:
         self.num_unsent_tokens = 0
         """Last known tokens that the workers have neither sampled nor received."""
         self.foreseen: Foreseen | None = None
-        """One of `token_ids` that a plan in flight is still to sample. It is not pending: the sequence goes on from it,
-        and the plan's result adds nothing."""
+        """One of `token_ids` that a plan in flight is still to sample."""
         self.finish_reason: FinishReason | None = None
         self.matcher: Matcher | None = None
         """Follows the known tokens under the request's constraint, from its first mask to its end."""
         self.awaits_matcher = False
-        """True while the matcher has not said whether the last token ends the sequence, and what it forces next. Then
-        no step computes the token, unless the sequence `goes_ahead`, and it is not reported."""
+        """True while the matcher has not said whether the last token ends the sequence, and what it forces next; the
+        token is not reported."""
         self.goes_ahead = False
         """True if a step may compute the last token before the matcher's answer, and be sampled after it."""
 
@@ -150,9 +147,8 @@ class Sequence:
 class Request:
     """A request and its sequences, which are scheduled, preempted and resumed together.
 
-    Until the prompt is computed the scheduler has only the first live sequence; the others fork from it at the prompt's
-    end and share its blocks (paper §4.4). The sequences of a beam search are beam slots: their tokens change as beams
-    die and fork, and slots without a beam come last.
+    Until the prompt is computed the scheduler has only the first live sequence, from which the others fork (paper
+    §4.4); those of a beam search are beam slots, of which empty ones come last.
     """
 
     __slots__ = (
@@ -175,6 +171,7 @@ class Request:
         "fork_position",
         "images",
         "images_end",
+        "is_background",
         "is_processed",
         "max_pending_tokens",
         "max_tokens",
@@ -222,7 +219,8 @@ class Request:
         self.text_scope = f"{request.client}\0{request.cache_salt}"
         self.prediction = request.prediction
         self.arrival_time = arrival_time
-        self.priority = request.priority
+        self.priority = request.level
+        self.is_background = request.is_background
         self.register_prefix = request.register_prefix
         self.pooling = request.pooling
         self.is_processed = request.is_processed
@@ -238,14 +236,13 @@ class Request:
         self.first_matcher: Matcher | None = None
         """State of the constraint before the first generated token; None: no constraint."""
         self.max_pending_tokens = 0 if self.params.use_beam_search else math.inf if constraint is None else 1
-        """Largest number of unknown sampled tokens of a sequence when its next one is planned. Only an update chooses a
-        beam's next token, and a mask needs the token before it."""
+        """Largest number of unknown sampled tokens of a sequence when its next one is planned."""
         self.client = request.client
         self.each_step = request.each_step
         self.order_time = arrival_time if order_time is None else order_time
-        self.order_key: OrderKey = (self.order_time + request.priority * priority_seconds, arrival_number)
-        """Smallest is served first. A level of priority counts as `priority_seconds` of waiting: requests age without
-        being sorted again, and overtake only those that arrived shortly before."""
+        lateness = request.priority * priority_seconds + (BACKGROUND_SECONDS if request.is_background else 0.0)
+        self.order_key: OrderKey = (self.order_time + lateness, arrival_number)
+        """Smallest is served first; a level of priority counts as `priority_seconds` of waiting."""
         self.first_scheduled_time: float | None = None
         self.status = RequestStatus.WAITING
         self.eos_token_ids = frozenset(request.eos_token_ids)

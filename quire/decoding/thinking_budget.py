@@ -1,7 +1,6 @@
 """A limit on the tokens of a model's thoughts: at the limit, the end mark of the thoughts is forced.
 
-It is a constraint (quire/decoding/masks.py) around the request's own, if any: while the mark is forced, one token is
-allowed.
+It is a constraint (quire/decoding/masks.py) around the request's own, if any.
 """
 
 from __future__ import annotations
@@ -159,14 +158,12 @@ class BudgetMatcher:
         return found
 
     def _alone(self) -> BudgetMatcher:
-        """Copy without the inner matcher and drafts."""
         found = copy.copy(self)
         found._inner, found._drafts = None, []
         found._recent, found._own = self._recent.copy(), list(self._own)
         return found
 
     def _follow_inner(self) -> None:
-        """Count the tokens forced by the inner matcher, once."""
         if self._inner is not None:
             forced = self._inner.forced[self._num_followed :]
             self._num_followed += len(forced)

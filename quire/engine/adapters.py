@@ -21,7 +21,7 @@ LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 
 class KnownAdapters:
     """Thread-safe registry. An adapter is read when first named, or again with `load_inplace`. A request carries the
-    digest of what was read: later changes of the files do not affect it."""
+    digest of what was read; later changes of the files do not affect it."""
 
     def __init__(self, config: AdaptersConfig) -> None:
         self._config = config
@@ -29,7 +29,6 @@ class KnownAdapters:
         self._by_number: dict[int, tuple[LoRARequest, AdapterRef]] = {}
         self._by_name: dict[str, LoRARequest] = {}
         self._last_number = 0
-        """Largest number given to a name."""
 
     def refuse(self) -> None:
         """Raise UserError for an engine without adapters."""
@@ -109,8 +108,7 @@ class KnownAdapters:
             self._by_name[name], self._by_number[request.lora_int_id] = request, (request, ref)
 
     def _request(self, name: str, path: str, base_model_name: str | None) -> LoRARequest:
-        """Request of a name, with the name's number or a new one. A number is taken before its adapter is read, so none
-        is given twice."""
+        """Request of a name, with the name's number or a new one."""
         known = self._by_name.get(name)
         if known is None:
             number = self._last_number = max(self._last_number, max(self._by_number, default=0)) + 1

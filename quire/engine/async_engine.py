@@ -224,8 +224,7 @@ class AsyncLLM:
 
     def check_health(self) -> None:
         """Raise EngineDeadError if the engine is dead, and EngineUnresponsiveError if its process has been silent for
-        SILENCE_LIMIT seconds: it or a rank is stopped or deadlocked, or one thread holds the interpreter. A long step
-        is not silence."""
+        SILENCE_LIMIT seconds. A long step is not silence."""
         self._session.check_health()
 
     def check_awake(self) -> None:
@@ -246,8 +245,7 @@ class AsyncLLM:
     @property
     def num_pending(self) -> int:
         """Requests that run, wait or are being prepared, over all processes that share the engine (also in the figures
-        below). A finished request does not count, even with outputs left to read. Waiting parts of a request count as
-        one."""
+        below). A finished request does not count, even with outputs left to read."""
         return self._session.num_pending
 
     @property
@@ -285,8 +283,8 @@ class AsyncLLM:
 
         Leaving the iterator, or cancelling the task that awaits it, aborts the request. Raises UserError for a bad
         prompt or an id in use (before anything runs), EngineDeadError when the engine dies, EngineUnresponsiveError
-        before the start as `check_health` does (a request that has begun waits), InternalError if its output cannot be
-        processed, EngineAsleepError while the engine sleeps, and QuireError while draining.
+        before the start as `check_health` does, InternalError if its output cannot be processed, EngineAsleepError
+        while the engine sleeps, and QuireError while draining.
         """
         lora_request = options.pop("lora_request", None)
         if options:
@@ -314,8 +312,8 @@ class AsyncLLM:
     async def beam_search(
         self, prompt: Prompt, params: BeamSearchParams, request_id: str | None = None, *, cache_salt: str = ""
     ) -> BeamSearchOutput:
-        """Find the `beam_width` best continuations of a prompt. Cancelling the task aborts the search. Same as
-        `generate` with SamplingParams(use_beam_search=True), also in its errors."""
+        """Find the `beam_width` best continuations of a prompt, as `generate` with
+        SamplingParams(use_beam_search=True). Cancelling the task aborts the search."""
         if not isinstance(params, BeamSearchParams):
             raise UserError(f"params must be BeamSearchParams, not {type(params).__name__}", param="params")
         running = self.generate(prompt, params.to_sampling_params(), request_id, cache_salt=cache_salt)
@@ -347,7 +345,7 @@ class AsyncLLM:
     async def pool_any(
         self, prompt: Prompt, params: PoolingParams, request_id: str | None = None, *, priority: int = 0
     ) -> PoolingRequestOutput:
-        """Raw pooled output for a text, as `LLM.encode`. (`encode` here would give token ids.)"""
+        """Raw pooled output for a text, as `LLM.encode`."""
         self.pooling.check_task("encode")
         return self.pooling.pooled(await self.pool(prompt, params, request_id, priority=priority), params)
 
@@ -452,7 +450,7 @@ class AsyncLLM:
 
         mode: "abort" ends all requests with finish reason "abort"; "wait" returns when the running ones have ended;
         "keep" suspends them until `resume`, with the same tokens. clear_cache: drop cached prefixes too, except with
-        "keep". Raises UserError for another mode. If cancelled, the engine stays paused.
+        "keep". Raises UserError for another mode.
         """
         check_mode(mode)
         self._session.control.pauses, self._session.control.refuses_new = True, mode != "keep"

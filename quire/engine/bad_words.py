@@ -12,12 +12,11 @@ MAX_BAD_WORDS = 1_024
 MAX_BAD_WORD_CHARACTERS = 16_384
 """Maximum characters in all words of a request."""
 MAX_BAD_WORD_TOKENS = 8_192
-"""Maximum tokens in all sequences of a request; every step compares them with each completion."""
+"""Maximum tokens in all sequences of a request."""
 
 
 class BadWordTokenizer:
-    """Thread-safe. tokenizer: None if the model has none. vocab_size: token ids of the model. The last result is
-    cached: all prompts of a request share their words."""
+    """Thread-safe. tokenizer: None if the model has none. vocab_size: token ids of the model."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
         self._tokenizer = tokenizer
@@ -27,7 +26,7 @@ class BadWordTokenizer:
 
     def sequences(self, bad_words: Sequence[str]) -> list[list[int]]:
         """Token ids of each word at the start of a text, and after a space if they differ. Words with tokens beyond
-        `vocab_size` are left out. The result is shared: do not modify it. Raises UserError if a limit is exceeded."""
+        `vocab_size` are left out. Raises UserError if a limit is exceeded."""
         if not bad_words:
             return []
         if self._tokenizer is None:

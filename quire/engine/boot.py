@@ -1,5 +1,4 @@
-"""Entry point of the engine process. It writes a failed start as one line to the runtime directory for the parent. It
-imports almost nothing itself: imports fail first when files or memory run short."""
+"""Entry point of the engine process. It writes a failed start as one line to the runtime directory for the parent."""
 
 from __future__ import annotations
 

@@ -17,8 +17,7 @@ torch."""
 
 
 class EngineClient(Protocol):
-    """Connection to one engine core. Any thread may `send`; one thread at a time may `receive`. Defaults are for a
-    client without restarts."""
+    """Connection to one engine core. Any thread may `send`; one thread at a time may `receive`."""
 
     @property
     def ready(self) -> EngineReady:
@@ -28,8 +27,7 @@ class EngineClient(Protocol):
 
     @property
     def silence(self) -> float:
-        """Seconds since the core's process last made progress (quire/engine/heartbeat.py); 0 in this process. Updated
-        only while a thread waits in `receive`."""
+        """Seconds since the core's process last made progress (quire/engine/heartbeat.py); 0 in this process."""
         ...
 
     @property

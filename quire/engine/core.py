@@ -48,8 +48,7 @@ logger = get_logger(__name__)
 IDLE_CHECK_SECONDS = 10.0
 """Minimum seconds between two checks of the invariants when idle; a check is linear in blocks."""
 FIRST_REPORTS = 50
-"""Maximum transfer plans at the start until the KV connector has listed its blocks; each takes at most PATIENCE
-(quire/worker/kv_connector/interface.py)."""
+"""Maximum transfer plans at the start until the KV connector has listed its blocks."""
 BLOCKED_SECONDS = 0.005
 """Seconds of a driver's sleep while the core `is_blocked`, unless a message arrives."""
 PATIENCE = 0.001
@@ -57,8 +56,7 @@ PATIENCE = 0.001
 LATE_SECONDS = 0.005
 """Seconds that a step in flight waits for masks."""
 BRIEF_SECONDS = 0.005
-"""Longest step in seconds after which quick matchers (0.1 ms) answer while the next step computes. Their tokens are
-reported with that next step."""
+"""Longest step in seconds after which quick matchers (0.1 ms) answer while the next step computes."""
 ANSWER_SECONDS = 0.002
 """Seconds that a step without anything to compute waits for a matcher."""
 LAST_TRANSFERS = 100
@@ -151,8 +149,7 @@ class EngineCore:
         return None
 
     def step(self) -> EngineOutputs:
-        """End expired requests, plan and start steps until the queue is full, then process the oldest result. Time
-        limits need no timer: while a request lives there is work."""
+        """End expired requests, plan and start steps until the queue is full, then process the oldest result."""
         self._is_stepping = True
         began = self._clock.now()
         updates, self._ended = self._ended + self.scheduler.expire(began), []
@@ -186,7 +183,7 @@ class EngineCore:
         return self.scheduler.stats()
 
     def idle(self) -> bool:
-        """Do one piece of deferred work; returns whether there was any. Called while there is nothing else to do."""
+        """Do one piece of deferred work while there is nothing else to do; returns whether there was any."""
         if self.has_work or self._sleep.level:
             return False
         if self._executor.idle():
@@ -226,8 +223,7 @@ class EngineCore:
         return layout
 
     def _readiness(self, wanted: int, layout: KVCacheLayout, seconds: dict[str, float]) -> EngineReady:
-        """Report of a started core. wanted: configured maximum sequence length in tokens; lowered if the KV cache has
-        too few blocks."""
+        """Report of a started core. wanted: configured maximum sequence length in tokens."""
         max_model_len = self.scheduler.longest_sequence(wanted)
         if max_model_len < 2:
             raise InsufficientMemoryError(
@@ -270,9 +266,8 @@ class EngineCore:
                 self._send_sampling_inputs(outputs)
 
     def _send_sampling_inputs(self, outputs: EngineOutputs) -> None:
-        """Send the last plan its sampling inputs, unless they depend on the result of an earlier plan (plans of
-        pipeline stages never do). Waits for masks for at most LATE_SECONDS; samples without a mask are discarded.
-        Sequences with slow masks are not planned ahead."""
+        """Send the last plan its sampling inputs, unless they depend on the result of an earlier plan. Waits for masks
+        for at most LATE_SECONDS; samples without a mask are discarded."""
         if self._unsent is not None and (self._has_stages or len(self._in_flight) == 1):
             plan, self._unsent = self._unsent, None
             deadline = self._clock.now() + LATE_SECONDS if self.scheduler.can_discard else math.inf
@@ -285,8 +280,7 @@ class EngineCore:
             self._executor.send_sampling_inputs(inputs)
 
     def _settle(self, outputs: EngineOutputs) -> None:
-        """Ask matchers about new tokens and process their answers. A matcher slower than `PATIENCE` leaves its sequence
-        out of the next step."""
+        """Ask matchers about new tokens and process their answers."""
         asked = self.scheduler.awaited()
         while True:
             self._masks.flush()
@@ -311,14 +305,13 @@ class EngineCore:
         return not self.scheduler.kv.has_transfers
 
     def _transfer(self, *, awaits_report: bool = False) -> None:
-        """Run a plan that only moves cached blocks. Nothing else may be in flight."""
+        """Run a plan that only moves cached blocks, with nothing else in flight."""
         plan = self.scheduler.schedule_transfers(awaits_report=awaits_report)
         if plan is not None:
             self.scheduler.update(self._execute(plan).result(), self._clock.now())
 
     def _await_connector(self) -> None:
-        """Wait, within limits, until the KV connector has listed its blocks, so that the first request can hit them.
-        Later steps report the rest."""
+        """Wait, within limits, until the KV connector has listed its blocks."""
         for _ in range(FIRST_REPORTS):
             if self.scheduler.kv.knows_stored:
                 break
@@ -368,7 +361,6 @@ class EngineCore:
         return CallResult(call_id, error=f"unknown method {method!r}")
 
     def _full_stats(self) -> EngineStats:
-        """Statistics with the workers' expert counts, which take a call."""
         stats = self.scheduler.stats()
         if self._expert_layers:
             stats.expert_counts = dict(zip(self._expert_layers, self._executor.expert_counts(), strict=True))
@@ -377,8 +369,7 @@ class EngineCore:
         return stats
 
     def check_when_idle(self) -> None:
-        """Check the scheduler's invariants if no work is left, at most every IDLE_CHECK_SECONDS. Called after the last
-        outputs are sent: it takes 0.2 microseconds per block."""
+        """Check the scheduler's invariants if no work is left, at most every IDLE_CHECK_SECONDS."""
         now = self._clock.now()
         if not self.has_work and now >= self._next_check:
             self._next_check = now + IDLE_CHECK_SECONDS

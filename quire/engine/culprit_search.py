@@ -1,8 +1,8 @@
 """Search for the request that kills an engine.
 
 Requests in the engine at a death become suspects, each until it gets `CLEARED_TOKENS` further tokens. After a second
-death with suspects they continue in halves: the engine gets one group at a time and nothing else, until the group is
-cleared or the engine dies again, which halves the group. A request that kills the engine alone is the culprit.
+death with suspects the engine gets one group of them at a time, which each further death halves, until the group is
+cleared. A request that kills the engine alone is the culprit.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 CLEARED_TOKENS = 16
-"""Tokens that clear a suspect: more than a death loses (the steps in flight with their drafts)."""
+"""Tokens that clear a suspect: more than a death loses."""
 
 
 class CulpritSearch:

@@ -1,5 +1,5 @@
 """The interpreter of an engine process before its LaunchSpec. A command starts it before its own imports, so that both
-import in parallel; this module itself imports almost nothing."""
+import in parallel."""
 
 from __future__ import annotations
 

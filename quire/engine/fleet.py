@@ -1,9 +1,8 @@
 """A ledger of requests before one or more engines.
 
 A `Fleet` is an `EngineClient` over members, engines of one configuration. For each request the ledger keeps what
-another engine needs to continue with the same tokens (`ResumePoint`); text, stop strings and logprobs belong to the
-front end and outlive the engines. The ledger allows: replacement of dead or hung engines; routing of new requests;
-moving requests of a stopped or lost member; several front ends (sessions), each with its own requests.
+another engine needs to continue with the same tokens (`ResumePoint`), so that engines can be replaced, and requests
+routed and moved.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ PAUSE_SECONDS = 1.0
 RETRY_SECONDS = 60.0
 """Seconds between two starts of a lost member while others serve its requests."""
 MAX_FRUITLESS_DEATHS = 20
-"""Deaths in a row without a token after which a member is lost. A culprit search among 256 requests takes up to 18."""
+"""Deaths in a row without a token after which a member is lost; a culprit search takes up to 18."""
 STATES = {"sleep": "sleep", "wake_up": "sleep", "pause": "pause", "resume": "pause"}
 """Method of a call -> the call that begins the state which it begins or ends."""
 FOR_REQUESTS = ("abort_all", "sleep")
@@ -77,7 +76,7 @@ class OpenCall:
 
 class Fleet:
     """An `EngineClient` over members. With one member, `receive` runs in the caller's thread; with several, each has
-    its own. The receiving thread notices a death and starts the next engine; `send` never waits for that."""
+    its own."""
 
     def __init__(
         self,
@@ -137,7 +136,7 @@ class Fleet:
 
     @property
     def stopped(self) -> int | None:
-        """As `silence`: with hung engines ended, only if every one that is up has a stopped process."""
+        """As `silence`: with hung engines ended, only if every engine that is up has a stopped process."""
         found = [member.client.stopped for member in self.members if member.is_up and member.client is not None]
         if self._ends_hung and None in found:
             return None
@@ -233,7 +232,7 @@ class Fleet:
         return self.members[self._router.choose(beginnings_of(request))]
 
     def _place(self, entry: Entry, member: Member | None) -> None:
-        """Move a request to another member or none, and send requests that waited for it to leave."""
+        """Move a request to another member or none."""
         before, entry.member, entry.is_sent = entry.member, member, False
         if member is not None:
             member.entries[entry.request_id] = entry
@@ -261,7 +260,6 @@ class Fleet:
         return receivers
 
     def _send_waiting(self, member: Member) -> None:
-        """Send a member's engine the requests that it lacks and may have."""
         for entry in member.entries.values() if member.is_up else ():
             if not entry.is_sent and member.search.allows(entry.request_id):
                 entry.is_sent = True
@@ -286,7 +284,6 @@ class Fleet:
         return up
 
     def _stop_or_start(self, method: str, member: Member) -> None:
-        """Have a member's thread stop or start its engine and answer the call."""
         is_wanted = method == "start_replica"
         if not is_wanted and not any(each.is_up for each in self.members if each is not member):
             text = f"{member.name} cannot be stopped: none of the others is up to go on with its requests"
@@ -336,7 +333,6 @@ class Fleet:
         return CallResult(0, sum(numbers) if opened.asked.method in SUMS else max(numbers, default=0))
 
     def _note_state(self, opened: OpenCall, result: CallResult) -> None:
-        """Record the state that an answered call has begun or ended."""
         call, begun_by = opened.asked, STATES.get(opened.asked.method)
         if begun_by is None:
             return
@@ -442,7 +438,6 @@ class Fleet:
         return parts
 
     def _restart(self, member: Member) -> None:
-        """Start engines of a dead member until one is ready, while the member is wanted."""
         for attempt in itertools.count():
             assert member.client is not None
             member.client.shutdown()

@@ -1,7 +1,7 @@
 """Responsiveness of an engine: its silence, and the time limits of calls.
 
-At every beat (quire/utils/heartbeat.py) the engine process sends the time since it last made progress. It covers all
-ranks of a model: one stopped rank, or no progress on any, counts as silence.
+At every beat (quire/utils/heartbeat.py) the engine process sends the time since all ranks of its model last made
+progress.
 """
 
 from __future__ import annotations
@@ -52,8 +52,7 @@ class EngineBeats:
 
 
 CALL_SECONDS = 20.0
-"""Time limit in seconds of a call, which waits for the current step. Below the limit of `quire top` (30 s), so that its
-user sees the error."""
+"""Time limit in seconds of a call, which waits for the current step."""
 LONG_CALL_SECONDS = 1800.0
 """Time limit in seconds of LONG_CALLS, which move weights, load them or compute a prefix."""
 LONG_CALLS = frozenset({"sleep", "wake_up", "register_prefix", "stop_replica", "start_replica"})

@@ -91,7 +91,7 @@ class InProcessClient(EngineClient):
 
     def idle(self) -> bool:
         """Do one piece of deferred work (such as capturing a CUDA graph) if no other is left; returns whether there was
-        any. It runs in the caller's thread, at the caller's time."""
+        any."""
         with self._stepping:
             self._raise_if_dead()
             return self._core.idle()

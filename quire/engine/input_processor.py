@@ -103,14 +103,13 @@ class InputProcessor:
     tokenizer: None if the model has none (prompts are then token ids). vocab_size: the model's, which may exceed the
     tokenizer's. max_model_len: tokens of prompt and output together. eos_token_ids: the model's; they and the
     tokenizer's own end a sequence unless `ignore_eos`. seed: requests without a seed derive theirs from it and their
-    number, so a run with the same order is reproducible. max_logprobs: limit of alternatives per token; -1: the
-    vocabulary. takes_priorities: True if requests may set a priority. pools: True for a pooling model, which generates
-    nothing.
+    number. max_logprobs: limit of alternatives per token; -1: the vocabulary. takes_priorities: True if requests may
+    set a priority. pools: True for a pooling model, which generates nothing.
 
     Front ends set these attributes: `clips_max_tokens`: clip a max_tokens that does not fit, as `LLM.generate` does;
-    False makes it an error (servers). `max_new_tokens`: limit of every request or None; servers take it from
-    generation_config.json. `reasoning`: format of the model's reasoning, detected from its chat template.
-    `chat_template`, `images` and `processors`: the template, image inputs and logits processors of the engine.
+    False makes it an error (servers). `max_new_tokens`: limit of every request or None. `reasoning`: format of the
+    model's reasoning, detected from its chat template. `chat_template`, `images` and `processors`: the template, image
+    inputs and logits processors of the engine.
     """
 
     def __init__(
@@ -220,7 +219,6 @@ class InputProcessor:
         )
 
     def _prediction(self, prompt: Prompt, token_ids: list[int]) -> list[int]:
-        """Predicted tokens, at most `max_model_len`, after the prompt's last ones; empty without a prediction."""
         predicted = prompt.get("prediction") if isinstance(prompt, Mapping) else None
         if not predicted:
             return []
@@ -249,8 +247,7 @@ class InputProcessor:
         return ThinkingBudget(params.thinking_token_budget or 0, start, end, is_open)
 
     def process_prefix(self, request_id: str, prefix: Prompt, *, cache_salt: str = "") -> EngineRequest:
-        """Request that computes a prefix and registers it as `request_id`. Raises as `process`. It takes no request
-        number, so other requests keep their seeds."""
+        """Request that computes a prefix and registers it as `request_id`. Raises as `process`."""
         content, cache_salt = split_prompt(prefix, cache_salt)
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, seed=0, detokenize=False)
         return EngineRequest(
@@ -381,7 +378,7 @@ class InputProcessor:
             )
 
     def check_embedding(self, tokenizer: Tokenizer, token_ids: list[int]) -> None:
-        """Raise UserError for tokens without an embedding: a tokenizer may know more tokens than the model."""
+        """Raise UserError for tokens without an embedding."""
         largest = max(map(max, _in_pieces(token_ids)), default=0)
         if largest >= self.vocab_size:
             raise UserError(
@@ -413,7 +410,6 @@ class InputProcessor:
             )
 
     def _check_params(self, params: SamplingParams) -> None:
-        """Check what depends on the vocabulary or the wire format; `params` has checked the rest."""
         self.check_token_ids(params.stop_token_ids or (), "stop_token_ids")
         self.check_token_ids(params.allowed_token_ids or (), "allowed_token_ids")
         self.check_token_ids(params.logprob_token_ids or (), "logprob_token_ids")
@@ -468,7 +464,7 @@ class InputProcessor:
                 )
 
     def _resolve_seed(self, seed: int | None) -> int:
-        """Seed in [0, 2**63). Every request takes a number, so one request's seed does not change another's."""
+        """Seed in [0, 2**63)."""
         number = next(self._request_numbers)
         return seed & MASK_63 if seed is not None else mix_seed(self.seed, number)
 
@@ -479,7 +475,6 @@ def detected_reasoning(tokenizer: Tokenizer) -> ThinkFormat | None:
 
 
 def _in_pieces(token_ids: Sequence[int]) -> Iterator[Sequence[int]]:
-    """Slices of token ids; other threads may run between two of them."""
     for start in range(0, len(token_ids), PIECE_TOKENS):
         yield token_ids[start : start + PIECE_TOKENS]
 

@@ -38,7 +38,7 @@ def encode_message(encoder: msgspec.msgpack.Encoder, message: SessionMessage) ->
 
 
 def send_parts(socket: zmq.Socket[bytes], parts: Sequence[bytes]) -> None:
-    """Send one message without waiting. Long parts are not copied: a copy of 9 MB blocked the event loop for 14 ms."""
+    """Send one message without waiting, or copying its long parts."""
     socket.send_multipart(parts, zmq.NOBLOCK, copy=max(map(len, parts)) < UNCOPIED_BYTES)
 
 

@@ -44,8 +44,7 @@ def _masks(options: EngineOptions, config: EngineConfig) -> MaskSource:
 def advance(core: EngineCore, messages: Iterable[ClientMessage], window: OutputWindow) -> EngineOutputs | None:
     """Handle `messages`, then run one step if there is work. Returns None if there is nothing to send yet.
 
-    Outputs carry statistics if messages were handled or a request starts or ends, so that the front end never shows
-    blocks of a request that is gone; otherwise rarely, because a snapshot costs about as much as planning a step.
+    Outputs carry statistics if messages were handled or a request starts or ends, otherwise rarely.
     """
     handled = False
     results = []

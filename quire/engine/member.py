@@ -95,9 +95,9 @@ class Member:
         self.is_up = False
         """True if `client` accepts messages."""
         self.is_lost = False
-        """True if its engines failed too often and its requests moved to the other members."""
+        """True if its engines failed too often; its requests have moved to the other members."""
         self.is_wanted = True
-        """True if the member should have an engine. When it becomes False, the member's thread ends the engine."""
+        """True if the member should have an engine; else its thread ends the engine."""
         self.death: EngineDeadError | None = None
         """Last death; None again once the next engine is ready."""
         self.search = CulpritSearch()

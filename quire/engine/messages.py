@@ -16,13 +16,11 @@ from quire.scheduler.snapshot import KVSnapshot
 class AddRequest(msgspec.Struct, tag="add", array_like=True):
     request: EngineRequest
     pieces: list[bytes] = []
-    """Encoded tokens of a long prompt (quire/engine/long_prompts.py), which the request then lacks. Unused by the
-    core."""
+    """Encoded tokens of a long prompt (quire/engine/long_prompts.py), which the request then lacks."""
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True):
-    """End a request, or its sequence `index`. Unknown ids are ignored: the request may just have ended. No update
-    follows."""
+    """End a request, or its sequence `index`; unknown ids are ignored. No update follows."""
 
     request_id: str
     index: int | None = None
@@ -40,7 +38,7 @@ class Call(msgspec.Struct, tag="call", array_like=True):
 
 
 class Shutdown(msgspec.Struct, tag="shutdown", array_like=True):
-    """Leave the loop and drop live requests. A draining front end waits before it sends this."""
+    """Leave the loop and drop live requests."""
 
 
 ClientMessage = AddRequest | Abort | Call | Shutdown
@@ -51,7 +49,7 @@ class CallResult(msgspec.Struct, array_like=True):
     value: EngineStats | int | None = None
     error: str | None = None
     kv: KVSnapshot | None = None
-    """Result of `kv_snapshot`; separate, because msgspec cannot distinguish two plain structs in a union."""
+    """Result of `kv_snapshot`."""
     is_internal: bool = False
     """True if `error` is not the caller's mistake; it may then contain paths."""
 

@@ -1,6 +1,5 @@
-"""Conversion of the core's tokens into outputs for callers: text, logprobs, stop strings, metrics. One processor per
-engine client, on one thread. The core knows no text: it finds stop tokens and lengths; this module finds stop strings
-and aborts their sequences in the core."""
+"""Conversion of the core's tokens into outputs for callers: text, logprobs, stop strings (which abort sequences in the
+core), metrics. One processor per engine client, on one thread."""
 
 from __future__ import annotations
 
@@ -65,9 +64,8 @@ class OutputProcessor:
 
         By default an output holds the whole request so far (all `n` completions). delta: only completions with news,
         and their new part. Token ids and logprobs come with their step. Text comes when it is certain, maybe after its
-        token (an unfinished character, a possible stop string), and is never taken back. Prompt logprobs come once,
-        with the first tokens. final_only: a single, last output; always so for requests ranked at the end (beam search,
-        best_of).
+        token, and is never taken back. Prompt logprobs come once, with the first tokens. final_only: a single, last
+        output; always so for requests ranked at the end (beam search, best_of).
         """
         if request.request_id in self._requests:
             raise UserError(f"request id {request.request_id!r} is already in use", param="request_id")
@@ -76,8 +74,8 @@ class OutputProcessor:
         )
 
     def process(self, updates: list[SequenceUpdate]) -> ProcessedOutputs:
-        """Process one step's updates. Updates of unknown requests and ended sequences are dropped: the core may have
-        run ahead. A request with unprocessable output fails; the others continue."""
+        """Process one step's updates. Updates of unknown requests and ended sequences are dropped. A request with
+        unprocessable output fails; the others continue."""
         processed = ProcessedOutputs()
         touched: dict[str, _RequestState] = {}
         for update in updates:
@@ -125,7 +123,7 @@ class OutputProcessor:
             raise _internal_error(request_id, error) from error
 
     def _fail(self, state: _RequestState, error: BaseException, processed: ProcessedOutputs) -> None:
-        """Drop a request whose output failed. Raises `error` itself if it is an interrupt."""
+        """Drop a request whose output failed."""
         if is_interrupt(error):
             raise error
         request_id = state.request_id
@@ -269,7 +267,6 @@ class _RequestState:
         return self.sequences
 
     def _measure(self, timing: RequestTiming, *, has_token: bool) -> None:
-        """Update metrics, on the core's clock; `latency` covers the time to the last report."""
         elapsed = timing.now - timing.arrival
         if self._first_token is None:
             self._queue_time = timing.first_scheduled - timing.arrival
@@ -384,8 +381,7 @@ class _SequenceState:
             self._text.append(self._stops.flush())
 
     def rank(self) -> tuple[bool, bool, float]:
-        """Sort key, smaller is better: failed ones first, so that callers see them, aborted ones last, others by
-        cumulative log-probability."""
+        """Sort key, smaller is better: failed ones first, aborted ones last, others by cumulative log-probability."""
         reason = self.finish_reason
         return reason is FinishReason.ABORT, reason is not FinishReason.ERROR, -self._cumulative_logprob
 
@@ -455,7 +451,7 @@ def to_logprobs(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, 
 
 class RepetitionDetector:
     """Finds repeated patterns in one completion. For each pattern length it counts the consecutive tokens equal to the
-    token that many places earlier, so the cost per token is constant."""
+    token that many places earlier."""
 
     def __init__(self, params: RepetitionDetectionParams) -> None:
         self._lengths = range(max(1, params.min_pattern_size), params.max_pattern_size + 1)

@@ -28,9 +28,8 @@ MAX_SEPARATE = 32
 class OutputStream:
     """Outputs of one request until its consumer takes them, on one event loop.
 
-    request_id: the caller's. key: the engine's id of the request, never reused: late outputs of an aborted request
-    cannot reach another one of the same id. delta: outputs queue separately up to MAX_SEPARATE and are merged beyond,
-    so a slow consumer costs no more memory than the whole answer. Otherwise a newer output replaces the older.
+    request_id: the caller's. key: the engine's id of the request, never reused. delta: outputs queue separately up to
+    MAX_SEPARATE and are merged beyond. Otherwise a newer output replaces the older.
     """
 
     def __init__(self, request_id: str, key: str, *, delta: bool) -> None:
@@ -139,7 +138,7 @@ class _MergedCompletion:
 
 
 class _PackedLogprobs:
-    """Logprobs of many tokens in arrays: a fifth of the memory, and no objects for the garbage collector."""
+    """Logprobs of many tokens in arrays: a fifth of the memory."""
 
     __slots__ = ("_num_alternatives", "_ranks", "_texts", "_token_ids", "_values")
 
@@ -201,7 +200,7 @@ class Delivery:
     stats: EngineStats | None = None
 
     def hand_over(self, listeners: Iterable[StatsListener]) -> None:
-        """Deliver on the event loop: streams and calls first, so that a failing listener cannot block them."""
+        """Deliver on the event loop, streams and calls first."""
         for stream, output in self.outputs:
             stream.put(output)
         for stream, error in self.failures:

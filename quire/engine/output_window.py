@@ -1,5 +1,4 @@
-"""Joint sending of the outputs of short steps: a message costs the front end about the same for one token or
-several."""
+"""Joint sending of the outputs of short steps, which costs the front end about as much as one output."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from quire.outputs import SequenceUpdate
 MANY_SEQUENCES = 8
 """Sequences from which a step's outputs may wait for the whole window."""
 FEW_SEQUENCES_SHARE = 0.25
-"""Share of the window for fewer sequences: they save less, and a reader sees single tokens."""
+"""Share of the window for fewer sequences."""
 STATS_SECONDS = 0.05
 """Maximum age in seconds of the front end's statistics while only tokens are sent."""
 
@@ -28,7 +27,6 @@ class OutputWindow:
         self._since = 0.0
         """End time of the step with the first held tokens."""
         self._last_end = -math.inf
-        """End time of the last step."""
         self._next_stats = -math.inf
         """Earliest time at which outputs with only tokens carry statistics."""
 
@@ -76,7 +74,7 @@ def _can_wait(outputs: EngineOutputs) -> bool:
 
 
 def _joined(held: list[SequenceUpdate], updates: list[SequenceUpdate]) -> list[SequenceUpdate]:
-    """Join two lists of updates. If both cover the same sequences, each later update also gets the earlier tokens."""
+    """Join two lists of updates."""
     if len(held) != len(updates) or any(
         before.request_id != after.request_id or before.index != after.index
         for before, after in zip(held, updates, strict=True)

@@ -107,8 +107,6 @@ class Pictures:
         return found
 
     async def _fetched(self, inputs: ImageInputs, pictures: Sequence[Picture]) -> list[Picture]:
-        """Replace URLs by the files' bytes."""
-
         async def one(picture: Picture) -> Picture:
             if not isinstance(picture.image, str):
                 return picture
@@ -151,7 +149,6 @@ class Pictures:
         return found
 
     def _of_file(self, inputs: ImageInputs, picture: Picture, data: bytes, options: MediaOptions) -> ReadyMedium:
-        """Prepare a file; runs on a thread, which waits for a helper."""
         how: Preparation | VideoProcessor
         if picture.is_video:
             assert inputs.videos is not None, "check_numbers comes before"

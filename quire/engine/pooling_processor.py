@@ -280,7 +280,6 @@ def encode_pooled(tokenizer: Tokenizer, text: str, second: str | None, limit: in
 
 
 def _cut(lengths: list[int], room: int) -> list[int]:
-    """Tokens to keep of each text: the longer one is cut first, then both alike."""
     if sum(lengths) <= room:
         return lengths
     if len(lengths) == 1:

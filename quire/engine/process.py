@@ -1,5 +1,5 @@
 """The engine process: reads messages, drives the core, sends outputs and sleeps when idle. ProcessClient starts it,
-writes a LaunchSpec to its stdin and keeps that pipe open; end-of-file means that the parent is gone."""
+writes a LaunchSpec to its stdin and keeps that pipe open until the parent ends."""
 
 from __future__ import annotations
 

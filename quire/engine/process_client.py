@@ -165,7 +165,6 @@ class ProcessClient(RemoteClient[EngineFailed], EngineClient):
         raise self._death.again()
 
     def _raise_cause(self) -> NoReturn:
-        """Raise the cause of death: read it here, or wait for the thread in `receive`."""
         if self._receiving.acquire(blocking=False):
             try:
                 while self._poll(_EXIT_SECONDS) is not None:
@@ -200,14 +199,13 @@ class ProcessClient(RemoteClient[EngineFailed], EngineClient):
             return ""
 
     def _crash_report(self) -> str:
-        """First frames of the fault handler's report, as one line."""
         lines = self._read(CRASH_FILE).splitlines()
         frames = [line.strip() for line in lines if line.strip().startswith("File ")]
         return f": in {'; '.join(frames[:3])}" if frames else ""
 
 
 def _abandon(process: subprocess.Popen[bytes], directory: RuntimeDirectory, owner: int) -> None:
-    """Kill the process and remove its directory. Also runs at interpreter exit."""
+    """Kill the process and remove its directory."""
     if os.getpid() != owner:
         return  # a fork of the owner ends; the engine is not its own
     kill(process)

@@ -41,7 +41,7 @@ def push_socket(context: zmq.Context[zmq.Socket[bytes]], address: str | None = N
 
 
 class RemoteClient(ABC, Generic[Other]):
-    """Any thread may send; one receives at a time and observes the signs of life."""
+    """Client of another process. Any thread may send; one receives at a time and observes the signs of life."""
 
     def __init__(self, inbox: str, received: Any, watched: int) -> None:
         """inbox: address of the inbound socket. received: type of its messages. watched: file descriptor that wakes the
@@ -82,7 +82,7 @@ class RemoteClient(ABC, Generic[Other]):
         return message
 
     def _send(self, *messages: SessionMessage) -> None:
-        """Send several messages as parts of one, under `_sending`; the other process is woken once."""
+        """Send several messages as parts of one."""
         send_parts(self._outbox, self._prefix + [encode_message(self._encoder, message) for message in messages])
 
     def _wait_until_ready(self) -> EngineReady:
@@ -91,7 +91,7 @@ class RemoteClient(ABC, Generic[Other]):
         return message
 
     def _poll(self, timeout: float | None) -> EngineReady | EngineOutputs | None:
-        """Next message; None at the timeout. Raises the error that ended the other process."""
+        """Next message; None at the timeout."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             self._raise_if_dead()
@@ -107,8 +107,8 @@ class RemoteClient(ABC, Generic[Other]):
 
     @abstractmethod
     def _listen(self, has_message: bool, is_woken: bool) -> bool:
-        """Record a sign of life or its absence. is_woken: `watched` is readable. Returns whether a message is there;
-        raises the error that ended the other process."""
+        """Record a sign of life or its absence; returns whether a message is there. is_woken: `watched` is readable.
+        Raises the error that ended the other process."""
 
     @abstractmethod
     def _note(self, message: Other) -> None:

@@ -18,6 +18,9 @@ CLIENT_NAME: ContextVar[str] = ContextVar("client", default="")
 EACH_STEP: ContextVar[bool] = ContextVar("each_step", default=False)
 """`EngineRequest.each_step` of a task's requests; a server sets it for streams that describe each chunk."""
 
+IN_BACKGROUND: ContextVar[bool] = ContextVar("in_background", default=False)
+"""`EngineRequest.is_background` of a task's requests; a server sets it for lines of batches."""
+
 RATE_SECONDS = 10.0
 """Time constant in seconds of the average rate of prompts."""
 

@@ -17,7 +17,7 @@ SLACK = 1.25
 SLACK_REQUESTS = 4
 """... plus this number."""
 PREFIX_TOKENS = 256
-"""Number of first tokens that identify a shared prefix; recomputing fewer costs less than waiting."""
+"""Number of first tokens that identify a shared prefix."""
 MAX_BEGINNINGS = 16384
 """Maximum number of longer beginnings that a router remembers."""
 
@@ -82,9 +82,8 @@ class LeastLoaded:
 
 
 class PrefixAware:
-    """Sends requests with a common prefix to the replica that has it cached, unless it exceeds its share. The longest
-    known beginning counts most: that replica has the conversation. For the shortest one, rendezvous hashing orders the
-    replicas, so a popular prefix spreads over as few as it needs. Other requests go to the least loaded replica."""
+    """Sends requests with a common prefix to the replica that has it cached, unless it exceeds its share. For the
+    shortest beginning, rendezvous hashing orders the replicas, so a popular prefix spreads over as few as it needs."""
 
     needs_reports = True
 

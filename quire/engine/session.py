@@ -20,7 +20,15 @@ from quire.engine.long_prompts import encode_pieces
 from quire.engine.messages import Abort, AddRequest, Call, CallResult, EngineOutputs
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.output_stream import Delivery, OutputStream, StatsListener
-from quire.engine.request_part import CLIENT_NAME, EACH_STEP, Backlog, Preparations, RequestPart, turn_of
+from quire.engine.request_part import (
+    CLIENT_NAME,
+    EACH_STEP,
+    IN_BACKGROUND,
+    Backlog,
+    Preparations,
+    RequestPart,
+    turn_of,
+)
 from quire.engine.shared_state import ControlState, EngineState, Loads
 from quire.engine.texts import FrontEndTexts
 from quire.errors import EngineAsleepError, EngineDeadError, InternalError, QuireError, UserError
@@ -81,8 +89,7 @@ class Outbox:
 
 
 class Session:
-    """Requests and calls of one front end, on one event loop at a time. `_lock` guards what loop and receiver thread
-    share."""
+    """Requests and calls of one front end, on one event loop at a time."""
 
     def __init__(self, client: EngineClient, outputs: OutputProcessor, texts: FrontEndTexts) -> None:
         """outputs: output processor, used under the lock."""
@@ -150,7 +157,6 @@ class Session:
         return len(self._preparations) + len(self._streams)
 
     def _publish(self) -> None:
-        """Publish this process's load. Call under the lock, so that the last thread's value stays."""
         if self.loads is not None:
             backlog = self._backlog
             self.loads.publish(self.num_unfinished, self._own_num_pending, backlog.num_tokens, backlog.progress)
@@ -179,7 +185,12 @@ class Session:
                     with self._lock:
                         self._publish()
                     request = await process(stream.key)
-                    request = msgspec.structs.replace(request, client=CLIENT_NAME.get(), each_step=EACH_STEP.get())
+                    request = msgspec.structs.replace(
+                        request,
+                        client=CLIENT_NAME.get(),
+                        each_step=EACH_STEP.get(),
+                        is_background=IN_BACKGROUND.get(),
+                    )
                     token_ids = request.prompt_token_ids
                     pieces = await self._texts.off_loop(len(token_ids), partial(encode_pieces, token_ids))
                     request = await stack.enter_async_context(turn_of(part, request))
@@ -274,7 +285,6 @@ class Session:
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
-        """Count a request that `drain` waits for."""
         self.num_unfinished += 1
         try:
             yield
@@ -297,7 +307,8 @@ class Session:
             if stream.request_id in self._keys:
                 raise UserError(f"request id {stream.request_id!r} is already in use", param="request_id")
             self._processor.add_request(request, text, delta=delta)
-            self._backlog.add_request(stream.key, len(request.prompt_token_ids))
+            if not request.is_background:  # nothing waits for these tokens
+                self._backlog.add_request(stream.key, len(request.prompt_token_ids))
             self._keys[stream.request_id] = stream.key
             self._streams[stream.key] = stream
             self._publish()
@@ -345,7 +356,6 @@ class Session:
     # On the receiver thread.
 
     def _take(self, outputs: EngineOutputs) -> None:
-        """Process the core's message and post it to the loop."""
         delivery = Delivery(stats=outputs.stats)
         with self._lock:
             if outputs.stats is not None and self.loads is None:

@@ -191,7 +191,6 @@ class SharedEngine:
                             self._send(session, EngineOutputs(rejections=rejections))
 
     def _route(self, parts: Parts) -> None:
-        """Send each session its part, and handle the parent's."""
         own = parts.pop(PARENT, None) or EngineOutputs()
         with self._lock:
             for result in own.results:

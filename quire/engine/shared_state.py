@@ -38,8 +38,7 @@ class ControlState:
 
 
 class EngineState:
-    """State of the engine, for all processes. The parent writes the first five numbers and the last; the others match
-    `ControlState`."""
+    """State of the engine, for all processes."""
 
     num_ticks = _Number(0, int)
     """Grows while the parent makes progress."""

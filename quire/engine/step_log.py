@@ -1,5 +1,5 @@
-"""Log of a run's steps as JSON lines: a header (`StepLogHeader`), then one plan with its duration per line
-(`StepRecord`), for fitting cost models."""
+"""Log of a run's steps as JSON lines: a header (`StepLogHeader`), then one `StepRecord` per line, for fitting cost
+models."""
 
 from __future__ import annotations
 
@@ -54,10 +54,9 @@ class StepRecord(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """One step. Times are in seconds.
 
     at: hand-over of the plan, since the first one. seconds: from the hand-over, or the previous step's end if later, to
-    this step's end. gap: from the previous step's end to the hand-over, 0 if the plan came earlier (queue_depth 2): the
-    engine's work between steps, or idle time if nothing was running. num_carried: sequences that had a row before; if
-    0, `gap` may be idle time. starts, tokens: the plan's `start_positions` and `num_tokens`. Copies and swaps are in
-    blocks.
+    this step's end. gap: from the previous step's end to the hand-over, 0 if the plan came earlier: the engine's work
+    between steps, or idle time. num_carried: sequences that had a row before; if 0, `gap` may be idle time. starts,
+    tokens: the plan's `start_positions` and `num_tokens`. Copies and swaps are in blocks.
     """
 
     step: int
@@ -95,7 +94,7 @@ def _decoded(path: Path, number: int, line: bytes, kind: type[Entry]) -> Entry:
 
 
 class StepLog(CoreObserver):
-    """Writes a line for each successful plan, buffered because the next plan waits while a step is recorded."""
+    """Writes a line for each successful plan, buffered."""
 
     def __init__(self, config: EngineConfig, path: Path, clock: Clock) -> None:
         """Open and truncate the file. Raises ConfigError if it cannot be written."""
@@ -219,6 +218,5 @@ def _header(config: EngineConfig, layout: KVCacheLayout, backend: str) -> StepLo
 
 
 def _num_carried(plan: StepPlan) -> int:
-    """Sequences of the batch that had a row before this plan."""
     new = {new.seq_id for new in plan.new_sequences}
     return len(plan.seq_ids) - len(new.intersection(plan.seq_ids))

@@ -18,11 +18,11 @@ from quire.utils.fair_threads import FairThreads
 INLINE_CHARACTERS = 20_000
 """Length from which a text is tokenised on another thread."""
 MAX_LONG_TEXTS = 2
-"""Threads for long texts and conversations; tokenising takes 70 to 300 times a text's size in memory."""
+"""Threads for long texts and conversations."""
 LONG_WORK = 2 * 2**20
-"""Characters or bytes above which a text never takes the last thread, which stays for shorter ones."""
+"""Characters or bytes above which a text never takes the last thread."""
 SHORT_CONVERSATION_BYTES = 64 * 2**10
-"""Size up to which conversations use a thread of their own and wait for no long work."""
+"""Size up to which conversations use a thread of their own."""
 
 T = TypeVar("T")
 
@@ -107,7 +107,6 @@ class FrontEndTexts:
 
 
 async def _in_turn(threads: FairThreads, size: int, work: Callable[[], T]) -> T:
-    """Run `work` on one of the threads, in turn. Cancelling also ends its tokenising in another process."""
     abandonment = Abandonment()
 
     def abandonable() -> T:

@@ -1,5 +1,5 @@
 """Calls to ranks over any transport. Calls go out in order, and answers come back. A rank that ends, for any reason,
-ends the others: none can compute without it."""
+ends the others."""
 
 from __future__ import annotations
 
@@ -97,19 +97,17 @@ class RankCalls(ABC):
         """Call of the last plan while it lacks its sampling inputs."""
         self._pulses: list[Pulse] = []
         self._feeling = threading.Lock()
-        """Guards the pulses."""
         self._reader = threading.Thread(target=self._read, name="quire-ranks", daemon=True)
 
     # -- the transport ----------------------------------------------------------------------------------------------
 
     @abstractmethod
     def _send(self, message: bytes) -> None:
-        """Send to every rank. `_arrived` notices one that has ended."""
+        """Send to every rank."""
 
     @abstractmethod
     def _arrived(self, seconds: float | None) -> Iterable[tuple[int, bytes | None]]:
-        """Wait for at most `seconds` (None: for ever). Messages since the last call; None for a rank that has ended.
-        Called only on the reader's thread."""
+        """Wait for at most `seconds` (None: for ever). Messages since the last call; None for a rank that has ended."""
 
     @abstractmethod
     def _explain_exit(self, rank: int) -> str:
@@ -121,7 +119,7 @@ class RankCalls(ABC):
 
     @abstractmethod
     def _close(self) -> None:
-        """Let the ranks end, wait for that, and release the transport. The reader ends first, if it runs."""
+        """Let the ranks end, wait for that, and release the transport."""
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
@@ -204,8 +202,8 @@ class RankCalls(ABC):
         self._die(f"{failed[0].error()}; the other ranks waited for it")
 
     def _take(self, rank: int, answer: RankAnswer) -> QuireError | None:
-        """Note a rank's answer to its oldest call, and complete the call after the last answer. Returns the error of a
-        failed step: the ranks' request states are undefined then."""
+        """Note a rank's answer to its oldest call, which the last answer completes; returns the error of a failed
+        step."""
         with self._lock:
             call = next(call for call in self._pending if call.answers[rank] is None)
             call.answers[rank] = answer
@@ -216,7 +214,6 @@ class RankCalls(ABC):
         return call.error() if call.method in STEPS else None
 
     def _has_failure(self) -> bool:
-        """True if a rank has failed in a call that others have not answered."""
         with self._lock:
             return any(call.error() is not None for call in self._pending)
 

@@ -9,8 +9,7 @@ from quire.utils.garbage import without_collections
 
 
 def make_executor(config: EngineConfig) -> Executor:
-    """One worker in this process, or processes for several ranks. Imports only what is needed: an engine core with
-    ranks in other processes has no use for torch."""
+    """One worker in this process, or processes for several ranks; imports only what is needed."""
     if config.executor == "ray":
         envs.keep_ray_to_itself()
         from quire.executors.ray_ranks import make_ray_executor

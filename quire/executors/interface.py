@@ -79,7 +79,7 @@ class Executor(Protocol):
 
     def computing(self) -> AbstractContextManager[object]:
         """Context that `execute` enters on the caller's thread. A driver of many steps may enter it once for all, which
-        is quicker with the same results."""
+        is quicker."""
         ...
 
     def execute(self, plan: StepPlan) -> StepFuture:

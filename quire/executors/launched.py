@@ -1,7 +1,7 @@
 """One rank in a process of a launcher such as torchrun: each process runs the whole engine on the same inputs.
 
 Engines stay alike because they decide on shared values alone: the first rank's clock, the least memory and the highest
-measured costs of all ranks. Each look at the clock compares the plans so far.
+measured costs of all ranks. Each look at the clock compares the plans.
 """
 
 from __future__ import annotations
@@ -87,7 +87,6 @@ class LaunchedRank(LocalExecutor):
         return super().execute(plan)
 
     def _gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order."""
         data = encode(value)
         sizes = self._agreement.all_gather(torch.tensor([len(data)]), dim=0).tolist()
         own = torch.zeros(max(sizes), dtype=torch.uint8)
@@ -97,7 +96,7 @@ class LaunchedRank(LocalExecutor):
 
 
 def _join(config: EngineConfig) -> tuple[ProcessGroup, ProcessGroup]:
-    """Two groups, since two threads use them: one for the layers' sums, one for agreements of the engines."""
+    """Two groups, for two threads: one for the layers' sums, one for agreements of the engines."""
     library: Any = torch.distributed
     try:
         store, rank, size = next(library.rendezvous("env://"))

@@ -39,9 +39,8 @@ class Unsent(NamedTuple):
 class LocalExecutor:
     """Implements `Executor`. The platform chooses how plans run.
 
-    Inline: inside `execute`, whose future is then complete. On a thread: everything runs there, in order, while the
-    caller plans the next step (torch releases the interpreter while it computes). Queued: `execute` enqueues the plan;
-    its future waits for the device when asked, so no thread is needed.
+    Inline: inside `execute`. On a thread: everything runs there, in order, while the caller plans the next step.
+    Queued: `execute` enqueues the plan; its future waits for the device when asked.
     """
 
     def __init__(
@@ -97,7 +96,6 @@ class LocalExecutor:
         return pending
 
     def _launch(self, plan: StepPlan, worker: Worker) -> StepFuture:
-        """Start a plan that is sampled when its inputs come."""
         if self._thread is None:
             pending = worker.launch(plan)
             self._unsent = Unsent(plan.step_id, pending, pending)
@@ -166,8 +164,7 @@ class WorkerThread:
         self._thread.start()
 
     def submit(self, call: Callable[..., Result], *arguments: Any) -> Future[Result]:
-        """Start `call(*arguments)`; the future carries its result or exception. It cannot be cancelled: every later
-        plan relies on its effects."""
+        """Start `call(*arguments)`; the future, which cannot be cancelled, carries its result or exception."""
         future: Future[Result] = Future()
         future.set_running_or_notify_cancel()
         self._calls.put((future, call, arguments))

@@ -1,7 +1,6 @@
 """The process of one rank: runs an executor of its own, and answers each call of the engine core with a message.
 
-RankProcesses starts it, writes a RankLaunch to standard input and keeps that pipe open: its end-of-file means that the
-parent is gone.
+RankProcesses starts it, writes a RankLaunch to standard input and keeps that pipe open while it lives.
 """
 
 from __future__ import annotations
@@ -44,7 +43,8 @@ JOIN = "join"
 """The first call: its answer says that all ranks have met."""
 EXECUTE = "execute"
 LAUNCH, SAMPLE = "launch", "sample"
-"""Replaces EXECUTE for a plan that expects sampling inputs: runs the forward pass now, and samples when they come."""
+"""Replacement of EXECUTE for a plan that expects sampling inputs: runs the forward pass now, and samples when they
+come."""
 STEPS = (EXECUTE, LAUNCH, SAMPLE)
 
 
@@ -182,8 +182,7 @@ class Rank:
         return self._launched
 
     def _own_part(self, result: StepResult) -> StepResult:
-        """The part of a result that the first sampling rank does not send, and a checksum that shows whether this rank
-        sampled the same."""
+        """The part of a result that the first sampling rank does not send, with a checksum of its samples."""
         checksum = zlib.crc32(self._results.encode((result.token_ids, result.pooled)))
         if self._answers_in_full:
             result.checksum = checksum
@@ -219,7 +218,6 @@ class Rank:
 
 
 def _links(ends: RankEnds, place: Place, sizes: ParallelConfig) -> tuple[Link | None, Link | None]:
-    """Links from the stage before and to the next one."""
     from quire.parallel.stage import NetworkLink, SharedMemoryLink
 
     network = ends.network
@@ -246,7 +244,6 @@ class Answers:
         self._encode = msgspec.msgpack.Encoder().encode
         self._lock = threading.Lock()
         self._num_awaited = 0
-        """Begun calls without an answer."""
         self._awaited: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="quire-answers", daemon=True).start()
 

@@ -21,8 +21,7 @@ from quire.step import BlockKey, SamplingInputs, StepPlan, StepResult, StoreRepo
 
 
 class SampledTokens:
-    """Tokens that the last stage of a pipeline has sampled and the others do not have yet. Except for prompts, a
-    sequence is in at most one plan in flight, so its token is known here before its next plan."""
+    """Tokens that the last stage of a pipeline has sampled and the others do not have yet."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -84,7 +83,7 @@ class RankedExecutor:
         return f"{lines[0]}, on each of {len(lines)} ranks{stages}"
 
     def expert_counts(self) -> list[list[int]]:
-        """Counts of each stage's first rank: each rank computes a share of every expert, over the same rows."""
+        """Counts of each stage's first rank, over the same rows as the others'."""
         return self._of_first_ranks("expert_counts")
 
     def expert_ranks(self) -> list[list[list[int]]]:
@@ -120,7 +119,6 @@ class RankedExecutor:
         self._workers.send_sampling_inputs(inputs)
 
     def _of_first_ranks(self, method: str) -> list[Any]:
-        """Layers of all stages, as each stage's first rank describes its own."""
         found: list[list[Any]] = self._workers.call(method)
         return [layer for first in found[:: len(found) // self._num_stages] for layer in first]
 
@@ -165,8 +163,7 @@ def slowest(costs: Sequence[PreemptionCosts]) -> PreemptionCosts:
 
 
 def reduce_profiles(profiles: Sequence[MemoryProfile]) -> MemoryProfile:
-    """One profile of all ranks: the least free memory, the largest activations and weights. The ranks share the host's
-    memory evenly: all of it on a CPU, only swapped blocks' if each has a device of its own."""
+    """One profile of all ranks: the least free memory, the largest activations and weights."""
     first = profiles[0]
     available = min(each.available for each in profiles)
     shares = [each.device for each in profiles if each.device is not None]
@@ -191,8 +188,7 @@ def reduce_profiles(profiles: Sequence[MemoryProfile]) -> MemoryProfile:
 
 def agree(results: Sequence[StepResult]) -> StepResult:
     """The first rank's result, with the failures of all. results: from the ranks that sample. Raises QuireError if the
-    checksum of another rank differs: it sampled other tokens (their KV caches would diverge) or computed another
-    vector."""
+    checksum of another rank differs."""
     first, *others = results
     for rank, other in enumerate(others, start=1):
         if (other.step_id, other.checksum) != (first.step_id, first.checksum):

@@ -117,7 +117,7 @@ class RayRanks(RankCalls):
         return [make.options(scheduling_strategy=place).remote() for place in places]
 
     def _in_order(self) -> None:
-        """Number the ranks: this node's first, then node by node. (Two nodes may have one address.)"""
+        """Number the ranks: this node's first, then node by node."""
         hosts = [RankHost(*host) for host in ray.get([actor.host.remote() for actor in self._actors])]
         here = ray.get_runtime_context().get_node_id()
         order = sorted(range(len(hosts)), key=lambda index: (hosts[index].node_id != here, hosts[index].node_id, index))
@@ -164,7 +164,7 @@ class RayRanks(RankCalls):
 
 
 def _connect(num_cpus: int) -> bool:
-    """Join a cluster; returns whether this call has connected. num_cpus: least CPUs of a cluster started here."""
+    """Join a cluster, or start one with `num_cpus`; returns whether this call has connected."""
     if ray.is_initialized():
         return False
     options: dict[str, Any] = {"logging_level": "ERROR"}
@@ -176,7 +176,6 @@ def _connect(num_cpus: int) -> bool:
 
 
 def _last_words(error: BaseException) -> str:
-    """Ray's reason for an actor's end in one line, without the table of its names."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = next((line for line in lines if line.startswith("The actor is dead")), lines[0] if lines else "")
     return f"{type(error).__name__}: {reason}"[:LAST_WORDS]

@@ -1,8 +1,6 @@
 """Control calls between an executor and its ranks, as msgpack: configurations, layouts and profiles.
 
-Each composite value is an array that begins with its kind: contents of a config.json cannot be taken for a kind, and
-records with the same fields stay apart. Records are the dataclasses of `_ROOTS` and of their declared fields; no other
-class can be named.
+Each composite value is an array that begins with its kind.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ _INTEGER_BITS = 63
 
 
 def _find_records(annotation: Any, found: dict[str, type]) -> dict[str, type]:
-    """Add the dataclasses in a type's values to `found` (name -> class)."""
     if isinstance(annotation, type) and is_dataclass(annotation):
         if annotation.__name__ not in found:
             found[annotation.__name__] = annotation

@@ -1,6 +1,5 @@
-"""Activation functions by config.json's names. They use only operations whose vectorised and scalar forms give the same
-bits (exp, tanh, erf, products, sums). With torch's own silu, sigmoid and gelu a result would depend on its place in the
-tensor, and so on the batch size (docs/decisions/0002-batch-invariance.md)."""
+"""Activation functions by config.json's names. Built from operations whose vectorised and scalar forms agree bit for
+bit (docs/decisions/0002-batch-invariance.md)."""
 
 from __future__ import annotations
 

@@ -43,8 +43,8 @@ class LengthScale:
 
 
 def first_seen(positions: IntegersT, window: int, *, is_chunked: bool) -> IntegersT:
-    """First position (possibly < 0) that a token sees: in its last `window` positions, its own included, or in its
-    chunk of `window`."""
+    """First position (possibly < 0) that a token sees: the last `window` positions, its own included, or its chunk of
+    `window`."""
     return positions // window * window if is_chunked else positions - (window - 1)
 
 
@@ -146,8 +146,7 @@ class ExpansionRule:
         return cls(rank * expanded, 2 * rank - expanded)
 
     def pays(self, num_tokens: np.ndarray, start: np.ndarray) -> np.ndarray:
-        """True per sequence, [S] bool, if its tokens in a step, from position `start` on, are cheaper expanded.
-        Absorbing the queries costs as much as making their keys, so only earlier keys count against the saving."""
+        """True per sequence, [S] bool, if its tokens in a step, from position `start` on, are cheaper expanded."""
         num_pairs = num_tokens * start + num_tokens * num_tokens // 2
         return num_pairs * self.saved >= start * self.key_cost
 

@@ -1,5 +1,5 @@
-"""Mixtures of experts in torch: the reference for routing and experts, and the fallback without a kernel. A row's bits
-do not depend on the rest of the step."""
+"""Mixtures of experts in torch: the reference of the kernels, and the fallback without one. A row's bits do not depend
+on the rest of the step."""
 
 from __future__ import annotations
 

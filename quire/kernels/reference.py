@@ -1,6 +1,5 @@
-"""Reference functions that define the kernels: norms, writes to pages, block copies, paged attention. The torch back
-end also runs `norm`, `write_kv` and `copy_blocks`. `paged_attention_dense` is for tests: token by token, also in
-float64."""
+"""Reference functions that define the kernels; the torch back end also runs `norm`, `write_kv` and `copy_blocks`.
+`paged_attention_dense` is for tests."""
 
 from __future__ import annotations
 
@@ -65,9 +64,9 @@ def paged_attention_dense(
     layer: LayerAttention,
     last_seen: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One sequence's attention over its pages, in query's dtype. block_table: [blocks of the sequence] int. query: [n,
-    num_heads, head_dim] of the tokens from start_position on, whose keys and values are written. last_seen: [n], see
-    AttentionBatch. Returns [n, num_heads, value_width]."""
+    """One sequence's attention over its pages, token by token, in query's dtype. block_table: [blocks of the sequence]
+    int. query: [n, num_heads, head_dim] of the tokens from start_position on, whose keys and values are written.
+    last_seen: [n], see AttentionBatch. Returns [n, num_heads, value_width]."""
     length = start_position + query.shape[0]
     positions = torch.arange(length)
     if pages.dim() == 4:

@@ -3,10 +3,8 @@
 h(-1) = SHA-256(root label, salt); h(i) = SHA-256(h(i-1), token ids of block i as little-endian uint32, extra keys of
 block i, each after its length as little-endian uint32). A block is a hash block (coordinator.py).
 
-Extra keys are other dependencies of the content: the adapter, or the image at a placeholder. A block's key also holds
-for all later blocks. Keys of block -1 are hashed with the root, and so cover a partly filled first block too. SHA-256
-makes collisions (wrong hits, or probes into other tenants' prompts) infeasible. Values are equal in every process, so
-the KV connector can store them.
+Extra keys are other dependencies of the content: the adapter, or the image at a placeholder. SHA-256 makes wrong hits,
+and probes into other tenants' prompts, infeasible. Values are equal in every process.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ class HashChain:
         """hashes[0] is the root's, hashes[i + 1] block i's."""
 
     def extend(self, token_ids: Sequence[int], num_blocks: int) -> None:
-        """Hash blocks up to `num_blocks`; `token_ids` must have their tokens. Blocks hashed before cost nothing."""
+        """Hash blocks up to `num_blocks`; `token_ids` must have their tokens."""
         hashes, size, extra_keys = self.hashes, self._block_size, self._extra_keys
         first = len(hashes) - 1
         if num_blocks <= first:
@@ -71,7 +69,7 @@ class HashChain:
         return self.hashes[block + 1]
 
     def num_shared(self, other: HashChain) -> int:
-        """Leading blocks that both chains have, in logarithmic time, because a hash covers all blocks before it."""
+        """Leading blocks that both chains have, in logarithmic time."""
         mine, others = self.hashes, other.hashes
         known = range(1, min(len(mine), len(others)))
         return bisect.bisect_left(known, True, key=lambda block: mine[block] != others[block])

@@ -6,7 +6,16 @@ from quire.kv_cache.block_hash import HashChain
 class BlockTable:
     """The block tables of one sequence, one per group: logical index -> physical block. Owned by the manager."""
 
-    __slots__ = ("capacity", "chain", "first_held", "num_committed", "pending_hash", "tables", "tail_shared")
+    __slots__ = (
+        "capacity",
+        "chain",
+        "first_held",
+        "is_background",
+        "num_committed",
+        "pending_hash",
+        "tables",
+        "tail_shared",
+    )
 
     def __init__(self, tables: list[list[int]], capacity: int, chain: HashChain | None) -> None:
         self.tables = tables
@@ -15,6 +24,8 @@ class BlockTable:
         self.chain = chain
         self.first_held = [0] * len(tables)
         """First entry of each group's table that may differ from `NULL_BLOCK`."""
+        self.is_background = False
+        """True if its sequence is of a background request: others do not wait for its blocks."""
         self.num_committed = 0
         """Leading hash blocks that were offered to the prefix index."""
         self.pending_hash: bytes | None = None

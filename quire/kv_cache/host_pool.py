@@ -1,5 +1,5 @@
 """A second, bounded pool of blocks in host memory, for preempted requests' KV (paper §4.5). A request moves whole: all
-its sequences, each block once. Shared blocks stay shared. This module only decides; the plan carries the copies."""
+its sequences, each block once. This module only decides; the plan carries the copies."""
 
 from __future__ import annotations
 
@@ -85,8 +85,7 @@ class HostPool:
 
     def swap_in(self, sequences: Sequence[BlockTable]) -> list[tuple[int, int]]:
         """Give a request device blocks again; the caller has checked the room. Returns (host block, device block) pairs
-        to copy; blocks that the prefix index still has on the device are reused. `num_committed` falls to the leading
-        reused blocks: the others are new to the index, and can be offered when their content has arrived."""
+        to copy; blocks that the prefix index still has on the device are reused."""
         found = self._cached(sequences)
         # Share the reused blocks first, so that allocating the rest does not evict them.
         for block in set(found.values()):
@@ -161,7 +160,6 @@ class HostPool:
         return found
 
     def _num_leading(self, blocks: BlockTable, known: Collection[int]) -> int:
-        """Leading committed hash blocks that are `known` or given up in every group."""
         for number in range(1, blocks.num_committed + 1):
             for table, stride in zip(blocks.tables, self._strides, strict=True):
                 block = NULL_BLOCK if number % stride else table[number // stride - 1]
@@ -175,5 +173,4 @@ def _blocks(sequences: Iterable[BlockTable]) -> Iterator[int]:
 
 
 def _distinct_blocks(sequences: Iterable[BlockTable]) -> list[int]:
-    """Distinct blocks of the sequences, in order of first occurrence."""
     return list(dict.fromkeys(_blocks(sequences)))

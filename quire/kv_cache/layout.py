@@ -3,11 +3,11 @@ one group.
 
 A physical block is `layers_per_group` pages of equal bytes. Page j lies in tensor j, so layer number j of every group
 uses tensor j. Kinds with more or fewer bytes per token get blocks of fewer or more tokens, to fill their pages; a
-state's page is padded. If layer counts do not divide, the last group of a kind leaves pages unused.
+state's page is padded.
 
-Kernels use blocks of `block_size` tokens (the option). A page of n times as many tokens is n consecutive kernel blocks:
-the pool's block b is their blocks n b to n b + n - 1 (quire/worker/block_tables.py). Where n ranks keep a part of a
-sequence's tokens each, a block has n times as many tokens, of which a rank's page has its own.
+Kernels use blocks of `block_size` tokens (the option), of which a page holds a whole number
+(quire/worker/block_tables.py). Where n ranks keep a part of a sequence's tokens each, a block has n times as many
+tokens, of which a rank's page has its own.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class KVGroup:
 
 @dataclass(frozen=True)
 class KVCacheLayout:
-    """The pool: `num_blocks` blocks (block 0 reserved) of `layers_per_group` pages. block_size: tokens that a kernels'
-    block has room for (the option); every group's block size is a multiple. layers_per_group: pages of a block, in the
-    largest pipeline stage. num_host_blocks: blocks in host memory, numbered from 1, for swapped requests."""
+    """The pool: `num_blocks` blocks (block 0 reserved) of `layers_per_group` pages. block_size: tokens of a kernels'
+    block (the option), of which groups' block sizes are multiples. layers_per_group: pages of a block, in the largest
+    pipeline stage. num_host_blocks: blocks in host memory, numbered from 1, for swapped requests."""
 
     block_size: int
     num_blocks: int
@@ -111,9 +111,8 @@ def group_layers(
 
     block_size: groups get multiples of it; itself if all kinds have equal bytes per token, and as many times that as
     ranks share the tokens. snapshot_interval: least number of tokens in a block of states. Their block size is the next
-    multiple of STATE_BORDER and of the other groups' block sizes, because a snapshot is useful only where all other
-    groups have full blocks. size: the greatest common divisor of the kinds' layer counts if at least half of the
-    smallest count, else the smallest count.
+    multiple of STATE_BORDER and of the other groups' block sizes. size: the greatest common divisor of the kinds' layer
+    counts if at least half of the smallest count, else the smallest count.
     """
     if not specs:
         return (), 0
@@ -139,8 +138,7 @@ def group_layers(
 def _block_sizes(counts: Mapping[LayerSpec, int], block_size: int) -> dict[LayerSpec, int]:
     """Tokens of a block for each kind with something per token. counts: layers of each kind.
 
-    Such kinds fill their pages exactly. With states, the smallest pages with at most PADDING_GOAL of padding are taken,
-    or those with the least.
+    Such kinds fill their pages exactly; states add padding.
     """
     quanta = {spec: spec.page_bytes(block_size * spec.dealt_to) for spec in counts if spec.token_bytes}
     if not quanta:

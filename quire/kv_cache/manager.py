@@ -1,5 +1,5 @@
-"""The KV cache manager, the scheduler's interface to the KV cache. Block ids are opaque to the scheduler, which passes
-them into the plan. Every call either succeeds or changes nothing."""
+"""The KV cache manager, the scheduler's interface to the KV cache. Block ids are opaque to the scheduler. Every call
+either succeeds or changes nothing."""
 
 from __future__ import annotations
 
@@ -125,8 +125,7 @@ class KVCacheManager:
         self, chain: HashChain | None, num_cached_tokens: int, token_ids: Sequence[int] = ()
     ) -> BlockTable:
         """Start a sequence that owns the blocks of a hit. num_cached_tokens, token_ids: result and argument of
-        `match_prefix`; tokens are needed only with registered prefixes, whose partial last block is shared until the
-        first `allocate_slots` copies it."""
+        `match_prefix`; tokens are needed only with registered prefixes."""
         if chain is not None and num_cached_tokens:
             tables = self._hit_tables(chain, num_cached_tokens, token_ids)
             for group, (table, stride) in enumerate(zip(tables, self.groups.strides, strict=True)):
@@ -192,8 +191,8 @@ class KVCacheManager:
         ]
 
     def rollback(self, blocks: BlockTable, allocation: BlockAllocation) -> None:
-        """Undo the last `allocate_slots` of a sequence, because its plan is dropped; of several, the latest first.
-        Blocks that left a sliding window stay released."""
+        """Undo the last `allocate_slots` of a sequence; of several, the latest first. Blocks that left a sliding window
+        stay released."""
         for (group, index, copy), (source, _) in zip(allocation.replaced, allocation.copies, strict=True):
             # A sibling still owns the source: it was copied because it was shared, and the last owner writes in place.
             self.pool.share(source)
@@ -294,8 +293,7 @@ class KVCacheManager:
         return self.host.footprint(sequences)
 
     def free(self, blocks: BlockTable) -> None:
-        """Release all blocks, last first, so that a cached chain's tail is evicted before its prefix. Also for swapped
-        sequences."""
+        """Release all blocks, last first, also of swapped sequences."""
         if blocks in self.host:
             self.host.free(blocks)
             return
@@ -331,8 +329,8 @@ class KVCacheManager:
         self.free(blocks)
 
     def evict(self, chain: HashChain | None) -> None:
-        """Remove a sequence's blocks from the prefix cache, because their content may be invalid. Owners keep the
-        blocks; registered prefixes stay."""
+        """Remove a sequence's blocks, whose content may be invalid, from the prefix cache. Owners keep the blocks;
+        registered prefixes stay."""
         for block_hash in () if chain is None else chain.hashes[1:]:
             for group, index in enumerate(self._indexes):
                 block = index.find(block_hash)
@@ -411,8 +409,7 @@ class KVCacheManager:
         return sum(map(mul, self.pool.num_used_of, self._slots_of_block))
 
     def num_always_shared(self, chain: HashChain, token_ids: Sequence[int]) -> int:
-        """Blocks that a prompt never allocates, because it starts with a whole registered prefix. chain: a new one.
-        Only layers that keep every block count: windows release shared ones."""
+        """Blocks that a prompt never allocates, because it starts with a whole registered prefix. chain: a new one."""
         if not self.enable_prefix_caching or not self._registered.num_blocks:
             return 0
         max_tokens = min(len(token_ids) - 1, self._registered.most_tokens)
@@ -474,8 +471,6 @@ class KVCacheManager:
         return self.groups.hit_tables(self._indexes, chain.hashes, num_tokens)
 
     def _enter(self, blocks: BlockTable) -> None:
-        """Enter the full blocks of a prefix into the indexes, or replace them by blocks that the indexes already
-        have."""
         assert blocks.chain is not None
         for index, table, stride in zip(self._indexes, blocks.tables, self.groups.strides, strict=True):
             for number, block in enumerate(table[: blocks.num_committed // stride]):
@@ -497,8 +492,7 @@ class KVCacheManager:
         blocks.tables = []
 
     def _release_unneeded(self, blocks: BlockTable, start: int, *, is_late: bool = False) -> None:
-        """Release the blocks that no query from `start` on reads. is_late: keep those that plans in flight fill, so
-        that they are cached after their results."""
+        """Release the blocks that no query from `start` on reads. is_late: keep those that plans in flight fill."""
         for group in self._releasing:
             table, first_held = blocks.tables[group], blocks.first_held[group]
             first_needed = min(self.groups.managers[group].first_needed_block(start), len(table))

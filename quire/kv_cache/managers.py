@@ -1,6 +1,5 @@
 """Rules of layer groups: needed blocks, and prefix hits. A state's block i holds the state after the last of its
-computed tokens, and is a snapshot once full. A step reads the state before its first token, in the block of the token
-before: a state is a window of two tokens."""
+computed tokens, and is a snapshot once full; a state is a window of two tokens."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ class SlidingManager:
         return max(0, position - self._window + 1) // self.block_size
 
     def longest_hit(self, index: Findable, hashes: Sequence[bytes], num_blocks: int) -> int:
-        """Longest hit, which needs only the blocks that the next query reads; the search begins with it."""
+        """Longest hit, which needs only the blocks that the next query reads."""
         hit = num_blocks
         while hit > 0:
             first = self.first_needed_block(hit * self.block_size)

@@ -1,8 +1,7 @@
 """The prefix index: blocks by content, and the sequences about to compute one.
 
-Each live sequence has at most one pending block: its first full block with known tokens that it has not offered yet. A
-prompt that shares more with the sequence hits exactly the blocks before it and finds it right after the hit, so one
-entry per sequence is enough. A sequence that only generates has none.
+Each live sequence has at most one pending block: its first full block with known tokens that it has not offered yet,
+which a prompt that shares it finds right after its hit.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ class PrefixIndex:
         return list(map(self._block_of.__getitem__, hashes))
 
     def insert(self, block_hash: bytes, block: int) -> None:
-        """Enter a block whose content is complete. A second block with equal content stays out, and is freed with its
-        sequence."""
+        """Enter a block whose content is complete; a second one with equal content stays out."""
         if block_hash in self._block_of or self._hash_of[block] is not None:
             return
         self._block_of[block_hash] = block

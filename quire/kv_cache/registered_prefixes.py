@@ -1,7 +1,6 @@
 """Registered prefixes (docs/prefixes.md): the paper's shared prefixes (§4.4). They own their blocks like sequences, so
-they are never evicted. The prefix index finds the full blocks. The last, partly filled block has no hash:
-`RegisteredPrefixes` finds it for longer prompts that start with the whole prefix, and the sequence copies it before its
-first write, as after a fork."""
+they are never evicted. `RegisteredPrefixes` finds the last, partly filled block, which has no hash and is copied before
+a sequence's first write."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class MemoryProfile:
     device: DeviceShare | None = None
 
     def share(self, num_replicas: int) -> MemoryProfile:
-        """Share of one of several engines, where the first has measured before the others loaded their weights."""
+        """Share of one of several engines, where the first has measured."""
         others = (num_replicas - 1) * self.weights
         return replace(self, available=max(0, self.available - others) // num_replicas)
 
@@ -87,14 +87,12 @@ def size_pool(
     max_num_seqs: int,
 ) -> KVCacheLayout:
     """Choose the numbers of blocks and return the layout. `num_blocks_override`, `kv_cache_memory` and `swap_space`
-    need no `profile`. Otherwise the pool takes `memory_utilization` of the available memory less activations and swap
-    space (on a device: that share of its memory less weights, activations, graphs and tables). The swap space is
-    DEFAULT_SWAP_SPACE, at most DEFAULT_SWAP_SHARE of free (on a device: host) memory. Neither exceeds what
-    `max_num_seqs` sequences of full length use (new requests do not start while preempted ones wait, so no more are
-    swapped out). A model without KV gets block 0 only.
+    need no `profile`. Otherwise the pool takes `memory_utilization` of the available memory (on a device: of its
+    memory), less all other uses. The swap space is DEFAULT_SWAP_SPACE, at most DEFAULT_SWAP_SHARE of free (on a device:
+    host) memory; neither exceeds what `max_num_seqs` sequences of full length use. A model without KV gets block 0
+    only.
 
-    Raises InsufficientMemoryError, with the arithmetic, when a pool has no room for one block. A pool smaller than one
-    sequence of `max_model_len` is allowed: the engine then lowers `max_model_len`.
+    Raises InsufficientMemoryError, with the arithmetic, when a pool has no room for one block.
     """
     if not groups:
         return KVCacheLayout(cache.block_size, 1, groups, layers_per_group)

@@ -1,8 +1,7 @@
 """KV specs: frozen values that say what one layer keeps in the KV cache.
 
-`kind` names the manager of its blocks (quire/kv_cache/coordinator.py). All kinds have the other attributes, so no code
-asks for the kind: `token_bytes` (0 for a state), `dealt_to` (ranks that keep a part of a sequence's tokens each),
-`page_bytes`, `page_shape`, and `window` or None.
+`kind` names the manager of its blocks (quire/kv_cache/coordinator.py). All kinds have `token_bytes` (0 for a state),
+`dealt_to` (ranks that keep a part of a sequence's tokens each), `page_bytes`, `page_shape`, and `window` or None.
 """
 
 from __future__ import annotations
@@ -115,7 +114,7 @@ class StateSpec:
         return self.num_bytes
 
     def page_shape(self, block_size: int) -> tuple[int, ...]:
-        """Bytes, because a state can hold arrays of several dtypes."""
+        """Bytes, for arrays of several dtypes."""
         return (self.num_bytes,)
 
 

@@ -74,7 +74,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     swap_preemptions_total: int = 0
     swapped_out_blocks_total: int = 0
     swapped_in_blocks_total: int = 0
-    """Blocks copied back; fewer, because the prefix cache still had some, or requests ended."""
+    """Blocks copied back, without those that the prefix cache still had."""
     swapped_bytes_total: int = 0
     """Bytes of both copies."""
     recomputed_tokens_total: int = 0
@@ -118,9 +118,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """Seconds that the first worker has encoded images."""
     expert_counts: dict[int, list[int]] | None = None
     """Layer with experts -> rows that each expert has computed since the start (option `expert_counts`, in answers to
-    the call `stats`). Ranks compute the same rows, which count once. In the last layer only rows after its attention
-    count: each sequence's last row in a step, and rows with requested logprobs; steps replayed from CUDA graphs count
-    all rows but padding."""
+    the call `stats`). Ranks compute the same rows, which count once; in the last layer only rows after its attention
+    count."""
     expert_ranks: dict[int, list[list[int]]] | None = None
     """Layer with experts -> experts on each rank now (option `enable_eplb`, in answers to the call `stats`)."""
 

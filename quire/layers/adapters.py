@@ -1,6 +1,5 @@
 """Low-rank adapters of linear layers: y = x W^T + scale * (x A^T) B^T, with A and B of the token's slot. Slots count
-from 1; 0 means no adapter. A token's slot is a step column of its request (ADAPTER_SLOTS). A slot's content may change
-between steps without new recordings or captures."""
+from 1; 0 means no adapter; a token's slot is a step column of its request (ADAPTER_SLOTS)."""
 
 from __future__ import annotations
 
@@ -121,7 +120,7 @@ class TorchAdapterStorage:
 
 
 def nothing_runs() -> None:
-    """`AdapterStorage.steps_so_far` on a CPU, where a plan starts behind the end of the one before."""
+    """`AdapterStorage.steps_so_far` on a CPU, whose plans run one after the other."""
 
 
 class StepSlots:

@@ -1,7 +1,6 @@
 """Experts that change their ranks between steps, so that ranks compute equally many rows.
 
-Every rank routes all rows and counts them, so all ranks decide alike, without a message. Experts are exchanged a few
-before each step. An expert's result does not depend on its rank, so no bit changes.
+Experts are exchanged a few before each step. An expert's result does not depend on its rank.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from quire.parallel.interface import ProcessGroup
 BYTES_A_STEP = 32 << 20
 """Bytes of experts that are sent before one step; one move is made in any case."""
 LARGEST_SHARE = Fraction(95, 100)
-"""Rows of the busiest rank after a change, as a share of those before: above this it is not worth its moves."""
+"""Rows of the busiest rank after a change, as a share of those before, up to which it pays."""
 
 
 class BalancedExperts:
@@ -37,7 +36,7 @@ class BalancedExperts:
         self.placement = placement
 
     def check(self, number: int) -> None:
-        """Raise ModelLoadError if experts are not stored alike, here and on other ranks. All ranks call it. number: of
+        """Raise ModelLoadError if experts are not stored alike, here and on other ranks; all ranks call it. number: of
         the layer among those with experts."""
         kinds = {tuple((tensor.dtype, tuple(tensor.shape)) for tensor in self._stored(slot)) for slot in self._slots}
         own = torch.tensor([[len(kinds), self.nbytes]])
@@ -54,7 +53,7 @@ class BalancedExperts:
         return sum(tensor.nbytes for tensor in self._stored(0))
 
     def apply(self, move: Move) -> None:
-        """Move an expert, or two. All ranks call it alike, between steps."""
+        """Move an expert, or two."""
         here, there = (move.source, move.source_slot), (move.to, move.to_slot)
         given = self._broadcast(*here)
         if move.is_swap:
@@ -73,12 +72,10 @@ class BalancedExperts:
         return stored
 
     def _broadcast(self, rank: int, slot: int) -> torch.Tensor:
-        """The bytes of an expert."""
         own = self._stored(slot if rank == self._group.rank else 0)
         return self._group.broadcast(torch.cat([_bytes(tensor) for tensor in own]), rank)
 
     def _take(self, rank: int, slot: int, data: torch.Tensor) -> None:
-        """Store the bytes of an expert, if the slot is this rank's."""
         if rank != self._group.rank:
             return
         tensors = self._stored(slot)
@@ -135,7 +132,6 @@ class ExpertBalancer:
         return [layer.rows.tolist() for layer in self.layers]
 
     def _rows_since(self, step: int) -> list[list[int]]:
-        """Rows of the steps from this one on; of all, where it lies before the first one."""
         while self._marks and self._marks[0][0] < step:
             self._marks.popleft()
         rows = self._rows()
@@ -153,5 +149,4 @@ class ExpertBalancer:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A stored tensor's bytes, in place."""
     return tensor.view(-1).view(torch.uint8)

@@ -1,7 +1,6 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): projections around attention over latents. The cache
-holds one compressed vector and one rotated key per token. The matrices that would expand keys and values are absorbed
-into queries and results, so a token's arithmetic depends only on its position. With `expands_prompts` this holds for
-single tokens; prompts expand keys and values."""
+holds one compressed vector and one rotated key per token. Matrices that would expand keys and values are absorbed into
+queries and results, except in prompts with `expands_prompts`."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ from quire.quantization.interface import LinearShape
 NORM_EPSILON = 1e-6
 """Epsilon of the norms over compressed vectors in every model."""
 EXPANDED_HEADS = 16
-"""Heads that are expanded together, which bounds memory."""
+"""Heads that are expanded together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +237,6 @@ class LatentAttention:
 
     @property
     def _kept_bytes(self) -> int:
-        """Bytes per head of the matrices kept for expanding prompts."""
         return 0 if self._expanded is None else self._expanded.head_bytes
 
     @property
@@ -246,7 +244,6 @@ class LatentAttention:
         return self._context.group.rank * self._num_local
 
     def _turned_rows(self) -> torch.Tensor:
-        """[rope_dim]: the checkpoint's rows in rotation order, pairs half a head apart."""
         rows = torch.arange(self._heads.rope_dim)
         return torch.cat((rows[::2], rows[1::2])) if self._heads.interleaved else rows
 

@@ -1,5 +1,5 @@
 """Indexer of sparse latent attention (DeepSeek-V3.2): small heads that score all keys for each token. It keeps one key
-per token beside the latent. Every rank computes all of it, so all choose the same keys."""
+per token beside the latent."""
 
 from __future__ import annotations
 

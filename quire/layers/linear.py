@@ -159,7 +159,6 @@ class RowParallelLinear:
 
 
 def _outputs_first(tensor: WeightSource, transposed: bool) -> WeightSource:
-    """A checkpoint's matrix as [out, in]; quantised ones always are."""
     return tensor.t() if transposed and not isinstance(tensor, QuantizedWeight) else tensor
 
 
@@ -182,8 +181,7 @@ def _weight_shape(suffix: str, rows: int, columns: int, transposed: bool) -> tup
 
 
 def side_by_side(left: WeightSlot, right: WeightSlot) -> WeightSlot:
-    """The slot of a checkpoint's matrix whose first input features are those of `left`, the others those of `right`:
-    two matrices take the place of one, so that no kernel puts vectors side by side."""
+    """Slot of a checkpoint's matrix whose first input features are those of `left`, the others those of `right`."""
     widths = left.shape[1], right.shape[1]
 
     def load(tensor: WeightSource) -> None:

@@ -57,7 +57,7 @@ class MixtureShape:
 
 class SharedExpert:
     """x -> residual + down(activation(gate(x)) * up(x)). is_gated: the result is scaled by the sigmoid of a further
-    one-output product of x. (Applied before `down`, which has no bias, to fewer elements.)"""
+    one-output product of x."""
 
     def __init__(self, size: int, intermediate: int, activation: str, *, is_gated: bool, context: LayerContext) -> None:
         self._gate_up = ColumnParallelLinear(
@@ -83,7 +83,7 @@ class SharedExpert:
 class MixtureOfExperts:
     """x -> residual + shared(x) + the weighted sum of the chosen experts' results. shared: shared expert, or None.
     Ranks share each expert's inner width, or whole experts (`LayerContext.expert_placement`), and always the shared
-    expert's inner width. Every rank computes the router. Router and correction are never quantised."""
+    expert's inner width. Router and correction are never quantised."""
 
     def __init__(
         self,
@@ -211,8 +211,7 @@ class MixtureOfExperts:
         load_one: Callable[[int, str, WeightTensor, bool], None],
         matrix: tuple[int, ...] = (),
     ) -> Callable[[WeightSource], None]:
-        """Loader of a tensor of all experts, which reads one expert's part at a time. matrix: an expert's shape, [out,
-        in]."""
+        """Loader of a tensor of all experts, one part at a time. matrix: an expert's shape, [out, in]."""
 
         def load(tensor: WeightSource) -> None:
             for expert in self._places:
@@ -237,7 +236,6 @@ class MixtureOfExperts:
         self._load_part(expert, None, suffix, rows)
 
     def _stored_bytes(self) -> tuple[int, int, int, int]:
-        """Stored bytes of one expert's gate (or up) and down matrix, and of their biases."""
         stored = self._context.linear.stored_bytes
         bias = stored((self._size,)) if self._has_down_bias else 0
         return stored((self._local, self._size)), stored((self._size, self._local)), stored((self._local,)), bias

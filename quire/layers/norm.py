@@ -32,8 +32,7 @@ class RMSNorm:
 
 
 class UnitOffsetRMSNorm(RMSNorm):
-    """x / rms(x) * (1 + weight), as in Gemma. The sum is kept in float32, because 16 bits would lose most of the
-    weight."""
+    """x / rms(x) * (1 + weight), as in Gemma."""
 
     offset = 1.0
 

@@ -136,8 +136,7 @@ class Operations(Protocol):
 
     def norm_shares(self, group: ProcessGroup, norms: Sequence[NormWeights], x: AnyValue) -> Value:
         """Normalise the first columns of x, [T, width]: shares of rows that the norms (RMSNorms with weights, one after
-        the other) cover whole. Equal shares are on equally many ranks, so the mean of their means is the row's. x is
-        overwritten."""
+        the other) cover whole."""
         ...
 
     def add_adapted(self, stack: AdapterStack, x: AnyValue, y: AnyValue, slots: Any) -> Value:

@@ -1,8 +1,7 @@
 """Rotary position embeddings with every scaling of Transformers.
 
-In Transformers, dynamic NTK and longrope depend on the current sequence length, but cached keys keep their old
-rotation: results would depend on chunking and caching. Here frequencies are fixed at those for `max_model_len` tokens.
-Up to the trained length both agree exactly; beyond it, all keys of a sequence are consistent.
+Frequencies of dynamic NTK and longrope are fixed at those for `max_model_len` tokens, so results do not depend on
+chunking and caching; up to the trained length they equal Transformers'.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Layers with recurrent state (short convolution, gated delta rule, gated norm): their reference in torch. A page holds
 the state after a *border*, an absolute multiple of STATE_BORDER tokens, and the rows of later tokens. A token's
-additions and their order depend only on its position and sequence, not on how a prompt is cut into steps
-(docs/decisions/0032-states-at-borders.md)."""
+additions and their order depend only on its position and sequence (docs/decisions/0032-states-at-borders.md)."""
 
 from __future__ import annotations
 
@@ -241,7 +240,7 @@ def _read_blocks(states: StateStep, layer: int) -> torch.Tensor:
 
 
 def _take(x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """[T, heads, ...] at tokens [P, TILE] -> [P, heads, TILE, ...], zeros for tokens of -1."""
+    """[T, heads, ...] at tokens [P, TILE] -> [P, heads, TILE, ...], zeros for -1."""
     taken = x[tokens.clamp(min=0)]
     is_token = (tokens >= 0).view(*tokens.shape, *[1] * (x.dim() - 1))
     return torch.where(is_token, taken, 0.0).transpose(1, 2)
@@ -260,6 +259,6 @@ def _unit(heads: torch.Tensor) -> torch.Tensor:
 
 
 def _softplus(x: torch.Tensor) -> torch.Tensor:
-    """log(1 + exp(x)) in float64, because torch's float32 log1p gives other bits in a tensor's last elements."""
+    """log(1 + exp(x)) in float64."""
     wide = x.double()
     return (wide.clamp(min=0.0) + torch.log1p(torch.exp(-wide.abs()))).float()

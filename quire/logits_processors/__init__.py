@@ -40,8 +40,7 @@ MovedRequest: TypeAlias = tuple[int, int, MoveDirectionality]
 @dataclass(frozen=True)
 class BatchUpdate:
     """Changes of a processor's batch, in order: rows are removed, added, then moved. batch_size: rows after the
-    changes. A sequence that a step left out is removed, and added again with all its tokens; a processor rebuilds its
-    state from them."""
+    changes. A sequence that a step left out is removed, and added again with all its tokens."""
 
     batch_size: int
     removed: Sequence[RemovedRequest]

@@ -1,7 +1,6 @@
 """Metric families of an engine: names, kinds, labels and sources of values.
 
-Families that vLLM has keep its names, labels and buckets (vllm/v1/metrics/loggers.py, 0.33). All names are legal
-unescaped, so they do not depend on the scraper.
+Families that vLLM has keep its names, labels and buckets (vllm/v1/metrics/loggers.py, 0.33).
 """
 
 from __future__ import annotations
@@ -79,7 +78,6 @@ def _share(key: str) -> Read:
 
 
 def _plain(families: Mapping[str, tuple[str, str]], *, is_vllm: bool) -> tuple[MetricFamily, ...]:
-    """Families of one sample each, from name -> (field of EngineStats, help)."""
     return tuple(
         MetricFamily(name, help, (Row((), _field(field)),), is_vllm) for name, (field, help) in families.items()
     )

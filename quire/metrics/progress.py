@@ -60,10 +60,6 @@ class RequestProgress:
         return max(self.num_tokens.values(), default=0)
 
     def phases(self, last: RequestOutput, now: float) -> PhaseTimes | None:
-        """Durations of the phases, from the last output; None without a token.
-
-        Up to the first token they are the engine's times, then the front end's: the engine does not see where a stop
-        string ends.
-        """
+        """Durations of the phases, from the last output; None without a token."""
         queued, first = last.metrics.queue_time, last.metrics.time_to_first_token
         return PhaseTimes(queued, first - queued, now - self.first_output_time) if first else None

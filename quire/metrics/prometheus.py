@@ -199,14 +199,12 @@ class EngineMetrics(Collector, StatsListener):
             yield metric
 
     def _counted(self, name: str, help: str, label: str, counts: Mapping[str, float]) -> Iterator[Metric]:
-        """Yield a counter of vLLM with one label of its own."""
         yield from self._families(CounterMetricFamily, _family(name, help, label, counts))
 
     def _gauges(self, name: str, help: str, label: str, values: Mapping[str, float]) -> Iterator[Metric]:
         yield from self._families(GaugeMetricFamily, _family(name, help, label, values))
 
     def _adapters(self) -> Iterator[Metric]:
-        """Yield adapter names as vLLM does: in labels, with the time as value."""
         stats = self.stats
         labels = {
             "max_lora": str(stats.max_running_adapters),
@@ -299,8 +297,7 @@ class StepTokens:
         self._before = EngineStats()
 
     def record(self, stats: EngineStats) -> None:
-        """Take a snapshot. Several steps since the last one count as their mean. Tokens of a step counted earlier add
-        only to the sum."""
+        """Take a snapshot. Several steps since the last one count as their mean."""
         num_steps = stats.steps_total - self._before.steps_total
         num_tokens = _num_iteration_tokens(stats) - _num_iteration_tokens(self._before)
         if num_steps > 0:

@@ -93,7 +93,6 @@ class ModelAdapters:
             raise ModelLoadError(message) from None
 
     def _placed(self, matrices: Matrices, config: PeftConfig) -> dict[str, Placed]:
-        """Targets of all matrices by module. Raises ModelLoadError for an unknown module or a wrong shape."""
         found: dict[str, Placed] = {}
         taken: dict[str, str] = {}
         for module, pair in matrices.items():

@@ -42,8 +42,7 @@ class CheckpointNames:
         """The slot of a checkpoint's tensor; None if it is not needed or belongs to other ranks (`elsewhere`). Raises
         ModelLoadError for an unknown tensor.
 
-        AutoGPTQ gave every matrix a bias: biases of zeros without a slot are ignored. BERT's first checkpoints call a
-        LayerNorm's weight and bias gamma and beta.
+        Biases of zeros without a slot (AutoGPTQ) are ignored, and a LayerNorm's gamma and beta are its weight and bias.
         """
         own = _LAYER_NORM.sub(lambda found: found[1] + _LAYER_NORM_NAMES[found[2]], name)
         for candidate in (own, self.base + own):

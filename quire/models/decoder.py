@@ -146,7 +146,7 @@ class Decoder:
         return self.enter(x if batch.overlay is None else batch.overlay.put(x), batch)
 
     def _copied(self, x: Value) -> Value:
-        """A copy, since layers overwrite their input."""
+        """A copy of x."""
         return self._operations.scale(x, 1.0)
 
     @property

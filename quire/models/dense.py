@@ -156,7 +156,6 @@ class DenseLayer:
         return self._norms[name](x) if name else x
 
     def _adds_itself(self, norm_behind: str) -> bool:
-        """True if a block's last product can add the residual itself."""
         return not norm_behind and self._residual_factor == 1.0
 
     def _add(self, residual: Value, computed: Value) -> Value:

@@ -1,6 +1,5 @@
 """Draft head for multi-token prediction: layers after the model's last one that guess the token after the next. It
-takes a token's hidden state after the final norm and the embedding of the following token. Its layers use KV-cache
-layers after the model's."""
+takes a token's hidden state after the final norm and the embedding of the following token."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ class HeadNames(NamedTuple):
 
 class DraftHead(Decoder):
     """A batch brings `hidden`, [T, size], from the model or the previous guess; its token_ids follow the tokens of
-    `hidden`. The result is the guesses' hidden states, also the input of a further guess. Tensor names are those of
+    `hidden`. The result is the guesses' hidden states, also the input of a further guess; tensor names are those of
     Qwen3-Next and Qwen 3.5."""
 
     names = HeadNames("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")

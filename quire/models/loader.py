@@ -77,12 +77,12 @@ def load_model(
     stage: Stage = WHOLE_MODEL,
 ) -> CausalLM:
     """Build the model of `config` and load it. Floating-point checkpoints are converted to `config.dtype`, or quantised
-    as `config.quantization` says. Tensors stream one matrix at a time into their place.
+    as `config.quantization` says, one matrix at a time.
 
     group: ranks that share each layer; this process loads its part. runtime: native CPU kernels. device_layers: Triton
     kernels, in `config.dtype`. With neither: plain torch operators. stage: layers to load. progress: called as (bytes
     done, bytes in all), last with both equal. Raises ModelLoadError naming file and tensor for a checkpoint that is
-    missing, corrupt, incomplete or of another model; one too small for config.json fails before any allocation.
+    missing, corrupt, incomplete, of another model, or too small for config.json.
     """
     assert runtime is None or device_layers is None, "a model computes in one way"
     files = None if load.load_format == "dummy" else find_weights(config.path, load.load_format)
@@ -134,7 +134,7 @@ def load_model(
 
 
 def _packed_share(files: GGUFWeights, config: ModelConfig, model: LoadableModel, context: LayerContext) -> int:
-    """Bytes of this rank's weights: the file's total, scaled by the rank's share of the elements."""
+    """Bytes of this rank's weights, by its share of the elements."""
     assert files.header is not None, "the weights have been read"
     total = packed_weight_bytes(files.header, config)
     if context.group.size == context.stage.count == 1:
@@ -155,10 +155,10 @@ def load_head(
     group: ProcessGroup,
     model: CausalLM,
     runtime: NativeRuntime | None = None,
+    device_layers: DeviceLayers | None = None,
 ) -> tuple[CausalLM, torch.Tensor | None]:
     """Load a head with its own checkpoint for drafts of `model`; returns it and the tokens of its logits (None: all
-    in order). config: the head's. group, runtime: see `load_model`, which loaded `model` with them. Raises
-    ModelLoadError."""
+    in order). config: the head's. Others: see `load_model`, which loaded `model` with them. Raises ModelLoadError."""
     from quire.models.eagle import HEAD, EagleHead, head_tensors
 
     files = None if load.load_format == "dummy" else find_weights(config.path, load.load_format)
@@ -166,7 +166,10 @@ def load_head(
         raise ModelLoadError(f"{config.path}: heads for drafts are loaded from floating-point checkpoints alone")
     decoder = cast("Decoder", model) if runtime is None else cast("NativeModel", model).decoder
     tables = decoder.tables()
-    context = _torch_context(config, group) if runtime is None else _native_context(config, group)
+    if device_layers is not None:
+        context = _device_context(config, device_layers, group)
+    else:
+        context = _torch_context(config, group) if runtime is None else _native_context(config, group)
     stored = {HEAD} if eagle.method == "eagle3" else set()
     if files is not None:
         with _named_errors(files):
@@ -238,7 +241,6 @@ def load_vision(
 
 
 def _native_calls(config: ModelConfig, runtime: NativeRuntime | None) -> EagerCalls | None:
-    """Native kernels as separate calls for Transformers models; else None."""
     if runtime is None or config.impl == "quire":
         return None
     from quire.models.native_calls import NativeCalls
@@ -319,8 +321,8 @@ def _packed_device_linear(config: ModelConfig, plain: DeviceLinear, layers: Devi
 
 
 def _check_room(config: ModelConfig, files: WeightFiles) -> LoadableModel:
-    """Raise ModelLoadError if config.json describes more weights than the files can hold. Returns the outline of the
-    whole model, which names all ranks' tensors."""
+    """Raise ModelLoadError if config.json describes more weights than the files can hold; returns the whole model's
+    outline."""
     model = outline(config)
     reason = excess(config, model, files)
     if reason is not None:
@@ -370,8 +372,7 @@ def checkpoint_tensors(files: WeightFiles, config: ModelConfig, report: Progress
 def dummy_weights(
     slots: WeightSlots, seed: int, report: Progress, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Random weights that depend only on the seed, the tensor's name and the device type. They are drawn on the device,
-    because a CPU takes minutes for billions."""
+    """Random weights that depend only on the seed, the tensor's name and the device type."""
     sizes = {name: 4 * torch.Size(slot.shape).numel() for name, slot in slots.items()}
     done, total = 0, sum(sizes.values())
     for name, slot in slots.items():

@@ -115,7 +115,6 @@ def make_norm(fields: Fields, size: int, context: LayerContext) -> LayerNorm:
 
 
 def _sliding_layers(fields: Fields, num_layers: int) -> list[bool]:
-    """True for each layer with a window: all but every `global_attn_every_n_layers`-th, counted from layer 0."""
     kinds = fields.values.get("layer_types")
     if kinds is None:
         every = fields.integer("global_attn_every_n_layers", 3)

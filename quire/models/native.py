@@ -120,8 +120,7 @@ class NativeModel:
         self._bodies: dict[Variant, Body] = {}
         self._head: RecordedProgram | None = None
         self._logits = FirstRows(torch.empty(0, 0))
-        """Logits of the last call. The memory is reused: fresh memory in each step costs as much as reading the
-        vocabulary matrix."""
+        """Logits of the last call, in memory that each call reuses."""
         self._body_run: BoundRun | None = None
         self._head_run: BoundHead | None = None
 
@@ -291,7 +290,6 @@ def _recorded(value: Value) -> Buffer:
 
 
 def _separate_rows(num_rows: int, width: int) -> torch.Tensor:
-    """[num_rows, width] float32, with a row stride that is no power of two, which would map a column to one cache
-    set."""
+    """[num_rows, width] float32, with a row stride that is no power of two."""
     stride = -(-width // LINE_ELEMENTS) * LINE_ELEMENTS + LINE_ELEMENTS
     return allocate(4 * num_rows * stride).view(torch.float32).view(num_rows, stride)[:, :width]

@@ -22,8 +22,7 @@ Record = Callable[..., Value]
 
 class NativeVision(VisionEncoder):
     """Vision encoder over native kernels; `tower` must have native layers. One program per layer, so that other work
-    can run between two; they share working memory, and hidden states stay in a run's memory. Programs are made for
-    powers of two of rows."""
+    can run between two; they share working memory."""
 
     def __init__(self, tower: VisionTower, runtime: NativeRuntime) -> None:
         super().__init__(tower)

@@ -1,5 +1,4 @@
-"""Decoders that classify: logits of labels from a text's last hidden state. (A decoder that embeds needs no class of
-its own: it lacks only the output projection.)"""
+"""Decoders that classify: logits of labels from a text's last hidden state."""
 
 from __future__ import annotations
 

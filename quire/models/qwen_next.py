@@ -168,7 +168,6 @@ class HybridDecoder(TextDecoder):
 
 
 def _draft_layers(config: ModelConfig, context: LayerContext) -> list[HybridLayer]:
-    """Layers of the draft head, numbered after the model's."""
     first, behind = config.num_layers, with_draft_layers(config)
     return [HybridLayer(behind, context, first + index) for index in range(len(config.shape.draft_layers))]
 

@@ -1,5 +1,5 @@
 """Recognition of Transformers modules whose code is known exactly, so that a kernel can replace them. A digest of
-`forward` decides, since most families copy the same few functions. Code with one different operation runs unchanged."""
+`forward` decides; code with one different operation runs unchanged."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def replace_rotation(module: nn.Module, rotate: Callable[[Rotate], Rotate]) -> b
 
 @cache
 def _is_code(function: Callable[..., Any], digest: str) -> bool:
-    """True if a function's arguments and statements match the digest; annotations and docstrings are ignored."""
+    """True if a function's arguments and statements match the digest."""
     try:
         source = textwrap.dedent(inspect.getsource(inspect.unwrap(function)))
     except (OSError, TypeError):  # no source to read: compiled, or a callable object
@@ -97,7 +97,6 @@ def _is_code(function: Callable[..., Any], digest: str) -> bool:
 
 
 def _digest_of(source: str) -> str | None:
-    """Digest of a function's source; None if it is not a function."""
     function = ast.parse(source).body[0]
     if not isinstance(function, ast.FunctionDef):
         return None

@@ -40,7 +40,7 @@ class SharedInput:
         return len(self._columns) - 1
 
     def put(self, x: torch.Tensor, results: Sequence[torch.Tensor]) -> None:
-        """Store the results. x is kept alive, so that no other tensor gets its address before all results are taken."""
+        """Store the results. x is kept alive until all results are taken."""
         self._x, self._results, self._parts = x, results, []
         self._left = set(range(len(self._columns)))
 
@@ -74,7 +74,6 @@ class SharedInput:
 
 
 def _are_same(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """True if both are the same contiguous memory."""
     return x.data_ptr() == y.data_ptr() and x.numel() == y.numel() and x.is_contiguous() and y.is_contiguous()
 
 

@@ -58,7 +58,6 @@ def as_embedding(tensors: Iterable[tuple[str, SourceT]], embedding: str) -> Iter
 
 
 def _tables(files: WeightFiles) -> Iterator[tuple[str, torch.Tensor | FileTensor]]:
-    """The head (as HEAD) and the language model's embedding, if present."""
     for name, tensor in files.stream(lambda done, total: None):
         if _HEAD.fullmatch(name):
             yield HEAD, tensor

@@ -1,5 +1,5 @@
-"""Loading of `torch.save` files after an inspection. `weights_only` blocks code but still builds more than checkpoints
-need (sparse and meta tensors, byte arrays of any length), so a shorter list of names is checked first."""
+"""Loading of `torch.save` files after a check of their pickles against a shorter list of names than `weights_only`
+allows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quire.models.tensor_checks import check_name, checked
 from quire.utils.model_files import file_bytes
 
 MAX_OPERATIONS = 2**20
-"""Maximum pickle operations of a file; a tensor takes about 30, and each makes an object of at most about 50 bytes."""
+"""Maximum pickle operations of a file; a tensor takes about 30."""
 NUM_LEGACY_PICKLES = 5
 """Pickles at the start of a pre-zip file: magic number, version, machine, tensors, order of data."""
 
@@ -31,8 +31,8 @@ ALLOWED = frozenset(
         *(f"torch {kind}Storage" for kind in _STORAGES),
     }
 )
-"""Names for a table of dense tensors, as arguments of pickle's GLOBAL, the only operation with which torch's
-weights_only loader looks up names."""
+"""Names for a table of dense tensors, as arguments of pickle's GLOBAL, the only look-up that torch's weights_only
+loader allows."""
 
 
 def read_torch(path: Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,6 +1,5 @@
-"""Models without a file here: Transformers' modelling code with this package's attention and linear layers. The
-model is built without weights and run once on shapes, to find each attention's parameters and modules with a common
-input. Then linear layers, embeddings, the attention function and recognised blocks are replaced
+"""Models without a file here: Transformers' modelling code with this package's attention and linear layers. The model
+is run once on shapes, to find each attention's parameters and modules with a common input, which are then replaced
 (`transformers_modules.py`)."""
 
 from __future__ import annotations
@@ -119,8 +118,7 @@ class TransformersModel:
             )
 
     def _fill_buffers(self) -> None:
-        """Allocate buffers, and let the class compute constants such as rotation frequencies; checkpoints bring the
-        others."""
+        """Allocate buffers, and let the class compute constants such as rotation frequencies."""
         device = self._context.device
         for prefix, module in self._model.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -135,7 +133,6 @@ class TransformersModel:
                     self._model._init_weights(module)
 
     def _merge_experts(self, conversions: Iterable[Any]) -> None:
-        """Replace slots of fused experts by slots per expert, as in checkpoints."""
         from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
         for each in conversions:
@@ -198,7 +195,6 @@ def _refused(config: ModelConfig) -> str:
 def _checkpoint_names(
     model: PreTrainedModel, config: ModelConfig, conversions: Iterable[Any]
 ) -> tuple[CheckpointNames, list[Any]]:
-    """Checkpoint names of this class, and Transformers' renamings."""
     from transformers.core_model_loading import WeightRenaming
 
     patterns = [r"rotary_emb\.inv_freq$", *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]

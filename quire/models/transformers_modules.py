@@ -142,7 +142,7 @@ class ModuleReplacement:
             replace_rotation(call.module, attention.rotate)
 
     def _own_layers(self, group: _Group, projections: set[_Group]) -> _Own:
-        """Layers for a group's modules; linear layers of equal storage share one matrix."""
+        """Layers for a group's modules; those of equal storage share one matrix."""
         own: _Own = []
         merged = {True: [], False: []}  # type: dict[bool, list[nn.Linear]]
         for module in group:
@@ -167,7 +167,6 @@ class ModuleReplacement:
         return own
 
     def _install(self, own: _Own) -> SharedInput | None:
-        """Replace the modules by ones that take the layers' results."""
         if not own:
             return None
         shared = SharedInput(self._calls.layers([layer for layer, _ in own]))
@@ -177,8 +176,7 @@ class ModuleReplacement:
         return shared
 
     def _projections(self) -> set[_Group]:
-        """Triples of linear layers whose results are an attention's query, key and value; side by side they are
-        attention's input."""
+        """Triples of linear layers whose results are an attention's query, key and value."""
         by_output = {call.output.elements: call.module for call in self._found.once()}
         found = (tuple(by_output.get(each.elements) for each in call.inputs) for call in self._found.attention)
         return {tuple(module for module in modules if module is not None) for modules in found if None not in modules}
@@ -271,7 +269,7 @@ class _Lookup(nn.Module):
 
 
 def _side_by_side(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
-    """[T, width] view over the three tensors, [1, heads, T, head_dim] each; None unless each token's parts lie in one
+    """[T, width] view over the three tensors, [1, heads, T, head_dim] each; None unless each token's parts are in one
     row."""
     _, num_heads, num_tokens, head_dim = query.shape
     num_kv_heads = key.shape[1]

@@ -70,7 +70,7 @@ def reordered(rows: torch.Tensor, token_order: torch.Tensor, merge_size: int) ->
 
 
 def _windows(grids: Sequence[Grid], merge: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`token_order` and `window_start` for squares of `side` tokens, smaller at the lower and right edges."""
+    """`token_order` and `window_start` for squares of `side` tokens."""
     orders, lengths, first = [], [], 0
     for frames, rows, columns in grids:
         row, column = torch.meshgrid(torch.arange(rows // merge), torch.arange(columns // merge), indexing="ij")
@@ -91,7 +91,7 @@ def copied_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def blended(table: torch.Tensor, places: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
     """Learned positions of the patches, [T, size] float32. table: [table_side ** 2, size]. places, shares: see
-    GridInputs. The four products are added in order, so that no bit depends on the number of patches."""
+    GridInputs. The four products are added in order."""
     total = table.new_zeros(0)
     for which in range(places.shape[1]):
         part = table[places[:, which]].float() * shares[:, which, None]
@@ -113,8 +113,8 @@ def _frame(rows: int, columns: int, merge: int, side: int) -> tuple[torch.Tensor
 
 
 def _stretched(index: torch.Tensor, count: int, side: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Interpolate positions of a line of `count` on a line of `side` with the same ends: the entries before and after,
-    and the latter's share."""
+    """Interpolate positions of a line of `count` on a line of `side`: the entries before and after, and the latter's
+    share."""
     exact = index.float() * (side - 1) / max(count - 1, 1)
     before = exact.floor()
     low = before.long()

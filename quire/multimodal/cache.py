@@ -14,7 +14,7 @@ ENTRY_BYTES = 512
 
 class ReadyImages:
     """LRU cache of up to `max_bytes` of images. Thread-safe. The key covers the file's SHA-256 and all settings of the
-    image, so that one client cannot change another's image."""
+    image."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 Pixels: TypeAlias = npt.NDArray[np.uint8]
 """[height, width, 3], contiguous."""
 FORMATS: Mapping[str, str] = {"PNG": "PNG", "JPEG": "JPEG", "WEBP": "WebP", "GIF": "GIF", "BMP": "BMP"}
-"""Pillow's names of supported formats -> usual names. Others would expose rarely used decoders to clients."""
+"""Pillow's names of supported formats -> usual names."""
 MODES = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr"})
-"""Pillow's modes with up to 8 bits per value. Conversions of wider values clip at 255, which gives white."""
+"""Pillow's modes with up to 8 bits per value."""
 MOST_SCANS = 100
-"""Maximum number of scans in a JPEG. Each takes a few bytes and a pass over the whole image; encoders write ten."""
+"""Maximum number of scans in a JPEG."""
 _START_OF_SCAN = b"\xff\xda"
 _JPEGS = ("JPEG", "MPO")
 """Formats of JPEG files. MPO: several JPEGs, from telephones, found by Pillow's JPEG opener."""
@@ -105,7 +105,6 @@ def _array_pixels(values: npt.NDArray[Any], where: str, limits: ImageLimits, bac
 
 
 def _rgb(image: Image.Image, background: Color) -> Pixels:
-    """RGB pixels, over the background where transparent."""
     from PIL import Image
 
     if "A" in image.getbands() or image.info.get("transparency") is not None:
@@ -131,12 +130,11 @@ def _check_mode(mode: str, where: str) -> None:
 
 
 def _is_pillow(image: Any) -> bool:
-    """True for a Pillow image; works without Pillow."""
     return any(base.__module__ == "PIL.Image" and base.__name__ == "Image" for base in type(image).__mro__)
 
 
 def _pillow() -> tuple[Any, Any, type[Exception]]:
-    """Return Pillow's opener, its EXIF transpose, and the error of an image that is too large."""
+    """Pillow's opener, its EXIF transpose, and its error of too large images."""
     try:
         from PIL import Image, ImageOps
     except ImportError:

@@ -92,7 +92,6 @@ def _array(value: Any, where: str) -> npt.NDArray[Any]:
 
 
 def _stored(data: bytes, where: str) -> npt.NDArray[Any]:
-    """The dense tensor of a file of torch.save."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             members = archive.infolist()
@@ -110,7 +109,7 @@ def _stored(data: bytes, where: str) -> npt.NDArray[Any]:
 
 
 def _described_tensor(described: bytes) -> Any:
-    """The calls that a pickle asks for, as tuples of a name and its arguments: none is made."""
+    """The calls that a pickle asks for, none of which is made, as tuples."""
     stack: list[Any] = []
     marks: list[int] = []
     memo: dict[Any, Any] = {}
@@ -139,7 +138,6 @@ def _described_tensor(described: bytes) -> Any:
 
 
 def _rebuilt(archive: zipfile.ZipFile, folder: str, call: Any) -> npt.NDArray[Any]:
-    """The tensor that the one call of a description makes. Its storage must have its elements in one piece."""
     function, ((persistent, (label, kind, key, _, count)), offset, shape, strides, *_) = call
     if (function, persistent, label) != ("torch._utils _rebuild_tensor_v2", _PERSISTENT, "storage"):
         raise ValueError("another call")

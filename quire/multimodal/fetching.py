@@ -1,7 +1,7 @@
 """Images by URL: files of one directory, and hosts named in the engine's options.
 
-A URL is parsed once and its host resolved once; each address is checked before the connection is made to it, so a name
-cannot change between check and connection (DNS rebinding). Redirects are errors.
+Each address is checked before the connection is made to it, so a name cannot change between check and connection (DNS
+rebinding). Redirects are errors.
 """
 
 from __future__ import annotations
@@ -113,7 +113,6 @@ class _Fetch:
         return left
 
     def _addresses(self, media: MediaConfig) -> list[str]:
-        """Addresses of the host, all of them allowed."""
         try:
             found = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError):
@@ -131,7 +130,6 @@ class _Fetch:
         return addresses
 
     def _connect(self, addresses: list[str]) -> http.client.HTTPConnection:
-        """Connect to one of the addresses, not to the name."""
         last: OSError = OSError(errno.EHOSTUNREACH, "no address")
         for address in addresses:
             try:

@@ -1,7 +1,4 @@
-"""Images and videos of prompts: a model's settings of them, and replacement of placeholders.
-
-Decoding is imported only for models with images, so that other server processes load no NumPy.
-"""
+"""Images and videos of prompts: a model's settings of them, and replacement of placeholders."""
 
 from __future__ import annotations
 
@@ -277,7 +274,7 @@ def pictures_of(prompt: Mapping[str, Any]) -> list[Picture]:
 
 
 def _media_in(data: object, key: str, kind: str) -> list[Any]:
-    """Entries for images or videos in an object of a prompt: one, or a list. A list of frames is one video."""
+    """Entries for images or videos in an object of a prompt: a list of frames is one video."""
     if data is None:
         return []
     if not isinstance(data, Mapping):

@@ -38,8 +38,7 @@ class ImageMarks:
 
     def written(self, token_ids: Sequence[int], image_token: int, counts: Sequence[int]) -> list[int]:
         """A prompt with an image's tokens behind each `begin`, and the newlines and `end` around them, as if its text
-        had been tokenised with them: newlines beside an image's become one token with them. counts: tokens of each
-        image, one for each `begin`."""
+        had been tokenised with them. counts: tokens of each image, one for each `begin`."""
         lengths = {token: count for count, token in self.lines.items()}
         found: list[int] = []
         run: list[int] = []
@@ -60,7 +59,6 @@ class ImageMarks:
         return found + (self._newlines(sum(lengths[each] for each in run) + added) if added else run)
 
     def _newlines(self, count: int) -> list[int]:
-        """Tokens of `count` newlines: the longest first, as tokenizers take them."""
         found = []
         for length in sorted(self.lines, reverse=True):
             while count >= length:

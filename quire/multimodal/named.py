@@ -1,7 +1,6 @@
 """Pictures that clients have named (`uuid`), to send only the name later.
 
-A name belongs to one owner, and means the owner's last picture under it. The file found counts as if it had been sent:
-no cache's key contains names.
+A name belongs to one owner, and means the owner's last picture under it.
 """
 
 from __future__ import annotations

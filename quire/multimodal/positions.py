@@ -1,8 +1,7 @@
 """Rotary positions in prompts with images (M-RoPE): frame, row and column of each token.
 
 A text token has three equal positions. An image's tokens have its first position plus their place in its grid; text
-after it continues behind the longer side. So after all images, positions are those of the KV cache's slots plus one
-number, the sequence's shift.
+after it continues behind the longer side.
 """
 
 from __future__ import annotations
@@ -23,14 +22,12 @@ if TYPE_CHECKING:
 LAST_SEEN = "last_seen"
 """Step column of models whose images' tokens see one another: position of the last token that a token sees."""
 ROTARY_COLUMNS = ROTARY_POSITIONS, *GRID_POSITIONS = "rotary_positions", "rotary_heights", "rotary_widths"
-"""Step columns of rotary positions. The last two are rows and columns in the grid of patches, which rotate some
-elements (`mrope_section`); for text all three are equal."""
+"""Step columns of rotary positions."""
 
 
 def image_keys(images: Sequence[PromptImage], block_size: int) -> Iterator[tuple[int, bytes]]:
     """Yield (block, key) for each prefix-cache block with image placeholders: the image's content and its place in the
-    block. Earlier blocks do not depend on the image, and positions follow from earlier images, so prompts with equal
-    beginnings share blocks."""
+    block."""
     for image in images:
         for block in range(image.start // block_size, (image.end - 1) // block_size + 1):
             yield block, b"image" + struct.pack("<q", image.start - block * block_size) + image.key

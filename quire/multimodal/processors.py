@@ -1,8 +1,6 @@
 """Processing of pixels for a vision encoder: resizing, patches, normalization.
 
-A processor comes from a checkpoint's preprocessor_config.json. Results equal Transformers' with Pillow bit for bit. An
-image stays uint8, 3 bytes per pixel, until the encoder takes its patches: as float32 with doubled frames they have
-eight times as many bytes.
+A processor comes from a checkpoint's preprocessor_config.json. Results equal Transformers' with Pillow bit for bit.
 """
 
 from __future__ import annotations
@@ -219,8 +217,7 @@ def resize(pixels: Pixels, height: int, width: int, resample: int) -> Pixels:
 
 
 def content_key(pixels: Pixels, grid: Sequence[int], options: object) -> bytes:
-    """Key of a ProcessedImage. It includes the pixels' shape, because equal bytes may have different ones. options:
-    value whose repr names everything that patches depend on."""
+    """Key of a ProcessedImage. options: value whose repr names everything that patches depend on."""
     described = repr((pixels.shape, tuple(grid), options)).encode()
     digest = hashlib.sha256(_KEY_LABEL + len(described).to_bytes(4, "little") + described)
     digest.update(np.ascontiguousarray(pixels).data)
@@ -290,8 +287,7 @@ _CLIP_DEVIATION = (0.26862954, 0.26130258, 0.27577711)
 
 
 def _read_settings(directory: Path) -> Fields:
-    """Image settings; Transformers 5 stores them in one file with other inputs' settings. directory: or a vision
-    tower's GGUF file."""
+    """Image settings. directory: or a vision tower's GGUF file."""
     if directory.is_file():
         return Fields(read_tower(directory).processor, str(directory))
     path = directory / _JOINT_FILE
@@ -333,7 +329,6 @@ def _normalisation(fields: Fields, mean: Sequence[float], deviation: Sequence[fl
 
 
 def _channels(fields: Fields, key: str, usual: Sequence[float], above: float = -math.inf) -> tuple[float, float, float]:
-    """Three numbers above `above`, or one for all channels."""
     value = fields.values.get(key)
     numbers = usual if value is None else [value] * 3 if isinstance(value, int | float) else value
     is_list = isinstance(numbers, list | tuple) and len(numbers) == 3

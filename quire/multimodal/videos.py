@@ -36,8 +36,8 @@ _FILE, _JOINT_FILE, _VIDEOS = "video_preprocessor_config.json", "processor_confi
 
 
 class VideoProcessor(msgspec.Struct, frozen=True):
-    """image: processor of the frames. min_pixels, max_pixels: pixels of all frames after resizing. fps: frames sampled of a
-    second (None: all), from min_frames to max_frames. num_frames: frames sampled in all, in place of fps. max_tokens:
+    """image: processor of the frames. min_pixels, max_pixels: pixels of all frames after resizing. fps: frames sampled
+    of a second (None: all), from min_frames to max_frames. num_frames: frames sampled in all, in place of fps. max_tokens:
     tokens of a frame (None: no limit of its own)."""
 
     image: QwenProcessor

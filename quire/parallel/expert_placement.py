@@ -1,6 +1,6 @@
 """Distribution of whole experts over ranks: arithmetic that every rank does alike, without tensors.
 
-A rank has slots, one expert in each. An expert may be on several ranks (its copies), at most once on each.
+An expert may be on several ranks (its copies), at most once on each.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def first_placement(num_experts: int, num_ranks: int, num_redundant: int, strate
 
 def balanced(load: Sequence[int], placement: Placement) -> Placement:
     """Placement of as many slots for experts with these rows. A further copy goes to the expert with the most rows a
-    copy; then copies go, the busiest first, to the rank with the fewest rows that can take them."""
+    copy; copies go, the busiest first, to the rank with the fewest rows."""
     num_ranks, num_experts = len(placement), len(load)
     copies = [1] * num_experts
     for _ in range(sum(map(len, placement)) - num_experts):
@@ -103,8 +103,7 @@ def places_of(placement: Placement, rank: int, num_experts: int) -> list[tuple[i
 
 
 def moves_between(current: Placement, wanted: Placement) -> list[Move]:
-    """Moves, one after the other, after which each rank has the experts of `wanted`, in any order of slots. After each
-    of them every expert is on some rank, and on each rank once at most."""
+    """Moves, one after the other, after which each rank has the experts of `wanted`, in any order of slots."""
     moves: list[Move] = []
     while True:
         move = _next_copy(current, wanted) or _next_swap(current, wanted)
@@ -115,7 +114,6 @@ def moves_between(current: Placement, wanted: Placement) -> list[Move]:
 
 
 def _next_copy(current: Placement, wanted: Placement) -> Move | None:
-    """A move over an expert that other ranks have as well."""
     for rank, (own, target) in enumerate(zip(current, wanted, strict=True)):
         missing = sorted(set(target) - set(own))
         for slot, number in enumerate(own):
@@ -127,7 +125,6 @@ def _next_copy(current: Placement, wanted: Placement) -> Move | None:
 
 
 def _next_swap(current: Placement, wanted: Placement) -> Move | None:
-    """A move over an expert that no other rank has. Only such are left over where `_next_copy` finds none."""
     for source, (own, target) in enumerate(zip(current, wanted, strict=True)):
         for slot, number in enumerate(own):
             if number in target:
@@ -144,8 +141,7 @@ def _shares(count: int, num_ranks: int) -> list[int]:
 
 
 def _rank_for(number: int, ranks: list[set[int]], rows: list[Fraction], placement: Placement) -> int:
-    """Rank for one more copy. If only ranks that have the expert are free, a full one gives one of its experts to such
-    a rank, which has fewer and so lacks some of them."""
+    """Rank for one more copy; a full one may give up one of its experts for it."""
     free = [rank for rank, own in enumerate(ranks) if len(own) < len(placement[rank])]
     open_ranks = [rank for rank in free if number not in ranks[rank]]
     if open_ranks:
@@ -159,7 +155,6 @@ def _rank_for(number: int, ranks: list[set[int]], rows: list[Fraction], placemen
 
 
 def _renumbered(ranks: list[set[int]], placement: Placement) -> list[set[int]]:
-    """The same sets, on the ranks of equal size that have the most of their experts already."""
     pairs = sorted(
         (
             (rank, own)

@@ -1,8 +1,7 @@
 """Links between the stages of a pipeline in processes of one host.
 
 A link is memory mapped by two processes, with a slot for each step that may be under way between them, and two kernel
-counters (eventfd) of full and free slots. A process that waits for a slot sleeps. When a process ends, the executor
-ends its peers, which would wait for ever.
+counters (eventfd) of full and free slots.
 """
 
 from __future__ import annotations

@@ -33,8 +33,7 @@ class NcclGroup:
         self.barrier()
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Gather the parts and add them in rank order: NCCL's own sum has an order that depends on the tensor's size,
-        so a row's bits would depend on the batch."""
+        """Gather the parts and add them in rank order, whatever the batch."""
         return sum_parts(self._gather(tensor))
 
     def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:

@@ -14,14 +14,13 @@ from quire.kernels.cpu import _native
 from quire.parallel.torch_dist import COLLECTIVE_TIMEOUT, GlooGroup, NetworkMeeting
 
 SPINS = 2000
-"""Polls of another rank's word before a rank sleeps, some tens of microseconds: ranks meet after equal work."""
+"""Polls of another rank's word before a rank sleeps, some tens of microseconds."""
 CROWDED_SPINS = 50
 """The same if ranks outnumber cores."""
 
 
 class SharedMemoryGroup(GlooGroup):
-    """Implements ProcessGroup. Sums of float32 use shared memory; other tensors, and calls outside of programs, use
-    gloo."""
+    """Implements ProcessGroup."""
 
     def __init__(self, meeting_point: Path | NetworkMeeting, rank: int, size: int) -> None:
         """See GlooGroup. Raises QuireError if a rank cannot open the first one's memory."""

@@ -1,8 +1,5 @@
 """Collectives of torch.distributed over gloo: on the loopback interface for one host, on an address that the others
-reach for several.
-
-Groups are objects: torch's process-wide default group is not used, so two engines can live side by side.
-"""
+reach for several."""
 
 from __future__ import annotations
 
@@ -76,8 +73,7 @@ class GlooGroup:
         self.barrier()
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Add all parts in rank order on every rank. gloo's own sum splits a tensor among the ranks by its size and
-        adds each part in another order: a row's bits would depend on the batch."""
+        """Add all parts in rank order on every rank, whatever the batch."""
         parts = self._gather(tensor)
         total = parts[0]
         for part in parts[1:]:

@@ -119,8 +119,8 @@ def object_members(text: str) -> dict[str, str] | None:
 
 
 def python_literal(text: str) -> Any:
-    """Value of a Python literal: numbers, strings, lists, tuples, sets, dicts and JSON's names. Nothing is evaluated.
-    Raises ValueError for other text, or if too long or deep."""
+    """Value of a Python literal: numbers, strings, lists, tuples, sets, dicts and JSON's names. Raises ValueError for
+    other text, or if too long or deep."""
     if len(text) > MAX_LITERAL or too_deep(text):
         raise ValueError("the literal is too large")
     try:
@@ -146,7 +146,7 @@ def _escaped_control(found: re.Match[str]) -> str:
 
 
 def too_deep(text: str) -> bool:
-    """True if brackets or signs may nest too deeply. Strings count too."""
+    """True if brackets or signs may nest too deeply."""
     depth = deepest = signs = 0
     for char in text:
         if char in "([{":

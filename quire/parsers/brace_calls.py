@@ -1,5 +1,4 @@
-"""Tool calls of Gemma 4 and FunctionGemma: `call:NAME{key:value,...}` between markers. Strings have quotes of their
-own, which may be tokens; keys are bare; the rest is JSON."""
+"""Tool calls of Gemma 4 and FunctionGemma: `call:NAME{key:value,...}` between markers."""
 
 from __future__ import annotations
 

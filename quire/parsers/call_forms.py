@@ -97,7 +97,6 @@ def calls_schema(schemas: Schemas, keys: CallKeys, *, parallel: bool) -> dict[st
 
 
 def _resource(schema: Any, number: int) -> Any:
-    """Schema with a base URI of its own, so that references into itself stay valid when nested."""
     if not isinstance(schema, dict):
         return schema
     identifier = schema.get("$id")

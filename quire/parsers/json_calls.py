@@ -119,7 +119,6 @@ class _CallObject:
         self._raw = ["{"]
         self._identifier: str | None = None
         self._early: str | None = None
-        """Arguments before the name."""
         self._is_begun = self._has_arguments = False
 
     def read(self) -> Steps[None]:
@@ -246,7 +245,6 @@ class JsonFormat:
                 yield from self._block(reader, output, start)
 
     def _begins_bare(self, reader: TextReader, output: Output, is_anywhere: bool) -> Steps[bool]:
-        """True if the output may begin with calls without a marker."""
         output.content((yield from reader.space()))
         for start in self.starts:
             if (yield from reader.sees(start)):
@@ -255,7 +253,6 @@ class JsonFormat:
         return first == "[" if output.ends or is_anywhere else True
 
     def _object(self, reader: TextReader, output: Output) -> Steps[None]:
-        """Read an object inside text: calls, or else content."""
         before = output.num_calls
         left = yield from copy_calls(reader, output, is_bare=True)
         output.content(left)
@@ -369,7 +366,6 @@ class SectionFormat:
 
 
 def _header_name(header: str) -> tuple[str, str | None]:
-    """Return (name, id) of `name`, or of Kimi's `functions.name:0`, which is also the id."""
     header = header.strip()
     name, colon, number = header.rpartition(":")
     if colon and number.isdigit():

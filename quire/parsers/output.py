@@ -57,9 +57,8 @@ def short_call_id() -> str:
 class Output:
     """Collector of a parser's output between two calls of `take`.
 
-    White space before content or between calls is held back: it is kept before a word, dropped around a call. schemas:
-    tool name -> JSON schema of the parameters. max_calls: later calls are dropped. drops: markers around content, which
-    are omitted.
+    White space before content or between calls is held back. schemas: tool name -> JSON schema of the parameters.
+    max_calls: later calls are dropped. drops: markers around content, which are omitted.
     """
 
     __slots__ = (
@@ -103,8 +102,7 @@ class Output:
         self.ends, self._held = (), []
 
     def until(self, reader: TextReader, markers: Markers) -> Steps[str | None]:
-        """Read content up to the first marker, and the marker; return it, or None. Inside reasoning only an immediate
-        marker counts; other text is left unread."""
+        """Read content up to the first marker, and the marker; return it, or None."""
         if not self.ends:
             return (yield from self._content_until(reader, markers))
         for text in markers.texts:
@@ -162,7 +160,7 @@ class Output:
         return not self.schemas or name in self.schemas
 
     def may_call(self, name: str) -> bool:
-        """True if text after a marker can be a tool's name. Reasoning may mention the marker."""
+        """True if text after a marker can be a tool's name."""
         return len(name.split()) == 1 and (not self.ends or self.knows(name))
 
     def finish(self) -> None:

@@ -85,7 +85,7 @@ class PythonicFormat:
             yield from reader.take_if(self.end)
 
     def _call(self, reader: TextReader, output: Output) -> Steps[str | None]:
-        """Read one call. Returns None, or the text read if it is not a call."""
+        """Read one call; None, or the text read if it is not a call."""
         space = yield from reader.space()
         name = yield from reader.take_while(_NAME)
         if not name or (yield from reader.peek()) != "(" or not output.knows(name):
@@ -109,8 +109,7 @@ class PythonicFormat:
 
 
 def _expression(reader: TextReader) -> Steps[tuple[str, str]]:
-    """Return an argument's text and the "," or ")" after it, "" at the end of the text. An unmatched closing bracket
-    counts as ")"."""
+    """An argument's text and the "," or ")" after it, "" at the end of the text."""
     parts: list[str] = []
     depth = 0
     while True:

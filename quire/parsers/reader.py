@@ -1,7 +1,7 @@
 """Reader of text that arrives in pieces, for parsers in straight-line code.
 
 A parser is a generator that calls `yield from reader....`; it pauses until enough text is pushed. No result depends on
-how the text was cut. Each character is examined a bounded number of times.
+how the text was cut.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Markers:
         return any(len(each) > rest and text.startswith(each[:rest], start) for each in self._longer)
 
     def safe_end(self, text: str, start: int) -> int:
-        """Index where the end of text[start:] may begin a marker, else len(text). The text must hold no marker."""
+        """Index where the end of text[start:] may begin a marker, else len(text)."""
         for index in range(max(start, len(text) - self._longest + 1), len(text)):
             if text[index] in self._firsts and any(marker.startswith(text[index:]) for marker in self.texts):
                 return index
@@ -100,7 +100,7 @@ class TextReader:
         return found
 
     def take_if(self, literal: str) -> Steps[bool]:
-        """Read `literal` if it comes next. The text may end inside it."""
+        """Read `literal` if it comes next."""
         while True:
             there = self._text[self._position : self._position + len(literal)]
             if there == literal or (self.is_ended and there and literal.startswith(there)):

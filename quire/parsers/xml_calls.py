@@ -1,6 +1,6 @@
 """Tool calls as tags: Qwen3-Coder, MiniMax-M2, Seed-OSS, DeepSeek-V3.2 (DSML), GLM-4.5 to 4.7.
 
-String parameters stream. Others wait for their end and become JSON of a type that the schema allows.
+String parameters stream; others wait for their end and become JSON of a type that the schema allows.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class TagFormat:
                 reader.unread(mark)
 
     def _enter(self, reader: TextReader, output: Output) -> Steps[str | None]:
-        """Enter a section: returns its first call's mark; if missing, the section's start becomes content."""
+        """Enter a section; returns its first call's mark."""
         space = yield from reader.space()
         if (yield from reader.take_if(self.call)):
             return self.call
@@ -172,8 +172,8 @@ class TagFormat:
                 return
 
     def _header(self, reader: TextReader, output: Output, parts: list[str]) -> Steps[tuple[str, str | None] | None]:
-        """Return (name, the tag's `string` attribute) of a tag up to ">", which is added to `parts`; None if the text
-        or its reasoning ends first."""
+        """(name, the tag's `string` attribute) of a tag up to ">", which is added to `parts`; None at the end of the
+        text."""
         num_before = len(parts)
         mark = yield from reader.until(Markers(">", *output.ends), parts.append)
         if mark != ">":
@@ -216,7 +216,6 @@ class TagFormat:
         return (yield from self._end(reader, mark))
 
     def _end(self, reader: TextReader, mark: str | None) -> Steps[str | None]:
-        """Return the tag that ends a value, after its quote."""
         if self.quotes is None or mark != self.quotes[1]:
             return mark
         return (yield from reader.until(Markers(self.parameter_end, self.parameter, self.call_end), discard))

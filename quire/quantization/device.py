@@ -18,8 +18,7 @@ from quire.quantization.unquantized import PlainParameters, PlainStack, Unquanti
 
 
 class DeviceLinear(UnquantizedLinear):
-    """LinearMethod of plain weights on a GPU, computed without waiting for the device. Without a bias, the product
-    adds the residual and overwrites it: one pass and one rounding less. batch_invariant: see
+    """LinearMethod of plain weights on a GPU, computed without waiting for the device. batch_invariant: see
     `quire.kernels.triton.matmul`."""
 
     def __init__(self, dtype: torch.dtype, *, batch_invariant: bool) -> None:

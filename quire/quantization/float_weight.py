@@ -1,8 +1,7 @@
 """Matrices of 8-bit and 4-bit floats with scales, as checkpoints store them.
 
-Formats are the Open Compute Project's OFP8 (e4m3: up to 448, without infinities) and Microscaling Formats (MXFP4: e2m1
-values, and a power of two for each 32 of them), and NVIDIA's NVFP4 (a scale in e4m3 for each 16 values, and a float32
-besides).
+Formats are OFP8 (e4m3: up to 448, without infinities), Microscaling Formats (MXFP4: e2m1 values, and a power of two for
+each 32 of them), and NVIDIA's NVFP4 (a scale in e4m3 for each 16 values, and a float32 besides).
 """
 
 from __future__ import annotations
@@ -129,7 +128,6 @@ class Float4Weight(QuantizedWeight):
 
 
 def _refuse_nan(codes: torch.Tensor, what: str) -> None:
-    """Raise ModelLoadError if e4m3 numbers, or their bits, are NaN."""
     for block in codes.view(torch.uint8).split(max(1, BLOCK_ELEMENTS // codes.shape[1])):
         if bool(((block & NAN_SIZE) == NAN_SIZE).any()):
             raise ModelLoadError(f"{what} hold NaN")

@@ -22,8 +22,8 @@ ROUNDED_BITS = 8
 
 
 def runs_of_blocks(parts: Sequence[QuantizedWeight]) -> list[list[QuantizedWeight]]:
-    """The stacked parts of a matrix in runs, each packed as a matrix: blocks of different formats apart, since no
-    common format is as small. One run if there are parts other than blocks."""
+    """The stacked parts of a matrix in runs, each packed as a matrix: blocks of different formats apart; one run if
+    there are parts other than blocks."""
     runs: list[list[QuantizedWeight]] = []
     last = None
     for part in parts:

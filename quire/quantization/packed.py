@@ -250,7 +250,6 @@ def _stacked(
     residual: Buffer | None,
     activation: _native.Activation,
 ) -> Buffer:
-    """Products of stacked matrices."""
     out, row = residual, 0
     for matrix, bias in matrices:
         out = x.recorder.call(
@@ -270,7 +269,6 @@ def _stacked(
 
 
 def _apply_gated(shape: LinearShape, matrices: Sequence[tuple[PackedMatrix, int]], x: Buffer) -> Buffer:
-    """activation(gate) * up of two matrices: the same numbers as one gated matrix."""
     gate, up = (
         x.recorder.call(
             "linear",
@@ -325,7 +323,6 @@ def fit_natively(groups: torch.Tensor) -> FittedGroups | None:
 
 
 def _native_matrices(parameters: PackedParameters) -> list[tuple[PackedMatrix, int]]:
-    """Packed matrices, each with the address of its bias (0: none)."""
     assert parameters.matrices, "weights are loaded before a model is recorded"
     row = 0
     for matrix in parameters.matrices:

@@ -74,9 +74,8 @@ class DevicePart:
 
 
 class PackedDeviceLinear:
-    """LinearMethod of quantised weights on a GPU. The product depends on the number of rows, and so do a row's last
-    bits, unless `plain` is batch-invariant: then tiles and order of additions depend on the matrix alone. Experts and
-    heads are always batch-invariant.
+    """LinearMethod of quantised weights on a GPU. A row's last bits depend on the number of rows, unless `plain` is
+    batch-invariant; those of experts and heads never do.
 
     plain: computes matrices that are not quantised. weight_format: see PackedLinear. stored_bits: bits per weight, for
     estimates of memory. converts_e4m3: the device has e4m3 conversions (compute capability 8.9). rounds_activations:

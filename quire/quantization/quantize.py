@@ -13,7 +13,7 @@ from quire.quantization.integer_weight import MAX_UINT4, IntegerWeight
 GROUP_SIZES = (128, 64, 32)
 MAX_INT8 = 127
 CLIPPING = (1.0, 0.87, 0.75)
-"""Shares of a group's range at which the search for 4 bits starts: finer steps can outweigh clipped values."""
+"""Shares of a group's range at which the search for 4 bits starts."""
 NUDGES = (
     (1.06, 0.0), (0.94, 0.0), (1.0, 0.3), (1.0, -0.3), (1.03, 0.0), (0.97, 0.0), (1.0, 0.15), (1.0, -0.15),
 )  # fmt: skip
@@ -24,7 +24,7 @@ MOST_STEPS_FROM_ZERO = 256
 """Least step, and most steps in an offset, that float16 keeps well: a step of 64 units or more, an offset off by a
 sixteenth of a step. (4-bit rounding errs by a quarter of a step on average.)"""
 WORKING_ELEMENTS = 2**20
-"""Weights searched at once: limits the working memory to some megabytes."""
+"""Weights searched at once."""
 
 
 class FittedGroups(NamedTuple):
@@ -121,7 +121,7 @@ def _int4(groups: torch.Tensor, fit: Fit) -> tuple[torch.Tensor, torch.Tensor, t
 
 
 def fit_groups(groups: torch.Tensor) -> FittedGroups | None:
-    """Round groups by search. A candidate is a step and a start: the group is rounded to them, and both are fitted to
+    """Round groups by search: a candidate is a step and a start, to which a group is rounded, and which are fitted to
     the rounded values by least squares. The candidate with the smallest squared error wins, per group."""
     if (peak := _peaks(groups)) is None:
         return None
@@ -143,8 +143,7 @@ def fit_groups(groups: torch.Tensor) -> FittedGroups | None:
 
 
 def _in_halves(found: FittedGroups) -> tuple[torch.Tensor, torch.Tensor]:
-    """Steps rounded to float16, and offsets fitted to them, if float16 keeps both well. If all groups of a matrix are
-    so, it is stored with 5 bits per weight in groups of 32 instead of 6."""
+    """Steps rounded to float16, and offsets fitted to them, if float16 keeps both well."""
     _, steps, offsets, means = found
     half_steps = steps.half().float()
     half_offsets = (offsets + (steps - half_steps) * means).half().float()
@@ -174,7 +173,6 @@ def _round(x: torch.Tensor, step: torch.Tensor, start: torch.Tensor) -> torch.Te
 
 
 def _fit(x: torch.Tensor, values: torch.Tensor) -> _Line:
-    """Least squares of x (rows of mean zero) against the values."""
     mean = values.mean(1, keepdim=True)
     covariance = torch.linalg.vecdot(values, x).unsqueeze(1)
     variance = torch.linalg.vector_norm(values, dim=1, keepdim=True).square() - mean.square() * x.shape[1]

@@ -64,7 +64,7 @@ def _mxfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _rounded(x: torch.Tensor, exponents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes of x / 2 ** exponents, and each group's squared error in float64."""
+    """Codes of x / 2 ** exponents, and each group's squared error."""
     size = torch.ldexp(x.double().abs(), -exponents)
     middles = torch.tensor(MIDDLES, dtype=torch.float64)
     # The even code next to a middle is the lower one for every second middle, starting with the first.
@@ -76,7 +76,6 @@ def _rounded(x: torch.Tensor, exponents: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def _finite(block: torch.Tensor, name: str | None) -> torch.Tensor:
-    """The block as float32."""
     wide = block.float().contiguous()
     if not bool(torch.isfinite(wide).all()):
         named = "" if name is None else f"tensor {name!r}: "

@@ -45,7 +45,6 @@ def store_parts(parts: Sequence[QuantizedWeight], *, converts_e4m3: bool) -> Sto
 
 
 def _joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """The parts stacked; None if there are none."""
     tensors = [part for part in parts if part is not None]
     if not tensors:
         return None

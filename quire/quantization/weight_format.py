@@ -38,8 +38,7 @@ class WeightFormat:
 def weight_formats(config: ModelConfig) -> tuple[WeightFormat, WeightFormat, WeightFormat]:
     """Formats of linear layers, of the vocabulary's matrices, and of learned positions.
 
-    Quantising at load leaves the vocabulary at 8 bits: every token passes it first and last, and 4 bits there cost more
-    than in all layers together.
+    Quantising at load leaves the vocabulary at 8 bits.
     """
     quantization = config.quantization
     plain = WeightFormat(config.dtype, activation_bits=config.activation_bits)

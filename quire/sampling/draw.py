@@ -1,6 +1,5 @@
 """One token per row from one uniform number per row, by the inverse cumulative distribution. Numbers depend only on
-(seed, index). Rows are bitwise independent of the batch: NumPy's element-wise functions do not depend on an element's
-place, and sums run inside one row, over blocks of a fixed size in a fixed order."""
+(seed, index), and rows are bitwise independent of the batch."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ import numpy as np
 BLOCK = 64
 """Block of weights: summed pairwise in float32, blocks one after the other in float64."""
 MIN_TEMPERATURE = np.float32(1e-30)
-"""Lowest temperature that differs: below it only the largest score is possible, and ties are equally likely."""
+"""Lowest temperature that differs; below it only the largest score is possible."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
@@ -51,8 +50,7 @@ def _in_blocks(weights: np.ndarray) -> np.ndarray:
 
 
 def _first_above(cumulative: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Index of each row's first entry above its target, at most the one that reaches the total: rounding may push a
-    target to the total, and that entry has weight."""
+    """Index of each row's first entry above its target, at most the one that reaches the total."""
     above = (cumulative <= targets[:, None]).sum(axis=1)
     last = (cumulative < cumulative[:, -1:]).sum(axis=1)
     return np.minimum(above, last)
@@ -61,8 +59,7 @@ def _first_above(cumulative: np.ndarray, targets: np.ndarray) -> np.ndarray:
 def uniform(seeds: np.ndarray, indices: np.ndarray) -> np.ndarray:
     """Number `indices[i]` of the stream `seeds[i]`, strictly between 0 and 1.
 
-    seeds: [R] uint64; indices: [R] int64. Returns [R] float64, multiples of 2**-53 with 52 random bits. A stream is
-    SplitMix64 from a scrambled seed, so neighbouring seeds are unrelated.
+    seeds: [R] uint64; indices: [R] int64. Returns [R] float64, multiples of 2**-53 with 52 random bits.
     """
     state = _mix(seeds + _GOLDEN) + (indices.astype(np.uint64) + np.uint64(1)) * _GOLDEN
     bits = _mix(state) >> np.uint64(12)

@@ -57,7 +57,7 @@ class RowLists:
                 self._change()
 
     def words(self) -> np.ndarray:
-        """[N] int32. Changed lists make a new array: a running step may still read the last one."""
+        """[N] int32; changed lists make a new array."""
         if self._words is None:
             self._words = self._flatten()
         return self._words
@@ -161,7 +161,7 @@ def _bias_words(bias: Mapping[int, float]) -> np.ndarray:
 
 
 def _banned_words(sequences: Sequence[Sequence[int]]) -> np.ndarray:
-    """Number of sequences; an entry for each, with the start of its prefix in what follows; the prefixes."""
+    """Number of sequences; an entry for each; their prefixes."""
     entries: list[int] = []
     prefixes: list[int] = []
     for sequence in sequences:
@@ -171,7 +171,6 @@ def _banned_words(sequences: Sequence[Sequence[int]]) -> np.ndarray:
 
 
 def _placed(words: np.ndarray, start: int, count: int) -> np.ndarray:
-    """Entries and prefixes of `count` banned sequences, for the place `start`."""
     placed = words[1:].copy()
     placed[2 : 3 * count : 3] += start + 3 * count
     return placed

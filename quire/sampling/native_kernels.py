@@ -70,8 +70,7 @@ class NativeKernels(PlainKernels):
 
 
 def _joined(parts: Sequence[tuple[np.ndarray, Ranking]]) -> Ranking:
-    """Rankings of parts of the rows, given by their places, as one. It has as many best tokens as the widest; only a
-    part's own are valid."""
+    """Rankings of parts of the rows, given by their places, as one."""
     places = np.concatenate([place for place, _ in parts])
     width = max(ranking.best.token_ids.shape[1] for _, ranking in parts)
     best = [[np.pad(column, ((0, 0), (0, width - column.shape[1]))) for column in ranking.best] for _, ranking in parts]

@@ -19,8 +19,7 @@ MAX_WORD = 2**31 - 1
 
 class Feature:
     """Bits of the sampler's features that a row uses. A step runs those in the union over its rows. A new feature has a
-    condition in `features_of`, and changes scores (`EDITS`) unless `_NOT_EDITS` names it. Plain integers, because an
-    enumeration's operators take a microsecond each."""
+    condition in `features_of`, and changes scores (`EDITS`) unless `_NOT_EDITS` names it."""
 
     GREEDY = 1 << 0
     RANDOM = 1 << 1
@@ -68,7 +67,7 @@ def features_of(sampling: SequenceSampling) -> int:
 
 
 def _temperature(sampling: SequenceSampling) -> float:
-    """0 for greedy rows, else at least MIN_TEMPERATURE, so that it is not 0 in float32."""
+    """0 for greedy rows, else at least MIN_TEMPERATURE."""
     params = sampling.params
     return 0.0 if params.is_greedy else max(params.temperature, float(MIN_TEMPERATURE))
 

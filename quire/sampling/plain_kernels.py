@@ -1,5 +1,5 @@
-"""The plain kernels: NumPy on the scores, torch for log-probabilities; the reference for the others. On a CPU NumPy is
-several times faster here than torch, and every operator used gives a row the same bits in any batch."""
+"""The plain kernels: NumPy on the scores, torch for log-probabilities; the reference for the others, with the same bits
+for a row in any batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quire.sampling.results import LOWEST_SCORE, Best, Deferred, Ranking, ready
 from quire.sampling.rules import HostBatch
 
 SLICE_ELEMENTS = 2**20
-"""Approximate weights in a slice of random rows, which bounds memory and stays in the cache."""
+"""Approximate weights in a slice of random rows."""
 
 
 class PlainKernels:
@@ -194,7 +194,7 @@ def log_probabilities(logits: np.ndarray) -> torch.Tensor:
 
 
 def _best_of_row(scores: np.ndarray) -> np.ndarray:
-    """Token of each row's highest score, the lowest of equal ones; -1 for rows that are not sound."""
+    """Token of each row's highest score, the lowest of equal ones; -1 for unsound rows."""
     token_ids = scores.argmax(axis=1)
     # NumPy's argmax stops at a NaN, so checking the winner checks the row.
     token_ids[~np.isfinite(scores[np.arange(len(scores)), token_ids])] = -1

@@ -60,8 +60,7 @@ def make_processors(config: EngineConfig) -> ProcessorRows:
 
 
 class ProcessedRow:
-    """A sequence in a row, with its tokens [0, n) in the token table. A sequence that lost tokens gets a new entry, so
-    processors see it as new."""
+    """A sequence in a row, with its tokens [0, n) in the token table. A sequence that lost tokens gets a new entry."""
 
     __slots__ = ("output", "params", "prompt")
 
@@ -97,7 +96,7 @@ class _Processor:
         return [place[id(entry)] for entry in self._entries]
 
     def _update(self, entries: Sequence[ProcessedRow], place: dict[int, int]) -> BatchUpdate | None:
-        """Changes of the batch: new entries fill rows of ended ones, then the last ones move into remaining holes."""
+        """Changes of the batch: new entries fill rows of ended ones."""
         rows = self._entries
         known = {id(entry) for entry in rows}
         new = [entry for entry in entries if id(entry) not in known]
@@ -162,7 +161,7 @@ class LoadedProcessors:
         return failed
 
     def _follow(self, batch: SampleBatch[Any]) -> dict[int, ProcessedRow]:
-        """Index -> entry of the batch's sequences, with their tokens up to the last. Waits for a device."""
+        """Index -> entry of the batch's sequences, with their tokens up to the last."""
         lengths, prompts, table = batch.lengths.tolist(), batch.num_prompt_tokens.tolist(), batch.token_table
         found = {}
         for index, row in enumerate(batch.rows_host.tolist()):

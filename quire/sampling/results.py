@@ -16,7 +16,7 @@ from quire.sampling.rules import BANNED_SCORE
 from quire.step import Candidates, TokenLogprobs
 
 LOWEST_SCORE = float(BANNED_SCORE) / 2
-"""Bound of banned tokens' scores: the model and other rules produce none this low."""
+"""Bound of banned tokens' scores."""
 
 Result = TypeVar("Result")
 

@@ -1,6 +1,5 @@
 """Rules on single tokens: logit bias, penalties, bans before `min_tokens`, allowed tokens. All edit scores in place.
-scores: [R, vocab_size] float32. Each step counts tokens for penalties afresh, so forks, preemptions and late tokens
-cannot make counts wrong."""
+scores: [R, vocab_size] float32."""
 
 from __future__ import annotations
 
@@ -10,8 +9,7 @@ from quire.sampling.batch import SampleBatch, TokenMasks
 from quire.sampling.lists import ALLOWED, BANNED, BIAS, STOP, RowLists
 
 BANNED_SCORE = np.float32(-1e30)
-"""Score of banned tokens. Finite: beside a permitted token it has probability exactly 0, but a request whose bans
-contradict its allowed tokens still has a best token."""
+"""Score of banned tokens: finite, so that contradictory bans still leave a best token."""
 
 HostBatch = SampleBatch[np.ndarray]
 
@@ -62,7 +60,7 @@ def keep_masked(scores: np.ndarray, masks: TokenMasks) -> None:
 
 
 def _ban(scores: np.ndarray, index: np.ndarray, tokens: np.ndarray) -> None:
-    """Ban token `tokens[i]` in row `index[i]`. An impossible token (minus infinity) stays so."""
+    """Ban token `tokens[i]` in row `index[i]`."""
     scores[index, tokens] = np.minimum(scores[index, tokens], BANNED_SCORE)
 
 
@@ -85,7 +83,7 @@ def apply_output_penalties(scores: np.ndarray, presence: np.ndarray, frequency: 
 def _seen_tokens(
     batch: HostBatch, index: np.ndarray, starts: np.ndarray, vocab_size: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(batch index, token, occurrences) of the distinct tokens from `starts` on in the batch's sequences `index`."""
+    """(batch index, token, occurrences) of the distinct tokens from `starts` on."""
     sizes = batch.lengths[index] - starts
     flat_index = np.repeat(index, sizes)
     first_entry = np.cumsum(sizes) - sizes

@@ -13,8 +13,7 @@ from quire.sampling.results import ListedLogprobs, Logprobs, Samples
 
 
 class Sampler(Generic[Array]):
-    """Chooses one token per row. Stateless: rows and batch hold all state. The host knows the needed passes from the
-    rows' features, so no pass waits for a device, and unused features cost nothing."""
+    """Chooses one token per row. Stateless: rows and batch hold all state."""
 
     def __init__(
         self, rows: SamplingRows, kernels: SamplingKernels[Array], logprobs_mode: str = "raw_logprobs"

@@ -1,10 +1,7 @@
 """The Triton kernels of a device: passes are enqueued on the current stream, without waiting. Greedy rows take two
 launches and read the logits once.
 
-Memory of a batch: almost nothing without filters; 12 KiB per row and 8,192 tokens of the vocabulary with them (58 MB
-for 256 rows of 151,936); 4 bytes per row and token of the longest list of allowed tokens; float32 scores, 4 bytes per
-row and token, if rules or penalties change 16-bit logits, or logits that log-probabilities need. Penalties keep as much
-permanently, from their first use.
+Penalties keep as much permanently, from their first use.
 """
 
 from __future__ import annotations
@@ -187,8 +184,7 @@ class TritonKernels:
         return host.to(self._words.device, non_blocking=True)
 
     def _list_words(self) -> torch.Tensor:
-        """Words of the rows' lists; changed ones are copied to a new tensor: a running step may still read the last
-        one."""
+        """Words of the rows' lists; changed ones are copied to a new tensor."""
         words = self._rows.lists.words()
         source, tensor = self._lists
         if source is not words:

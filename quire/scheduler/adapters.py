@@ -1,7 +1,7 @@
 """The scheduler's view of adapters: the workers' slots, and the requests that wait for a load.
 
-A slot is reused only while no running request uses it. The worker loads beside steps, so a request whose adapter is not
-loaded waits (AdapterGate) while others start.
+A slot is reused only while no running request uses it. A request whose adapter is not loaded waits (AdapterGate) while
+others start.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ class AdapterSlots:
         self._counted = -1
         """Version of the running set that `_in_use` counts."""
         self.num_loads = 0
+        self.is_crowded = False
+        """True if a request waits for adapters of running background requests, which are preempted in the next pass."""
 
     def slot_of(self, adapter: AdapterRef) -> int | None:
         """The adapter's slot, which becomes the most recently used; None: not loaded."""
@@ -82,6 +84,18 @@ class AdapterSlots:
         """True if a request with this adapter may start: at most `max_loras` adapters run at a time."""
         used = self.in_use()
         return adapter.digest in used or len(used) < self._config.max_running
+
+    def crowded_out(self, request: Request) -> None:
+        """Note a request that waits for other adapters' running requests."""
+        self.is_crowded = self.is_crowded or not request.is_background
+
+    def take_victims(self) -> list[Request]:
+        """Running background requests with adapters, the last in order first, if a request waits for their adapters."""
+        if not self.is_crowded:
+            return []
+        self.is_crowded = False
+        requests = dict.fromkeys(each.request for each in reversed(self._running.sequences))
+        return [each for each in requests if each.is_background and each.adapter is not None]
 
     def has_idle_slot(self) -> bool:
         used = self.in_use()
@@ -133,8 +147,7 @@ def _names(requests: Iterable[Request]) -> list[str]:
 
 class AdapterGate:
     """Defers a request with an adapter until the workers hold it and fewer than `max_loras` other adapters run. Once a
-    request has waited PATIENCE for others to end, no request of the least used running adapter starts; otherwise a
-    flood of requests with some adapters would keep all others out for ever."""
+    request has waited PATIENCE for others to end, no request of the least used running adapter starts."""
 
     reason = LOADING
     stage = GateStage.BEGIN
@@ -153,9 +166,11 @@ class AdapterGate:
             if slots.is_loading(adapter) or slots.begin_load(adapter):
                 return Deferral(self.reason, 0, lambda: slots.is_loading(adapter), reserves_slots=False)
             self._crowded_out.setdefault(request.request_id, now)
+            slots.crowded_out(request)
             return Deferral(self.reason, 0, lambda: not slots.has_idle_slot(), reserves_slots=False)
         if not slots.has_room(adapter):
             self._crowded_out.setdefault(request.request_id, now)
+            slots.crowded_out(request)
             return Deferral(self.reason, 0, lambda: not slots.has_room(adapter), reserves_slots=False)
         if self._has_to_drain(adapter, now) and request.status is not RequestStatus.PREEMPTED:
             return Deferral(

@@ -13,7 +13,7 @@ from quire.kv_cache.block_hash import HashChain
 from quire.kv_cache.manager import KVCacheManager
 
 WATERMARK = 0.01
-"""Share of the pool kept free when a request joins others, so that it is not preempted at once."""
+"""Share of the pool kept free when a request joins others."""
 
 
 class Limits(NamedTuple):
@@ -26,8 +26,7 @@ class Limits(NamedTuple):
 
 
 class Quote(NamedTuple):
-    """Needs of a waiting request to start now, looked up once in a pass of `Scheduler.schedule` (and again after the
-    pass has changed the pool)."""
+    """Needs of a waiting request to start now, looked up once in a pass of `Scheduler.schedule`."""
 
     num_cached_tokens: int
     """Prefix hit in tokens, which never ends inside a whole image; 0 when resumed."""
@@ -36,8 +35,7 @@ class Quote(NamedTuple):
     num_new_tokens: int
     """Tokens that its first sequence computes; 0 when resumed, because its blocks are copied first."""
     num_blocks: int
-    """Blocks that the start takes from the pool, for all known tokens and one more per sequence. The first chunk alone
-    would start requests that are preempted within their prompt."""
+    """Blocks that the start takes from the pool, for all known tokens and one more per sequence."""
     num_slots: int
     """Request slots: one per live sequence."""
     room: int
@@ -74,8 +72,7 @@ def quote(request: Request, kv: KVCacheManager, max_chunk: int, num_reserved_blo
 
 def reject_impossible(request: Request, kv: KVCacheManager, num_usable: int, limits: Limits) -> None:
     """Raise UserError for contradictory settings, PromptTooLongError for a request that could not finish even alone in
-    the pool. num_usable: blocks that registered prefixes neither hold nor reserve. An accepted request can always run,
-    because the scheduler can preempt all others for it, so no request starves."""
+    the pool. num_usable: blocks that registered prefixes neither hold nor reserve."""
     params = request.params
     n, name = params.num_sequences, "n" if params.best_of is None else "best_of"
     if params.use_beam_search and request.pooling:
@@ -136,8 +133,7 @@ def blocks_in_use(request: Request, kv: KVCacheManager, max_chunk: int) -> int:
 
 
 class PrefixRegistration:
-    """Checks new prefixes, and reserves blocks from a prefix's acceptance to its registration, so that every accepted
-    request can still run and one more can start."""
+    """Checks new prefixes, and reserves blocks from a prefix's acceptance to its registration."""
 
     def __init__(self, kv: KVCacheManager, max_chunk: int) -> None:
         self._kv = kv

@@ -23,7 +23,7 @@ from quire.scheduler.preemption import (
 from quire.scheduler.running import Collections
 
 PIECE_TOKENS = 2**14
-"""Tokens hashed in a pass beside running sequences, over all long prompts: about a millisecond."""
+"""Tokens hashed in a pass beside running sequences, over all long prompts."""
 SHORT_TOKENS = 2**10
 """Unhashed tokens up to which prompts never wait for hashing."""
 HASHING_PROMPT = "hashing prompt"
@@ -67,8 +67,7 @@ class Admitter:
         self._gates.forget(request)
 
     def plan_preemption(self, now: float) -> PreemptionPlan:
-        """Plan which running requests the first waiting one preempts (preemption.py). Begins each pass; `admit` reuses
-        the quote unless the plan has changed the pool."""
+        """Plan which running requests the first waiting one preempts (preemption.py). Begins each pass."""
         self._quoted = None
         self._hashing.begin_pass(is_idle=not self._running.sequences)
         request = self._waiting.first
@@ -158,14 +157,12 @@ class Admitter:
         return self.holds_new and request.status is not RequestStatus.PREEMPTED
 
     def _quote(self, request: Request, builder: PlanBuilder, reserved: Reservations) -> Quote:
-        """The quote of `plan_preemption` if still valid for this request, else a new one."""
         quoted, self._quoted = self._quoted, None
         if quoted is not None and quoted[0] is request and not (builder.grown or builder.forked):
             return quoted[1]
         return quote(request, self._kv, self._limits.max_chunk, reserved.num_blocks)
 
     def _has_room(self, request: Request, needs: Quote) -> bool:
-        """True if the pool has the blocks that a request needs; otherwise it is remembered."""
         fits = has_room(needs.num_blocks, needs.room, self._kv, is_alone=not self._running.sequences)
         self._rejected, self._rejected_room = (None, 0) if fits else (request, needs.room)
         return fits
@@ -177,6 +174,7 @@ class Admitter:
             request.beam_search.forget_candidates()
         self._running.enter(request, [leader])
         leader.blocks = self._kv.allocate_prefix(leader.chain, num_cached, leader.token_ids)
+        leader.blocks.is_background = request.is_background
         leader.num_computed_tokens = num_cached
         leader.first_step_id = builder.plan.step_id
         self._count_start(request, num_cached, now)
@@ -197,8 +195,7 @@ class Admitter:
             request.num_lost_tokens = 0
 
     def _resume(self, builder: PlanBuilder, request: Request) -> None:
-        """Run a swapped request. The workers copy its blocks back beside this step; the next step computes its next
-        tokens."""
+        """Run a swapped request, whose blocks the workers copy back beside this step."""
         sequences, copies = swap_in(request, self._kv)
         builder.swap_in += copies
         for sequence in sequences:
@@ -208,7 +205,7 @@ class Admitter:
         self._running.enter(request, sequences)
 
     def _grow_new(self, builder: PlanBuilder, leader: Sequence, num_tokens: int) -> None:
-        """Schedule the first tokens of a sequence without a request slot. `_has_room` has ensured that they fit."""
+        """Schedule the first tokens of a sequence without a request slot."""
         assert leader.blocks is not None
         start = leader.num_computed_tokens
         allocation = self._kv.allocate_slots(leader.blocks, start, start + num_tokens)
@@ -221,8 +218,7 @@ class Admitter:
 
 
 class PromptHashing:
-    """Hashes waiting prompts for the prefix cache, a bounded number of tokens per pass: half a million tokens take tens
-    of milliseconds, in which no running sequence would get a token."""
+    """Hashes waiting prompts for the prefix cache, a bounded number of tokens per pass."""
 
     def __init__(self, kv: KVCacheManager, limits: Limits) -> None:
         self._kv = kv

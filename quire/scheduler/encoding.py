@@ -1,8 +1,8 @@
 """The scheduler's view of images: encoded ones, and the layers that each plan encodes.
 
-An image is encoded in slices of the tower's layers. A slice's cost counts against the step's token budget, so a running
-stream waits for an image no longer than for a chunk of a prompt. A sequence stops before an unencoded image; a request
-that would begin with one waits in the queue (ImageGate). The workers keep features until a plan drops them.
+An image is encoded in slices of the tower's layers. A slice's cost counts against the step's token budget. A sequence
+stops before an unencoded image; a request that would begin with one waits in the queue (ImageGate). The workers keep
+features until a plan drops them.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class ImageEncodings:
 
     def orders(self, budget: int, *, is_idle: bool) -> ImageOrders | None:
         """This pass's image orders. budget: tokens left in the step; one layer is encoded in any case. is_idle: nothing
-        else is computed, so unread images of waiting requests may be dropped for another."""
+        else is computed, so unread images may be dropped for another."""
         reads, self._reads = self._reads, set()
         if not self._wanted and self._current is None:
             return None
@@ -135,8 +135,7 @@ class ImageEncodings:
         current.requests[request] = None
 
     def _next(self, reads: set[bytes], dropped: list[bytes], *, is_idle: bool) -> Wanted | None:
-        """The image whose layers are ordered next, with room for its features. dropped: receives the images that make
-        room."""
+        """The image whose layers are ordered next. dropped: receives the images that make room."""
         if self._current is not None:
             if self._current.requests:
                 return self._current
@@ -152,8 +151,8 @@ class ImageEncodings:
     def _make_room(
         self, num_tokens: int, order_key: OrderKey, reads: set[bytes], dropped: list[bytes], *, is_idle: bool
     ) -> bool:
-        """Make room for an image of a request with this order key, beside images that the plan reads and unread ones of
-        earlier requests. False: no room."""
+        """Make room for an image beside images that the plan reads and unread ones of earlier requests. False: no
+        room."""
         assert self._costs is not None, "requests have images"
         room = self._costs.cache_tokens - sum(kept.num_tokens for kept in self._kept.values())
         victims = []

@@ -157,7 +157,7 @@ class Ends:
         report_times(update, sequence.request, now)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """End one sequence, and with the last one its request. The caller removes it from the running ones."""
+        """End one sequence, and with the last one its request."""
         sequence.finish_reason = reason
         sequence.matcher = None
         request = sequence.request
@@ -201,8 +201,7 @@ class Ends:
         return [pooled_end(sequence, vector, now) for sequence, vector in ended]
 
     def update_beams(self, samples: list[Sequence], result: StepResult, now: float) -> list[SequenceUpdate]:
-        """Process the candidates of all beams among the samples; returns the updates of ended searches. The caller then
-        removes their sequences from the running ones."""
+        """Process the candidates of all beams among the samples; returns the updates of ended searches."""
         ended, released = self._changes.beam_reorder.advance(samples, result.candidates, self._running, self._kv)
         return self._end_searches(ended, released, now)
 

@@ -5,9 +5,9 @@ in three stages (`GateStage`).
 
 A deferred request keeps its place, and every pass looks at it again. Later requests may start before it but take
 nothing from it (`Reservations`): its blocks are reserved, and a later prompt must fit into the rest of the step's
-budget, after which it takes one token a step. Request slots are reserved too, unless it waits for something outside the
-engine; then it gets the next free slots. No later request starts while a preempted request is deferred. Running
-requests are not preempted for a deferred one. An abort, a time limit, a start and the deferral's deadline end it.
+budget. Request slots are reserved too, unless it waits for something outside the engine. No later request starts while
+a preempted request is deferred. Running requests are not preempted for a deferred one. An abort, a time limit, a start
+and the deferral's deadline end it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from quire.scheduler.admission import Quote
 from quire.scheduler.matching import first_matchers
 
 MIN_SHARED_BLOCKS = 2
-"""Fewest blocks worth a wait: a step reads all weights, which costs about as much as a block of tokens."""
+"""Fewest blocks worth a wait."""
 
 LOAD_SECONDS = 10.0
 """Longest wait for an asynchronous load in seconds. A slower one counts as failed; its blocks are freed when it
@@ -119,7 +119,7 @@ class Reservations:
 
 class ConstraintGate:
     """Defers a request until its matchers have answered: at its start its constraint is compiled, after a preemption
-    its last token is followed. Both run outside the engine core, so nothing is reserved."""
+    its last token is followed; nothing is reserved."""
 
     reason = "compiling constraint"
     stage = GateStage.LOOK_UP
@@ -134,7 +134,7 @@ class ConstraintGate:
 
 
 def _has_matchers(request: Request) -> bool:
-    """True if a constrained request can start. A refused one waits until the core has reported it."""
+    """True if a constrained request can start."""
     is_followed = not any(sequence.awaits_matcher for sequence in request.live_sequences)
     return is_followed and all(each.is_ready and each.error is None for each in first_matchers(request))
 
@@ -143,11 +143,10 @@ class PendingPrefixGate:
     """Defers all but one of the requests that arrive together with the same new prefix; one computes it
     (docs/decisions/0004-scheduling.md).
 
-    - The request waits until one live sequence (the leader) has committed a number of blocks. Running sequences get
-    tokens in every step, so the leader advances. If it is aborted or preempted, the wait is over, and the first
-    deferred request computes the rest.
-    - A deferral never leaves a step empty: the leader is in this step's plan, or in one in flight.
-    - A request may be deferred again for further shared blocks; each deferral leaves fewer blocks.
+    - The request waits until one live sequence (the leader) has committed a number of blocks. If it is aborted or
+    preempted, the wait is over, and the first deferred request computes the rest.
+    - A deferral never leaves a step empty.
+    - A request may be deferred again for further shared blocks.
     """
 
     reason = PENDING_PREFIX
@@ -163,6 +162,8 @@ class PendingPrefixGate:
         found = kv.find_pending(request.live_sequences[0].chain, num_cached, quote.max_cached_tokens)
         if found is None or found[1] - num_cached // kv.hash_block_size < MIN_SHARED_BLOCKS:
             return None
+        if found[0].is_background and not request.is_background:
+            return None  # the leader may have to leave its share of the steps to others
         return Deferral(self.reason, quote.num_blocks, lambda: kv.is_pending_in(*found))
 
     def forget(self, request: Request) -> None:
@@ -172,9 +173,7 @@ class PendingPrefixGate:
 class AsynchronousLoadGate:
     """Lets the KV connector load the next blocks of a request's prefix where that takes longer than a plan and pays.
 
-    A request waits once for such a load, at most LOAD_SECONDS, and computes the blocks that failed to load. With
-    nothing else to compute, a plan carries the transfers alone, and its result waits for them a limited time, so the
-    engine does not spin.
+    A request waits once for such a load, at most LOAD_SECONDS, and computes the blocks that failed to load.
     """
 
     reason = "asynchronous load"
@@ -207,9 +206,8 @@ class AsynchronousLoadGate:
 class NextPlanLoadGate:
     """Orders the copies of a request's next blocks into this plan; the request waits for it.
 
-    In the next pass it starts with a plain prefix hit. If it cannot start then, its blocks stay cached without an
-    owner. After MAX_LOADS attempts it computes the prefix. The scheduler releases these blocks before it preempts a
-    running request.
+    In the next pass it starts with a plain prefix hit. After MAX_LOADS attempts it computes the prefix. The scheduler
+    releases these blocks before it preempts a running request.
     """
 
     reason = "load for the next plan"

@@ -22,8 +22,8 @@ class InFlight(msgspec.Struct, frozen=True):
     sequences: list[Sequence]
     """Aligned with the plan's columns of the batch."""
     filled: list[tuple[Sequence, BlockTable, int]]
-    """Sequences that may reach the end of a block, with their blocks at planning time (a preemption may change them)
-    and their computed tokens after the plan (an upper bound with drafts in flight)."""
+    """Sequences that may reach the end of a block, with their blocks at planning time and their computed tokens after
+    the plan (an upper bound with drafts in flight)."""
     samples: list[Sequence]
     """Aligned with the plan's `sample_seq_ids`."""
     forked: list[tuple[Sequence, list[Sequence]]]
@@ -65,8 +65,7 @@ class InFlight(msgspec.Struct, frozen=True):
         return SamplingInputs(self.plan.step_id, masks, discarded, draft_masks), failed
 
     def commit(self, kv: KVCacheManager) -> None:
-        """Offer the blocks that this step filled to the prefix index. All tokens are known by now, except the step's
-        own drafts."""
+        """Offer the blocks that this step filled to the prefix index."""
         for sequence, blocks, end in self.filled:
             if sequence.blocks is blocks:
                 num_known = len(sequence.token_ids)
@@ -77,8 +76,7 @@ class InFlight(msgspec.Struct, frozen=True):
 
 
 def _awaits_mask(sequence: Sequence) -> bool:
-    """True while the sequence's mask is missing. A first token always waits for its mask, because other sequences may
-    share the tokens that would be computed again; so does a beam."""
+    """True while the sequence's mask is missing, which a first token or a beam always waits for."""
     if sequence.finish_reason is not None or sequence.foreseen is not None:
         return False
     if sequence.awaits_matcher:

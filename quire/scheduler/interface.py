@@ -1,5 +1,4 @@
-"""Interface of the engine core to its scheduler, and the scheduler's factory. A protocol, because the paper's baselines
-(benchmarks/baselines/) drive the same engine core."""
+"""Interface of the engine core to its scheduler, and the scheduler's factory."""
 
 from __future__ import annotations
 

@@ -52,10 +52,7 @@ def describe_kv(
 
 def num_wasted_slots(running: Iterable[Sequence], kv: KVCacheManager) -> int:
     """Slots without a token at the ends of last blocks, also of registered prefixes. O(running sequences and registered
-    prefixes).
-
-    Only a last block can be partly filled, and all its owners fill it equally (a writer copies it first).
-    """
+    prefixes)."""
     wasted = alike = 0
     shared: dict[int, int] = {}
     uniform_size = kv.uniform_size
@@ -95,11 +92,7 @@ def num_reserved_slots(in_flight: Iterable[InFlight], kv: KVCacheManager) -> int
 
 
 def _first_starts(flights: Iterable[InFlight]) -> dict[Sequence, int]:
-    """Position at which each sequence and forked child of the plans began to compute.
-
-    Counted back from the computed tokens, because a plan's positions are bounds where drafts were in flight. Plans
-    before the sequence's last start do not count.
-    """
+    """Position at which each sequence and forked child of the plans began to compute."""
     starts: dict[Sequence, int] = {}
     parents: dict[Sequence, Sequence] = {}
     for flight in flights:
@@ -115,7 +108,6 @@ def _first_starts(flights: Iterable[InFlight]) -> dict[Sequence, int]:
 
 
 def _add_slots(slots: dict[int, int], table: list[int], start: int, end: int, block_size: int) -> None:
-    """Add the slots that positions [start, end) take in each block of a table."""
     for index in range(start // block_size, -(-end // block_size)):
         first = index * block_size
         count = min(end, first + block_size) - max(start, first)

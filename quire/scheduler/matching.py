@@ -1,6 +1,6 @@
 """Matchers without an answer: of requests that start, and of sequences with a new token.
 
-A matcher runs outside the engine core (quire/decoding/masks.py). Before it answers for a sequence's last token, the
+A matcher runs outside the engine core (quire/decoding/masks.py); until it answers for a sequence's last token, the
 scheduler neither reports that token nor plans the next one.
 """
 
@@ -76,8 +76,7 @@ class Matching:
     def _ask(
         self, sequence: Sequence, token_ids: list[int], logprobs: list[TokenLogprobs] | None, *, may_go_ahead: bool
     ) -> None:
-        """Ask a sequence's matcher about its new tokens. may_go_ahead: the next step may compute them meanwhile if the
-        sequence very probably continues; a list of forced tokens then takes one step more."""
+        """Ask a sequence's matcher about its new tokens. may_go_ahead: the next step may compute them meanwhile."""
         matcher, request = sequence.matcher, sequence.request
         assert matcher is not None
         sequence.awaits_matcher = True
@@ -141,8 +140,8 @@ class Matching:
         return all(sequence.goes_ahead for sequence, _, _ in self.asked)
 
     def awaited(self) -> list[Matcher]:
-        """Matchers that a step may wait for because they are quick as a rule: of sequences that do not go ahead, and
-        once those of each new request."""
+        """Matchers that a step may wait for, as they are quick as a rule: of sequences that do not go ahead, and once
+        those of each new request."""
         new, self._new = self._new, []
         asked = [sequence.matcher for sequence, _, _ in self.asked if not sequence.goes_ahead]
         return new + [matcher for matcher in asked if matcher is not None and not matcher.is_slow]

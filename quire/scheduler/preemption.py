@@ -8,8 +8,6 @@ it. It may also preempt requests of a worse priority, if
 - it lacks request slots or blocks, and the preemption frees enough of both;
 - it can start in this very step: it is not deferred, has no sample in flight, and the running requests before it leave
 some token budget.
-
-So two requests cannot preempt each other in turns: a victim stays behind the request in the order.
 """
 
 from __future__ import annotations
@@ -82,8 +80,7 @@ def release_blocks(request: Request, kv: KVCacheManager, prefers_swap: Choice) -
 
 def swap_out(request: Request, kv: KVCacheManager, prefers_swap: Choice) -> list[tuple[int, int]] | None:
     """Move a victim's blocks to the host. Returns the plan's copies, or None, with nothing changed, if the request must
-    be recomputed: that is cheaper, the host pool is too full, nothing is computed yet, or the update of a plan in
-    flight needs the blocks."""
+    be recomputed."""
     sequences = [sequence for sequence in request.live_sequences if sequence.blocks is not None]
     handles = [sequence.blocks for sequence in sequences if sequence.blocks is not None]
     num_computed = [sequence.num_computed_tokens for sequence in sequences]
@@ -171,7 +168,6 @@ def plan_preemption(
 
 
 def _candidates(request: Request, running: list[Sequence]) -> list[Request]:
-    """Running requests after `request` with a worse priority, the last in order first."""
     found: list[Request] = []
     for sequence in reversed(running):
         other = sequence.request
@@ -183,8 +179,7 @@ def _candidates(request: Request, running: list[Sequence]) -> list[Request]:
 
 
 def _num_tokens_before(running: list[Sequence], order_key: OrderKey, max_chunk: int) -> int:
-    """Bound on the tokens that running sequences take in the next step before a request: all that earlier ones can use,
-    and one for each later one."""
+    """Bound on the tokens that running sequences take in the next step before a request."""
     return sum(
         min(max_chunk, len(s.token_ids) + s.num_pending_tokens - s.num_computed_tokens)
         if s.request.order_key < order_key

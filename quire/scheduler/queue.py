@@ -16,8 +16,7 @@ from quire.scheduler.fair_order import FairOrder
 
 
 class RequestQueue:
-    """Waiting requests sorted by `Request.order_key`, which never changes. Insertion is a binary search and a copy of
-    the references behind the place: a few kilobytes for thousands."""
+    """Waiting requests sorted by `Request.order_key`, which never changes."""
 
     def __init__(self, priority_seconds: float = PRIORITY_SECONDS) -> None:
         self._requests: list[Request] = []
@@ -39,7 +38,7 @@ class RequestQueue:
             source,
             arrival,
             arrival_number=next(self._arrivals),
-            order_time=self.order_time(source.client, source.priority, arrival),
+            order_time=self.order_time(source.client, source.level, arrival),
             priority_seconds=self._priority_seconds,
             constraint=constraint,
         )
@@ -84,8 +83,7 @@ def _order_key(request: Request) -> OrderKey:
 
 
 class Deadlines:
-    """A heap of requests by deadline. Ended requests stay in it until their deadline, or until they outnumber live
-    ones."""
+    """Heap of requests by deadline. Ended requests stay in it until their deadline."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Request]] = []

@@ -1,5 +1,4 @@
-"""Parts of an update besides tokens: finish reasons, times and prompt logprobs. (The front end handles stop strings,
-because only it has text.)"""
+"""Parts of an update besides tokens: finish reasons, times and prompt logprobs."""
 
 from __future__ import annotations
 
@@ -71,8 +70,7 @@ def live_requests(sequences: Iterable[Sequence], seq_ids: Collection[int]) -> li
 def attach_prompt_logprobs(
     found: Mapping[int, PromptLogprobs], sequences: list[Sequence], updates: list[SequenceUpdate]
 ) -> None:
-    """Add a step's prompt logprobs (`found`: by seq_id) to the updates, each once: recomputation after a preemption or
-    by the next leader yields them again. sequences: the step's."""
+    """Attach a step's prompt logprobs (`found`: by seq_id) to the updates, each once. sequences: the step's."""
     by_id = {sequence.seq_id: sequence for sequence in sequences}
     for seq_id, logprobs in found.items():
         sequence = by_id[seq_id]
@@ -101,10 +99,7 @@ def ends_in_text(sequence: Sequence, token_id: int) -> bool:
 
 def finish_reason(sequence: Sequence, token_id: int) -> tuple[FinishReason, int | None]:
     """(finish reason, stop token for `stop_reason`) of a sequence whose last token is an end token, completes its
-    constraint, or reaches its length.
-
-    The sampler bans end tokens before `min_tokens`, so one always ends the sequence.
-    """
+    constraint, or reaches its length."""
     request = sequence.request
     if token_id in request.stop_token_ids:
         return FinishReason.STOP, token_id

@@ -60,7 +60,7 @@ class RunningSet:
         request.pending_forks = []
 
     def leave(self, request: Request) -> None:
-        """Remove a request's sequences and reservations. In place, because callers iterate over the list."""
+        """Remove a request's sequences and reservations."""
         self.version += 1
         self.sequences[:] = [sequence for sequence in self.sequences if sequence.request is not request]
         self.drop_reservations(request)

@@ -1,9 +1,8 @@
 """The scheduler: chooses the tokens of the next step (continuous batching over a paged KV cache).
 
 There are no prefill and decode phases. A sequence has `num_computed_tokens` and a target: its known tokens plus those
-that plans in flight will sample. A step schedules tokens until both are equal. Chunked prefill, prefix hits and
-recomputation after a preemption are then the same, and a plan may be made while an earlier one runs, because unknown
-tokens are counted.
+that plans in flight will sample. A step schedules tokens until both are equal; chunked prefill, prefix hits and
+recomputation after a preemption are then the same.
 """
 
 from __future__ import annotations
@@ -158,7 +157,7 @@ class Scheduler:
             self._schedule_running(builder, 0)
         else:
             preemption = self._admitter.plan_preemption(now)
-            for victim in preemption.victims:
+            for victim in dict.fromkeys((*self._adapters.take_victims(), *preemption.victims)):
                 self._admitter.preempt(builder, victim)
             if not self._schedule_running(builder, preemption.num_tokens):
                 self._admitter.admit(builder, now)
@@ -175,7 +174,6 @@ class Scheduler:
         self._changes.released = []
 
     def _finish_plan(self, builder: PlanBuilder, *, awaits_report: bool = False) -> StepPlan | None:
-        """Add transfers, image and adapter orders, and build the plan; None when it is still empty."""
         if self._images.are_any:
             builder.plan.images = self._images.orders(builder.budget, is_idle=builder.is_idle and not self._in_flight)
         is_idle = builder.is_idle
@@ -201,8 +199,7 @@ class Scheduler:
         return self._in_flight[plan.step_id].awaits_masks
 
     def sampling_inputs(self, plan: StepPlan) -> SamplingInputs:
-        """See `EngineScheduler`. A sequence that cannot continue under its constraint ends here, and the plan's
-        `update` reports it; a beam is given up. A sample without its mask is discarded."""
+        """See `EngineScheduler`. A sample without its mask is discarded."""
         in_flight = self._in_flight[plan.step_id]
         inputs, failed = in_flight.sampling_inputs()
         for sequence in in_flight.discarded:
@@ -253,8 +250,8 @@ class Scheduler:
     def _take_tokens(
         self, sampled: Iterable[Sampled], updates: list[SequenceUpdate], now: float, *, has_drafts: bool
     ) -> None:
-        """Append sampled tokens to their sequences, and end complete ones. updates: this result's updates so far, to
-        which this adds. has_drafts: some tokens may be accepted drafts."""
+        """Append sampled tokens to their sequences, and end complete ones. has_drafts: some tokens may be accepted
+        drafts."""
         any_finished = bool(updates)
         num_tokens = sum([len(update.new_token_ids) for update in updates]) - len(updates) if updates else 0
         for sequence, new_ids, token_logprobs in sampled:
@@ -317,9 +314,8 @@ class Scheduler:
     # -- parts of a step --------------------------------------------------------------------------------------------
 
     def _schedule_running(self, builder: PlanBuilder, num_reserved: int) -> bool:
-        """Schedule tokens for the running sequences in order; preempt the last request when blocks run out.
-        num_reserved: tokens that the sequences behind the first waiting request leave to it. Returns True after a
-        preemption."""
+        """Schedule tokens for the running sequences in order; True after a preemption. num_reserved: tokens that
+        sequences behind the first waiting request leave to it."""
         running = self._running.sequences
         index = builder.place_steady(running, 0)
         if index == len(running):  # in most steps

@@ -119,8 +119,8 @@ class ServedAdapters:
                 self._publish(name, "keep")
 
     async def load(self, module: LoraModule, *, load_inplace: bool = False, is_new: bool = True) -> None:
-        """Read an adapter and compute one token with it, so that one that does not fit the model is refused now.
-        is_new: refuse a name that is taken. Raises UserError."""
+        """Read an adapter and compute one token with it, to refuse one that does not fit the model. is_new: refuse a
+        taken name. Raises UserError."""
         if module.name in self._base_names:
             raise UserError(f"the name {module.name!r} is the model's own", param="lora_name")
         adapters = self._engine.adapters
@@ -151,8 +151,7 @@ class ServedAdapters:
             self._shared.change(partial(_forget, name))
 
     def _publish(self, name: str, known: Literal["replace", "refuse", "keep"]) -> None:
-        """Tell the other processes of an adapter. known: action if another process has named it meanwhile; "refuse"
-        raises UserError."""
+        """known: action if another process has named it meanwhile; "refuse" raises UserError."""
         request, ref = self._engine.adapters.known(name)
 
         def put(names: Names) -> None:
@@ -166,7 +165,6 @@ class ServedAdapters:
         self._shared.change(put)
 
     def _hear(self) -> None:
-        """Apply the changes of other processes."""
         news = self._shared.news()
         if news is None:
             return

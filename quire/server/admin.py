@@ -120,7 +120,7 @@ def _add_pause_routes(app: FastAPI, context: ServerContext) -> None:
     @app.post("/pause")
     @admin
     async def pause(request: Request, mode: str = "abort", clear_cache: str = "true") -> Response:
-        """See AsyncLLM.pause. A client that hangs up while it waits leaves the engine paused."""
+        """See AsyncLLM.pause."""
         context.check_alive()
         check_mode(mode)
         await run_until_disconnect(request.receive, engine.pause(mode, clear_cache=truth("clear_cache", clear_cache)))
@@ -155,7 +155,7 @@ def _add_cache_routes(app: FastAPI, context: ServerContext) -> None:
     @app.post("/reset_encoder_cache")
     @admin
     async def reset_nothing() -> Response:
-        """Do nothing: vLLM's route. Entries of the encoder cache depend on content and settings alone."""
+        """Do nothing: vLLM's route."""
         context.check_alive()
         return Response()
 

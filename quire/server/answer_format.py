@@ -1,4 +1,4 @@
-"""Splitting of chat answers into content, reasoning and tool calls."""
+"""Split of chat answers into content, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class AnswerFormats:
     excludes_tools: bool
     """`tool_choice: none` keeps the tools out of the chat template."""
     in_reasoning: bool = False
-    """Constraints begin with the first token instead of after the reasoning."""
+    """Constraints begin with the first token, not after the reasoning."""
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, settings: ServerSettings, *, in_reasoning: bool = False) -> AnswerFormats:
@@ -219,7 +219,7 @@ class AnswerFormat:
         return plain
 
     def _has_special_markers(self) -> bool:
-        """True if a marker of the format is a special token, which texts would omit."""
+        """True if a marker is a special token, which texts would omit."""
         formats = self._formats
         marks: tuple[str, ...] = () if formats.reasoning is None else formats.reasoning.markers
         for tools in (self._channels, formats.tools if self._mode == "auto" else None):
@@ -228,7 +228,6 @@ class AnswerFormat:
         return any(token_id is not None and formats.tokenizer.is_special(token_id) for token_id in ids)
 
     def _constraint(self, params: SamplingParams) -> StructuredOutputsParams | None:
-        """Constraint on the text: tool calls where required, after the reasoning."""
         found = params.structured_outputs
         tools, parallel = self._formats.tools, self._body.parallel_tool_calls
         channels = self._channels
@@ -250,8 +249,7 @@ class AnswerFormat:
         return self._behind_thoughts(found)
 
     def _behind_thoughts(self, found: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
-        """Make the constraint begin after the reasoning. Reasoning that the prompt opened must end; otherwise it is
-        optional."""
+        """Make the constraint begin after the reasoning."""
         reasoning, thought = self._formats.reasoning, self._thought
         if found is None or reasoning is None or self._formats.in_reasoning or thought is Thought.CLOSED:
             return found

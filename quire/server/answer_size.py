@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 MAX_ANSWER_BYTES = 64 * 2**20
 LOGPROB_BYTES = 64
-"""Bytes of an alternative at one position in JSON; memory takes about five times as much."""
+"""Bytes of an alternative at one position in JSON."""
 TOKEN_BYTES = 8
 """Bytes of a token's text or id."""
 
@@ -23,8 +23,8 @@ def num_alternatives(wanted: int, vocab_size: int) -> int:
 
 
 class AnswerSize:
-    """Approximate size of one request's answer in bytes. `prompt` and `planned` count before it runs; `generated`
-    counts the tokens of a request without max_tokens as they come. Each raises UserError beyond MAX_ANSWER_BYTES.
+    """Approximate size of one request's answer in bytes: `prompt` and `planned` before it runs, `generated` as tokens
+    of a request without max_tokens come. Each raises UserError beyond MAX_ANSWER_BYTES.
 
     logprobs: alternatives of each token besides the chosen one; None: no log-probabilities.
     is_streamed: output is sent and dropped, so does not count.

@@ -112,7 +112,6 @@ class _MessageAnswer:
         )
 
     def _end(self) -> tuple[str, str | None]:
-        """Stop reason, and the stop sequence found."""
         turn = self._turn
         if turn.finish_reason == "stop" and turn.stop_string is not None:
             return "stop_sequence", turn.stop_string

@@ -1,5 +1,4 @@
-"""One of several API processes: an HTTP server whose parent has the listening socket and the engine
-(quire/server/api_processes.py)."""
+"""One of several API processes: an HTTP server whose parent has the listening socket and the engine."""
 
 from __future__ import annotations
 
@@ -44,13 +43,13 @@ logger = get_logger(__name__)
 
 NUMBERS_FILE = "numbers"
 KEYS_FILE = "keys"
-"""Copy of the key file: all processes read the same keys whenever they start."""
+"""Copy of the key file, so that all processes read the same keys."""
 TICK_SECONDS = 0.1
 PACKET_BYTES = 65536
 
 
 class ApiLaunch(msgspec.Struct):
-    """Launch message: one line of JSON on standard input, which stays open while the parent lives. settings: this
+    """Launch message: a line of JSON on standard input, which stays open while the parent lives. settings: this
     process's share. slot: its place in the shared numbers. preloads: register the prefixes of `preload_prefix`."""
 
     options: EngineOptions
@@ -179,6 +178,7 @@ class _ServingProcess:
         # The objects of the start-up are never freed: collections can skip them.
         gc.collect()
         gc.freeze()
+        self._context.start()
         self._control.setblocking(False)
         asyncio.get_running_loop().add_reader(self._control, self._hear)
         self._say(Serving())
@@ -202,7 +202,7 @@ class _ServingProcess:
                     case Connection():
                         self._start(self._adopt(socket.socket(fileno=fds[0])))
                     case Drain(seconds):
-                        self._context.draining = True
+                        self._context.drain()
                         self._start(self._drain(seconds))
                     case Leave():
                         self._leaving.set()

@@ -1,8 +1,5 @@
 """Parent of several API processes: it listens, owns the engine, and hands each connection to the process with the
-fewest (docs/decisions/0048-api-processes.md).
-
-In its event loop each message, signal or process end sets `_changed`; waiting tasks then check their condition again.
-"""
+fewest (docs/decisions/0048-api-processes.md)."""
 
 from __future__ import annotations
 
@@ -60,12 +57,12 @@ from quire.utils.shared_numbers import Numbers
 logger = get_logger(__name__)
 
 MAX_FAILED_STARTS = 3
-"""Failed starts of replacement processes, in a row, before the server gives up."""
+"""Failed starts of replacement processes, in a row, before the server ends."""
 MAX_ACCEPTED = 64
 """Connections accepted before other events are handled."""
 EXIT_SECONDS = SHUTDOWN_GRACE_SECONDS + 3
 STOPPED_TICKS = 50
-"""Successive checks that find a process stopped (SIGSTOP) before it is replaced: its clients would wait forever."""
+"""Successive checks that find a process stopped (SIGSTOP) before it is replaced."""
 
 
 def serve_with_processes(
@@ -208,7 +205,7 @@ class _Parent:
         return failure
 
     async def _until(self, is_so: Callable[[], bool], *, seconds: float | None = None) -> bool:
-        """Wait until the condition holds or `seconds` have passed; return whether it holds."""
+        """Wait until the condition holds or `seconds` have passed; return if it holds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while not is_so():
@@ -311,7 +308,7 @@ class _Parent:
             self._loop.remove_reader(self._accepting)
 
     def _hand_over(self) -> None:
-        """Give each waiting connection to the process with the fewest. Without a process it waits."""
+        """Give each waiting connection to the process with the fewest."""
         packet = [msgspec.msgpack.encode(Connection())]
         while self._waiting:
             for process in self._by_load():
@@ -378,7 +375,7 @@ class _Parent:
         self._changed.set()
 
     def _note_end(self, process: _Process, error: QuireError | None) -> None:
-        """Replace a process that has ended, unless the server ends. error: reason that it reported."""
+        """Replace a process that has ended, unless the server ends. error: its own report."""
         assert self._loop is not None
         self._loop.remove_reader(process.control)
         process.control.close()

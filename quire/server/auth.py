@@ -1,16 +1,15 @@
-"""Check of API keys and admin rights. It runs after routing and reads the route's own mark, so no spelling of a path
-avoids it."""
+"""Check of API keys and admin rights, after routing."""
 
 from __future__ import annotations
 
 import hashlib
 import ipaddress
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from fastapi import Request
 
-from quire.engine.request_part import CLIENT_NAME
+from quire.engine.request_part import CLIENT_NAME, IN_BACKGROUND
 from quire.server.errors import api_error
 from quire.server.keys import Client, KeyRing
 from quire.server.limits import CLIENT, OWNER
@@ -21,14 +20,24 @@ _ADMIN_MARK = "controls_engine"
 _FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
 """Headers in which a proxy names the client it forwards for."""
 
+LINE_OWNER = "quire.line_owner"
+"""Entry of a request's scope with its LineOwner, if the server itself asks it."""
+
 SUBSCRIBER_BITS = 64
 """Prefix length of an IPv6 client's network, in bits."""
 
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
 
+class LineOwner(NamedTuple):
+    """Client whose batch a request is a line of. owner: see `owner_of`."""
+
+    client: Client
+    owner: str
+
+
 def public(endpoint: Endpoint) -> Endpoint:
-    """Mark an endpoint that needs no key. All others do."""
+    """Mark an endpoint that needs no key."""
     setattr(endpoint, _PUBLIC_MARK, True)
     return endpoint
 
@@ -48,6 +57,9 @@ def key_check(keys: KeyRing, *, on_unix_socket: bool = False) -> Callable[[Reque
     async def check_key(request: Request) -> None:
         endpoint = request.scope["endpoint"]
         if getattr(endpoint, _PUBLIC_MARK, False):
+            return
+        if (line := request.scope.get(LINE_OWNER)) is not None:
+            _enter_line(request, line)
             return
         is_admins = getattr(endpoint, _ADMIN_MARK, False)
         client = None if is_admins and keys.has_admin_keys else keys.anyone
@@ -71,8 +83,17 @@ def key_check(keys: KeyRing, *, on_unix_socket: bool = False) -> Callable[[Reque
     return check_key
 
 
+def _enter_line(request: Request, line: LineOwner) -> None:
+    request.state.client = line.client
+    CLIENT.set(line.client)
+    CLIENT_NAME.set(line.client.name)
+    OWNER.set(line.owner)
+    CALLER.set(f"batches of {line.client.name}")  # takes turns with the client's other requests
+    IN_BACKGROUND.set(True)
+
+
 def _network_of(request: Request) -> str:
-    """Address of a client without a key; for IPv6, its subscriber's network."""
+    """Address of a client without a key; for IPv6, its network."""
     host = "" if request.client is None else request.client.host
     if ":" not in host:
         return host
@@ -103,7 +124,7 @@ def _check_admin(client: Client, keys: KeyRing, *, is_local: bool) -> None:
 
 
 def _is_local(request: Request) -> bool:
-    """True if the client runs on this machine and no proxy forwards for it. An unknown peer counts as remote."""
+    """True if the client runs on this machine and no proxy forwards for it."""
     if request.client is None or any(name in request.headers for name in _FORWARDED):
         return False
     try:

@@ -143,7 +143,7 @@ class BackgroundResponse:
         return follow(self.progress, first)
 
     async def progress(self, first: int, seconds: float | None = None) -> ResponseProgress:
-        """Events from number `first` on. Waits for one, at most `seconds`."""
+        """Events from number `first` on; waits for one, at most `seconds`."""
         assert self._events is not None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -167,8 +167,7 @@ class BackgroundResponse:
 
 
 class BackgroundResponses:
-    """Responses that this process is making, by owner and id. They move to the store when they end; its limits count
-    them from the start."""
+    """Responses that this process is making, by owner and id. They move to the store when they end."""
 
     def __init__(self, store: Responses) -> None:
         self._store = store
@@ -209,7 +208,7 @@ class BackgroundResponses:
             response.is_kept.set()
 
     def delete(self, owner: str, response_id: str) -> bool:
-        """End a deleted response. Returns False if another process was making it."""
+        """End a deleted response; False if another process was making it."""
         response = self._running.pop((owner, response_id), None)
         if response is None:
             return False

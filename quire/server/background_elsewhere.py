@@ -19,7 +19,7 @@ from quire.server.background import (
 from quire.server.response_store import Responses, StoredResponse
 
 WAIT_SECONDS = 10.0
-"""Maximum wait for events, in seconds: the asking process may have ended."""
+"""Maximum wait for events, in seconds."""
 
 
 class _Question(msgspec.Struct):
@@ -81,7 +81,7 @@ class ResponseElsewhere:
         await self._ask(_Delete(*self._key), bytes)
 
     async def _ask(self, question: _Question, answer: Any) -> Any:
-        """Answer of the maker, as type `answer`; None if it does not have the response or has ended."""
+        """Answer of the maker, as type `answer`; None if it lacks the response or has ended."""
         payload = await self._store.ask(self._maker, msgspec.msgpack.encode(question))
         return None if payload is None else msgspec.msgpack.decode(payload, type=answer | None)
 

@@ -1,16 +1,17 @@
-"""Batch of requests that the application answers without a socket, for `quire run-batch`."""
+"""Batch of requests that the application answers without a socket, for `quire run-batch` and /v1/batches."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
 
 import httpx
 import msgspec
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from quire.server.batch_lines import BYTE_ORDER_MARK, BatchLine, BatchResponse, BatchResult, custom_id_of
 from quire.server.errors import error_type
@@ -21,6 +22,26 @@ MALFORMED = "malformed_batch_line"
 """Error code for a line that is not a request."""
 DUPLICATE = "duplicate_custom_id"
 _HOST = "http://localhost"
+
+
+class InvalidLineError(Exception):
+    """Line that is not a request, or not a valid one. custom_id: its own, if known."""
+
+    def __init__(self, message: str, code: str = "invalid_batch_line", custom_id: str | None = None) -> None:
+        super().__init__(message)
+        self.message, self.code, self.custom_id = message[:1000], code, custom_id
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Pace of a batch. concurrency: lines at a time. max_bytes: limit of their total, if any; one larger line goes
+    alone. places: taken by each line while it is answered, in common with other batches. retry_after: seconds
+    until an answer is asked for again; None: it stands."""
+
+    concurrency: int
+    max_bytes: int | None = None
+    places: asyncio.Semaphore | None = None
+    retry_after: Callable[[httpx.Response], float | None] = field(default=lambda _: None)
 
 
 @dataclass
@@ -37,67 +58,114 @@ class BatchCounts:
 
 
 async def run_batch(
-    app: FastAPI,
-    lines: Iterable[bytes],
+    app: ASGIApp,
+    lines: Iterable[bytes] | AsyncIterable[bytes],
     write: Callable[[bytes], object],
     *,
-    concurrency: int,
+    pace: Pace,
     custom_ids: Iterable[str] = (),
 ) -> BatchCounts:
-    """Answer each line that is not blank, `concurrency` at a time, and write one result each, in order; an invalid
-    line's result is an error. A repeated `custom_id` is invalid, because its answer would be ambiguous. custom_ids: ids
-    answered before. An error of `lines` or `write` ends the batch."""
+    """Answer each line that is not blank at this pace, and write one result each, in order; an invalid line's result is
+    an error. A repeated `custom_id` is invalid, because its answer would be ambiguous. write: may return an awaitable.
+    custom_ids: ids answered before. An error of `lines` or `write` ends the batch."""
     counts = BatchCounts()
     seen = set(custom_ids)
-    running: deque[asyncio.Task[BatchResult]] = deque()
+    running: deque[tuple[asyncio.Task[BatchResult], int]] = deque()
+    num_bytes = 0
 
     async def finish_first() -> None:
-        result = await running[0]
-        running.popleft()
+        nonlocal num_bytes
+        result = await running[0][0]
+        num_bytes -= running.popleft()[1]
         counts.num_failed += result.error is not None
         counts.num_malformed += result.error is not None and result.error.get("code") == MALFORMED
         counts.num_answered += result.error is None
-        write(msgspec.json.encode(result) + b"\n")
+        written = write(msgspec.json.encode(result) + b"\n")
+        if isinstance(written, Awaitable):
+            await written
+
+    def is_full(line: bytes) -> bool:
+        is_heavy = pace.max_bytes is not None and num_bytes + len(line) > pace.max_bytes
+        return len(running) >= pace.concurrency or is_heavy
 
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url=_HOST, timeout=None) as client:
         try:
-            for number, line in enumerate(lines):
-                line = line.removeprefix(BYTE_ORDER_MARK) if number == 0 else line
-                if not line.strip():
-                    continue
-                if len(running) >= concurrency:
-                    await finish_first()
-                running.append(asyncio.ensure_future(_answer(client, line, seen)))
+            number = 0
+            async with contextlib.aclosing(_each(lines)) as each:
+                async for line in each:
+                    line = line.removeprefix(BYTE_ORDER_MARK) if number == 0 else line
+                    number += 1
+                    if not line.strip():
+                        continue
+                    while running and is_full(line):
+                        await finish_first()
+                    num_bytes += len(line)
+                    running.append((asyncio.ensure_future(_answer(client, line, seen, pace)), len(line)))
             while running:
                 await finish_first()
         finally:
-            for task in running:
+            for task, _ in running:
                 task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+            await asyncio.gather(*(task for task, _ in running), return_exceptions=True)
     return counts
 
 
-async def _answer(client: httpx.AsyncClient, line: bytes, custom_ids: set[str]) -> BatchResult:
-    result_id = f"batch_req_{uuid.uuid4().hex}"
+async def _each(lines: Iterable[bytes] | AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
+    if isinstance(lines, AsyncIterable):
+        async for line in lines:
+            yield line
+    else:
+        for line in lines:
+            yield line
+
+
+def read_line(line: bytes) -> BatchLine:
+    """Decode and check a line. Raises InvalidLineError."""
     try:
         request = msgspec.json.decode(line, type=BatchLine)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        return BatchResult(result_id, custom_id_of(line), None, _error(f"the line is no request: {error}", MALFORMED))
-    if request.custom_id in custom_ids:
-        message = f"an earlier line has the custom_id {request.custom_id!r:.100}"
-        return BatchResult(result_id, request.custom_id, None, _error(message, DUPLICATE))
-    custom_ids.add(request.custom_id)
+        raise InvalidLineError(f"the line is no request: {error}", MALFORMED, custom_id_of(line)) from None
     if (problem := _problem(request)) is not None:
-        return BatchResult(result_id, request.custom_id, None, _error(problem))
-    headers = {"Content-Type": "application/json"}
-    answer = await client.post(request.url, content=msgspec.json.encode(request.body), headers=headers)
+        raise InvalidLineError(problem, custom_id=request.custom_id)
+    return request
+
+
+async def _answer(client: httpx.AsyncClient, line: bytes, custom_ids: set[str], pace: Pace) -> BatchResult:
+    result_id = f"batch_req_{uuid.uuid4().hex}"
+    try:
+        invalid, custom_id = None, None
+        request = read_line(line)
+        custom_id = request.custom_id
+    except InvalidLineError as error:
+        invalid, custom_id = error, error.custom_id
+    is_request = invalid is None or invalid.code != MALFORMED
+    if is_request and custom_id is not None:
+        if custom_id in custom_ids:
+            message = f"an earlier line has the custom_id {custom_id!r:.100}"
+            return BatchResult(result_id, custom_id, None, _error(message, DUPLICATE))
+        custom_ids.add(custom_id)
+    if invalid is not None:
+        return BatchResult(result_id, custom_id, None, _error(invalid.message, invalid.code))
+    answer = await _ask(client, request, pace)
     response = BatchResponse(answer.status_code, answer.headers.get("x-request-id", result_id))
     if answer.status_code == httpx.codes.OK:
         response.body = msgspec.Raw(answer.content)
-        return BatchResult(result_id, request.custom_id, response)
+        return BatchResult(result_id, custom_id, response)
     found = msgspec.json.decode(answer.content)
-    return BatchResult(result_id, request.custom_id, response, found.get("error", found))
+    return BatchResult(result_id, custom_id, response, found.get("error", found))
+
+
+async def _ask(client: httpx.AsyncClient, request: BatchLine, pace: Pace) -> httpx.Response:
+    """Send the request until its answer stands."""
+    content = msgspec.json.encode(request.body)
+    while True:
+        async with pace.places or contextlib.nullcontext():
+            answer = await client.post(request.url, content=content, headers={"Content-Type": "application/json"})
+        seconds = pace.retry_after(answer)
+        if seconds is None:
+            return answer
+        await asyncio.sleep(seconds)
 
 
 def _problem(request: BatchLine) -> str | None:
@@ -112,5 +180,5 @@ def _problem(request: BatchLine) -> str | None:
     return None
 
 
-def _error(message: str, code: str = "invalid_batch_line") -> dict[str, str]:
-    return {"message": message[:1000], "type": error_type(400), "code": code}
+def _error(message: str, code: str) -> dict[str, str]:
+    return {"message": message, "type": error_type(400), "code": code}

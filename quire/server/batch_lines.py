@@ -1,10 +1,14 @@
-"""Lines of batch files, in OpenAI's form."""
+"""Lines of batch files, in OpenAI's form, and a file of results as the journal of a batch that goes on."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
+
+from quire.errors import UserError
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 """UTF-8 byte order mark, which editors on Windows write and JSON forbids."""
@@ -18,11 +22,11 @@ class BatchLine(msgspec.Struct):
 
 
 class BatchResponse(msgspec.Struct):
-    """body: None for an error, which BatchResult holds."""
+    """body: null for an error, which BatchResult holds."""
 
     status_code: int
     request_id: str
-    body: msgspec.Raw | None = None
+    body: msgspec.Raw = msgspec.Raw(b"null")
 
 
 class BatchResult(msgspec.Struct):
@@ -42,3 +46,47 @@ def custom_id_of(line: bytes) -> str | None:
         return None
     found = value.get("custom_id") if isinstance(value, dict) else None
     return found if isinstance(found, str) else None
+
+
+class AnsweredLine(NamedTuple):
+    """Result of an earlier run."""
+
+    custom_id: str | None
+    has_failed: bool
+
+
+def read_answered(path: Path, *, is_ours: bool = False) -> list[AnsweredLine]:
+    """Results in a file; a truncated last line is removed. Raises UserError for other files. is_ours: no other file is
+    meant, and what follows the first wrong line is removed."""
+    if not path.exists():
+        return []
+    found: list[AnsweredLine] = []
+    with path.open("r+b") as file:
+        whole = 0
+        for line in file:
+            try:
+                answer = msgspec.json.decode(line, type=BatchResult)
+            except (msgspec.MsgspecError, UnicodeDecodeError):
+                if line.endswith(b"\n") and not is_ours:
+                    raise UserError(f"resume: line {len(found) + 1} of {path} is no answer", param="resume") from None
+                break
+            if not line.endswith(b"\n"):
+                break
+            found.append(AnsweredLine(answer.custom_id, answer.error is not None))
+            whole += len(line)
+        file.truncate(whole)
+    return found
+
+
+def unanswered(requests: Iterator[bytes], answered: list[AnsweredLine]) -> Iterator[bytes]:
+    """Requests after the answered ones. Raises UserError if the answers belong to another file."""
+    number = 0
+    for line in requests:
+        if number < len(answered) and line.strip():
+            if custom_id_of(line) != answered[number].custom_id:
+                raise UserError(f"resume: answer {number + 1} is to no request of the input file", param="resume")
+            number += 1
+        elif number >= len(answered):
+            yield line
+    if number < len(answered):
+        raise UserError("resume: there are more answers than requests", param="resume")

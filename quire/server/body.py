@@ -44,8 +44,7 @@ def report_ignored(request: Request, context: ServerContext, names: Sequence[str
 
 
 async def read_body(request: Request, limit: int) -> list[bytes]:
-    """Body in the parts that it came in: joining a large one blocks the event loop. Raises ApiError (413) as soon as it
-    exceeds `limit` bytes."""
+    """Body in the parts that it came in. Raises ApiError (413) once it exceeds `limit` bytes."""
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         raise _too_large(limit)
@@ -106,7 +105,6 @@ def _decode_object(body: bytes) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _refusing(body: bytes) -> Iterator[None]:
-    """Turn errors of decoding into ApiError."""
     if not body:
         raise invalid_request("the request body is empty: a JSON object is expected", code="invalid_json")
     try:
@@ -130,8 +128,7 @@ def _too_large(limit: int) -> ApiError:
 
 
 def _explain(error: msgspec.ValidationError, fields: dict[str, Any]) -> ApiError:
-    """Turn "Expected `int`, got `str` - at `$.n`" into an error whose `param` is the field's path. It lists wrong keys
-    of a table with numeric keys."""
+    """Turn "Expected `int`, got `str` - at `$.n`" into an error whose `param` is the field's path."""
     text, path = _split_path(str(error))
     if isinstance(error.__cause__, UserError):
         return invalid_request(error.__cause__.message, param=join(path, error.__cause__.param))
@@ -149,10 +146,7 @@ def _explain(error: msgspec.ValidationError, fields: dict[str, Any]) -> ApiError
 
 
 def _split_path(message: str) -> tuple[str, str]:
-    """Return (message, path of the field) from msgspec's " - at `$.path`".
-
-    The search begins at the end, because the text before may quote the client.
-    """
+    """Return (message, path of the field) from msgspec's " - at `$.path`"."""
     text, found, path = message.rpartition(_AT_PATH)
     path = path.removeprefix(_OF_A_KEY)
     if not found or not (path.startswith("$") and path.endswith("`")):

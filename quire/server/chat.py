@@ -104,7 +104,6 @@ class ChatAnswer(Answer[ChatRequest]):
 
     @property
     def _role(self) -> str:
-        """Role of the answer, or of the message that it continues."""
         body = self._body
         return self._context.settings.response_role if body.generation_prompt else body.messages[-1].role
 
@@ -219,7 +218,6 @@ class ChatAnswer(Answer[ChatRequest]):
         return None if wanted is None else num_alternatives(wanted, self._context.engine.model_config.vocab_size)
 
     def _weigh(self, num_tokens: int) -> None:
-        """Refuse a request whose answer would be too large, before it runs."""
         body, longest = self._body, self._context.engine.ready.max_model_len
         num_tokens = min(num_tokens, longest, body.max_kept_tokens or longest)
         wanted = self._num_alternatives(body.prompt_logprobs)
@@ -234,7 +232,6 @@ class ChatAnswer(Answer[ChatRequest]):
             self.weight.planned(num_answers * self._params.num_sequences, min(longest, limit))
 
     def _weigh_answer(self, output: RequestOutput) -> None:
-        """Stop an answer that has become too large."""
         try:
             self.weight.generated(output.outputs)
         except UserError as error:
@@ -267,7 +264,7 @@ class ChatAnswer(Answer[ChatRequest]):
             body.prompt_logprobs = prompt_logprobs(output.prompt_logprobs) or []
 
     def _piece(self, completion: CompletionOutput) -> Piece | None:
-        """New part of a completion; None if there is nothing to send yet."""
+        """New part of a completion; None if nothing is to be sent yet."""
         delta = self._read(completion)
         is_news = bool(delta) or completion.finish_reason is not None
         if not is_news and not (completion.token_ids and self._tells_tokens):
@@ -292,8 +289,7 @@ class ChatAnswer(Answer[ChatRequest]):
         )
 
     def _read(self, completion: CompletionOutput) -> OutputDelta:
-        """Return the new text. Metrics count each piece of a stream, or the whole answer, that a tool parser has
-        read."""
+        """The new text, which metrics count if a tool parser has read it."""
         delta = self._format.read(completion)
         is_streamed = self._asked.is_streamed
         if self._format.reads_calls and (is_streamed or completion.finish_reason is not None):
@@ -309,7 +305,6 @@ class ChatAnswer(Answer[ChatRequest]):
 
     @property
     def _tells_tokens(self) -> bool:
-        """True if each token must be sent, even without text."""
         body = self._body
         return not self._format.parses or body.logprobs or body.return_token_ids or body.continuous_usage
 

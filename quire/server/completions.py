@@ -108,7 +108,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
         yield DONE
 
     async def events(self) -> AsyncGenerator[Begin | Piece, None]:
-        """Yield chat events, with all text as content."""
+        """Events of a chat, with all text as content."""
         async with aclosing(await self._outputs()) as outputs:
             async for prompt_index, output in outputs:
                 for completion in output.outputs:
@@ -211,7 +211,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
         )
 
     def _pieces(self, prompt_index: int, output: RequestOutput) -> list[CompletionChoice]:
-        """New tokens by choice. A choice's first piece also has the prompt's echo and log-probabilities."""
+        """New tokens by choice."""
         generates = self._body.max_tokens > 0
         self._counter.count_output(prompt_index, output, count_completion=generates)
         self._prompt_logprobs.setdefault(prompt_index, output.prompt_logprobs)

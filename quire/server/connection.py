@@ -1,7 +1,6 @@
 """HTTP connection: uvicorn's protocol over httptools, with limits on what a client may send and hold.
 
-uvicorn limits neither heads, trailers, pipelined requests nor time. It pauses reading while a pipelined request waits,
-and so misses a hang-up. It loses the body of a request that asks for an upgrade.
+uvicorn limits neither heads, trailers, pipelined requests nor time, and misses a hang-up behind a pipelined request.
 """
 
 from __future__ import annotations
@@ -21,15 +20,14 @@ from quire.server.errors import ApiError, error_body, invalid_request, unavailab
 from quire.server.settings import ServerSettings
 
 CHUNK_FRAMING_BYTES = 16
-"""Bytes of framing per chunk of a body that do not count as head: size in hexadecimal and two line ends."""
+"""Framing bytes per chunk of a body that do not count as head."""
 MAX_NUM_PIPELINED = 16
 MAX_PIPELINED_BYTES = 64 * 1024
-"""Limits of pipelined requests kept during an answer. Beyond them the connection ends after the answer."""
+"""Limits of pipelined requests kept during an answer; beyond them the connection ends after it."""
 MAX_DISCARDED_BYTES = 64 * 2**20
-"""Bytes read and dropped of a request that was answered early: a client reads the answer once it has sent
-everything."""
+"""Bytes dropped of a request that was answered early."""
 MIN_READ_BYTES = 64 * 1024
-"""Bytes of an answer that a client must read within the write timeout, or the rest if that is less."""
+"""Bytes of an answer that a client must read within the write timeout."""
 LINGER_SECONDS = 2.0
 """Time for a refused client to read the error, in seconds."""
 MAX_NUM_SURPLUS = 256
@@ -37,7 +35,7 @@ MAX_NUM_SURPLUS = 256
 
 
 class Phase(enum.IntEnum):
-    """Phase of a connection. The deadline of each, except ANSWER, starts with the phase."""
+    """Phase of a connection; its deadline, except ANSWER's, starts with it."""
 
     IDLE = 0
     """Waiting for the first byte of a request."""
@@ -59,7 +57,7 @@ class ConnectionLimits:
     max_head_bytes: int
     """Total of request line, headers, trailers and chunk extensions of one request."""
     max_num_headers: int
-    """Maximum number of headers and trailers in one request: each costs far more memory than its bytes."""
+    """Maximum number of headers and trailers in one request."""
     clock: Clock
 
     @classmethod
@@ -81,13 +79,16 @@ class ConnectionLimits:
         )
 
 
+UPLOAD = "quire.upload"
+"""Entry of a request's scope if its body may take longer than the body timeout while it keeps arriving."""
+MIN_UPLOADED_BYTES = 64 * 1024
+"""Bytes of an upload that must arrive within the body timeout."""
 CHUNK_WRITER = "quire.chunk_writer"
 """Entry of a request's scope with the ChunkWriter of its answer."""
 
 
 class ChunkWriter:
-    """Writer of an answer's later chunks straight to the connection. A stream sends one for each token, and each
-    middleware would add a coroutine to it."""
+    """Writer of an answer's later chunks straight to the connection, past the middlewares."""
 
     __slots__ = ("_cycle",)
 
@@ -107,9 +108,9 @@ class ChunkWriter:
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """Protocol that reads without pause, to see a hang-up at any time, and refuses what exceeds a limit.
+    """Protocol that reads without pause, to see a hang-up, and refuses what exceeds a limit.
 
-    The owner calls `check_deadlines` about once a second: cheaper than timers that each request sets and cancels.
+    The owner calls `check_deadlines` about once a second.
     """
 
     def __init__(self, limits: ConnectionLimits, **keywords: Any) -> None:
@@ -129,6 +130,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._num_head_bytes = 0
         self._num_headers = 0
         self._num_pipelined_bytes = 0
+        self._num_uploaded_bytes = 0
         self._num_discarded_bytes = 0
         self._num_unsent_bytes = 0
         self._write_deadline = math.inf
@@ -177,7 +179,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._refuse(_too_much_pipelined())
 
     def _feed(self, data: bytes) -> None:
-        """Parse `data`. A request that asks for an upgrade is parsed again without it, as HTTP allows."""
+        """Parse `data`."""
         while data:
             try:
                 self.parser.feed_data(data)
@@ -235,6 +237,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         elif self.cycle is not self._running and len(self.cycle.body) + len(body) > MAX_PIPELINED_BYTES:
             self._stop(_too_much_pipelined())
         super().on_body(body)
+        self._num_uploaded_bytes += len(body)
+        if self._num_uploaded_bytes >= MIN_UPLOADED_BYTES and self.phase is Phase.BODY and UPLOAD in self.cycle.scope:
+            self._num_uploaded_bytes = 0
+            self._enter(Phase.BODY)
 
     def on_chunk_complete(self) -> None:
         self._num_head_bytes = max(0, self._num_head_bytes - CHUNK_FRAMING_BYTES)
@@ -249,7 +255,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def close_behind(self, cycle: RequestResponseCycle) -> None:
-        """Close after an answer, or after its request if that still arrives: closing earlier would lose the answer."""
+        """Close after an answer, or after its request if that still arrives."""
         if cycle is self._running and self.phase is Phase.BODY:
             self._closes_behind_request = True
         else:
@@ -285,7 +291,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._end_late()
 
     def _check_reader(self, num_unsent_bytes: int, now: float) -> None:
-        """Close the connection of a client that reads nothing. Only a buffer that gets no new data shows this."""
+        """Close the connection of a client that reads nothing."""
         if self._running is not None and not self.flow.write_paused:
             self._num_unsent_bytes = 0
         elif self._num_unsent_bytes == 0 or num_unsent_bytes <= self._num_unsent_bytes - MIN_READ_BYTES:
@@ -349,7 +355,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return b"\r\n".join(lines) + b"\r\n\r\n"
 
     def _stop(self, error: ApiError) -> NoReturn:
-        """Raise `error` out of a call of the parser, which stops it."""
         self._refusal = error
         raise error
 
@@ -377,7 +382,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._linger()
 
     def _linger(self) -> None:
-        """Close the sending side, but read on for a while: closing while a client sends would lose the answer."""
+        """Close the sending side, but read on for a while."""
         self._enter(Phase.CLOSING)
         if self.transport.can_write_eof():
             self.transport.write_eof()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn
 
+from quire.engine.request_part import IN_BACKGROUND
 from quire.errors import UnknownModelError, UserError, nearest_name
 from quire.logging import get_logger
 from quire.server.answer_format import AnswerFormats
@@ -53,12 +54,29 @@ class ServerContext:
     draining: bool = False
     start_seconds: Mapping[str, float] = field(default_factory=dict)
     """Duration of each phase of the start."""
+    num_lines: Callable[[], int] = lambda: 0
+    """Number of lines of batches that all API processes are answering."""
+    on_start: list[Callable[[], None]] = field(default_factory=list)
+    """Callbacks that begin work of the server's own. Called in the event loop."""
+    on_drain: list[Callable[[], None]] = field(default_factory=list)
+    """Callbacks that end it, before running requests may be aborted."""
     on_close: list[Callable[[], None]] = field(default_factory=list)
-    """Callbacks that end responses which would hold connections open forever."""
+    """Callbacks that end responses which would stay open forever."""
     on_exit: list[Callable[[], object]] = field(default_factory=list)
-    """Callbacks that write pending data. They may wait for other servers."""
+    """Callbacks that write pending data; they may wait for other servers."""
     logged_fields: set[str] = field(default_factory=set)
     """Unknown fields that the log has named."""
+
+    def start(self) -> None:
+        """Call in the event loop once requests are answered."""
+        for begin in self.on_start:
+            begin()
+
+    def drain(self) -> None:
+        """Refuse new requests. Running ones go on."""
+        self.draining = True
+        for end in self.on_drain:
+            end()
 
     def exit(self) -> None:
         """Call last, when nothing is served any more."""
@@ -138,15 +156,18 @@ class ServerContext:
         """Admit a new generating request. Raises 503 as `check_alive` does, while the engine sleeps and under a pause
         that keeps no requests; 429 if too many requests wait.
 
-        Requests that the engine has not reported on yet count as waiting. Answers that clients have not read to the end
-        do not.
+        Requests that the engine has not reported yet count as waiting. Lines of batches neither count nor are refused:
+        their number has its own limit.
         """
         self.check_alive()
         self.engine.check_awake()
         if self.engine.refuses_new:
             raise unavailable("the engine is paused, and takes requests again after POST /resume")
+        if IN_BACKGROUND.get():
+            return
         limit = self.settings.max_num_queued
-        if limit is not None and (number := self.engine.num_pending - self.engine.num_running) >= limit:
+        number = self.engine.num_pending - self.engine.num_running - self.num_lines()
+        if limit is not None and number >= limit:
             self._refuse("max_num_queued_reqs", f"{number} requests wait (limit {limit})")
         limit = self.settings.max_num_queued_tokens
         if limit is not None and (number := self.engine.num_queued_tokens) >= limit:

@@ -1,5 +1,4 @@
-"""All errors that clients see, as OpenAI's bodies `{"error": {message, type, param, code}}` or in the shapes of other
-APIs."""
+"""All errors that clients see, in the shapes of OpenAI or of other APIs."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 A struct's class attributes name more fields. UNSUPPORTED: fields that would change the answer -> harmless values.
 NO_EFFECT: fields without meaning here. NOTED: the same, but reported. EXTENSIONS: objects whose keys are all unknown
-fields. Any other field is an error if one letter away from a known name; else it is accepted and reported
-(docs/http-api.md).
+fields.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from quire.server.errors import invalid_request
 Structs = tuple[type[msgspec.Struct], ...]
 
 MIN_NAME_LETTERS = 6
-"""Minimum length of a name for misspellings: shorter ones resemble too many words."""
+"""Minimum length of a name for misspellings."""
 MAX_UNKNOWN_FIELDS = 64
 """Limit on different unknown fields in one request."""
 MAX_ENTRIES = 2**17
@@ -31,7 +30,7 @@ MAX_CONTAINERS = 2**18
 """Limit on objects and lists in one request, at all depths."""
 MIN_CONTAINER_BYTES = 2
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
-"""String of a JSON text. The possessive pattern takes linear time."""
+"""Pattern of a string in a JSON text, which takes linear time."""
 
 
 def check_fields(fields: dict[str, Any], kind: type[msgspec.Struct], *, strict: bool) -> list[str]:
@@ -120,8 +119,7 @@ def check_entries(num_entries: int, path: str) -> None:
 
 
 def check_containers(fields: dict[str, msgspec.Raw]) -> None:
-    """Raise ApiError (400) for more than MAX_CONTAINERS objects and lists in a body, before they are decoded: each
-    takes a hundred times the memory of its two bytes."""
+    """Raise ApiError (400) for more than MAX_CONTAINERS objects and lists in a body, before they are decoded."""
     num_found = 0
     for name, value in fields.items():
         num_found += _num_brackets(bytes(value))
@@ -131,7 +129,6 @@ def check_containers(fields: dict[str, msgspec.Raw]) -> None:
 
 
 def _num_brackets(text: bytes) -> int:
-    """Count opening brackets. Strings are excluded only if the count reaches the limit."""
     num_found = text.count(b"[") + text.count(b"{")
     if num_found <= MAX_CONTAINERS:
         return num_found
@@ -175,7 +172,6 @@ def join(path: str, name: str | None, separator: str = ".") -> str:
 def _shape(
     kinds: Structs,
 ) -> tuple[frozenset[str], dict[str, Structs]]:
-    """Return (fields, fields that hold objects -> their structs) for an object of any of `kinds`."""
     nested: dict[str, Structs] = {}
     for kind in kinds:
         for name, hint in hints(kind).items():
@@ -232,7 +228,6 @@ def coerce(value: Any, hint: Any) -> Any:
 
 
 def _coerce_to_one(value: Any, options: tuple[Any, ...]) -> Any:
-    """Convert to the first option that changes the value, unless its own type is an option."""
     if type(value) in options:
         return value
     for option in options:

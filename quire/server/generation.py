@@ -13,13 +13,15 @@ from msgspec import UNSET, UnsetType
 
 from quire.config.media import ProcessorOptions, background_of
 from quire.engine.output_stream import MergedOutput
-from quire.engine.request_part import EACH_STEP
+from quire.engine.request_part import EACH_STEP, IN_BACKGROUND
 from quire.errors import UserError
 from quire.logging import REQUEST_ID
 from quire.lora_request import LoRARequest
 from quire.multimodal.inputs import NO_OPTIONS, MediaOptions
 from quire.outputs import RequestMetrics, RequestOutput, raise_if_nonfinite
+from quire.request import FinishReason
 from quire.sampling_params import SamplingParams
+from quire.server.errors import unavailable
 from quire.server.limits import CHARGE, Charge, client_salt, names_owner
 from quire.server.protocol.chat import TemplateInputs
 from quire.server.protocol.common import AnswerTimes, CompletionTokensDetails, PromptTokensDetails, Usage
@@ -119,8 +121,8 @@ async def generate(
     """Yield (prompt index, new output) until every prompt is finished. The prompts run side by side; many sequences
     take turns (quire/server/request_share.py).
 
-    Closing the generator, or an error of one prompt, ends all. Raises as ServerContext.admit does, because others may
-    have come in while the prompt was prepared; ModelOutputError if the model computes NaN or infinite logits.
+    Closing the generator, or an error of one prompt, ends all. Raises as ServerContext.admit does; ModelOutputError if
+    the model computes NaN or infinite logits.
     answer_id: id that the client knows. names: the engine's field names -> the request's, for errors.
     """
     share = share_of(context.engine.max_num_seqs)
@@ -152,13 +154,15 @@ async def generate(
         return run(prompts[index], settings, ids[number], delta=True, part=part)
 
     context.admit()
-    charge = CHARGE.get() or Charge(context.metrics)
+    charge, in_background = CHARGE.get() or Charge(context.metrics), IN_BACKGROUND.get()
     REQUEST_ID.set(request_id)
     streams = [stream(number) for number in range(len(parts))]
     num_cached: dict[int, int] = {}
 
     def placed(number: int, output: RequestOutput) -> tuple[int, RequestOutput]:
         raise_if_nonfinite(output)
+        if in_background and any(each.finish_reason == FinishReason.ABORT for each in output.outputs):
+            raise unavailable("a line of a batch was ended early")  # it is asked again
         index = number // per_prompt
         charge.count((request_id, index), output)
         if per_prompt > 1:
@@ -191,7 +195,7 @@ def spaced(
     outputs: AsyncGenerator[tuple[int, RequestOutput], None], interval: int | None
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Join outputs so that each brings `interval` tokens of a completion, except a prompt's first and a completion's
-    last. interval: None leaves the engine's outputs as they are. Call before `outputs` begins."""
+    last. interval: None: leave them as they are. Call before `outputs` begins."""
     EACH_STEP.set(interval is not None)
     return outputs if interval in (None, 1) else _joined(outputs, interval)
 
@@ -299,7 +303,7 @@ class TokenCounter:
         )
 
     def times(self) -> AnswerTimes | None:
-        """Durations of the phases; None for several prompts, whose phases overlap."""
+        """Durations of the phases; None for several prompts."""
         if len(self._num_prompt_tokens) != 1:
             return None
         measured, num_tokens = self._metrics, self._num_completion_tokens

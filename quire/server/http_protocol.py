@@ -98,7 +98,6 @@ def _log_accesses() -> None:
 
 
 def _add_fields(record: logging.LogRecord) -> bool:
-    """Add an access record's fields for logs in JSON."""
     if isinstance(record.args, tuple) and len(record.args) == 5:
         client, method, path, _, status = record.args
         record.fields = {"client": client, "method": method, "path": path, "status": status}

@@ -64,7 +64,6 @@ class _Again:
 
 
 def _task_of(context: ServerContext) -> str | None:
-    """Task of a pooling model; None if the model generates."""
     for task in _OF_TASKS:
         try:
             context.engine.pooling.check_task(task)

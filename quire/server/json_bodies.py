@@ -10,12 +10,14 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server.auth import Endpoint
+from quire.server.connection import UPLOAD
 from quire.server.errors import ApiError, error_response, invalid_request, unavailable
 
 FREE_BODY_BYTES = 64 * 1024
-"""Bytes of each body that do not count: small requests come in even while large bodies hang."""
+"""Bytes of each body that do not count, so that small requests come in while large ones hang."""
 RETRY_AFTER_SECONDS = 1
 _ANY_TYPE_MARK = "takes_any_content_type"
+_UPLOAD_MARK = "takes_uploads"
 IN_FLIGHT = "quire.body_in_flight"
 """Entry of a request's scope with its _BodyInFlight."""
 
@@ -39,12 +41,17 @@ def any_type(endpoint: Endpoint) -> Endpoint:
     return endpoint
 
 
+def takes_upload(endpoint: Endpoint) -> Endpoint:
+    """Mark an endpoint that reads multipart/form-data in pieces, none of which stay in memory."""
+    setattr(endpoint, _UPLOAD_MARK, True)
+    return endpoint
+
+
 class JsonBodies:
     """Middleware that answers 415 to bodies other than JSON, and 503 while too many bytes are in flight.
 
-    A page of another site can send forms and `text/plain` without a preflight (CSRF), but always with an Origin; so
-    routes of `any_type` accept them only without one.
-    A body is in flight until the application has read it and asks for the next message, or is done.
+    Routes of `any_type` accept forms and `text/plain`, which a foreign page can send, only without an Origin. A body is
+    in flight until the application has read it and asks for the next message, or is done.
     max_total_bytes: limit of all bodies in flight, without the first FREE_BODY_BYTES of each.
     """
 
@@ -55,6 +62,9 @@ class JsonBodies:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not _has_body(scope):
+            await self.app(scope, receive, send)
+        elif _is_upload(scope):
+            scope[UPLOAD] = True
             await self.app(scope, receive, send)
         elif (error := _objection(scope)) is not None:
             await error_response(error, scope)(scope, receive, send)
@@ -109,6 +119,17 @@ def _has_body(scope: Scope) -> bool:
         name == b"transfer-encoding" or (name == b"content-length" and value.strip(b"0 \t"))
         for name, value in scope["headers"]
     )
+
+
+def _is_upload(scope: Scope) -> bool:
+    """True for a form to a route that takes uploads. SiteGuard has refused forms of foreign pages."""
+    types = [value for name, value in scope["headers"] if name == b"content-type"]
+    if len(types) != 1 or types[0].partition(b";")[0].strip().lower() != b"multipart/form-data" or "app" not in scope:
+        return False
+    if any(name == b"content-encoding" for name, _ in scope["headers"]):
+        return False
+    found = [route for route in scope["app"].routes if route.matches(scope)[0] is Match.FULL]
+    return bool(found) and getattr(getattr(found[0], "endpoint", None), _UPLOAD_MARK, False)
 
 
 def _objection(scope: Scope) -> ApiError | None:

@@ -81,12 +81,16 @@ class KeyRing:
         return None if self._needs_key else self._anyone
 
     def find(self, key: bytes) -> Client | None:
-        """Find the client of a key. Compares all keys in constant time, so that timing reveals none."""
+        """Find the client of a key. Compares all keys in constant time."""
         given, found = _digest(key), None
         for digest, client in self._clients:
             if hmac.compare_digest(digest, given):
                 found = client
         return found
+
+    def owned_by(self, digest: str) -> Client | None:
+        """Client of the key with this SHA-256 digest in hexadecimal; None if it is no longer accepted."""
+        return next((client for known, client in self._clients if known.hex() == digest), None)
 
 
 def _digest(key: bytes) -> bytes:

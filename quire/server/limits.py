@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 from quire.clock import Clock, SystemClock
+from quire.engine.request_part import IN_BACKGROUND
 from quire.outputs import RequestOutput
 from quire.server.errors import overloaded
 from quire.utils.shared_numbers import Numbers
@@ -66,11 +67,15 @@ class RateLimit:
 
     def count_request(self) -> None:
         """Count a request. Raises ApiError (429, with the seconds to wait) if too many requests came or earlier ones
-        have used up the tokens."""
+        have used up the tokens. A line of a batch leaves half a minute's allowance to the key's other requests."""
         for allowance, what in ((self._requests, "requests"), (self._tokens, "tokens")):
-            seconds = 0.0 if allowance is None else allowance.seconds_until(1)
-            if allowance is not None and seconds > 0:
-                message = f"this API key may use {allowance.per_minute} {what} a minute"
+            if allowance is None:
+                continue
+            per_minute = allowance.per_minute
+            needed = min(per_minute, 1 + per_minute / 2) if IN_BACKGROUND.get() else 1
+            seconds = allowance.seconds_until(needed)
+            if seconds > 0:
+                message = f"this API key may use {per_minute} {what} a minute"
                 raise overloaded(message, math.ceil(seconds))
         if self._requests is not None:
             self._requests.use(1)
@@ -100,7 +105,7 @@ class Charge:
                 raise
 
     def count(self, prompt: Hashable, output: RequestOutput) -> None:
-        """Charge an output's new tokens, and with the first one of each `prompt` the prompt's tokens."""
+        """Charge an output's new tokens, and each `prompt`'s tokens with its first."""
         if self._limit is None:
             return
         if prompt not in self._prompts:

@@ -235,7 +235,6 @@ class _LlamaAnswer:
         )
 
     def _new_tokens(self) -> list[int]:
-        """Ids of the tokens not yet sent, if the request asks for them."""
         found = self._turn.token_ids[self._num_told :] if self._body.return_tokens and not self._is_silent else []
         self._num_told += len(found)
         return found

@@ -147,7 +147,7 @@ def _completion(context: ServerContext, request: Request, body: OllamaGenerateRe
 
 
 def _check_thinking(context: ServerContext, body: OllamaFields) -> None:
-    """Raise ApiError (400) for requested thinking that no reasoning parser would separate from the text."""
+    """Raise ApiError (400) for requested thinking that no reasoning parser separates."""
     if body.think and context.formats.reasoning is None:
         message = (
             f"{body.model!r:.200} does not support thinking (on this server: --reasoning-parser names how it thinks)"
@@ -162,7 +162,6 @@ def _loaded(
     message: OllamaAnswerMessage | msgspec.UnsetType = msgspec.UNSET,
     response: str | msgspec.UnsetType = msgspec.UNSET,
 ) -> Response:
-    """Answer a request without a prompt, which asks to load the model."""
     context.admit()
     answer = OllamaResponse(
         model=body.model, created_at=_now(), message=message, response=response, done=True, done_reason="load"
@@ -234,7 +233,6 @@ class _ChatForm:
         return self._response(message)
 
     def _call(self, segment: Segment) -> OllamaToolCall:
-        """Whole call: clients would take each piece for a call of its own."""
         self._num_calls += 1
         function = OllamaCalledFunction(segment.name, segment.arguments, self._num_calls - 1)
         return OllamaToolCall(segment.call_id, function)
@@ -398,7 +396,6 @@ def _details(model: ModelConfig) -> OllamaDetails:
 
 
 def _short(number: int) -> str:
-    """Number of parameters in Ollama's form: 8.2B, 135.00M."""
     return f"{number / 1e9:.1f}B" if number >= 1e9 else f"{number / 1e6:.2f}M"
 
 

@@ -39,6 +39,15 @@ from quire.server.protocol.anthropic import CountTokensRequest, MessageResponse,
 from quire.server.protocol.chat import ChatBatchRequest, ChatChunk, ChatRequest, ChatResponse
 from quire.server.protocol.cohere import CohereEmbedRequest, CohereEmbedResponse
 from quire.server.protocol.completion import CompletionRequest, CompletionResponse
+from quire.server.protocol.files import (
+    BatchList,
+    BatchObject,
+    BatchRequest,
+    FileDeleted,
+    FileList,
+    FileObject,
+    FileUpload,
+)
 from quire.server.protocol.llama_cpp import (
     LlamaChosenFields,
     LlamaCompletionRequest,
@@ -98,12 +107,12 @@ ERRORS = {
     400: "The request is wrong: the message and `param` say where",
     401: "The API key is missing or wrong",
     403: "The request comes from a web page of another origin, or not from an admin",
-    404: "The model is not served here, or cannot do this; or no such response is stored",
+    404: "The model is not served here, or cannot do this; or no such response, file or batch is stored",
     408: "The request did not arrive in time",
     413: "The body is larger than the limit",
     415: "The body is not JSON",
     421: "The Host is none of this server's names",
-    429: "Too many requests wait already: try again later",
+    429: "Too many requests wait already: try again later; or the key has no room for more files or batches",
     431: "The request's head is too large",
     500: "The model computed no numbers, or the server failed",
     503: "The server is shutting down, asleep, or its engine is gone",
@@ -153,6 +162,8 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
     "/tokenize": [{"prompt": "hello"}, {"messages": _HELLO}],
     "/v2/embed": [{"texts": ["one text", "another"], "embedding_types": ["float", "base64"]}],
     "/invocations": [{"prompt": "def add(a, b):", "max_tokens": 16}, {"messages": _HELLO, "max_tokens": 16}],
+    "/v1/files": [{"purpose": "batch", "file": "requests.jsonl"}],
+    "/v1/batches": [{"input_file_id": "file-abc", "endpoint": "/v1/chat/completions", "completion_window": "24h"}],
     "/abort_requests": [{"request_ids": ["cmpl-1"]}],
     "/v1/load_lora_adapter": [{"lora_name": "sql", "lora_path": "/adapters/sql"}],
     "/v1/unload_lora_adapter": [{"lora_name": "sql"}],
@@ -173,8 +184,9 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
 class Operation(NamedTuple):
     """Method of a path. response: None for an empty body. request: None if no body is read. parameters: name ->
     description, for query and path. is_public: needs no key. is_admins: needs an admin's key. is_queued: requests wait
-    for a place in the batch. names_model: 404 for an unknown model. is_list: the response is a list of `response`.
-    or_response: alternative shape."""
+    for a place in the batch. names_model: 404 for an unknown model, or thing. is_list: the response is a list of
+    `response`. or_response: alternative shape. is_form: the body is multipart/form-data. has_quota: 429 at the quota of
+    a key. answers_bytes: the response is a file."""
 
     summary: str
     response: type[msgspec.Struct] | None
@@ -186,12 +198,17 @@ class Operation(NamedTuple):
     names_model: bool = False
     is_list: bool = False
     or_response: type[msgspec.Struct] | None = None
+    is_form: bool = False
+    has_quota: bool = False
+    answers_bytes: bool = False
 
 
 def _generating(summary: str, request: type[msgspec.Struct], response: type[msgspec.Struct]) -> Operation:
     return Operation(summary, response, request, is_queued=True, names_model=True)
 
 
+_FILE_ID = {"file_id": "the id of the file"}
+_BATCH_ID = {"batch_id": "the id of the batch"}
 _RESPONSE_ID = {"response_id": "the id of the response"}
 _SCORE = _generating("Scores of pairs of texts", ScoreRequest, ScoreResponse)
 _RERANK = _generating("Documents in the order of their relevance", RerankRequest, RerankResponse)
@@ -247,6 +264,37 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     ("post", "/v1/responses/input_tokens"): Operation(
         "Count the tokens of a conversation", InputTokens, ResponsesRequest, names_model=True
+    ),
+    ("post", "/v1/files"): Operation("Upload a file of requests", FileObject, FileUpload, is_form=True, has_quota=True),
+    ("get", "/v1/files"): Operation(
+        "List the files of the key",
+        FileList,
+        parameters={
+            "purpose": "batch or batch_output",
+            "limit": "how many files, 1 to 10000 (default)",
+            "order": "desc (default): the latest first; or asc",
+            "after": "the id of the file that comes before the page",
+        },
+    ),
+    ("get", "/v1/files/{file_id}"): Operation("One file", FileObject, parameters=_FILE_ID, names_model=True),
+    ("delete", "/v1/files/{file_id}"): Operation("Delete a file", FileDeleted, parameters=_FILE_ID, names_model=True),
+    ("get", "/v1/files/{file_id}/content"): Operation(
+        "A file's content", None, parameters=_FILE_ID, names_model=True, answers_bytes=True
+    ),
+    ("post", "/v1/batches"): Operation(
+        "Begin a batch: answer a file of requests", BatchObject, BatchRequest, names_model=True, has_quota=True
+    ),
+    ("get", "/v1/batches"): Operation(
+        "List the batches of the key, the latest first",
+        BatchList,
+        parameters={
+            "limit": "how many batches, 1 to 100; 20 by default",
+            "after": "the id of the batch that comes before the page",
+        },
+    ),
+    ("get", "/v1/batches/{batch_id}"): Operation("One batch", BatchObject, parameters=_BATCH_ID, names_model=True),
+    ("post", "/v1/batches/{batch_id}/cancel"): Operation(
+        "End a batch; its answers so far are kept", BatchObject, parameters=_BATCH_ID, names_model=True
     ),
     ("post", "/v1/embeddings"): _generating("Vectors of texts", EmbeddingRequest, EmbeddingResponse),
     **{("post", path): _SCORE for path in ("/score", "/v1/score")},
@@ -424,6 +472,8 @@ def api_description(
             if each.or_response is not None:
                 shape = {"anyOf": [shape, schemas[each.or_response]]}
             answer["200"]["content"] = _json(shape)
+        if each.answers_bytes:
+            answer["200"]["content"] = {"application/octet-stream": {}}
         if each.request is not None and "stream" in each.request.__struct_fields__:
             is_ollama = path.startswith(OLLAMA_PREFIX)
             answer["200"]["content"]["application/x-ndjson" if is_ollama else "text/event-stream"] = {}
@@ -432,8 +482,8 @@ def api_description(
             answer[str(status)] = {"description": _meaning(status, path), "content": _json(schemas[error])}
         operation: dict[str, Any] = {"summary": each.summary, "responses": answer}
         if each.request is not None:
-            content = _json(schemas[each.request])
-            content["application/json"]["examples"] = _examples(path, model)
+            content = {"examples": _examples(path, model), "schema": schemas[each.request]}
+            content = {"multipart/form-data" if each.is_form else "application/json": content}
             operation["requestBody"] = {"required": True, "content": content}
         if keys is not None and _asks_for_key(each, keys):
             operation["security"] = [{name: []} for name in SECURITY]
@@ -479,7 +529,7 @@ def _parameter(name: str, text: str, path: str) -> dict[str, Any]:
 
 
 def statuses(operation: Operation) -> list[int]:
-    """Error statuses of a route. Every request may be late (408), and any body must be JSON, even if unread."""
+    """Error statuses of a route."""
     left_out = set()
     if operation.request is None:
         left_out.add(413)
@@ -487,7 +537,7 @@ def statuses(operation: Operation) -> list[int]:
         left_out.add(401)
     if not operation.names_model:
         left_out.add(404)
-    if not operation.is_queued:
+    if not (operation.is_queued or operation.has_quota):
         left_out.add(429)
     return [status for status in ERRORS if status not in left_out]
 

@@ -115,7 +115,7 @@ def _check_wanted_task(context: ServerContext, task: str) -> None:
 
 
 async def _texts(context: ServerContext, body: InputFields) -> list[Text]:
-    """Texts of a request; token ids for a conversation or without special tokens."""
+    """Texts of a request, or token ids."""
     if body.messages is not None:
         return [((await render_chat(context, body)).token_ids, None)]
     if body.special_tokens:
@@ -184,7 +184,7 @@ async def _rerank(context: ServerContext, body: RerankRequest) -> RerankResponse
 async def _scores(
     context: ServerContext, body: PairFields, params: PoolingParams, firsts: list[str], seconds: list[str]
 ) -> tuple[list[float], list[RequestOutput]]:
-    """Score of each second text with its first (or the only one), and all outputs."""
+    """Score of each second text with its first, and all outputs."""
     pooling = context.engine.pooling
     firsts = await _shortened(context, firsts, body.max_tokens_per_query)
     seconds = await _shortened(context, seconds, body.max_tokens_per_doc)

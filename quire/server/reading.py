@@ -20,7 +20,7 @@ from quire.server.reading_helper import Found, How, Rejected, conversations_of, 
 from quire.tokenization.conversation import Messages
 
 LONG_BODY_BYTES = 2**17
-"""Size above which a helper reads a body: decoding this much holds the interpreter lock for up to 4 ms."""
+"""Size above which a helper reads a body."""
 _READERS = "quire.server.reading_helper"
 _ANSWERS: msgspec.msgpack.Decoder[Found | Rejected] = msgspec.msgpack.Decoder(Found | Rejected)
 
@@ -29,8 +29,8 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 async def read_request(request: Request, context: ServerContext, kind: type[T]) -> T:
-    """Read and parse a request's body; log and report its unknown fields. A ReadMessages replaces each conversation:
-    this process never holds the parsed messages of a large body. A new adapter named as the model is read.
+    """Read and parse a request's body; log and report its unknown fields. A ReadMessages replaces each conversation; a
+    new adapter named as the model is read.
 
     Raises as `read_body`, `parse_body` and `messages_of` do; ClientDisconnectedError; UserError for a large body that
     takes READ_SECONDS of processor time, or an unreadable adapter. A large body counts as in flight until read.
@@ -100,7 +100,6 @@ async def _elsewhere(
     content: list[bytes],
     decode: Callable[[bytes | bytearray], R],
 ) -> R:
-    """Run a function of reading_helper.py on `content`; return its decoded answer."""
     with in_flight(request.scope):
         reading = context.engine.texts.read_elsewhere(f"{_READERS}:{reader}", argument, content, decode)
         return await run_until_disconnect(request.receive, reading)

@@ -1,8 +1,8 @@
-"""Reader of large request bodies in a helper process: decoding JSON stops all other threads of a process, garbage
-collections scan the result, and only ending a process limits its processor time.
+"""Reader of large request bodies in a helper process, which holds no other thread up and whose processor time is
+limited.
 
-The helper parses and checks the body and makes the messages. The API process (reading.py) gets these as bytes to pass
-on, packed token ids, and the rest as JSON.
+It parses and checks the body and makes the messages; reading.py gets these as bytes, packed token ids, and the rest as
+JSON.
 """
 
 from __future__ import annotations
@@ -184,8 +184,7 @@ def _message_lists(parsed: Any) -> list[list[Any]]:
 
 
 def _last_message(parsed: Any, message: Any) -> Any:
-    """Reduce the last message to its role, its text if the answer repeats it, and its calls if they forbid a
-    continuation."""
+    """Reduce the last message to its role, and what an echo or continuation needs."""
     if isinstance(parsed, ChatRequest) and parsed.echo:
         return message
     calls = {"tool_calls": message.tool_calls} if isinstance(message, OllamaMessage) else {}

@@ -38,7 +38,7 @@ class StartReport:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds by phase, in order of their ends. The engine's phases overlap the server's own."""
+        """Seconds by phase, in order of their ends."""
         return dict(self._rows)
 
     def show(self, model_names: Sequence[str], url: str, backend: str) -> None:

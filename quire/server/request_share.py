@@ -1,8 +1,7 @@
 """Fairness between requests: the sequences of one HTTP request take turns, to leave rows of the batch to others.
 
-A request of many prompts or completions runs in parts, each an engine request, within a share of the batch. A waiting
-part joins the engine's queue at its turn, after requests that arrived meanwhile. The output stays the same: each
-sequence has the seed of its place.
+A request of many prompts or completions runs in parts, each an engine request that joins the queue at its turn. The
+output stays the same: each sequence has the seed of its place.
 """
 
 from __future__ import annotations
@@ -19,12 +18,11 @@ if TYPE_CHECKING:
     from quire.request import EngineRequest
 
 SHORTEST_TIMEOUT = 1e-9
-"""Timeout in seconds of a part that timed out or was aborted before its turn: it ends with finish reason "timeout"."""
+"""Timeout in seconds of a part that timed out or was aborted before its turn."""
 
 
 def share_of(max_num_seqs: int) -> int:
-    """Maximum number of sequences of one HTTP request in the engine: a quarter of the rows, at least one, is left to
-    others."""
+    """Maximum sequences of one HTTP request in the engine; a quarter of the rows, at least one, is left to others."""
     return max(1, max_num_seqs - max(1, max_num_seqs // 4))
 
 

@@ -139,7 +139,6 @@ class ResponseAnswer:
         return [*written, *self._summary(segment, "part.added", part=SummaryText(""))]
 
     def _summary(self, segment: Segment, what: str, /, **fields: Any) -> list[bytes]:
-        """Event of the summary, if requested; it holds the reasoning itself."""
         if segment.kind is not Kind.REASONING or not self._summarizes:
             return []
         place = {"item_id": self._item_id(segment), "output_index": segment.index, "summary_index": 0}
@@ -186,8 +185,7 @@ class ResponseAnswer:
         return self._event("response.failed", response=self.body)
 
     def cancelled(self) -> bytes:
-        """Mark the response as cancelled; return its last event, `response.incomplete`, because OpenAI has none for
-        this."""
+        """Mark the response as cancelled; return its last event, `response.incomplete`."""
         self.body.status = "cancelled"
         self._add_output()
         return self._event("response.incomplete", response=self.body)
@@ -208,8 +206,7 @@ class ResponseAnswer:
         )
 
     def stored(self, conversation: Listing) -> StoredResponse:
-        """Finished response with its conversation for the next one. An empty answer becomes an empty message: templates
-        expect turns to alternate."""
+        """Finished response with its conversation for the next one."""
         said = self.body.output or [OutputMessage(f"msg_{self.body.id[5:]}_0", [OutputText("")], "completed")]
         added = [listed(item, item.id or "") for item in msgspec.convert(msgspec.to_builtins(said), list[InputItem])]
         can_continue = self.body.status in ("completed", "incomplete")
@@ -217,7 +214,6 @@ class ResponseAnswer:
         return StoredResponse(_encoder.encode(self.body), items, can_continue)
 
     def _status_of(self, segment: Segment) -> str:
-        """Status of a part; incomplete if the turn was cut within it."""
         is_cut = self._turn.finish_reason in ("", "length") and segment is self._turn.segments[-1]
         return "incomplete" if is_cut else "completed"
 
@@ -251,7 +247,6 @@ def _content(segment: Segment) -> OutputText | ReasoningText:
 
 
 def _without_content(item: OutputItem) -> OutputItem:
-    """Item before its only part."""
     if isinstance(item, OutputCall):
         return item
     more: dict[str, Any] = {"summary": []} if isinstance(item, OutputReasoning) else {}

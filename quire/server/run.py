@@ -18,6 +18,7 @@ from quire.engine.client import DEFAULT_EXECUTOR
 from quire.engine.engine_process import EngineProcess
 from quire.errors import ConfigError, EngineDeadError
 from quire.logging import set_log_format, tell
+from quire.server.file_store import claimed
 from quire.server.keys import KeyRing
 from quire.server.lifecycle import (
     OBITUARY_SECONDS,
@@ -65,7 +66,7 @@ def serve(
     check_certificate(settings)
     KeyRing.of(settings)  # refuses a wrong file before the engine starts
     prefixes = read_prefixes(settings)
-    with bind(settings) as listener, _interruptible():
+    with bind(settings) as listener, claimed(settings.files_path), _interruptible():
         report.announce(options.model)
         if settings.api_server_count > 1:
             from quire.server.api_processes import serve_with_processes
@@ -137,6 +138,7 @@ class _Service:
             # The objects of the start-up are never freed: collections can skip them.
             gc.collect()
             gc.freeze()
+            self._context.start()
             announce()
             tell_systemd("READY=1")
             with log_stats(self._context.settings, lambda: self._context.metrics.stats):
@@ -155,18 +157,17 @@ class _Service:
         if not self._signalled.is_set():
             error = self._engine.dead_error
             tell(f"error {error.error_id}: the engine died: {error}")
-            self._context.draining = True
+            self._context.drain()
             await asyncio.sleep(OBITUARY_SECONDS)
             return 1
-        self._context.draining = True
+        self._context.drain()
         tell(f"shutting down: {self._engine.num_unfinished} requests are running (a second signal leaves at once)")
         status = await first(self._drain(), self._leave_at_once())
         assert status is not None
         return status
 
     async def _drain(self) -> int:
-        """Let running requests end. An idle engine may exit early (a signal to the process group reaches it too); that
-        is no failure."""
+        """Let running requests end."""
         busy = self._engine.num_unfinished > 0
         draining = asyncio.ensure_future(self._engine.drain(self._context.settings.shutdown_timeout))
         try:
@@ -199,7 +200,7 @@ class _Service:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Unwind the stack on a signal during the start, so that the engine process ends."""
+    """Unwind the stack on a signal during the start, which ends the engine process."""
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)

@@ -17,7 +17,7 @@ class Work(NamedTuple):
 
 
 class RunningAnswers:
-    """Work by answer id. Several answers may share an id: proxies repeat a request with its X-Request-Id."""
+    """Work by answer id; several answers may share an id (a repeated X-Request-Id)."""
 
     def __init__(self) -> None:
         self._works: dict[str, list[Work]] = {}
@@ -38,8 +38,7 @@ class RunningAnswers:
                     del self._works[answer_id]
 
     def end_turns(self, answer_ids: Iterable[str]) -> list[str]:
-        """End the waiting turns of these answers; return the ids of their engine requests. Ignores unknown ids; maps
-        ids of responses and messages to their chat completion's."""
+        """End the waiting turns of these answers; return the ids of their engine requests. Ignores unknown ids."""
         found = []
         for answer_id in answer_ids:
             prefix, _, rest = answer_id.partition("_")

@@ -50,10 +50,7 @@ OPEN_METRICS = "application/openmetrics-text"
 
 def _encoder_for(accept: str) -> tuple[Callable[[CollectorRegistry], bytes], str]:
     """Choose encoder and content type for an Accept header: OpenMetrics 1.0 if named and not ranked below text, else
-    text format 0.0.4.
-
-    All names are legal unescaped; prometheus_client calls this "allow-utf-8".
-    """
+    text format 0.0.4."""
     weights = {"text/plain": 0.0, OPEN_METRICS: 0.0}
     for part in accept.lower().split(","):
         kind, *parameters = (token.strip() for token in part.split(";"))
@@ -65,7 +62,6 @@ def _encoder_for(accept: str) -> tuple[Callable[[CollectorRegistry], bytes], str
 
 
 def _quality(parameters: list[str]) -> float:
-    """Weight `q` of a media range; 1 if absent or invalid."""
     for parameter in parameters:
         name, _, value = parameter.partition("=")
         if name.strip() == "q":
@@ -84,7 +80,7 @@ class HttpCounter(Collector):
         handlers = [*dict.fromkeys(paths), UNMATCHED]
         self._rows = {row: place for place, row in enumerate(itertools.product(handlers, METHODS))}
         self._any = numbers.allocate(len(self._rows))
-        """Counts over all statuses, so that a scrape skips unused rows."""
+        """Counts over all statuses."""
         self._cells = numbers.allocate(len(self._rows) * NUM_STATUSES)
 
     def count_response(self, handler: str, method: str, status: int) -> None:
@@ -105,7 +101,7 @@ class HttpCounter(Collector):
 
 
 class CountingMiddleware:
-    """Middleware that counts each finished request under its route's pattern, which keeps the labels few."""
+    """Middleware that counts each finished request under its route's pattern."""
 
     def __init__(self, app: ASGIApp, counter: HttpCounter) -> None:
         self.app = app

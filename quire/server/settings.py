@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import ssl
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
@@ -14,6 +15,7 @@ from quire.config.option import (
     ACCESS,
     ADAPTERS,
     ANSWERS,
+    FILES,
     FIRST,
     HTTP,
     IMAGES,
@@ -65,6 +67,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     tool_call_parser, reasoning_parser: parsers by name (docs/tool-calls.md); "auto" follows the chat template and is
         the default for tool calls, "none" turns parsing off and is the default for reasoning.
     root_path: prefix that a proxy strips; requests that still have it are served too.
+    files_quota, max_file_size, max_files, max_open_batches: need files_dir.
     dialect: API to follow where OpenAI and vLLM differ: error codes are words or HTTP statuses, and a logit_bias beyond
         100 is an error or clipped (docs/http-api.md).
     """
@@ -244,6 +247,13 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     response_store_size: Annotated[int | str, ANSWERS("most memory that these responses may take, such as 64MiB")] = (
         "64MiB"
     )
+    files_dir: Annotated[
+        str | None, FILES("directory of clients' files: serve /v1/files and /v1/batches; one server may use it")
+    ] = None
+    files_quota: Annotated[int | str, FILES("most bytes of the files of one key, such as 8GiB")] = "8GiB"
+    max_file_size: Annotated[int | str, FILES("largest file that may be uploaded, such as 200MiB")] = "200MiB"
+    max_files: Annotated[int, FILES("most files of one key")] = 1000
+    max_open_batches: Annotated[int, FILES("most batches of one key that have not ended")] = 20
     enable_tokenizer_info_endpoint: Annotated[
         bool, ACCESS("serve GET /tokenizer_info: the tokenizer's configuration and chat template")
     ] = False
@@ -310,11 +320,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _check_hung_engine_timeout(self.hung_engine_timeout)
         _check_origins(self.cors_allowed_origins)
         _check_hosts(self.allowed_hosts)
-        if self.max_stored_responses < 0:
-            raise ConfigError(
-                f"max_stored_responses must not be negative: {self.max_stored_responses}", param="max_stored_responses"
-            )
-        _ = self.response_store_bytes
+        self._check_stores()
         if self.max_total_body_bytes < self.max_body_bytes:
             raise ConfigError(
                 f"max_total_body_size ({self.max_total_body_size}) must be at least max_body_size "
@@ -334,6 +340,36 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.collect_detailed_traces and self.otlp_traces_endpoint is None:
             raise ConfigError("collect_detailed_traces needs otlp_traces_endpoint", param="collect_detailed_traces")
         self.priorities()
+
+    def _check_stores(self) -> None:
+        if self.max_stored_responses < 0:
+            raise ConfigError(
+                f"max_stored_responses must not be negative: {self.max_stored_responses}", param="max_stored_responses"
+            )
+        _ = self.response_store_bytes
+        defaults = {"files_quota": "8GiB", "max_file_size": "200MiB", "max_files": 1000, "max_open_batches": 20}
+        for name in ("max_files", "max_open_batches"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}", param=name)
+        if self.max_file_bytes > self.files_quota_bytes:
+            message = f"max_file_size ({self.max_file_size}) exceeds files_quota ({self.files_quota})"
+            raise ConfigError(message, param="max_file_size")
+        if self.files_dir is None and (given := [name for name in defaults if getattr(self, name) != defaults[name]]):
+            raise ConfigError(f"{given[0]} needs files_dir", param=given[0])
+        if self.files_dir == "":
+            raise ConfigError("files_dir must not be empty", param="files_dir")
+
+    @property
+    def files_path(self) -> Path | None:
+        return None if self.files_dir is None else Path(self.files_dir)
+
+    @property
+    def files_quota_bytes(self) -> int:
+        return parse_bytes(self.files_quota, param="files_quota")
+
+    @property
+    def max_file_bytes(self) -> int:
+        return parse_bytes(self.max_file_size, param="max_file_size")
 
     def _check_tls(self) -> None:
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):

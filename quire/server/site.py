@@ -1,7 +1,7 @@
 """Checks of Host and Origin, which keep foreign web pages out.
 
-The Host header reveals a page of `http://evil.example` whose name now leads to 127.0.0.1 (DNS rebinding); the Origin
-header reveals a page that posts to `http://127.0.0.1:8000`. Both checks run first.
+The Host header reveals DNS rebinding (a foreign name that leads to 127.0.0.1); the Origin header a page that posts to
+`http://127.0.0.1:8000`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class HostRules:
     """Host names that a server on the address `bound_to` answers to.
 
     On a loopback address: `localhost`, names under it, and loopback addresses. Elsewhere also this machine's names and
-    every address, since a page cannot make its own name one. Everywhere the `allowed` ones.
+    every address. Everywhere the `allowed` ones.
     """
 
     def __init__(self, bound_to: str, allowed: Sequence[str]) -> None:
@@ -71,10 +71,7 @@ class OriginRules:
 
 
 class SiteGuard:
-    """Middleware that answers 421 to foreign names in Host, and 403 to pages of other sites outside `origins`.
-
-    An HTTP/1.0 request without Host passes unless it has an Origin: no browser sends it, some probes do.
-    """
+    """Middleware that answers 421 to foreign names in Host, and 403 to pages of other sites outside `origins`."""
 
     def __init__(self, app: ASGIApp, hosts: HostRules, origins: Sequence[str]) -> None:
         self.app = app
@@ -131,7 +128,7 @@ def _is_same_site(origin: str, scheme: str, site: tuple[str, int] | None) -> boo
 
 
 def _site(host: str, scheme: str) -> tuple[str, int] | None:
-    """Return (name in lower case, port) of a Host header, or None if it is invalid."""
+    """(name in lower case, port) of a Host header; None if invalid."""
     found = _HOST.fullmatch(host)
     if found is None:
         return None

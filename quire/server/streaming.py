@@ -45,8 +45,8 @@ class EventTemplate:
 class EventStream(Response):
     """Response that sends each item of `events` as one event.
 
-    The status line waits for the first event: an error before it is an ordinary error response (raised to the app's
-    handlers), a later one is the last event. A client that hangs up closes `events`.
+    An error before the first event is an ordinary error response (raised to the app's handlers), a later one the last
+    event. A client that hangs up closes `events`.
     """
 
     media_type = "text/event-stream"

@@ -1,8 +1,5 @@
 """OpenTelemetry traces (`--otlp-traces-endpoint`, extra `otel`): a span for each engine request, with vLLM's attribute
-names; `traceparent` names its parent.
-
-Without the setting nothing is imported or installed.
-"""
+names; `traceparent` names its parent."""
 
 from __future__ import annotations
 
@@ -182,7 +179,6 @@ class RequestTraces(StatsListener):
         span.end(end)
 
     def _write_phases(self, span: Span, times: PhaseTimes, end: int) -> None:
-        """Write consecutive phases; the last ends with the request."""
         from opentelemetry.trace import set_span_in_context
 
         context = set_span_in_context(span)

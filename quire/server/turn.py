@@ -1,7 +1,7 @@
 """Turn of the assistant, on which other conversation APIs are built.
 
-/v1/messages and /v1/responses convert their requests to chat completions, and the answer's events to their own. So they
-share tools, reasoning and constraints (docs/decisions/0043-one-pipeline-of-answers.md).
+/v1/messages and /v1/responses convert their requests to chat completions, and the answer's events to their own
+(docs/decisions/0043-one-pipeline-of-answers.md).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Turn:
         """names: see `chat_body`."""
         self._answer, self._names = answer, names
         self.response_id = answer.engine_id
-        """Unique id, so that a repeated X-Request-Id overwrites no stored response."""
+        """Unique id, even for a repeated X-Request-Id."""
         self.segments: list[Segment] = []
         self.finish_reason = ""
         self.stop_string: str | None = None
@@ -169,7 +169,6 @@ class Turn:
         return found
 
     def _begin_other(self, kind: Kind) -> list[Event]:
-        """Begin a part of this kind unless one is open."""
         return [] if self._open is not None and self._open.kind is kind else self._begin(kind)
 
     def _begin(self, kind: Kind, call: CallPiece | None = None) -> list[Event]:
@@ -197,7 +196,6 @@ class Turn:
 
 
 def _split(logprobs: list[ChatLogprob], text: str) -> tuple[list[ChatLogprob], list[ChatLogprob]]:
-    """Split log-probabilities at the first token of a text."""
     pieces = [bytes(entry.bytes or entry.token.encode()) for entry in logprobs]
     place = b"".join(pieces).rfind(text.encode()) if text else sum(map(len, pieces))
     index = 0

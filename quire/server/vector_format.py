@@ -18,13 +18,13 @@ _FLOAT8 = {"fp8_e4m3": (3, 7, 0x7E), "fp8_e5m2": (2, 15, 0x7B)}
 
 
 def encoded(vector: list[float], body: VectorFields) -> list[float] | str:
-    """Return the numbers, or their bytes as base64; OpenAI's client expects float32, little-endian."""
+    """Return the numbers, or the base64 of their bytes."""
     return vector if body.encoding_format == "float" else base64.b64encode(_bytes(vector, body)).decode()
 
 
 def bytes_response(body: VectorFields, answer: ListResponse, vectors: Sequence[list[float]]) -> Response:
     """Response of all vectors' bytes. Unless the request wants "bytes_only", the header `metadata` has the other
-    fields, as in vLLM."""
+    fields."""
     parts = [_bytes(vector, body) for vector in vectors]
     headers = {}
     if body.encoding_format == "bytes":
@@ -57,7 +57,6 @@ def _to_bfloat16(word: int) -> int:
 
 
 def _to_float8(vector: list[float], kind: str) -> bytes:
-    """Round to nearest, ties to even."""
     import numpy as np  # slow to import; only these vectors need it
 
     num_bits, bias, largest = _FLOAT8[kind]

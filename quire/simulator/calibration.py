@@ -1,8 +1,6 @@
 """Fit of the cost model to logged steps of a real run (docs/calibration.md): the reached share of a device's limits,
-and a step's other costs. Least squares of log(predicted / measured), so a step of 2 ms counts as much as one of 200.
-Steps that took far longer than usual were disturbed and get less weight. Their absence would make the sum too short, so
-all times are scaled in the end to match it, without the worst hundredth. Numbers that a log does not determine (no long
-prompts, no copies) keep their values and are reported."""
+and a step's other costs. Disturbed steps get less weight; then all times are scaled to match the sum without the worst
+hundredth. Numbers that a log does not determine keep their values."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ MIN_IDLE = 5
 MAX_STEPS = 1500
 """Limit of fitted steps, taken evenly from a longer log."""
 FEWEST_ROWS = 3
-"""First steps of a run, left out because buffers grow and programs are recorded."""
+"""First steps of a run, left out."""
 ITERATIONS = 60
 DIFFERENCE = 1e-3
 PRIOR = 1e-5
@@ -110,8 +108,7 @@ class Fit:
 
 
 def samples_of(records: Sequence[StepRecord], windows: Windows) -> list[Sample]:
-    """Samples of steps that computed something and did not swap, nor followed swapping, whose copies may last into
-    them."""
+    """Samples of steps that computed something and did not swap, nor followed swapping."""
     found = []
     was_swapping = False
     for record in records[FEWEST_ROWS:]:
@@ -206,7 +203,6 @@ def _start(parameter: Parameter, hardware: Hardware) -> float:
 
 
 def _least_squares(residuals: Callable[[Vector], Vector], start: Vector) -> tuple[Vector, Vector]:
-    """Weighted, bounded Levenberg-Marquardt fit; returns the values and the last Jacobian."""
     lowest = np.log([parameter.lowest for parameter in PARAMETERS])
     highest = np.log([parameter.highest for parameter in PARAMETERS])
     x, damping = start, 1e-2
@@ -251,20 +247,17 @@ def _jacobian(residuals: Callable[[Vector], Vector], x: Vector, r: Vector) -> Ve
 
 
 def _typical(r: Vector) -> float:
-    """Typical residual of undisturbed steps: the smaller of the medians of both signs."""
     sides = [np.abs(r[r > 0]), np.abs(r[r < 0])]
     return min((float(np.median(side)) for side in sides if len(side)), default=0.0)
 
 
 def _weights(r: Vector, bend: float) -> Vector:
-    """Weights of residuals: Huber's for too long predictions, a faster decay for steps that took too long and may have
-    been disturbed."""
+    """Weights of residuals: Huber's for too long predictions, a faster decay for steps that took too long."""
     share = np.minimum(1.0, bend / np.maximum(np.abs(r), 1e-12))
     return np.where(r > 0, share, share**2)
 
 
 def _loss(r: Vector, bend: float, moved: Vector, prior: float) -> float:
-    """The loss whose gradient has the weights of `_weights`."""
     size = np.maximum(np.abs(r), 1e-12)
     tail = np.where(r > 0, bend * (size - 0.5 * bend), bend**2 * (0.5 + np.log(size / bend)))
     each = np.where(size < bend, 0.5 * size**2, tail)
@@ -279,7 +272,6 @@ def _usual(measured: Vector, predicted: Vector) -> float:
 
 
 def _rescaled(values: Vector, scale: float) -> Vector:
-    """The values at which every step takes longer by a factor."""
     moved = values.copy()
     for index, parameter in enumerate(PARAMETERS):
         if parameter.name in FACTORS:
@@ -327,7 +319,7 @@ def _errors(measured: Vector, predicted: Vector) -> Errors:
 
 
 def _evenly(samples: Sequence[Sample], count: int) -> list[Sample]:
-    """At most `count` samples, half of them steps with chunks, which are few and tell most."""
+    """At most `count` samples, half of them steps with chunks."""
     chunks = [sample for sample in samples if sample.work.num_chunks]
     rest = [sample for sample in samples if not sample.work.num_chunks]
     most = max(count // 2, count - len(rest))

@@ -1,18 +1,16 @@
 """Predicted seconds of a step: for each operator the longer of its operations at the peak and its bytes at the
-bandwidth, each limit times its factor (`quire.simulator.hardware.Factors`). Operators run one after the other, so times
-add up:
+bandwidth, each limit times its factor (`quire.simulator.hardware.Factors`). Times of operators add up:
 
 - matrix products (projections, MLPs, experts, output projection): 2 operations per weight and row; weights are read
 once a step, rows are read and written. `half_rows` slows products of few rows. A mixture reads the expected number of
 distinct experts under even routing.
 - attention: chunks and single tokens apart, operations per pair of query and key, bytes of the real contexts (a chunk
 reads its context once). Latent attention expands keys and values for chunks; single tokens, and all tokens with an
-indexer, multiply queries by the stored vector. The indexer reads the keys of all positions. For single tokens, each run
-of one head's keys or values in a block costs the time of `run_overhead` more bytes.
+indexer, multiply queries by the stored vector. For single tokens, each run of one head's keys or values in a block
+costs the time of `run_overhead` more bytes.
 - the rest of a layer (norms, residuals, activations) and the sampler move bytes.
 - tp > 1: two all-reduces a layer, each a latency and 2 (tp - 1) / tp of the rows' bytes over the link (between nodes:
-the network). ep > 1: in place of the second one, tokens go to their experts' devices and back, over the network once to
-each node.
+the network). ep > 1: in place of the second one, tokens go to their experts' devices and back.
 - pp > 1: micro-batches of the step's sequences pass the stages, all as long as the largest (`step_seconds`).
 - every kernel costs `launch_overhead`, every token and sequence the profile's overheads.
 
@@ -165,9 +163,8 @@ class CostModel:
 
     def step_seconds(self, work: StepWork, *, overlapped: bool = False) -> float:
         """Seconds from the first kernel of a step to its results. With pp > 1 the step's sequences are cut into m
-        micro-batches that pass the stages. A single step takes (m + pp - 1) times the longest stage, with the m that
-        makes this least; the bubble is (pp - 1) of them. overlapped: the next step is in flight, so its micro-batches
-        follow at once, and a step takes m >= pp stages, without a bubble."""
+        micro-batches that pass the stages. A single step takes (m + pp - 1) times the longest stage, with the best m.
+        overlapped: the next step is in flight, so a step takes m >= pp stages."""
         pp = self.layout.pp
         if pp == 1:
             return self._stage_seconds(work)
@@ -240,7 +237,6 @@ class CostModel:
 
     @property
     def _expert_share(self) -> float:
-        """Share of a layer's experts that a device holds, copies included."""
         experts, layout = self.shape.experts, self.layout
         if experts is None or layout.redundant_experts is None:
             return 1 / max(layout.ep, layout.tp)
@@ -249,7 +245,6 @@ class CostModel:
     # -- a step, without names --------------------------------------------------------------------------------------
 
     def _stage_seconds(self, work: StepWork) -> float:
-        """The sum of `breakdown`, faster."""
         tokens, sampled = work.num_tokens, work.num_sampled
         if not tokens:
             return 0.0
@@ -275,7 +270,6 @@ class CostModel:
         return total
 
     def _rows_seconds(self, work: StepWork) -> float:
-        """Seconds that depend only on the numbers of tokens and sequences."""
         tokens = work.num_tokens
         rows = tokens + self._half_rows
         total = self._sum_constant + tokens * self._sum_per_token + work.num_sequences * self._per_sequence
@@ -291,8 +285,7 @@ class CostModel:
         return max((rows + self._half_rows) * product.per_row, product.weights + rows * product.row_bytes)
 
     def _expert_seconds(self, tokens: float) -> float:
-        """Seconds of all layers' routed experts. Each token picks `num_active` evenly; with ep > 1 equal numbers of
-        tokens come from all replicas that share the experts."""
+        """Seconds of all layers' routed experts."""
         picks = tokens * self._picks
         touched = self._num_local_experts * (1 - math.pow(self._missed, tokens * self._replicas_together))
         by_peak = (picks + touched * self._half_rows) * self._expert.per_row
@@ -304,7 +297,6 @@ class CostModel:
         return max(attention.decode_pair, attention.decode_kept)
 
     def _copies(self, work: StepWork) -> float:
-        """Seconds of copy-on-write of blocks."""
         elements = self.shape.kv_elements(self.layout.tp) * self._layers / self.shape.num_layers
         block = self._block_tokens / self.layout.dcp * elements * self._kv_size
         return 2 * work.num_copied_blocks * block / self._bandwidth
@@ -349,7 +341,6 @@ class CostModel:
         return self._product("logits", shape.embedding_parameters / tp, shape.hidden + shape.vocab / tp, 1, dtype)
 
     def _set_up_experts(self) -> None:
-        """Costs of a device's experts: its share, the tokens that come to them, and their exchange."""
         experts, layout = self.shape.experts, self.layout
         if experts is None or not self._moe_layers:
             return
@@ -365,9 +356,7 @@ class CostModel:
         self._exchange = self._moe_layers * self._exchange_seconds(experts.num_active) / layout.tp if whole else 0.0
 
     def _exchange_seconds(self, picks: int) -> float:
-        """Seconds of one token in one layer to its experts and back. Over the network it goes once to each node with
-        one of them, from there over the link to each; in the experts' precision, if narrower, and back in the
-        activations'."""
+        """Seconds of one token in one layer to its experts and back."""
         hardware, factor = self.hardware, self.hardware.factors.link
         there = min(self._row_size, max(1.0, DTYPE_BYTES[self.precision.experts or self.precision.weights]))
         num_bytes = self.shape.hidden * (there + self._row_size)
@@ -386,7 +375,6 @@ class CostModel:
         self._flat_decode = [self._decode_position(attention) for attention in self._attention]
 
     def _attention_of(self, attention: AttentionShape, num_layers: int) -> AttentionCost:
-        """Costs of the layers of one kind, for the largest stage's share."""
         tp, factors, num_heads = self.layout.tp, self.hardware.factors, attention.num_heads
         layers = num_layers * self._layers / self.shape.num_layers
         row, run = attention.key_dim + attention.value_dim, (attention.key_dim + attention.value_dim) / 2
@@ -435,7 +423,6 @@ class CostModel:
         )
 
     def _linear_parts(self) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-        """Name -> seconds of every step, of every token, and of every sampled row."""
         shape, hardware, layers = self.shape, self.hardware, self._layers
         row = shape.hidden * self._row_size
         num_kernels = layers * KERNELS_PER_LAYER + KERNELS_PER_STEP
@@ -470,7 +457,6 @@ class CostModel:
         return constant, per_token, per_sampled
 
     def _merged_elements(self) -> float:
-        """Elements that a token sends in all layers, where devices share the tokens of a context."""
         others, total = self.layout.dcp - 1, 0.0
         for attention, num_layers in self.shape.attention_counts.items():
             row = attention.num_heads / self.layout.tp * (attention.key_dim + attention.value_dim + 1)
@@ -487,7 +473,7 @@ class CostModel:
 
 
 def _merged(products: Iterator[Product]) -> list[Product]:
-    """Products of one name, added up. Exact as long as one limit holds for all of them."""
+    """Products of one name, added up."""
     found: dict[str, Product] = {}
     for each in products:
         other = found.get(each.name, Product(each.name, 0.0, 0.0, 0.0))

@@ -2,8 +2,7 @@
 (docs/simulator.md). The clock is the host; `execute` moves it by the host's overhead, and taking a result moves it to
 the end of its step.
 
-Swapping runs beside the model over the host link: swap_out, then swap_in, begin with the plan. The model waits for
-swap_out only if the plan hands out a block that it also saves; the next plan waits for all of it (quire/step.py).
+Swapping runs beside the model over the host link; the next plan waits for it (quire/step.py).
 """
 
 from __future__ import annotations
@@ -67,8 +66,7 @@ class SimulatedExecutor:
         return device_specs(self._cost.shape, self._cost.precision.kv, self._cost.layout)
 
     def profile(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:
-        """The device's memory without weights, and estimated activations. Not used in a run, which sizes its pool
-        before (`EngineSettings.config`)."""
+        """The device's memory without weights, and estimated activations."""
         weights = int(self._cost.weight_bytes_per_device)
         return MemoryProfile(
             available=int(self._cost.hardware.memory) - weights,

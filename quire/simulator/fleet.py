@@ -1,6 +1,5 @@
-"""Many replicas behind a router, in one process or several. Time goes in windows. The router shares out a window's
-requests by the replicas' reports at its beginning; then every replica serves its own to the window's end and reports
-again. Results do not depend on the number of processes."""
+"""Many replicas behind a router, in one process or several. Time goes in windows, whose requests the router shares out
+by the replicas' reports at their beginning."""
 
 from __future__ import annotations
 
@@ -126,7 +125,7 @@ def _in_order(results: Sequence[list[Metrics]], num_replicas: int) -> list[Metri
 
 
 def _windows(requests: Iterable[TraceRequest], seconds: float) -> Iterator[tuple[float, list[TraceRequest]]]:
-    """(end of a window, requests that arrive in it). Empty windows between two requests are joined."""
+    """(end of a window, requests that arrive in it)."""
     until, arrived = seconds, list[TraceRequest]()
     for request in requests:
         if request.arrival >= until:
@@ -211,7 +210,6 @@ class ReplicaProcesses:
 
 
 def _serve(pipe: Connection, spec: ReplicaSpec, numbers: Sequence[int]) -> None:
-    """Main of the other process: answers windows with loads, the end with results, and errors with themselves."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupt from the keyboard ends it, and says nothing
     try:
         group = LocalGroup(spec, numbers)

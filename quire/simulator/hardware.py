@@ -21,7 +21,7 @@ _COMPUTED_AS = {"int4": "float16", "mxfp4": "float16"}
 IDLE_SECONDS = 0.005
 """Seconds without work after which threads sleep and caches hold other data."""
 CACHED = 8.0
-"""Largest share of a memory's bandwidth; above 1 because caches are faster than memory."""
+"""Largest share of a memory's bandwidth, which caches exceed."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,8 @@ class Hardware:
     work. node_size: devices that the link connects. network_bandwidth, network_latency: between nodes, per device and
     direction. half_rows: rows at which a matrix product reaches half of its full rate. token_overhead,
     sequence_overhead, new_sequence_overhead: further device seconds. run_overhead: bytes in whose time attention of a
-    single token moves to the next run of contiguous keys or values (one head's part of a block). 1 KiB on GPUs: a
-    kernel over blocks of 16 tokens of 128 elements (runs of 4 KiB) is 20 to 26 % slower than over contiguous memory
-    (PagedAttention paper, Fig. 18a). source: origin of the numbers; "": data sheets and usual factors. kind: "gpu" or
-    "cpu".
+    single token moves to the next run of contiguous keys or values (one head's part of a block). source: origin of the
+    numbers; "": data sheets and usual factors. kind: "gpu" or "cpu".
     """
 
     name: str

@@ -1,8 +1,6 @@
-"""Jitter: the variation of equal steps on a real machine, and its duration (docs/decisions/0016-simulator.md). It
-hardly matters to mean latencies but does to 99th percentiles. A profile may hold the distribution of measured over
-expected time, for steps with one token per sequence and for steps with longer chunks; the share of that scatter that
-lasts for a time; and the rate of stalls, rare single delays in steps with single tokens. Only a fit to a log
-(jitter_fit.py) makes jitter."""
+"""Jitter: the variation of equal steps on a real machine, and its duration (docs/decisions/0016-simulator.md). A
+profile may hold the distribution of measured over expected time; the share of that scatter that lasts; and the rate of
+stalls."""
 
 from __future__ import annotations
 
@@ -90,7 +88,6 @@ class DrawnScatter:
         return taken if has_chunks else taken + self._stalled(expected)
 
     def _stalled(self, expected: float) -> float:
-        """Seconds of a step's stall, at most one, because steps are short beside the time between stalls."""
         if not self._rates:
             return 0.0
         drawn = self._random.random() / max(expected, 1e-12)

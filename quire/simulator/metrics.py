@@ -1,7 +1,5 @@
 """Metrics of a simulated run (docs/simulator.md defines them): distributions of latencies, and a replica's state over
-time, in bounded memory. For several sequences, the normalised latency takes the tokens of one. A distribution keeps its
-first values exactly, then counts them in bins 0.5 % wide: percentiles are off by at most that, while mean, extremes and
-count stay exact."""
+time, in bounded memory. A distribution keeps its first values exactly, then counts them in bins 0.5 % wide."""
 
 from __future__ import annotations
 
@@ -128,8 +126,7 @@ class TimeSeries:
         self.bins: list[Moments] = []
 
     def add_span(self, start: float, moments: Moments) -> None:
-        """Add integrals (value times seconds) over an interval from `start`. It counts in its first bin, unless it is
-        longer than a bin: then it is spread over all of them."""
+        """Add integrals (value times seconds) over an interval from `start`."""
         if moments.seconds > self.width:
             self._spread(start, moments)
         else:
@@ -145,7 +142,6 @@ class TimeSeries:
         self.bins[number].add_moments(moments)
 
     def _spread(self, start: float, moments: Moments) -> None:
-        """Cut an interval into parts of at most a bin. Counts (tokens, preemptions) belong to its end."""
         while int((start + moments.seconds) / self.width) >= NUM_BINS:
             self._widen()
         parts = math.ceil(moments.seconds / self.width)

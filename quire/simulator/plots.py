@@ -70,7 +70,6 @@ def plot_latency(path: Path, runs: Mapping[float, Metrics], *, title: str = "") 
 
 
 def _scale(axis: Any) -> None:
-    """Make the axis logarithmic if latencies lie far apart, as when a queue grows; else begin at zero."""
     values = [value for line in axis.get_lines() for value in line.get_ydata() if value > 0]
     if values and max(values) > LOGARITHMIC_FROM * min(values):
         axis.set_yscale("log")

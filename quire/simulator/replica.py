@@ -266,7 +266,6 @@ class Replica:
         )
 
     def _priority(self, request: TraceRequest) -> int:
-        """0 under `fcfs`, so that a trace with priorities can be replayed with both policies."""
         if self._takes_priorities or not request.priority:
             return request.priority
         self.metrics.num_priorities_ignored += 1
@@ -319,7 +318,6 @@ class Replica:
             self._observer.on_step(self.core, seconds)
 
     def _take(self, updates: list[SequenceUpdate], now: float) -> int:
-        """Record updates that begin or end something; returns the tokens of all updates."""
         num_tokens = len(updates)
         for update in updates:
             if update.timing is None:
@@ -386,7 +384,6 @@ def simulate(
 
 @cache
 def _params(n: int, beam_width: int) -> SamplingParams:
-    """Settings under which only the length ends a sequence."""
     if beam_width:
         return SamplingParams(n=beam_width, use_beam_search=True, temperature=0.0, ignore_eos=True, detokenize=False)
     return SamplingParams(n=n, temperature=1.0, ignore_eos=True, detokenize=False)

@@ -156,7 +156,6 @@ def _number(value: Any, name: str, path: Path, line: int) -> float:
 def _integer(
     entry: Mapping[str, Any], name: str, path: Path, line: int, minimum: int, default: int | None = None
 ) -> int:
-    """An integer, or CSV's text of one."""
     value = entry.get(name, default)
     try:
         number = int(value) if isinstance(value, str) else value

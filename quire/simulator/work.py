@@ -95,7 +95,6 @@ def _chunk_context(start: int, count: int, window: int | ChunkTokens | None) -> 
 
 
 def _chunk_pairs(start: int, count: int, window: int | ChunkTokens | None) -> int:
-    """Pairs of a chunk's token and a position that it attends to."""
     end = start + count
     if isinstance(window, ChunkTokens):
         return _pairs_before(end, window.size) - _pairs_before(start, window.size)
@@ -108,13 +107,11 @@ def _chunk_pairs(start: int, count: int, window: int | ChunkTokens | None) -> in
 
 
 def _pairs_before(end: int, size: int) -> int:
-    """Pairs of a token before `end` and a position of its chunk of `size` that it attends to."""
     chunks, rest = divmod(end, size)
     return chunks * (size * (size + 1) // 2) + rest * (rest + 1) // 2
 
 
 def _hands_out_saved(plan: StepPlan, transfers: HostTransfers) -> bool:
-    """True if this plan writes to a block that it saves first."""
     saved = {block for block, _ in transfers.swap_out}
     written = {block for groups in plan.new_blocks.values() for blocks in groups for block in blocks}
     written.update(block for new in plan.new_sequences for table in new.block_ids for block in table)

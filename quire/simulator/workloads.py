@@ -1,10 +1,7 @@
 """Synthetic workloads: lengths like those of well-known data sets, arrivals of a random process.
 
-The paper gives means for two data sets (§6.1, Fig. 11), both heavy-tailed. Lengths here are lognormal, cut to what the
-paper's models hold: 512 tokens in and 1,536 out. The location makes the mean after the cut the paper's. The shape,
-sigma 0.85, follows from Fig. 2: Orca (Max) holds token states in 20.4 % of 15.7 K slots with 7 requests, 457 tokens
-each: the input and half of the output that a token belongs to on average, E[o^2] / E[o] = 592 tokens; sigma 0.85 has
-605.
+The paper gives means for two data sets (§6.1, Fig. 11), both heavy-tailed. Lengths here are lognormal (sigma 0.85, from
+Fig. 2) with the paper's means, cut to what its models hold: 512 tokens in and 1,536 out.
 
 `translation` stands for the paper's WMT16 run (§6.4): every prompt begins with the same examples before a sentence.
 `chat` stands for its chatbot (§6.5): the prompt is the last 1,024 tokens of the conversation.
@@ -159,8 +156,7 @@ def _translation(num_shared: int) -> Callable[[random.Random], Iterator[TraceReq
 
 
 def _chat(rng: random.Random) -> Iterator[TraceRequest]:
-    """Conversations of one to twelve turns with ShareGPT's lengths. A request is a random turn, so most prompts reach
-    the cut, as in the paper, whose run also keeps nothing between turns."""
+    """Conversations of one to twelve turns with ShareGPT's lengths; a request is a random turn."""
     inputs, outputs = _table(SHAREGPT.mean_input, LONGEST_INPUT), _table(SHAREGPT.mean_output, LONGEST_OUTPUT)
     while True:
         turn = rng.randint(1, 12)

@@ -1,6 +1,5 @@
 """Translation of EBNF grammars (`name ::= ...`, as in llama.cpp and xgrammar) to Lark's syntax, in linear time. A rule
-that refers only to such rules, or to none, becomes a terminal: llguidance reads its text in one piece, which makes
-masks fast."""
+that refers only to such rules, or to none, becomes a terminal, which makes masks fast."""
 
 from __future__ import annotations
 
@@ -214,7 +213,6 @@ def _written(rules: dict[str, _Rule]) -> str:
 
 
 def _named(part: str, names: dict[str, str]) -> str:
-    """Replace the name in a reference, perhaps with a repetition."""
     found = _NAME.match(part, 1)
     assert found is not None
     return names[found[0]] + part[found.end() :]

@@ -1,6 +1,5 @@
 """The fork server: a process with the model's vocabulary and no threads. Its forks rehearse texts (rehearsal.py) or
-make masks (mask_process.py); they share the vocabulary's memory and start in milliseconds. It ends with its parent, and
-its forks with it."""
+make masks (mask_process.py) over the shared vocabulary, and end with it."""
 
 from __future__ import annotations
 
@@ -86,7 +85,7 @@ class ForkServer:
         self._masks_pid = 0
         self._decoder = msgspec.msgpack.Decoder(Rehearse | Cancel | StartMasks)
         self._first_deadline = time.monotonic() + setup.limits.seconds
-        """Earliest deadline: texts that came while the vocabulary was made get their full time."""
+        """Earliest deadline, for texts that came before the vocabulary was made."""
 
     def serve(self) -> None:
         """Serve until the engine core is gone."""
@@ -149,7 +148,7 @@ class ForkServer:
         return rehearsal
 
     def _take_spare(self) -> Rehearsal | None:
-        """A live spare fork. One may have been killed while it waited, which no text caused."""
+        """A live spare fork."""
         while self._spare:
             rehearsal = self._spare.pop()
             if os.waitpid(rehearsal.pid, os.WNOHANG) == (0, 0):

@@ -18,8 +18,7 @@ from quire.structured_output.structural_tags import TagGrammar
 from quire.structured_outputs_params import CONSTRAINTS, Preamble, StructuredOutputsParams
 
 MAX_GRAMMAR_CHARACTERS = 2**19
-"""Limit of a JSON schema, structural tag or resulting grammar in characters. The largest sets of tools have a tenth of
-it."""
+"""Limit of a JSON schema, structural tag or resulting grammar in characters."""
 MAX_EXPRESSION_CHARACTERS = 2**16
 """Limit of a regular expression or grammar in characters."""
 MAX_REASON = 300

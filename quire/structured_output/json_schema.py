@@ -2,8 +2,7 @@
 drops keywords without effect, rewrites what llguidance gets wrong, and refuses the rest with the keyword and its place.
 
 The form has type, const, enum, allOf, anyOf, oneOf, $ref (to `#/$defs/...`), the keywords of strings, numbers, arrays
-(2020-12's) and objects, and `$digits` (quire/structured_output/schema_numbers.py). Recursion is at most MAX_DEPTH deep,
-and no schema is walked twice.
+(2020-12's) and objects, and `$digits` (quire/structured_output/schema_numbers.py).
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ from quire.structured_output.schema_references import References
 MAX_DEPTH = 120
 """Deepest nesting of a schema. llguidance reads 128 levels, and the form may have a few more than the schema."""
 MAX_WORDS_TIMES_LENGTH = 200_000
-"""Limit of words times maxLength for a pattern such as `(\\S+\\s+){0,99}`: each word takes 16 µs per character of the
-maxLength, and a request has 5 s for its masks."""
+"""Limit of words times maxLength for a pattern such as `(\\S+\\s+){0,99}`, whose masks take long."""
 MAX_LITERAL = 2**16
 MAX_COUNT = 2**31
 """Bound of counts that no text reaches."""
@@ -44,7 +42,7 @@ _DAY = (
     "1[0-9]|2[0-8]))|(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29)"
 )
 DATES = {"date": f"^{_DAY}$", "date-time": f"^{_DAY}[tT]"}
-"""Format -> pattern for valid days: llguidance accepts the 29th of February in every year."""
+"""Format -> pattern for valid days."""
 OF_TYPE = {
     "string": ("minLength", "maxLength", "pattern", "format"),
     "number": KEYWORDS,
@@ -180,7 +178,7 @@ class Normaliser:
         given: dict[str, Any],
         place: SchemaPlace,
     ) -> Any:
-        """All parts in one schema. Those on numbers stand apart where llguidance does not follow them."""
+        """All parts in one schema."""
         if types is not None and not types:
             return False
         has_values = "const" in given or "enum" in given  # which were chosen by the keywords of numbers
@@ -213,8 +211,7 @@ class Normaliser:
     def _in_place(
         self, schema: dict[str, Any], given: dict[str, Any], types: list[str] | None, place: SchemaPlace
     ) -> tuple[list[tuple[str, Any]] | None, list[tuple[str, Any]]]:
-        """Keywords for whole schemas, (before, after) `properties`, in the order of the text's keys. None: nothing
-        satisfies them."""
+        """Keywords for whole schemas, (before, after) None: nothing satisfies them."""
         found: tuple[list[tuple[str, Any]], list[tuple[str, Any]]] = ([], [])
         side = 0
         for name, value in given.items():
@@ -269,7 +266,6 @@ class Normaliser:
         return name, parts
 
     def _without(self, given: dict[str, Any], types: list[str] | None, place: SchemaPlace) -> list[str] | None:
-        """Types left by `not` and conditions, which may only be trivial or exclude types."""
         if "if" in given and ("then" in given or "else" in given):
             condition = self.schema(given["if"], place.at("if"))
             if condition not in (True, False, {}):
@@ -298,7 +294,6 @@ class Normaliser:
         return [kind for kind in types or TYPES if kind not in kinds]
 
     def _values(self, values: Any, given: dict[str, Any], types: list[str] | None, place: SchemaPlace) -> Any:
-        """`const` or `enum` as a schema of one keyword."""
         if not isinstance(values, list):
             raise place.error("must be a list")
         plain, written = [], []

@@ -188,7 +188,6 @@ class MaskClient:
                 self._miss(matcher)
 
     def _add_news(self, work: MaskWork) -> None:
-        """Add matchers whose grammars have room; the others wait in order."""
         waiting, self._waiting = self._waiting, deque()
         alone = self._tried() if self._tried is not None and self._is_one_alone() else None
         for reference in waiting:
@@ -284,7 +283,6 @@ class MaskClient:
         return None if reference is None else reference()
 
     def _live(self) -> list[RemoteMatcher]:
-        """Matchers that the process has or will make, by age of their slots."""
         found = {
             id(matcher): matcher for slot in sorted(self._matchers) if (matcher := self._matcher(slot)) is not None
         }
@@ -307,7 +305,7 @@ class MaskClient:
         return slot
 
     def _take_ended(self) -> list[int]:
-        """Free the slots of matchers that are gone; returns those that the process knows."""
+        """Free the slots of ended matchers; returns those that the process knows."""
         ended = []
         while self.ended_slots:
             slot = self.ended_slots.popleft()
@@ -363,7 +361,6 @@ class MaskClient:
                 total -= self._drop(text)
 
     def _idle_grammars(self) -> list[str]:
-        """Texts without a matcher, the least recently used first."""
         used = {matcher.constraint.text.text for slot in self._known if (matcher := self._matcher(slot)) is not None}
         return [text for text in self._grammars if text not in used]
 
@@ -459,7 +456,6 @@ class MaskClient:
                 self._fail(matcher, UserError(f"{PREFIX}{CULPRIT}", param="structured_outputs"))
 
     def _try_next(self) -> None:
-        """Send the next matcher that was at work when a process died."""
         tried = None if self._tried is None else self._tried()
         if tried is not None and not tried.has_all:
             return

@@ -14,7 +14,7 @@ from typing import NamedTuple
 BOARD_BYTES = 4096
 MIN_SLOTS = 64
 MEASURED_SECONDS = 0.0005
-"""Longest work measured by the wall clock: processor time takes a system call."""
+"""Longest work measured by the wall clock."""
 _ENTRY = struct.Struct("<qd")
 """Entry of a thread on the board: slot + 1, or 0 without work; time.monotonic() at its beginning."""
 
@@ -25,8 +25,7 @@ def num_mask_bytes(vocab_size: int) -> int:
 
 
 def num_slot_bytes(vocab_size: int) -> int:
-    """Bound of the bytes that the library writes: a model without end tokens has one after its vocabulary,
-    which masks leave out (`make_vocabulary`)."""
+    """Bound of the bytes that the library writes."""
     return 4 * (vocab_size // 32 + 1)
 
 
@@ -45,7 +44,7 @@ def make_memory() -> int:
 
 
 class MaskMemory:
-    """One process's view of the memory. Both processes call `hold` before they use a slot."""
+    """One process's view of the memory."""
 
     def __init__(self, descriptor: int, vocab_size: int) -> None:
         self._descriptor = descriptor
@@ -55,7 +54,7 @@ class MaskMemory:
         self.hold(MIN_SLOTS)
 
     def hold(self, num_slots: int) -> None:
-        """Make room for slots. A slot takes memory once it is written."""
+        """Make room for slots."""
         if num_slots <= self.num_slots:
             return
         size = BOARD_BYTES + num_slots * self._stride

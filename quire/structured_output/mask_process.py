@@ -1,7 +1,6 @@
 """The mask process: a fork of the fork server that compiles rehearsed grammars and makes the masks of an engine's
-sequences. The engine core sends one message a step (`MaskWork`) and gets answers (`Done`): the fate of tokens, then the
-masks, which lie in shared memory. One leading thread reads messages and works; another takes over when one piece
-takes long. Sequences with slow masks have a thread of their own."""
+sequences. The engine core sends one message a step (`MaskWork`) and gets answers (`Done`); the masks lie in shared
+memory."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ NUM_THREADS = 3
 SLOW_THREAD = 2
 """Thread of slow sequences. One of the others leads."""
 SLOW_NICE = 5
-"""Niceness of that thread: the engine computes beside it."""
+"""Niceness of that thread."""
 STACK = 2
 """Stack of each thread relative to a rehearsal's."""
 MEMORY = 2
@@ -55,13 +54,13 @@ SLOW_SECONDS = 0.003
 SLOW_TOKENS = 4
 """Quick masks in a row after which a sequence is no longer slow."""
 BRIEF_SECONDS = 0.0001
-"""Processor seconds of a mask up to which an answer waits for it, if the message asks for no other."""
+"""Processor seconds of a mask up to which an answer waits for it."""
 PATIENCE = 0.004
 """Longest seconds of one piece of work before another thread leads."""
 IDLE_SECONDS = 0.05
 """Seconds without a message after which the standby thread stops looking."""
 SWITCH_SECONDS = 0.0005
-"""`sys.setswitchinterval`: the interpreter makes long lists of tokens in steps."""
+"""`sys.setswitchinterval` of the mask process."""
 
 
 NO_DRAFTS: list[tuple[int, int]] = []
@@ -120,8 +119,7 @@ class Compiled:
             return self._start.deep_copy()
 
     def check(self) -> None:
-        """Drop the matcher if it makes no masks any more: its copies share the lexer, whose states may have become too
-        many. Called when one of them has failed."""
+        """Drop the matcher if it makes no masks any more, after a copy of it has failed."""
         with self._lock:
             if self._start is not None:
                 state = self._start.deep_copy()
@@ -188,7 +186,7 @@ class MaskProcess:
         """time.monotonic() when the leader began its piece of work; 0.0: it reads."""
         self._last_message = 0.0
         self._is_asleep = False
-        """The standby thread waits for a message without looking."""
+        """True while the standby thread waits for a message without looking."""
         self._firsts: deque[Task] = deque()
         """Answers without masks, which the engine core waits for."""
         self._masks: deque[Task] = deque()
@@ -217,7 +215,6 @@ class MaskProcess:
             os._exit(1)
 
     def _turn(self, thread: int, scratch: MaskScratch) -> None:
-        """Do tasks or read a message, if this thread leads; else stand by."""
         with self._lock:
             task = self._next_task(thread)
             leads = self._leader == thread
@@ -238,8 +235,7 @@ class MaskProcess:
         self._memory.note_work(thread, -1, 0.0)
 
     def _next_task(self, thread: int) -> Task | None:
-        """The next quick task of the leading thread. While the other thread leads and reads, this one finishes its
-        remaining work, which would otherwise wait for the next message. Called under the lock."""
+        """The next quick task of the leading thread. Called under the lock."""
         tasks, leads = self._firsts or self._masks, self._leader == thread
         if not leads and self._began:
             return None
@@ -289,8 +285,7 @@ class MaskProcess:
                 self._message_came.notify()
 
     def _take(self, work: MaskWork) -> list[Task]:
-        """Apply a message; returns its tasks. Only the reading thread changes slots and grammars, so it needs no lock,
-        which it must not hold while a copy waits for the source's mask."""
+        """Apply a message; returns its tasks."""
         with self._lock:
             self._memory.hold(work.num_slots)
             for number in work.ended_slots:
@@ -309,7 +304,6 @@ class MaskProcess:
         return tasks + [Task(self._slots[advance.slot], advance) for advance in work.advances]
 
     def _add(self, task: Task) -> None:
-        """Called under the lock."""
         if task.is_slow:
             self._slow.add(task)
             self._slow_came.notify()
@@ -319,7 +313,6 @@ class MaskProcess:
             self._firsts.append(task)
 
     def _copy(self, copy: Copy) -> Task | None:
-        """Copy a slot; returns the task of its mask, if requested."""
         source = self._slots[copy.source]
         slot = self._slots[copy.slot] = Slot(copy.slot, source.charge, 0.0, source.compiled)
         with source.lock:
@@ -349,7 +342,6 @@ class MaskProcess:
         return answer
 
     def _keep(self, task: Task, done: MatcherAnswer | Masked | None) -> None:
-        """Keep a task's result until it is sent. Called under the lock."""
         if done is None:
             return
         if type(done) is Masked:
@@ -433,7 +425,7 @@ class MaskProcess:
 
     def _make_draft_masks(self, slot: Slot, scratch: MaskScratch) -> int:
         """Make the masks after drafts, up to one that is not allowed or ends the text, or until they take long; returns
-        their number. They are not charged to the request, and a missing one does not end it."""
+        their number."""
         assert slot.state is not None
         state, started = slot.state.copy(), time.thread_time()
         for number, (token_id, place) in enumerate(slot.drafts):
@@ -451,8 +443,7 @@ class MaskProcess:
         return len(slot.drafts)
 
     def _take_done(self) -> Done | None:
-        """The message to send: answers go together once no quick one is missing, and so do masks. Called under the
-        lock; `_send` must follow."""
+        """The message to send, under the lock; `_send` must follow."""
         if self._firsts or (self._masks and not self._answers):
             return None
         answers, self._answers = self._answers, []
@@ -484,7 +475,7 @@ def no_seconds() -> float:
 
 
 class ConsumeApart:
-    """Follow a token on a thread of the library, while other threads of this process run. Used by one at a time."""
+    """Follow a token on a thread of the library, while other threads of this process run; used by one at a time."""
 
     def __init__(self, vocabulary: LLTokenizer) -> None:
         from llguidance import LLExecutor, LLMatcher
@@ -492,7 +483,7 @@ class ConsumeApart:
         before = set(threads_of_process())
         self._executor = LLExecutor(1)
         self._other = start_matcher(vocabulary, LLMatcher.grammar_from_regex("[^\\x00-\\U0010ffff]"))
-        """Matcher that takes no token: the library uses its thread for two matchers, not for one."""
+        """Matcher that takes no token, as the library threads only several."""
         self(self._other.deep_copy(), 0)
         found = set(threads_of_process()) - before
         self._clock = thread_clock(min(found)) if len(found) == 1 else None
@@ -507,14 +498,13 @@ class ConsumeApart:
 
 
 def wake_politely() -> None:
-    """Keep this process from preempting others when it wakes up: the engine computes beside it."""
+    """Keep this process from preempting others when it wakes up."""
     if hasattr(os, "SCHED_BATCH"):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def leave_the_first_core() -> None:
-    """Keep this process off the core of the engine core's thread (csrc/pool.cpp), which waits for masks and continues
-    at once."""
+    """Keep this process off the core of the engine core's thread (csrc/pool.cpp)."""
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, cores[1:] or cores)

@@ -274,7 +274,7 @@ class FrameConnection:
 
 
 def is_one_frame(received: memoryview, size: int) -> bool:
-    """The first `size` bytes are one whole frame, as most often."""
+    """True if the first `size` bytes are one whole frame."""
     return size >= HEADER.size and size == HEADER.size + HEADER.unpack_from(received)[0]
 
 

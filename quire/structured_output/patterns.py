@@ -1,7 +1,6 @@
 """ECMA-262 regular expressions of JSON schemas (`pattern`, `patternProperties`), in Rust's syntax. `parse` reads an
-expression and `written` rewrites it, because characters differ in Rust: `.` matches a carriage return, `[` in a class
-opens another, `&&` in a class intersects, `\\<` is the beginning of a word. `PatternMatcher` finds an expression in a
-name; `Languages` lists the names that it matches. None of them backtracks."""
+expression and `written` rewrites it, because characters differ in Rust. `PatternMatcher` finds an expression in a name;
+`Languages` lists the names that it matches."""
 
 from __future__ import annotations
 
@@ -169,7 +168,6 @@ class _Parser:
         return self._member()
 
     def _member(self) -> Characters:
-        """A character, or an escape for several, in a class or outside."""
         pattern, start = self._pattern, self._at
         if pattern[start] != "\\":
             self._at += 1
@@ -368,7 +366,7 @@ class PatternMatcher:
         """State -> (edge, target); None needs no character, an Anchor a place."""
         self._moves: dict[tuple[frozenset[int], str], frozenset[int]] = {}
         self._sets: dict[frozenset[int], frozenset[int]] = {}
-        """One object for each set of states: a look-up with another object compares all states."""
+        """One object for each set of states."""
         self._end = self._add(node, 0)
 
     def is_found(self, text: str) -> bool:
@@ -396,7 +394,6 @@ class PatternMatcher:
         return found
 
     def _closed(self, states: set[int], *, is_start: bool, is_end: bool) -> frozenset[int]:
-        """The states, with those reachable without a character."""
         todo, found = list(states), set(states)
         while todo:
             for edge, target in self._edges[todo.pop()]:
@@ -415,7 +412,6 @@ class PatternMatcher:
         return len(self._edges) - 1
 
     def _add(self, node: Node, start: int) -> int:
-        """Add the node after a state; returns the state after it."""
         self._budget.spend()
         match node:
             case PatternSequence():
@@ -510,7 +506,6 @@ class Languages:
         return product
 
     def _powers(self, texts: set[str], low: int, high: int) -> set[str] | None:
-        """Concatenations of `low` to `high` texts."""
         if texts == {""} or high == 0:
             return {""}
         if high > self._max_length + 1:

@@ -1,5 +1,5 @@
-"""Removal of schemas that only endless texts satisfy, such as a required property that leads back to itself. A model
-would write until its length ends, so they count as unsatisfiable."""
+"""Removal of schemas that only endless texts satisfy, such as a required property that leads back to itself. They count
+as unsatisfiable."""
 
 from __future__ import annotations
 
@@ -111,7 +111,6 @@ class _Graph:
 
 
 def _kept(schema: Any, graph: _Graph, holds: list[bool]) -> Any:
-    """The schema with `false` in place of nodes that do not hold."""
     if not isinstance(schema, dict):
         return schema
     if not holds[graph.node_of[id(schema)]]:

@@ -1,5 +1,5 @@
-"""Anchors of regular expressions. A constraint matches the whole text, so anchors at its ends are redundant, and
-llguidance has none. All functions take linear time."""
+"""Anchors of regular expressions. A constraint matches the whole text, so anchors at its ends are redundant. All
+functions take linear time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ def _without_ends(parts: list[str]) -> str:
 
 
 def _alternatives(pattern: str) -> list[list[str]]:
-    """Parts of the pattern, split at every `|` outside groups."""
     found, depth = [list[str]()], 0
     for part in _parts(pattern):
         depth += (part == "(") - (part == ")")
@@ -40,7 +39,6 @@ def _alternatives(pattern: str) -> list[list[str]]:
 
 
 def _parts(pattern: str) -> Iterator[str]:
-    """Single characters; two-character escapes and bracket classes whole."""
     start = 0
     while start < len(pattern):
         end = start + 1
@@ -53,7 +51,6 @@ def _parts(pattern: str) -> Iterator[str]:
 
 
 def _class_end(pattern: str, start: int) -> int:
-    """Index after the bracket that closes the class at `start`, or the pattern's end."""
     index = start + 1
     if pattern[index : index + 1] == "^":
         index += 1

@@ -1,5 +1,4 @@
-"""A rehearsal: a fork compiles one text and makes its first mask, under limits of the kernel, because no check can
-predict a compiler's cost."""
+"""A rehearsal: a fork compiles one text and makes its first mask, under limits of the kernel."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ MAX_REASON = 300
 MAX_ROW_ITEMS = 20_000
 """Limit of parser items after one token. An object of 2,000 optional properties has 8,000."""
 STEP_FUEL = 2_000_000
-"""Lexer work for a mask and its following tokens, some 0.15 s: ten times the usual. A sequence that exceeds it ends all
-with the same grammar, which share the lexer."""
+"""Lexer work for a mask and its following tokens, some 0.15 s."""
 ONE_OF = "oneOf is supported where no value follows two of its schemas, by their types or by constants of a property"
 
 ENDS_BY_LIMITS = tuple(
@@ -42,8 +40,7 @@ ENDS_BY_LIMITS = tuple(
         signal.SIGABRT,
     )
 )
-"""Statuses of forks ended by their own doing. Others, such as SIGKILL of a system without memory, say nothing about the
-text."""
+"""Statuses of forks ended by their own doing."""
 
 
 def start_matcher(vocabulary: LLTokenizer, text: str) -> LLMatcher:
@@ -96,8 +93,7 @@ def outcome_of(vocabulary: LLTokenizer, text: str) -> Outcome:
 
 
 def _failure_behind(state: LLMatcher, token_id: int) -> str:
-    """Reason why the library fails after a first token; empty: it does not. A missing continuation does not count:
-    other texts may have one."""
+    """Reason why the library fails after a first token; empty: it does not."""
     if state.consume_token(token_id) and not state.is_stopped():
         state.compute_bitmask()
     reason = state.get_error() if state.is_error() else ""

@@ -19,12 +19,7 @@ _CHARACTER = r'[^"\\\x00-\x1f\x7f]|\\["\\bfnrt]|\\u00(?:0[0-7bBeEfF]|1[0-9a-fA-F
 
 
 def json_document(schema: NormalSchema, options: dict[str, Any]) -> dict[str, Any]:
-    """A schema with its options (`x-guidance`). schema: has no `$digits`, and is changed.
-
-    llguidance lets a free name have escapes, so that it may spell a property's name. If any value may follow a free
-    name, the names are therefore those of a pattern that matches all, which have one spelling; elsewhere no text has a
-    `u` escape.
-    """
+    """A schema with its options (`x-guidance`). schema: has no `$digits`, and is changed."""
     if schema.has_patterns or any(map(_needs_plain_names, (schema.root, *schema.definitions.values()))):
         options = options | {"json_allowed_escapes": ESCAPES}
     else:
@@ -75,7 +70,6 @@ class LarkWriter:
         self._joiner = Joiner(schema, joins)
         self._joiner.join_all()
         self._names: dict[str, str] = {}
-        """Text of a rule -> its name."""
         self._forms: dict[int, str] = {}
         self._budget = budget
 
@@ -102,7 +96,6 @@ class LarkWriter:
         return self._names[body]
 
     def _form(self, node: Any) -> str:
-        """Name of a schema's rule, written once however often the schema occurs."""
         if not isinstance(node, dict):
             return self._json(node)
         if id(node) not in self._forms:
@@ -177,7 +170,6 @@ class LarkWriter:
         return self._rule(f'{key} ":" {self._form(part)}')
 
     def _members(self, items: list[tuple[str, bool]], extra: str | None, low: int, high: int | None) -> str:
-        """Members with commas: a rule for what may follow each, with members before it or without."""
         behind = alone = '""'
         if extra is not None:
             behind, alone = self._several(extra, low, high)

@@ -1,6 +1,5 @@
 """Intersections of schemas, joined into one for rules in Lark's syntax, which have none. `Joiner` replaces `allOf`,
-`anyOf`, `oneOf` or `$ref` beside other keywords, around `$digits` or references, by one schema. Parts that llguidance
-compiles alone stay: it joins `allOf` itself."""
+`anyOf`, `oneOf` or `$ref` beside other keywords, around `$digits` or references, by one schema."""
 
 from __future__ import annotations
 
@@ -56,8 +55,7 @@ class JoinBudget:
 
 
 def tell_apart(schema: NormalSchema, budget: JoinBudget) -> None:
-    """Change each `oneOf` with provably disjoint parts into `anyOf`, because llguidance refuses parts that it cannot
-    separate, such as references."""
+    """Change each `oneOf` with provably disjoint parts into `anyOf`, which llguidance takes."""
     joiner = Joiner(schema, budget)
     todo = [schema.root, *schema.definitions.values()]
     while todo:
@@ -106,7 +104,6 @@ class Joiner:
         return known[1]
 
     def _flattened(self, node: Any) -> Any:
-        """The schema with one of `$ref`, `anyOf`, `$digits` or type keywords in each written part."""
         if not isinstance(node, dict) or DIGITS in node or not self.is_written(node):
             return node
         known = self._flat.get(id(node))
@@ -120,7 +117,6 @@ class Joiner:
         return known[1]
 
     def _conjuncts(self, node: dict[str, Any]) -> list[Any]:
-        """Schemas of one kind of keyword that a value must all satisfy, in the order of the text's keys."""
         simple = {name: value for name, value in node.items() if name not in IN_PLACE}
         place = "properties" if "properties" in simple else next(iter(simple), None)
         found: list[Any] = []
@@ -204,7 +200,6 @@ class Joiner:
         return self._of_types(first, second)
 
     def _of_types(self, first: dict[str, Any], second: dict[str, Any]) -> Any:
-        """The intersection of schemas with type keywords only, or `$digits`."""
         options: list[Any] = []
         for kind in _shared(_types(first), _types(second)):
             if kind in ("number", "integer"):
@@ -268,7 +263,6 @@ class Joiner:
                     )
 
     def _have_no_type_in_common(self, options: list[Any]) -> bool:
-        """True if any two schemas share at most the object type."""
         seen: set[str] = set()
         for each in options:
             found = self.kinds(each) - {"object"}
@@ -278,8 +272,7 @@ class Joiner:
         return True
 
     def _tells_all_apart(self, views: list[list[dict[str, Any]]]) -> bool:
-        """True if some property is required in all schemas, with different constants. views: views of each schema.
-        Pairwise comparison finds the same but takes longer."""
+        """True if some property is required in all schemas, with different constants. views: views of each schema."""
         for name in dict.fromkeys(name for view in views[0] for name in view.get("required", ())):
             taken: set[str] = set()
             for each in views:
@@ -294,7 +287,6 @@ class Joiner:
         return False
 
     def _views(self, node: Any) -> list[dict[str, Any]]:
-        """Schemas that all values of a schema satisfy."""
         todo: list[Any] = [node]
         found: list[dict[str, Any]] = []
         while todo and len(found) < MAX_VIEWS:
@@ -404,7 +396,6 @@ def _shared(first: list[str], second: list[str]) -> list[str]:
 
 
 def _of_kind(node: dict[str, Any], kind: str) -> dict[str, Any]:
-    """The keywords of a schema for one type."""
     return {"type": kind} | {name: node[name] for name in OF_TYPE.get(kind, ()) if name in node}
 
 
@@ -414,7 +405,6 @@ def _numbers(node: dict[str, Any], *, is_integer: bool) -> SchemaNumbers:
 
 
 def _enum(values: list[Any], other: dict[str, Any]) -> Any:
-    """Values of a list that satisfy a schema of `$digits` or of types alone."""
     if DIGITS in other:
         found = [each for each in values if _kind(each) == "number" and other[DIGITS].holds(each)]
         return {"enum": found} if found else False

@@ -1,5 +1,5 @@
 """Numbers of JSON schemas: bounds, multiples and constants, in a form that llguidance follows exactly, or as
-`{"$digits": Numbers}`, which schema_grammar.py writes as regular expressions."""
+`{"$digits": Numbers}` for schema_grammar.py."""
 
 from __future__ import annotations
 
@@ -174,8 +174,7 @@ class SchemaNumbers:
 
 def check_merges(found: list[SchemaNumbers]) -> None:
     """Check number keywords of several schemas for one value, which llguidance joins. Raises ValueError where it could
-    be wrong: exclusive bounds beside others with equal digits before the point, and multiples whose product exceeds 32
-    bits."""
+    be wrong."""
     bounds = {bound for each in found if not each.is_integer for bound in (each.low, each.high) if bound is not None}
     values: dict[int, set[Decimal]] = {}
     for bound in bounds:
@@ -208,7 +207,6 @@ def _has_between(low: Bound, high: Bound) -> bool:
 
 
 def _narrower(first: Bound | None, second: Bound | None, sign: int) -> Bound | None:
-    """sign: 1 for lower bounds."""
     if first is None or second is None:
         return first or second
     if first.value == second.value:
@@ -223,8 +221,7 @@ def _integer(bound: Bound, sign: int) -> int:
 
 
 def _is_trusted(low: Bound | None, high: Bound | None) -> bool:
-    """True if llguidance follows these bounds: doubles of at most 15 digits. It includes an exclusive bound if both
-    have equal digits before the point."""
+    """True if llguidance follows these bounds: doubles of at most 15 digits."""
     for bound in (low, high):
         if (
             bound is not None

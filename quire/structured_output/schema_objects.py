@@ -31,7 +31,6 @@ class ObjectKeywords:
             self._patterns[text] = all_of(self._patterns.get(text, True), schema)
             self._nodes[text] = _parsed(pattern)
         self._required = dict.fromkeys(self._names("required", given.get("required", [])))
-        """Required names, in order."""
         self._additional = self._additional_schema(closed)
         self._is_for_all = False
         """True if named properties also follow the schema of additional ones."""
@@ -161,7 +160,7 @@ class ObjectKeywords:
                 self._patterns, self._additional, self._is_for_all = {}, schema, True
 
     def _drop_empty_patterns(self) -> None:
-        """Drop patterns whose names all have properties: no name could follow a comma."""
+        """Drop patterns whose names all have properties."""
         taken = {*self._properties, *self._required}
         size = max(map(len, taken), default=0)
         for pattern in list(self._patterns) if taken else ():

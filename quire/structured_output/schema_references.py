@@ -1,5 +1,4 @@
-"""Targets of references in a JSON schema: base URIs (`$id`), anchors and JSON pointers, inside one document. One walk
-over the places of schemas finds the resources; the content of `const`, `enum`, `default` or `examples` is data."""
+"""Targets of references in a JSON schema: base URIs (`$id`), anchors and JSON pointers, inside one document."""
 
 from __future__ import annotations
 
@@ -107,7 +106,6 @@ class References:
             todo += [(each, resource) for each in subschemas(node)]
 
     def _opened(self, node: dict[str, Any], resource: Resource) -> Resource:
-        """The node's resource, or that around it, with the node's anchors added."""
         draft = _draft(node, resource.draft)
         identifier = node.get("$id", node.get("id") if draft <= 4 else None)
         if isinstance(identifier, str) and not (draft < 2019 and "$ref" in node and node is not resource.node):

@@ -36,16 +36,14 @@ class MaskShape(NamedTuple):
 
     @classmethod
     def of(cls, vocab_size: int, end_ids: Sequence[int]) -> MaskShape:
-        """end_ids: the model's end tokens; without one, a token after its vocabulary ends texts (`make_vocabulary`),
-        which masks leave out."""
+        """end_ids: the model's end tokens; without one, a token after its vocabulary ends texts (`make_vocabulary`)."""
         num_bytes = num_mask_bytes(vocab_size)
         places = [(each // 8, 1 << each % 8) for each in end_ids]
         return cls(num_bytes, num_bytes if end_ids else num_slot_bytes(vocab_size), bits(end_ids), places)
 
 
 class SequenceState:
-    """Follows tokens. Results depend on the tokens alone, not on their grouping. If the grammar allows one text only,
-    its tokens are found once, and kept until they are used up or the sequence differs."""
+    """Follows tokens. Results depend on the tokens alone, not on their grouping."""
 
     def __init__(
         self,

@@ -1,9 +1,8 @@
 """The constraint service of one engine: the engine core's side of the processes that compile constraints and make
 masks.
 
-A compiler may take any time and memory for a client's text, or crash. So a text is first rehearsed in a fork under
-limits (fork_server.py), and the outcome is kept. Matchers of good texts live in the mask process (mask_process.py). The
-processes start with the first constraint, or while the engine is idle.
+A client's text, which may take any time and memory, is first rehearsed in a fork under limits (fork_server.py);
+matchers of good texts live in the mask process (mask_process.py).
 """
 
 from __future__ import annotations
@@ -49,9 +48,9 @@ MAX_OUTCOMES = 1024
 MAX_OUTCOME_CHARACTERS = 2**24
 """Limit of the texts with kept outcomes, in characters."""
 SPIN_SECONDS = 0.00005
-"""Seconds for which a wait spins: a quick answer comes sooner than a thread wakes up."""
+"""Seconds for which a wait spins."""
 MAX_STARTS = 3
-"""Starts of the fork server in a row without a message, after which all that wait for it fail."""
+"""Starts of the fork server in a row without a message, after which its waiting work fails."""
 
 
 class ConstraintService:
@@ -192,7 +191,6 @@ class ConstraintService:
         poll.poll(seconds * 1000)
 
     def _start_server_again(self) -> None:
-        """Start the fork server again after its end, and repeat its questions."""
         how = self._end_server()
         logger.warning("the fork server for structured outputs %s", how)
         if self._num_starts >= MAX_STARTS:
@@ -275,6 +273,5 @@ def refusal(reason: str) -> UserError:
 
 
 def _end(process: subprocess.Popen[bytes], owner: int) -> None:
-    """End the fork server; also runs at the interpreter's end."""
     if os.getpid() == owner:  # else a fork of the owner ends; the process is not its own
         kill(process)

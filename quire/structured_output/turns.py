@@ -1,5 +1,5 @@
-"""Order of rehearsals. A text first gets a short try, then longer ones, each in its own lane, so a text of milliseconds
-waits only for others' short tries. In a lane, clients take turns."""
+"""Order of rehearsals. A text first gets a short try, then longer ones, each in its own lane, where clients take
+turns."""
 
 from __future__ import annotations
 

@@ -13,14 +13,12 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 FIRST_TEXTS = ("", "\n")
-"""Texts put before a text, in turn, until its tokens have exactly its bytes: some tokenizers put a blank before the
-first word."""
+"""Texts put before a text, in turn, until its tokens have exactly its bytes."""
 
 
 class Vocabulary:
     """A tokenizer as `llguidance.LLTokenizer` expects it. `tokens`: bytes by token id, empty for ids that no text may
-    use. A call gives the tokens that the model reads a text as, which llguidance asks where the grammar allows one text
-    only."""
+    use."""
 
     is_tokenizer_wrapper = True
 
@@ -58,7 +56,7 @@ class Vocabulary:
         return []
 
     def _longest_match(self, data: bytes) -> list[int]:
-        """Tokens by repeated longest match; it stops at bytes without a token."""
+        """Tokens by repeated longest match, up to bytes without a token."""
         if not self._ids:
             special = set(self.special_token_ids)
             self._ids = {piece: number for number, piece in enumerate(self.tokens) if piece and number not in special}
@@ -87,9 +85,8 @@ def check_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
 
 
 def make_vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
-    """All tokens of a model, for masks. Holds the interpreter for about a second with 150,000 tokens. vocab_size: may
-    differ from the tokenizer's. eos_token_ids: tokens that end a text where the grammar allows it; none: an id after
-    the vocabulary stands for them."""
+    """All tokens of a model, for masks. vocab_size: may differ from the tokenizer's. eos_token_ids: tokens that end a
+    text where the grammar allows it; none: an id after the vocabulary stands for them."""
     tokens = [tokenizer.token_bytes(token_id) for token_id in range(min(vocab_size, tokenizer.vocab_size))]
     tokens += [b""] * (vocab_size - len(tokens))
     from llguidance import LLTokenizer  # only where a request asks for it: it takes a tenth of a second

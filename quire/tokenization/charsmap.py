@@ -1,7 +1,6 @@
 """Character table of a sentencepiece model, which maps sequences such as full-width letters to usual ones.
 
-At each position the longest known sequence is replaced; other characters stay. The `tokenizers` library has the same
-table (`Precompiled`), but looks up whole grapheme clusters first and loses combining marks of unknown ones.
+At each position the longest known sequence is replaced; other characters stay.
 
 Format: the index's size in bytes (4 bytes), the index (a darts-clone double array of 32-bit units), and zero-terminated
 replacements.
@@ -76,8 +75,7 @@ class Charsmap:
         return self._replacements[first:last].decode(errors="replace")
 
     def _ascii_depth(self) -> int | None:
-        """Maximum number of printable ASCII characters at the start of a sequence; None if a sequence has only these,
-        or too many."""
+        """Maximum number of printable ASCII characters at the start of a sequence; None if unbounded."""
         nodes, depth = [self._root], 0
         while nodes:
             below = []

@@ -1,7 +1,6 @@
 """Chat templates: Jinja templates of checkpoints, which write a conversation as one string.
 
-They run in sandboxed helper processes (helpers.py, helper_process.py) with limits on time and memory, so a bad template
-ends in an error, not in a blocked server.
+They run in sandboxed helper processes (helpers.py, helper_process.py) with limits on time and memory.
 """
 
 from __future__ import annotations
@@ -123,7 +122,6 @@ class ChatTemplate:
         return UserError(f"the model's chat template {self._sentence(failed)}", param="messages")
 
     def _sentence(self, failed: Failed) -> str:
-        """Predicate of the error message."""
         limits = self.helpers.limits
         match failed.kind:
             case "invalid":

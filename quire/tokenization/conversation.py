@@ -14,7 +14,7 @@ from quire.multimodal.sources import Picture, picture_of
 from quire.utils.frames import encode
 
 ROLES_WITHOUT_CONTENT = ("assistant", "tool", "function")
-"""Roles whose messages may lack content: tool calls have no text, results may be empty."""
+"""Roles whose messages may lack content."""
 TEXT_OF_PART = {
     "text": "text",
     "input_text": "text",
@@ -196,7 +196,6 @@ def _content(
 
 
 def _decoded_call(call: Any, where: str) -> dict[str, Any]:
-    """Tool call with decoded arguments, which templates expect; clients send JSON."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         raise UserError(f"{where} needs a function", param=where)

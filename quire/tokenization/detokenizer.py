@@ -1,7 +1,7 @@
 """Incremental detokenization: the text that each new token adds, at constant cost.
 
 The increments of a sequence join to `Tokenizer.decode` of its tokens (except invalid UTF-8 under a rare decoder of
-whole sequences). Bytes of an incomplete character are held back; `flush` returns them as U+FFFD.
+whole sequences). Bytes of an incomplete character are held back.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Protocol
 from quire.tokenization.pieces import REPLACEMENT, BytePieces, LocalPieces, Pieces, WholePieces
 
 PROMPT_TAIL = 16
-"""Prompt tokens that can affect a completion's text: an incomplete character spans at most four."""
+"""Prompt tokens that can affect a completion's text."""
 MAX_HELD_TOKENS = 16
-"""Tokens after which a whole-sequence decoder's incomplete character is shown anyway."""
+"""Tokens after which an incomplete character is shown anyway."""
 _new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 
@@ -39,8 +39,7 @@ class IncrementalDetokenizer:
     """Decoder of one growing completion.
 
     skipped: token ids without text (special tokens, or none). prompt_token_ids: prompt of the completion. Its text is
-        not returned, but the completion reads as its continuation: a sentencepiece word keeps its leading space, and a
-        character begun in the prompt is completed.
+    not returned, but the completion reads as its continuation.
     """
 
     __slots__ = ("_push", "_skipped", "_stream")
@@ -112,7 +111,6 @@ class LocalStream:
         self._pieces = pieces
         self._first = True
         self._held = bytearray()
-        """Bytes of an incomplete character."""
         self._strip_char, self._strip_count = pieces.left_strip
 
     def set_prompt(self, token_ids: Sequence[int]) -> None:
@@ -166,8 +164,7 @@ class LocalStream:
 
 
 class WindowStream:
-    """Decoder for whole-sequence decoders: it decodes a window of recent tokens and returns what this adds. The window
-    starts one shown chunk back, to give new text its neighbours."""
+    """Decoder for whole-sequence decoders: it decodes a window of recent tokens and returns what this adds."""
 
     __slots__ = ("_num_shown", "_pieces", "_shown", "_window")
 
@@ -177,7 +174,6 @@ class WindowStream:
         self._num_shown = 0
         """Number of tokens at the start of the window whose text was returned."""
         self._shown = ""
-        """Text of these tokens."""
 
     def set_prompt(self, token_ids: Sequence[int]) -> None:
         self._window = list(token_ids)

@@ -1,7 +1,7 @@
 """Tokenizer in a GGUF file: vocabulary, merges, and the name of its rule for splitting words.
 
-It is byte-level BPE (GPT-2, LLaMA 3, Qwen, SmolLM, Mistral Nemo), where UNUSED tokens pad the vocabulary to the
-embedding; sentencepiece (LLaMA 2, Mistral 7B, Gemma, T5); or BERT's WordPiece.
+It is byte-level BPE (GPT-2, LLaMA 3, Qwen, SmolLM, Mistral Nemo); sentencepiece (LLaMA 2, Mistral 7B, Gemma, T5); or
+BERT's WordPiece.
 """
 
 from __future__ import annotations
@@ -44,8 +44,6 @@ SPECIAL_KEYS = {
 _LONGEST_WORD = 100
 """Maximum number of characters in a word that BERT splits; longer ones are unknown."""
 _SENTENCEPIECE = {"llama": BPE, "t5": UNIGRAM}
-"""tokenizer.ggml.model -> kind of sentencepiece model."""
-
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _TAIL = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
 _WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -137,7 +135,7 @@ KNOWN_PATTERNS = frozenset(
     {_BUNDLED}
     | {pattern for each in SPLITTINGS.values() for pattern in (each.pattern, *each.before) if pattern is not None}
 )
-"""Word patterns of published models and the bundled one. Their time is linear in a text, not quadratic."""
+"""Word patterns of published models and the bundled one, which take linear time."""
 
 
 def read_gguf_tokenizer(
@@ -204,7 +202,7 @@ def _sentencepiece(
 
 
 def _wordpiece(file: GGUFFile, fields: Fields, max_values: int) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
-    """BERT's tokenizer. GGUF marks beginnings of words with sentencepiece's space; BERT marks the other pieces."""
+    """BERT's tokenizer."""
     tokens, kinds = _vocabulary(file)
     check_num_values(file.path, len(tokens), max_values)
     own = [_bert_name(token, kind) for token, kind in zip(tokens, kinds, strict=True)]
@@ -250,7 +248,6 @@ def _config(fields: Fields, tokens: list[str], *, adds_bos: bool, adds_eos: bool
 
 
 def _vocabulary(file: GGUFFile) -> tuple[list[str], list[int | float]]:
-    """Tokens and their kinds, by id."""
     tokens = file.strings("tokenizer.ggml.tokens")
     if not tokens:
         raise file.error("tokenizer.ggml.tokens is missing or empty")

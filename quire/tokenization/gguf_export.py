@@ -1,7 +1,6 @@
 """Export of a tokenizer to GGUF, the inverse of `quire.tokenization.gguf`.
 
-Byte-level BPE is written with its merges and the name of its rule; a sentencepiece model with scores from
-`tokenizer.model` or, without one, from the order of the merges.
+Byte-level BPE is written with its merges and the name of its rule, a sentencepiece model with scores.
 """
 
 from __future__ import annotations
@@ -205,7 +204,6 @@ def _sentencepiece(pieces: SentencePieces) -> dict[str, Value]:
 
 
 def _special(tokenizer: Tokenizer, end_ids: Sequence[int]) -> dict[str, Value]:
-    """Ids of named special tokens, and flags for those that surround a text."""
     found: dict[str, Value] = {}
     for name, key in SPECIAL_KEYS.items():
         token = tokenizer.special_tokens.get(name)

@@ -1,8 +1,5 @@
 """Helper process that renders chat templates, tokenizes long texts and reads large request bodies. Helpers (helpers.py)
-starts it; it ends with its parent.
-
-Short conversations need only Jinja and msgspec; other imports wait for the first job that needs them.
-"""
+starts it; it ends with its parent."""
 
 from __future__ import annotations
 
@@ -128,8 +125,8 @@ class HelperLoop:
 
     @contextlib.contextmanager
     def _answering(self, seconds: float) -> Iterator[list[Refused]]:
-        """Let the system kill this process (SIGPROF) after `seconds` of processor time; add deliberate errors to the
-        list. Garbage collection is off, because decoded JSON has no cycles and each collection would scan it."""
+        """Let the system kill this process (SIGPROF) after `seconds` of processor time, and collect no garbage
+        meanwhile; add deliberate errors to the list."""
         from quire.errors import QuireError
 
         refused: list[Refused] = []
@@ -190,7 +187,6 @@ def _too_deep() -> Failed:
 
 
 def _be_silent() -> None:
-    """Disable core dumps and output, and let the timers' signals end the process."""
     for number in DEADLY:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, DEADLY)
@@ -211,7 +207,6 @@ def _limit(kind: int, value: int) -> None:
 
 
 def _address_space() -> int:
-    """Size of the address space in bytes; 0 without /proc."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[0]) * resource.getpagesize()

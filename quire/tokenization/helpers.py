@@ -2,7 +2,7 @@
 reads a large request body.
 
 Helpers start on demand, are reused, and end with the front end. One that exceeds a limit, hangs or dies fails only its
-job and is replaced. One whose caller leaves a long tokenization ends.
+job and is replaced.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from quire.utils.patience import STALL_SECONDS, Patience
 from quire.utils.sizes import format_bytes
 
 LONG_TEXT_CHARACTERS = 2**18
-"""Length from which a helper tokenizes a text; below it the list of ids takes at most 2 ms."""
+"""Length from which a helper tokenizes a text."""
 UNKNOWN_PATTERN_CHARACTERS = 2**8
 """The same limit for a tokenizer with patterns of its own. Some take time cubic in the text or worse, until the library
 gives up after ten million attempts. The worst known takes 0.6 s for 256 characters and 34 s for 4,096."""
 START_SECONDS = 60.0
-"""Timeout of a start; interpreter and Jinja take 0.1 s."""
+"""Timeout of a start."""
 GRACE_SECONDS = 1.0
 """Time after a rendering helper's own timers before this side kills it, in seconds."""
 JOINED_BYTES = 64 * 2**10
@@ -226,7 +226,7 @@ class Helper:
         return answer
 
     def _ask(self, parts: Sequence[bytes | bytearray | memoryview], waiting: Waiting, max_bytes: int) -> Answer | None:
-        """Return the answer, or None if the process has ended. The caller marks it usable again."""
+        """Return the answer, or None if the process has ended."""
         self.is_usable = False
         try:
             parts = [part for part in (self._setup_frame, *parts) if part]
@@ -243,7 +243,6 @@ class Helper:
         return None if reply is None else _ANSWERS.decode(reply)
 
     def _exit_status(self, seconds: float | None) -> int | None:
-        """Exit status; None if the process still runs after closing its connection."""
         try:
             return self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -334,7 +333,6 @@ class Helpers:
 
 
 def _wrong_with(setup: Setup) -> str | None:
-    """Reason why the templates cannot be sent, if any."""
     try:
         size = len(encode_frame(setup))
     except UnicodeEncodeError:

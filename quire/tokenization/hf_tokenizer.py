@@ -22,7 +22,7 @@ from quire.tokenization.vocabulary_limits import check_num_values, check_text_le
 from quire.utils.model_files import file_bytes, read_model_file
 
 MAX_TOKENIZER_BYTES = 2**26
-"""Maximum size of tokenizer.json, vocab.json or merges.txt in bytes: twice the largest known (Gemma: 33 MB)."""
+"""Maximum size of tokenizer.json, vocab.json or merges.txt in bytes."""
 FILE, VOCABULARY_FILE, MERGES_FILE = "tokenizer.json", "vocab.json", "merges.txt"
 TRANSFORMERS_VERSION = (5, 23)
 """Release that decides between files for several releases."""
@@ -171,15 +171,14 @@ def _tokens(kind: TokenizerClass, special: SpecialTokens) -> dict[str, str | Non
 
 
 def _set_certain(backend: tokenizers.Tokenizer) -> None:
-    """Turn off BPE dropout, which some files keep from training: equal texts must have equal tokens."""
+    """Turn off BPE dropout: equal texts must have equal tokens."""
     model = backend.model
     if isinstance(model, models.BPE) and model.dropout:
         model.dropout = None
 
 
 def _mend_splitting(backend: tokenizers.Tokenizer, directory: Directory) -> None:
-    """Apply `fix_mistral_regex`, if set: some Mistral models of older Transformers releases have a wrong word pattern
-    in tokenizer.json."""
+    """Apply `fix_mistral_regex`, if set, to a wrong word pattern in tokenizer.json."""
     model, splitter = directory.model, backend.pre_tokenizer
     if not _options(directory).boolean("fix_mistral_regex", False) or splitter is None or not model:
         return

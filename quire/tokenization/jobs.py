@@ -44,7 +44,7 @@ class TemplateLimits(msgspec.Struct, frozen=True):
 
     @property
     def max_conversation_bytes(self) -> int:
-        """Maximum size of a conversation in bytes; more could not fit into memory with its objects."""
+        """Maximum size of a conversation in bytes."""
         return self.memory // 8
 
 

@@ -35,8 +35,7 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def last_word_to_exceptions() -> Iterator[None]:
-    """Hold back standard error during the block. Drop it if the block raises: the exception says the reason, a panic
-    prints pages."""
+    """Hold back standard error during the block, and drop it if the block raises."""
     try:
         before = os.dup(STDERR)
     except OSError:  # there is no standard error

@@ -1,8 +1,7 @@
 """Sentencepiece's BPE: repeatedly join the neighbours whose union has the highest score, the first of equals.
 
-The `tokenizers` library takes an ordered list of pairs, where two pairs for the same piece cannot be equal; runs of
-spaces, dashes or letters then give other pieces. So this module finds the pieces, and the library gets them as words.
-Texts are cut where no piece joins two characters, and results of parts are cached.
+The `tokenizers` library takes an ordered list of pairs, which gives runs of spaces, dashes or letters other pieces; so
+it gets these pieces as words.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class PieceMerger:
     def __init__(
         self, scores: Mapping[str, float], unused: Collection[str], whole: Collection[str], space: str
     ) -> None:
-        """Raises ModelLoadError for a piece that is too long, because its joins are stored."""
+        """Raises ModelLoadError for a piece that is too long."""
         self._scores = dict(scores)
         self._unused = frozenset(unused)
         self._whole = any_of(whole)
@@ -118,8 +117,7 @@ class PieceMerger:
             self._last_long = part, pieces
 
     def _merged(self, part: str) -> Iterator[str]:
-        """Join the characters of a part. A symbol's place is its first character; a symbol joined with the one before
-        is empty."""
+        """Join the characters of a part."""
         scores, size = self._scores, len(part)
         symbols, before, behind = list(part), list(range(-1, size - 1)), list(range(1, size + 1))
         candidates: list[tuple[float, int, int]] = []
@@ -170,7 +168,6 @@ def any_of(texts: Collection[str]) -> re.Pattern[str] | None:
 
 
 def _branches(texts: Sequence[str], levels: int) -> str:
-    """Tree of alternatives, so that thousands are not tried one by one. texts: sorted."""
     if levels == 0:
         return "|".join(map(re.escape, sorted(texts, key=len, reverse=True)))
     branches = []
@@ -184,5 +181,4 @@ def _branches(texts: Sequence[str], levels: int) -> str:
 
 
 def _common_start(a: str, b: str) -> str:
-    """Common prefix of a sorted list, from its first and last text."""
     return a[: next((place for place, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]), len(a))]

@@ -1,5 +1,4 @@
-"""Limits on the length and time that a tokenizer's steps may add. Each step is harmless, but forty that double a text
-fill any memory."""
+"""Limits on the length and time that a tokenizer's steps may add."""
 
 from __future__ import annotations
 
@@ -16,16 +15,14 @@ from quire.errors import ModelLoadError
 
 MAX_STEPS = 64
 MAX_GROWTH = 64
-"""Maximum growth factor of a text: Metaspace writes three bytes for one."""
+"""Maximum growth factor of a text."""
 MAX_INSERTED = 256
 """Maximum number of characters that a step writes at once."""
 MAX_ADDED_TOKENS = 64
 """Maximum number of tokens around a text, and of the parts that place them."""
 LONGEST_WORD = 256
-"""Maximum number of characters in a word that WordPiece splits (`max_input_chars_per_word`; usually 100): it tries
-every part at every place."""
+"""Maximum number of characters in a word that WordPiece splits (`max_input_chars_per_word`; usually 100)."""
 _LETTERS_PER_CHARACTER = 4
-"""Maximum number of letters that a byte-level step writes per character: one for each byte."""
 _NEVER_EMPTY = re.compile(r"(?:\\s| |\[[^\]\[\\^]+\])(?:\+|\{[1-9]\d*,\})?")
 """Patterns of runs of blanks, which most tokenizers have."""
 _INNER = ("normalizers", "decoders", "pretokenizers", "processors")
@@ -34,8 +31,7 @@ _CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*:\s*"([^"]*)"')
 
 
 def check_charsmaps(content: bytes) -> None:
-    """Raise ModelLoadError for a tokenizer.json with a truncated character table: the library would allocate the stated
-    length or abort."""
+    """Raise ModelLoadError for a tokenizer.json with a truncated character table."""
     for match in _CHARSMAP.finditer(content):
         try:
             table = base64.b64decode(match[1].replace(b"\\/", b"/"), validate=True)

@@ -1,7 +1,6 @@
 """Byte-level BPE from tokens by rank, without merges: `tiktoken.model` (Kimi) and `tekken.json` (Mistral).
 
-The neighbours with the lowest-ranked union are joined. The `tokenizers` library takes pairs instead: each way to split
-a token into two others, in order of ranks.
+The neighbours with the lowest-ranked union are joined.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ KIMI_PATTERN = (
     rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CASE}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CASE}"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Word pattern of Kimi's tokenizer, whose own code in the checkpoint is never run."""
+"""Word pattern of Kimi's tokenizer."""
 KIMI_CLASS = "TikTokenTokenizer"
 KIMI_SPECIALS = 256
 """Number of ids after the vocabulary, named in tokenizer_config.json (`added_tokens_decoder`) or reserved."""
@@ -72,7 +71,7 @@ def ranked_bpe(
 
 def read_tiktoken(content: bytes, file: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
     """Read a `tiktoken.model`: lines of a base64 token and its rank. config: tokenizer_config.json, which must name
-    Kimi's class, because the file lacks the word pattern. Raises ModelLoadError."""
+    Kimi's class. Raises ModelLoadError."""
     kind = config.get("tokenizer_class")
     if kind != KIMI_CLASS:
         raise ModelLoadError(

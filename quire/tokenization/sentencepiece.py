@@ -1,9 +1,7 @@
 """Sentencepiece tokenizers, from `tokenizer.model` or a GGUF file.
 
 BPE joins the neighbours whose union has the highest score (LLaMA 2, Gemma); Unigram takes the pieces with the highest
-sum of scores (T5). `TextPreparation` makes the words that the `tokenizers` library turns into ids: a BPE model's
-pieces, or the whole text, which the library cuts, for Unigram. (Ties may differ from sentencepiece: it adds scores in
-32 bits, the library in 64.)
+sum of scores (T5). `TextPreparation` makes the words that the `tokenizers` library turns into ids.
 """
 
 from __future__ import annotations
@@ -154,7 +152,6 @@ def _whole(text: str) -> list[str]:
 
 
 def _between(pattern: re.Pattern[str] | None, text: str, change: Callable[[str], str]) -> str:
-    """Change the parts of `text` between the matches."""
     parts = [text] if pattern is None else pattern.split(text)
     parts[::2] = [change(part) for part in parts[::2]]
     return "".join(parts)

@@ -1,7 +1,7 @@
 """Special tokens of a directory, from all its files, with Transformers' precedence.
 
 tokenizer_config.json wins. If it has `added_tokens_decoder`, only tokenizer.json counts besides; otherwise
-special_tokens_map.json overrides it, and added_tokens.json and tokenizer.json say how tokens are written.
+special_tokens_map.json overrides it.
 """
 
 from __future__ import annotations

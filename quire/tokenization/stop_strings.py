@@ -60,8 +60,7 @@ class StopTable:
 class StopStrings:
     """Search for a text's first stop string (Aho-Corasick).
 
-    The first to be complete wins, then the longest, so the result does not depend on the pieces. Text that may begin a
-    stop string is held back. Cost: O(1) per character for any number of strings.
+    The first to be complete wins, then the longest; text that may begin one is held back. Cost: O(1) per character.
     """
 
     def __init__(self, table: StopTable, include_in_output: bool = False) -> None:

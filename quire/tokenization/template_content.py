@@ -1,8 +1,6 @@
 """Form of messages that a chat template expects, found in its syntax tree, and conversion of messages to it.
 
-A template that loops over a message's content wants a list of parts, others a string. Loops are found as in vLLM, so
-that the tokens are equal: over `messages` or variables assigned from it, and inside over `message.content` or
-`message["content"]`, through filters and slices.
+A template that loops over a message's content wants a list of parts, others a string, as in vLLM.
 """
 
 from __future__ import annotations
@@ -63,7 +61,6 @@ def _assignments(tree: nodes.Template) -> Iterator[tuple[str, nodes.Node]]:
 
 
 def _attribute(node: nodes.Getattr | nodes.Getitem) -> object:
-    """Name of the attribute, or constant key of the item; None for a computed key."""
     if isinstance(node, nodes.Getattr):
         return node.attr
     return node.arg.value if isinstance(node.arg, nodes.Const) else None
@@ -71,7 +68,7 @@ def _attribute(node: nodes.Getattr | nodes.Getitem) -> object:
 
 def _stem(node: nodes.Node | None, attribute: str | None = None) -> str | None:
     """Variable of an expression, under filters, tests and slices; with `attribute`, the variable whose attribute or
-    item it is. None for other expressions."""
+    item it is."""
     while isinstance(node, nodes.Filter | nodes.Test) or (
         isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
     ):

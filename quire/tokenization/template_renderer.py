@@ -1,7 +1,6 @@
 """Renderer of chat templates, in a helper process (helper_process.py).
 
-A template is a program of unknown cost, so it runs there in Jinja's sandbox, under the system's limits on time and
-memory. Imports only Jinja and msgspec.
+It runs in Jinja's sandbox, under the system's limits on time and memory. It imports only Jinja and msgspec.
 """
 
 from __future__ import annotations
@@ -134,8 +133,8 @@ def _mark_final(message: dict[str, Any]) -> str:
 
 
 def _cut_at_mark(text: str, final: str) -> str:
-    """Text before the mark, right-stripped if the template trimmed the message. Raises ContinuationError, as
-    Transformers does, if the template changes the message's text."""
+    """Text before the mark, right-stripped if the template trimmed the message. Raises ContinuationError if the
+    template changes the message's text."""
     before, mark, after = text.rpartition(CONTINUE_MARK.rstrip())
     if not mark or final not in text:
         raise ContinuationError(
@@ -164,5 +163,5 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Filter without the HTML escapes of Jinja's own, which models do not know."""
+    """Filter without the HTML escapes of Jinja's own."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,4 +1,4 @@
-"""Limits of texts that are refused before tokenization, which takes up to 300 times a text's size in memory."""
+"""Limits of texts that are refused before tokenization."""
 
 from __future__ import annotations
 

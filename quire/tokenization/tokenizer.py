@@ -50,12 +50,12 @@ from quire.utils.model_files import read_model_file
 
 MAX_TOKEN_ID = 2**24
 MAX_SENTENCEPIECE_BYTES = 2**24
-"""Maximum size in bytes: four times the largest known (Gemma: 4 MB)."""
+"""Maximum size in bytes of a sentencepiece model."""
 TEKKEN_FILE, TIKTOKEN_FILE = "tekken.json", "tiktoken.model"
 OTHER_FILES = (TEKKEN_FILE, TIKTOKEN_FILE, "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 """Files of a directory without tokenizer.json: Mistral's, Kimi's, and sentencepiece's."""
 PATTERN_LIMITS = ("retry-limit-in-match", "retry-limit-in-search", "match-stack limit")
-"""Words in the library's panics when a pattern backtracks too long, which depends on the text."""
+"""Words in the library's panics when a pattern backtracks too long."""
 SPACES_LEFT_OUT = (
     *((f" {mark}", mark) for mark in ".?!,"),
     (" ' ", "'"),
@@ -160,9 +160,8 @@ class Tokenizer:
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """Text of a whole token sequence, equal to its streamed text.
 
-        It differs from the library for byte tokens that are not valid UTF-8: the library drops the valid characters of
-        such a run too; here (they may have been streamed) only invalid bytes become U+FFFD. Unknown ids have no text.
-        If the tokenizer drops spaces before punctuation, streams keep them.
+        It differs from the library for byte tokens that are not valid UTF-8: only invalid bytes become U+FFFD. Unknown
+        ids have no text.
         """
         with panics_are_errors("the tokenizer"):
             text: str = self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
@@ -295,7 +294,6 @@ def load_tokenizer(
 def _read_other(
     file: Path, config: dict[str, Any], limit: int
 ) -> tuple[tokenizers.Tokenizer, dict[str, Any], SentencePieces | None]:
-    """Read one of OTHER_FILES: tokenizer, equivalent of tokenizer_config.json, and sentencepiece model, if any."""
     if file.name == TEKKEN_FILE:
         content = read_vocabulary(file, limit)
         with refusing(file, "is not a readable tokenizer"):

@@ -1,8 +1,7 @@
 """Tokenizer classes that Transformers builds itself, whatever pipeline tokenizer.json describes.
 
 `tokenizer_class` of tokenizer_config.json, or the model's type, names a class. Most use tokenizer.json unchanged
-(FROM_FILE). The others take only its vocabulary and merges; their pipeline depends on options of tokenizer_config.json.
-Those of text models are built here; others are refused, because their ids would differ.
+(FROM_FILE), the others only its vocabulary and merges. Classes of text models are built here; others are refused.
 """
 
 from __future__ import annotations

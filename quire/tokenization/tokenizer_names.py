@@ -1,7 +1,5 @@
-"""Tokenizer class that Transformers uses for a directory: the one its files name, unless the model's type overrides it.
-
-The tables follow Transformers 5.23; a test compares them with the installed release.
-"""
+"""Tokenizer class that Transformers uses for a directory: the one its files name, unless the model's type overrides
+it."""
 
 from __future__ import annotations
 
@@ -214,5 +212,4 @@ def _plain(name: object) -> str:
 
 
 def _own_code(auto_map: object) -> object:
-    """Key of a class in the checkpoint's own code, which is never run."""
     return auto_map.get("AutoTokenizer") if isinstance(auto_map, Mapping) else auto_map

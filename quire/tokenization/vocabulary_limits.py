@@ -1,7 +1,7 @@
 """Limits on the number and length of entries in a tokenizer's files.
 
-The `tokenizers` library takes up to 406 bytes for each value, however short, so values are counted before it reads a
-file. Its trees are as deep as the longest entry, and freeing too deep a tree kills the process.
+Values are counted before the `tokenizers` library, which takes up to 406 bytes each, reads a file. The longest entry is
+limited too.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from quire.errors import ModelLoadError
 LARGEST_VOCABULARY = 2**18
 """Default vocabulary size of the model: Gemma's."""
 NUM_OTHER_TOKENS = 2**15
-"""Tokens allowed beyond the model's vocabulary: added ones, or a small model with a larger model's tokenizer."""
+"""Tokens allowed beyond the model's vocabulary."""
 VALUES_PER_TOKEN = 6
-"""Values per token: one for the token (two with a score), two for each merge; families converted from sentencepiece
-have 2.3 merges per token."""
+"""Values per token: one for the token (two with a score), two for each merge."""
 MAX_TOKENIZER_VALUES = 2**21
 """Maximum number of values in a file for any vocabulary: a million tokens with scores."""
 LONGEST_PIECE = 512
@@ -83,14 +82,12 @@ def check_text_lengths(file: Path, content: bytes) -> None:
 
 
 def _check_merge(file: Path, text: str) -> None:
-    """Check an entry, or a merge written as two with a space between."""
     parts = text.split(" ")
     check_pieces(file, parts if len(parts) == 2 else [text])
 
 
 def _long_runs(content: bytes, mark: bytes, length: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of runs of more than `length` bytes without `mark`, examining only the last mark of each
-    `length` bytes elsewhere."""
+    """Yield (start, end) of runs of more than `length` bytes without `mark`."""
     start = 0
     while start + length < len(content):
         last = content.rfind(mark, start, start + length + 1)

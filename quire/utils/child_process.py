@@ -22,10 +22,9 @@ _BOOT = (
 
 
 def start_interpreter(module: str, name: str, line: bytes, fds: Collection[int]) -> subprocess.Popen[bytes]:
-    """Start `module`'s main() in a fresh interpreter with our search path. The caller's script is not imported again.
-    Its own process group keeps Ctrl-C away. name: shown at the end of the command line, and its first 15 bytes in
-    `top`. line: first line on standard input, which stays open while we live. fds: inherited files. A process that has
-    already ended is no error here."""
+    """Start `module`'s main() in a fresh interpreter with our search path, in its own process group. name: shown at the
+    end of the command line, and its first 15 bytes in `top`. line: first line on standard input, which stays open while
+    we live. fds: inherited files. A process that has already ended is no error here."""
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", _BOOT.format(module=module), json.dumps([str(each) for each in sys.path]), name],
         stdin=subprocess.PIPE,
@@ -45,9 +44,7 @@ def write_line(process: subprocess.Popen[bytes], line: bytes) -> None:
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """End the process and its children at once, wait for it and close its standard input. Idempotent. Children usually
-    end with their parent (`watch_parent`), except one that is stopped on a system without PR_SET_PDEATHSIG, or whose
-    thread holds the interpreter."""
+    """End the process and its children at once, wait for it and close its standard input. Idempotent."""
     assert process.stdin is not None
     with contextlib.ExitStack() as stack:
         children = [] if process.poll() is not None else _children(process.pid, stack)
@@ -99,10 +96,7 @@ def describe_exit(status: int) -> str:
 
 
 def watch_parent(last_act: Callable[[], None]) -> None:
-    """End this process, after `last_act`, when the parent's end closes standard input. Not PR_SET_PDEATHSIG with
-    SIGKILL: that signal comes when the *thread* that started the process ends, and short-lived threads start engines
-    too. On Linux the signal is SIGCONT, harmless for a running process: a stopped one continues when its parent's main
-    thread ends, and sees the pipe."""
+    """End this process, after `last_act`, when the parent's end closes standard input."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
 

@@ -11,9 +11,8 @@ ROOT = Path("/")
 
 
 def group_directories(controller: str, root: Path = ROOT) -> Iterator[Path]:
-    """Directories of the groups that limit this process by `controller` ("memory", "cpu"), innermost first. root:
-    parent of /proc and /sys. In a container the system may name a directory that only the host sees; the process's own
-    group is then the mount itself, which comes last."""
+    """Directories of the groups that limit this process by `controller` ("memory", "cpu"), innermost first, the mount
+    itself last. root: parent of /proc and /sys."""
     membership = root / "proc/self/cgroup"
     for line in membership.read_text().splitlines() if membership.exists() else []:
         _, controllers, path = line.split(":", 2)
@@ -44,8 +43,7 @@ def cpu_quota(root: Path = ROOT) -> float | None:
 
 
 def usable_cores(root: Path = ROOT) -> int:
-    """Threads that can always compute: cores of the affinity mask within the quota, at least 1. More threads would use
-    the quota up early in each period, and then all stand still."""
+    """Threads that can always compute: cores of the affinity mask within the quota, at least 1."""
     quota = cpu_quota(root)
     cores = envs.affinity_cores()
     return cores if quota is None else max(1, min(cores, int(quota)))

@@ -6,7 +6,7 @@ import errno
 import resource
 
 MAX_LINE = 1000
-"""Longest line in characters: an error may quote megabytes of a file."""
+"""Longest line in characters."""
 
 _NO_MEMORY = ("cannot allocate memory", "can't allocate memory", "failed to map segment", "bad_alloc", "out of memory")
 _NO_THREAD = ("can't start new thread", "resource temporarily unavailable")
@@ -27,7 +27,7 @@ def explain(error: BaseException) -> str:
 
 
 def one_line(text: str) -> str:
-    """The text on one line, cut, with control characters escaped, because it may come from a file."""
+    """The text on one line, cut, with control characters escaped."""
     words = " ".join(text[: 2 * MAX_LINE].split())
     line = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in words)
     return line if len(line) <= MAX_LINE and len(text) <= 2 * MAX_LINE else line[:MAX_LINE] + " ..."

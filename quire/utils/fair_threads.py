@@ -48,8 +48,7 @@ class FairThreads:
 
     def submit(self, size: float, work: Callable[[], T]) -> Future[T]:
         """Run `work` of `size` units for CALLER in its turn. A future cancelled before drops its work at once. Raises
-        RuntimeError after `shutdown`. The future is in no reference cycle, so its large result is freed with its last
-        user, not by a garbage collection in any thread."""
+        RuntimeError after `shutdown`."""
         due = self._clock.now() + size / UNITS_PER_SECOND
         kept = [work]
         item = _Item(due, next(self._numbers), size > self._long_size, kept, Future())
@@ -69,7 +68,7 @@ class FairThreads:
         self._threads.shutdown(wait=wait)
 
     def _work(self) -> None:
-        """Do all work that may run now. Long work beyond the limit is left to threads that end theirs."""
+        """Do all work that may run now."""
         while (item := self._next()) is not None:
             try:
                 self._do(item)
@@ -91,7 +90,6 @@ class FairThreads:
             del item, work  # the error has this frame in its traceback
 
     def _next(self) -> _Item | None:
-        """The first allowed work of the caller whose turn it is."""
         with self._lock:
             for caller, items in list(self._waiting.items()):
                 while items and items[0].future.cancelled():

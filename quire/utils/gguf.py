@@ -1,11 +1,10 @@
 """GGUF reader: header, metadata and table of tensors, every number checked before use.
 
-A file has a header (magic, version, two counts), pairs of key and typed value, tensor entries, and the tensors' data,
-each at a multiple of the alignment. Numbers are little-endian. The file is mapped: small values are decoded at once,
-arrays on request, tensors are views of the mapping. Imports neither torch nor numpy, because the control plane uses it.
+A file has a header, pairs of key and typed value, tensor entries, and the tensors' data, each at a multiple of the
+alignment. Numbers are little-endian. Imports neither torch nor numpy.
 
-Files may be hostile. Every fault is a ModelLoadError: nothing is read outside the file, nothing allocated that the file
-does not hold, and the limits below bound the work.
+Files may be hostile. Every fault is a ModelLoadError: nothing is read outside the file, and the limits below bound the
+work.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ MAX_ALIGNMENT = 2**20
 MAX_HEADER_BYTES = 2**28
 """Limit of header, metadata and tensor table: some ten times those of the largest vocabularies."""
 MAX_STRINGS = 2**22
-"""Limit of all string arrays' elements: each takes a step of a Python loop."""
+"""Limit of all string arrays' elements."""
 MAX_KEYS = 2**16
 MAX_TENSORS = 2**16
 MAX_KEY_BYTES = 2**16 - 1
@@ -124,7 +123,7 @@ class GGUFFile:
     arrays are placeholders, read by `strings` and `numbers`. tensors: by name, in the files' order.
 
     The mapping is private; `release` drops the pages of a copied tensor. Views stay valid as long as they are held; a
-    context closes the file once none is. The file may be replaced or deleted meanwhile, but not truncated in place.
+    context closes the file once none is.
     """
 
     def __init__(self, path: Path) -> None:

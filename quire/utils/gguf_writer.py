@@ -1,5 +1,5 @@
-"""GGUF writer: the header first, then tensors' bytes in any order. The file has a temporary name until it is complete,
-so an interrupted run leaves the final name as it was. Imports neither torch nor numpy."""
+"""GGUF writer: the header first, then tensors' bytes in any order. The file has a temporary name until it is complete.
+Imports neither torch nor numpy."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class GGUFWriter:
 
 
 def _set_aside(file: int, size: int) -> None:
-    """Reserve `size` bytes for a file where the system can, so that a full disk shows now."""
+    """Reserve `size` bytes for a file where the system can."""
     try:
         os.posix_fallocate(file, 0, size)
     except (OSError, AttributeError) as error:

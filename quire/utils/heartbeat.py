@@ -1,11 +1,8 @@
 """Signs of life of a process: sending, hearing, and checks of progress.
 
-A thread of the process writes a byte into a pipe at every beat: the time without progress. A step may take minutes, but
-native code releases the interpreter, so the thread keeps writing. It stops when the whole process is stopped (SIGSTOP,
-a frozen container, a machine out of memory that only swaps), or a thread never releases the interpreter.
-
-A process makes progress while its loop turns or its threads compute. A dead-locked one does neither; a long step uses
-the processor. So does a thread that waits for a CUDA device: a hanging card looks like a long step.
+A thread of the process writes a byte into a pipe at every beat: the time without progress of its loop and its threads.
+It stops when the whole process is stopped (SIGSTOP, a frozen container, swapping), or a thread never releases the
+interpreter.
 """
 
 from __future__ import annotations
@@ -21,13 +18,11 @@ from quire.clock import Clock, SystemClock
 BEAT_SECONDS = 0.5
 """Seconds between two beats."""
 SILENCE_LIMIT = 4.0
-"""Seconds without a sign of life after which a process counts as unresponsive: eight beats, so that a busy machine does
-not look like a stopped process."""
+"""Seconds without a sign of life after which a process counts as unresponsive: eight beats."""
 HUNG_ENGINE_TIMEOUT = 60.0
-"""Default seconds of silence after which an engine hangs and `restart_engine` ends it: time for a process in a
-debugger, or swapped out, to come back."""
+"""Default seconds of silence after which an engine hangs and `restart_engine` ends it."""
 MAX_GAP = 2 * BEAT_SECONDS
-"""Longest time between two looks that counts as silence: during a longer one the observer itself did not run."""
+"""Longest time between two looks that counts as silence."""
 MIN_CPU_SHARE = 0.01
 """Share of one core below which a process does not compute. Beats, and library threads that poll a hundred times a
 second, use up to a third of it."""
@@ -42,8 +37,7 @@ IDLE = 255
 
 class Heartbeat:
     """The observer's side: time without a beat. Thread-safe. Only time that the observer has seen counts, `MAX_GAP` at
-    most between two looks: if the machine is suspended, or both processes are stopped and continue together, the other
-    one was not silent."""
+    most between two looks."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()

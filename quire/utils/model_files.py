@@ -1,5 +1,4 @@
-"""Files of a model from any source: only regular files are opened, and read up to a limit. A FIFO would block, a device
-has no end, and a sparse file claims gigabytes never written."""
+"""Files of a model from any source: only regular files are opened, and read up to a limit."""
 
 from __future__ import annotations
 

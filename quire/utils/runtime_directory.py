@@ -1,6 +1,5 @@
-"""A private directory for one engine process's sockets, removed after any kind of death. Parent and child hold a shared
-lock on it while they live. The parent removes it, or the child if the parent was killed; if both were, the next engine
-on this machine finds it unlocked and removes it."""
+"""A private directory for one engine process's sockets, removed after any kind of death. Parent and child lock it while
+they live; the parent removes it, else the child or the next engine on this machine."""
 
 from __future__ import annotations
 
@@ -17,11 +16,10 @@ PREFIX = "quire-engine-"
 LAST_WORDS_FILE = "last-words"
 """File with the reason why the engine process could not start, if it could not send a message."""
 _MAX_SOCKET_PATH = 100
-"""Longest directory path: the kernel allows 107 bytes for a Unix socket's path with its name."""
+"""Longest directory path for the sockets in it."""
 
 _REMOVE_TRIES = 100
 _REMOVE_PAUSE = 0.01
-"""Seconds between tries."""
 
 
 class RuntimeDirectory:

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 
 class EventParser:
-    """Parser fed with bytes, so split multi-byte characters are safe. Lines may end in LF, CR LF or CR; several `data:`
-    lines of an event are joined by LF; comments and other fields are skipped."""
+    """Parser fed with bytes, so split multi-byte characters are safe."""
 
     def __init__(self) -> None:
         self._pending = b""

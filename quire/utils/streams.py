@@ -1,5 +1,4 @@
-"""Standard output and error that can always be written to: what cannot be written is lost and counted. A log must not
-end a server because of a full disk, or a reader that is gone or reads nothing."""
+"""Standard output and error that can always be written to: what cannot be written is lost and counted."""
 
 from __future__ import annotations
 
@@ -62,8 +61,7 @@ class GuardedFile(io.FileIO):
 
 
 def guard_streams(*names: str) -> None:
-    """Route `sys.stdout` or `sys.stderr`, by `names`, through GuardedFile, unless the program has replaced them. Closed
-    standard files become /dev/null first; otherwise a socket could get their number and be written to."""
+    """Route `sys.stdout` or `sys.stderr`, by `names`, through GuardedFile, unless the program has replaced them."""
     _open_closed()
     for name, fd in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)

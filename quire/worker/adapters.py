@@ -52,8 +52,8 @@ class AdapterLoads:
             adapters.load(slot, adapter)
 
     def begin_plan(self, plan: StepPlan) -> None:
-        """Start the plan's loads, and wait for those whose first rows it brings: the scheduler may have read another
-        rank's report. Raises ModelLoadError for a load that failed only here."""
+        """Start the plan's loads, and wait for those whose first rows it brings. Raises ModelLoadError for a load that
+        failed only here."""
         for slot, adapter in () if plan.adapters is None else plan.adapters.loads:
             self.held.pop(slot, None)
             self._orders[slot] = adapter

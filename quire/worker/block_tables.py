@@ -1,5 +1,4 @@
-"""Block tables of all rows, one per KV group, in kernel blocks. A pool block is one entry in a table of states, and
-`kernel_blocks` consecutive entries in a table of tokens (quire/kv_cache/layout.py)."""
+"""Block tables of all rows, one per KV group, in kernel blocks."""
 
 from __future__ import annotations
 
@@ -46,8 +45,7 @@ class TableShape(NamedTuple):
 
 
 def table_shapes(layout: KVCacheLayout, deal: Deal = ALL_TOKENS) -> list[TableShape]:
-    """Table shapes of a layout's groups, in order. deal: distribution of the dealt groups' tokens; native step inputs
-    take it from their plans."""
+    """Table shapes of a layout's groups, in order. deal: distribution of the dealt groups' tokens."""
     return [
         TableShape(
             layout.entry_tokens(group),

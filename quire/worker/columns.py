@@ -1,11 +1,9 @@
 """Step columns: integers per token that a model reads beside token ids and positions.
 
-A column is an entry of `STEP_COLUMNS`; models name those they read (`CausalLM.columns`). Gathering, upload, memory,
-warm-up, graphs and recorded programs use `ColumnValues` and know no column by name.
+A column is an entry of `STEP_COLUMNS`; models name those they read (`CausalLM.columns`).
 
-A request brings a 32-bit integer per column (`EngineRequest.columns`), which its row keeps; a rule derives its tokens'
-values. Values without a rule, such as positions of image patches, are listed per token (`EngineRequest.token_columns`).
-Only requests with equal values share prefix-cache blocks.
+A request brings a 32-bit integer per column (`EngineRequest.columns`), from which a rule derives its tokens' values, or
+lists values per token (`EngineRequest.token_columns`). Only requests with equal values share prefix-cache blocks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """The model's forward pass on a device: eager, as one CUDA graph, or as graphs between the layers' attention.
 
-Full graphs and the largest piecewise one are captured at the start, because a capture would delay a decode by tens of
-milliseconds, and smaller graphs fit into the largest one's memory. Other piecewise sizes are captured in idle time or
-at first use, after an eager pass.
+Full graphs and the largest piecewise one are captured at the start, other piecewise sizes in idle time or at first use.
 """
 
 from __future__ import annotations
@@ -285,12 +283,11 @@ class _PiecewisePass:
 
 
 class _Pieces(AttentionStep):
-    """Stand-in for attention, states and overlay during capture of pieces: each call ends one piece and starts the
-    next."""
+    """Stand-in for attention, states and overlay during capture of pieces: each call ends one piece."""
 
     def __init__(self, capture: GraphCapture, attended: torch.Tensor, layers: tuple[int, ...]) -> None:
-        """attended: [max tokens, H * D], output of every layer's attention; the next piece reads it before the next
-        call overwrites it. layers: layers after which an overlay adds rows."""
+        """attended: [max tokens, H * D], output of every layer's attention. layers: layers after which an overlay adds
+        rows."""
         self.layers = layers
         self._capture = capture
         self._attended = attended
@@ -331,8 +328,8 @@ class _Pieces(AttentionStep):
         return self._attended.view(-1)[: len(tokens) * width].view(len(tokens), width)
 
     def _between(self, method: str, layer: tuple[Any, ...], *args: Any) -> Any:
-        """End a piece with this call's input and start the next. layer: constants of the layer. args: tensors; the last
-        is the output, which is returned."""
+        """End a piece with this call's input and start the next. layer: constants of the layer. args: tensors; the
+        last, the output, is returned."""
         self.graphs.append(self._capture.end_capture())
         self.calls.append(_AttentionCall(method, (*layer, *(_borrowed(self._capture, value) for value in args))))
         self._capture.begin_capture()
@@ -340,7 +337,6 @@ class _Pieces(AttentionStep):
 
 
 def _borrowed(capture: GraphCapture, value: Any) -> Any:
-    """Replace the tensors in `value` (a tensor, tuple, dataclass or other) by borrowed ones."""
     if isinstance(value, torch.Tensor):
         return capture.borrow(value)
     if isinstance(value, tuple):

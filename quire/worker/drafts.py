@@ -1,6 +1,5 @@
-"""The worker's half of drafts: it finds drafts for a sequence's next step and accepts those of this step. A draft is
-accepted if it equals the token sampled at its position, which depends only on seed and position; so drafts never change
-a sequence's tokens."""
+"""The worker's half of drafts: finds drafts for a sequence's next step and accepts those of this step. A draft is
+accepted if it equals the token sampled at its position, so drafts never change a sequence's tokens."""
 
 from __future__ import annotations
 

@@ -1,19 +1,16 @@
 """Finders of drafts in texts on a CPU: the sequence's own text, earlier outputs for its client, and the request's
 prediction.
 
-`method: ngram`: the longest run of a sequence's last tokens (`lookup_min` to `lookup_max`) that occurs earlier, at its
-latest place. Drafts are the tokens after that place and, beyond the sequence's end, the drafts themselves.
+`method: ngram` copies what follows the latest earlier occurrence of the longest run of last tokens (`lookup_min` to
+`lookup_max`).
 
 `method: suffix`: the latest `MOST_PLACES` places of the own text, and of the others, where at least the last two tokens
-occur, longer matches first, vote. For each match length, the places with that match propose a path: the token that most
-of them have next, and so on. A token's probability is the product of these shares. A path ends below probability
-`least`, after `factor` tokens per matched token, or when match and path reach `depth` tokens. The path with the highest
-sum of probabilities wins.
+occur, vote. For each match length, their majority proposes a path, one token after the other. A token's probability is
+the product of these shares; the path with the highest sum wins.
 
 A prediction comes first: its place with the longest match, among several the next one after the last used.
 
-`PlainTexts` and `PlainCorpus` define the native `DraftTexts` and `Corpus`, which index each token once and examine at
-most the latest 512 places per hash, so that no text makes a look-up slow.
+`PlainTexts` and `PlainCorpus` define the native `DraftTexts` and `Corpus`.
 """
 
 from __future__ import annotations
@@ -194,7 +191,6 @@ class Corpora:
         self._make_corpus = make_corpus
         self._max_bytes = max_bytes
         self._corpora: dict[str, Corpus] = {}
-        """Corpora by scope, most recently used last."""
         self._num_bytes: dict[str, int] = {}
         self._total = 0
 
@@ -216,7 +212,6 @@ class Corpora:
         self._account(scope, corpus)
 
     def _account(self, scope: str, corpus: Corpus) -> None:
-        """Update a scope's bytes and evict others beyond the limit."""
         num_bytes = max(corpus.num_bytes, 1024)
         self._total += num_bytes - self._num_bytes.get(scope, 0)
         self._num_bytes[scope] = num_bytes
@@ -227,9 +222,8 @@ class Corpora:
 
 
 class CustomFinder(NoFinder):
-    """Finder that calls a user's class (`method: custom_class`). The class is called with the maximum number of drafts
-    and has `propose(token_ids)`: a sequence's tokens, [length] int32, read-only, -> guesses. Guesses beyond the
-    maximum, and from the first invalid token on, are dropped."""
+    """Finder that calls a user's class (`method: custom_class`). It has `propose(token_ids)`: a sequence's tokens,
+    [length] int32, read-only, -> guesses; invalid and surplus ones are dropped."""
 
     def __init__(self, name: str, max_drafts: int, vocab_size: int) -> None:
         self._drafter = load_target(name)(max_drafts)

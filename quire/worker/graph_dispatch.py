@@ -1,5 +1,5 @@
-"""Choice of how a step's forward pass runs: kernel by kernel, as graphs between attention calls, or as one graph. A
-pure function of numbers known before the inputs are prepared; `quire doctor` prints it."""
+"""Choice of how a step's forward pass runs: kernel by kernel, as graphs between attention calls, or as one graph.
+`quire doctor` prints the choice."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ Kind = Literal["eager", "piecewise", "full"]
 
 
 MOST_DRAFT_TOKENS = 128
-"""Maximum tokens of a full graph for sequences with drafts. Up to this size reading the weights dominates, so padded
-rows are free; larger steps outlast the launches of pieces."""
+"""Maximum tokens of a full graph for sequences with drafts; up to it padded rows are free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +86,7 @@ def choose_execution(
     sequence. is_decode: all new tokens but the first are drafts.
 
     If every sequence has one new token (and drafts), a full graph of the next size is used, with padded sequences; else
-    piecewise graphs of the next size, with padded tokens but not sequences, since attention runs on the step itself.
+    piecewise graphs of the next size, with padded tokens.
     """
     if max_query_len == 1:
         size = _next(settings.full_sizes, num_seqs)

@@ -1,7 +1,6 @@
 """Drafts of a head: layers after the model's last one that guess the token after the next from a token's hidden state
-and its successor. After each step the head computes the step's tokens with a known successor, which writes their keys
-and values into the step's blocks. The result for the last one is kept: a step with drafts starts from its guess and
-feeds the head its own guesses. The step later overwrites what the head wrote for these."""
+and its successor. After each step the head computes the step's tokens with a known successor. A step with drafts starts
+from the result for the last one and feeds the head its own guesses."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 class HeadDrafts(HostDrafts):
     """Makes drafts with a model's head on a CPU. Rows without a computed step have no drafts, nor have children in
-    their first step, as the hidden state is their parent's."""
+    their first step."""
 
     writes_blocks = True
     follows = True
@@ -61,7 +60,6 @@ class HeadDrafts(HostDrafts):
         self._known = np.zeros(tables.num_rows, np.int64)
         """Tokens of each row at that result."""
         self._unknown: list[int] = []
-        """Sequences of the step whose drafts must be made."""
 
     def forget(self, row: int) -> None:
         self._known[row] = 0
@@ -119,8 +117,7 @@ class HeadDrafts(HostDrafts):
         return counts.tolist() if counts.any() else None
 
     def _guess(self, rows: np.ndarray, lengths: np.ndarray, counts: np.ndarray, table: np.ndarray) -> None:
-        """Make `counts` drafts after the `lengths` known tokens of distinct rows, in the token table too. All are
-        [R]."""
+        """Make `counts` drafts after the `lengths` known tokens of distinct rows, in the token table too; all [R]."""
         results, number = self._results[rows], 0
         while len(rows):
             tokens = self._head.compute_logits(results).argmax(1).numpy()
@@ -137,8 +134,7 @@ class HeadDrafts(HostDrafts):
                 results = self._run(batch, results, None, table)
 
     def _run(self, batch: InputBatch, hidden: torch.Tensor, read: np.ndarray | None, table: np.ndarray) -> torch.Tensor:
-        """The head's results for the tokens `read` of a batch (None: all). hidden: hidden states of all its tokens, [T,
-        size]."""
+        """The head's results for the tokens `read` of a batch (None: all). hidden: [T, size]."""
         from quire.worker.platform.cpu_inputs import prepare_inputs
 
         followers, attention = prepare_inputs(batch, table[:, 1:], self._tables)

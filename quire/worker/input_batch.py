@@ -68,8 +68,7 @@ class InputBatch(NamedTuple):
 
     @property
     def max_query_len(self) -> int:
-        """Maximum tokens of a sequence in this step; 1 for a padding-only batch, because graphs are captured over such
-        batches."""
+        """Maximum tokens of a sequence in this step; 1 for a padding-only batch."""
         return int(self.counts.max(initial=1))
 
     @property
@@ -116,7 +115,6 @@ def build_input_batch(
 
 
 def _reading_less(batch: InputBatch, scored: Collection[int]) -> InputBatch:
-    """Add `logits_rows` and `read_start`. scored: rows whose prompts are scored."""
     counts, query_start = batch.counts, batch.query_start
     num_read = np.ones_like(counts) if batch.num_drafts is None else batch.num_drafts + 1
     if scored:

@@ -22,15 +22,14 @@ STORED_DTYPES = {
 
 
 def allocate_pages(layout: KVCacheLayout) -> list[torch.Tensor]:
-    """`layers_per_group` zeroed tensors [num_blocks, page bytes] uint8; the attention back end interprets them. On a
-    CPU memory is only reserved and backed, by huge pages, when first written. Raises InsufficientMemoryError if
-    reserving fails."""
+    """`layers_per_group` zeroed tensors [num_blocks, page bytes] uint8; the attention back end interprets them. Raises
+    InsufficientMemoryError if reserving fails."""
     return _reserve(layout, layout.num_blocks, "the KV cache", "kv_cache_memory")
 
 
 def prefault(pages: Sequence[torch.Tensor], num_threads: int) -> None:
-    """Back the pool's memory now; else page faults can take a seventh of a prompt's time. Raises
-    InsufficientMemoryError if the pool exceeds the available memory."""
+    """Back the pool's memory now, before prompts need it. Raises InsufficientMemoryError if the pool exceeds the
+    available memory."""
     total, available = sum(page.nbytes for page in pages), available_memory()
     if total > available:
         raise InsufficientMemoryError(

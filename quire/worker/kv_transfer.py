@@ -1,5 +1,4 @@
-"""Swapping of whole blocks between the device's and the host's pool, beside the forward pass: on a thread on a CPU
-(quire/worker/platform/cpu_blocks.py), on a stream on a device (quire/worker/platform/stream_transfers.py)."""
+"""Swapping of whole blocks between the device's and the host's pool, beside the forward pass."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def _with_drafts(
     inputs: SamplingInputs, places: dict[int, int], firsts: np.ndarray, num_bytes: int
 ) -> dict[int, bytes]:
     """Masks by row for samples with drafts. places: index of a sample that expects masks -> its place among those with
-    rows. A draft's row without a mask allows nothing, which ends acceptance there."""
+    rows."""
     masks, nothing = {}, bytes(num_bytes)
     for index, place in places.items():
         first, count = int(firsts[place]), int(firsts[place + 1] - firsts[place])

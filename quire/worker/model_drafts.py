@@ -1,14 +1,9 @@
 """Drafts of a smaller model: its likeliest tokens after a sequence's last one.
 
-Its keys and values are in layers of the same KV cache, after the main model's, so the same blocks are hit, forked,
-swapped and freed. It computes prompts in the same steps, then only what drafts need: a sequence without drafts may be
-up to MOST_BEHIND tokens ahead of it.
+Its keys and values are in further layers of the same KV cache. It computes prompts in the same steps; a sequence
+without drafts may be up to MOST_BEHIND tokens ahead of it.
 
-Drafts are made at the start of the step that computes them. A constrained sequence needs them a step earlier, for its
-masks: they are made after sampling, as far as its last block has room.
-
-A wrong cache entry (such as a prefix-cache block that the draft model had not finished) only makes drafts worse; no
-output token changes.
+A wrong cache entry only makes drafts worse; no output token changes.
 """
 
 from __future__ import annotations
@@ -79,7 +74,6 @@ class ModelDrafts(HostDrafts):
         self._first, self._num_fed = (np.zeros(tables.num_rows, np.int64) for _ in range(2))
         """Position of each row's first draft, and number of its drafts that the model has computed."""
         self._unknown: list[int] = []
-        """Sequences of the step whose drafts must be made."""
 
     def forget(self, row: int) -> None:
         self._computed[row], self._num_fed[row] = FRESH, 0
@@ -130,7 +124,7 @@ class ModelDrafts(HostDrafts):
         return counts.tolist() if counts.any() else None
 
     def _reached(self, rows: np.ndarray, starts: np.ndarray, table: np.ndarray) -> np.ndarray:
-        """First positions, at most `starts`, that the model has not computed; right drafts are already computed."""
+        """First positions, at most `starts`, that the model has not computed."""
         reached = np.minimum(self._computed[rows], starts)
         first, ends = self._first[rows], np.minimum(self._first[rows] + self._num_fed[rows], starts)
         while True:
@@ -146,8 +140,8 @@ class ModelDrafts(HostDrafts):
     def _guess(
         self, rows: np.ndarray, starts: np.ndarray, ends: np.ndarray, counts: np.ndarray, table: np.ndarray
     ) -> None:
-        """Compute known tokens (positions starts to ends - 1) of distinct rows and `counts` drafts after them, in the
-        token table too. All are [R]."""
+        """Compute known tokens (positions starts to ends - 1) of distinct rows and `counts` drafts after them; all
+        [R]."""
         batch = InputBatch.of(rows, starts, ends - starts)
         guessing = np.flatnonzero(counts)
         read = batch.query_start[1:] - 1

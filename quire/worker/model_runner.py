@@ -87,7 +87,7 @@ class Launched:
         return result
 
     def _failed(self, rows: Mapping[int, str]) -> dict[int, str]:
-        """Convert failures by row to failures by sample; a sample with drafts has several rows."""
+        """Convert failures by row to failures by sample."""
         firsts = None if self.sampled is None else self.sampled.firsts
         if firsts is None:
             return dict(rows)
@@ -218,7 +218,6 @@ class ModelRunner:
 
 
 def _tensors(launched: Launched) -> Iterator[torch.Tensor]:
-    """Tensors of a step for the host, for one copy."""
     if launched.samples is not None:
         yield from launched.samples.tensors()
         for part in launched.accepted:

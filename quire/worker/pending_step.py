@@ -10,8 +10,7 @@ from quire.step import StepResult
 
 class PendingStep:
     """A StepFuture (quire/executors/interface.py) without locks: one thread launches, and one thread asks for results.
-    `result` and `exception` wait for the device; a step that is never asked is never done. Steps end in order; after a
-    failed step, `result` raises QuireError."""
+    `result` and `exception` wait for the device; after a failed step, `result` raises QuireError."""
 
     __slots__ = ("_callbacks", "_collect", "_error", "_previous", "_result", "_step_id")
 
@@ -45,8 +44,7 @@ class PendingStep:
         return self._result is not None or self._error is not None
 
     def result(self, timeout: float | None = None) -> StepResult:
-        """Wait for the result, or raise the step's error. A timeout is not possible: a device's work cannot be
-        abandoned."""
+        """Wait for the result, or raise the step's error; no timeout is possible."""
         assert timeout is None or self.done(), "a step is waited for to its end"
         self.settle()
         if self._result is None:

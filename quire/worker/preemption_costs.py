@@ -33,7 +33,7 @@ def time_copies(transfers: BlockTransfers, layout: KVCacheLayout) -> float:
 
 def time_prompt(model: CausalLM, limits: StepLimits, meter: MemoryMeter, synchronize: Callable[[], None]) -> float:
     """Seconds per token of a prompt computed many tokens at a time. synchronize: waits for the device. Only the forward
-    pass over short sequences is timed, without the extra attention of long ones."""
+    pass over short sequences is timed."""
     num_tokens = min(limits.max_num_tokens, TIMED_TOKENS)
     prompt = InputBatch.dummy_prompts(num_tokens, min(num_tokens, limits.longest))
     forward = meter.dummy_pass(model, limits, prompt)

@@ -46,8 +46,7 @@ class RequestState:
         return self._row_of[seq_id]
 
     def rows_of(self, seq_ids: Sequence[int]) -> np.ndarray:
-        """[len(seq_ids)] int64. `rows_version` stays for the same sequences as in the last call, as in decodes: data
-        derived from the rows stays valid."""
+        """[len(seq_ids)] int64. `rows_version` stays for the same sequences as in the last call."""
         if self._asked != seq_ids:
             self._rows = np.fromiter(map(self._row_of.__getitem__, seq_ids), np.int64, len(seq_ids))
             self._asked = list(seq_ids)
@@ -55,8 +54,8 @@ class RequestState:
         return self._rows
 
     def has_drafts(self, plan: StepPlan) -> bool:
-        """True if a plan has drafts, or sequences with fewer tokens than it says, because drafts were rejected that the
-        scheduler had counted. Call once per plan, after `update`."""
+        """True if a plan has drafts, or sequences with fewer tokens than it says, because drafts were rejected. Call
+        once per plan, after `update`."""
         if plan.num_drafts:
             self.drafted.update(compress(plan.seq_ids, plan.num_drafts))
             return True
@@ -96,9 +95,7 @@ class RequestState:
             self.columns.write_blocks(row, group, start, entries)
 
     def update(self, plan: StepPlan) -> None:
-        """Apply a plan's changes, forks included. A fork takes effect after the forward pass but may be copied before:
-        a child's slot was free, and the pass does not change the copied data. Independent writes come first, so that a
-        device needs one round."""
+        """Apply a plan's changes, forks included."""
         for seq_id, token_id in plan.sampled:
             self.columns.write_tokens(self._row_of[seq_id], self.lengths[seq_id] - 1, [token_id])
         for seq_id in plan.released:
@@ -145,8 +142,8 @@ class RequestState:
             self._set_tokens(fork.child, row, fork.token_ids)
 
     def _copy_parent(self, fork: SequenceFork, sampled_at: Mapping[int, int]) -> None:
-        """Copy the parent's tokens: up to the sampled position if the child is sampled in this step, none if the child
-        brought its history, else all."""
+        """Copy the parent's tokens: up to the sampled position if the child is sampled in this step, none if it brought
+        its history, else all."""
         parent, child = self._row_of[fork.parent], self._row_of[fork.child]
         self.num_prompt_tokens[child] = self.num_prompt_tokens[parent]
         if fork.token_ids is None:

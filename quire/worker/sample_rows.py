@@ -18,9 +18,8 @@ class SampleRows(NamedTuple):
     they read. Columns are [R] int64.
 
     rows: request slots. lengths: tokens so far (= position of the sampled token). last_index: index among the batch's
-    read rows. are_read_rows: True if they equal the read rows, in order, as in most decodes. firsts: [samples + 1]
-    int64, first row of each sample with drafts, which has a row for its last known token and for each draft (None: one
-    row each).
+    read rows. are_read_rows: True if they equal the read rows, in order. firsts: [samples + 1] int64, first row of each
+    sample with drafts (None: one row each).
     """
 
     rows: np.ndarray

@@ -36,9 +36,9 @@ def pooling_plans(layout: KVCacheLayout, max_num_seqs: int, longest: int, budget
 
 
 def warm_up_plans(layout: KVCacheLayout, max_num_seqs: int, longest: int, budget: int) -> list[StepPlan]:
-    """Plans of every kind over two sequences and a fork: prompts, chunks beside single tokens, decoding. They need an
-    empty request state and leave it empty; all tables name block 1. longest: maximum tokens of a sequence. budget:
-    tokens of a step."""
+    """Plans of every kind over two sequences and a fork: prompts, chunks beside single tokens, decoding. They leave the
+    request state empty, as they need it; all tables name block 1. longest: maximum tokens of a sequence. budget: tokens
+    of a step."""
     num_seqs = min(2, max_num_seqs)
     length = min(PROMPT_TOKENS, longest - 2, budget // num_seqs)
     if length < 1:

@@ -110,7 +110,6 @@ def watch_inputs(
 
 
 def _forward(model: Decoder, token_ids: Sequence[int]) -> None:
-    """Run one sequence over its own cache."""
     count = len(token_ids)
     groups, layers_per_group = group_layers(model.cache_specs(), BLOCK_SIZE, CHUNK_TOKENS)
     num_blocks = 1 + sum(-(-count // group.block_size) for group in groups)

@@ -1,6 +1,5 @@
 """One worker: a device's share of the model and of the KV cache, driven by an executor. Life cycle: load, profile
-(unless the pool's size is given), allocate, launch ..., sleep, wake up, close. Calls are sequential. The Platform
-(quire/worker/platform/interface.py) handles differences between devices."""
+(unless the pool's size is given), allocate, launch ..., sleep, wake up, close."""
 
 from __future__ import annotations
 

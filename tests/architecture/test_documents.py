@@ -60,18 +60,26 @@ def records() -> dict[int, Path]:
     return {int(path.name[:4]): path for path in (ROOT / "docs" / "decisions").glob("[0-9]*.md")}
 
 
-def test_the_index_of_decisions_has_every_record_under_its_title() -> None:
+def test_the_index_of_decisions_has_every_record_under_its_title_with_a_status() -> None:
     index = (ROOT / "docs" / "decisions" / "README.md").read_text(encoding="utf-8")
     rows = {
         int(number): (name, title)
         for number, name, title in re.findall(
-            r"^\| \[(\d+)\]\(([^)]*)\) \| ([^|]*?) \|$", index.partition("\n## ")[0], re.MULTILINE
+            r"^\| \[(\d+)\]\(([^)]*)\) \| ([^|]*?) \| stands[^|]* \|$", index, re.MULTILINE
         )
     }
     titles = {number: path.read_text(encoding="utf-8").partition("\n")[0] for number, path in records().items()}
     assert {number: (path.name, titles[number]) for number, path in records().items()} == {
         number: (name, f"# {number}. {title}") for number, (name, title) in rows.items()
     }
+
+
+def test_a_replaced_record_is_gone_and_named_once() -> None:
+    index = (ROOT / "docs" / "decisions" / "README.md").read_text(encoding="utf-8")
+    found = [int(number) for each in re.findall(r"replaces ([\d, ]+) \|", index) for number in each.split(",")]
+    assert len(found) > 50
+    assert len(set(found)) == len(found)
+    assert set(found) & records().keys() == set()
 
 
 def test_every_decision_that_is_named_is_a_record() -> None:

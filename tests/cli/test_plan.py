@@ -491,7 +491,8 @@ def test_what_of_the_pool_no_layer_can_write(capsys: pytest.CaptureFixture[str])
     lines = capsys.readouterr().out.splitlines()
     assert "| gemma-3-27b | 52 sliding, 10 full | sliding 16, full 16 | 11.4 | 11.4 | 5.8 | 0.6 |" in lines
     documented = Path(__file__).parents[2] / "docs" / "kv-cache.md"
-    assert "\n".join(lines) in documented.read_text(), "docs/kv-cache.md has the table as the command prints it"
+    assert "\n<!-- kv waste -->\n" in documented.read_text(), "where the site has the table (docs/conf.py)"
+    assert "Gemma-3-27B wastes most, 11.4 %" in documented.read_text()
     assert main(["plan", "--kv-waste", "--tp", "8", "--state-snapshot-interval", "2000", "qwen3-next-80b-a3b"]) == 0
     (line,) = capsys.readouterr().out.splitlines()[2:]
     assert line.startswith("| qwen3-next-80b-a3b | 36 state, 12 full | state 3,712, full 464 |")

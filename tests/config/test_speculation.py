@@ -71,11 +71,7 @@ def test_other_methods(given: dict[str, Any], expected: SpeculationConfig) -> No
     assert resolve(EngineOptions(speculative_config=given)).speculation == expected
 
 
-@pytest.mark.parametrize(
-    "method",
-    [{"method": "suffix"}, {"method": "custom_class", "model": "a.B"}, {"method": "eagle", "model": "b"}],
-    ids=str,
-)
+@pytest.mark.parametrize("method", [{"method": "suffix"}, {"method": "custom_class", "model": "a.B"}], ids=str)
 def test_methods_of_a_cpu(method: dict[str, Any]) -> None:
     given = {"num_speculative_tokens": 2, **method}
     with pytest.raises(ConfigError, match="runs on a CPU so far: choose ngram"):

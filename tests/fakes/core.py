@@ -165,6 +165,7 @@ class CoreClient:
             "images",
             "prediction",
             "resume_point",
+            "is_background",
         )
         fields = {name: params.pop(name) for name in names if name in params}
         sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, **params})

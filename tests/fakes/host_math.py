@@ -99,6 +99,10 @@ class HostMathPlatform(CudaPlatform):
     ) -> CausalLM:
         return load_model(model, load, group)
 
+    @property
+    def head_layers(self) -> None:
+        """Plain operators compute heads, too."""
+
     def make_states(self, layout: KVCacheLayout, pages: Mapping[int, torch.Tensor]) -> StateBackend:
         return HostStates(layout, pages)
 

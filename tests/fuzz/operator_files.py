@@ -17,7 +17,7 @@ from random import Random
 
 from quire.cli.vllm import config_arguments
 from quire.errors import ConfigError
-from quire.server.batch import run_batch
+from quire.server.batch import Pace, run_batch
 from quire.server.keys import KeyRing
 from quire.server.settings import ServerSettings
 from tests.fuzz.bodies import VALID, mutated
@@ -95,7 +95,7 @@ async def attack_batch(rng: Random, served: Served) -> None:
     assert served.app is not None
     lines = [batch_line(rng, number) for number in range(4)]
     written: list[bytes] = []
-    await run_batch(served.app, io.BytesIO(b"\n".join(lines) + b"\n"), written.append, concurrency=2)
+    await run_batch(served.app, io.BytesIO(b"\n".join(lines) + b"\n"), written.append, pace=Pace(2))
     results = [json.loads(line) for line in written]
     assert len(results) == sum(1 for line in lines if line.strip()), lines
     for result in results:

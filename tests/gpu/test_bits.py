@@ -13,7 +13,7 @@ import torch
 from quire.kernels.arguments import LayerAttention
 from quire.kernels.triton import attention_tiles
 from quire.kernels.triton.activation import activation
-from quire.kernels.triton.block_copy import PageTable, gather_blocks
+from quire.kernels.triton.block_copy import PageTable, copy_pages
 from quire.kernels.triton.embedding import embedding
 from quire.kernels.triton.matmul import matmul
 from quire.kernels.triton.norm import norm
@@ -75,14 +75,19 @@ def kernels(device: torch.device) -> dict[str, Callable[[], torch.Tensor]]:
     cases = [Case(SamplingParams(temperature=0.9, top_p=0.9, top_k=50 * (seed % 2)), seed=seed) for seed in range(8)]
     shapes = SamplingShapes() if ON_CARD else SMALL
     pages = PageTable.of_pages([random(device, 64, 2, 16, 2, 16, dtype=DTYPE) for _ in range(2)])
-    blocks = torch.arange(0, 64, 3, dtype=torch.int32, device=device)
+    blocks = torch.arange(0, 64, 2, dtype=torch.int32, device=device)
+
+    def copied() -> torch.Tensor:
+        copy_pages(pages, pages, torch.stack((blocks, blocks + 1), dim=1))
+        return torch.stack(pages.memory)
+
     positions, frequencies = torch.arange(rows, device=device) * 37, random(device, 64)
     calls: dict[str, Callable[[], torch.Tensor]] = {
         "norm": lambda: norm(x, weight, None, 1e-6, centred=False),
         "activation": lambda: activation(x, "silu", gated=True),
         "embedding": lambda: embedding(table, ids),
         "batch-invariant product": lambda: matmul(x, square),
-        "block copies": lambda: gather_blocks(pages, blocks),
+        "block copies": copied,
         "angles": lambda: torch.cat(rotation_angles(positions, frequencies, 1.0)),
         "sampling": lambda: torch.tensor(sample_on(device, logits, cases[: len(logits)], shapes=shapes).token_ids),
         "edited scores": lambda: logprobs_of(sample_on(device, logits, edited_cases(len(logits)), shapes=shapes)),

@@ -13,8 +13,8 @@ import pytest
 
 from quire.cli import run_batch as run_batch_command
 from quire.cli.main import main
-from quire.server.batch import run_batch
-from quire.server.batch_lines import custom_id_of
+from quire.server.batch import Pace, run_batch
+from quire.server.batch_lines import AnsweredLine, custom_id_of
 from tests.server.conftest import Served, serving
 
 
@@ -26,7 +26,7 @@ def line(number: int, url: str = "/v1/completions", **body: Any) -> bytes:
 async def answers(served: Served, lines: list[bytes], concurrency: int = 4) -> list[dict[str, Any]]:
     written: list[bytes] = []
     assert served.app is not None
-    counts = await run_batch(served.app, lines, written.append, concurrency=concurrency)
+    counts = await run_batch(served.app, lines, written.append, pace=Pace(concurrency))
     found = [json.loads(each) for each in written]
     assert counts.num_failed == sum(each["error"] is not None for each in found)
     assert counts.total == len(found)
@@ -142,7 +142,7 @@ async def test_the_file_is_read_no_further_than_is_answered(local: Served) -> No
 
     ahead = []
     assert local.app is not None
-    counts = await run_batch(local.app, lines(), lambda _: ahead.append(num_read - len(ahead)), concurrency=3)
+    counts = await run_batch(local.app, lines(), lambda _: ahead.append(num_read - len(ahead)), pace=Pace(3))
     assert counts.num_answered == 40
     assert max(ahead) <= 4
 
@@ -153,7 +153,7 @@ async def test_a_full_disk_ends_all(local: Served) -> None:
 
     assert local.app is not None
     with pytest.raises(OSError, match="No space"):
-        await run_batch(local.app, [line(n, prompt="a" * 20, max_tokens=99) for n in range(9)], full, concurrency=9)
+        await run_batch(local.app, [line(n, prompt="a" * 20, max_tokens=99) for n in range(9)], full, pace=Pace(9))
     await asyncio.wait_for(local.until_idle(), 20)
 
 
@@ -187,7 +187,14 @@ def test_wrong_use(
     assert message in capsys.readouterr().err
 
 
-ANSWERS = [{"id": f"r{index}", "custom_id": f"r{index}", "response": None} for index in range(3)]
+ANSWERS: list[dict[str, Any]] = [
+    {
+        "id": f"r{index}",
+        "custom_id": f"r{index}",
+        "response": {"status_code": 200, "request_id": "x", "body": {"text": "a"}},
+    }
+    for index in range(3)
+]
 
 
 def batch_files(tmp_path: Path, answers: bytes) -> tuple[Path, Path]:
@@ -216,7 +223,7 @@ def test_answers_go_on_behind_those_of_before(
     monkeypatch.setattr(run_batch_command, "_run", run)
     assert main(["run-batch", str(source), str(target), "--resume"]) == 0
     assert [custom_id_of(each) for each in asked if each.strip()] == [f"r{index}" for index in range(count, 5)]
-    assert seen == [[f"r{index}" for index in range(count)], 5]
+    assert seen == [[AnsweredLine(f"r{index}", False) for index in range(count)], 5]
     assert target.read_bytes() == whole + b"more\n"
 
 

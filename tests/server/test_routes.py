@@ -159,8 +159,12 @@ ALL_ROUTES = ServerSettings(
 )
 
 
-async def test_openapi_describes_every_route(model_path: Path) -> None:
-    async with serving(model_path, ALL_ROUTES) as served:
+def all_routes(directory: Path, **changes: Any) -> ServerSettings:
+    return msgspec.structs.replace(ALL_ROUTES, files_dir=str(directory / "files"), **changes)
+
+
+async def test_openapi_describes_every_route(model_path: Path, tmp_path: Path) -> None:
+    async with serving(model_path, all_routes(tmp_path)) as served:
         assert served.app is not None
         routes = {(m.lower(), r.path) for r in served.app.routes for m in getattr(r, "methods", ())}
         others = {"/", "/docs", "/metrics", "/openapi.json", "/debug/kv/events"}
@@ -170,6 +174,8 @@ async def test_openapi_describes_every_route(model_path: Path) -> None:
         assert {(method, path) for path, operations in paths.items() for method in operations} == known
         for route in served.app.routes:
             names = {each.alias for each in route.dependant.query_params}  # type: ignore[attr-defined]
+            if route.path in paths:  # type: ignore[attr-defined]
+                names |= getattr(route.endpoint, "query_parameters", frozenset())  # type: ignore[attr-defined]
             for method in route.methods - {"HEAD"}:  # type: ignore[attr-defined]
                 listed = paths.get(route.path, {}).get(method.lower(), {}).get("parameters", [])  # type: ignore[attr-defined]
                 assert {each["name"] for each in listed if each["in"] == "query"} == names, route
@@ -233,9 +239,9 @@ async def test_openapi_lists_the_error_statuses(served: Served) -> None:
             assert ("chat_template_error" in operation["responses"]["500"]["description"]) == renders, path
 
 
-async def test_what_the_edge_answers_is_listed_for_every_route(model_path: Path) -> None:
+async def test_what_the_edge_answers_is_listed_for_every_route(model_path: Path, tmp_path: Path) -> None:
     """Requests that each door of the server refuses, whether or not the route behind it reads a body."""
-    settings = msgspec.structs.replace(ALL_ROUTES, api_key=["key"])
+    settings = all_routes(tmp_path, api_key=["key"])
     key = {"Authorization": "Bearer key"}
     bad: dict[int, dict[str, str]] = {
         401: {},

@@ -51,8 +51,7 @@ _V3_VALUES = _VALUES | {
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
 }
-"""Usual values. Transformers ignores `scoring_func` and `topk_method`; their values here are what it computes, and
-others are refused."""
+"""Usual values of V3; other values of `scoring_func` and `topk_method`, which Transformers ignores, are refused."""
 _V2_VALUES = _VALUES | {
     "mlp_bias": False,
     "first_k_dense_replace": 0,

@@ -69,7 +69,7 @@ class GGUFNames:
 
     @property
     def has_experts(self) -> bool:
-        """True if the layers have experts; one architecture may exist with and without."""
+        """True if the layers have experts."""
         return any(EXPERT in place for place in self.layer.values())
 
 
@@ -307,7 +307,6 @@ class Family:
         return attention, projections, vectors
 
     def _states(self, fields: Fields, num_layers: int) -> tuple[bool, ...]:
-        """True for each layer that keeps a state, by `layer_types` or the family's rule."""
         if self.state_layers is None:
             return (False,) * num_layers
         kinds = names(fields, "layer_types", num_layers, ("linear_attention", "full_attention"))
@@ -338,7 +337,6 @@ class Family:
         return full
 
     def _windowed(self, fields: Fields, num_layers: int) -> tuple[bool, ...]:
-        """True for each layer with a window, without `layer_types`."""
         if self.has_chunks or self.windows == "unrotated":
             turned = self.rope.rotated_layers(fields, num_layers)
             return tuple(is_turned == self.has_chunks for is_turned in turned)
@@ -356,7 +354,6 @@ class Family:
     # -- experts ----------------------------------------------------------------------------------------------------
 
     def _experts(self, fields: Fields, num_layers: int) -> tuple[Experts | None, tuple[bool, ...]]:
-        """(experts, True for each layer that has them)."""
         num_experts = first(fields, "n_routed_experts", "num_local_experts", "num_experts", default=0)
         if not num_experts or (self.is_runnable and not self.has_experts):
             return None, (False,) * num_layers

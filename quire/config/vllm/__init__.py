@@ -89,8 +89,7 @@ OF_SERVERS = (
     *("max_num_queued_reqs", "max_num_queued_tokens", "enable_log_requests"),
     *("log_config_file", "shutdown_timeout", "tokens_only"),
 )
-"""Keywords of `LLM` that are flags of our server. The first three pass silently: offline engines have no name,
-`LLM.sleep` needs no permission, and no statistics are logged."""
+"""Keywords of `LLM` that are flags of our server."""
 SPECULATION_KEYS: Mapping[str, str] = MappingProxyType(
     {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
 )
@@ -109,7 +108,6 @@ def finish(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _alike(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """`values` with integers also as floats."""
     floats = tuple(float(each) for each in values if type(each) is int)
     return (*values, *floats)
 

@@ -1,5 +1,5 @@
-"""Page-aligned zeroed memory for weights and activations, in huge pages where available: each step reads all weights,
-and small pages would cost an address translation every 4 KiB."""
+"""Page-aligned zeroed memory for weights and activations, in huge pages where available (fewer address
+translations)."""
 
 from __future__ import annotations
 
@@ -45,8 +45,7 @@ def give_back(memory: mmap.mmap, first: int, last: int) -> None:
 
 
 def touch(memory: Sequence[torch.Tensor], num_threads: int) -> None:
-    """Touch every page of zeroed tensors, with threads. A virtual machine may wait milliseconds per huge page for its
-    host."""
+    """Touch every page of zeroed tensors, with threads."""
     pieces = [piece for each in memory for piece in each.view(-1).split(_TOUCHED_AT_ONCE)]
     if num_threads == 1 or len(pieces) < 2:
         for piece in pieces:

@@ -1,6 +1,5 @@
 """Weights in the panel layout of the native linear kernels (csrc/kernels.h). A matrix is created at its final size and
-filled by rows, so a checkpoint is packed while it is read, without a second copy. Checkpoint tensors of one matrix (q,
-k, v; gate, up) are placed by `first_row`."""
+filled by rows while the checkpoint is read, without a second copy."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ _MOST_FEATURES = 2**31 - 1
 _MOST_TOUCHED = 32 << 20
 _MOST_THREADS = 8
 _BYTES_OF_A_THREAD = 1 << 18
-"""A thread takes as long to start as some 50 KB to pack."""
+"""Bytes per packing thread from which its start pays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,8 +243,8 @@ class PackedMatrix:
         return rows
 
     def as_native(self, *, interleaved: bool = False) -> _native.PackedWeight:
-        """The matrix for kernels, which hold its addresses: it must outlive them. interleaved: a gated matrix as an
-        ungated one of `padded_columns` rows, with gate and up rows alternating by 16."""
+        """The matrix for kernels, which hold its addresses: it must outlive them. interleaved: gate and up rows
+        alternate by 16, in `padded_columns` rows."""
         if not interleaved:
             return self._describe(self.out_features, self.gated, *self._stored())
         return self._describe(self.padded_columns, False, *self._stored())
@@ -337,15 +336,12 @@ class BlockMatrix(HalfScaleMatrix):
 
 
 def _with_contiguous_rows(matrix: torch.Tensor) -> torch.Tensor:
-    """The matrix, copied unless its rows are contiguous and forward."""
     return matrix if matrix.stride(1) == 1 and matrix.stride(0) >= 0 else matrix.contiguous()
 
 
 class Arena:
-    """Memory for many tensors in large mappings; small tensors in mappings of their own would lie in small pages. A
-    mapping lives as long as its tensors. Threads on all cores touch memory ahead, since one thread that packs weights
-    would wait for pages longer than it works. Unused memory returns at the end of each mapping, and of loading
-    (`trim`)."""
+    """Memory for many tensors in large mappings, which huge pages fill. A mapping lives as long as its tensors. Threads
+    on all cores touch memory ahead of the packing."""
 
     def __init__(self, chunk_bytes: int = 64 << 20) -> None:
         self._chunk_bytes = chunk_bytes

@@ -99,8 +99,8 @@ class AttentionPlans:
         self._batch: AttentionBatch | None = None
 
     def set(self, batch: AttentionBatch) -> list[_native.AttentionPlan]:
-        """Plans of one step by KV group, valid until the next call. The batch's tensors are kept alive and must not
-        change while a program runs. Raises ValueError for wrong tensors and accesses outside the pool."""
+        """Plans of one step by KV group, valid until the next call; the batch's tensors must not change while a program
+        runs. Raises ValueError for wrong tensors and accesses outside the pool."""
         starts, positions = batch.query_start, batch.start_positions
         num_sequences = positions.shape[0]
         _check(starts, torch.int64, (num_sequences + 1,), "query starts")

@@ -1,7 +1,5 @@
-"""The faster precision of products with bfloat16 weights, if the user leaves it open. `vdpbf16ps` replaces two float32
-instructions, but some processors issue it at a quarter of the rate. Known processors are listed; others are measured
-once and remembered, so that every start gives the same bits. With AMX, bfloat16 is always faster (16 times float32's
-rate)."""
+"""The faster precision of products with bfloat16 weights, if the user leaves it open. Known processors are listed;
+others are measured once and remembered, so that every start gives the same bits."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ KNOWN: dict[tuple[str, int, int | None], str] = {
 }
 """Faster precision by vendor, family and model (None: whole family)."""
 MARGIN = 1.2
-"""Minimum speed-up at which bfloat16 is chosen, because it rounds activations."""
+"""Minimum speed-up for which bfloat16, which rounds activations, is chosen."""
 NUM_TRIALS, NUM_UNITS = 5, 16
 """Number of runs (0.1 ms each), of which the best counts."""
 CPU_INFO = Path("/proc/cpuinfo")

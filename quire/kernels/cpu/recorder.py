@@ -1,6 +1,6 @@
-"""Recording of a model's kernels, so that a step is one native call. Layers pass on placeholders instead of tensors;
-each adds a call and gets its result's placeholder. `finish_program` assigns places in one arena, reused after the last
-read, and makes a native program for any number of rows. Operations without a kernel call back into torch."""
+"""Recording of a model's kernels, so that a step is one native call. Layers pass on placeholders; each kernel adds a
+call and returns its result's placeholder. `finish_program` places them in one arena and makes a native program for any
+number of rows."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class Recorder:
 
     def call_torch(self, function: TorchFunction, width: int, inputs: Sequence[Buffer]) -> Buffer:
         """Add a callback for an operation without a kernel: `function` of the inputs' rows returns the output's,
-        `width` columns. It may run other programs."""
+        `width` columns."""
         buffers: dict[str, Buffer | None] = {str(index): buffer for index, buffer in enumerate(inputs)}
         out = self._output(width, buffers)
         self.calls.append(KernelCall("torch", buffers, {}, out, function=function))
@@ -197,7 +197,7 @@ class Recorder:
 
 
 class TorchCall:
-    """A torch function over rows in a program's memory; keeps the tensors of the last run for runs of equal size."""
+    """A torch function over rows in a program's memory; caches the last run's tensors."""
 
     def __init__(self, function: TorchFunction, buffers: Sequence[Buffer | None]) -> None:
         """buffers: inputs, then the output."""
@@ -207,7 +207,7 @@ class TorchCall:
         self._rows: list[torch.Tensor] = []
 
     def __call__(self, num_rows: int, addresses: list[int]) -> None:
-        """Compute over rows in a program's memory. addresses: first row of each buffer."""
+        """addresses: first row of each buffer."""
         if self._place != (num_rows, addresses):
             self._place = (num_rows, addresses)
             self._rows = [
@@ -238,8 +238,8 @@ def rounded_rows(num_rows: int) -> int:
 
 
 def fuse_norms(calls: Sequence[KernelCall], results: Sequence[Buffer]) -> list[KernelCall]:
-    """Merge a norm into the linear layer that is its only reader, which then normalises rows while packing them: the
-    same bits with less memory traffic. results: buffers that are kept."""
+    """Merge a norm into the linear layer that is its only reader: the same bits with less memory traffic. results:
+    buffers that are kept."""
     num_readers = _count_readers(calls)
     fused: list[KernelCall] = []
     for call in calls:
@@ -255,8 +255,7 @@ def fuse_norms(calls: Sequence[KernelCall], results: Sequence[Buffer]) -> list[K
 
 
 def fuse_adapters(calls: Sequence[KernelCall], results: Sequence[Buffer]) -> list[KernelCall]:
-    """Let a linear layer add its adapters' results itself, before its activation: linear, shrink, expand and activate
-    become shrink and adapted_linear. Layers of several matrices, and columns that do not fit panels, stay as they are.
+    """Let a linear layer add its adapters' results itself, before its activation.
     results: buffers that are kept."""
     num_readers = _count_readers(calls)
     fused: list[KernelCall] = []
@@ -276,7 +275,7 @@ def fuse_adapters(calls: Sequence[KernelCall], results: Sequence[Buffer]) -> lis
 
 
 def _is_expansion_of(call: KernelCall, shrink: KernelCall, linear: KernelCall, num_readers: Counter[Buffer]) -> bool:
-    """True if `call` adds the adapters of `shrink` to what `linear` alone gives and no other reads."""
+    """True if `call` adds the adapters of `shrink` to `linear`'s output, which no other reads."""
     return (
         (linear.kernel, shrink.kernel, call.kernel) == ("linear", "adapter_shrink", "adapter_expand")
         and call.over is linear.out
@@ -290,8 +289,7 @@ def _is_expansion_of(call: KernelCall, shrink: KernelCall, linear: KernelCall, n
 
 
 def _activates(call: KernelCall, linear: KernelCall, num_readers: Counter[Buffer]) -> bool:
-    """True if `call` is the activation of a fused layer's columns, in turns where they are gated, and their only
-    reader."""
+    """True if `call` is the activation of a fused layer's columns and their only reader."""
     return (
         (linear.kernel, call.kernel) == ("adapted_linear", "activate")
         and (call.constants["up"] == 0 or call.constants["step"] == 2 * call.constants["up"])
@@ -302,7 +300,7 @@ def _activates(call: KernelCall, linear: KernelCall, num_readers: Counter[Buffer
 
 
 def hand_over_rows(calls: Sequence[KernelCall], results: Sequence[Buffer]) -> list[KernelCall]:
-    """Mark linear layers whose only reader is the next one, so that kernels may write the layout that it wants.
+    """Mark linear layers whose only reader is the next one, so that kernels may write its layout.
     results: buffers that are kept."""
     num_readers = _count_readers(calls)
     handed = list(calls)
@@ -321,8 +319,7 @@ def _count_readers(calls: Sequence[KernelCall]) -> Counter[Buffer]:
 
 
 def _is_input_norm(norm: KernelCall, call: KernelCall) -> bool:
-    """True if `call` is a linear layer over the rows of `norm`, and its output is not placed on them, as other threads
-    may still read them."""
+    """True if `call` is a linear layer over the rows of `norm` that does not write over them."""
     return (
         (norm.kernel, call.kernel) == ("norm", "linear")
         and not norm.in_place
@@ -336,7 +333,7 @@ def _is_input_norm(norm: KernelCall, call: KernelCall) -> bool:
 
 def place_buffers(calls: Sequence[KernelCall], results: Sequence[Buffer]) -> int:
     """Set `offset` of every arena buffer; returns the total elements per row. Buffers that live at the same time do not
-    overlap. A call's output takes the place of `over` after its last read, else the first wide enough gap."""
+    overlap."""
     last_use: dict[Buffer, int] = {}
     for index, call in enumerate(calls):
         for buffer in (*call.buffers.values(), call.out, call.over):

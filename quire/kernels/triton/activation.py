@@ -1,5 +1,5 @@
 """Activation functions of `quire.kernels.activation`, alone or gated (times the other half of the row). Limit: memory
-bandwidth. All but relu and the exact gelu are x * sigmoid(f(x))."""
+bandwidth."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def _activation_kernel(x, out, x_stride, width, KIND: tl.constexpr, GATED: tl.co
 
 
 def activation(x: torch.Tensor, name: str, *, gated: bool) -> torch.Tensor:
-    """activation(x) or activation(gate) * up, [T, width] in x's dtype, computed in float32. x: [T, width], or [T, 2 *
-    width] with the gate first; rows may be strided; any float dtype. name: a key of KINDS."""
+    """activation(x) or activation(gate) * up: [T, width] in x's dtype, computed in float32. x: [T, width], or [T, 2 *
+    width], gate first; rows may be strided. name: a key of KINDS."""
     num_rows, columns = x.shape
     width = columns // 2 if gated else columns
     out = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)

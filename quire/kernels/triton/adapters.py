@@ -1,8 +1,6 @@
 """Low-rank adapters: y[t] += scale * (x[t] A^T) B^T with A and B of the slot that row t names. Rows are sorted by slot
-on the device, in tiles of one slot each, as experts' rows are. Grids cover the maximum number of tiles, and unused ones
-return at once, so the host never waits for the slots and a graph serves any of them. Limits: the adapters' bytes for
-few rows, y's for many. Tiles and order of additions depend on the matrices alone, so a row's bits do not depend on the
-batch, the order of its rows, or the slot."""
+on the device, in tiles of one slot each, so the host never waits for the slots. Limits: the adapters' bytes for few
+rows, y's for many. A row's bits do not depend on the batch, the order of its rows, or the slot."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ import triton.language as tl
 from quire.kernels.triton.runtime import blocks_of, bound, dot, launch, narrow, next_power_of_2
 
 ROWS = 16
-"""Rows of a tile: the tensor cores' least, because decodes have few rows of each adapter."""
+"""Rows of a tile: the tensor cores' least."""
 COLUMNS = 64
 """Columns of y per program of the second product."""
 MOST_RANKS = 64

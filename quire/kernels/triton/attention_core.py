@@ -3,8 +3,7 @@ merging.
 
 A tile of queries is BLOCK_M rows: consecutive new tokens of one sequence times the GROUP query heads of a key head,
 which share each loaded key. Keys come in tiles of BLOCK_N at multiples of BLOCK_N. An unseen key has weight exactly
-zero, so a row's result does not depend on the rows in its tile. A product followed by a sum is an explicit fused
-multiply-add, so the compiler does not choose. Exponentials are powers of two; the score scale includes log2(e).
+zero, so a row's result does not depend on its tile. Exponentials are powers of two; the score scale includes log2(e).
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def first_seen(position, window, WINDOW: tl.constexpr):
-    """First position (possibly < 0) that tokens at these positions see. WINDOW: 1: the last `window`; 2: a chunk of
-    `window`."""
+    """First position (possibly < 0) that tokens at these positions see."""
     if WINDOW == 2:
         first = position // window * window
     else:
@@ -166,8 +164,7 @@ def _attend_tiles(
     MASKED: tl.constexpr,
 ):
     """Add the tiles that begin in [start, stop). Without MASKED, every row sees every key. PAIRS: queries, `values` and
-    `odd_values` are halves (`split_queries`). Block numbers are read one tile ahead, because a load that depends on one
-    in its own iteration would break software pipelining."""
+    `odd_values` are halves (`split_queries`)."""
     # Elements of a head: numbers, or pairs of them.
     WIDTH: tl.constexpr = HEAD_DIM // 2 if PAIRS else HEAD_DIM
     TOKEN: tl.constexpr = NUM_KV_HEADS * WIDTH
@@ -244,8 +241,7 @@ def attend_range(
     """Add the keys at [start, stop) to a tile's running softmax; `start` is a multiple of BLOCK_N. queries,
     odd_queries, query_factor: from `split_queries`. pages: one layer's, at the key head's first element. table: the
     sequence's row. positions: [BLOCK_M], from first_position to last_position. lasts: [BLOCK_M], the last position that
-    each row sees, its own at least; last_key: the largest. Keys that no row sees are skipped; tiles that all rows see
-    fully, most of a long context, run without masks."""
+    each row sees, its own at least; last_key: the largest."""
     odd_values = total
     if PAIRS:
         values, odd_values = tl.split(tl.reshape(values, (values.shape[0], DIM // 2, 2)))

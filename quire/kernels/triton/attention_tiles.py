@@ -1,9 +1,8 @@
-"""Tiles and splits of device attention: pure functions of shapes and device limits.
+"""Tiles and splits of device attention, from shapes and device limits.
 
-Decode reads each key and value once and is bound by memory bandwidth, even if the 16 rows of the smallest tile are
-mostly empty: few rows, several loads in flight, enough programs. A prompt is bound by arithmetic if tiles are large: M
-rows do M operations per byte fetched from the L2 cache, so 128 rows. Tiles are limited by shared memory (M D b bytes of
-queries plus 2 N D b of keys and values per stage) and by registers (M D sums and M N scores in float32).
+Decode is bound by memory bandwidth: few rows, several loads in flight, enough programs. A prompt is bound by
+arithmetic: 128 rows, each with as many operations per byte fetched from the L2 cache. Shared memory (M D b bytes of
+queries plus 2 N D b of keys and values per stage) and registers limit tiles.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ RESERVED_MEMORY = 1 << 10
 MAX_SPLITS = 64
 """Maximum parts of a sequence; more do not pay for merging."""
 LONGEST_SPLIT = 16384
-"""Maximum keys per program if there are enough programs, so that one long sequence does not outlast the others."""
+"""Maximum keys per program if there are enough programs."""
 FIXED_KEYS = 1024
 """Keys of a split in batch-invariant mode; a multiple of every tile."""
 SHORT_CONTEXT = 1536
@@ -119,9 +118,8 @@ def padded_dim(head_dim: int) -> int:
 def varlen_tiles(
     shape: HeadShape, max_query_len: int, max_seq_len: int, limits: DeviceLimits, *, allow_warp_groups: bool = False
 ) -> Tiles:
-    """Tiles of the prompt kernels, for sequences of various lengths ("varlen"): at most the longest sequence's rows, up
-    to 128, and as many keys as fit. On Hopper, short contexts use two programs per multiprocessor, longer ones one of
-    three warp groups. max_query_len: maximum new tokens of a sequence; max_seq_len: tokens of the longest sequence.
+    """Tiles of the prompt kernels ("varlen"): at most the longest sequence's rows, up to 128, and as many keys as fit.
+    max_query_len: maximum new tokens of a sequence; max_seq_len: tokens of the longest sequence.
     allow_warp_groups: result of `prompt_attention.allows_warp_groups`."""
     if shape.itemsize == 4:
         return _float32_tiles(shape)
@@ -145,8 +143,7 @@ def split_tiles(shape: HeadShape, limits: DeviceLimits) -> Tiles:
 
 
 def fixed_tiles(shape: HeadShape, limits: DeviceLimits) -> Tiles:
-    """Batch-invariant mode's only tile, for prompts and single tokens, because a row's bits depend on the order of
-    additions in its tile."""
+    """Batch-invariant mode's only tile, for prompts and single tokens."""
     if shape.itemsize == 4:
         return replace(_float32_tiles(shape), fixed_keys=FIXED_KEYS)
     tiles = _fitted(shape, MIDDLE_ROWS, limits, limits.shared_memory // RESIDENT_PROGRAMS)
@@ -154,14 +151,12 @@ def fixed_tiles(shape: HeadShape, limits: DeviceLimits) -> Tiles:
 
 
 def _float32_tiles(shape: HeadShape) -> Tiles:
-    """Tiles for float32, which matrix units do not support exactly: all operands in registers."""
+    """Tiles for float32, whose operands stay in registers."""
     return Tiles(max(SMALL_ROWS, _power(shape.group)), 32, 4, 1)
 
 
 def _fitted(shape: HeadShape, block_m: int, limits: DeviceLimits, shared_memory: int) -> Tiles:
-    """The most keys per tile, then stages, that fit. Three stages give the loads a whole tile's time. On Hopper,
-    products read keys from shared memory, for which 128 keys per tile are needed; earlier cards hold them in registers,
-    where 64 fit."""
+    """The most keys per tile, then stages, that fit."""
     block_m = max(block_m, _power(shape.group))
     # Four or eight warps: a warp holds at least 16 rows, and 64 rows of 256 sums are too many for four warps.
     num_warps = 8 if block_m >= ROWS or (block_m == MIDDLE_ROWS and shape.dim > 128) else 4
@@ -174,8 +169,7 @@ def _fitted(shape: HeadShape, block_m: int, limits: DeviceLimits, shared_memory:
 
 
 def shared_bytes(shape: HeadShape, tiles: Tiles) -> int:
-    """Shared memory of one program. Small tiles multiply from registers (mma.sync), so one stage fewer is buffered;
-    from 64 rows on, Hopper reads the buffers."""
+    """Shared memory of one program."""
     buffers = tiles.num_stages - 1 if tiles.block_m < MIDDLE_ROWS else tiles.num_stages
     return (tiles.block_m + 2 * tiles.block_n * buffers) * shape.dim * shape.itemsize
 
@@ -189,8 +183,8 @@ def resident_programs(shape: HeadShape, tiles: Tiles, limits: DeviceLimits) -> i
 
 
 def num_splits(num_programs: int, max_seq_len: int, block_n: int, slots: int) -> int:
-    """Number of parts of sequences with up to `max_seq_len` keys, so that `num_programs` (sequences x key heads) times
-    it fill `slots` concurrent programs: the fewest whose last round is at most a tenth less busy than the best."""
+    """Parts per sequence of up to `max_seq_len` keys, so that `num_programs` (sequences x key heads) times it fill
+    `slots` concurrent programs: the fewest within a tenth of the best use."""
     # With many rounds the last one matters little, and parts of less than two tiles do not pay.
     most = max(1, min(MAX_SPLITS, -(-max_seq_len // (2 * block_n)), -(-4 * slots // num_programs)))
 
@@ -216,8 +210,7 @@ def split_plan(shape: HeadShape, num_seqs: int, max_seq_len: int, limits: Device
 def fixed_split_plan(
     shape: HeadShape, num_seqs: int, max_seq_len: int, window: int | None, limits: DeviceLimits
 ) -> SplitPlan | None:
-    """Split plan in batch-invariant mode; None if the sequences fill the device, because the varlen kernel then adds
-    the same parts in the same order without scratch. The choice changes no bit."""
+    """Split plan in batch-invariant mode; None if the sequences fill the device. The choice changes no bit."""
     slots = RESIDENT_PROGRAMS * limits.num_multiprocessors
     programs = num_seqs * shape.num_kv_heads
     capacity = -(-max_seq_len // FIXED_KEYS)

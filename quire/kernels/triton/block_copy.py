@@ -1,12 +1,11 @@
 """Copies of whole blocks in all page tensors: copy-on-write, and to and from a contiguous buffer (swapping). Limit:
-memory bandwidth. The page addresses are in a device table, so one launch serves all layers."""
+memory bandwidth."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -16,11 +15,6 @@ from quire.kernels.triton.runtime import launch
 CHUNK_BYTES = 16384
 """Bytes of a page per program of 4 warps: eight 16-byte loads per thread."""
 ALIGNMENT = 16
-
-Pairs = Sequence[tuple[int, int]]
-"""(source, destination) blocks; destinations are distinct."""
-Upload = Callable[[np.ndarray], torch.Tensor]
-"""Function from an int32 host array to an equal device tensor."""
 
 
 @triton.jit
@@ -116,44 +110,3 @@ def _word(*tables: PageTable) -> torch.dtype:
         if all(size % word.itemsize == 0 for table in tables for size in (table.block_bytes, table.page_bytes)):
             return word
     raise AssertionError("every size is a multiple of one byte")
-
-
-def gather_blocks(pool: PageTable, blocks: torch.Tensor) -> torch.Tensor:
-    """Gather blocks: [n] int32 on the device -> [n, num_pages, page bytes] uint8, contiguous."""
-    buffer = torch.empty(len(blocks), pool.num_pages, pool.page_bytes, dtype=torch.uint8, device=blocks.device)
-    copy_pages(pool, PageTable.of_buffer(buffer), torch.stack((blocks, _counted(blocks)), dim=1))
-    return buffer
-
-
-def scatter_blocks(buffer: torch.Tensor, pool: PageTable, blocks: torch.Tensor) -> None:
-    """Scatter buffer [n, num_pages, page bytes] uint8 to distinct `blocks`, [n] int32 on the device."""
-    copy_pages(PageTable.of_buffer(buffer), pool, torch.stack((_counted(blocks), blocks), dim=1))
-
-
-def _counted(blocks: torch.Tensor) -> torch.Tensor:
-    return torch.arange(len(blocks), dtype=torch.int32, device=blocks.device)
-
-
-class BlockCopier:
-    """Copy-on-write inside a pool; all sources are read before any destination is written."""
-
-    def __init__(self, pages: Sequence[torch.Tensor], upload: Upload) -> None:
-        """pages: see PageTable.of_pages. upload: asynchronous copy of integers to the device."""
-        self._pool = PageTable.of_pages(pages)
-        self._upload = upload
-
-    def __call__(self, copies: Pairs) -> None:
-        """Copy blocks by (source, destination), normally in one launch; blocks that are both read and written are
-        gathered first and scattered last."""
-        written = {destination for _, destination in copies}
-        assert len(written) == len(copies), "each block is written once"
-        direct = [pair for pair in copies if pair[0] not in written]
-        held = [pair for pair in copies if pair[0] in written]
-        pairs = self._upload(np.array(direct + held, np.int32).reshape(-1, 2))
-        num_direct = len(direct)
-        if not held:
-            copy_pages(self._pool, self._pool, pairs)
-            return
-        buffer = gather_blocks(self._pool, pairs[num_direct:, 0])
-        copy_pages(self._pool, self._pool, pairs[:num_direct])
-        scatter_blocks(buffer, self._pool, pairs[num_direct:, 1])

@@ -1,9 +1,8 @@
 """Launches of compiled kernels without Triton's dispatch.
 
-Triton compiles a kernel per argument types, divisibility of pointers and integers by 16, and integers equal to 1 or of
-64 bits. `kernel[grid](...)` works this out at each launch and queries the driver about every pointer: 10 to 30 us on
-the host. Here each call site keeps compiled kernels under a key at least as fine as Triton's, so wrong reuse is
-impossible, and calls Triton's compiled launcher directly. Unknown combinations are launched by Triton first.
+`kernel[grid](...)` derives the compiled kernel's key at each launch and queries the driver about every pointer: 10 to
+30 us on the host. Here each call site keeps compiled kernels under a key at least as fine as Triton's and calls the
+compiled launcher directly. Unknown combinations are launched by Triton first.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class CompiledLaunches:
         self.is_tritons = False
 
     def launch(self, grid: Sequence[int], args: tuple[Any, ...]) -> bool:
-        """Enqueue the kernel if a compiled one for such arguments is known; returns whether it is."""
+        """Enqueue the kernel if one compiled for such arguments is known; returns whether it is."""
         kinds = (*map(type, args),)
         kind = self._last
         if kind is None or kind.kinds != kinds:
@@ -92,7 +91,7 @@ class CompiledLaunches:
 
     def add_compiled(self, args: tuple[Any, ...], compiled: Any) -> None:
         """Keep `compiled`, which Triton has launched with `args`. If its launcher cannot be called directly, log that,
-        set `is_tritons`, and leave launches to Triton."""
+        set `is_tritons`, and let Triton launch."""
         if self.is_tritons:
             return
         try:
@@ -186,8 +185,7 @@ def _picker(indices: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ..
 
 
 def launcher_of(compiled: Any, num_parameters: int) -> Launcher:
-    """Launcher of a CompiledKernel that was launched once. Raises UnknownLauncherError. Its signature differs between
-    Triton versions, so it is found by calling a copy of Triton's wrapper with markers."""
+    """Launcher of a CompiledKernel that was launched once. Raises UnknownLauncherError."""
     launcher, handed = compiled.run, list[tuple[Any, ...]]()
     if getattr(launcher, "global_scratch_size", 0) or getattr(launcher, "profile_scratch_size", 0):
         raise UnknownLauncherError("kernels want scratch memory, which Triton allocates for each launch")

@@ -53,8 +53,7 @@ class SplitScratch:
 @triton.jit
 def _splits(seq_len, num_new, num_programs, min_keys, window, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
             FIXED_KEYS: tl.constexpr):  # fmt: skip
-    """First key of a sequence's first split, keys per split, and number of splits. Fixed splits begin at multiples of
-    their length; others divide the visible tiles equally."""
+    """First key of a sequence's first split, keys per split, and number of splits."""
     begin = 0
     if WINDOW:
         begin = tl.maximum(first_seen(seq_len - num_new, window, WINDOW), 0)
@@ -107,8 +106,7 @@ def _split_kernel(
     PAIRS: tl.constexpr,
     FIXED_KEYS: tl.constexpr,
 ):
-    """Program (key head, sequence, split and every num_programs-th after it). Neighbouring programs read neighbouring
-    key heads. A sequence with one split needs no merging."""
+    """Program (key head, sequence, split and every num_programs-th after it)."""
     kv_head = tl.program_id(0)
     sequence = tl.program_id(1)
     begin = tl.load(query_start + sequence)

@@ -1,8 +1,8 @@
-"""The gated delta rule of one new token a sequence. Limit: the state's bytes.
+"""The gated delta rule of one new token a sequence.
 
-`linear_state.py` computes a decode as one row of a chunk, in the tiles of prompts, so that a token has the same bits
-whether it is decoded or part of a prompt. Here the row is computed by itself, without products of tiles: the state is
-read once, and written at borders alone. Bits depend on the sequence's own tokens; those of a prompt differ."""
+`linear_state.py` decodes in the tiles of prompts, bit for bit as a prompt. Here the row is computed by itself, and its
+bits differ from a prompt's.
+"""
 
 from __future__ import annotations
 

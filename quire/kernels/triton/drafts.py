@@ -1,6 +1,5 @@
 """Drafts on a device: writing after the known tokens, acceptance, and look-up for the next step. quire/worker/drafts.py
-has the rules and the host version. For each row the arena holds the number of computed tokens, which the host knows
-only within bounds, and the found drafts."""
+has the rules and the host version. For each row the arena holds the number of computed tokens and the found drafts."""
 
 from __future__ import annotations
 

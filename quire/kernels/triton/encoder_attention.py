@@ -1,6 +1,5 @@
-"""Bidirectional attention over sequences of different lengths, without padding. One program computes TILE_M rows of one
-sequence and head, over visible keys in tiles of TILE_N at multiples of TILE_N in the sequence, so a row's bits do not
-depend on other sequences. A head is read as two halves, which the rotation combines. Limit: arithmetic."""
+"""Bidirectional attention over sequences of different lengths, without padding. A program computes TILE_M rows of one
+sequence and head, in tiles of TILE_N keys, so a row's bits do not depend on other sequences. Limit: arithmetic."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ TILE_M = 64
 TILE_N = 64
 SMALLEST_BLOCK = 16
 WIDE_BYTES = 256
-"""Bytes of a head's row above which fewer tiles are on their way."""
+"""Bytes of a head's row above which fewer tiles are in flight."""
 
 
 @triton.jit

@@ -1,8 +1,6 @@
 """Mixtures of experts: products of rows with their chosen experts' matrices. Limits: the chosen experts' weight bytes
-for few rows, arithmetic for many. (Row, expert) pairs are sorted by expert on the device, in tiles of one expert each.
-Grids cover the maximum number of tiles, and unused ones return at once, so the host never waits for the routing.
-Additions run in order, in tiles that depend only on the matrix if asked for, so a row's bits do not depend on the
-batch."""
+for few rows, arithmetic for many. (Row, expert) pairs are sorted by expert on the device, so the host never waits for
+the routing. Additions run in order, in tiles that depend only on the matrix if `batch_invariant`."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ COLUMNS = 1024
 EXPERT_COLUMNS = 64
 """Columns of a result tile; a gate-and-up tile is twice as wide before the activation."""
 FEW_ROWS = 16
-"""Pairs of a tile, and of an expert on average at most, where there are few: the least of a tensor core."""
+"""Pairs of a tile, and of an expert on average at most, where there are few."""
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -63,8 +61,7 @@ def _experts_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """FIRST: activation(gate) * up of x's rows, to the pair's row of out; else down of the pair's row of x, to the
-    pair's row of out in float32. WEIGHS: the pair's weight multiplies the input (FIRST) or the output. Gate and up
-    columns alternate in a tile, for one product."""
+    pair's row of out in float32. WEIGHS: the pair's weight multiplies the input (FIRST) or the output."""
     tile = tl.program_id(0)
     expert = tl.load(tiles + 3 * tile).to(tl.int64)
     if expert >= 0:

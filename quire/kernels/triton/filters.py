@@ -6,14 +6,11 @@ C(v) and S(v), number and sum of the weights >= v, that weight is the larger of
     top-p: the largest v with S(v) >= p * mass;
 or min-p, if larger. C and S are monotonic, so v is found by bisecting its bits.
 
-Bisection over a whole row would read it thirty times. Instead, `cutoff` takes the r-th largest of the row's 1,024 lane
-maxima (from `scan`; r = k or 960): at least r weights are as large, seldom more than three times r. `collect` lists
-their tokens and sums all weights in float64, so that shares near 1 differ. `pick_filtered` ranks the list in registers.
-That is two passes over the row, then about twenty rounds, each of which leaves a ninth of the range of v.
+Bisection over a whole row would read it thirty times, so `cutoff` takes the r-th largest of the row's 1,024 lane maxima
+(from `scan`; r = k or 960), which bounds a short list of weights. `collect` lists their tokens and sums all weights in
+float64. `pick_filtered` ranks the list in registers.
 
-If the list is too long or misses the share (a nucleus of thousands of tokens, k above 960), passes over the row rank
-it, three bits of v each: ten, or twenty with both filters, with the same result. Such passes are bound by arithmetic;
-random-weight models need them.
+If the list is too long or misses the share, ten to twenty passes over the row rank it, with the same result.
 """
 
 from __future__ import annotations
@@ -55,8 +52,7 @@ def _sum_from(bits, amounts, value):
 
 @triton.jit
 def _num_reached(bits, amounts, low, stride, goal):
-    """Number of low + stride, ... low + 4 stride at which the amounts of bits >= it reach `goal`. One synchronisation
-    serves all four; each sum has the order it would have alone."""
+    """Number of low + stride, ... low + 4 stride at which the amounts of bits >= it reach `goal`."""
     if INTERPRETED:
         # One reduction at a time: the interpreter reduces tuples in Python, element by element.
         s1, s2 = _sum_from(bits, amounts, low + stride), _sum_from(bits, amounts, low + 2 * stride)

@@ -1,5 +1,5 @@
 """8-bit floats (e4m3) in kernels: Triton's type if the hardware converts them (capability 8.9), else bits; always bits
-in the interpreter, which rounds differently."""
+in the interpreter."""
 
 from __future__ import annotations
 

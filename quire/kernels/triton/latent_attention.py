@@ -1,7 +1,6 @@
 """Latent attention over a device's pages: all heads of a token read one vector per key. Limit: the tensor cores. A
-program takes 64 rows (token x head), so that each key is fetched from L2 once for all; their 64 x 512 float32 sums fill
-half of a multiprocessor's registers. Keys are added in tiles at multiples of BLOCK_N. Single tokens of long sequences
-are split into parts of SPLIT_KEYS. In batch-invariant mode every row is merged from these parts."""
+program takes 64 rows (token x head); keys are added in tiles at multiples of BLOCK_N. Single tokens of long sequences
+are split into parts of SPLIT_KEYS, in batch-invariant mode every row."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from quire.kernels.triton.paged_attention import BATCH_COLUMNS, find_sequence, s
 from quire.kernels.triton.runtime import bind, blocks_of, bound, dot, next_power_of_2
 
 MOST_ROWS = 64
-"""Rows of a tile; more would not fit the registers."""
+"""Rows of a tile, as many as the registers hold."""
 SMALLEST_TILE = 16
 """Rows of the matrix units' smallest tile."""
 SPLIT_KEYS = 1024
@@ -46,8 +45,7 @@ class LatentTiles:
 
 
 def latent_tiles(shape: LatentShape, itemsize: int, limits: DeviceLimits, *, batch_invariant: bool) -> LatentTiles:
-    """Tiles for prompts and single tokens. itemsize: bytes of a multiplied element. Batch-invariant tiles have half the
-    rows, because merging needs a second set of sums; so do cards whose shared memory 64 rows of queries would fill."""
+    """Tiles for prompts and single tokens. itemsize: bytes of a multiplied element."""
     width = next_power_of_2(shape.rank) + next_power_of_2(shape.rope_dim)
     is_small = batch_invariant or limits.shared_memory < 2 * MOST_ROWS * width * itemsize
     most_rows = MOST_ROWS // 2 if is_small else MOST_ROWS

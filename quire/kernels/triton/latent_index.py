@@ -1,7 +1,6 @@
-"""Indexer of sparse latent attention on a device: scores of all visible keys, and the best of them. Without sorting:
-the threshold score is built two bits at a time by counting, and positions that reach it are written in order; ties go
-to earlier ones. Scores of some tokens at a time are in scratch memory. A token's bits depend only on its own sequence.
-Limits: the tensor cores for scores, the L2 cache for choosing, which reads the scores 18 times."""
+"""Indexer of sparse latent attention on a device: scores of all visible keys, and the best of them. The threshold score
+is built two bits at a time by counting; positions that reach it are written in order, earlier ones first among ties. A
+token's bits depend only on its own sequence. Limits: the tensor cores for scores, the L2 cache for choosing."""
 
 from __future__ import annotations
 

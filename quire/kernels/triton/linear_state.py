@@ -1,10 +1,7 @@
 """Layers with recurrent state on a device: short convolution, gated delta rule, and the gated norm after it.
-`layers/states.py` defines the computation, in chunks of STATE_BORDER tokens at absolute multiples. A program of the
-delta rule takes some columns of a sequence's value head and keeps state, keys and updates in registers across chunks;
-a decode computes one row of a chunk. Tiles are the same for prompts and decodes, and unseen values are multiplied by
-zero, so a token's bits depend only on its sequence; steps that are not `batch_invariant` decode by `delta_decode.py`.
-In-place pages are read in one launch and written in the next, because programs share them. Limits: the state's bytes
-for single tokens; for prompts a third of the matrix units' tf32 rate, and the sequential rows of a chunk."""
+`layers/states.py` defines the computation, in chunks of STATE_BORDER tokens at absolute multiples. Tiles are the same
+for prompts and decodes, so a token's bits depend only on its sequence; steps that are not `batch_invariant` decode by
+`delta_decode.py`. Limits: the state's bytes for single tokens; for prompts a third of the matrix units' tf32 rate."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ CHANNELS = 1024
 NORM_ELEMENTS = 2048
 """Elements per program of the gated norm: whole heads."""
 COLUMNS = 32
-"""Maximum state columns per program: with 128 rows, 16 registers in each of 256 threads."""
+"""Maximum state columns per program."""
 SMALLEST_TILE = 16
 """Rows of the smallest product tile."""
 NO_ACTIVATION = tl.constexpr(-1)
@@ -114,8 +111,7 @@ def _keep_inputs_kernel(
     KEPT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (sequence, BLOCK channels): writes the last inputs of every block of the step. The block that was read
-    comes last, because the others may need its content."""
+    """Program (sequence, BLOCK channels): writes the last inputs of every block of the step."""
     sequence = tl.program_id(0)
     first, start, length = _step_of(query_start, seq_lens, sequence)
     if length == start:
@@ -185,7 +181,7 @@ def short_convolution(weights: ConvolutionWeights, x: torch.Tensor, out: torch.T
 
 @triton.jit
 def compiled_product(a, b, accumulator):
-    """`product` on a GPU: three products of short floats keep 22 bits; float32 itself would spill registers."""
+    """`product` on a GPU, in three products of short floats that keep 22 bits."""
     return tl.dot(a, b, accumulator, input_precision="tf32x3")
 
 

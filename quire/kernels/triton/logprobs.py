@@ -1,7 +1,6 @@
 """Log-probabilities of tokens, their ranks, and the best tokens of a row. A program reads its row once. Tokens t with
-equal t % LANES form a lane, which keeps its best score and token, and a sum of exponentials relative to that score.
-Best tokens come one by one: the best lane's entry is removed and the lane read again for its next. Ties are in token
-order, and a row's result depends only on the row. `normalize` reads twice and writes once, but only for beams."""
+equal t % LANES form a lane, which keeps its best score and token, and a sum of exponentials. Ties go to the lower
+token, and a row's result depends only on the row."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Matrix products whose rows do not depend on their number: one tile size and order of additions over K. Limits: weight
-bytes for few rows, tensor cores for many. Libraries choose kernels by the number of rows, which changes a row's last
-bits. These are slower, so floating-point matrices use them only with `batch_invariant`. Quantised matrices always use
-them: they are widened in registers, or 8-bit rows are multiplied with 8-bit matrices directly."""
+bytes for few rows, tensor cores for many. Library products, whose last bits vary with the number of rows, serve
+floating-point matrices without `batch_invariant`. Quantised matrices are widened in registers, or 8-bit rows multiplied
+with 8-bit matrices directly."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ WIDE = 8192
 
 
 def tiles_for(num_columns: int, dtype: torch.dtype) -> ProductTiles:
-    """Tiles by the matrix alone: 64 rows, the minimum of Hopper's products, and stages that fit the 96 KiB of shared
-    memory of capabilities 8.6 and 8.9."""
+    """Tiles by the matrix alone: 64 rows, and stages that fit 96 KiB of shared memory (capabilities 8.6 and 8.9)."""
     if dtype == torch.float32:
         return ProductTiles(block_m=64, block_n=64, block_k=32, num_warps=8, num_stages=3)
     if num_columns <= WIDE:

@@ -1,5 +1,4 @@
-"""Inputs and results of a model that makes drafts on a device. Only the device knows how many tokens a sequence has, so
-its kernels say where a pass starts; how many tokens it has is the host's."""
+"""Inputs and results of a model that makes drafts on a device."""
 
 from __future__ import annotations
 
@@ -75,3 +74,31 @@ def write_guesses(
     places = tables.token_width, tables.texts, place, num_guesses
     constants = {"HAS_TEXTS": tables.texts >= 0, "BLOCK": SEQUENCES}
     launch(_guess_kernel, grid, arena, rows, ends, guesses, starts, *places, **constants)
+
+
+@triton.jit(do_not_specialize=["computed_start", "num_seqs"])
+def _last_kernel(
+    arena, rows, starts, query_start, is_sampled, last, computed_start, num_seqs, BLOCK: tl.constexpr
+):  # fmt: skip
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < num_seqs
+    row = tl.load(rows + index, mask=mask, other=0).to(tl.int64)
+    first = tl.load(query_start + index, mask=mask, other=0)
+    end = tl.load(query_start + index + 1, mask=mask, other=0)
+    sampled = tl.load(is_sampled + index, mask=mask, other=0) != 0
+    computed = tl.load(arena + computed_start + row, mask=sampled, other=0)
+    kept = computed - tl.load(starts + index, mask=sampled, other=0)
+    found = tl.where(sampled, first + kept, end) - 1
+    tl.store(last + index, tl.minimum(tl.maximum(found, first), end - 1).to(tl.int64), mask=mask)
+
+
+def last_tokens(arena: torch.Tensor, tables: DraftTables, step: StepColumns, is_sampled: torch.Tensor) -> torch.Tensor:
+    """Find each sequence's last token of a step that stays: the last one, without rejected drafts. is_sampled: [S]
+    int32, 1 for sequences with a sample of their own, which `accept_drafts` has counted. Returns indices into the
+    step's tokens, [S] int64."""
+    num_seqs = len(step.rows)
+    last = torch.empty(num_seqs, dtype=torch.int64, device=arena.device)
+    columns = step.rows, step.starts, step.query_start, is_sampled
+    grid = (blocks_of(num_seqs, SEQUENCES),)
+    launch(_last_kernel, grid, arena, *columns, last, tables.computed, num_seqs, BLOCK=SEQUENCES)
+    return last

@@ -114,8 +114,7 @@ def _sum_kernel(parts, out, size, PARTS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def sum_parts(parts: torch.Tensor) -> torch.Tensor:
-    """(parts[0] + parts[1]) + ..., added in float32 and rounded once. An element's order of additions depends on
-    nothing else, so the sum is the same in every batch. parts: [ranks, ...] contiguous."""
+    """(parts[0] + parts[1]) + ..., added in float32 and rounded once."""
     assert parts.is_contiguous(), "parts lie one behind the other"
     out = torch.empty_like(parts[0])
     launch(

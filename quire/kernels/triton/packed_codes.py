@@ -1,6 +1,5 @@
-"""Exact widening of weight codes four at a time in 32-bit words, with at most 5 instructions per two 16-bit values.
-Triton widens bytes one by one, which for few rows takes longer than reading them. The interpreter and float32 use
-`weight_formats`."""
+"""Exact widening of weight codes, four at a time in 32-bit words; Triton widens bytes one by one. The interpreter and
+float32 use `weight_formats`."""
 
 from __future__ import annotations
 
@@ -117,8 +116,7 @@ def words_of_e4m3(codes, DTYPE: tl.constexpr):
 
 @triton.jit
 def ones_beside(codes, DTYPE: tl.constexpr):
-    """Ones in the shape of `codes` (bytes), computed from them so that Triton gives both the same layout for products
-    with one operand."""
+    """Ones in the shape and layout of `codes` (bytes), for products with one operand."""
     if INTERPRETED or tl.float32 == DTYPE:
         ones = tl.full(codes.shape, 1, tl.float32).to(DTYPE)
     elif tl.int8 == DTYPE:

@@ -30,7 +30,7 @@ from quire.kernels.triton.runtime import BoundKernel, bind, bound
 
 BATCH_COLUMNS = ("rows", "query_start", "seq_lens", "tables")
 LAST_SEEN = "last_seen"
-"""Arguments that are views of one buffer at any multiple of four bytes; no kernel is recompiled for their alignment."""
+"""Arguments that are views of one buffer at any multiple of four bytes, without recompilation."""
 
 
 @triton.jit

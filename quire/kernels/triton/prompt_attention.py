@@ -1,9 +1,7 @@
 """Attention of long prompts on Hopper, with one copying and two multiplying warp groups. A program has 128 query rows,
-as `paged_attention.VarlenAttention`. One warp group copies tiles of 128 keys and values to shared memory, last tile
-first. Each other group has 64 rows: it issues the products of a tile's keys and the previous tile's values, then
-computes the softmax while the other's products run; they take turns (FlashAttention-3, arXiv 2407.08608, section 3.1).
-Barriers mark full and free tiles; products read memory through another proxy than copies write, so each group fences
-after a full tile. Written in Gluon, which has no interpreter."""
+as `paged_attention.VarlenAttention`. One warp group copies tiles of keys and values; each other has 64 rows, and
+computes its softmax while the other's products run (FlashAttention-3, arXiv 2407.08608, section 3.1). Written in Gluon,
+which has no interpreter."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ GROUP_ROWS = ROWS // 2
 HEAD_DIM = 128
 """Supported head sizes."""
 COPYING_REGISTERS, MULTIPLYING_REGISTERS = 56, 224
-"""Registers per thread. Twelve warps share 65,536; with fewer, the copying group spills addresses."""
+"""Registers per thread."""
 
 
 def allows_warp_groups(layer: LayerAttention, pages: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -86,8 +84,7 @@ def _copy_tiles(pages, table, kv_head, end_key, num_tiles, keys, values, full_ke
                 empty_values, NUM_KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_N: gl.constexpr,
                 DIM: gl.constexpr, STAGES: gl.constexpr, COPIED: gl.constexpr):  # fmt: skip
     """Copying warp group: keys and values of each tile, last first, into the stages in turn. A stage's `empty` barrier:
-    both other groups have read it; `full`: the copies have arrived. end_key: number of keys that the last row sees.
-    Later keys are copied from the last one, to avoid garbage."""
+    both other groups have read it; `full`: the copies have arrived. end_key: number of keys that the last row sees."""
     TOKEN: gl.constexpr = NUM_KV_HEADS * DIM
     keys_from = pages + kv_head * DIM
     dims = gl.arange(0, DIM, gl.SliceLayout(0, COPIED))
@@ -153,8 +150,8 @@ def _multiply(query, out, begin, first, num_tokens_of_tile, kv_head, first_posit
               out_stride, scale, queries, keys, values, full_keys, full_values, empty_keys, empty_values, turns,
               NUMBER: gl.constexpr, GROUP: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr,
               STAGES: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
-    """Multiplying warp group NUMBER: 64 of the program's rows. Only the last two key tiles need masks. begin: the
-    sequence's first token in the batch. first: the program's first token in the sequence. num_tokens_of_tile,
+    """Multiplying warp group NUMBER: 64 of the program's rows, of which only the last two key tiles need masks. begin:
+    the sequence's first token in the batch. first: the program's first token in the sequence. num_tokens_of_tile,
     first_position: the program's tokens, and the first's position. num_tiles: key tiles."""
     ROWS: gl.constexpr = 64
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_N, 16])

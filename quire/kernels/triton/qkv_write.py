@@ -1,6 +1,5 @@
 """Head norms, rotation, and writing of keys and values to pages, in one launch between projection and attention. Limit:
-memory bandwidth (for decodes, the launch). A program takes at least ELEMENTS elements: up to HEADS contiguous heads of
-several tokens, with 16-byte loads."""
+memory bandwidth (for decodes, the launch)."""
 
 from __future__ import annotations
 
@@ -122,8 +121,7 @@ def _write_kernel(
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """Program (TOKENS tokens, HEADS query, key or value heads). NUM_HEADS: 0 leaves queries unchanged. SCALED: divide
-    keys and values by their scales."""
+    """Program (TOKENS tokens, HEADS query, key or value heads). NUM_HEADS: 0 leaves queries unchanged."""
     QUERY_PARTS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     KEY_PARTS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
     row = tl.arange(0, TOKENS * HEADS)

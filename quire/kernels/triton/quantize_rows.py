@@ -1,5 +1,5 @@
-"""Rounding of activations to 8 bits (e4m3 or integers) row by row, for products with such weights. Limit: memory
-bandwidth. A row's scales depend only on the row."""
+"""Rounding of activations to 8 bits (e4m3 or integers) row by row, for products with such weights. A row's scales
+depend only on the row."""
 
 from __future__ import annotations
 

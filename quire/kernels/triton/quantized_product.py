@@ -1,6 +1,5 @@
-"""The fastest product with quantised matrices for a number of rows. Limits: weight bytes for few rows, tensor cores
-for many. A row's last bits depend on the range of the row count, not on the count within it; `matmul` is the same
-for all."""
+"""The fastest product with quantised matrices for a number of rows. A row's last bits depend on the range of the row
+count; `matmul` is the same for all."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from quire.kernels.triton.weight_formats import E4M3, I4, PLAIN, StoredMatrix
 from quire.kernels.triton.widen import widen
 
 FEW = 16
-"""Rows up to which K of 4-bit matrices is split into the same slices, so that bits do not depend on the count."""
+"""Rows up to which K of 4-bit matrices is split into the same slices."""
 SLICES = 8
 MEDIUM = 128
 """Rows from which the matrix units bound a product, so that widening a 4-bit matrix pays."""
@@ -24,8 +23,7 @@ COLUMNS = (16, 32, 64)
 
 def skinny_tiles(m: int, matrix: StoredMatrix, *, rounds_activations: bool) -> SkinnyTiles:
     """Tiles for fewer than MEDIUM rows, measured on an H200 with Qwen3-8B's matrices (`benchmarks.gpu.experiments
-    --what products`). m: rows. 8-bit products use Hopper's larger instructions at any count, and narrow matrices fill
-    the card by splits; so do 4-bit and widened ones from FEW rows on, below which slices of K are better."""
+    --what products`). m: rows."""
     is_narrow = matrix.shape[1] <= WIDE
     if not rounds_activations and m <= FEW:
         if m > 8:
@@ -50,7 +48,7 @@ def multiplies_by_library(x: torch.Tensor, matrix: StoredMatrix) -> bool:
 
 
 def library_product(rounded: RoundedRows, matrix: StoredMatrix, dtype: torch.dtype) -> torch.Tensor:
-    """Product of e4m3 rows and matrix: [M, N] of `dtype`, added in float32 (`use_fast_accum` would keep fewer bits)."""
+    """Product of e4m3 rows and matrix: [M, N] of `dtype`, added in float32."""
     assert rounded.scales is not None, "e4m3 rows have scales"
     assert matrix.scales is not None, "a scale for each row"
     codes, scales = matrix.codes[0].t(), matrix.scales[0].t()
@@ -68,7 +66,7 @@ def quantized_matmul(
     rounds_activations: bool = False,
 ) -> torch.Tensor:
     """See `matmul`. matrix: one quantised matrix. For many rows, 4-bit matrices are first widened to x's dtype in
-    temporary memory (200 MB for an 8B model's largest)."""
+    temporary memory."""
     m, n = x.shape[0], matrix.shape[1]
     widened = matrix.kind >= I4.value and not rounds_activations
     if m >= MEDIUM and widened:

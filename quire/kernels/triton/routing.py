@@ -1,5 +1,5 @@
 """Routing of mixtures of experts in two launches: the choice of each row's experts, and the order of (row, expert)
-pairs by expert. Limit: the launches; rows are read once. `kernels/experts.py:route` is the plain twin."""
+pairs by expert. `kernels/experts.py:route` is the plain twin."""
 
 from __future__ import annotations
 
@@ -160,8 +160,7 @@ def _sort_kernel(
     BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Program (expert): finds its pairs, in order of rows, and its tiles. Each program counts the pairs of all experts,
-    so that none waits for another."""
+    """Program (expert): finds its pairs, in order of rows, and its tiles."""
     expert = tl.program_id(0)
     index, offset, part = tl.arange(0, EXPERTS_BLOCK), tl.arange(0, BLOCK), tl.arange(0, TILES_AT_ONCE)
     counts = tl.zeros((EXPERTS_BLOCK,), tl.int32)
@@ -233,7 +232,7 @@ def _gate_rows_kernel(x, gate, out, width, x_stride, gate_stride, BLOCK: tl.cons
 
 
 def gate_rows(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """x * sigmoid(gate) per row, in x's dtype, computed in float32. x: [T, width]; gate: [T, 1]."""
+    """x * sigmoid(gate) per row; see `quire.kernels.experts.gate_rows`."""
     assert x.stride(1) == 1, "the elements of a row lie side by side"
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if len(x):

@@ -1,6 +1,5 @@
 """Kernels over the rows of live sequences: writes, copies and reads. All rows are in one arena of 32-bit words
-(quire/worker/platform/state_arena.py), so one launch serves all tables. Limit: the launch; hence few programs, and
-nothing compiled for a step's sizes."""
+(quire/worker/platform/state_arena.py): one launch serves all tables."""
 
 from __future__ import annotations
 
@@ -51,13 +50,14 @@ def copy_words(arena: torch.Tensor, copies: torch.Tensor, longest: int) -> None:
 
 @triton.jit(
     do_not_specialize=[
-        "num_seqs", "num_tokens", "padded_seqs", "padded_tokens", "token_width", "values_start", "slot_stride",
+        "num_seqs", "num_tokens", "padded_seqs", "padded_tokens", "token_width", "token_shift", "values_start",
+        "slot_stride",
     ]
 )  # fmt: skip
 def _prepare_kernel(
     arena, rows, starts, query_start, token_ids, slot_positions, slots, others, out_rows, out_query_start,
-    out_seq_lens, num_seqs, num_tokens, padded_seqs, padded_tokens, token_width, tables, values_start, rules,
-    slot_stride,
+    out_seq_lens, num_seqs, num_tokens, padded_seqs, padded_tokens, token_width, token_shift, tables, values_start,
+    rules, slot_stride,
     NUM_GROUPS: tl.constexpr, NUM_OTHERS: tl.constexpr, BLOCK_SIZE: tl.constexpr, SEARCH_STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -86,7 +86,7 @@ def _prepare_kernel(
     first = tl.load(query_start + low, mask=is_token, other=0)
     position = tl.load(starts + low, mask=is_token, other=0) + index - first
     row = tl.load(rows + low, mask=is_token, other=0).to(tl.int64)
-    token_id = tl.load(arena + row * token_width + position, mask=is_token, other=0)
+    token_id = tl.load(arena + row * token_width + position + token_shift, mask=is_token, other=0)
     in_batch = index < padded_tokens
     tl.store(token_ids + index, token_id.to(tl.int64), mask=in_batch)
     tl.store(slot_positions + index, tl.where(is_token, position, 0).to(tl.int64), mask=in_batch)
@@ -110,12 +110,13 @@ class RowTables:
     """Places of the tables in the arena, in words: token table first, then block tables. token_width: words per row
     of the token table. blocks: [groups, 2] int32 on the device, start and row words of each table of tokens. values:
     first word of the step-column values, [num_rows, columns]. rules: [columns] int32 on the device
-    (quire/worker/columns.py)."""
+    (quire/worker/columns.py). token_shift: 1 for inputs that are each position's next token, else 0."""
 
     token_width: int
     blocks: torch.Tensor
     values: int
     rules: torch.Tensor
+    token_shift: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +179,7 @@ def prepare_inputs(
         padded_seqs,
         padded_tokens,
         tables.token_width,
+        tables.token_shift,
         tables.blocks,
         tables.values,
         tables.rules,

@@ -1,6 +1,5 @@
 """Common parts of all Triton kernels: compiled or interpreted mode, products that are right in both, and launches. With
-`TRITON_INTERPRET=1`, set before import, Triton runs the source block by block in NumPy on host tensors, which tests
-correctness without a GPU."""
+`TRITON_INTERPRET=1`, set before import, Triton runs the source in NumPy on host tensors, for tests without a GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ Grid: TypeAlias = tuple[int, ...]
 
 
 def blocks_of(size: int, block: int) -> int:
-    """Number of blocks that cover `size`. (Triton's `cdiv` takes 2 us on the host.)"""
+    """Number of blocks that cover `size`."""
     return -(-size // block)
 
 
@@ -33,7 +32,7 @@ def next_power_of_2(number: int) -> int:
 
 
 class LaunchRecorder(Protocol):
-    """Replaces launches, as a CUDA graph capture does on a GPU; for tests on a host."""
+    """Replacement of launches that records them, as a CUDA graph capture does; for tests on a host."""
 
     def launch(self, kernel: Any, grid: Grid, args: Sequence[Any], constants: Mapping[str, Any]) -> None: ...
 
@@ -42,9 +41,9 @@ _RECORDER: ContextVar[LaunchRecorder | None] = ContextVar("launch recorder", def
 
 
 def launch(kernel: Any, grid: Grid, /, *args: Any, **constants: Any) -> None:
-    """`kernel[grid](*args, **constants)`; all launches go through this or `bind`, so that they can be recorded. grid:
-    numbers of programs, up to three. args: tensors and numbers in the kernel's order. constants: compile-time arguments
-    and launch settings (`num_warps`, `num_stages`)."""
+    """`kernel[grid](*args, **constants)`; all launches go through this or `bind`. grid: numbers of programs, up to
+    three. args: tensors and numbers in the kernel's order. constants: compile-time arguments and launch settings
+    (`num_warps`, `num_stages`)."""
     _unfixed(kernel, **constants)(grid, *args)
 
 
@@ -107,8 +106,7 @@ def compiled_dot(a, b, accumulator):
 
 
 def interpreted_dot(a, b, accumulator):
-    """`dot` in the interpreter: adds products in order of k. tl.dot would use np.matmul, whose order may depend on a
-    row's place in the block, and would multiply bfloat16 bits as integers."""
+    """`dot` in the interpreter: adds products in order of k."""
     rows, columns = (np.ascontiguousarray(block.to(tl.float32).handle.data) for block in (a, b))
     indices = "mk,kn->mn" if rows.ndim == 2 else "smk,skn->smn"
     products = np.einsum(indices, rows, columns, optimize=False)  # optimize=True would ask BLAS
@@ -134,6 +132,5 @@ def narrow(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def bound(scalar):
-    """The scalar as `range` accepts it for a bound computed on the device. (NumPy no longer converts the interpreter's
-    one-element arrays.)"""
+    """The scalar as `range` accepts it for a bound computed on the device."""
     return int((scalar + tl.zeros((1,), tl.int32)).handle.data[0]) if INTERPRETED else scalar

@@ -1,9 +1,8 @@
-"""Token choice in one pass over the logits: the best token, or one sampled from the whole vocabulary. `scan` splits
-each row into fixed-size segments; a program holds one in registers and leaves its largest score, that token, and the
-sum of weights relative to it. `pick` combines a row's segments, chooses one, finds the token inside, and writes it to
-the results and the token table. Sampling inverts the cumulative distribution with the host's uniform number (Gumbel
-noise for every entry would take three times the reading time). Segments and summation order are fixed, so tokens do not
-depend on the batch. Limit: memory bandwidth."""
+"""Token choice in one pass over the logits: the best token, or one sampled from the whole vocabulary. `scan` leaves
+each fixed segment's largest score, that token, and the sum of weights relative to it. `pick` chooses a segment, finds
+the token inside, and writes it to the results and the token table. Sampling inverts the cumulative distribution with
+the host's uniform number. Segments and summation order are fixed, so tokens do not depend on the batch. Limit: memory
+bandwidth."""
 
 from __future__ import annotations
 
@@ -71,8 +70,7 @@ def _scan_kernel(
 
 @triton.jit
 def finish_row(token, is_sound, index, position, token_table, chosen, table_stride, row):
-    """Write a token to the results and after the row's last token in the table. An unsound row gets token 0, because
-    later steps read a valid token."""
+    """Write a token to the results and after the row's last token in the table. An unsound row gets token 0."""
     token = tl.where(is_sound, token, 0)
     tl.store(chosen + index * 2, token)
     tl.store(chosen + index * 2 + 1, is_sound.to(tl.int32))

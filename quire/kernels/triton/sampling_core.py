@@ -1,6 +1,5 @@
 """Parts of the sampling kernels: scores, weights, uniform numbers, and sampling within a stretch of a row. A weight is
-exp((score - largest) / temperature), as in `quire.sampling.draw`. Weights are recomputed, which is cheaper than storing
-them."""
+exp((score - largest) / temperature), as in `quire.sampling.draw`."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import triton
 import triton.language as tl
 
 ONE = tl.constexpr(0x3F800000)
-"""Bits of 1.0, the largest weight. Bits of non-negative floats are ordered as their values."""
+"""Bits of 1.0, the largest weight; bits of non-negative floats are ordered as their values."""
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 """Lowest finite float32."""
 
@@ -41,8 +40,7 @@ def _mix(x):
 
 @triton.jit
 def uniform(seed, index):
-    """Number `index` of a seed's (uint64) stream: float64 in (0, 1), bit for bit that of quire/sampling/draw.py, so
-    seeds mean the same on every device."""
+    """Number `index` of a seed's (uint64) stream: float64 in (0, 1), bit for bit that of quire/sampling/draw.py."""
     golden = tl.full([], 0x9E3779B97F4A7C15, tl.uint64)
     state = _mix(seed + golden) + (index.to(tl.uint64) + 1) * golden
     bits = (_mix(state) >> 12).to(tl.int64)  # 52 bits as a signed integer, whose conversion is shorter
@@ -51,8 +49,8 @@ def uniform(seed, index):
 
 @triton.jit
 def position_of(cumulative, amounts, target, SIZE: tl.constexpr):
-    """Index of the first entry whose cumulative amount exceeds the target, at most the last with an amount (if rounding
-    pushed the target to the total). All [SIZE] float64."""
+    """Index of the first entry whose cumulative amount exceeds the target, at most the last with an amount. All [SIZE]
+    float64."""
     places = tl.arange(0, SIZE)
     first = tl.min(tl.where((amounts > 0) & (cumulative > target), places, SIZE))
     last = tl.max(tl.where(amounts > 0, places, 0))

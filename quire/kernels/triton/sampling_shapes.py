@@ -11,10 +11,9 @@ import torch
 @dataclass(frozen=True, slots=True)
 class SamplingShapes:
     """Sizes (powers of two) that are the same for every batch, because a row's sums depend on them. segment: tokens per
-    program of `scan`, in registers (32 for each of 256 threads). lanes: tokens with equal t % lanes form a lane; lane
-    maxima estimate filter thresholds. tile: tokens examined together in a segment. listed: maximum tokens of a row
-    ranked in registers. ranked: maximum rank for which lane maxima give a short enough list: the r largest of L maxima
-    are reached by about L * log(L / (L - r)) tokens, 2,800 for 960 of 1,024."""
+    program of `scan`. lanes: tokens with equal t % lanes form a lane; lane maxima estimate filter thresholds. tile:
+    tokens examined together in a segment. listed: maximum tokens of a row ranked in registers. ranked: maximum rank for
+    which lane maxima give a short enough list."""
 
     segment: int = 8192
     lanes: int = 1024

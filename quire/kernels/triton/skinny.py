@@ -1,7 +1,6 @@
 """Products of few rows with quantised matrices, at memory bandwidth. Rows of the matrix are the tensor cores' rows,
-rows of x their columns (at least 8), so little is wasted. Weights are widened in registers in place. A program has few
-matrix rows, so narrow matrices fill the device too; each warp has slices of K, added at the end in one order. Scales
-are loaded a step ahead."""
+rows of x their columns (at least 8). A program has few matrix rows; each warp has slices of K, added at the end in one
+order."""
 
 from __future__ import annotations
 
@@ -61,7 +60,7 @@ def _multiply(w, x, accumulator, ROUNDED: tl.constexpr):
 
 @triton.jit
 def _zeros(SLICES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DTYPE: tl.constexpr):
-    """[slices, rows, columns]; no slice axis for one slice, because Hopper's larger products need matrices."""
+    """[slices, rows, columns] of zeros; no slice axis for one slice."""
     if SLICES == 1:
         zeros = tl.zeros((ROWS, COLUMNS), DTYPE)
     else:
@@ -169,8 +168,7 @@ def _add_scaled(total, part, scale):
 
 @triton.jit
 def _add_group(total, w, x, ones, of_x, scale, offset, zeros, HAS_OFFSETS: tl.constexpr, ROUNDED: tl.constexpr):
-    """total + (w @ x) * scale * of_x + (ones @ x) * offset; rows of ones @ x hold the sum that an offset needs, in the
-    same layout. of_x: scales of e4m3 rows for this group, else 1."""
+    """total + (w @ x) * scale * of_x + (ones @ x) * offset. of_x: scales of e4m3 rows for this group, else 1."""
     part = _multiply(w, x, zeros, ROUNDED)
     if ROUNDED and part.dtype != tl.int32:
         part = part * of_x
@@ -295,8 +293,8 @@ def _skinny_kernel(
     BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Program (rows of the matrix, rows of x, split). In each step, each slice multiplies BLOCK_K columns next to the
-    next slice's. With splits `out` is [splits, m, n]. DTYPE: of x before rounding."""
+    """Program (rows of the matrix, rows of x, split). With splits `out` is [splits, m, n]. DTYPE: of x before
+    rounding."""
     PAIRS: tl.constexpr = FORMAT >= I4
     PART: tl.constexpr = BLOCK_K // 2 if PAIRS else BLOCK_K
     WHOLE: tl.constexpr = ROUNDED and FORMAT != E4M3

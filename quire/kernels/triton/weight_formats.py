@@ -1,6 +1,5 @@
 """Weight matrices for kernels: floating point, or small codes that are widened in registers. Products of codes are
-exact in bfloat16, float16 and float32, and are summed in float32 in one order, whatever the batch, before the group's
-scale applies."""
+exact, and summed in float32 in one order, before the group's scale applies."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Conversion of a quantised matrix to floating point, for library products of many rows. Limit: memory bandwidth. Codes
-times scales are rounded to the dtype."""
+"""Conversion of a quantised matrix to floating point, for library products of many rows. Limit: memory bandwidth."""
 
 from __future__ import annotations
 

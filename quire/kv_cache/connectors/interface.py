@@ -32,7 +32,7 @@ class Lookup(NamedTuple):
     to_load: list[BlockKey]
     """Blocks to load, each into a device block of its own."""
     staged: Sequence[BlockKey] = ()
-    """Blocks that are only fetched nearer, without device blocks. The next lookup finds them."""
+    """Blocks that are only fetched nearer, without device blocks, for the next lookup."""
     is_asynchronous: bool = False
     """True if blocks arrive with a later report, False if they are there for the next plan."""
     is_worthwhile: bool = True
@@ -52,7 +52,7 @@ class PendingLoad(Protocol):
 
 class KVConnector:
     """Base of KV connectors, used by one thread. Each ordered transfer ends with a report, of success or failure, after
-    a bounded time; the worker's half ensures that. The defaults here store nothing."""
+    a bounded time. The defaults here store nothing."""
 
     is_ready: bool = True
     """False until what was stored before the start is scanned."""
@@ -86,8 +86,8 @@ class KVConnector:
         return False
 
     def orders(self, *, may_allocate: bool) -> Transfers | None:
-        """Orders for this plan; called once per plan. may_allocate: host blocks may be taken. False for a plan that
-        swaps sequences in: it reads the host blocks that they free, and may write them too."""
+        """Orders for this plan; called once per plan. may_allocate: host blocks may be taken; False for a plan that
+        swaps sequences in."""
         return None
 
     def update(self, report: TransferReport) -> None:

@@ -1,10 +1,8 @@
 """The KV connector to host memory and disk (docs/decisions/0011-disk-tier.md). It decides on copies and owns their
 blocks; the worker executes the plan's copies and file accesses. One plan copies a prompt's next blocks from the host to
-the device. Blocks that are only on disk are first fetched to the host while the request waits.
+the device; those only on disk are first fetched to the host.
 
-A host block is owned by a swapped sequence, by a store or load until its end is reported, by a deferred request that
-waits for it, and in a pass that orders its copy to the device. Otherwise it is evictable, so swapped requests get it
-when they need it.
+Host blocks without an owner (a swapped sequence, a transfer or a deferred request) are evictable.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ LOADING_SHARE = 2
 
 RETRY = 16
 MAX_BACKLOG = 2**16
-"""Limit of blocks waiting to be copied. The oldest are dropped, as they are probably evicted already."""
+"""Limit of blocks waiting to be copied; the oldest are dropped."""
 
 
 class Fetch:
@@ -191,8 +189,7 @@ class OffloadConnector(KVConnector):
         self.counters.num_disk_hits += self._from_disk.pop(source, None) == key
 
     def _is_worthwhile(self, num_disk_blocks: int, num_tokens: int) -> bool:
-        """True if loading the blocks takes less time than computing the tokens. One negative answer in RETRY becomes
-        positive, so that the disk's speed is measured again."""
+        """True if loading the blocks takes less time than computing the tokens."""
         loading, computing = num_disk_blocks * self._load_seconds, num_tokens * self._token_seconds
         if not computing or loading < computing:
             return True
@@ -333,8 +330,7 @@ class OffloadConnector(KVConnector):
             self._host.forget(block)
 
     def reset(self) -> None:
-        """See `KVConnector.reset`. Files stay and are found at the next start; until then a file is read only after its
-        content was computed again (and not written again)."""
+        """See `KVConnector.reset`. Files stay and are found at the next start."""
         self._was_reset = True
         self._backlog.clear()
         self._storing_keys.clear()
@@ -387,8 +383,7 @@ def _count_in(blocks: Iterable[int], owners: dict[int, int]) -> None:
 
 
 class DiskIndex:
-    """Hashes of the blocks on disk, per KV group, from the scan at the start and the worker's reports since. Another
-    engine may remove a file; then its load fails, and the block is computed."""
+    """Hashes of the blocks on disk, per KV group, from the scan at the start and the worker's reports since."""
 
     def __init__(self, num_groups: int) -> None:
         self._hashes: tuple[set[bytes], ...] = tuple(set() for _ in range(num_groups))

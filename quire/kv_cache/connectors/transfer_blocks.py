@@ -1,10 +1,8 @@
 """Device blocks owned by transfers of the KV connector, and the extension of prefix hits by stored blocks.
 
-- A load owns its block until it ends, even without waiting requests, because the memory may still be written. Each load
-has a unique number and ends once, so a repeated or late report changes nothing.
+- A load owns its block until it ends, once, even without waiting requests.
 - A loaded block enters the prefix index and is kept for the scheduler's next pass, in which its request starts with a
-plain hit. If the request does not start, or a running request needs the memory, the block is released and stays cached
-without an owner.
+plain hit; after that it stays cached without an owner.
 - Blocks of a finished sequence are owned until the connector has sent them.
 """
 
@@ -22,7 +20,7 @@ from quire.kv_cache.prefix_index import PrefixIndex
 from quire.step import BlockKey
 
 MIN_BLOCKS = 2
-"""Fewest blocks worth loading: a load takes a step, which reads all weights and costs about as much as a block."""
+"""Fewest blocks worth loading."""
 
 
 class DeviceLoad:
@@ -159,7 +157,7 @@ class TransferBlocks:
                 self._keep_hits(load)
 
     def stop_waiting(self, load: DeviceLoad) -> None:
-        """Stop waiting: the request continues or has ended. The transfers continue."""
+        """Stop waiting: the request continues or has ended."""
         for number in load.numbers:
             self._arrivals[number].waiters.remove(load)
         load.numbers.clear()
@@ -247,7 +245,7 @@ class TransferBlocks:
 
 
 class _View:
-    """Contents of a KV group on the device and elsewhere, for `agreed_hit`, which only tests for None."""
+    """Contents of a KV group on the device and elsewhere, for `agreed_hit`."""
 
     def __init__(self, blocks: TransferBlocks, group: int, is_stored: Callable[[BlockKey], bool]) -> None:
         self._blocks = blocks

@@ -1,8 +1,7 @@
 """Exact unpacking of GGUF's integer block formats: w = scale * value + offset.
 
 Each function maps blocks [n, bytes of a block] uint8 -> values [n, V] (int8, or uint8 for four bits), scales [n, V /
-group] float32, and offsets likewise or None. Half-precision numbers and their products with six or eight bits are exact
-in float32.
+group] float32, and offsets likewise or None.
 """
 
 from __future__ import annotations
@@ -57,9 +56,7 @@ def _q2_k(blocks: Bytes) -> Parts:
 
 def _q3_k(blocks: Bytes) -> Parts:
     """16 groups of 16: 32 bytes of third bits (bit r of byte i: value i of run r of 32), 64 bytes of lower bit pairs as
-    in Q2_K, 12 bytes of six-bit scales offset by 32, and a half. Values are offset by 4. The scales' lower four bits
-    are the low, then the high nibbles of eight bytes; the last four bytes hold the upper bit pairs, of four groups per
-    pair."""
+    in Q2_K, 12 bytes of six-bit scales offset by 32, and a half. Values are offset by 4."""
     runs = np.arange(8, dtype=np.uint8)[:, None]
     third = (blocks[:, None, :32] >> runs & 1).reshape(-1, 256)
     values = (_quarters(blocks[:, 32:96]) | third << 2).view(np.int8) - np.int8(4)
@@ -74,8 +71,8 @@ def _iq4_nl(blocks: Bytes) -> Parts:
 
 
 def _q4_k(blocks: Bytes) -> Parts:
-    """Eight groups of 32: scales and offsets (see `_group_grid`), then 128 bytes; in each run of 32, one group in the
-    low nibbles, the next in the high ones."""
+    """Eight groups of 32: scales and offsets (`_group_grid`), then 128 bytes; in each run of 32, one group in the low
+    nibbles, the next in the high ones."""
     scales, offsets = _group_grid(blocks)
     return _runs(blocks[:, 16:]), scales, offsets
 
@@ -91,8 +88,7 @@ def _q5_k(blocks: Bytes) -> Parts:
 
 def _q6_k(blocks: Bytes) -> Parts:
     """16 groups of 16: 128 bytes of lower four bits, 64 of upper two, a signed byte per group, and a scale. Values are
-    offset by 32. Each half of the 256 values has 64 lower bytes (values 0 to 63 in low, 64 to 127 in high nibbles) and
-    32 upper ones, whose bit pairs serve its quarters."""
+    offset by 32."""
     count = len(blocks)
     lower = blocks[:, :128].reshape(count, 2, 1, 64)
     lower = np.concatenate((lower & 15, lower >> 4), axis=2).reshape(count, 2, 4, 32)
@@ -130,8 +126,7 @@ def _runs(packed: Bytes) -> Bytes:
 
 def _group_grid(blocks: Bytes) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
     """Scales and offsets of eight groups: two halves (factors of scales and subtrahends), then 12 bytes with six bits
-    of each per group. Four bytes hold the scales of groups 0 to 3, four their subtrahends; the last four hold the lower
-    four bits of both for groups 4 to 7, whose upper two bits top the first eight bytes."""
+    of each per group."""
     first, second, last = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = np.concatenate((first & 63, (last & 15) | first >> 6 << 4), axis=1)
     subtrahends = np.concatenate((second & 63, last >> 4 | second >> 6 << 4), axis=1)

@@ -1,6 +1,6 @@
 """Encoding of weights as GGUF blocks, the inverse of `quire.models.gguf.blocks`. A type's encoder takes blocks [B,
 values] float32 and the weights of their errors, likewise, and returns [B, bytes of a block] uint8. Scales are searched
-(`quire.models.gguf.fits`) and rounded as stored; codes are the nearest for the stored scales."""
+(`quire.models.gguf.fits`) and rounded as stored."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TYPES: Mapping[str, BlockType] = {block.name: block for block in BLOCK_TYPES.val
 NUMBERS: Mapping[str, int] = {block.name: number for number, block in BLOCK_TYPES.items()}
 """Type number by name."""
 WORKING_VALUES = 2**17
-"""Weights that are searched at once, so that the work stays in the cache."""
+"""Weights that are searched at once."""
 _LARGEST_HALF = 65504.0
 _TABLE = torch.from_numpy(NONLINEAR).float()
 

@@ -1,7 +1,6 @@
-"""Search for the scales of groups of quantised weights. A weight is about scale * code - offset, with integer codes
-in a range. Given scales yield codes by rounding; given codes yield scale and offset by weighted least squares. The
-search starts from scales around the one that the largest weight needs and keeps the best, for all groups of a batch
-at once."""
+"""Search for the scales of groups of quantised weights. A weight is about scale * code - offset, with integer codes in
+a range. Given scales yield codes by rounding; given codes yield scale and offset by weighted least squares, over
+several scales around the largest weight's."""
 
 from __future__ import annotations
 
@@ -48,7 +47,6 @@ def _better(
     best: tuple[Affine, torch.Tensor],
     is_positive: bool,
 ) -> tuple[Affine, torch.Tensor]:
-    """The better of the best so far and the fit for the codes of `start`."""
     codes = _round((x + start.offsets[:, None]) / start.scales[:, None].clamp(min=TINY), 0, most)
     scales, offsets = _least_squares(codes, x, weights, *sums, is_positive=is_positive)
     error = (weights * (codes * scales[:, None] - offsets[:, None] - x).square()).sum(1)
@@ -121,8 +119,7 @@ def nearest(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 def _stronger(
     values: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, best: torch.Tensor, most: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The better scale of the best so far and the fit for `values`, and its gain: reduction of the squared error
-    against zeros."""
+    """The better scale of the best so far and the fit for `values`, and its gain: reduction of the squared error."""
     weighted = weights * values
     sum_xq, sum_qq = (weighted * x).sum(1), (weighted * values).sum(1).clamp(min=TINY)
     gain = sum_xq * sum_xq / sum_qq

@@ -1,6 +1,5 @@
 """Exact unpacking of GGUF's IQ and TQ block formats, as in `quire.models.gguf.blocks`. Most formats hold codebook
-indices (`quire.models.gguf.codebooks`) and signs; weights are assembled eight bytes at a time. Equidistant weights
-(IQ3_S, IQ1, TQ) become four bits with an offset, others int8."""
+indices (`quire.models.gguf.codebooks`) and signs."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ _POWERS_OF_3 = np.array([1, 3, 9, 27, 81], dtype=np.uint8)
 
 def _iq4_xs(blocks: Bytes) -> Parts:
     """Scale, 16 bits with the upper two of eight group scales, four bytes with their lower four bits, and 16 bytes per
-    group as in IQ4_NL. Group scales are offset by 32."""
+    group as in IQ4_NL."""
     upper = blocks[:, 2:4].view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
     scales = (_nibbles(blocks[:, 4:8]) | upper.astype(np.uint8) << 4).view(np.int8) - np.int8(32)
     codes = split_halves(np.ascontiguousarray(blocks[:, 8:]).reshape(-1, 16))
@@ -93,7 +92,7 @@ def _iq1_s(blocks: Bytes) -> Parts:
 
 def _iq1_m(blocks: Bytes) -> Parts:
     """32 entries, four bits for each (three more, and the delta's sign), and four times 16 bits: three per group scale,
-    and four of the overall scale. A code includes the delta: 4 stands for 1, and 1 for twice the delta."""
+    and four of the overall scale."""
     grid = blocks[:, 48:].view("<u2")
     half = np.bitwise_or.reduce(grid >> 12 << np.array([0, 4, 8, 12], dtype=np.uint16), axis=1, keepdims=True)
     scale = half.astype("<u2").view("<f2").astype(np.float32)
@@ -108,8 +107,7 @@ def _iq1_m(blocks: Bytes) -> Parts:
 
 
 def _tq1_0(blocks: Bytes) -> Parts:
-    """48 bytes of five base-3 weights, four bytes of four, and a scale. A byte is a fraction of 256: tripled, it
-    overflows by the first digit."""
+    """48 bytes of five base-3 weights, four bytes of four, and a scale."""
     runs = [(blocks[:, :32], 5), (blocks[:, 32:48], 5), (blocks[:, 48:52], 4)]
     shifted = [(part[:, None] * _POWERS_OF_3[:count, None]).reshape(len(blocks), -1) for part, count in runs]
     digits = np.concatenate(shifted, axis=1).astype(np.uint16) * np.uint16(3) >> 8

@@ -1,5 +1,5 @@
 """Memory of a GGUF file's weights packed for the CPU kernels, computed from the file's header. Matrices that share an
-input are packed as one. With several block formats they stay separate and keep the file's bytes. Imports no torch."""
+input are packed as one, or, with several block formats, keep the file's bytes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,6 @@ def _matrix_of(name: str) -> str:
 
 
 def _key_elements(model: ModelConfig, elements: int) -> int:
-    """Elements for keys in the matrix that expands latent keys and values."""
     attention = model.shape.attention
     keys = attention.key_dim - attention.rotated_dim
     return elements * keys // (keys + attention.value_dim)
@@ -98,7 +97,6 @@ def _part(model: ModelConfig, entry: TensorEntry, elements: int, is_reordered: b
 
 
 def _plain_part(quantization: QuantizationConfig | None, entry: TensorEntry, elements: int) -> _Part:
-    """A floating-point matrix, or its type after quantising at load."""
     if quantization is None:
         return _Part("plain", elements)
     columns = entry.shape[-1]
@@ -111,7 +109,7 @@ def _plain_part(quantization: QuantizationConfig | None, entry: TensorEntry, ele
 
 
 def _matrix_bytes(model: ModelConfig, parts: list[_Part]) -> int:
-    """Bytes of the parts in their own blocks, or in one common format."""
+    """Bytes of the parts in their own blocks, or in one format."""
     elements, kinds = sum(part.elements for part in parts), {part.kind for part in parts}
     blocks = [part.in_blocks for part in parts if part.in_blocks is not None]
     if len(blocks) == len(parts):

@@ -96,7 +96,6 @@ def _tower_name(name: str, names: tuple[Mapping[str, str], Mapping[str, str]], c
 
 
 def _read(file: GGUFFile, entry: TensorEntry) -> torch.Tensor:
-    """A copy, which outlives the file."""
     rows = np.frombuffer(file.data(entry), dtype=np.uint8)
     dtype = PLAIN_DTYPES.get(entry.type.name)
     if dtype is not None:

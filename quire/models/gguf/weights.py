@@ -37,13 +37,13 @@ _WHOLE_BLOCKS: Mapping[str, BlockFormatName] = {name: name for name in WHOLE_BLO
 _MOST_HALF, _NAN_EXPONENT = 0x7C00, 0xFF
 """Exponent bits of a non-finite half-precision number, and the code of an invalid exponent."""
 _CHUNK_BYTES = 2**18
-"""Bytes of blocks unpacked at once, so that the work stays in the cache."""
+"""Bytes of blocks unpacked at once."""
 
 
 class GGUFWeights:
     """Weights of one GGUF file or split model. directory: the (first) file, for error messages. Plain tensors and
-    blocks that are packed unchanged are views of the file; others are unpacked two ahead. A tensor's pages are dropped
-    after use, so the whole file is never in memory."""
+    blocks that are packed unchanged are views of the file, whose pages are dropped after use; others are unpacked two
+    ahead."""
 
     def __init__(self, path: Path) -> None:
         self.directory = path
@@ -74,7 +74,6 @@ class GGUFWeights:
             raise
 
     def _read(self, elsewhere: Collection[str]) -> Generator[tuple[Path, str, WeightTensor] | _Done, None, None]:
-        """Tensors with their files, and progress after each entry."""
         with GGUFFile(self.directory) as file:
             self.header, layout = file, head_layout(file)
             done, total = 0, sum(entry.num_bytes for entry in file.tensors.values())
@@ -211,8 +210,8 @@ def taken_apart(rows: Bytes, block: BlockType) -> IntegerWeight | Float4Weight:
 
 
 def _mxfp4_weight(rows: Bytes, num_columns: int) -> Float4Weight:
-    """Reorder codes so that neighbours share a byte; the file has a block's second 16 values in the high nibbles. rows:
-    [n, bytes of a row]. Raises ModelLoadError for invalid exponents."""
+    """Reorder codes so that neighbours share a byte. rows: [n, bytes of a row]. Raises ModelLoadError for invalid
+    exponents."""
     blocks = rows.reshape(len(rows), -1, 1 + MX_GROUP // 2)
     codes = np.concatenate((blocks[:, :, 1:] & 15, blocks[:, :, 1:] >> 4), axis=2)
     pairs = codes[:, :, 0::2] | codes[:, :, 1::2] << 4
@@ -221,8 +220,8 @@ def _mxfp4_weight(rows: Bytes, num_columns: int) -> Float4Weight:
 
 
 def _halves_apart(rows: Bytes, num_heads: int, name: str) -> Bytes:
-    """Move even rows before odd ones in each head: rotated pairs are neighbours in the file and half a head apart in
-    Hugging Face's order. rows: [n, bytes of a row]; returns a copy."""
+    """Move even rows before odd ones in each head: rotated pairs are neighbours in the file. rows: [n, bytes of a row];
+    returns a copy."""
     count = len(rows)
     if count % (2 * num_heads):
         raise ModelLoadError(f"tensor {name!r} has {count} rows, which {num_heads} heads cannot share in pairs")
@@ -231,14 +230,13 @@ def _halves_apart(rows: Bytes, num_heads: int, name: str) -> Bytes:
 
 def _by_key(heads: StateHeads, size: int) -> npt.NDArray[np.intp]:
     """Permutation from the file's order of value heads (the first of every key head, then the second ...) to Hugging
-    Face's (heads of one key head together). size: rows per value head."""
+    Face's. size: rows per value head."""
     places = np.arange(heads.num_values * size).reshape(heads.num_values // heads.num_keys, heads.num_keys, size)
     return places.swapaxes(0, 1).flatten()
 
 
 def _value_rows(rows: Bytes, name: str, heads: StateHeads) -> Bytes:
-    """Rows of value heads, with any queries and keys before them, in Hugging Face's order. rows: [n, bytes of a row];
-    returns a copy."""
+    """Rows of value heads in Hugging Face's order. rows: [n, bytes of a row]; returns a copy."""
     own = name.split(".")[2]
     size = heads.value_dim if own in _OF_ELEMENTS else 1
     first = heads.key_rows if own in _BEHIND_KEYS else 0
@@ -333,7 +331,6 @@ def read_gguf_matrices(path: Path, heads: tuple[int, int]) -> dict[str, dict[str
 
 
 def _matrix_of(file: GGUFFile, entry: TensorEntry) -> torch.Tensor:
-    """A copy."""
     rows = np.frombuffer(file.data(entry), dtype=np.uint8).reshape(entry.shape[0], -1)
     dtype = PLAIN_DTYPES.get(entry.type.name)
     if dtype is not None:

@@ -75,7 +75,6 @@ class CompletionRequest(SamplingFields, kw_only=True, frozen=True):
             )
 
     def _check_ranking(self) -> None:
-        """Check best_of and beam search; ranked answers cannot be streamed."""
         if not self.use_beam_search and self.beam_width is not None:
             raise UserError("beam_width needs use_beam_search", param="beam_width")
         if self.beam_width is not None and self.best_of not in (None, self.beam_width):

@@ -1,7 +1,7 @@
 """Request fields of other servers that this one lacks: OpenAI's, llama.cpp's, Ollama's and OpenRouter's.
 
-Clients send them everywhere. Fields that do not change the answer are accepted silently; those that would change it are
-errors, unless their value is harmless. Neither kind counts as a misspelling.
+Fields that do not change the answer are accepted silently; others are errors, unless their value is harmless. Neither
+counts as a misspelling.
 """
 
 from __future__ import annotations

@@ -11,9 +11,8 @@
     92      4      CRC-32 of the 92 bytes before
     96      -      the pages, one after the other
 
-Numbers are little-endian. Readers compare the header with the requested block and never unpickle anything. CRC-32 finds
-accidental damage at 4 GB/s. It does not find forgeries: the engine trusts every user that can write to the directory
-(docs/decisions/0011-disk-tier.md).
+Numbers are little-endian. Readers compare the header with the requested block. Checksums find no forgeries: the engine
+trusts every user that can write to the directory (docs/decisions/0011-disk-tier.md).
 """
 
 from __future__ import annotations
@@ -57,8 +56,7 @@ class BlockFileLayout:
 
 
 def write_block(path: Path, layout: BlockFileLayout, group: int, block_hash: bytes, pages: Sequence[Buffer]) -> None:
-    """Write a block to `path`, which must not exist. Raises OSError, with the partial file removed. The file is not
-    synced: a power failure may corrupt it, which its checksums reveal."""
+    """Write a block to `path`, which must not exist. Raises OSError, with the partial file removed."""
     header = layout.header(group, block_hash, _checksum(pages))
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:

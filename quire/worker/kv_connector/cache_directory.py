@@ -4,9 +4,9 @@
     DIR/<namespace>/<two digits>/<hash>-<group>   one block
     DIR/<namespace>/.new-<engine>-<number>        an unfinished block, renamed when complete
 
-Several engines, of the same or different models, may share a directory: a file's name identifies its content, and the
-file appears complete, by a rename, and never changes. A removed file stays readable while it is open. The limit counts
-the files of all engines. A file's modification time is its block's last use.
+Several engines, of the same or different models, may share a directory: a file's name identifies its content, and it
+appears complete, by a rename. The limit counts the files of all engines. A file's modification time is its block's last
+use.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from quire.errors import ConfigError
 from quire.step import BlockKey
 
 LEVEL_AFTER_EVICTION = 0.9
-"""Share of the limit that an eviction keeps, so that one scan makes room for many blocks."""
+"""Share of the limit that an eviction keeps."""
 STALE_SECONDS = 3600.0
 """Age in seconds from which an unfinished file counts as left by a dead engine."""
 
@@ -74,7 +74,7 @@ class CacheDirectory:
         self._written = 0
         self._number = 0
         self._name = secrets.token_hex(8)
-        """Part of the names of this engine's unfinished files; random, because process ids repeat across containers."""
+        """Random part of the names of this engine's unfinished files."""
         require_writable(path)
         require_writable(self.own)
 
@@ -98,8 +98,7 @@ class CacheDirectory:
                 yield key
 
     def has_room(self) -> bool:
-        """True if a block can be stored without `make_room`. Becomes False after limit / 8 bytes of stores, because
-        only a scan finds other engines' blocks."""
+        """True if a block can be stored without `make_room`, which limit / 8 bytes of stores make necessary."""
         return self.num_bytes <= self.limit and self._written <= self.limit // 8
 
     def count_stored(self, num_bytes: int) -> None:
@@ -165,7 +164,6 @@ class CacheDirectory:
 
 
 def _entries(path: Path | str) -> Iterator[os.DirEntry[str]]:
-    """Entries of a directory; none if it is missing or unreadable."""
     try:
         with os.scandir(path) as entries:
             yield from entries

@@ -1,7 +1,6 @@
 """Hash of everything besides its tokens that determines a stored KV block; engines with equal hashes share blocks. It
 covers the model's configuration and weights, quantisation, dtypes, the computing code, and the layout, but not paths or
-names, so a moved model finds its blocks. Earlier tokens and the tenant's salt are in the block's own hash
-(quire/kv_cache/block_hash.py)."""
+names."""
 
 from __future__ import annotations
 
@@ -27,14 +26,13 @@ WHOLE_FILE_BYTES = 64 * 2**20
 """Size up to which files are hashed whole ..."""
 SAMPLE_STRIDE = 2**16
 SAMPLE_BYTES = 512
-"""... and number of bytes sampled per stride of larger files. Any changed tensor of at least SAMPLE_STRIDE bytes is
-noticed, for a hundredth of the reading."""
+"""... and number of bytes sampled per stride of larger files, so that any changed tensor of at least SAMPLE_STRIDE
+bytes is noticed."""
 
 _NOT_CONTENT = {"name", "path", "hf", "max_model_len", "eos_token_ids", "sampling_defaults", "shape", "draft_layers"}
 _NOT_CONTENT_HF = {"_name_or_path", "name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype"}
 _NOT_RESULT = {"num_threads", "cpu_isa", "cuda_graphs", "cuda_graph_sizes"}
-"""Device options outside the identity: `code` covers them, or they only choose graphs, whose padding changes no
-result."""
+"""Device options outside the identity."""
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope", "su", "yarn"}
 """Rotation types that depend on `max_model_len` (quire/layers/rotary.py), with aliases."""
 
@@ -77,8 +75,7 @@ def _model_identity(model: ModelConfig, load: LoadConfig) -> dict[str, Any]:
 
 
 def native_code(isa: str, matmul_precision: str, binary: Path) -> dict[str, str]:
-    """Identity of the native kernels: instruction set, precision and build. Threads and batches do not change
-    results."""
+    """Identity of the native kernels: instruction set, precision and build."""
     build = hashlib.sha256(binary.read_bytes()).hexdigest()
     return {"isa": isa, "products": matmul_precision, "build": build}
 
@@ -114,7 +111,7 @@ def _weights(model: ModelConfig, load: LoadConfig) -> dict[str, Any]:
 
 
 def _cache_scales(model: ModelConfig, load: LoadConfig) -> dict[str, list[float]]:
-    """Scales of an fp8 cache, which are too small for sampled hashing to notice."""
+    """Scales of an fp8 cache, too small for sampled hashing to notice."""
     if model.kv_cache_dtype != "fp8" or load.load_format == "dummy":
         return {}
     files = find_weights(model.path, load.load_format)
@@ -140,7 +137,6 @@ def _pieces(path: Path) -> Iterator[bytes]:
 
 
 def _plain(value: object) -> object:
-    """Convert dataclasses and mappings for JSON."""
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     if hasattr(value, "items"):

@@ -1,6 +1,5 @@
 """Files of OffloadConnector: transfers between host memory and files, on separate threads. A StoreReport in a step's
-result tells which transfers ended. One thread stores (and first scans the directory); NUM_LOADERS others load, so that
-a load, for which a request waits, never queues behind a store. I/O and checksums release the GIL."""
+result tells which transfers ended. One thread stores (and first scans the directory); NUM_LOADERS others load."""
 
 from __future__ import annotations
 
@@ -222,7 +221,7 @@ def smoothed(mean: float, value: float) -> float:
 
 
 class _WorkerThreads:
-    """Daemon threads that run calls in order, so that a hanging disk cannot block process exit."""
+    """Daemon threads that run calls in order; a hanging disk cannot block process exit."""
 
     def __init__(self, name: str, num_threads: int) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()

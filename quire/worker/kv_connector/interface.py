@@ -13,9 +13,7 @@ PATIENCE = 0.02
 
 class WorkerConnector:
     """Executes the connector's own orders in `StepPlan.transfers`. The runner copies between device and host pools
-    (quire/worker/kv_transfer.py). Each transfer must end within a bounded time and be reported as done or failed;
-    until then the scheduler leaves its blocks alone. The plan's thread calls the methods once per plan, in the order
-    below."""
+    (quire/worker/kv_transfer.py). The plan's thread calls the methods once per plan, in the order below."""
 
     layers: Sequence[int] = ()
     """Layers for which `wait_layer` and `save_layer` are called, in order."""

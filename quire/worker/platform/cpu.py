@@ -324,8 +324,7 @@ class CpuPlatform:
 
 
 def keep_to_own_cores(rank: int, size: int) -> None:
-    """Pin this thread and its children to this rank's share of the cores, because ranks' thread pools would otherwise
-    use the same cores. No effect with fewer cores than ranks."""
+    """Pin this thread and its children to this rank's share of the cores; no effect with fewer cores than ranks."""
     cores = envs.affinity_numbers()
     count = len(cores) // size
     if count and hasattr(os, "sched_setaffinity"):

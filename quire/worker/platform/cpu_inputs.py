@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 class CpuColumns:
-    """RequestColumns on a CPU. token_ids: [num_rows, max_model_len + 1] int32; one extra, because a sequence at its end
-    may run once more before the scheduler knows. Unwritten parts take no physical memory."""
+    """RequestColumns on a CPU. token_ids: [num_rows, max_model_len + 1] int32; unwritten parts take no physical
+    memory."""
 
     def __init__(
         self, num_rows: int, max_model_len: int, values: ColumnValues, drafts: HostDrafts | None = None

@@ -27,8 +27,7 @@ from quire.worker.platform.host_memory import available_memory, measure_peak
 from quire.worker.platform.interface import StepLimits
 
 PROFILED_TOKENS, PROFILED_ROWS = 64, 16
-"""Tokens and sampled rows of the profiling step: enough to stand out from allocator noise. Constant parts are scaled
-too, which is conservative."""
+"""Tokens and sampled rows of the profiling step: enough to stand out from allocator noise."""
 
 BackendFactory = Callable[[KVCacheLayout, Sequence[torch.Tensor]], CacheBackends]
 
@@ -56,8 +55,7 @@ class CpuMeter:
 
     def step_bytes(self, model: CausalLM, limits: StepLimits, estimate: int) -> int | None:
         """Measure the growth of resident memory in a forward pass over the token budget in the fewest sequences, then
-        logits and random sampling for the most sequences. Measured on PROFILED_TOKENS and PROFILED_ROWS and scaled,
-        since growth is at most linear and a full pass would dominate the start."""
+        logits and random sampling for the most sequences. Measured on PROFILED_TOKENS and PROFILED_ROWS and scaled."""
         num_tokens = min(limits.max_num_tokens, PROFILED_TOKENS)
         num_rows = min(limits.max_num_rows, PROFILED_ROWS)
         prompt = InputBatch.dummy_prompts(num_tokens, min(num_tokens, limits.longest))

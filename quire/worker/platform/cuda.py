@@ -1,5 +1,5 @@
-"""The GPU platform: model, KV cache and request state are on the device; plans are enqueued and results awaited later.
-In Triton's interpreter the same code runs with the host as the device."""
+"""The GPU platform: model, KV cache and request state are on the device; plans are enqueued and results awaited
+later."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ from quire.layers.device_adapters import DeviceAdapterStorage
 from quire.layers.expert_balance import ExpertBalancer
 from quire.layers.experts import ExpertCounters
 from quire.models.adapters import ModelAdapters
+from quire.models.draft_head import first_guess
 from quire.models.interface import CausalLM
-from quire.models.loader import NO_EXTRAS, TORCH_DTYPES, Extras, load_model, load_vision
+from quire.models.loader import NO_EXTRAS, TORCH_DTYPES, Extras, load_head, load_model, load_vision
 from quire.models.vision import VisionEncoder
 from quire.models.weight_files import Progress
 from quire.multimodal.inputs import NoImages, image_inputs
@@ -49,13 +50,14 @@ from quire.worker.kv_transfer import BlockTransfers
 from quire.worker.model_drafts import MOST_BEHIND, layers_of
 from quire.worker.oracle import Oracle
 from quire.worker.platform.device_drafts import DeviceDrafts
+from quire.worker.platform.device_head_drafts import DeviceHeadDrafts
 from quire.worker.platform.device_inputs import DeviceInputs
 from quire.worker.platform.device_memory import PinnedPool, allocate_device_pages, arithmetic, make_memory
 from quire.worker.platform.device_meter import DeviceMeter
 from quire.worker.platform.device_model_drafts import MOST_ROWS, DeviceModelDrafts, DraftPasses
 from quire.worker.platform.device_step import DeviceCompute, StagedColumns
 from quire.worker.platform.graph_capture import CudaGraphCapture, GraphCapture
-from quire.worker.platform.interface import DraftModel, HostBlockTensors, Mode
+from quire.worker.platform.interface import DraftModel, HeadInputs, HostBlockTensors, Mode
 from quire.worker.platform.state_arena import DraftRoom, StateArena
 from quire.worker.platform.stream_transfers import StreamTransfers
 from quire.worker.platform.streams import make_streams
@@ -104,7 +106,7 @@ class CudaPlatform:
             yield
 
     def is_computing(self) -> bool:
-        """Always False: every call enters the stream again, because the caller's code may have entered another."""
+        """Always False: every call enters the stream again."""
         return False
 
     def synchronize(self) -> None:
@@ -130,7 +132,7 @@ class CudaPlatform:
         with arithmetic(self._memory, f"the weights of {config.model.name}"):
             extras = Extras(self.expert_counts, self.adapters)
             model = self.load(config.model, config.load, self._group, shown, extras)
-        self.draft_model = self._load_draft_model()
+        self.draft_model = self._load_draft_model(model)
         self.streams.synchronize()
         return model
 
@@ -146,6 +148,11 @@ class CudaPlatform:
         return load_model(model, load, group, progress=progress, device_layers=self._layers, extras=extras)
 
     @property
+    def head_layers(self) -> DeviceLayers | None:
+        """Options of heads for drafts on this device (None: plain operators compute them)."""
+        return self._layers
+
+    @property
     def _layers(self) -> DeviceLayers:
         device = self._config.device
         return DeviceLayers(
@@ -155,14 +162,20 @@ class CudaPlatform:
             rounds_activations=device.matmul_precision == "fp8",
         )
 
-    def _load_draft_model(self) -> DraftModel | None:
+    def _load_draft_model(self, model: CausalLM) -> DraftModel | None:
         config, chosen = self._config.speculation.draft, self._config.speculation.draft_model
+        if self._config.speculation.method == "mtp":
+            return DraftModel(self._config.model, first_guess(model), None, HeadInputs())
         if config is None or chosen is None:
             return None
-        group = self._draft_group
+        group, load = self._draft_group, draft_load(self._config.load)
         with arithmetic(self._memory, f"the weights of {config.name}"):
-            model = self.load(config, draft_load(self._config.load), group)
-        return DraftModel(config, model, self._meter(config, self._draft_settings, group))
+            if chosen.head is not None:
+                head, token_ids = load_head(config, chosen.head, load, group, model, device_layers=self.head_layers)
+                tokens = None if token_ids is None else token_ids.cpu().numpy()
+                return DraftModel(config, head, None, HeadInputs(chosen.head.taps, tokens, is_apart=True))
+            own = self.load(config, load, group)
+        return DraftModel(config, own, self._meter(config, self._draft_settings, group))
 
     @property
     def _draft_settings(self) -> ExecutionSettings:
@@ -275,7 +288,9 @@ class CudaPlatform:
             layout = layers_of(layout, range(len(model.cache_specs())))
         backends = self.make_backends(layout, pages)
         compute = DeviceCompute(
-            passes=self._make_passes(model, config.model, backends, settings, capture, self._group),
+            passes=self._make_passes(
+                model, config.model, backends, settings, capture, self._group, () if drafts is None else drafts.taps
+            ),
             columns=StagedColumns(arena, sampling, values, drafts),
             inputs=DeviceInputs(arena, block_size, padded_seqs, padded_tokens, values.names),
             upload=Upload(self.streams, config.scheduler.queue_depth + 1),
@@ -312,25 +327,33 @@ class CudaPlatform:
         depth, has_states = scheduler.queue_depth, bool(layout.state_groups)
         if draft is None:
             return DeviceDrafts(arena, speculation, depth, has_states=has_states)
-        own, group, num_rows = draft.config, self._draft_group, scheduler.max_num_seqs
-        settings = self._draft_settings
-        first = len(model.cache_specs())
-        own_layout = layers_of(layout, range(first, first + len(draft.model.cache_specs())))
+        own, group, num_rows, head = draft.config, self._draft_group, scheduler.max_num_seqs, draft.head
+        settings = self._draft_settings if head is None else ExecutionSettings()
+        own_layout, tables, own_size = layout, arena.draft_tables, own.vocab_size
+        if draft.is_apart:
+            first = len(model.cache_specs())
+            own_layout = layers_of(layout, range(first, first + len(draft.model.cache_specs())))
+        if head is not None:
+            tables, own_size = replace(tables, token_shift=1), self._config.model.vocab_size
         backends = self.make_backends(own_layout, pages, own, group)
+        backends = backends._replace(states=StateBackend(own_layout, {}))
         sizes = self._padded(settings, scheduler.max_num_batched_tokens + num_rows * MOST_BEHIND)
         passes = DraftPasses(
             self._make_passes(draft.model, own, backends, settings, capture, group),
-            DeviceInputs(arena, layout.block_size, *sizes, names, arena.draft_tables),
+            DeviceInputs(arena, layout.block_size, *sizes, names, tables),
             backends,
-            own.vocab_size,
+            own_size,
             self._config.model.vocab_size,
             own.max_model_len,
             any(window is not None for window in own.sliding_windows),
         )
+        if head is not None:
+            return DeviceHeadDrafts(arena, speculation, depth, passes, num_rows, head, has_states=has_states)
         return DeviceModelDrafts(arena, speculation, depth, passes, num_rows, has_states=has_states)
 
     def offload_weights(self, model: CausalLM, encoder: VisionEncoder | None) -> DeviceWeights:
-        others = (None if self.draft_model is None else self.draft_model.model, encoder)
+        draft = self.draft_model
+        others = (draft.model if draft is not None and draft.is_apart else None, encoder)
         parts = [model, *(each for each in others if each is not None)]
         weights = DeviceWeights(parts, self._device, sum([each.weight_bytes() for each in parts]), self._memory)
         weights.release()
@@ -371,6 +394,7 @@ class CudaPlatform:
         settings: ExecutionSettings,
         capture: GraphCapture | None,
         group: ProcessGroup,
+        taps: tuple[int, ...] = (),
     ) -> CudaGraphRunner:
         attention = config.shape.attention
         counted = self.expert_counts if config is self._config.model else None
@@ -380,6 +404,7 @@ class CudaPlatform:
             dtype=getattr(torch, config.dtype),
             device=self._device,
             num_rows=None if counted is None else counted.num_rows,
+            taps=taps,
         )
         return CudaGraphRunner(model, backends, shape, settings, capture if settings.executions() else None)
 
@@ -388,8 +413,7 @@ class CudaPlatform:
 
 
 def device_limits(device: torch.device) -> DeviceLimits:
-    """Properties that determine kernel shapes. For the interpreter, which runs one program at a time, work is split
-    into few programs."""
+    """Properties that determine kernel shapes."""
     if device.type != "cuda":
         return DeviceLimits(num_multiprocessors=INTERPRETED_MULTIPROCESSORS)
     properties = torch.cuda.get_device_properties(device)

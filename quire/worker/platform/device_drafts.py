@@ -14,6 +14,7 @@ from quire.config.model_shape import STATE_BORDER
 from quire.config.speculation import SpeculationConfig
 from quire.kernels.triton.drafts import accept_drafts, find_drafts, place_drafts, recall_drafts
 from quire.kernels.triton.rows import StepColumns
+from quire.layers.batch import ForwardResult
 from quire.sampling.results import Deferred
 from quire.step import StepPlan
 from quire.worker.drafts import Accepted, Placed
@@ -40,12 +41,14 @@ class PassSections:
 class DraftSections:
     """A step's draft data in the upload: arguments of `place_drafts`, and of `accept_drafts` (None: nothing is sampled)
     with the sources of sampled rows. tells_tokens: the host needs the drafts that are found. made: pass of a draft
-    model. num_ready: drafts for each sample's next step, where the host knows."""
+    model or head. followed: step that a head follows; sequences of it that have samples of their own, [S]. num_ready:
+    drafts for each sample's next step, where the host knows."""
 
     placed: Sequence[Section]
     accepted: Sequence[Section] | None
     tells_tokens: bool = False
     made: PassSections | None = None
+    followed: tuple[InputBatch, Section] | None = None
     num_ready: Sequence[int] = ()
 
 
@@ -54,6 +57,10 @@ class DeviceDrafts:
 
     writes_blocks = False
     """True if making drafts writes to the KV cache."""
+    reads_all = False
+    """True if the last layer computes all tokens for it."""
+    taps: tuple[int, ...] = ()
+    """Numbers of the layers whose results it reads."""
 
     def __init__(self, arena: StateArena, config: SpeculationConfig, queue_depth: int, *, has_states: bool) -> None:
         """has_states: see HostDrafts; no draft may be the last token before a border, for any possible start."""
@@ -90,11 +97,10 @@ class DeviceDrafts:
         return Placed(plan.start_positions, counts, np.array(num_drafts, np.int64))
 
     def _pending(self, seq_id: int) -> int:
-        """Planned drafts of a sequence in flight: the device may know as many tokens fewer than the plan says."""
+        """Planned drafts of a sequence in flight."""
         return sum(each.get(seq_id, 0) for each in self._in_flight)
 
     def _most_behind_tokens(self, num_tokens: int) -> int:
-        """Maximum drafts behind that many tokens."""
         return self._arena.drafts.max_drafts
 
     def forget(self, row: int) -> None:
@@ -141,6 +147,12 @@ class DeviceDrafts:
     def make(self, columns: StepColumns, sections: DraftSections, upload: Upload) -> None:
         """Enqueue the making of drafts, after `apply` and block copies."""
 
+    def keep_results(self, result: ForwardResult[torch.Tensor]) -> None:
+        """Keep what `follow` needs of a step's forward pass."""
+
+    def follow(self, columns: StepColumns, sections: DraftSections, upload: Upload) -> None:
+        """Enqueue what follows a step's acceptance."""
+
     def prepare(self, max_num_tokens: int) -> None:
         """Compile and capture what making drafts needs."""
 
@@ -167,7 +179,7 @@ class DeviceDrafts:
     def _find(
         self, samples: tuple[torch.Tensor, torch.Tensor, torch.Tensor], sections: DraftSections
     ) -> Sequence[Deferred[Any]]:
-        """Numbers of drafts for the samples' next step, and, where told, their tokens. samples: see `find_drafts`."""
+        """Numbers of drafts for the samples' next step, and, where told, their tokens."""
         arena, (rows, firsts, _) = self._arena, samples
         if self.oracle is not None:
             results = [recall_drafts(arena.words, arena.drafts, samples)]

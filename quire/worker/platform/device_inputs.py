@@ -89,7 +89,6 @@ class DeviceInputs:
         return on_device_batch, self._columns
 
     def _last_seen(self, num_tokens: int) -> torch.Tensor | None:
-        """The column of that name, if the model reads it."""
         if LAST_SEEN not in self._names:
             return None
         return self._buffers.others[self._names.index(LAST_SEEN), :num_tokens]

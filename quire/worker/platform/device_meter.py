@@ -27,7 +27,7 @@ BackendFactory = Callable[[KVCacheLayout, Sequence[torch.Tensor]], DeviceBackend
 SAMPLER_COPIES = 3
 """float32 copies of the logits that the sampler keeps at once."""
 CONTEXT_BYTES = 640 << 20
-"""Maximum bytes of memory in use before measuring that count as this process's CUDA context; the rest is others'."""
+"""Maximum bytes of memory in use before measuring that count as this process's CUDA context."""
 GRAPH_BYTES_PER_LAYER = 256 * 2**10
 """Estimated bytes that the driver keeps per layer and graph."""
 COLUMNS_PER_SEQUENCE = 8
@@ -115,8 +115,7 @@ class DeviceMeter:
 def graph_bytes(
     config: ModelConfig, settings: ExecutionSettings, activations: int, max_num_tokens: int, num_ranks: int = 1
 ) -> int:
-    """Bytes for CUDA graphs: the driver's estimated share of each, the largest one's memory, which all share, and
-    static results."""
+    """Bytes for CUDA graphs: the driver's estimated share of each, the largest one's memory, and static results."""
     sizes = [each.num_tokens for each in settings.executions()]
     if not sizes:
         return 0
@@ -136,8 +135,7 @@ def table_bytes(limits: StepLimits, num_groups: int, num_columns: int = 0) -> in
 
 def upload_bytes(limits: StepLimits, num_groups: int) -> int:
     """Bytes of the device's upload buffers, for a step that spends its budget on new prompts and starts one more of
-    maximum length. Many prompts from the prefix cache in one step may need more, out of what gpu_memory_utilization
-    leaves."""
+    maximum length."""
     num_tokens = min(limits.max_num_tokens + limits.longest, limits.max_num_seqs * (limits.longest + 1))
     entries = num_groups * (num_tokens // limits.block_size + limits.max_num_seqs)
     written = num_tokens + entries + limits.max_num_seqs * NUM_WORDS

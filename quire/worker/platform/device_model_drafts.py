@@ -1,8 +1,6 @@
 """Drafts of a smaller model on a device (quire/worker/model_drafts.py has the host version and says what it does).
 
-The host knows how many tokens the draft model may lack of a row, and the device where they are. So a pass at the start
-of a step computes that number of last known tokens: after a step with drafts two, of which the model may have computed
-one already, from a right draft. It computes that one again, with the same key and value.
+A pass at the start of a step computes the last tokens that the draft model may lack: after a step with drafts two.
 """
 
 from __future__ import annotations
@@ -50,9 +48,11 @@ class DraftPasses(NamedTuple):
     def model(self) -> CausalLM:
         return self.runner.model
 
-    def run(self, batch: InputBatch, columns: StepColumns, rows: torch.Tensor | None) -> torch.Tensor:
+    def run(
+        self, batch: InputBatch, columns: StepColumns, rows: torch.Tensor | None, hidden: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Enqueue a pass; returns hidden states of the tokens `rows` (None: at least all). batch: as the host knows it.
-        columns: as the device does."""
+        columns: as the device does. hidden: [T, size], what a head reads of each token."""
         num_seqs = len(batch.rows)
         execution = choose_execution(
             batch.num_tokens, num_seqs, batch.max_query_len, self.runner.settings, is_decode=True
@@ -60,7 +60,7 @@ class DraftPasses(NamedTuple):
         inputs, tokens = self.inputs.prepare(batch, columns, execution.num_seqs, execution.num_tokens)
         if self.own_size < self.other_size:
             tokens.token_ids.masked_fill_(tokens.token_ids >= self.own_size, 0)
-        return self.runner.run(execution, inputs, tokens, rows).hidden
+        return self.runner.run(execution, inputs, tokens._replace(hidden=hidden), rows).hidden
 
     def likeliest(self, hidden: torch.Tensor) -> torch.Tensor:
         """[G, size] -> [G] int64."""
@@ -75,9 +75,8 @@ class DraftPasses(NamedTuple):
         self.runner.capture_at_start(lambda each: self.inputs.padding(each.num_seqs, each.num_tokens))
 
 
-class DeviceModelDrafts(DeviceDrafts):
-    """Makes drafts with a model on a device. Constrained sequences have none: their masks are made a step earlier from
-    drafts that the host knows."""
+class MadeDrafts(DeviceDrafts):
+    """Makes drafts by passes on a device. Constrained sequences have none."""
 
     writes_blocks = True
 
@@ -93,12 +92,55 @@ class DeviceModelDrafts(DeviceDrafts):
     ) -> None:
         super().__init__(arena, config, queue_depth, has_states=has_states)
         self._passes = passes
+        self._counting = torch.arange(num_rows + 1, dtype=torch.int32, device=arena.words.device)
+
+    def _most_behind_tokens(self, num_tokens: int) -> int:
+        return max(0, min(self._arena.drafts.max_drafts, self._passes.longest - num_tokens))
+
+    def _num_ready(self, plan: StepPlan, samples: SampleRows | None) -> list[int]:
+        """Drafts that each sample's next step may have."""
+        if samples is None:
+            return []
+        firsts = np.arange(len(samples.rows) + 1) if samples.firsts is None else samples.firsts
+        ends = samples.lengths[firsts[:-1]] + np.diff(firsts)  # with all drafts and the sampled token
+        masked = {plan.sample_seq_ids[index] for index in plan.masked_samples}
+        return [
+            0 if seq_id in masked else self._most_behind_tokens(end)
+            for seq_id, end in zip(samples.seq_ids, ends.tolist(), strict=True)
+        ]
+
+    def _stage_guesses(self, own: InputBatch, sources: np.ndarray, wanted: np.ndarray, upload: Upload) -> PassSections:
+        """Add a pass to the upload. sources: [P], indices into the step. wanted: [P], drafts, descending."""
+        num_guessing = [int((wanted > number).sum()) for number in range(int(wanted[0]))]
+        read = own.query_start[1 : 1 + max(1, *num_guessing[:1], 1)] - 1
+        columns = [upload.add(column) for column in (own.rows, sources, own.query_start, read)]
+        return PassSections(own, columns, num_guessing)
+
+    def _find(
+        self, samples: tuple[torch.Tensor, torch.Tensor, torch.Tensor], sections: DraftSections
+    ) -> Sequence[Deferred[Any]]:
+        return [ready(list(sections.num_ready))]
+
+
+class DeviceModelDrafts(MadeDrafts):
+    """Makes drafts with a model on a device."""
+
+    def __init__(
+        self,
+        arena: StateArena,
+        config: SpeculationConfig,
+        queue_depth: int,
+        passes: DraftPasses,
+        num_rows: int,
+        *,
+        has_states: bool,
+    ) -> None:
+        super().__init__(arena, config, queue_depth, passes, num_rows, has_states=has_states)
         self._most_behind = 0 if passes.is_windowed else MOST_BEHIND
         self._behind = np.zeros(num_rows, np.int64)
         """Maximum number of tokens before a row's next step that the draft model has not computed."""
         self._copied: list[tuple[int, int]] = []
         """Rows copied for the coming step: source and destination."""
-        self._counting = torch.arange(num_rows + 1, dtype=torch.int32, device=arena.words.device)
 
     def forget(self, row: int) -> None:
         self._behind[row] = 0
@@ -107,28 +149,14 @@ class DeviceModelDrafts(DeviceDrafts):
         self._behind[destination] = self._behind[source]
         self._copied.append((source, destination))
 
-    def _most_behind_tokens(self, num_tokens: int) -> int:
-        return max(0, min(self._arena.drafts.max_drafts, self._passes.longest - num_tokens))
-
     def stage(self, plan: StepPlan, batch: InputBatch, samples: SampleRows | None, upload: Upload) -> DraftSections:
         assert not self._given, "the scheduler knows no drafts"
         pending = np.array([self._pending(seq_id) for seq_id in plan.seq_ids], np.int64)
         sections = super().stage(plan, batch, samples, upload)
         made = self._stage_pass(batch, pending, upload)
-        num_ready: list[int] = []
-        if samples is not None:
-            firsts = np.arange(len(samples.rows) + 1) if samples.firsts is None else samples.firsts
-            ends = samples.lengths[firsts[:-1]] + np.diff(firsts)  # with all drafts and the sampled token
-            num_ready = [self._most_behind_tokens(end) for end in ends.tolist()]
-            if plan.masked_samples:
-                masked = {plan.sample_seq_ids[index] for index in plan.masked_samples}
-                num_ready = [
-                    0 if each in masked else count for each, count in zip(samples.seq_ids, num_ready, strict=True)
-                ]
-        return DraftSections(sections.placed, sections.accepted, made=made, num_ready=num_ready)
+        return DraftSections(sections.placed, sections.accepted, made=made, num_ready=self._num_ready(plan, samples))
 
     def _stage_pass(self, batch: InputBatch, pending: np.ndarray, upload: Upload) -> PassSections | None:
-        """Add the step's pass to the upload, if one is due. pending: [S], see `_pending`."""
         wanted = np.zeros(len(batch.rows), np.int64) if batch.num_drafts is None else batch.num_drafts
         num_known = batch.counts - wanted
         ends = batch.ends - wanted
@@ -148,10 +176,7 @@ class DeviceModelDrafts(DeviceDrafts):
         due = due[np.argsort(-wanted[due], kind="stable")]
         counts, ends, wanted = np.minimum(missing, ends - pending)[due], ends[due], wanted[due]
         own = InputBatch.of(batch.rows[due], ends - counts, counts)
-        num_guessing = [int((wanted > number).sum()) for number in range(int(wanted[0]))]
-        read = own.query_start[1 : 1 + max(1, *num_guessing[:1], 1)] - 1
-        columns = [upload.add(column) for column in (own.rows, due, own.query_start, read)]
-        return PassSections(own, columns, num_guessing)
+        return self._stage_guesses(own, due, wanted, upload)
 
     def make(self, columns: StepColumns, sections: DraftSections, upload: Upload) -> None:
         made = sections.made
@@ -177,8 +202,3 @@ class DeviceModelDrafts(DeviceDrafts):
         starts, ends = begin_pass(StepColumns(one, one, pair), one, one, pair)
         write_guesses(arena.words, arena.drafts, one, ends, torch.zeros_like(one).long(), starts, 0)
         self._passes.prepare(len(self._behind), max_num_tokens)
-
-    def _find(
-        self, samples: tuple[torch.Tensor, torch.Tensor, torch.Tensor], sections: DraftSections
-    ) -> Sequence[Deferred[Any]]:
-        return [ready(list(sections.num_ready))]

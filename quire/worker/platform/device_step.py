@@ -133,7 +133,7 @@ class DeviceCompute:
         self.samples = True
         self.has_drafts = columns.drafts is not None
         self.writes_ahead = columns.drafts is not None and columns.drafts.writes_blocks
-        self.reads_all = False
+        self.reads_all = columns.drafts is not None and columns.drafts.reads_all
         self.columns = columns
         self.prompt_logits_elements = PROMPT_LOGITS_ELEMENTS
         self.model = passes.model
@@ -225,7 +225,10 @@ class DeviceStep:
         if drafts is not None:
             drafts.keep_token_ids(columns.token_ids)
         rows = None if self.logits_rows is None else compute.upload.view(self.logits_rows)
-        return compute.passes.run(execution, inputs, columns, rows, overlay).hidden
+        result = compute.passes.run(execution, inputs, columns, rows, overlay)
+        if drafts is not None:
+            drafts.keep_results(result)
+        return result.hidden
 
     def sample(self, hidden: torch.Tensor, samples: SampleRows, masks: TokenMasks | None) -> Samples:
         compute = self.compute
@@ -240,14 +243,17 @@ class DeviceStep:
     def accept(
         self, hidden: torch.Tensor, samples: Samples | None, sampled: SampleRows | None, requests: RequestState
     ) -> Accepted:
-        if samples is None or sampled is None:
-            return NOTHING_ACCEPTED
         compute, drafts = self.compute, self.compute.columns.drafts
         assert drafts is not None, "accepted where there are drafts"
         assert self.drafts is not None, "staged with the plan"
+        on_device = StepColumns(*map(compute.upload.view, self.columns))
+        if samples is None or sampled is None:
+            drafts.follow(on_device, self.drafts, compute.upload)
+            return NOTHING_ACCEPTED
         rows, lengths = map(compute.upload.view, self.sampled[:2])
         lengths = drafts.correct_lengths(lengths, self.drafts, compute.upload)
         accepted = drafts.accept(samples.token_ids.tensors[0], rows, lengths, self.drafts, compute.upload)
+        drafts.follow(on_device, self.drafts, compute.upload)
         return accepted if sampled.firsts is not None else accepted._replace(counts=None)
 
     def pool(self, hidden: torch.Tensor, pooled: PooledRows) -> Deferred[np.ndarray]:
@@ -261,9 +267,8 @@ class DeviceStep:
 
 
 def copy_rounds(copies: Pairs) -> Iterator[Pairs]:
-    """Split (source, destination) pairs into rounds in which no block is both, so that each round may run in any order
-    and sources are read before they are overwritten. Only a block freed and reallocated in one plan needs a second
-    round. Cycles are impossible: a destination was free when chosen."""
+    """Split (source, destination) pairs into rounds in which no block is both, so that each round may run in any
+    order."""
     remaining = copies
     while remaining:
         sources = {source for source, _ in remaining}

@@ -38,14 +38,13 @@ class GraphCapture(Protocol):
         ...
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A view that does not keep the memory alive, so that later captures can reuse it."""
+        """A view that does not keep the memory alive."""
         ...
 
 
 @contextmanager
 def capturing(capture: GraphCapture) -> Iterator[None]:
-    """Context for captures: an error abandons the open one. Garbage collection is off, because freeing another graph's
-    memory is an error during a capture."""
+    """Context for captures, without garbage collection: an error abandons the open one."""
     with without_collections():
         try:
             yield

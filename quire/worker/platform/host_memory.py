@@ -66,7 +66,6 @@ def _status(root: Path, name: str) -> int | None:
 
 
 def _cgroup_headroom(root: Path) -> Iterator[int]:
-    """Bytes left in each cgroup of this process, with reclaimable page cache."""
     for directory in group_directories("memory", root):
         for limit_name, use_name, cache_field in GROUP_FILES:
             limit, use = directory / limit_name, directory / use_name
@@ -75,7 +74,6 @@ def _cgroup_headroom(root: Path) -> Iterator[int]:
 
 
 def _field(path: Path, name: str) -> int:
-    """Number after `name` in a file of lines `name number ...`."""
     for line in path.read_text().splitlines():
         words = line.split()
         if words and words[0] == name:

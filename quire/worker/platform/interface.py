@@ -1,5 +1,5 @@
 """Interface between the worker and the hardware it computes on. A Platform serves the worker's life cycle (memory,
-weights, pools) and makes the StepCompute, which runs plans: it knows the kernels and where the request state is."""
+weights, pools) and makes the StepCompute, which runs plans."""
 
 from __future__ import annotations
 
@@ -51,9 +51,8 @@ class PendingCopy(Protocol):
 
 
 class RequestColumns(Protocol):
-    """Columns of the request state for kernels: tokens, block tables, sampling parameters, step columns. On a CPU these
-    are the host's columns. On a device each call stages a write for the next step; within a plan no word may be written
-    twice without a copy in between. BlockTables and SamplingRows already hold the same data."""
+    """Columns of the request state for kernels: tokens, block tables, sampling parameters, step columns. On a device
+    each call stages a write for the next step; no word may be written twice without a copy in between."""
 
     def write_tokens(self, row: int, position: int, token_ids: Sequence[int]) -> None: ...
 
@@ -259,8 +258,7 @@ class Platform(Protocol):
         ...
 
     def is_computing(self) -> bool:
-        """True if the calling thread is known to be in this context, which is then not entered again; on a CPU entering
-        takes 35 microseconds."""
+        """True if the calling thread is known to be in this context, which is then not entered again."""
         ...
 
     def synchronize(self) -> None:

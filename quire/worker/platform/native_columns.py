@@ -24,9 +24,8 @@ FIRST_CAPACITY = 256
 
 
 class NativeColumns(CpuColumns):
-    """Columns and step inputs in the same memory each time and, for decodes of equal size, in the same objects: the
-    caches are cold between two model runs, so skipped code saves time. `PlainInputs` computes the same. Gathered tables
-    are as wide as a row's own; entries beyond a sequence's tokens are undefined."""
+    """Columns and step inputs in the same memory each time and, for decodes of equal size, in the same objects.
+    `PlainInputs` computes the same."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
-"""Device memory for rows: all tables with a row per live sequence, in one allocation, so that a step's changes are one
-list of (offset, value) for one kernel."""
+"""Device memory for rows: all tables with a row per live sequence, in one allocation, so that a kernel can write all of
+a step's changes."""
 
 from __future__ import annotations
 
@@ -32,11 +32,10 @@ class DraftRoom(NamedTuple):
 
 
 class StateArena:
-    """Tables as views of `words`, [N] int32, zeroed. token_ids: [num_rows, width] int32, width >= max_model_len + 1,
-    because a sequence at its end may run once more before the scheduler knows. block_tables: per KV group [num_rows,
-    entries] int32; token_tables and state_tables: those of groups with tokens and with states. parameters: [num_rows,
-    parameter_words] int32. Step-column values are in `words` too. Raises ConfigError if the tables are too large to
-    address."""
+    """Tables as views of `words`, [N] int32, zeroed. token_ids: [num_rows, width] int32, width >= max_model_len + 1.
+    block_tables: per KV group [num_rows, entries] int32; token_tables and state_tables: those of groups with tokens and
+    with states. parameters: [num_rows, parameter_words] int32. Step-column values are in `words` too. Raises
+    ConfigError if the tables are too large to address."""
 
     def __init__(
         self,
@@ -50,7 +49,9 @@ class StateArena:
     ) -> None:
         """rules: [columns] int32, per step column of the model. drafts: None means no drafts."""
         max_drafts, draft_rules, has_texts = drafts or DraftRoom()
-        token_width, parameter_width = _aligned(max_model_len + 1), _aligned(parameter_words)
+        # A head reads the token behind each one.
+        token_width = _aligned(max_model_len + 1 + (max_drafts > 0))
+        parameter_width = _aligned(parameter_words)
         entries = [shape.width(max_model_len + 1) for shape in shapes]
         self._widths = [_aligned(count) for count in entries]
         ends = list(itertools.accumulate([num_rows * width for width in self._widths], initial=num_rows * token_width))

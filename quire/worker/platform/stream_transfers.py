@@ -1,6 +1,5 @@
-"""Swapping on a device: between its pool and pinned host memory, on a separate stream. A block is contiguous on the
-host, but its pages are apart on the device: it is gathered into a staging buffer and copied together with host
-neighbours, and likewise back. The link is the limit (about 50 GB/s each way on PCIe 5)."""
+"""Swapping on a device: between its pool and pinned host memory, on a separate stream. Blocks are gathered into a
+staging buffer and copied together with host neighbours, and likewise back."""
 
 from __future__ import annotations
 
@@ -88,7 +87,7 @@ class StreamTransfers:
                 raise IndexError(f"block {block} or host block {host_block} does not exist")
 
     def _chunks(self, pairs: Pairs) -> Iterator[Pairs]:
-        """Pairs in chunks that fit the staging buffer; stream order makes its reuse safe."""
+        """Pairs in chunks that fit the staging buffer."""
         for start in range(0, len(pairs), self._staged_blocks):
             yield pairs[start : start + self._staged_blocks]
 

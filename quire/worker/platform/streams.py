@@ -1,6 +1,5 @@
 """A device's streams: compute, block transfers, input copies, result copies and loads of adapters. On a GPU these are
-CUDA streams, ordered by events; in Triton's interpreter everything has run when a call returns. `torch.cuda` is called
-only in this folder."""
+CUDA streams, ordered by events; in Triton's interpreter everything has run when a call returns."""
 
 from __future__ import annotations
 

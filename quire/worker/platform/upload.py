@@ -16,7 +16,7 @@ from quire.worker.platform.streams import DeviceStreams, StreamEvent
 SECTION_ALIGNMENT = 16
 """Alignment of columns in words (64 bytes)."""
 FIRST_CAPACITY = 2**16
-"""Initial buffer size in words: hundreds of sequences and prompts of thousands of tokens."""
+"""Initial buffer size in words."""
 NUM_DEVICE_BUFFERS = 2
 """Device buffers: one is read while the next step's copy fills the other."""
 
@@ -36,8 +36,7 @@ def buffer_capacity(num_words: int) -> int:
 
 class Upload:
     """Buffers of a step: `add` columns, `send` once, then `view` them on the device until the next `send`. The copy has
-    its own stream and overlaps the previous step; events order it after the kernels that read its buffer two steps ago,
-    and before this step's kernels. With enough host buffers `begin` need not wait."""
+    its own stream and overlaps the previous step. With enough host buffers `begin` need not wait."""
 
     def __init__(self, streams: DeviceStreams, num_buffers: int) -> None:
         """num_buffers: host buffers; one more than the steps in progress, or filling waits. Use it in the compute

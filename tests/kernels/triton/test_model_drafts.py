@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from quire.kernels.triton.drafts import DraftTables
-from quire.kernels.triton.model_drafts import SEQUENCES, begin_pass, write_guesses
+from quire.kernels.triton.model_drafts import SEQUENCES, begin_pass, last_tokens, write_guesses
 from quire.kernels.triton.rows import StepColumns
-from tests.kernels.triton.test_drafts import NUM_ROWS, TOKEN_WIDTH, words
+from tests.kernels.triton.test_drafts import NUM_ROWS, TOKEN_WIDTH, random_arena, tables, words
 
 
 @pytest.mark.parametrize("num_passed", [1, SEQUENCES + 2])
@@ -50,3 +50,17 @@ def test_writing_guesses(num_guesses: int, has_texts: bool, device: torch.device
         expected_starts[index] = ends[index] + place
     assert arena.tolist() == expected.tolist()
     assert starts.tolist() == expected_starts.tolist()
+
+
+def test_last_tokens_that_stay(device: torch.device) -> None:
+    """Sampled sequences keep as many tokens as the arena has counted; the others keep all, whatever it says of them."""
+    rng, num_seqs = np.random.default_rng(2), SEQUENCES + 3
+    counts, starts = rng.integers(1, 6, num_seqs), rng.integers(0, 30, num_seqs)
+    kept, is_sampled = rng.integers(1, counts + 1), rng.random(num_seqs) < 0.6
+    rows, query_start = rng.permutation(NUM_ROWS)[:num_seqs], np.concatenate(([0], np.cumsum(counts)))
+    places = tables(3)
+    before = random_arena(rng, places)
+    before[places.computed + rows] = np.where(is_sampled, starts + kept, 2**31 - 1)
+    step = StepColumns(*(words(each, device) for each in (rows, starts, query_start)))
+    found = last_tokens(words(before, device), places, step, words(is_sampled, device))
+    assert found.tolist() == (query_start[:-1] + np.where(is_sampled, kept, counts) - 1).tolist()

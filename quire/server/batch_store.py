@@ -1,0 +1,211 @@
+"""Batches on disk. Only the runner (quire/server/batch_runner.py) changes a record; others ask it by a mark.
+
+keys/OWNER/batches/ID.json      the record
+keys/OWNER/batches/ID.input     hard link to the input file, which its client may delete meanwhile
+keys/OWNER/batches/ID.journal   results in the order of the requests, as `quire run-batch` writes them
+keys/OWNER/batches/ID.cancel    the mark: end it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from pathlib import Path
+
+import msgspec
+
+from quire.server.errors import ApiError, invalid_request
+from quire.server.file_store import FileStore, Space, no_room_is_told, over_quota, read_or_none, write_whole
+from quire.server.protocol.files import (
+    MOST_EXPIRY,
+    BatchError,
+    BatchErrors,
+    BatchObject,
+    BatchRequest,
+    RequestCounts,
+)
+
+BATCH_ID = re.compile(r"batch_[a-z0-9-]{1,63}-[0-9a-f]{32}")
+ENDED = ("completed", "failed", "expired", "cancelled")
+MAX_KEPT_BATCHES = 1000
+"""Records of one key; the oldest ended ones leave for more."""
+
+
+class StoredBatch(msgspec.Struct, kw_only=True):
+    """Record of a batch. outcome: status at its end, once decided. times: status -> Unix time in seconds. output_id,
+    error_id: ids of its files; empty ones are not written."""
+
+    id: str
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    created_ns: int
+    expires_at: int
+    metadata: dict[str, str] | None
+    output_life: int
+    status: str = "validating"
+    outcome: str = ""
+    times: dict[str, int] = {}
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    errors: list[BatchError] = []
+    output_id: str = ""
+    error_id: str = ""
+
+    @property
+    def has_ended(self) -> bool:
+        return self.status in ENDED
+
+    def to_object(self) -> BatchObject:
+        found = BatchObject(
+            id=self.id,
+            endpoint=self.endpoint,
+            errors=BatchErrors(self.errors) if self.errors else None,
+            input_file_id=self.input_file_id,
+            completion_window=self.completion_window,
+            status=self.status,
+            output_file_id=self.output_id or None if self.has_ended else None,
+            error_file_id=self.error_id or None if self.has_ended else None,
+            created_at=self.created_ns // 10**9,
+            expires_at=self.expires_at,
+            request_counts=RequestCounts(self.total, self.completed, self.failed),
+            metadata=self.metadata,
+        )
+        return msgspec.structs.replace(found, **{f"{status}_at": at for status, at in self.times.items()})
+
+
+class Batches:
+    """Batches of one key."""
+
+    def __init__(self, space: Space) -> None:
+        self._space, self._store = space, space.store
+        self._directory = space.batches
+
+    def path(self, batch_id: str, kind: str) -> Path:
+        return self._directory / f"{batch_id}.{kind}"
+
+    def open_mark(self, batch_id: str) -> Path:
+        return self._store.open_directory / f"{self._space.owner}.{batch_id}"
+
+    def create(self, body: BatchRequest) -> StoredBatch:
+        """Raises ApiError: 404 for an unknown file, 429 for too many open batches."""
+        found = self._space.find_file(body.input_file_id, "input_file_id")
+        quotas, now = self._store.quotas, self._store.clock()
+        hours = int(body.completion_window.removesuffix("h"))
+        batch = StoredBatch(
+            id=self._store.new_id("batch_"),
+            endpoint=body.endpoint,
+            input_file_id=found.id,
+            completion_window=body.completion_window,
+            created_ns=int(now * 10**9),
+            expires_at=int(now) + hours * 3600,
+            metadata=body.metadata,
+            output_life=body.output_expires_after.seconds if body.output_expires_after else MOST_EXPIRY,
+        )
+        with self._space.lock(), no_room_is_told():
+            prefix = f"{self._space.owner}."
+            num_open = sum(name.startswith(prefix) for name in os.listdir(self._store.open_directory))
+            if num_open >= quotas.max_open_batches:
+                raise over_quota(f"this API key has {num_open} open batches, as many as it may (--max-open-batches)")
+            used = self._space.num_used_bytes()
+            if used >= quotas.max_bytes:
+                raise over_quota(f"this API key's files have {used} bytes, of {quotas.max_bytes} (--files-quota)")
+            self._drop_oldest()
+            try:
+                os.link(self._space.data_path(found.id), self.path(batch.id, "input"))
+            except FileNotFoundError:  # deleted this instant
+                self._space.find_file(found.id, "input_file_id")
+                raise
+            self.open_mark(batch.id).touch(mode=0o600)
+            self.write(batch)
+        return batch
+
+    def find_batch(self, batch_id: str) -> StoredBatch:
+        """Raises ApiError (404)."""
+        found = self.read(batch_id) if BATCH_ID.fullmatch(batch_id) else None
+        if found is None:
+            raise invalid_request(
+                f"No batch found with id {batch_id[:200]!r}", param="batch_id", code="batch_not_found", status=404
+            )
+        return found
+
+    def read(self, batch_id: str) -> StoredBatch | None:
+        """The record, with the mark of a cancellation applied; None: there is none."""
+        content = read_or_none(self.path(batch_id, "json"))
+        if content is None:
+            return None
+        found = msgspec.json.decode(content, type=StoredBatch)
+        mark = None if found.has_ended else read_or_none(self.path(batch_id, "cancel"))
+        if mark is not None and found.status in ("validating", "in_progress"):
+            found.status = "cancelling"
+            found.times["cancelling"] = int(mark or 0) or int(self._store.clock())
+        return found
+
+    def list_batches(self) -> list[StoredBatch]:
+        """All batches, the earliest first."""
+        names: list[str] = []
+        with contextlib.suppress(FileNotFoundError):
+            names = [name.removesuffix(".json") for name in os.listdir(self._directory) if name.endswith(".json")]
+        found = [batch for name in names if BATCH_ID.fullmatch(name) and (batch := self.read(name)) is not None]
+        return sorted(found, key=lambda each: (each.created_ns, each.id))
+
+    def write(self, batch: StoredBatch) -> None:
+        write_whole(self.path(batch.id, "json"), msgspec.json.encode(batch))
+
+    def cancel(self, batch_id: str) -> StoredBatch:
+        """Ask for the end of a batch. Raises ApiError (400) if it has ended."""
+        found = self.find_batch(batch_id)
+        if found.has_ended:
+            raise _ended(found)
+        if found.status in ("validating", "in_progress"):
+            with no_room_is_told():
+                write_whole(self.path(batch_id, "cancel"), str(int(self._store.clock())).encode())
+        return self.find_batch(batch_id)
+
+    def is_cancelled(self, batch_id: str) -> bool:
+        return self.path(batch_id, "cancel").exists()
+
+    def clear(self, batch: StoredBatch) -> None:
+        """Remove what an ended batch no longer needs."""
+        for kind in ("journal", "input", "cancel"):
+            self.path(batch.id, kind).unlink(missing_ok=True)
+        self.open_mark(batch.id).unlink(missing_ok=True)
+
+    def sweep(self) -> None:
+        """Remove records of batches that ended long ago, and what belongs to no batch."""
+        limit = self._store.clock() - MOST_EXPIRY
+        for batch in self.list_batches():
+            if batch.has_ended and batch.expires_at < limit:
+                self._drop(batch)
+        with self._space.lock():  # a batch is made under it
+            names = os.listdir(self._directory)
+            known = {name.removesuffix(".json") for name in names if name.endswith(".json")}
+            for name in names:
+                if name.rpartition(".")[0] not in known:
+                    (self._directory / name).unlink(missing_ok=True)
+            prefix = f"{self._space.owner}."
+            for name in os.listdir(self._store.open_directory):
+                if name.startswith(prefix) and name.removeprefix(prefix) not in known:
+                    (self._store.open_directory / name).unlink(missing_ok=True)
+
+    def _drop_oldest(self) -> None:
+        found = self.list_batches()
+        ended = [batch for batch in found if batch.has_ended]
+        for batch in ended[: max(0, len(found) - MAX_KEPT_BATCHES + 1)]:
+            self._drop(batch)
+
+    def _drop(self, batch: StoredBatch) -> None:
+        self.clear(batch)
+        self.path(batch.id, "json").unlink(missing_ok=True)
+
+
+def open_batches(store: FileStore) -> list[tuple[str, str]]:
+    """(owner, batch id) of the batches that have not ended."""
+    pairs = (name.partition(".") for name in os.listdir(store.open_directory))
+    return [(owner, batch_id) for owner, _, batch_id in pairs if BATCH_ID.fullmatch(batch_id)]
+
+
+def _ended(batch: StoredBatch) -> ApiError:
+    return invalid_request(f"Cannot cancel a batch with status {batch.status!r}.", param="batch_id", code="batch_ended")

@@ -1,0 +1,128 @@
+"""Background requests: no other request waits for one, and they are computed beside the others."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.adapter_orders import AdapterRef
+from quire.config.adapters import AdaptersConfig
+from quire.decoding.parallel import create_sequences
+from quire.decoding.sequence import Request
+from quire.request import EngineRequest
+from quire.sampling_params import SamplingParams
+from quire.scheduler.adapters import AdapterGate, AdapterSlots
+from quire.scheduler.running import RunningSet
+from tests.fakes.core import CoreDriver, generate_alone, make_config
+
+
+def prompt(length: int, start: int = 1) -> list[int]:
+    return [(start + 7 * i) % 90 + 1 for i in range(length)]
+
+
+def running(driver: CoreDriver) -> list[str]:
+    return [sequence.request.request_id for sequence in driver.scheduler._running.sequences]
+
+
+@pytest.mark.parametrize("queue_depth", [1, 2])
+def test_a_live_request_takes_the_place_of_one_in_the_background(queue_depth: int) -> None:
+    driver = CoreDriver(make_config(max_num_seqs=1, queue_depth=queue_depth))
+    driver.add("line", prompt(6), max_tokens=20, is_background=True)
+    for _ in range(4):
+        driver.step()
+    driver.clock.advance(10**6)
+    driver.add("live", prompt(4, 9), max_tokens=6)
+    driver.step()
+    driver.step()
+    assert running(driver)[:1] == ["live"]
+    driver.run()
+    assert [name for name, _ in driver.finished] == ["live", "line"]
+    assert driver.tokens["line", 0] == generate_alone(prompt(6), max_tokens=20)[0]
+
+
+@pytest.mark.parametrize("age", [0, 10**8])
+def test_neither_age_nor_priority_brings_one_before_a_live_request(age: float) -> None:
+    driver = CoreDriver(make_config(max_num_seqs=1))
+    driver.add("line", prompt(4), max_tokens=2, is_background=True, priority=-100)
+    driver.clock.advance(age)
+    driver.add("live", prompt(4), max_tokens=2, priority=100)
+    driver.run()
+    assert [name for name, _ in driver.finished] == ["live", "line"]
+
+
+def test_memory_goes_to_live_requests() -> None:
+    driver = CoreDriver(make_config(num_blocks=13, enable_prefix_caching=False))
+    for name in "ab":
+        driver.add(name, prompt(8), max_tokens=30, is_background=True)
+    for _ in range(8):
+        driver.step()
+    driver.add("live", prompt(20, 5), max_tokens=12)
+    driver.step()
+    assert "live" in running(driver)
+    driver.run()
+    assert next(iter(driver.finished))[0] == "live"
+    assert len(driver.finished) == 3
+
+
+def test_a_step_gives_its_tokens_to_live_requests_first() -> None:
+    driver = CoreDriver(make_config(max_num_batched_tokens=16), record=True)
+    driver.add("line", prompt(60), max_tokens=2, is_background=True)
+    driver.step()
+    driver.add("live", prompt(30, start=5), max_tokens=2)
+    driver.step()
+    assert driver.executor.plans[-1].num_tokens == [1, 15]
+    driver.run()
+    assert next(iter(driver.finished))[0] == "live"
+
+
+@pytest.mark.parametrize("is_background", [False, True])
+def test_a_live_request_does_not_wait_for_a_common_prefix(is_background: bool) -> None:
+    shared = prompt(40)
+    driver = CoreDriver(make_config(num_blocks=300, max_num_batched_tokens=16))
+    driver.add("first", [*shared, 1, 2], max_tokens=2, is_background=True)
+    driver.step()
+    driver.add("second", [*shared, 3, 4], max_tokens=2, is_background=is_background)
+    driver.step()
+    assert ("second" in running(driver)) is not is_background, "lines wait for one another, and others not for them"
+    driver.run()
+    assert len(driver.finished) == 2
+
+
+def test_clients_take_turns_in_the_background() -> None:
+    driver = CoreDriver(make_config(max_num_seqs=1))
+    for name in ("a1", "a2", "a3", "b1"):
+        driver.add(name, prompt(4), max_tokens=2, is_background=True, client=name[0])
+    driver.run()
+    assert [name for name, _ in driver.finished] == ["a1", "b1", "a2", "a3"]
+
+
+@pytest.mark.parametrize("is_background", [False, True])
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_adapters_of_background_requests_make_room(num_slots: int, is_background: bool) -> None:
+    set_ = RunningSet()
+    slots = AdapterSlots(set_, AdaptersConfig(1, 16, num_slots))
+    gate = AdapterGate(slots)
+
+    def request(name: str, *, is_background: bool) -> Request:
+        adapter = AdapterRef(f"/{name}", name.encode())
+        source = EngineRequest(
+            request_id=name, prompt_token_ids=[1], params=SamplingParams(), max_tokens=1, seed=0, adapter=adapter,
+            is_background=is_background,
+        )  # fmt: skip
+        found = Request(source, 0.0)
+        create_sequences(found, source, iter(range(9)))
+        return found
+
+    def load(request: Request) -> None:
+        assert gate.check(request, None, 0.0) is not None  # type: ignore[arg-type]
+        orders = slots.take_orders(may_wait=False)
+        assert orders is not None
+        slots.update([(orders.loads[0][0], "")], [])
+
+    line, other = request("a", is_background=True), request("b", is_background=is_background)
+    load(line)
+    set_.enter(line, line.sequences)
+    if num_slots == 2:
+        load(other)
+    assert gate.check(other, None, 0.0) is not None  # type: ignore[arg-type]
+    assert slots.take_victims() == ([] if is_background else [line])
+    assert slots.take_victims() == []
