@@ -86,7 +86,7 @@ def _windows(grids: Sequence[Grid], merge: int, side: int) -> tuple[torch.Tensor
 
 def copied_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A host tensor on the device, which the host does not wait for."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return tensor if device.type == tensor.device.type else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def blended(table: torch.Tensor, places: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
