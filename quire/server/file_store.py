@@ -93,7 +93,7 @@ class FileStore:
         except OSError as error:
             raise ConfigError(f"files_dir: cannot use {directory}: {error.strerror}", param="files_dir") from None
 
-    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a function on a thread for files."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *args, **kwargs))
 
