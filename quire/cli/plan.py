@@ -172,6 +172,7 @@ def _target(namespace: argparse.Namespace) -> Target:
 
 
 def _is_directory(model: str) -> bool:
+    """True if the model is not only a shape and may have files beside a config.json."""
     return model.lower() not in built_in() and not model.endswith(".json")
 
 

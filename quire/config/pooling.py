@@ -151,6 +151,7 @@ def _activation(fields: Fields, num_labels: int) -> Activation:
 
 
 def _modules(path: Path) -> list[tuple[str, str]] | None:
+    """(class name, folder) of each module in modules.json; None without a Pooling in it."""
     file = path / "modules.json"
     if file_bytes(file) is None:
         return None

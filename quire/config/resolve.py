@@ -253,8 +253,8 @@ def _speculation(
 
 
 def _backend_and_model(options: EngineOptions, is_accelerated: bool) -> tuple[str, ModelConfig]:
-    """The attention back end, and the model, whose dtypes depend on it. "auto" on a CPU is the native back end if it
-    was built and can compute the model."""
+    """The attention back end, and the model, whose dtypes depend on it. "auto" on a CPU is the native back end where it
+    can compute the model."""
     asked = "triton" if is_accelerated else choice("attention_backend", options.attention_backend, BACKENDS)
     dtype = choice("dtype", options.dtype, DTYPES)
     if options.kv_cache_dtype == "fp8_e5m2":

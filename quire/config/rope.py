@@ -189,6 +189,7 @@ def _mrope_section(rope: Fields, rotary_dim: int, defaults: RopeDefaults) -> tup
 
 
 def _settings(config: Fields, defaults: RopeDefaults, kind: str) -> tuple[Mapping[str, Any], bool]:
+    """(RoPE settings of a kind of layers, with their base; True if nested)."""
     theta = config.number("rope_theta") if "rope_theta" in config.values else defaults.theta
     scaling = _object(config, "rope_scaling")
     if defaults.local_theta is None:

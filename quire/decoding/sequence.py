@@ -147,8 +147,8 @@ class Sequence:
 class Request:
     """A request and its sequences, which are scheduled, preempted and resumed together.
 
-    Until the prompt is computed the scheduler has only the first live sequence, from which the others fork; those of a
-    beam search are beam slots, of which empty ones come last.
+    Until the prompt is computed the scheduler has only the first live sequence, from which the others fork (paper
+    §4.4); those of a beam search are beam slots, of which empty ones come last.
     """
 
     __slots__ = (

@@ -29,7 +29,6 @@ class KnownAdapters:
         self._by_number: dict[int, tuple[LoRARequest, AdapterRef]] = {}
         self._by_name: dict[str, LoRARequest] = {}
         self._last_number = 0
-        """Largest number given to a name."""
 
     def refuse(self) -> None:
         """Raise UserError for an engine without adapters."""

@@ -113,6 +113,7 @@ class FrontEnd:
 
 
 def _sample_of(tokenizer: Tokenizer) -> bytes | None:
+    """Token ids of SAMPLE; None if the vocabulary lacks a token for it."""
     try:
         return packed(tokenizer.encode(SAMPLE))
     except UserError:

@@ -68,6 +68,7 @@ class InProcessClient(EngineClient):
                 return outputs
 
     def _await_message(self, deadline: float | None) -> bool:
+        """Wait for a message (briefly if requests live). Returns False at the deadline."""
         with self._arrival:
             self._raise_if_dead()
             if self._core.has_work:

@@ -27,7 +27,6 @@ class OutputWindow:
         self._since = 0.0
         """End time of the step with the first held tokens."""
         self._last_end = -math.inf
-        """End time of the last step."""
         self._next_stats = -math.inf
         """Earliest time at which outputs with only tokens carry statistics."""
 

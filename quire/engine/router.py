@@ -83,8 +83,7 @@ class LeastLoaded:
 
 class PrefixAware:
     """Sends requests with a common prefix to the replica that has it cached, unless it exceeds its share. For the
-    shortest beginning, rendezvous hashing orders the replicas, so a popular prefix spreads over as few as it needs.
-    Other requests go to the least loaded replica."""
+    shortest beginning, rendezvous hashing orders the replicas, so a popular prefix spreads over as few as it needs."""
 
     needs_reports = True
 

@@ -1,7 +1,6 @@
 """The process of one rank: runs an executor of its own, and answers each call of the engine core with a message.
 
-RankProcesses starts it, writes a RankLaunch to standard input and keeps that pipe open: its end-of-file means that the
-parent is gone.
+RankProcesses starts it, writes a RankLaunch to standard input and keeps that pipe open while it lives.
 """
 
 from __future__ import annotations
@@ -183,6 +182,7 @@ class Rank:
         return self._launched
 
     def _own_part(self, result: StepResult) -> StepResult:
+        """The part of a result that the first sampling rank does not send, with a checksum of its samples."""
         checksum = zlib.crc32(self._results.encode((result.token_ids, result.pooled)))
         if self._answers_in_full:
             result.checksum = checksum
@@ -244,7 +244,6 @@ class Answers:
         self._encode = msgspec.msgpack.Encoder().encode
         self._lock = threading.Lock()
         self._num_awaited = 0
-        """Begun calls without an answer."""
         self._awaited: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="quire-answers", daemon=True).start()
 

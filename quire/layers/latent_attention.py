@@ -224,6 +224,7 @@ class LatentAttention:
                 self._expanded.load_values(head, values)
 
     def _load_head(self, name: str, head: int, tensor: WeightSource) -> None:
+        """Load one head's matrix. name: k_b_proj (transposed) or v_b_proj."""
         whole = tensor.read() if isinstance(tensor, FileTensor) else tensor
         (self._absorb if name == "k_b_proj" else self._expand).load(head, whole)
         if self._expanded is None:

@@ -134,6 +134,7 @@ def load_model(
 
 
 def _packed_share(files: GGUFWeights, config: ModelConfig, model: LoadableModel, context: LayerContext) -> int:
+    """Bytes of this rank's weights, by its share of the elements."""
     assert files.header is not None, "the weights have been read"
     total = packed_weight_bytes(files.header, config)
     if context.group.size == context.stage.count == 1:
@@ -320,7 +321,8 @@ def _packed_device_linear(config: ModelConfig, plain: DeviceLinear, layers: Devi
 
 
 def _check_room(config: ModelConfig, files: WeightFiles) -> LoadableModel:
-    """Raise ModelLoadError if config.json describes more weights than the files can hold."""
+    """Raise ModelLoadError if config.json describes more weights than the files can hold; returns the whole model's
+    outline."""
     model = outline(config)
     reason = excess(config, model, files)
     if reason is not None:

@@ -260,7 +260,7 @@ class VisionTower:
         return found, [blended(table, places, shares).to(self.context.dtype)]
 
     def load_weights(self, weights: Iterable[tuple[str, WeightSource]]) -> None:
-        """Load a stream of (name, tensor). Raises ModelLoadError naming a missing, surplus or misshapen tensor."""
+        """See CausalLM.load_weights."""
         surplus = re.compile(r"rotary_pos_emb\.inv_freq$|embeddings\.position_ids$|^head\.")
         fill_slots(self.slots, CheckpointNames("", surplus), weights)
 

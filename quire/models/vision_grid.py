@@ -70,6 +70,7 @@ def reordered(rows: torch.Tensor, token_order: torch.Tensor, merge_size: int) ->
 
 
 def _windows(grids: Sequence[Grid], merge: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`token_order` and `window_start` for squares of `side` tokens."""
     orders, lengths, first = [], [], 0
     for frames, rows, columns in grids:
         row, column = torch.meshgrid(torch.arange(rows // merge), torch.arange(columns // merge), indexing="ij")

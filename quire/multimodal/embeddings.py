@@ -109,6 +109,7 @@ def _stored(data: bytes, where: str) -> npt.NDArray[Any]:
 
 
 def _described_tensor(described: bytes) -> Any:
+    """The calls that a pickle asks for, none of which is made, as tuples."""
     stack: list[Any] = []
     marks: list[int] = []
     memo: dict[Any, Any] = {}

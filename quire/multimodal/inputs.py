@@ -160,6 +160,7 @@ class ImageInputs:
         return placed, found
 
     def _runs(self, token_ids: list[int]) -> list[tuple[int, int]]:
+        """[start, end) of consecutive placeholders."""
         runs: list[tuple[int, int]] = []
         start = -1
         for place, token_id in enumerate(token_ids):

@@ -215,7 +215,7 @@ def resize(pixels: Pixels, height: int, width: int, resample: int) -> Pixels:
 
 
 def content_key(pixels: Pixels, grid: Sequence[int], options: object) -> bytes:
-    """Key of a ProcessedImage."""
+    """Key of a ProcessedImage. options: value whose repr names everything that patches depend on."""
     described = repr((pixels.shape, tuple(grid), options)).encode()
     digest = hashlib.sha256(_KEY_LABEL + len(described).to_bytes(4, "little") + described)
     digest.update(np.ascontiguousarray(pixels).data)
@@ -285,6 +285,7 @@ _CLIP_DEVIATION = (0.26862954, 0.26130258, 0.27577711)
 
 
 def _read_settings(directory: Path) -> Fields:
+    """Image settings. directory: or a vision tower's GGUF file."""
     if directory.is_file():
         return Fields(read_tower(directory).processor, str(directory))
     path = directory / _JOINT_FILE

@@ -35,6 +35,7 @@ def copy_value(reader: TextReader, sink: Sink) -> Steps[None]:
 
 
 def _copy_nested(reader: TextReader, sink: Sink, depth: int = 0) -> Steps[None]:
+    """depth: brackets already open."""
     while True:
         mark = yield from reader.scan(_STRUCTURE, sink)
         if mark in ("", "<"):
@@ -118,7 +119,6 @@ class _CallObject:
         self._raw = ["{"]
         self._identifier: str | None = None
         self._early: str | None = None
-        """Arguments before the name."""
         self._is_begun = self._has_arguments = False
 
     def read(self) -> Steps[None]:

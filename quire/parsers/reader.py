@@ -167,6 +167,7 @@ class TextReader:
 
 
 def _in_turn(text: str, parts: Sequence[Sequence[str]]) -> bool | None:
+    """True if the text begins with these parts; None if more text must decide."""
     for part in parts:
         text = text.lstrip()
         found = next((each for each in part if text.startswith(each)), None)

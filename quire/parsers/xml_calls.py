@@ -135,6 +135,7 @@ class TagFormat:
                 reader.unread(mark)
 
     def _enter(self, reader: TextReader, output: Output) -> Steps[str | None]:
+        """Enter a section; returns its first call's mark."""
         space = yield from reader.space()
         if (yield from reader.take_if(self.call)):
             return self.call
@@ -171,6 +172,8 @@ class TagFormat:
                 return
 
     def _header(self, reader: TextReader, output: Output, parts: list[str]) -> Steps[tuple[str, str | None] | None]:
+        """(name, the tag's `string` attribute) of a tag up to ">", which is added to `parts`; None at the end of the
+        text."""
         num_before = len(parts)
         mark = yield from reader.until(Markers(">", *output.ends), parts.append)
         if mark != ">":

@@ -161,6 +161,7 @@ def _bias_words(bias: Mapping[int, float]) -> np.ndarray:
 
 
 def _banned_words(sequences: Sequence[Sequence[int]]) -> np.ndarray:
+    """Number of sequences; an entry for each; their prefixes."""
     entries: list[int] = []
     prefixes: list[int] = []
     for sequence in sequences:

@@ -96,6 +96,7 @@ class _Processor:
         return [place[id(entry)] for entry in self._entries]
 
     def _update(self, entries: Sequence[ProcessedRow], place: dict[int, int]) -> BatchUpdate | None:
+        """Changes of the batch: new entries fill rows of ended ones."""
         rows = self._entries
         known = {id(entry) for entry in rows}
         new = [entry for entry in entries if id(entry) not in known]
@@ -180,6 +181,7 @@ class LoadedProcessors:
 def _process(
     each: _Processor, logits: torch.Tensor, mine: list[int], entries: list[ProcessedRow], divisor: torch.Tensor | None
 ) -> None:
+    """Let a processor change its rows. mine: their indices. divisor: temperatures, [len(mine)]."""
     order = [mine[place] for place in each.take(entries)]
     is_whole = divisor is None and order == list(range(len(logits)))
     given = logits if is_whole else logits[order]

@@ -135,6 +135,7 @@ class ImageEncodings:
         current.requests[request] = None
 
     def _next(self, reads: set[bytes], dropped: list[bytes], *, is_idle: bool) -> Wanted | None:
+        """The image whose layers are ordered next. dropped: receives the images that make room."""
         if self._current is not None:
             if self._current.requests:
                 return self._current
@@ -150,6 +151,8 @@ class ImageEncodings:
     def _make_room(
         self, num_tokens: int, order_key: OrderKey, reads: set[bytes], dropped: list[bytes], *, is_idle: bool
     ) -> bool:
+        """Make room for an image beside images that the plan reads and unread ones of earlier requests. False: no
+        room."""
         assert self._costs is not None, "requests have images"
         room = self._costs.cache_tokens - sum(kept.num_tokens for kept in self._kept.values())
         victims = []

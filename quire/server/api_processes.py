@@ -214,6 +214,7 @@ class _Parent:
         return is_so()
 
     async def _tell_end(self) -> int:
+        """Print why the server ends; return its exit status."""
         reason = self._reason
         if isinstance(reason, EngineDeadError):
             tell(f"error {reason.error_id}: the engine died: {reason}")

@@ -291,6 +291,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._end_late()
 
     def _check_reader(self, num_unsent_bytes: int, now: float) -> None:
+        """Close the connection of a client that reads nothing."""
         if self._running is not None and not self.flow.write_paused:
             self._num_unsent_bytes = 0
         elif self._num_unsent_bytes == 0 or num_unsent_bytes <= self._num_unsent_bytes - MIN_READ_BYTES:

@@ -1,6 +1,6 @@
 """Jitter: the variation of equal steps on a real machine, and its duration (docs/decisions/0016-simulator.md). A
-profile may hold the distribution of measured over expected time, for steps with single tokens and with chunks; the
-share of that scatter that lasts; and the rate of stalls."""
+profile may hold the distribution of measured over expected time; the share of that scatter that lasts; and the rate of
+stalls."""
 
 from __future__ import annotations
 

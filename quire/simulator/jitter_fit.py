@@ -47,12 +47,14 @@ def fit_jitter(measured: Vector, expected: Vector, begins: Vector, has_chunks: F
 
 
 def _stalls(seconds: Vector, worked: float) -> Pairs:
+    """(length in seconds, rate per second) of stalls; empty if they are few."""
     ordered = np.sort(seconds)
     parts = np.array_split(ordered, min(NUM_STALLS, len(ordered) // FEWEST)) if len(ordered) >= FEWEST else []
     return tuple((float(part.mean()), len(part) / worked) for part in parts)
 
 
 def _distribution(ratios: Vector) -> Pairs:
+    """(level, mean ratio); levels are skipped until each interval has FEWEST steps."""
     count, ordered = len(ratios), np.sort(ratios)
     if count < FEWEST:
         return ()
@@ -66,6 +68,7 @@ def _distribution(ratios: Vector) -> Pairs:
 
 
 def _normal_scores(values: Vector) -> Vector:
+    """Normal values of the same ranks; equal inputs get their mean."""
     if not len(values):
         return values
     inverse = NormalDist().inv_cdf

@@ -156,6 +156,7 @@ def _translation(num_shared: int) -> Callable[[random.Random], Iterator[TraceReq
 
 
 def _chat(rng: random.Random) -> Iterator[TraceRequest]:
+    """Conversations of one to twelve turns with ShareGPT's lengths; a request is a random turn."""
     inputs, outputs = _table(SHAREGPT.mean_input, LONGEST_INPUT), _table(SHAREGPT.mean_output, LONGEST_OUTPUT)
     while True:
         turn = rng.randint(1, 12)

@@ -71,6 +71,7 @@ def _digits(value: int) -> str:
 
 
 def _between(low: str, high: str) -> str:
+    """Expression for the digit texts between two of equal length."""
     common = next((index for index, (a, b) in enumerate(zip(low, high, strict=True)) if a != b), len(low))
     prefix, low, high = low[:common], low[common:], high[common:]
     if not low:
@@ -86,6 +87,7 @@ def _between(low: str, high: str) -> str:
 
 
 def _at_least(digits: str) -> list[str]:
+    """Expressions for equally long digit texts that are not lower."""
     found = []
     kept = digits.rstrip("0")
     for index, digit in enumerate(kept):

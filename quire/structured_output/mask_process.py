@@ -245,6 +245,7 @@ class MaskProcess:
         return task
 
     def _stand_by(self, thread: int) -> None:
+        """Wait, and lead if the other thread is held up. Called under the lock."""
         now = time.monotonic()
         if self._began and now - self._began > PATIENCE:
             self._leader, self._began = thread, 0.0
@@ -424,7 +425,7 @@ class MaskProcess:
 
     def _make_draft_masks(self, slot: Slot, scratch: MaskScratch) -> int:
         """Make the masks after drafts, up to one that is not allowed or ends the text, or until they take long; returns
-        their number. They are not charged to the request."""
+        their number."""
         assert slot.state is not None
         state, started = slot.state.copy(), time.thread_time()
         for number, (token_id, place) in enumerate(slot.drafts):

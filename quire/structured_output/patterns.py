@@ -332,6 +332,7 @@ def num_words(node: Node) -> int:
 
 
 def _counted(node: Node) -> tuple[int, int]:
+    """(unbounded repetitions in succession, `num_words`)."""
     match node:
         case PatternSequence(parts):
             found = [_counted(part) for part in parts]

@@ -186,6 +186,7 @@ def _from_structures(tag: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_fields(form: dict[str, Any], kind: str) -> None:
+    """Raises UserError for a field without effect."""
     unknown = next((name for name in form if name not in ("type", *FIELDS[kind])), None)
     if unknown is not None:
         raise _error(f"a format of type {kind} has no field {unknown!r:.100}")

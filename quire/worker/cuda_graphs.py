@@ -324,11 +324,12 @@ class _Pieces(AttentionStep):
         return self._between("add_behind", (layer,), x)
 
     def _part(self, tokens: torch.Tensor, width: int) -> torch.Tensor:
+        """Contiguous [T, width] view of the shared output; widths differ between layers."""
         return self._attended.view(-1)[: len(tokens) * width].view(len(tokens), width)
 
     def _between(self, method: str, layer: tuple[Any, ...], *args: Any) -> Any:
-        """End a piece with this call's input and start the next. layer: constants of the layer. args: tensors; the last
-        is the output."""
+        """End a piece with this call's input and start the next. layer: constants of the layer. args: tensors; the
+        last, the output, is returned."""
         self.graphs.append(self._capture.end_capture())
         self.calls.append(_AttentionCall(method, (*layer, *(_borrowed(self._capture, value) for value in args))))
         self._capture.begin_capture()

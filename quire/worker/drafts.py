@@ -113,6 +113,7 @@ class HostDrafts:
         """Reset a row that starts as a copy of another."""
 
     def _found(self, row: int, length: int, wanted: int) -> list[int]:
+        """Drafts of a row with `length` known tokens, at best `wanted`."""
         tokens: list[int] = self._drafts[row, : self._counts[row]].tolist()
         return tokens
 

@@ -60,7 +60,6 @@ class HeadDrafts(HostDrafts):
         self._known = np.zeros(tables.num_rows, np.int64)
         """Tokens of each row at that result."""
         self._unknown: list[int] = []
-        """Sequences of the step whose drafts must be made."""
 
     def forget(self, row: int) -> None:
         self._known[row] = 0

@@ -31,7 +31,6 @@ class ImageOverlays:
         """Key and run of the partly encoded image."""
         self._seconds = 0.0
         self._shown: dict[int, list[ImagePlace]] = {}
-        """Images by sequence."""
 
     def of_step(self, plan: StepPlan, batch: InputBatch) -> StepOverlay | None:
         for seq_id in plan.released if self._shown else ():

@@ -1,5 +1,5 @@
-"""Families of models: one module a family, from its config.json to a ModelShape. Families that the engine cannot run
-have a shape too, for `quire plan` and `quire simulate`."""
+"""Families of models: one module a family, from its config.json to a ModelShape, also of those that the engine cannot
+run (`quire plan`, `quire simulate`)."""
 
 from __future__ import annotations
 

@@ -79,6 +79,7 @@ class StreamTransfers:
             self._done.synchronize()
 
     def _check(self, swap_out: Pairs, swap_in: Pairs) -> None:
+        """Raise IndexError for an invalid block, which a device would access silently."""
         num_blocks, num_host_blocks = self._limits
         pairs = [*swap_out, *((block, host_block) for host_block, block in swap_in)]
         for block, host_block in pairs:
@@ -95,6 +96,7 @@ class StreamTransfers:
         return sources, destinations
 
     def _pairs(self, sources: np.ndarray, destinations: np.ndarray) -> torch.Tensor:
+        """[N, 2] int32 on the device."""
         host = self._streams.pinned((len(sources), 2), torch.int32)
         host.numpy()[:] = np.stack((sources, destinations), axis=1)
         return host.to(self._streams.device, non_blocking=True)

@@ -66,6 +66,7 @@ class DeviceWeights:
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """[bytes] uint8 view."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
