@@ -56,6 +56,30 @@ def test_links_to_headings_lead_somewhere(document: Path) -> None:
     assert [(path.name, name) for path, name in links if path.suffix == ".md" and name not in headings(path)] == []
 
 
+def test_the_table_of_classes_names_what_is_there() -> None:
+    """Of "Which class decides": its files and tests, and each class, function or table in one of the row's files."""
+    page = (ROOT / "docs" / "reading.md").read_text(encoding="utf-8")
+    table = page.partition("## Which class decides")[2].partition("\n## ")[0]
+    rows = [line.strip("|").split(" | ") for line in table.splitlines() if line.startswith("|")][2:]
+    assert len(rows) > 20
+    wrong = []
+    for _, names, files, tests, _ in rows:
+        places = [ROOT / "quire" / each for each in QUOTED.findall(files)]
+        wrong += [
+            each for each in [*places, *(ROOT / "tests" / each for each in QUOTED.findall(tests))] if not each.exists()
+        ]
+        sources = [path for place in places for path in (place.glob("*.py") if place.is_dir() else [place])]
+        text = "\n".join(path.read_text(encoding="utf-8") for path in sources if path.is_file())
+        parts = [part for name in QUOTED.findall(names) for part in name.split(".")]
+        wrong += [
+            part
+            for part in parts
+            if not re.search(rf"^ *(?:(?:async )?def |class |self\.|){part}\b *[:=(]", text, re.MULTILINE)
+        ]
+        assert all((places, parts, QUOTED.findall(tests))), names
+    assert wrong == []
+
+
 def records() -> dict[int, Path]:
     return {int(path.name[:4]): path for path in (ROOT / "docs" / "decisions").glob("[0-9]*.md")}
 
