@@ -132,8 +132,8 @@ def notify_socket() -> str | None:
 
 
 def take_passed_sockets() -> int:
-    """Remove `LISTEN_PID`, `LISTEN_FDS` and `LISTEN_FDNAMES` (systemd's), so that no child takes the sockets; return
-    the number of sockets that are passed to this process, from descriptor 3 on."""
+    """Remove systemd's `LISTEN_PID`, `LISTEN_FDS` and `LISTEN_FDNAMES`, so that no child takes the sockets; return the
+    number of sockets that are passed to this process, from descriptor 3 on."""
     pid, count = os.environ.pop("LISTEN_PID", ""), os.environ.pop("LISTEN_FDS", "")
     os.environ.pop("LISTEN_FDNAMES", None)
     return int(count) if pid == str(os.getpid()) and count.isdecimal() else 0

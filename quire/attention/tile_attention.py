@@ -73,6 +73,8 @@ def _attend_chunk(
 
 
 def _gather(pages: torch.Tensor, key_rows: torch.Tensor, layer: LayerAttention) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of some rows for all heads, float32: [items, groups, KEY_TILE, width], flattened except for
+    width."""
     vectors, groups = pages.view(-1, pages.shape[-1]), layer.num_kv_heads
     heads = torch.arange(groups)[:, None]
     if pages.dim() < 5:

@@ -4,7 +4,7 @@ A query tile is a few consecutive new tokens of one sequence; a key tile is KEY_
 of KEY_TILE. An item is one of each; invisible key tiles are left out.
 
 A query's result does not depend on the batch: sums stay inside key tiles, and partial results merge in an order that
-depends only on tile numbers. Up to WAVE_TILES tiles (a wave) merge pairwise as a binary tree; waves follow each other.
+depends only on tile numbers.
 """
 
 from __future__ import annotations
@@ -240,6 +240,7 @@ def _bias(own: np.ndarray, last_seen: np.ndarray, keys: np.ndarray, window: Wind
 
 
 def _merge_tree(tiles: np.ndarray, keys: np.ndarray) -> tuple[Levels, np.ndarray]:
+    """Pairs to merge, level by level, until one item per query tile is left."""
     node = np.arange(len(tiles))
     number = tiles.astype(np.int64) * WAVE_TILES + keys % WAVE_TILES
     levels = []
@@ -254,7 +255,6 @@ def _merge_tree(tiles: np.ndarray, keys: np.ndarray) -> tuple[Levels, np.ndarray
 
 
 def _ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Owner of each item and its index with that owner, where owner i has counts[i] items: [3, 1] -> ([0, 0, 0, 1], [0,
-    1, 2, 0])."""
+    """Owner of each item and its index with that owner: counts [3, 1] -> ([0, 0, 0, 1], [0, 1, 2, 0])."""
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -166,7 +166,8 @@ class _Timeline:
 
 
 async def _follow(response: httpx.Response, timeline: _Timeline) -> None:
-    """Read events up to `[DONE]`, then the rest of the body, so that the connection can be reused."""
+    """Read events up to `[DONE]`, then the rest of the body. Raises _RequestError for an error event, broken JSON or an
+    early end."""
     parser = EventParser()
     decode: Callable[[bytes], _Chunk] = msgspec.json.Decoder(_Chunk).decode
     is_done = False

@@ -330,8 +330,7 @@ def _as_key(argument: str) -> str:
 
 
 def _whole(argument: str, parser: Parser) -> str:
-    """Complete an abbreviated flag. vLLM's current flags win over Quire's and vLLM's older ones, so that the result is
-    vLLM's."""
+    """Complete an abbreviated flag, vLLM's current ones first. Raises UserError for an ambiguous flag."""
     head = _NAME.match(argument)
     known = parser.known_flags
     if head is None or head[0] in known:

@@ -1,5 +1,4 @@
-"""The ModelConfig of a model's name: find or fetch the directory or GGUF file, read its configuration, check it.
-`quire/config/families/` holds the families' keys as data."""
+"""The ModelConfig of a model's name: find or fetch the directory or GGUF file, read its configuration, check it."""
 
 from __future__ import annotations
 
@@ -219,8 +218,7 @@ def _with_tower(described: Described, path: Path, asked: str | None) -> tuple[De
 
 
 def _overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` with the user's keys in place of its own. A nested part (`text_config`) keeps the keys that the user
-    does not name; other values are replaced whole."""
+    """`config` with the user's keys in place of its own, merged in nested parts (`text_config`)."""
     merged = dict(config)
     for name, value in overrides.items():
         own = config.get(name)
@@ -306,7 +304,7 @@ def _with_draft_head(shape: ModelShape, path: Path, prefix: str, fields: Fields)
 
 def _count_draft_layers(directory: Path, prefix: str) -> int:
     """Layers of the draft head whose tensor names begin with `prefix`, by an index or safetensors headers. Raises
-    ModelLoadError for unreadable files, and for more layers than any model has."""
+    ModelLoadError."""
     layer = re.compile(rf"{re.escape(prefix)}layers\.(\d{{1,9}})\.")
     num_layers = 0
     for name in _tensor_names(directory):

@@ -1,5 +1,5 @@
-"""Sizes of a model, layer by layer, for the engine, `quire plan` and the simulator. `quire.config.families` reads them
-from a config.json; no family is named here."""
+"""Sizes of a model, layer by layer, for the engine, `quire plan` and the simulator, which `quire.config.families` reads
+from a config.json."""
 
 from __future__ import annotations
 

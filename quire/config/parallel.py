@@ -33,7 +33,7 @@ class ParallelConfig:
     a row that one of them keeps. redundant_experts: further copies of a layer's experts, which move between the ep
     devices by their load (None: experts stay).
 
-    Raises ConfigError for sizes that do not fit together. `resolve` decides which sizes the engine runs.
+    Raises ConfigError for sizes that do not fit together.
     """
 
     tp: int = 1

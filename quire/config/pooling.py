@@ -54,11 +54,11 @@ class DenseModule:
 
 @dataclass(frozen=True)
 class PoolingConfig:
-    """task: "embed" makes a vector, "classify" the logits of `labels`. method: pooled states: the last token's, the
-    first's ("cls"), or the mean of all. normalize: default of scaling a vector to length 1. dense: layers that the
-    vector passes before that. activation: from logits to probabilities. dimensions: lengths to which a vector may be
-    cut (Matryoshka); if empty, `any_dimensions` permits every length or none. prompt: text before each embedded text.
-    prompts: (name, alternative that a request may choose)."""
+    """A pooling model's settings. task: "embed" makes a vector, "classify" the logits of `labels`. method: pooled
+    states: the last token's, the first's ("cls"), or the mean of all. normalize: default of scaling a vector to length
+    1. dense: layers that the vector passes before that. activation: from logits to probabilities. dimensions: lengths
+    to which a vector may be cut (Matryoshka); if empty, `any_dimensions` permits every length or none. prompt: text
+    before each embedded text. prompts: (name, alternative that a request may choose)."""
 
     task: Task
     method: Method
@@ -151,6 +151,7 @@ def _activation(fields: Fields, num_labels: int) -> Activation:
 
 
 def _modules(path: Path) -> list[tuple[str, str]] | None:
+    """(class name, folder) of each module in modules.json; None without a Pooling in it."""
     file = path / "modules.json"
     if file_bytes(file) is None:
         return None

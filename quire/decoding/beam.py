@@ -1,7 +1,7 @@
 """Beam search: the k best continuations of a prompt, k at a time (paper §4.4, figure 9).
 
 Each step ranks all continuations: those that end among the first k become hypotheses, and the k best of the others go
-on. `follow` does that with fork and free alone.
+on.
 
 Results equal those of Transformers' beam search: candidates, scores of hypotheses (cumulative log-probability / length
 ** length_penalty, the end token counted), and ends.
@@ -218,6 +218,7 @@ class BeamSearch:
         return beam.sequence.matcher is not None and beam.candidates.token_ids[number] not in self.request.end_token_ids
 
     def _end_of(self, token_id: int, matcher: Matcher | None, length: int) -> tuple[FinishReason, int | None] | None:
+        """End of a beam, if any; a text ended by its constraint waits for an end token's score."""
         request = self.request
         if token_id in request.stop_token_ids:
             return FinishReason.STOP, token_id

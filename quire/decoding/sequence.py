@@ -147,8 +147,8 @@ class Sequence:
 class Request:
     """A request and its sequences, which are scheduled, preempted and resumed together.
 
-    Until the prompt is computed the scheduler has only the first live sequence, from which the others fork; those of a
-    beam search are beam slots, of which empty ones come last.
+    Until the prompt is computed the scheduler has only the first live sequence, from which the others fork (paper
+    §4.4); those of a beam search are beam slots, of which empty ones come last.
     """
 
     __slots__ = (
@@ -207,9 +207,9 @@ class Request:
         priority_seconds: float = PRIORITY_SECONDS,
         constraint: Constraint | None = None,
     ) -> None:
-        """arrival_number: orders requests of the same instant. order_time: arrival time that counts for the order
-        (quire/scheduler/fair_order.py); None: `arrival_time`. priority_seconds: see SchedulerConfig. constraint: the
-        request's constraint."""
+        """arrival_time: seconds of the engine's Clock. arrival_number: orders requests of the same instant. order_time:
+        arrival time for the fair order (quire/scheduler/fair_order.py); None: `arrival_time`. priority_seconds: see
+        SchedulerConfig. constraint: on the generated tokens."""
         self.request_id = request.request_id
         self.prompt_token_ids = request.prompt_token_ids
         self.num_prompt_tokens = len(request.prompt_token_ids)

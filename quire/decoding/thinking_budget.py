@@ -1,7 +1,6 @@
 """A limit on the tokens of a model's thoughts: at the limit, the end mark of the thoughts is forced.
 
-It is a constraint (quire/decoding/masks.py) around the request's own, if any: while the mark is forced, one token is
-allowed.
+It is a constraint (quire/decoding/masks.py) around the request's own, if any.
 """
 
 from __future__ import annotations

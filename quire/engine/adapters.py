@@ -29,7 +29,6 @@ class KnownAdapters:
         self._by_number: dict[int, tuple[LoRARequest, AdapterRef]] = {}
         self._by_name: dict[str, LoRARequest] = {}
         self._last_number = 0
-        """Largest number given to a name."""
 
     def refuse(self) -> None:
         """Raise UserError for an engine without adapters."""
@@ -118,7 +117,7 @@ class KnownAdapters:
         return LoRARequest(name, number, path, base_model_name)
 
     def remove(self, name: str) -> None:
-        """Remove a name. Raises UserError if it is unknown. Running requests are not affected."""
+        """Remove an adapter by name. Raises UserError if it is unknown. Running requests are not affected."""
         with self._lock:
             known = self._by_name.pop(name, None)
             if known is None:

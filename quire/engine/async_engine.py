@@ -139,7 +139,7 @@ class AsyncLLM:
 
     @property
     def ready(self) -> EngineReady:
-        """Facts found at the start; waits for it to end. Raises the error of a failed start."""
+        """Facts found during the start; waits for the start to end. Raises the error of a failed start."""
         return self._session.client.ready
 
     def __repr__(self) -> str:

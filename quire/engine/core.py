@@ -266,8 +266,8 @@ class EngineCore:
                 self._send_sampling_inputs(outputs)
 
     def _send_sampling_inputs(self, outputs: EngineOutputs) -> None:
-        """Send the last plan its sampling inputs, unless they depend on the result of an earlier plan (plans of
-        pipeline stages never do). Waits for masks for at most LATE_SECONDS; samples without a mask are discarded."""
+        """Send the last plan its sampling inputs, unless they depend on the result of an earlier plan. Waits for masks
+        for at most LATE_SECONDS; samples without a mask are discarded."""
         if self._unsent is not None and (self._has_stages or len(self._in_flight) == 1):
             plan, self._unsent = self._unsent, None
             deadline = self._clock.now() + LATE_SECONDS if self.scheduler.can_discard else math.inf

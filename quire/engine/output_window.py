@@ -27,7 +27,6 @@ class OutputWindow:
         self._since = 0.0
         """End time of the step with the first held tokens."""
         self._last_end = -math.inf
-        """End time of the last step."""
         self._next_stats = -math.inf
         """Earliest time at which outputs with only tokens carry statistics."""
 
@@ -75,7 +74,6 @@ def _can_wait(outputs: EngineOutputs) -> bool:
 
 
 def _joined(held: list[SequenceUpdate], updates: list[SequenceUpdate]) -> list[SequenceUpdate]:
-    """Join two lists of updates."""
     if len(held) != len(updates) or any(
         before.request_id != after.request_id or before.index != after.index
         for before, after in zip(held, updates, strict=True)

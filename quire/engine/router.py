@@ -83,8 +83,7 @@ class LeastLoaded:
 
 class PrefixAware:
     """Sends requests with a common prefix to the replica that has it cached, unless it exceeds its share. For the
-    shortest beginning, rendezvous hashing orders the replicas, so a popular prefix spreads over as few as it needs.
-    Other requests go to the least loaded replica."""
+    shortest beginning, rendezvous hashing orders the replicas, so a popular prefix spreads over as few as it needs."""
 
     needs_reports = True
 
@@ -126,7 +125,7 @@ ROUTERS: Mapping[str, type[RoundRobin] | type[LeastLoaded] | type[PrefixAware]] 
 
 
 def make_router(name: str, num_replicas: int) -> Router:
-    """Raises UserError for a name that is not in ROUTERS."""
+    """Router by its name in ROUTERS. Raises UserError for another name."""
     if name not in ROUTERS:
         raise UserError(
             f"unknown router {name!r}{nearest_name(name, ROUTERS)} (known: {', '.join(ROUTERS)})", param="router"

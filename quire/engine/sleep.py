@@ -1,7 +1,7 @@
 """Sleep and pause of an engine.
 
-Level 1 keeps the weights (in host memory, for a device); level 2 drops them, to load them again. Both drop the KV
-cache. The weights can wake up first.
+Sleep frees memory: level 1 keeps the weights (in host memory, for a device); level 2 drops them, to load them again.
+Both drop the KV cache. The weights can wake up first.
 
 Pause: the engine starts nothing new and keeps its state. Scope `new` holds requests that have not started; `all` also
 suspends running ones, which keep their blocks.

@@ -97,7 +97,6 @@ class RankCalls(ABC):
         """Call of the last plan while it lacks its sampling inputs."""
         self._pulses: list[Pulse] = []
         self._feeling = threading.Lock()
-        """Guards the pulses."""
         self._reader = threading.Thread(target=self._read, name="quire-ranks", daemon=True)
 
     # -- the transport ----------------------------------------------------------------------------------------------
@@ -108,8 +107,7 @@ class RankCalls(ABC):
 
     @abstractmethod
     def _arrived(self, seconds: float | None) -> Iterable[tuple[int, bytes | None]]:
-        """Wait for at most `seconds` (None: for ever). Messages since the last call; None for a rank that has ended.
-        Called only on the reader's thread."""
+        """Wait for at most `seconds` (None: for ever). Messages since the last call; None for a rank that has ended."""
 
     @abstractmethod
     def _explain_exit(self, rank: int) -> str:
@@ -204,7 +202,8 @@ class RankCalls(ABC):
         self._die(f"{failed[0].error()}; the other ranks waited for it")
 
     def _take(self, rank: int, answer: RankAnswer) -> QuireError | None:
-        """Note a rank's answer to its oldest call, and complete the call after the last answer."""
+        """Note a rank's answer to its oldest call, which the last answer completes; returns the error of a failed
+        step."""
         with self._lock:
             call = next(call for call in self._pending if call.answers[rank] is None)
             call.answers[rank] = answer

@@ -1,7 +1,6 @@
 """The process of one rank: runs an executor of its own, and answers each call of the engine core with a message.
 
-RankProcesses starts it, writes a RankLaunch to standard input and keeps that pipe open: its end-of-file means that the
-parent is gone.
+RankProcesses starts it, writes a RankLaunch to standard input and keeps that pipe open while it lives.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class RankLaunch(msgspec.Struct):
     outgoing: LinkFiles | None = None
 
     def ends(self, stage: int) -> RankEnds:
-        """stage: the rank's stage."""
+        """Connections of this rank to the others. stage: the rank's stage."""
         return RankEnds(Path(f"{self.meeting_point}{stage}"), self.incoming, self.outgoing)
 
 
@@ -79,15 +78,15 @@ class RankEnds(NamedTuple):
 
 
 class RankCall(msgspec.Struct, array_like=True):
-    """body: a StepPlan to `execute` or `launch`, SamplingInputs to `sample`; for any other method its arguments, in the
-    format of quire/executors/wire.py."""
+    """Call of a rank's executor. body: a StepPlan to `execute` or `launch`, SamplingInputs to `sample`; for any other
+    method its arguments, in the format of quire/executors/wire.py."""
 
     method: str
     body: msgspec.Raw
 
 
 class RankError(msgspec.Struct, array_like=True):
-    """error_type: class in quire.errors; None: another one, which `message` names."""
+    """Error of a call. error_type: class in quire.errors; None: another one, which `message` names."""
 
     message: str
     error_type: str | None
@@ -95,7 +94,7 @@ class RankError(msgspec.Struct, array_like=True):
 
 
 class RankAnswer(msgspec.Struct, array_like=True):
-    """body: a StepResult, or the method's result."""
+    """Result of a call. body: a StepResult, or the method's result."""
 
     body: msgspec.Raw
     error: RankError | None = None
@@ -183,6 +182,7 @@ class Rank:
         return self._launched
 
     def _own_part(self, result: StepResult) -> StepResult:
+        """The part of a result that the first sampling rank does not send, with a checksum of its samples."""
         checksum = zlib.crc32(self._results.encode((result.token_ids, result.pooled)))
         if self._answers_in_full:
             result.checksum = checksum
@@ -244,7 +244,6 @@ class Answers:
         self._encode = msgspec.msgpack.Encoder().encode
         self._lock = threading.Lock()
         self._num_awaited = 0
-        """Begun calls without an answer."""
         self._awaited: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="quire-answers", daemon=True).start()
 
@@ -290,4 +289,4 @@ def serve(rank: Rank, socket: Connection, progress: Progress) -> None:
 
 
 def _nothing() -> None:
-    """Do nothing: a rank leaves nothing behind."""
+    """Do nothing when the parent ends (`watch_parent`): a rank leaves no files."""

@@ -1,7 +1,6 @@
 """Control calls between an executor and its ranks, as msgpack: configurations, layouts and profiles.
 
-Each composite value is an array that begins with its kind. Records are the dataclasses of `_ROOTS` and of their
-declared fields; no other class can be named.
+Each composite value is an array that begins with its kind.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ for _root in _ROOTS:
 
 
 def encode(value: object) -> bytes:
-    """Raises TypeError for an unsupported value."""
+    """Value as bytes. Raises TypeError for an unsupported value."""
     return msgspec.msgpack.encode(_plain(value))
 
 

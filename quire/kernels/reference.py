@@ -64,8 +64,9 @@ def paged_attention_dense(
     layer: LayerAttention,
     last_seen: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One sequence's attention over its pages, token by token, in query's dtype. Returns [n, num_heads,
-    value_width]."""
+    """One sequence's attention over its pages, token by token, in query's dtype. block_table: [blocks of the sequence]
+    int. query: [n, num_heads, head_dim] of the tokens from start_position on, whose keys and values are written.
+    last_seen: [n], see AttentionBatch. Returns [n, num_heads, value_width]."""
     length = start_position + query.shape[0]
     positions = torch.arange(length)
     if pages.dim() == 4:

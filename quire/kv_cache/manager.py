@@ -308,7 +308,7 @@ class KVCacheManager:
 
     @property
     def can_transfer(self) -> bool:
-        """True if `has_transfers` and the next transfer need not wait for an earlier one."""
+        """True if the KV connector has work, and its next transfer need not wait for an earlier one."""
         return self.has_transfers and not self.awaits_transfers
 
     @property
@@ -492,6 +492,7 @@ class KVCacheManager:
         blocks.tables = []
 
     def _release_unneeded(self, blocks: BlockTable, start: int, *, is_late: bool = False) -> None:
+        """Release the blocks that no query from `start` on reads. is_late: keep those that plans in flight fill."""
         for group in self._releasing:
             table, first_held = blocks.tables[group], blocks.first_held[group]
             first_needed = min(self.groups.managers[group].first_needed_block(start), len(table))

@@ -36,7 +36,8 @@ class BalancedExperts:
         self.placement = placement
 
     def check(self, number: int) -> None:
-        """Raise ModelLoadError if experts are not stored alike, here and on other ranks."""
+        """Raise ModelLoadError if experts are not stored alike, here and on other ranks; all ranks call it. number: of
+        the layer among those with experts."""
         kinds = {tuple((tensor.dtype, tuple(tensor.shape)) for tensor in self._stored(slot)) for slot in self._slots}
         own = torch.tensor([[len(kinds), self.nbytes]])
         found = self._group.all_gather(own, dim=0)

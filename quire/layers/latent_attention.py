@@ -1,6 +1,6 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): projections around attention over latents. The cache
-holds one compressed vector and one rotated key per token. Matrices that would expand keys and values are absorbed into
-queries and results, except in prompts with `expands_prompts`."""
+holds one compressed vector and one rotated key per token. Keys and values are expanded only in prompts, with
+`expands_prompts`."""
 
 from __future__ import annotations
 

@@ -173,6 +173,7 @@ class MixtureOfExperts:
         return slots
 
     def _load_part(self, expert: int, part: int | None, suffix: str, tensor: WeightSource) -> None:
+        """part: 0 for gate, 1 for up, None for down."""
         load, place = self._context.linear.load_rows, self._places[expert]
         if part is not None:
             rows = tensor.narrow(0, self._start, self._local)
@@ -210,6 +211,8 @@ class MixtureOfExperts:
         load_one: Callable[[int, str, WeightTensor, bool], None],
         matrix: tuple[int, ...] = (),
     ) -> Callable[[WeightSource], None]:
+        """Loader of a tensor of all experts, one part at a time. matrix: an expert's shape, [out, in]."""
+
         def load(tensor: WeightSource) -> None:
             for expert in self._places:
                 own = tensor.narrow(0, expert, 1)[0]

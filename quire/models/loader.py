@@ -320,7 +320,8 @@ def _packed_device_linear(config: ModelConfig, plain: DeviceLinear, layers: Devi
 
 
 def _check_room(config: ModelConfig, files: WeightFiles) -> LoadableModel:
-    """Raise ModelLoadError if config.json describes more weights than the files can hold."""
+    """Raise ModelLoadError if config.json describes more weights than the files can hold; returns the whole model's
+    outline."""
     model = outline(config)
     reason = excess(config, model, files)
     if reason is not None:

@@ -134,6 +134,7 @@ def _is_pillow(image: Any) -> bool:
 
 
 def _pillow() -> tuple[Any, Any, type[Exception]]:
+    """Pillow's opener, its EXIF transpose, and its error of too large images."""
     try:
         from PIL import Image, ImageOps
     except ImportError:

@@ -16,8 +16,7 @@ MAX_DEPTH = 32
 """Maximum depth of brackets in a Python literal."""
 MAX_SCHEMA_DEPTH = 16
 _STRING = re.compile(r"""(\\.|'{3}.*?'{3}|"{3}.*?"{3})|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
-"""Python string. Group 1: an escape outside strings, or a string in triple quotes. Group 1: an escape outside strings,
-or a string in triple quotes."""
+"""Python string. Group 1: an escape outside strings, or a string in triple quotes."""
 _CONTROL = re.compile(r"[\x00-\x1f]")
 _IN_STRING = re.compile(r"\\.|[\x00-\x1f]", re.DOTALL)
 _NAMES = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}

@@ -118,7 +118,6 @@ class _CallObject:
         self._raw = ["{"]
         self._identifier: str | None = None
         self._early: str | None = None
-        """Arguments before the name."""
         self._is_begun = self._has_arguments = False
 
     def read(self) -> Steps[None]:

@@ -1,7 +1,6 @@
 """Reader of text that arrives in pieces, for parsers in straight-line code.
 
-A parser is a generator that calls `yield from reader....`; it pauses until enough text is pushed. No result depends on
-how the text was cut.
+A parser is a generator that pauses until enough text is pushed. No result depends on how the text was cut.
 """
 
 from __future__ import annotations
@@ -167,6 +166,7 @@ class TextReader:
 
 
 def _in_turn(text: str, parts: Sequence[Sequence[str]]) -> bool | None:
+    """True if the text begins with these parts; None if more text must decide."""
     for part in parts:
         text = text.lstrip()
         found = next((each for each in part if text.startswith(each)), None)

@@ -53,6 +53,7 @@ def quantize_mxfp4(tensor: torch.Tensor, *, name: str | None = None) -> Float4We
 
 
 def _mxfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[N, G, 32] -> exponents [N, G, 1] and codes [N, G, 32] uint8."""
     peak = x.abs().amax(-1, keepdim=True)
     whole = torch.frexp(peak).exponent - 1 - E2M1_EXPONENT
     lower = whole.clamp(-EXPONENT_BIAS, EXPONENT_BIAS)

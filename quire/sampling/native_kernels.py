@@ -70,6 +70,7 @@ class NativeKernels(PlainKernels):
 
 
 def _joined(parts: Sequence[tuple[np.ndarray, Ranking]]) -> Ranking:
+    """Rankings of parts of the rows, given by their places, as one."""
     places = np.concatenate([place for place, _ in parts])
     width = max(ranking.best.token_ids.shape[1] for _, ranking in parts)
     best = [[np.pad(column, ((0, 0), (0, width - column.shape[1]))) for column in ranking.best] for _, ranking in parts]

@@ -194,6 +194,7 @@ def log_probabilities(logits: np.ndarray) -> torch.Tensor:
 
 
 def _best_of_row(scores: np.ndarray) -> np.ndarray:
+    """Token of each row's highest score, the lowest of equal ones; -1 for unsound rows."""
     token_ids = scores.argmax(axis=1)
     # NumPy's argmax stops at a NaN, so checking the winner checks the row.
     token_ids[~np.isfinite(scores[np.arange(len(scores)), token_ids])] = -1

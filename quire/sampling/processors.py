@@ -180,6 +180,7 @@ class LoadedProcessors:
 def _process(
     each: _Processor, logits: torch.Tensor, mine: list[int], entries: list[ProcessedRow], divisor: torch.Tensor | None
 ) -> None:
+    """Let a processor change its rows. mine: their indices. divisor: temperatures, [len(mine)]."""
     order = [mine[place] for place in each.take(entries)]
     is_whole = divisor is None and order == list(range(len(logits)))
     given = logits if is_whole else logits[order]

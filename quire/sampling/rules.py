@@ -83,6 +83,7 @@ def apply_output_penalties(scores: np.ndarray, presence: np.ndarray, frequency: 
 def _seen_tokens(
     batch: HostBatch, index: np.ndarray, starts: np.ndarray, vocab_size: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(batch index, token, occurrences) of the distinct tokens from `starts` on."""
     sizes = batch.lengths[index] - starts
     flat_index = np.repeat(index, sizes)
     first_entry = np.cumsum(sizes) - sizes

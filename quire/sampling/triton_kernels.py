@@ -184,6 +184,7 @@ class TritonKernels:
         return host.to(self._words.device, non_blocking=True)
 
     def _list_words(self) -> torch.Tensor:
+        """Words of the rows' lists; changed ones are copied to a new tensor."""
         words = self._rows.lists.words()
         source, tensor = self._lists
         if source is not words:
@@ -197,6 +198,7 @@ def _histories(batch: DeviceBatch) -> Histories:
 
 
 def _read_choice(hosts: Iterator[torch.Tensor]) -> list[int]:
+    """Tokens from [R, 2] int32: each row's token, and 1 if its scores are sound."""
     return [token_id if is_sound else -1 for token_id, is_sound in next(hosts).tolist()]
 
 

@@ -1,8 +1,7 @@
 """The scheduler's view of images: encoded ones, and the layers that each plan encodes.
 
-An image is encoded in slices of the tower's layers. A slice's cost counts against the step's token budget. A sequence
-stops before an unencoded image; a request that would begin with one waits in the queue (ImageGate). The workers keep
-features until a plan drops them.
+An image is encoded in slices of the tower's layers. A sequence stops before an unencoded image; a request that would
+begin with one waits in the queue (ImageGate). The workers keep features until a plan drops them.
 """
 
 from __future__ import annotations
@@ -135,6 +134,7 @@ class ImageEncodings:
         current.requests[request] = None
 
     def _next(self, reads: set[bytes], dropped: list[bytes], *, is_idle: bool) -> Wanted | None:
+        """The image whose layers are ordered next. dropped: receives the images that make room."""
         if self._current is not None:
             if self._current.requests:
                 return self._current
@@ -150,6 +150,8 @@ class ImageEncodings:
     def _make_room(
         self, num_tokens: int, order_key: OrderKey, reads: set[bytes], dropped: list[bytes], *, is_idle: bool
     ) -> bool:
+        """Make room for an image beside images that the plan reads and unread ones of earlier requests. False: no
+        room."""
         assert self._costs is not None, "requests have images"
         room = self._costs.cache_tokens - sum(kept.num_tokens for kept in self._kept.values())
         victims = []

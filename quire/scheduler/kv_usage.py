@@ -73,8 +73,8 @@ def num_wasted_slots(running: Iterable[Sequence], kv: KVCacheManager) -> int:
 
 
 def num_reserved_slots(in_flight: Iterable[InFlight], kv: KVCacheManager) -> int:
-    """Slots whose tokens plans in flight compute. O(sequences of the plans; with forks or several plans, their
-    tokens)."""
+    """Number of token slots whose tokens plans in flight compute. O(sequences of the plans; with forks or several
+    plans, their tokens)."""
     flights = list(in_flight)
     if not flights:
         return 0
@@ -92,10 +92,7 @@ def num_reserved_slots(in_flight: Iterable[InFlight], kv: KVCacheManager) -> int
 
 
 def _first_starts(flights: Iterable[InFlight]) -> dict[Sequence, int]:
-    """Position at which each sequence and forked child of the plans began to compute.
-
-    Plans before the sequence's last start do not count.
-    """
+    """Position at which each sequence and forked child of the plans began to compute."""
     starts: dict[Sequence, int] = {}
     parents: dict[Sequence, Sequence] = {}
     for flight in flights:

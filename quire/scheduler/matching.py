@@ -76,6 +76,7 @@ class Matching:
     def _ask(
         self, sequence: Sequence, token_ids: list[int], logprobs: list[TokenLogprobs] | None, *, may_go_ahead: bool
     ) -> None:
+        """Ask a sequence's matcher about its new tokens. may_go_ahead: the next step may compute them meanwhile."""
         matcher, request = sequence.matcher, sequence.request
         assert matcher is not None
         sequence.awaits_matcher = True

@@ -37,7 +37,7 @@ class Choice(Protocol):
     """Rule for swapping a victim rather than recomputing it; depends on its arguments alone."""
 
     def __call__(self, footprint: Footprint, num_recomputed_tokens: int) -> bool:
-        """num_recomputed_tokens: tokens to recompute, without certain prefix hits."""
+        """True to swap. num_recomputed_tokens: tokens to recompute, without certain prefix hits."""
         ...
 
 

@@ -199,7 +199,7 @@ class Scheduler:
         return self._in_flight[plan.step_id].awaits_masks
 
     def sampling_inputs(self, plan: StepPlan) -> SamplingInputs:
-        """See `EngineScheduler`. A sample without its mask is discarded."""
+        """Masks that a plan in flight expects. A sample without its mask is discarded."""
         in_flight = self._in_flight[plan.step_id]
         inputs, failed = in_flight.sampling_inputs()
         for sequence in in_flight.discarded:
@@ -250,6 +250,8 @@ class Scheduler:
     def _take_tokens(
         self, sampled: Iterable[Sampled], updates: list[SequenceUpdate], now: float, *, has_drafts: bool
     ) -> None:
+        """Append sampled tokens to their sequences, and end complete ones. has_drafts: some tokens may be accepted
+        drafts."""
         any_finished = bool(updates)
         num_tokens = sum([len(update.new_token_ids) for update in updates]) - len(updates) if updates else 0
         for sequence, new_ids, token_logprobs in sampled:
@@ -312,6 +314,8 @@ class Scheduler:
     # -- parts of a step --------------------------------------------------------------------------------------------
 
     def _schedule_running(self, builder: PlanBuilder, num_reserved: int) -> bool:
+        """Schedule tokens for the running sequences in order; True after a preemption. num_reserved: tokens that
+        sequences behind the first waiting request leave to it."""
         running = self._running.sequences
         index = builder.place_steady(running, 0)
         if index == len(running):  # in most steps

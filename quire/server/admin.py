@@ -53,7 +53,7 @@ class PrefixCacheReset(msgspec.Struct):
 
 
 class AbortRequest(RequestStruct, kw_only=True, frozen=True):
-    """request_ids: ids of answers (`cmpl-...`, `chatcmpl-...`, `resp_...`, `msg_...`)."""
+    """Body of an abort. request_ids: ids of answers (`cmpl-...`, `chatcmpl-...`, `resp_...`, `msg_...`)."""
 
     request_ids: str | Annotated[list[str], Meta(max_length=MAX_ABORTED)] | None = None
 

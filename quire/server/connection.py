@@ -80,7 +80,7 @@ class ConnectionLimits:
 
 
 UPLOAD = "quire.upload"
-"""Entry of a request's scope if its body may take longer than the body timeout while it keeps arriving."""
+"""Entry of a request's scope if its body may take longer than the body timeout."""
 MIN_UPLOADED_BYTES = 64 * 1024
 """Bytes of an upload that must arrive within the body timeout."""
 CHUNK_WRITER = "quire.chunk_writer"
@@ -179,7 +179,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._refuse(_too_much_pipelined())
 
     def _feed(self, data: bytes) -> None:
-        """Parse `data`."""
         while data:
             try:
                 self.parser.feed_data(data)

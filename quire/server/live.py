@@ -62,7 +62,7 @@ def add_live_routes(app: FastAPI, context: ServerContext) -> None:
 
 
 async def take_frame(context: ServerContext, recent: RecentRequests) -> Frame:
-    """Raises EngineDeadError if the engine is gone."""
+    """Collect the engine's state and recent requests for the dashboard. Raises EngineDeadError."""
     kv = await context.engine.kv_snapshot()
     metrics = context.metrics
     # The engine's answer came with a snapshot of the counters; the metrics already hold it.

@@ -1,7 +1,6 @@
 """Fit of the cost model to logged steps of a real run (docs/calibration.md): the reached share of a device's limits,
-and a step's other costs. Least squares of log(predicted / measured), so a step of 2 ms counts as much as one of 200.
-Disturbed steps get less weight; then all times are scaled to match the sum without the worst hundredth. Numbers that a
-log does not determine keep their values and are reported."""
+and a step's other costs. Disturbed steps get less weight; then all times are scaled to match the sum without the worst
+hundredth. Numbers that a log does not determine keep their values."""
 
 from __future__ import annotations
 

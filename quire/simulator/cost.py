@@ -1,6 +1,5 @@
 """Predicted seconds of a step: for each operator the longer of its operations at the peak and its bytes at the
-bandwidth, each limit times its factor (`quire.simulator.hardware.Factors`). Operators run one after the other, so times
-add up:
+bandwidth, each limit times its factor (`quire.simulator.hardware.Factors`). Times of operators add up:
 
 - matrix products (projections, MLPs, experts, output projection): 2 operations per weight and row; weights are read
 once a step, rows are read and written. `half_rows` slows products of few rows. A mixture reads the expected number of
@@ -286,8 +285,7 @@ class CostModel:
         return max((rows + self._half_rows) * product.per_row, product.weights + rows * product.row_bytes)
 
     def _expert_seconds(self, tokens: float) -> float:
-        """Seconds of all layers' routed experts. Each token picks `num_active` evenly; with ep > 1 equal numbers of
-        tokens come from all replicas that share the experts."""
+        """Seconds of all layers' routed experts."""
         picks = tokens * self._picks
         touched = self._num_local_experts * (1 - math.pow(self._missed, tokens * self._replicas_together))
         by_peak = (picks + touched * self._half_rows) * self._expert.per_row
@@ -358,8 +356,7 @@ class CostModel:
         self._exchange = self._moe_layers * self._exchange_seconds(experts.num_active) / layout.tp if whole else 0.0
 
     def _exchange_seconds(self, picks: int) -> float:
-        """Seconds of one token in one layer to its experts and back. Over the network it goes once to each node with
-        one of them, from there over the link to each."""
+        """Seconds of one token in one layer to its experts and back."""
         hardware, factor = self.hardware, self.hardware.factors.link
         there = min(self._row_size, max(1.0, DTYPE_BYTES[self.precision.experts or self.precision.weights]))
         num_bytes = self.shape.hidden * (there + self._row_size)

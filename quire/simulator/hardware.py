@@ -58,7 +58,8 @@ class Hardware:
     work. node_size: devices that the link connects. network_bandwidth, network_latency: between nodes, per device and
     direction. half_rows: rows at which a matrix product reaches half of its full rate. token_overhead,
     sequence_overhead, new_sequence_overhead: further device seconds. run_overhead: bytes in whose time attention of a
-    single token moves to the next run of contiguous keys or values (one head's part of a block).
+    single token moves to the next run of contiguous keys or values (one head's part of a block). source: origin of the
+    numbers; "": data sheets and usual factors. kind: "gpu" or "cpu".
     """
 
     name: str

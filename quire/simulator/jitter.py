@@ -1,6 +1,6 @@
 """Jitter: the variation of equal steps on a real machine, and its duration (docs/decisions/0016-simulator.md). A
-profile may hold the distribution of measured over expected time, for steps with single tokens and with chunks; the
-share of that scatter that lasts; and the rate of stalls."""
+profile may hold the distribution of measured over expected time; the share of that scatter that lasts; and the rate of
+stalls."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Jitter:
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Jitter:
-        """Raises UserError or TypeError for a wrong entry of a profile."""
+        """Read a profile's jitter. Raises UserError or TypeError for a wrong entry of a profile."""
         return cls(**{name: tuple((float(at), float(value)) for at, value in pairs) for name, pairs in entry.items()})
 
 

@@ -62,7 +62,7 @@ def lengths(mean: float, count: int, longest: int) -> list[int]:
 
 
 def uncorrelated(inputs: list[int], outputs: list[int], rng: random.Random) -> list[tuple[int, int]]:
-    """Pairs in random order: the least correlated of NUM_SHUFFLES random pairings."""
+    """Pair lengths in tokens at random: the least correlated of NUM_SHUFFLES pairings, in random order."""
     expected = sum(inputs) * sum(outputs) / len(inputs)
 
     def shuffled() -> list[int]:

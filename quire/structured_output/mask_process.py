@@ -109,7 +109,7 @@ class Compiled:
         return self._start is None and self._compile_seconds > SLOW_SECONDS
 
     def start(self, vocabulary: LLTokenizer) -> LLMatcher:
-        """Raises UserError."""
+        """New matcher at the grammar's start. Raises UserError."""
         with self._lock:
             if self._start is None:
                 start = start_matcher(vocabulary, self._text)
@@ -424,7 +424,7 @@ class MaskProcess:
 
     def _make_draft_masks(self, slot: Slot, scratch: MaskScratch) -> int:
         """Make the masks after drafts, up to one that is not allowed or ends the text, or until they take long; returns
-        their number. They are not charged to the request."""
+        their number."""
         assert slot.state is not None
         state, started = slot.state.copy(), time.thread_time()
         for number, (token_id, place) in enumerate(slot.drafts):

@@ -19,11 +19,7 @@ _CHARACTER = r'[^"\\\x00-\x1f\x7f]|\\["\\bfnrt]|\\u00(?:0[0-7bBeEfF]|1[0-9a-fA-F
 
 
 def json_document(schema: NormalSchema, options: dict[str, Any]) -> dict[str, Any]:
-    """A schema with its options (`x-guidance`). schema: has no `$digits`, and is changed.
-
-    Free names, which llguidance lets have escapes, become those of a pattern that matches all if any value may follow
-    them.
-    """
+    """A schema with its options (`x-guidance`). schema: has no `$digits`, and is changed."""
     if schema.has_patterns or any(map(_needs_plain_names, (schema.root, *schema.definitions.values()))):
         options = options | {"json_allowed_escapes": ESCAPES}
     else:
@@ -74,7 +70,6 @@ class LarkWriter:
         self._joiner = Joiner(schema, joins)
         self._joiner.join_all()
         self._names: dict[str, str] = {}
-        """Text of a rule -> its name."""
         self._forms: dict[int, str] = {}
         self._budget = budget
 

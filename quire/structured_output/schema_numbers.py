@@ -94,7 +94,7 @@ class SchemaNumbers:
         return self.multiple is None or Fraction(number) % self.multiple == 0
 
     def joined(self, other: SchemaNumbers) -> SchemaNumbers:
-        """Raises ValueError for two different multiples."""
+        """Keywords that demand both. Raises ValueError for two different multiples."""
         multiples = {each.multiple for each in (self, other)} - {None}
         if len(multiples) > 1:
             raise ValueError("multipleOf is not supported in several schemas beside numbers of more than 53 bits")
@@ -193,6 +193,7 @@ def check_merges(found: list[SchemaNumbers]) -> None:
 
 
 def _bound(value: Decimal | None, exclusive: Decimal | None, is_exclusive: bool, sign: int) -> Bound | None:
+    """The narrower bound. is_exclusive: draft 4's flag on `value`. sign: 1 for the lower bound."""
     found = None if value is None else Bound(value, is_exclusive)
     if exclusive is None:
         return found
@@ -214,6 +215,7 @@ def _narrower(first: Bound | None, second: Bound | None, sign: int) -> Bound | N
 
 
 def _integer(bound: Bound, sign: int) -> int:
+    """The first integer inside. sign: 1 for the lower bound."""
     found = int(bound.value.to_integral_value(ROUND_CEILING if sign > 0 else ROUND_FLOOR))
     return found + sign if bound.is_exclusive and bound.value == found else found
 

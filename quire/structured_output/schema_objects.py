@@ -31,7 +31,6 @@ class ObjectKeywords:
             self._patterns[text] = all_of(self._patterns.get(text, True), schema)
             self._nodes[text] = _parsed(pattern)
         self._required = dict.fromkeys(self._names("required", given.get("required", [])))
-        """Required names, in order."""
         self._additional = self._additional_schema(closed)
         self._is_for_all = False
         """True if named properties also follow the schema of additional ones."""

@@ -129,6 +129,7 @@ class SequenceState:
         return self._allowed is None or bool(self._allowed >> token_id & 1)
 
     def _narrowed(self, mask: int) -> int:
+        """The mask restricted by the request's other fields. Raises UserError if no token is left."""
         mask = mask & ~self._held_back or mask
         if self._allowed is not None and not mask & self._allowed:
             raise UserError(

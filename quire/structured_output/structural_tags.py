@@ -34,7 +34,7 @@ ANY_TEXT = r"/(.|\n)*/"
 
 
 class TagGrammar:
-    """Writer of one structural tag's rules. `rules` has one line for each."""
+    """Writer of a structural tag's grammar in Lark's syntax. `rules`: one line per rule."""
 
     def __init__(
         self, special_tokens: Mapping[str, int], schema_options: dict[str, Any], *, closed: bool = False

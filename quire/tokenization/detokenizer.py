@@ -61,7 +61,7 @@ class IncrementalDetokenizer:
         return "".join([push(token_id) for token_id in token_ids if token_id not in skipped])
 
     def push(self, token_id: int) -> str:
-        """See `append`."""
+        """Decode one token; return the text that it completes."""
         return "" if token_id in self._skipped else self._push(token_id)
 
     def flush(self) -> str:
@@ -111,7 +111,6 @@ class LocalStream:
         self._pieces = pieces
         self._first = True
         self._held = bytearray()
-        """Bytes of an incomplete character."""
         self._strip_char, self._strip_count = pieces.left_strip
 
     def set_prompt(self, token_ids: Sequence[int]) -> None:
@@ -175,7 +174,6 @@ class WindowStream:
         self._num_shown = 0
         """Number of tokens at the start of the window whose text was returned."""
         self._shown = ""
-        """Text of these tokens."""
 
     def set_prompt(self, token_ids: Sequence[int]) -> None:
         self._window = list(token_ids)

@@ -44,8 +44,6 @@ SPECIAL_KEYS = {
 _LONGEST_WORD = 100
 """Maximum number of characters in a word that BERT splits; longer ones are unknown."""
 _SENTENCEPIECE = {"llama": BPE, "t5": UNIGRAM}
-"""tokenizer.ggml.model -> kind of sentencepiece model."""
-
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _TAIL = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
 _WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"

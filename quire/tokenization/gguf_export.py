@@ -1,7 +1,6 @@
 """Export of a tokenizer to GGUF, the inverse of `quire.tokenization.gguf`.
 
-Byte-level BPE is written with its merges and the name of its rule; a sentencepiece model with scores from
-`tokenizer.model` or, without one, from the order of the merges.
+Byte-level BPE is written with its merges and the name of its rule, a sentencepiece model with scores.
 """
 
 from __future__ import annotations

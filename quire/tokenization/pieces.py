@@ -5,7 +5,6 @@ Kinds of decoder:
 - local (sentencepiece-like, WordPiece, none): a token is a string or, with byte fallback, one byte; only a text's first
   token may differ;
 - any other: only whole sequences can be decoded.
-Texts come from the decoder itself, once per token id, and are cached.
 """
 
 from __future__ import annotations

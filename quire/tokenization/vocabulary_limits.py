@@ -1,7 +1,7 @@
 """Limits on the number and length of entries in a tokenizer's files.
 
-Values are counted before the `tokenizers` library, which takes up to 406 bytes for each, reads a file. Its trees are as
-deep as the longest entry, which is limited too.
+Values are counted before the `tokenizers` library, which takes up to 406 bytes each, reads a file. The longest entry is
+limited too.
 """
 
 from __future__ import annotations

@@ -65,7 +65,6 @@ class FrameReader:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._held = b""
-        """Bytes after the last message."""
 
     def read(self, max_bytes: int, waiting: Waiting | None = None) -> bytes | bytearray | None:
         """The next message, or None at the end of the connection. Raises ValueError for more than `max_bytes`,

@@ -1,5 +1,5 @@
-"""A private directory for one engine process's sockets, removed after any kind of death. Parent and child hold a shared
-lock on it while they live; the parent removes it, else the child or the next engine on this machine."""
+"""A private directory for one engine process's sockets, removed after any kind of death. Parent and child lock it while
+they live; the parent removes it, else the child or the next engine on this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ _MAX_SOCKET_PATH = 100
 
 _REMOVE_TRIES = 100
 _REMOVE_PAUSE = 0.01
-"""Seconds between tries."""
 
 
 class RuntimeDirectory:

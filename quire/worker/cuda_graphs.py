@@ -207,7 +207,7 @@ class CudaGraphRunner:
     def _try_capture(
         self, capture: GraphCapture, key: Execution, batch: DeviceBatch, columns: TokenColumns
     ) -> _CapturedPass | None:
-        """None if memory has run out."""
+        """Captured pass; None if memory has run out."""
         try:
             with capturing(capture):
                 if key.kind == "full":
@@ -327,8 +327,8 @@ class _Pieces(AttentionStep):
         return self._attended.view(-1)[: len(tokens) * width].view(len(tokens), width)
 
     def _between(self, method: str, layer: tuple[Any, ...], *args: Any) -> Any:
-        """End a piece with this call's input and start the next. layer: constants of the layer. args: tensors; the last
-        is the output."""
+        """End a piece with this call's input and start the next. layer: constants of the layer. args: tensors; the
+        last, the output, is returned."""
         self.graphs.append(self._capture.end_capture())
         self.calls.append(_AttentionCall(method, (*layer, *(_borrowed(self._capture, value) for value in args))))
         self._capture.begin_capture()

@@ -191,7 +191,6 @@ class Corpora:
         self._make_corpus = make_corpus
         self._max_bytes = max_bytes
         self._corpora: dict[str, Corpus] = {}
-        """Corpora by scope, most recently used last."""
         self._num_bytes: dict[str, int] = {}
         self._total = 0
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 
 class HeadDrafts(HostDrafts):
-    """Makes drafts with a model's head on a CPU. Rows without a computed step have no drafts, nor have children in
-    their first step."""
+    """Makes drafts with a model's head on a CPU. Rows without a computed step have no drafts, and neither have children
+    in their first step."""
 
     writes_blocks = True
     follows = True
@@ -60,7 +60,6 @@ class HeadDrafts(HostDrafts):
         self._known = np.zeros(tables.num_rows, np.int64)
         """Tokens of each row at that result."""
         self._unknown: list[int] = []
-        """Sequences of the step whose drafts must be made."""
 
     def forget(self, row: int) -> None:
         self._known[row] = 0

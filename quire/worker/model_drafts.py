@@ -45,7 +45,7 @@ def layers_of(layout: KVCacheLayout, layers: range) -> KVCacheLayout:
 
 
 class ModelDrafts(HostDrafts):
-    """Makes drafts with a model on a CPU."""
+    """Makes drafts on a CPU with a second, smaller model."""
 
     writes_blocks = True
 
@@ -74,7 +74,6 @@ class ModelDrafts(HostDrafts):
         self._first, self._num_fed = (np.zeros(tables.num_rows, np.int64) for _ in range(2))
         """Position of each row's first draft, and number of its drafts that the model has computed."""
         self._unknown: list[int] = []
-        """Sequences of the step whose drafts must be made."""
 
     def forget(self, row: int) -> None:
         self._computed[row], self._num_fed[row] = FRESH, 0

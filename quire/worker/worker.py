@@ -47,6 +47,8 @@ Result = TypeVar("Result")
 def _computes(
     method: Callable[Concatenate[Worker, Arguments], Result],
 ) -> Callable[Concatenate[Worker, Arguments], Result]:
+    """Run a method in the platform's context, for any calling thread."""
+
     def call(self: Worker, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         if self.platform.is_computing():
             return method(self, *args, **kwargs)

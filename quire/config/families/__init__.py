@@ -1,5 +1,5 @@
-"""Families of models: one module a family, from its config.json to a ModelShape. Families that the engine cannot run
-have a shape too, for `quire plan` and `quire simulate`."""
+"""Families of models: one module a family, from its config.json to a ModelShape, also of those that the engine cannot
+run (`quire plan`, `quire simulate`)."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def read_shape(values: Mapping[str, Any], name: str = "model", where: str | None
 
 
 def shape_of(values: Mapping[str, Any], name: str, where: str) -> ModelShape:
-    """Raises as `read_shape`."""
+    """Shape from a language model's `known_values`. Raises as `read_shape`."""
     fields, family = Fields(values, where), _family_of(values)
     kind = str(fields.values.get("model_type") or "")
     if family is None or not (family.is_runnable or family.state_layer):

@@ -119,6 +119,7 @@ def varlen_tiles(
     shape: HeadShape, max_query_len: int, max_seq_len: int, limits: DeviceLimits, *, allow_warp_groups: bool = False
 ) -> Tiles:
     """Tiles of the prompt kernels ("varlen"): at most the longest sequence's rows, up to 128, and as many keys as fit.
+    max_query_len: maximum new tokens of a sequence; max_seq_len: tokens of the longest sequence.
     allow_warp_groups: result of `prompt_attention.allows_warp_groups`."""
     if shape.itemsize == 4:
         return _float32_tiles(shape)

@@ -53,8 +53,7 @@ class SplitScratch:
 @triton.jit
 def _splits(seq_len, num_new, num_programs, min_keys, window, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
             FIXED_KEYS: tl.constexpr):  # fmt: skip
-    """First key of a sequence's first split, keys per split, and number of splits. Fixed splits begin at multiples of
-    their length; others divide the visible tiles equally."""
+    """First key of a sequence's first split, keys per split, and number of splits."""
     begin = 0
     if WINDOW:
         begin = tl.maximum(first_seen(seq_len - num_new, window, WINDOW), 0)

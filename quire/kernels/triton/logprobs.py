@@ -1,6 +1,6 @@
 """Log-probabilities of tokens, their ranks, and the best tokens of a row. A program reads its row once. Tokens t with
 equal t % LANES form a lane, which keeps its best score and token, and a sum of exponentials. Ties go to the lower
-token, and a row's result depends only on the row. `normalize` serves beams."""
+token, and a row's result depends only on the row."""
 
 from __future__ import annotations
 

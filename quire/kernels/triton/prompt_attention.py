@@ -1,7 +1,6 @@
-"""Attention of long prompts on Hopper, with one copying and two multiplying warp groups. A program has 128 query rows,
-as `paged_attention.VarlenAttention`. One warp group copies tiles of keys and values; each other has 64 rows, and
-computes its softmax while the other's products run (FlashAttention-3, arXiv 2407.08608, section 3.1). Written in Gluon,
-which has no interpreter."""
+"""Attention of long prompts on Hopper, with one copying and two multiplying warp groups. One warp group copies tiles of
+keys and values; each other has 64 rows, and computes its softmax while the other's products run (FlashAttention-3,
+arXiv 2407.08608, section 3.1). Written in Gluon, which has no interpreter."""
 
 from __future__ import annotations
 
@@ -151,7 +150,7 @@ def _multiply(query, out, begin, first, num_tokens_of_tile, kv_head, first_posit
               NUMBER: gl.constexpr, GROUP: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr,
               STAGES: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
     """Multiplying warp group NUMBER: 64 of the program's rows, of which only the last two key tiles need masks. begin:
-    the sequence's first token in the batch. first: the program's first token in the sequence.
+    the sequence's first token in the batch. first: the program's first token in the sequence. num_tokens_of_tile,
     first_position: the program's tokens, and the first's position. num_tiles: key tiles."""
     ROWS: gl.constexpr = 64
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_N, 16])

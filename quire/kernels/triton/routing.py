@@ -232,7 +232,7 @@ def _gate_rows_kernel(x, gate, out, width, x_stride, gate_stride, BLOCK: tl.cons
 
 
 def gate_rows(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """x * sigmoid(gate) per row, in x's dtype, computed in float32. x: [T, width]; gate: [T, 1]."""
+    """x * sigmoid(gate) per row; see `quire.kernels.experts.gate_rows`."""
     assert x.stride(1) == 1, "the elements of a row lie side by side"
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if len(x):

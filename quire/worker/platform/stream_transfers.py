@@ -79,6 +79,7 @@ class StreamTransfers:
             self._done.synchronize()
 
     def _check(self, swap_out: Pairs, swap_in: Pairs) -> None:
+        """Raise IndexError for an invalid block, which a device would access silently."""
         num_blocks, num_host_blocks = self._limits
         pairs = [*swap_out, *((block, host_block) for host_block, block in swap_in)]
         for block, host_block in pairs:
