@@ -146,7 +146,6 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, common: Common | None
     add_home_routes(app, has_docs=not settings.disable_fastapi_docs, is_ollama=OLLAMA in settings.doors)
     if not settings.disable_fastapi_docs:
         add_openapi_route(app)
-
     install_error_handlers(app)
     counter = HttpCounter([route.path for route in app.routes if isinstance(route, Route)], common.numbers)
     metrics.registry.register(counter)

@@ -15,8 +15,8 @@ from fastapi import FastAPI
 
 from quire.clock import Clock, SystemClock
 from quire.logging import make_handler
-from quire.server.certificates import CertificateWatch
 from quire.server.connection import BoundedHttpProtocol, ConnectionLimits
+from quire.server.listener import CertificateWatch
 from quire.server.settings import ServerSettings
 
 DEFAULT_CIPHERS = "DEFAULT"

@@ -12,8 +12,7 @@ import pytest
 
 from quire.dashboard.recent import EndedRequest, Percentiles, Recent
 from quire.server.live import KVHistory
-from quire.server.live_admin import LogLines
-from quire.server.log_tail import LogLine
+from quire.server.live_admin import LogLine, LogLines
 from tests.dashboard.chromium import Chromium
 from tests.dashboard.frames import frame_of
 from tests.dashboard.test_page_frames import Answers, pressed_driver, shown

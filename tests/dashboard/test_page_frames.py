@@ -17,8 +17,7 @@ from quire.dashboard.page import load_page
 from quire.dashboard.recent import EndedRequest, Percentiles, Recent
 from quire.dashboard.trail import TrailSample
 from quire.server.live import KVHistory
-from quire.server.live_admin import LogLines
-from quire.server.log_tail import LogLine
+from quire.server.live_admin import LogLine, LogLines
 from quire.server.protocol.pooling import (
     ClassificationItem,
     ClassificationRequest,

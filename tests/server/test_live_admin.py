@@ -12,7 +12,7 @@ import pytest
 from quire.clock import VirtualClock
 from quire.dashboard.trail import INTERVAL_SECONDS, SECONDS, Trail
 from quire.kv_cache.stats import EngineStats
-from quire.server.log_tail import KEPT, MAX_CHARACTERS, LogTail
+from quire.server.live_admin import KEPT, MAX_CHARACTERS, LogTail
 from quire.server.settings import ServerSettings
 from tests.server.conftest import Served, serving
 

@@ -21,8 +21,7 @@ import pytest
 
 from quire.config.options import EngineOptions
 from quire.errors import ConfigError
-from quire.server.certificates import CertificateWatch
-from quire.server.listener import bind, check_certificate
+from quire.server.listener import CertificateWatch, bind, check_certificate
 from quire.server.run import serve
 from quire.server.settings import ServerSettings
 from tests.long import all_but_long
