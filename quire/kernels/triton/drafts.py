@@ -23,9 +23,9 @@ NOT_COMPUTED = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class DraftTables:
-    """Places of the rows' words in the arena. token_width: words per row of the token table, which starts the arena.
-    computed: first word of [num_rows]. found: first word of [num_rows, max drafts]. texts: first word of an oracle's
-    tokens, as wide as the token table, with -1 where it knows none (-1: no oracle)."""
+    """Indices of a table's first words in the arena. token_width: words per row of the token table, which starts the
+    arena. computed: first word of [num_rows]. found: first word of [num_rows, max drafts]. texts: first word of an
+    oracle's tokens, as wide as the token table, with -1 where it knows none (-1: no oracle)."""
 
     token_width: int
     computed: int
@@ -228,5 +228,6 @@ def _recall_kernel(
 def recall_drafts(
     arena: torch.Tensor, tables: DraftTables, samples: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 ) -> torch.Tensor:
-    """Take an oracle's tokens as drafts for N samples; arguments and result as of `find_drafts`."""
+    """Store a recorded text's next tokens as drafts of N samples (benchmarks). Arguments and counts: see
+    `find_drafts`."""
     return _fill(_recall_kernel, arena, tables, samples, tables.texts)

@@ -66,7 +66,7 @@ from quire.worker.platform.interface import DraftModel, HeadInputs, HostBlockTen
 
 
 class CpuPlatform:
-    """Platform whose work has run when a call returns."""
+    """Platform of a CPU: work has run when a call returns."""
 
     def __init__(self, config: EngineConfig, group: ProcessGroup = SINGLE_RANK, stage: Stage = WHOLE_MODEL) -> None:
         """group: ranks that share each layer of a stage. Raises ConfigError for kernels that this CPU lacks."""
@@ -207,7 +207,7 @@ class CpuPlatform:
         return CpuMeter(self.make_backends, self._make_sampling_kernels, samples_tokens=samples_tokens, deal=deal)
 
     def _make_draft_backends(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> CacheBackends:
-        """layout: the draft model's layers, numbered from 0."""
+        """Back ends for a draft model. layout: its layers, numbered from 0."""
         draft = self._config.speculation.draft
         assert draft is not None, "a model makes drafts"
         config, num_heads = replace(self._config, model=draft), draft.num_heads // self._draft_group.size
@@ -330,8 +330,8 @@ def make_attention(
     is_native: bool,
     dealt: DealtTokens | None = None,
 ) -> AttentionBackend:
-    """num_heads: this rank's query heads per layer. is_native: native kernels, else torch operators. dealt: see
-    NativeAttention. An encoder has no pool."""
+    """Attention back end of a CPU. num_heads: this rank's query heads per layer. is_native: native kernels, else torch
+    operators. dealt: see NativeAttention. An encoder has no pool."""
     model = config.model
     if not is_native:
         if model.is_encoder:

@@ -309,7 +309,6 @@ class CudaPlatform:
         return compute
 
     def _padded(self, settings: ExecutionSettings, max_num_tokens: int) -> tuple[int, int]:
-        """Maximum sequences and tokens of a pass, padding included."""
         padded_seqs = max((self._config.scheduler.max_num_seqs, *settings.full_sizes))
         sizes = [execution.num_tokens for execution in settings.executions()]
         return padded_seqs, max((max_num_tokens, padded_seqs, *sizes))

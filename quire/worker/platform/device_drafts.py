@@ -93,7 +93,8 @@ class DeviceDrafts:
     """Numbers of the layers whose results it reads."""
 
     def __init__(self, arena: StateArena, config: SpeculationConfig, queue_depth: int, *, has_states: bool) -> None:
-        """has_states: see HostDrafts; no draft may be the last token before a border, for any possible start."""
+        """has_states: see HostDrafts; no draft may be last before a state border, at any start that drafts in flight
+        allow."""
         self._arena = arena
         self.oracle: Oracle | None = None
         """Source of all drafts, from the first step on, in a benchmark."""
@@ -207,7 +208,8 @@ class DeviceDrafts:
     def accept(
         self, chosen: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, sections: DraftSections, upload: Upload
     ) -> Accepted:
-        """See `ComputeStep.accept`. chosen: [R, 2] int32, from the sampling kernels."""
+        """Keep the drafts that equal the sampled tokens (`ComputeStep.accept`). chosen: [R, 2] int32, from the sampling
+        kernels."""
         assert sections.accepted is not None, "rows are sampled"
         arena = self._arena
         firsts, tokens_at, _ = map(upload.view, sections.accepted)
