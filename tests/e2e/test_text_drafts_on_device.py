@@ -31,7 +31,7 @@ def directory(saved_model: Callable[[str], SavedModel]) -> str:
 
 
 def generate(
-    directory: str, prompts: list[dict[str, Any]], asked: list[Any], repeat: int = 1, **options: Any
+    directory: str, prompts: list[Any], asked: list[Any], repeat: int = 1, **options: Any
 ) -> tuple[list[list[object]], dict[str, Any]]:
     """Results of each repetition, and the statistics of all."""
     keywords = {"model": directory, **OPTIONS, **options}

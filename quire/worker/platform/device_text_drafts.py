@@ -30,8 +30,9 @@ from quire.worker.sample_rows import SampleRows
 
 @dataclass(slots=True)
 class SampledTexts:
-    """Samples of a step in rows that are followed: index of each, its row and the row's owner. num_drafts: told for
-    each sample's next step. tokens: of each one here, once the step's result was read."""
+    """Samples of a step in followed rows: index of each, its row and the row's owner. firsts: first row of each of the
+    step's samples. num_drafts: number told for each sample's next step. tokens: each sample's tokens (None: the step's
+    result was not read)."""
 
     indices: Sequence[int]
     rows: np.ndarray
