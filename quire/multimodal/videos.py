@@ -36,9 +36,9 @@ _FILE, _JOINT_FILE, _VIDEOS = "video_preprocessor_config.json", "processor_confi
 
 
 class VideoProcessor(msgspec.Struct, frozen=True):
-    """image: processor of the frames. min_pixels, max_pixels: pixels of all frames after resizing. fps: frames sampled
-    of a second (None: all), from min_frames to max_frames. num_frames: frames sampled in all, in place of fps. max_tokens:
-    tokens of a frame (None: no limit of its own)."""
+    """image: processor of the frames. min_pixels, max_pixels: pixels of all frames after resizing. fps: frames
+    sampled of a second (None: all), from min_frames to max_frames. num_frames: frames sampled in all, in place of
+    fps. max_tokens: tokens of a frame (None: no limit of its own)."""
 
     image: QwenProcessor
     min_pixels: int
@@ -199,7 +199,7 @@ def _check_sizes(total: int, fps: float, size: tuple[int, int], where: str) -> N
 
 def read_video_processor(directory: Path, image: QwenProcessor, options: VideoOptions) -> VideoProcessor | None:
     """Read a checkpoint's video processor; None for one that differs from that of images in patches or normalisation.
-    options: those of the engine. Raises ModelLoadError with file and key."""
+    options: the engine's. Raises ModelLoadError with file and key."""
     path = directory / _JOINT_FILE
     values = read_optional_json(path).get(_VIDEOS)
     if not isinstance(values, dict):
