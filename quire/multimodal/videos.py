@@ -110,7 +110,7 @@ class VideoProcessor(msgspec.Struct, frozen=True):
         frames, seconds = decode_video(data, where, self)
         return self._made(frames, seconds, where)
 
-    def _made(self, frames: Sequence[Pixels], seconds: Sequence[float], where: str) -> ReadyVideo:
+    def _made(self, frames: list[Pixels], seconds: list[float], where: str) -> ReadyVideo:
         """Parts of consecutive frames, the last of which is repeated to fill its part."""
         if len({frame.shape for frame in frames}) > 1:
             raise UserError(f"{where}: frames of a video must have one size", param=where)
@@ -141,8 +141,8 @@ def decode_video(data: bytes, where: str, processor: VideoProcessor) -> tuple[li
         raise UserError(f"{where}: videos need PyAV: {how_to_install('videos')}", param=where) from None
     kind = _container(data, where)
     try:
-        with av.open(io.BytesIO(data), format=kind) as container:
-            total = sum(1 for packet in container.demux(video=0) if packet.size)
+        with av.open(io.BytesIO(data), "r", format=kind) as container:
+            total = sum(packet.size > 0 for packet in container.demux(video=0))
             stream = container.streams.video[0]
             fps = float(stream.average_rate or stream.guessed_rate or USUAL_FPS)
             size = stream.codec_context.width, stream.codec_context.height
@@ -152,7 +152,7 @@ def decode_video(data: bytes, where: str, processor: VideoProcessor) -> tuple[li
     chosen = processor.sample(total, fps)
     wanted, found = set(chosen), dict[int, Pixels]()
     try:
-        with av.open(io.BytesIO(data), format=kind) as container:
+        with av.open(io.BytesIO(data), "r", format=kind) as container:
             container.streams.video[0].codec_context.thread_count = 1
             for index, frame in enumerate(container.decode(video=0)):
                 if (frame.width, frame.height) != size:
