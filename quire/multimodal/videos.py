@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +158,7 @@ def decode_video(data: bytes, where: str, processor: VideoProcessor) -> tuple[li
                 if (frame.width, frame.height) != size:
                     raise ValueError("frames of several sizes")
                 if index in wanted:
-                    found[index] = frame.to_ndarray(format="rgb24")
+                    found[index] = np.asarray(frame.to_ndarray(format="rgb24"), np.uint8)
                 if index >= chosen[-1]:
                     break
     except Exception:
