@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,9 @@ _FILE, _JOINT_FILE, _VIDEOS = "video_preprocessor_config.json", "processor_confi
 
 
 class VideoProcessor(msgspec.Struct, frozen=True):
-    """image: processor of the frames. min_pixels, max_pixels: pixels of all frames after resizing. fps: frames sampled
-    of a second (None: all), from min_frames to max_frames. num_frames: frames sampled in all, in place of fps.
-    max_tokens: tokens of a frame (None: no limit of its own)."""
+    """image: processor of the frames. min_pixels, max_pixels: pixels of all frames after resizing. fps: frames
+    sampled of a second (None: all), from min_frames to max_frames. num_frames: frames sampled in all, in place of
+    fps. max_tokens: tokens of a frame (None: no limit of its own)."""
 
     image: QwenProcessor
     min_pixels: int
@@ -110,7 +110,7 @@ class VideoProcessor(msgspec.Struct, frozen=True):
         frames, seconds = decode_video(data, where, self)
         return self._made(frames, seconds, where)
 
-    def _made(self, frames: Sequence[Pixels], seconds: Sequence[float], where: str) -> ReadyVideo:
+    def _made(self, frames: list[Pixels], seconds: list[float], where: str) -> ReadyVideo:
         """Parts of consecutive frames, the last of which is repeated to fill its part."""
         if len({frame.shape for frame in frames}) > 1:
             raise UserError(f"{where}: frames of a video must have one size", param=where)
@@ -141,8 +141,8 @@ def decode_video(data: bytes, where: str, processor: VideoProcessor) -> tuple[li
         raise UserError(f"{where}: videos need PyAV: {how_to_install('videos')}", param=where) from None
     kind = _container(data, where)
     try:
-        with av.open(io.BytesIO(data), format=kind) as container:
-            total = sum(1 for packet in container.demux(video=0) if packet.size)
+        with av.open(io.BytesIO(data), "r", format=kind) as container:
+            total = sum(packet.size > 0 for packet in container.demux(video=0))
             stream = container.streams.video[0]
             fps = float(stream.average_rate or stream.guessed_rate or USUAL_FPS)
             size = stream.codec_context.width, stream.codec_context.height
@@ -152,13 +152,13 @@ def decode_video(data: bytes, where: str, processor: VideoProcessor) -> tuple[li
     chosen = processor.sample(total, fps)
     wanted, found = set(chosen), dict[int, Pixels]()
     try:
-        with av.open(io.BytesIO(data), format=kind) as container:
+        with av.open(io.BytesIO(data), "r", format=kind) as container:
             container.streams.video[0].codec_context.thread_count = 1
             for index, frame in enumerate(container.decode(video=0)):
                 if (frame.width, frame.height) != size:
                     raise ValueError("frames of several sizes")
                 if index in wanted:
-                    found[index] = frame.to_ndarray(format="rgb24")
+                    found[index] = np.asarray(frame.to_ndarray(format="rgb24"), np.uint8)
                 if index >= chosen[-1]:
                     break
     except Exception:
@@ -199,7 +199,7 @@ def _check_sizes(total: int, fps: float, size: tuple[int, int], where: str) -> N
 
 def read_video_processor(directory: Path, image: QwenProcessor, options: VideoOptions) -> VideoProcessor | None:
     """Read a checkpoint's video processor; None for one that differs from that of images in patches or normalisation.
-    options: those of the engine. Raises ModelLoadError with file and key."""
+    options: the engine's. Raises ModelLoadError with file and key."""
     path = directory / _JOINT_FILE
     values = read_optional_json(path).get(_VIDEOS)
     if not isinstance(values, dict):
