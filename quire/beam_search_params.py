@@ -87,7 +87,8 @@ class TokenDecoder(Protocol):
 def to_beam_search_output(
     output: RequestOutput, tokenizer: TokenDecoder | None, params: BeamSearchParams
 ) -> BeamSearchOutput:
-    """Raises ModelOutputError when the model computed NaN or infinite logits for the search."""
+    """Convert a search's output. Raises ModelOutputError when the model computed NaN or infinite logits for the
+    search."""
     raise_if_nonfinite(output)
     prompt_text = None
     if tokenizer is not None:

@@ -13,7 +13,8 @@ class ReadyImage(msgspec.Struct, frozen=True, array_like=True):
     key: bytes
     """Identity of the content (quire/multimodal/processors.py)."""
     pixels: bytes
-    """Resized picture, [height, width, 3] uint8; of an encoded image features, [tokens, feature size] float32."""
+    """Resized picture, [height, width, 3] uint8, or the frames of a video's part, [frames, height, width, 3]; of an
+    encoded image features, [tokens, feature size] float32."""
     size: tuple[int, int]
     """(height, width) in pixels; of an encoded image the shape of the features."""
     is_encoded: bool
@@ -25,6 +26,10 @@ class ReadyImage(msgspec.Struct, frozen=True, array_like=True):
     def num_tokens(self) -> int:
         frames, rows, columns = self.grid
         return frames * rows * columns
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.pixels)
 
 
 class PromptImage(ReadyImage, frozen=True, array_like=True):

@@ -16,8 +16,7 @@ MAX_PRIORITY = 100
 BACKGROUND_LEVEL = 1000
 """Added to the priority of background requests: worse than all others."""
 BACKGROUND_SECONDS = 1e9
-"""Lateness of background requests in the order of service. Thirty years, and small enough for float64 to tell
-microseconds apart."""
+"""Lateness of background requests in the order of service: thirty years."""
 
 
 class ResumePoint(msgspec.Struct, frozen=True, array_like=True):

@@ -231,9 +231,9 @@ class SamplingInputs(msgspec.Struct, array_like=True):
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
-    """Log-probabilities at one position. Entry 0 is the chosen (or prompt) token; then the top ones, best first. rank:
-    1-based rank of the chosen token in the vocabulary. num_listed: number of last entries that the request names, in
-    its order; they may repeat earlier entries."""
+    """Log-probabilities at one position: of the chosen (or prompt) token, of the top ones, best first, and of
+    `num_listed` tokens that the request names, in its order (they may repeat earlier ones). rank: 1-based rank of the
+    chosen token in the vocabulary."""
 
     token_ids: list[int]
     logprobs: list[float]

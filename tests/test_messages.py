@@ -131,7 +131,18 @@ REQUEST = EngineRequest(
 SEQUENCE_VIEW = SequenceView(
     1, num_output_tokens=4, num_stored_tokens=21, num_filled_slots=5, tables=[[7, 9], [0, 3]], host_tables=[[1, 2]]
 )
-REQUEST_VIEW = RequestView("r-1", "running", 17, 16, 2, 9, waits_for_prefix=True, sequences=[SEQUENCE_VIEW])
+REQUEST_VIEW = RequestView(
+    "r-1",
+    "running",
+    17,
+    16,
+    2,
+    9,
+    waits_for_prefix=True,
+    sequences=[SEQUENCE_VIEW],
+    seconds=2.5,
+    tokens_per_second=20.0,
+)
 SNAPSHOT = KVSnapshot(
     block_size=16,
     block_sizes=[16, 64],

@@ -403,7 +403,7 @@ class ContiguousScheduler(ABC):
         num_running = len(self._requests) - num_waiting
         return Load(num_running, num_waiting, self.kv.num_used_blocks, self._stats.preemptions_total)
 
-    def snapshot(self) -> KVSnapshot:
+    def snapshot(self, now: float = 0.0) -> KVSnapshot:
         """Every block and every live request, to look at."""
         live = list(self._requests.values())
         return KVSnapshot(

@@ -48,7 +48,7 @@ class NativeAttention:
         self.latent_dtype = torch.bfloat16 if cache_dtype == "bfloat16" else torch.float32
 
     def plan(self, batch: AttentionBatch) -> NativeAttentionStep:
-        """Raises ValueError for blocks outside the pool."""
+        """Plan a step. Raises ValueError for blocks outside the pool."""
         return NativeAttentionStep(self, self._plans.set(batch), batch)
 
     @property

@@ -103,7 +103,6 @@ class ExpandingAttention(AttentionStep):
     def _scratch_for(
         self, shape: LatentShape, expansion: LatentExpansion, query: torch.Tensor, num_keys: int
     ) -> _Scratch:
-        """Pages for `num_keys` keys of the heads of `query`, [T, heads, key_dim]."""
         num_heads, key_dim = query.shape[1:]
         dim = -(-max(key_dim, expansion.value_dim) // NATIVE_HEAD_MULTIPLE) * NATIVE_HEAD_MULTIPLE
         layer = LayerAttention(0, num_heads, num_heads, dim, shape.scale)

@@ -192,7 +192,6 @@ def _plan_chunks(queries: QueryTiles, window: Window, chunk_items: int) -> tuple
 
 
 def _chunk_numbers(wave: np.ndarray, item_tile: np.ndarray, chunk_items: int) -> np.ndarray:
-    """Ascending chunk numbers of the items, about `chunk_items` each, within one wave."""
     new_wave = np.diff(wave, prepend=-1) != 0
     new_group = new_wave | (np.diff(item_tile, prepend=-1) != 0)
     index = np.arange(len(wave))

@@ -64,7 +64,6 @@ def arrival_offsets(num_requests: int, rate: float, burstiness: float, rng: rand
 
 
 def _accumulate(num_requests: int, rate: float, burstiness: float, rng: random.Random) -> Iterator[float]:
-    """Due times with gamma gaps: shape k and scale 1/(rate k)."""
     offset = 0.0
     for index in range(num_requests):
         if index:

@@ -169,7 +169,6 @@ class ChatHistory:
         self._note("no answer yet" if self._timing is None else self._timing.line())
 
     def _before_last_question(self) -> list[Message]:
-        """Messages up to the last question. Raises UserError if there is none."""
         last = max((place for place, each in enumerate(self.messages) if each["role"] == "user"), default=None)
         if last is None:
             raise UserError("there is no question yet")

@@ -191,7 +191,6 @@ def _why_instructions(asked: str) -> str:
 
 
 def _why_products(config: EngineConfig) -> str:
-    """Reason for the precision of products; empty if the weights leave no choice."""
     if config.device.matmul_precision != "auto":
         return ""
     from quire.kernels.cpu import _native

@@ -37,8 +37,18 @@ class Concurrency:
 
 
 @dataclass(frozen=True)
+class TowerPlan:
+    """Vision tower in bytes. weight_bytes: in the model's dtype. working_bytes: kept features and working memory.
+    checkpoint: its own file, if it has one."""
+
+    weight_bytes: int
+    working_bytes: int
+    checkpoint: Checkpoint | None
+
+
+@dataclass(frozen=True)
 class MemoryPlan:
-    """Memory plan in bytes. weight_bytes: on all devices; draft_weight_bytes: part of the draft model.
+    """Memory plan in bytes. weight_bytes: on all devices, without tower; draft_weight_bytes: part of the draft model.
     device_weight_bytes, total_memory, activation_bytes, layout: per device (the largest pipeline stage).
     num_blocks_memory: blocks that fit, without the limit of max_num_seqs full sequences. adapter_bytes: total of all
     slots."""
@@ -56,6 +66,7 @@ class MemoryPlan:
     num_blocks_memory: int
     lengths: tuple[Concurrency, ...]
     draft_weight_bytes: int = 0
+    tower: TowerPlan | None = None
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -94,8 +105,10 @@ def plan_engine(config: EngineConfig, total_memory: int, lengths: Sequence[int])
     activations = estimate_activations(config)
     groups, layers_per_group = group_layers(specs, config.cache.block_size, config.cache.state_snapshot_interval)
     adapters = config.adapters.slot_bytes(shape.adapter_elements)
-    held = weight_bytes + adapters
-    profile = MemoryProfile(available=total_memory - held, activations=activations, weights=held)
+    tower = _tower(config)
+    activations_held = activations if tower is None else activations + tower.working_bytes
+    held = weight_bytes + adapters + (0 if tower is None else tower.weight_bytes)
+    profile = MemoryProfile(available=total_memory - held, activations=activations_held, weights=held)
 
     def pool(max_num_seqs: int) -> KVCacheLayout:
         return size_pool(
@@ -121,8 +134,27 @@ def plan_engine(config: EngineConfig, total_memory: int, lengths: Sequence[int])
         layout=pool(config.scheduler.max_num_seqs),
         num_blocks_memory=pool(UNLIMITED_SEQS).num_usable_blocks,
         lengths=(),
+        tower=tower,
     )
     return _with_lengths(plan, lengths)
+
+
+def _tower(config: EngineConfig) -> TowerPlan | None:
+    """Vision tower that the engine loads."""
+    if config.model.vision is None:
+        return None
+    from quire.multimodal.inputs import ImageInputs, image_inputs  # imports NumPy, which would slow `--help`
+
+    found = image_inputs(config)
+    if not isinstance(found, ImageInputs):
+        return None
+    tokens = min(config.model.max_model_len, found.processor.max_tokens)
+    own_file = config.model.mmproj
+    return TowerPlan(
+        weight_bytes=found.vision.num_elements * config.model.dtype_bytes,
+        working_bytes=found.vision.working_bytes(tokens),
+        checkpoint=None if own_file is None else read_checkpoint(own_file),
+    )
 
 
 def plan_devices(

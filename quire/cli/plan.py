@@ -12,7 +12,7 @@ from typing import Any
 from quire.cli.checkpoint import read_checkpoint
 from quire.cli.engine_flags import add_engine_flags, engine_options
 from quire.cli.kv_waste import as_table, hybrid_models, kv_waste
-from quire.cli.memory_plan import Concurrency, MemoryPlan, plan_devices, plan_engine, pool_bytes
+from quire.cli.memory_plan import Concurrency, MemoryPlan, TowerPlan, plan_devices, plan_engine, pool_bytes
 from quire.cli.parser import Parser, given
 from quire.cli.simulate import DEFAULTS, engine_settings
 from quire.cli.simulate import OTHERS as NOT_SCHEDULING
@@ -172,7 +172,6 @@ def _target(namespace: argparse.Namespace) -> Target:
 
 
 def _is_directory(model: str) -> bool:
-    """True if the model is not only a shape and may have files beside a config.json."""
     return model.lower() not in built_in() and not model.endswith(".json")
 
 
@@ -244,6 +243,13 @@ def as_text(report: PlanReport) -> str:
     if plan.checkpoint is not None:
         stored = ", ".join(f"{name} {format_bytes(size)}" for name, size in plan.checkpoint.bytes.items())
         rows.append(("checkpoint", f"{stored} in {plan.checkpoint.num_files} {plan.checkpoint.format} file(s)"))
+    if plan.tower is not None:
+        tower, beside = format_bytes(plan.tower.weight_bytes), format_bytes(plan.tower.working_bytes)
+        text = f"{tower} as {model.dtype}, {beside} for images"
+        if plan.tower.checkpoint is not None:
+            sizes = plan.tower.checkpoint.bytes
+            text += f" (file: {', '.join(f'{name} {format_bytes(size)}' for name, size in sizes.items())})"
+        rows.append(("vision tower", text))
     if devices.devices_per_replica > 1:
         share = format_bytes(plan.device_weight_bytes)
         rows.append(("devices", f"{devices.devices_per_replica} ({devices}); each, at most, {share} of weights"))
@@ -359,6 +365,12 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{1000 * seconds:,.2f} ms"
 
 
+def _tower_fields(tower: TowerPlan) -> dict[str, Any]:
+    stored = None if tower.checkpoint is None else dict(tower.checkpoint.bytes)
+    sizes = {"weight_bytes": tower.weight_bytes, "working_bytes": tower.working_bytes}
+    return {**sizes, "checkpoint_bytes_by_dtype": stored}
+
+
 def as_dict(report: PlanReport) -> dict[str, Any]:
     """Report as JSON, in bytes, tokens and seconds; device values are for one device."""
     plan, target = report.plan, report.target
@@ -371,6 +383,7 @@ def as_dict(report: PlanReport) -> dict[str, Any]:
         "num_active_parameters": plan.shape.active_parameters(),
         "weight_bytes": plan.weight_bytes,
         "draft_weight_bytes": plan.draft_weight_bytes,
+        "vision_tower": None if plan.tower is None else _tower_fields(plan.tower),
         "weight_bytes_by_dtype": {name: plan.weight_bytes_as(name) for name in DTYPE_BYTES},
         "weight_bytes_per_device": plan.device_weight_bytes,
         "checkpoint_bytes_by_dtype": None if checkpoint is None else dict(checkpoint.bytes),

@@ -23,23 +23,33 @@ if TYPE_CHECKING:
     from quire.dashboard.client import FrameClient
     from quire.dashboard.frame import Frame
 
-News: TypeAlias = "queue.SimpleQueue[Frame | QuireError | None]"
+News: TypeAlias = "queue.SimpleQueue[Frame | QuireError | str | None]"
+"""Frames, an error that ends the view, a pressed key, or None: the user leaves."""
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_RATE, MIN_RATE, MAX_RATE = 4.0, 0.1, 10.0
 SAMPLE_SECONDS = 1.0
+QUEUE_ORDER, ORDER_KEY = "queue", "s"
+ORDER_NAMES = (QUEUE_ORDER, "age", "rate", "tokens", "blocks")
 
 
 def build_parser() -> Parser:
     parser = Parser(
         prog="quire top",
         usage="quire top [URL] [options]",
-        description="The KV blocks, requests and rates of a running server, live. q and Ctrl-C leave; a pipe gets a "
-        "frame behind the other.",
+        description="The KV blocks, requests and rates of a running server, live. q and Ctrl-C leave, s changes the "
+        "order of the requests; a pipe gets a frame behind the other.",
     )
     parser.add_argument("url", metavar="URL", nargs="?", default=DEFAULT_URL, help=f"default: {DEFAULT_URL}")
     add_connection_flags(parser)
     parser.add_argument(
         "--rate", metavar="X", type=_rate, default=DEFAULT_RATE, help=f"most frames a second ({DEFAULT_RATE:g})"
+    )
+    parser.add_argument(
+        "--sort",
+        metavar="BY",
+        choices=ORDER_NAMES,
+        default=ORDER_NAMES[0],
+        help=f"order of the requests: {', '.join(ORDER_NAMES)} (default: {ORDER_NAMES[0]})",
     )
     parser.add_argument("--once", action="store_true", help="print one frame and leave")
     return parser
@@ -53,15 +63,15 @@ def main(arguments: Sequence[str]) -> int:
     client = FrameClient(connection)
     try:
         if namespace.once:
-            show_once(client, namespace.url)
+            show_once(client, namespace.url, namespace.sort)
         else:
-            follow(client, namespace.url, namespace.rate)
+            follow(client, namespace.url, namespace.rate, namespace.sort)
     finally:
         connection.close()
     return 0
 
 
-def show_once(client: FrameClient, url: str) -> None:
+def show_once(client: FrameClient, url: str, order: str) -> None:
     """Print one frame, with means since the server's start."""
     from rich.console import Console
 
@@ -71,10 +81,10 @@ def show_once(client: FrameClient, url: str) -> None:
     history = History()
     frame = client.frame()
     history.add_frame(frame, time.monotonic())
-    Console().print(render(frame, history, url))
+    Console().print(render(frame, history, url, order=order))
 
 
-def follow(client: FrameClient, url: str, rate: float) -> None:
+def follow(client: FrameClient, url: str, rate: float, order: str = QUEUE_ORDER) -> None:
     """Redraw for every frame, at least once a second, until the stream ends or the user leaves. Without a terminal,
     print one frame per second."""
     from rich.console import Console
@@ -99,16 +109,20 @@ def follow(client: FrameClient, url: str, rate: float) -> None:
                 history.add_frame(frame, now)
                 next_sample = now + SAMPLE_SECONDS
             if live is not None:
-                live.update(render(frame, history, url), refresh=True)
+                live.update(render(frame, history, url, order=order, size=console.size), refresh=True)
             elif is_due:
-                console.print(render(frame, history, url))
+                console.print(render(frame, history, url, order=order))
             with contextlib.suppress(queue.Empty):
-                frame = _take(news.get(timeout=max(0.0, next_sample - time.monotonic())))
+                item = news.get(timeout=max(0.0, next_sample - time.monotonic()))
+                if item == ORDER_KEY:
+                    order = ORDER_NAMES[(ORDER_NAMES.index(order) + 1) % len(ORDER_NAMES)]
+                else:
+                    frame = _take(item)
 
 
 @contextlib.contextmanager
 def _keys(news: News) -> Iterator[None]:
-    """Put None into `news` when the user types q; keys are read singly, without echo."""
+    """Put None into `news` when the user types q, ORDER_KEY for s; keys are read singly, without echo."""
     source = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
     if source is None:
         yield
@@ -118,6 +132,8 @@ def _keys(news: News) -> Iterator[None]:
         while key := os.read(source, 1):
             if key in (b"q", b"Q"):
                 news.put(None)
+            elif key in (b"s", b"S"):
+                news.put(ORDER_KEY)
 
     before = termios.tcgetattr(source)
     tty.setcbreak(source)
@@ -138,10 +154,11 @@ def _read(client: FrameClient, rate: float, news: News) -> None:
         news.put(QuireError(f"the stream of frames cannot be read: {explain(error)}"))
 
 
-def _take(item: Frame | QuireError | None) -> Frame | None:
+def _take(item: Frame | QuireError | str | None) -> Frame | None:
     """Return the frame; None if the user leaves. Raises the error."""
     if isinstance(item, QuireError):
         raise item
+    assert not isinstance(item, str)
     return item
 
 

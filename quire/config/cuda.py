@@ -60,7 +60,6 @@ def has_triton() -> bool:
 
 
 def _torch_build() -> tuple[str | None, str | None]:
-    """(version, CUDA version) from torch's version.py."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         return None, None

@@ -94,7 +94,8 @@ def head_values(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def read_eagle(method: str, raw: Mapping[str, Any], model: ModelConfig, where: str) -> EagleConfig:
-    """Raises ModelLoadError for faults of the head's config.json, and ConfigError for a head of another model."""
+    """Read a head's configuration. Raises ModelLoadError for faults of the head's config.json, and ConfigError for a
+    head of another model."""
     is_speculator = isinstance(raw.get("transformer_layer_config"), Mapping)
     inner = raw["transformer_layer_config"] if is_speculator else raw
     fields, own = Fields(raw, where), Fields(inner, where)

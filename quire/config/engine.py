@@ -53,6 +53,4 @@ class EngineConfig:
     @property
     def takes_predictions(self) -> bool:
         """True if drafts may come from the text that a request expects."""
-        speculation = self.speculation
-        on_device = self.device.attention_backend == "triton" and speculation.oracle is None
-        return bool(speculation.max_drafts) and speculation.reads_texts and not on_device
+        return bool(self.speculation.max_drafts) and self.speculation.reads_texts

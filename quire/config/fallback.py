@@ -13,7 +13,7 @@ HINT = how_to_install("transformers")
 
 
 def import_transformers() -> ModuleType:
-    """Raises ConfigError with the extra's name if the module is not installed."""
+    """Import Transformers. Raises ConfigError with the extra's name if the module is not installed."""
     try:
         import transformers
     except ImportError:

@@ -29,7 +29,8 @@ SECOND_FRAME = "v.patch_embd.weight.1"
 
 
 class Tower(NamedTuple):
-    """vision: `vision_config`. processor: preprocessor_config.json. architecture: the language model's."""
+    """Vision tower of a GGUF file. vision: `vision_config`. processor: preprocessor_config.json. architecture: the
+    language model's."""
 
     vision: dict[str, Any]
     processor: dict[str, Any]
@@ -43,7 +44,8 @@ def find_mmproj(model: Path) -> Path | None:
 
 
 def read_tower(path: Path) -> Tower:
-    """Raises ModelLoadError for other files, and for metadata that is missing, absurd or not supported."""
+    """Read a tower's metadata. Raises ModelLoadError for other files, and for metadata that is missing, absurd or not
+    supported."""
     with GGUFFile(path) as file:
         return _tower(file)
 

@@ -20,10 +20,11 @@ class ExpertBalance:
 
 @dataclass(frozen=True)
 class LoadConfig:
-    """Fields with an option's name have its meaning. load_format: "auto" is safetensors, else .bin by weights_only,
-    else a GGUF file; "dummy" is random weights, equal for equal seeds. counts_experts: count the rows of each expert.
-    expert_placement: one of EXPERT_PLACEMENTS; None: each rank has a slice of every expert. balance: how experts change
-    their ranks (None: they stay). dealt_to: ranks with the same key heads that share a sequence's tokens."""
+    """Settings for loading weights. Fields with an option's name have its meaning. load_format: "auto" is safetensors,
+    else .bin by weights_only, else a GGUF file; "dummy" is random weights, equal for equal seeds. counts_experts: count
+    the rows of each expert. expert_placement: one of EXPERT_PLACEMENTS; None: each rank has a slice of every expert.
+    balance: how experts change their ranks (None: they stay). dealt_to: ranks with the same key heads that share a
+    sequence's tokens."""
 
     load_format: str
     seed: int

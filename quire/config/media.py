@@ -51,11 +51,21 @@ OF_FILES = ProcessorOptions()
 
 
 @dataclass(frozen=True)
+class VideoOptions:
+    """Options that override a video processor's files. fps: frames sampled of a second. num_frames: frames in all, in
+    place of fps."""
+
+    fps: float | None = None
+    num_frames: int | None = None
+
+
+@dataclass(frozen=True)
 class MediaConfig:
-    """language_model_only: take text alone and load no tower. max_images: limit per prompt. background: color under
-    transparent pictures. cache_bytes: size of the front end's cache of processed pictures. domains: permitted hosts of
-    http and https URLs, in lower case. networks: permitted addresses that are not public. local_path: directory whose
-    files file URLs may name. takes_features: accept a client's features of images (`image_embeds`)."""
+    """language_model_only: take text alone and load no tower. max_images, max_videos: limits per prompt. background:
+    color under transparent pictures. cache_bytes: size of the front end's cache of processed pictures. domains:
+    permitted hosts of http and https URLs, in lower case. networks: permitted addresses that are not public.
+    local_path: directory whose files file URLs may name. takes_features: accept a client's features of images
+    (`image_embeds`)."""
 
     language_model_only: bool = False
     max_images: int = MAX_IMAGES
@@ -66,6 +76,8 @@ class MediaConfig:
     networks: tuple[Network, ...] = ()
     local_path: Path | None = None
     takes_features: bool = False
+    max_videos: int = MAX_IMAGES
+    video: VideoOptions = VideoOptions()
 
     @classmethod
     def of(
@@ -83,12 +95,14 @@ class MediaConfig:
         """Read vLLM's options. Raises ConfigError for unknown names and wrong values."""
         if mm_processor_cache_gb < 0:
             raise ConfigError("mm_processor_cache_gb must be at least 0", param="mm_processor_cache_gb")
-        max_images = _max_images(limit_mm_per_prompt)
+        max_images, max_videos = _limits(limit_mm_per_prompt)
         return cls(
             language_model_only=language_model_only or max_images == 0,
             max_images=max_images,
             processor=ProcessorOptions.of(mm_processor_kwargs),
-            background=background_of(media_io_kwargs),
+            background=background_of({kind: each for kind, each in media_io_kwargs.items() if kind != "video"}),
+            max_videos=max_videos,
+            video=_video_options(media_io_kwargs.get("video", {})),
             cache_bytes=int(mm_processor_cache_gb * 2**30),
             domains=tuple(each.lower().rstrip(".") for each in allowed_media_domains),
             networks=tuple(found for each in allowed_media_domains if (found := _network(each)) is not None),
@@ -98,7 +112,7 @@ class MediaConfig:
 
 
 def background_of(media_io_kwargs: Mapping[str, Any], option: str = "media_io_kwargs") -> Color:
-    """Raises ConfigError."""
+    """Background color in the options. Raises ConfigError."""
     for kind, settings in media_io_kwargs.items():
         if kind != "image" or not isinstance(settings, Mapping):
             raise ConfigError(f"{option} has an object for 'image' alone, not {kind!r:.50}", param=option)
@@ -114,7 +128,20 @@ def background_of(media_io_kwargs: Mapping[str, Any], option: str = "media_io_kw
     return red, green, blue
 
 
-def _max_images(limits: Mapping[str, Any]) -> int:
+def _video_options(given: object) -> VideoOptions:
+    option = "media_io_kwargs"
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{option}.video must be an object", param=option)
+    found = converted(f"{option}.video", dict(given), VideoOptions, ("fps", "num_frames"))
+    if found.fps is not None and found.num_frames is not None:
+        raise ConfigError(f"{option}.video has fps or num_frames, not both", param=option)
+    if (found.fps is not None and not 0 < found.fps <= 1000) or (found.num_frames is not None and found.num_frames < 1):
+        raise ConfigError(f"{option}.video: fps and num_frames must be above 0", param=option)
+    return found
+
+
+def _limits(limits: Mapping[str, Any]) -> tuple[int, int]:
+    """Images and videos of a prompt."""
     option, counts = "limit_mm_per_prompt", {}
     for kind, limit in limits.items():
         if kind not in ("image", *OTHER_MEDIA):
@@ -127,7 +154,7 @@ def _max_images(limits: Mapping[str, Any]) -> int:
         if type(limit) is not int or limit < 0:
             raise ConfigError(f"{option}.{kind} must be a number from 0 on, not {limit!r:.50}", param=option)
         counts[kind] = limit
-    return counts.get("image", MAX_IMAGES)
+    return counts.get("image", MAX_IMAGES), counts.get("video", MAX_IMAGES)
 
 
 def _network(text: str) -> Network | None:

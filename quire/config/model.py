@@ -135,7 +135,7 @@ class ModelConfig:
         return self.shape.windows
 
     def resolved_shape(self) -> ModelShape:
-        """The shape with this engine's weight types and length limit."""
+        """Shape (dimensions) with this engine's weight types and length limit, for memory planning."""
         stored = self.dtype if self.quantization is None else self.quantization.stored_type
         only_experts = self.quantization is not None and self.quantization.checkpoint_format == "mxfp4"
         dense = self.dtype if only_experts else stored

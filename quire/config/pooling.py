@@ -54,11 +54,11 @@ class DenseModule:
 
 @dataclass(frozen=True)
 class PoolingConfig:
-    """task: "embed" makes a vector, "classify" the logits of `labels`. method: pooled states: the last token's, the
-    first's ("cls"), or the mean of all. normalize: default of scaling a vector to length 1. dense: layers that the
-    vector passes before that. activation: from logits to probabilities. dimensions: lengths to which a vector may be
-    cut (Matryoshka); if empty, `any_dimensions` permits every length or none. prompt: text before each embedded text.
-    prompts: (name, alternative that a request may choose)."""
+    """A pooling model's settings. task: "embed" makes a vector, "classify" the logits of `labels`. method: pooled
+    states: the last token's, the first's ("cls"), or the mean of all. normalize: default of scaling a vector to length
+    1. dense: layers that the vector passes before that. activation: from logits to probabilities. dimensions: lengths
+    to which a vector may be cut (Matryoshka); if empty, `any_dimensions` permits every length or none. prompt: text
+    before each embedded text. prompts: (name, alternative that a request may choose)."""
 
     task: Task
     method: Method

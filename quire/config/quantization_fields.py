@@ -15,7 +15,7 @@ SUPPORTED = (
 
 
 def inner_object(fields: Fields, key: str) -> Fields:
-    """Raises ModelLoadError for anything but an object."""
+    """Object under a key. Raises ModelLoadError for anything but an object."""
     value = fields.values.get(key)
     if not isinstance(value, dict):
         raise fields.error(f"{key} must be a JSON object, not {shown(value)}")
@@ -28,7 +28,7 @@ def group_size(fields: Fields, key: str) -> int | None:
 
 
 def known_integer(fields: Fields, key: str, known: Sequence[int]) -> int:
-    """Raises ModelLoadError with the supported kinds for others."""
+    """Integer under a key. Raises ModelLoadError with the supported kinds for others."""
     value = fields.integer(key)
     if value not in known:
         raise unsupported(fields, f"{key} {value}")

@@ -54,7 +54,7 @@ from quire.config.resolve_device import (
     triton_model,
 )
 from quire.config.scheduler import SchedulerConfig
-from quire.config.speculation import ON_DEVICES, SpeculationConfig
+from quire.config.speculation import SpeculationConfig
 from quire.config.speculation_keys import OPTION as SPECULATION
 from quire.config.structured_outputs import StructuredOutputsConfig
 from quire.config.vision import check_whole_images
@@ -238,11 +238,6 @@ def _speculation(
             f"{SPECULATION} is of models that generate; {model.name} makes vectors of texts", param=SPECULATION
         )
     method = speculation.method
-    if backend == "triton" and method not in ON_DEVICES:
-        raise ConfigError(
-            f"{SPECULATION}.method {method!r} runs on a CPU so far: choose {' or '.join(ON_DEVICES)} on a GPU",
-            param=SPECULATION,
-        )
     if method == "mtp" and not model.shape.draft_layers:
         raise ConfigError(
             f"{SPECULATION}.method 'mtp' is of checkpoints with a head for drafts, and {model.name} has none that is "

@@ -73,7 +73,7 @@ def triton_model(options: EngineOptions, model: ModelConfig) -> ModelConfig:
 
 
 def device_precision(asked: str, model: ModelConfig, device: str) -> str:
-    """Raises ConfigError for a precision that the Triton back end lacks."""
+    """Resolved `matmul_precision`. Raises ConfigError for a precision that the Triton back end lacks."""
     has_float8 = model.quantization is not None and model.quantization.method == "fp8"
     capability = find_cuda().devices[0].capability if device == "cuda" else FLOAT8_CAPABILITY
     if asked == "fp8":

@@ -19,8 +19,6 @@ METHODS = ("ngram", "ngram_gpu", "suffix", "draft_model", "eagle", "eagle3", "mt
 """Values of `method`. The first two name the same one, because drafts are looked up where the model runs."""
 _OF_A_MODEL = ("draft_model", *EAGLE_METHODS)
 """Methods that the option's `model` makes drafts for."""
-ON_DEVICES = ("ngram", "draft_model", "eagle", "eagle3", "mtp")
-"""Methods that run on a GPU too."""
 REFUSED = ("medusa", "mlp_speculator", "dflash", "dspark")
 """vLLM's methods that Quire does not have."""
 MAX_DRAFTS, MAX_LOOKUP = 31, 64
@@ -29,8 +27,9 @@ USUAL_LOOKUP = 5
 
 @dataclass(frozen=True)
 class DraftModelConfig:
-    """name: value of the option `model`. num_ranks: ranks that share its layers (None: the target's). model: its
-    resolved configuration. head: inputs of a head (None: a whole model). Others: options of these names."""
+    """Draft model settings. name: value of the option `model`. num_ranks: ranks that share its layers (None: the
+    target's). model: its resolved configuration. head: inputs of a head (None: a whole model). Others: options of these
+    names."""
 
     name: str
     revision: str | None = None
@@ -54,11 +53,11 @@ class SuffixConfig:
 
 @dataclass(frozen=True)
 class SpeculationConfig:
-    """max_drafts: most drafts of a sequence in a step. lookup_min, lookup_max: least and largest number of a sequence's
-    last tokens to find in its earlier text; the tokens that followed there are the drafts. by_batch_size: (running
-    sequences, most drafts of each up to that number), ascending; the last one also holds above it. adapts: a sequence
-    whose drafts are rejected computes fewer. suffix, custom_class: keys of these methods. oracle: share of right drafts
-    in a replay of predictions (None: drafts are the method's)."""
+    """Speculative decoding settings. max_drafts: most drafts of a sequence in a step. lookup_min, lookup_max: least and
+    largest number of a sequence's last tokens to find in its earlier text; the tokens that followed there are the
+    drafts. by_batch_size: (running sequences, most drafts of each up to that number), ascending; the last one also
+    holds above it. adapts: a sequence whose drafts are rejected computes fewer. suffix, custom_class: keys of these
+    methods. oracle: share of right drafts in a replay of predictions (None: drafts are the method's)."""
 
     max_drafts: int = 0
     lookup_min: int = USUAL_LOOKUP

@@ -24,7 +24,9 @@ IMAGE_TOKENS = "mm_tokens_per_image"
 """Key of config.json: tokens of a picture."""
 IMAGE_MARKS = ("boi_token_index", "eoi_token_index")
 """Keys of config.json: tokens before and after a picture's."""
-OUTER_KEYS = (IMAGE_TOKENS, *IMAGE_MARKS)
+VIDEO_TOKENS = ("video_token_id", "vision_start_token_id", "vision_end_token_id")
+"""Keys of config.json: placeholder of videos, and the tokens before and after each part's."""
+OUTER_KEYS = (IMAGE_TOKENS, *IMAGE_MARKS, *VIDEO_TOKENS)
 """Keys of config.json that count as the vision tower's."""
 CACHE_BYTES = 256 * 2**20
 """Bytes of image features that workers keep for later steps and requests."""
@@ -85,6 +87,27 @@ class VisionConfig:
         """Elements of all features of a token: its embedding's replacement, then those of each deep-stack layer."""
         return self.output_size * (1 + len(self.deepstack_layers))
 
+    @property
+    def num_elements(self) -> int:
+        """Number of the tower's parameters."""
+        size, merged, output = self.hidden_size, self.merged_size, self.output_size
+        norm = 1 if self.is_gated else 2
+        layer = 2 * norm * size + 4 * (size + 1) * size
+        mlp = self.intermediate_size
+        layer += 3 * size * mlp + 2 * mlp + size if self.is_gated else 2 * size * mlp + mlp + size
+        found = self.num_layers * layer + self.patch_values * size + self.table_side**2 * size
+        found += size if self.table_side else 0
+        if self.is_pooled:
+            return found + 2 * size + size + size * output
+        merger = (merged + 1) * merged + (merged + 1) * output
+        return found + merger + norm * size + len(self.deepstack_layers) * (merger + norm * merged)
+
+    def working_bytes(self, tokens: int) -> int:
+        """Upper estimate in bytes of kept features and of the working memory for an image of `tokens`, in float32."""
+        patches = tokens * self.merge_size**2
+        per_patch = 10 * self.hidden_size + self.intermediate_size + self.patch_values + self.merged_size
+        return CACHE_BYTES + 4 * (2 * patches * per_patch + tokens * self.feature_size)
+
 
 @dataclass(frozen=True)
 class EncoderCosts:
@@ -104,7 +127,7 @@ class EncoderCosts:
 
     @classmethod
     def of(cls, config: VisionConfig, text_elements: int) -> EncoderCosts:
-        """text_elements: elements that a text token is multiplied by."""
+        """Costs of a tower. text_elements: elements that a text token is multiplied by."""
         size = config.hidden_size
         return cls(
             num_layers=config.num_layers,
@@ -150,8 +173,8 @@ def check_whole_images(config: EngineConfig) -> None:
 
 
 def read_vision(architecture: str, values: Mapping[str, Any], hidden_size: int, where: str) -> VisionConfig:
-    """architecture: name in VISION_TOWERS. hidden_size: the language model's. Raises ModelLoadError with the key that
-    is missing, wrong or not supported."""
+    """Read a tower's sizes. architecture: name in VISION_TOWERS. hidden_size: the language model's. Raises
+    ModelLoadError with the key that is missing, wrong or not supported."""
     fields = Fields(values, f"{where}: {VISION_CONFIG}")
     kind = VISION_TOWERS[architecture]
     if kind.is_pooled:
@@ -204,6 +227,11 @@ class TowerKind:
     intermediate_size: int = 4304
     patch_size: int = 16
     activation: str = "gelu_pytorch_tanh"
+
+    @property
+    def table_is_interpolated(self) -> bool:
+        """True for the towers of Qwen3-VL and Qwen 3.5."""
+        return not (self.has_windows or self.is_pooled)
 
 
 _QWEN3, _QWEN35 = TowerKind(deepstack=(8, 16, 24)), TowerKind()

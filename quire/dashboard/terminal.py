@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import colorsys
+from collections.abc import Callable
 
 from rich.color import Color
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -30,6 +31,20 @@ ADAPTERS_SHOWN = 6
 """Maximum number of adapter names shown for running and for waiting requests."""
 MAP_ROWS = 24
 """Maximum number of lines of the map; cells of a larger pool show several blocks."""
+SMALL_HEIGHT, NARROW_WIDTH = 34, 90
+"""Lines below which requests come before the map, and columns below which less is told of each."""
+FRAME_ROWS = 8
+"""Lines of a small screen besides requests and map: title, rates, counts, heads, the map's border, ended requests."""
+MIN_MAP_ROWS = 2
+
+ORDERS: dict[str, Callable[[RequestView], float]] = {
+    "age": lambda request: -request.seconds,
+    "rate": lambda request: -request.tokens_per_second,
+    "tokens": lambda request: -_num_generated(request),
+    "blocks": lambda request: -len(blocks_of(request)),
+}
+"""Orders of the requests besides `queue`: running ones by arrival, then the engine's queue."""
+QUEUE_ORDER = "queue"
 
 
 def colour_of(request_id: str, *, shared: bool = False) -> Color:
@@ -83,19 +98,33 @@ def counts_of(kv: KVSnapshot) -> dict[str, int]:
     return {"used": used, "shared": used - states.count(1), "cached": cached, "free": free}
 
 
-def render(frame: Frame, history: History, url: str) -> RenderableType:
+def render(
+    frame: Frame, history: History, url: str, *, order: str = QUEUE_ORDER, size: tuple[int, int] | None = None
+) -> RenderableType:
+    """order: QUEUE_ORDER or one of ORDERS. size: columns and lines of the screen; None: as long as it gets."""
     counts = counts_of(frame.kv)
     title = Text.assemble(("Quire ", "bold"), (frame.model, "bold cyan"), f"  {url}  ", (frame.backend, "dim"))
     if frame.is_draining:
         title.append("  shutting down", "bold red")
-    block_map = BlockMap(frame.kv)
+    width, height = size or (NARROW_WIDTH, SMALL_HEIGHT)
+    is_small = height < SMALL_HEIGHT
+    num_requests = min(REQUESTS_SHOWN, max(1, (height - FRAME_ROWS) // 2)) if is_small else REQUESTS_SHOWN
+    map_rows = max(0, height - FRAME_ROWS - min(num_requests, len(frame.kv.requests))) if is_small else MAP_ROWS
+    block_map = BlockMap(frame.kv, max(MIN_MAP_ROWS, min(MAP_ROWS, map_rows)))
     caption = "  ".join(f"{count:,} {name}" for name, count in counts.items())
     panel = Panel(block_map, title=f"{caption} [dim]of {len(frame.kv.states) - 1:,} blocks[/]", title_align="left")
-    rates, requests = _rates(frame, history, counts["used"]), _requests(frame)
-    return Group(title, rates, panel, *_adapters(frame.stats), *_images(frame.stats), requests, _ended(frame.recent))
+    rates = _rates(frame, history, counts["used"], has_lines=not is_small)
+    requests = _requests(frame, order, num_requests, is_narrow=width < NARROW_WIDTH)
+    rest = [*_adapters(frame.stats), *_images(frame.stats)]
+    if is_small:
+        title.no_wrap, title.overflow = True, "ellipsis"
+        return Group(
+            title, rates, requests, _ended(frame.recent), *rest, *([panel] if map_rows >= MIN_MAP_ROWS else [])
+        )
+    return Group(title, rates, panel, *rest, requests, _ended(frame.recent))
 
 
-def _rates(frame: Frame, history: History, num_used: int) -> Table:
+def _rates(frame: Frame, history: History, num_used: int, *, has_lines: bool) -> Table:
     table = Table.grid(expand=True, padding=(0, 2, 0, 0))
     usage = num_used / max(1, len(frame.kv.states) - 1)
     figures = [
@@ -109,7 +138,7 @@ def _rates(frame: Frame, history: History, num_used: int) -> Table:
     for _ in figures:
         table.add_column(ratio=1)
     table.add_row(*(Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value, _ in figures))
-    if history.num_samples > 1:
+    if has_lines and history.num_samples > 1:
         table.add_row(*(Text(sparkline(history.values(key), 18), "cyan") for _, _, key in figures))
     return table
 
@@ -150,34 +179,61 @@ def _images(stats: EngineStats) -> list[Text]:
     return [Text(f"images: {kept}; {stats.encoded_images_total:,} encoded", "dim")]
 
 
-def _requests(frame: Frame) -> RenderableType:
+def _requests(frame: Frame, order: str, num_shown: int, *, is_narrow: bool) -> RenderableType:
     if not frame.kv.requests:
         return Text("no requests", "dim")
     counts = {status: sum(r.status == status for r in frame.kv.requests) for status in STATUSES}
+    shows_images = frame.stats.max_encoder_tokens > 0
+    columns = [*COLUMNS[:1], *((IMAGES,) if shows_images else ()), *COLUMNS[1:]]
+    if is_narrow:
+        columns = [column for column in columns if column[0] in NARROW_COLUMNS]
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("request", "state"):
-        table.add_column(name)
-    shows_images = frame.stats.max_encoder_tokens > 0
-    for name in ("prompt", *(("images",) if shows_images else ()), "cached", "generated", "sequences", "blocks"):
-        table.add_column(name, justify="right")
-    for request in frame.kv.requests[:REQUESTS_SHOWN]:
-        table.add_row(*_row(request, shows_images=shows_images))
-    parts: list[RenderableType] = [Text("  ".join(f"{count} {status}" for status, count in counts.items())), table]
-    left = len(frame.kv.requests) - REQUESTS_SHOWN
+        table.add_column(name, no_wrap=True)
+    for name, _ in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    requests = frame.kv.requests
+    if order != QUEUE_ORDER:
+        requests = sorted(requests, key=ORDERS[order])
+    for request in requests[:num_shown]:
+        table.add_row(_name(request, is_narrow=is_narrow), request.status, *(tell(request) for _, tell in columns))
+    by = "" if order == QUEUE_ORDER else f"  by {order}"
+    told = [f"{count} {status}" for status, count in counts.items() if count or not is_narrow]
+    parts: list[RenderableType] = [Text("  ".join(told) + by), table]
+    left = len(requests) - num_shown
     if left > 0:
         parts.append(Text(f"and {left:,} more", "dim"))
     return Group(*parts)
 
 
-def _row(request: RequestView, *, shows_images: bool) -> tuple[RenderableType, ...]:
+def _name(request: RequestView, *, is_narrow: bool) -> Text:
     name, _, number = request.request_id.rpartition("#")
     chip = ("██ ", Style(color=colour_of(request.request_id)))
-    shown = Text.assemble(chip, (f"#{number} ", "bold"), (name[:16], "dim"))
-    num_blocks = len(blocks_of(request))
-    num_generated = sum(sequence.num_output_tokens for sequence in request.sequences)
-    prompt = [request.num_prompt_tokens, *([request.num_image_tokens] if shows_images else [])]
-    numbers = (*prompt, request.num_cached_tokens, num_generated, len(request.sequences), num_blocks)
-    return shown, request.status, *(f"{number:,}" for number in numbers)
+    return Text.assemble(chip, (f"#{number} ", "bold"), ("" if is_narrow else name[:16], "dim"))
+
+
+def _num_generated(request: RequestView) -> int:
+    return sum(sequence.num_output_tokens for sequence in request.sequences)
+
+
+def _age(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.0f} h"
+
+
+Column = tuple[str, Callable[[RequestView], str]]
+COLUMNS: tuple[Column, ...] = (
+    ("prompt", lambda request: f"{request.num_prompt_tokens:,}"),
+    ("cached", lambda request: f"{request.num_cached_tokens:,}"),
+    ("generated", lambda request: f"{_num_generated(request):,}"),
+    ("tokens/s", lambda request: f"{request.tokens_per_second:,.1f}"),
+    ("age", lambda request: _age(request.seconds)),
+    ("sequences", lambda request: str(len(request.sequences))),
+    ("blocks", lambda request: f"{len(blocks_of(request)):,}"),
+)
+IMAGES: Column = ("images", lambda request: f"{request.num_image_tokens:,}")
+NARROW_COLUMNS = ("prompt", "generated", "tokens/s", "age")
 
 
 def _milliseconds(seconds: float | None) -> str:

@@ -207,9 +207,9 @@ class Request:
         priority_seconds: float = PRIORITY_SECONDS,
         constraint: Constraint | None = None,
     ) -> None:
-        """arrival_number: orders requests of the same instant. order_time: arrival time that counts for the order
-        (quire/scheduler/fair_order.py); None: `arrival_time`. priority_seconds: see SchedulerConfig. constraint: the
-        request's constraint."""
+        """arrival_time: seconds of the engine's Clock. arrival_number: orders requests of the same instant. order_time:
+        arrival time for the fair order (quire/scheduler/fair_order.py); None: `arrival_time`. priority_seconds: see
+        SchedulerConfig. constraint: on the generated tokens."""
         self.request_id = request.request_id
         self.prompt_token_ids = request.prompt_token_ids
         self.num_prompt_tokens = len(request.prompt_token_ids)

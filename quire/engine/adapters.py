@@ -117,7 +117,7 @@ class KnownAdapters:
         return LoRARequest(name, number, path, base_model_name)
 
     def remove(self, name: str) -> None:
-        """Remove a name. Raises UserError if it is unknown. Running requests are not affected."""
+        """Remove an adapter by name. Raises UserError if it is unknown. Running requests are not affected."""
         with self._lock:
             known = self._by_name.pop(name, None)
             if known is None:

@@ -139,7 +139,7 @@ class AsyncLLM:
 
     @property
     def ready(self) -> EngineReady:
-        """Facts found at the start; waits for it to end. Raises the error of a failed start."""
+        """Facts found during the start; waits for the start to end. Raises the error of a failed start."""
         return self._session.client.ready
 
     def __repr__(self) -> str:
@@ -403,6 +403,10 @@ class AsyncLLM:
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Abort requests; their iterators yield a last output with finish reason "abort". Unknown ids are ignored."""
         self._session.abort(request_id)
+
+    def knows(self, request_ids: Iterable[str]) -> bool:
+        """True if a request of one of these ids runs or waits."""
+        return self._session.knows(request_ids)
 
     # Control.
 

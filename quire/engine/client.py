@@ -21,7 +21,7 @@ class EngineClient(Protocol):
 
     @property
     def ready(self) -> EngineReady:
-        """Facts found at the start; waits for it to end. Raises the error of a failed start: ConfigError,
+        """Facts found during the start; waits for the start to end. Raises the error of a failed start: ConfigError,
         ModelLoadError, InsufficientMemoryError, or EngineDeadError with the cause."""
         ...
 

@@ -333,7 +333,7 @@ class EngineCore:
                 self.scheduler.check()
                 return CallResult(call_id, 0)
             case "kv_snapshot":
-                return CallResult(call_id, kv=self.scheduler.snapshot())
+                return CallResult(call_id, kv=self.scheduler.snapshot(self._clock.now()))
             case "reset_prefix_cache":
                 return CallResult(call_id, self.scheduler.kv.reset_prefix_cache())
             case "unregister_prefix":

@@ -99,7 +99,7 @@ class FrontEnd:
 
     @property
     def pooling_processor(self) -> PoolingProcessor:
-        """Processor of pooling requests. Waits as `input_processor` does."""
+        """Processor of pooling requests. Waits for the core, as `input_processor` does."""
         inputs, model = self.input_processor, self.config.model
         if self._pooling_processor is None:
             self._pooling_processor = PoolingProcessor(inputs, model.pooling, model.name, model.vector_size)
@@ -113,7 +113,6 @@ class FrontEnd:
 
 
 def _sample_of(tokenizer: Tokenizer) -> bytes | None:
-    """Token ids of SAMPLE; None if the vocabulary lacks a token for it."""
     try:
         return packed(tokenizer.encode(SAMPLE))
     except UserError:

@@ -20,7 +20,7 @@ ENGINE_STOPPED = -1
 
 
 def name_stopped(stopped: int | None) -> str:
-    """The process that is stopped, a rank or ENGINE_STOPPED, as the end of a sentence; "": none is."""
+    """Clause that names the stopped process, for an error text; "" if none. stopped: rank, or ENGINE_STOPPED."""
     if stopped is None:
         return ""
     return "the engine process is stopped" if stopped == ENGINE_STOPPED else f"rank {stopped} is stopped"

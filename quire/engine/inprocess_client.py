@@ -20,8 +20,8 @@ from quire.utils.failures import explain
 
 
 class InProcessClient(EngineClient):
-    """`receive` handles the messages sent so far and runs one step. Without work it waits for a message, with blocked
-    requests at most BLOCKED_SECONDS."""
+    """EngineClient in this process. `receive` handles the messages sent so far and runs one step. Without work it waits
+    for a message, with blocked requests at most BLOCKED_SECONDS."""
 
     def __init__(
         self, options: EngineOptions, *, executor: str = DEFAULT_EXECUTOR, config: EngineConfig | None = None
@@ -68,7 +68,6 @@ class InProcessClient(EngineClient):
                 return outputs
 
     def _await_message(self, deadline: float | None) -> bool:
-        """Wait for a message (briefly if requests live). Returns False at the deadline."""
         with self._arrival:
             self._raise_if_dead()
             if self._core.has_work:

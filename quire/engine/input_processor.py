@@ -18,9 +18,10 @@ from quire.logits_processors import LogitsProcessor, check_params
 from quire.multimodal.inputs import IMAGES, TEXT_ALONE, ImageInputs, MediaOptions, NoImages, pictures_of
 from quire.multimodal.named import NamedPictures
 from quire.multimodal.sources import Picture
+from quire.multimodal.video_marks import ReadyMedium
 from quire.parsers.reasoning import ThinkFormat, Thought
 from quire.parsers.registry import detect_reasoning_parser, reasoning_format
-from quire.prompt_image import PromptImage, ReadyImage
+from quire.prompt_image import PromptImage
 from quire.request import MAX_PRIORITY, EngineRequest
 from quire.sampling_params import MAX_LOGPROBS, SamplingParams, ThinkingBudget
 from quire.structured_output.writer import GrammarWriter
@@ -276,10 +277,10 @@ class InputProcessor:
         if isinstance(self.images, NoImages):
             where = pictures[0].where
             raise UserError(f"{where}: images are not supported: {self.images.reason}", param=where)
-        self.images.check_number(len(pictures), pictures[min(len(pictures), self.images.media.max_images) - 1].where)
+        self.images.check_numbers(pictures)
         return self.images
 
-    def with_images(self, rendered: RenderedChat, images: Sequence[ReadyImage]) -> RenderedChat:
+    def with_images(self, rendered: RenderedChat, images: Sequence[ReadyMedium]) -> RenderedChat:
         """Add the images of a conversation. Raises UserError if the template has written another number of
         placeholders, and PromptTooLongError."""
         assert isinstance(self.images, ImageInputs)
@@ -360,12 +361,12 @@ class InputProcessor:
         if isinstance(given := prompt.get(IMAGE_KEY), PlacedImages):
             return token_ids, list(given)
         pictures = pictures_of(prompt)
-        self.images.check_number(len(pictures), IMAGES)
+        self.images.check_numbers(pictures)
         token_ids, placed = self.images.place(token_ids, self._prepared(self.images, pictures, options), IMAGES)
         self.check_room(token_ids)
         return token_ids, placed
 
-    def _prepared(self, inputs: ImageInputs, pictures: Sequence[Picture], options: MediaOptions) -> list[ReadyImage]:
+    def _prepared(self, inputs: ImageInputs, pictures: Sequence[Picture], options: MediaOptions) -> list[ReadyMedium]:
         return [inputs.prepare(each, options, self.named_pictures) for each in pictures]
 
     def check_room(self, token_ids: list[int]) -> None:

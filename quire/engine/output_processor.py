@@ -29,7 +29,7 @@ from quire.utils.failures import explain
 
 @dataclass(slots=True)
 class FailedRequest:
-    """A request with unprocessable output. last: its last output for metrics, without content."""
+    """A request whose output could not be made (text, logprobs). last: final output with metrics, without content."""
 
     request_id: str
     error: InternalError
@@ -232,7 +232,7 @@ class _RequestState:
         return True
 
     def output(self) -> RequestOutput:
-        """The request's state, or its news with `delta`."""
+        """Output of the request so far, or with `delta` only the part since the last one."""
         sequences = self._reported_sequences()
         if self._draft_steps and not self.num_live:
             self._metrics = msgspec.structs.replace(self._metrics, draft_steps=bytes(self._draft_steps))

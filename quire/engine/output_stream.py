@@ -159,7 +159,7 @@ class _PackedLogprobs:
             self._texts.append(alternative.decoded_token)
 
     def entries(self) -> list[dict[int, Logprob]]:
-        """The entries in order."""
+        """Logprobs at each position, in order: token id -> Logprob."""
         alternatives = zip(self._token_ids, self._values, self._ranks, self._texts, strict=True)
         return [
             {

@@ -74,7 +74,6 @@ def _can_wait(outputs: EngineOutputs) -> bool:
 
 
 def _joined(held: list[SequenceUpdate], updates: list[SequenceUpdate]) -> list[SequenceUpdate]:
-    """Join two lists of updates."""
     if len(held) != len(updates) or any(
         before.request_id != after.request_id or before.index != after.index
         for before, after in zip(held, updates, strict=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -13,11 +13,16 @@ from quire.engine.front_end import FrontEnd
 from quire.engine.input_processor import PlacedImages, Prompt
 from quire.errors import PromptTooLongError
 from quire.multimodal.cache import ReadyImages
-from quire.multimodal.inputs import IMAGES, NO_OPTIONS, ImageInputs, MediaOptions, NoImages, pictures_of
+from quire.multimodal.inputs import NO_OPTIONS, ImageInputs, MediaOptions, NoImages, pictures_of
 from quire.multimodal.named import NamedPictures, name_key, unknown_name
 from quire.multimodal.sources import Picture
+from quire.multimodal.video_marks import ReadyMedium, ReadyVideo
 from quire.prompt_image import ReadyImage
 from quire.utils.fair_threads import FairThreads
+
+if TYPE_CHECKING:
+    from quire.multimodal.preparing import Preparation
+    from quire.multimodal.videos import VideoProcessor
 
 MAX_FETCHES = 8
 """Maximum number of concurrent fetches."""
@@ -25,6 +30,8 @@ OBJECT_BYTES = 2**20
 """Size in bytes that a picture object counts for in the queue."""
 _HELPER = "quire.multimodal.preparing:prepare_file"
 _IMAGES = msgspec.msgpack.Decoder(ReadyImage)
+_VIDEO_HELPER = "quire.multimodal.videos:prepare_video"
+_VIDEOS = msgspec.msgpack.Decoder(ReadyVideo)
 
 
 class Names(Protocol):
@@ -77,18 +84,18 @@ class Pictures:
         if isinstance(inputs, NoImages):
             return prompt  # the input processor raises the error
         pictures = pictures_of(prompt)
-        inputs.check_number(len(pictures), IMAGES)
+        inputs.check_numbers(pictures)
         ready = await self.ready(inputs, pictures, MediaOptions(owner=prompt.get("cache_salt", owner)))
-        changed: Any = {**prompt, "multi_modal_data": {"image": ready}, "multi_modal_uuids": None}
+        changed: Any = {**prompt, "multi_modal_data": _by_kind(ready), "multi_modal_uuids": None}
         return changed  # type: ignore[no-any-return]
 
     async def ready(
         self, inputs: ImageInputs, pictures: Sequence[Picture], options: MediaOptions = NO_OPTIONS
-    ) -> list[ReadyImage]:
+    ) -> list[ReadyMedium]:
         """Prepare the pictures of one prompt, in order. Only one unresized picture is in memory at a time. Raises
         UserError naming the picture, and PromptTooLongError as soon as the context is full."""
         longest = self._front_end.input_processor.max_model_len
-        found: list[ReadyImage] = []
+        found: list[ReadyMedium] = []
         for picture in await self._fetched(inputs, pictures):
             found.append(await self._one(inputs, picture, options))
             if (num_tokens := sum(each.num_tokens for each in found)) >= longest:
@@ -106,7 +113,8 @@ class Pictures:
             from quire.multimodal.fetching import fetch_image
 
             loop = asyncio.get_running_loop()
-            data = await loop.run_in_executor(self._fetching, fetch_image, picture.image, picture.where, inputs.media)
+            given = picture.image, picture.where, inputs.media, picture.limits
+            data = await loop.run_in_executor(self._fetching, fetch_image, *given)
             return msgspec.structs.replace(picture, image=data)
 
         tasks = [asyncio.ensure_future(one(picture)) for picture in pictures]
@@ -117,9 +125,9 @@ class Pictures:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _one(self, inputs: ImageInputs, picture: Picture, options: MediaOptions) -> ReadyImage:
+    async def _one(self, inputs: ImageInputs, picture: Picture, options: MediaOptions) -> ReadyMedium:
         image, name = picture.image, None
-        if isinstance(image, ReadyImage):
+        if isinstance(image, ReadyImage | ReadyVideo):
             return image
         if picture.uuid is not None:
             name = name_key(options.owner, picture.uuid)
@@ -130,27 +138,44 @@ class Pictures:
         if isinstance(image, bytes):
             found = await self._in_turn(len(image), lambda: self._of_file(inputs, picture, image, options))
         else:
-            of_program = Picture(picture.where, image, picture.detail, picture.uuid)
+            of_program = msgspec.structs.replace(picture, image=image)
             found = await self._in_turn(OBJECT_BYTES, lambda: inputs.prepare(of_program, options))
         if name is not None:
             await self.names.put(name, image)
         return found
 
-    async def _in_turn(self, size: int, work: Any) -> ReadyImage:
-        found: ReadyImage = await asyncio.wrap_future(self._threads.submit(size, work))
+    async def _in_turn(self, size: int, work: Any) -> ReadyMedium:
+        found: ReadyMedium = await asyncio.wrap_future(self._threads.submit(size, work))
         return found
 
-    def _of_file(self, inputs: ImageInputs, picture: Picture, data: bytes, options: MediaOptions) -> ReadyImage:
-        how = inputs.preparation(picture.detail, options)
+    def _of_file(self, inputs: ImageInputs, picture: Picture, data: bytes, options: MediaOptions) -> ReadyMedium:
+        how: Preparation | VideoProcessor
+        if picture.is_video:
+            assert inputs.videos is not None, "check_numbers comes before"
+            how = inputs.videos.processor
+        else:
+            how = inputs.preparation(picture.detail, options)
         key = self.kept.key(data, repr(how))
         found = self.kept.get(key)
         if found is None:
-            if self._helpers is None:
-                found = how.prepare(data, picture.where)
-            else:
-                from quire.multimodal.preparing import FileJob
-
-                argument = msgspec.json.encode(FileJob(how, picture.where)).decode()
-                found = _IMAGES.decode(self._helpers.read(_HELPER, argument, [data]))
+            found = self._made(how, picture.where, data)
             self.kept.put(key, found)
         return found
+
+    def _made(self, how: Preparation | VideoProcessor, where: str, data: bytes) -> ReadyMedium:
+        if self._helpers is None:
+            return how.prepare(data, where)
+        from quire.multimodal.preparing import FileJob, Preparation
+        from quire.multimodal.videos import VideoJob
+
+        if isinstance(how, Preparation):
+            argument = msgspec.json.encode(FileJob(how, where)).decode()
+            return _IMAGES.decode(self._helpers.read(_HELPER, argument, [data]))
+        argument = msgspec.json.encode(VideoJob(how, where)).decode()
+        return _VIDEOS.decode(self._helpers.read(_VIDEO_HELPER, argument, [data]))
+
+
+def _by_kind(ready: Sequence[ReadyMedium]) -> dict[str, list[ReadyMedium]]:
+    """`multi_modal_data` of images and videos."""
+    kinds = {"image": ReadyImage, "video": ReadyVideo}
+    return {name: [each for each in ready if isinstance(each, kind)] for name, kind in kinds.items()}

@@ -205,7 +205,6 @@ class ProcessClient(RemoteClient[EngineFailed], EngineClient):
 
 
 def _abandon(process: subprocess.Popen[bytes], directory: RuntimeDirectory, owner: int) -> None:
-    """Kill the process and remove its directory."""
     if os.getpid() != owner:
         return  # a fork of the owner ends; the engine is not its own
     kill(process)

@@ -125,7 +125,7 @@ ROUTERS: Mapping[str, type[RoundRobin] | type[LeastLoaded] | type[PrefixAware]] 
 
 
 def make_router(name: str, num_replicas: int) -> Router:
-    """Raises UserError for a name that is not in ROUTERS."""
+    """Router by its name in ROUTERS. Raises UserError for another name."""
     if name not in ROUTERS:
         raise UserError(
             f"unknown router {name!r}{nearest_name(name, ROUTERS)} (known: {', '.join(ROUTERS)})", param="router"

@@ -172,8 +172,8 @@ class Session:
         delta: bool = False,
         part: RequestPart | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Run a request of any kind; see AsyncLLM.generate. process: makes it from the engine's name for it. text: the
-        prompt's, for outputs."""
+        """Run a request of any kind and yield its outputs. process: makes the EngineRequest for an internal id. text:
+        text of the prompt, for outputs. Others: see AsyncLLM.generate."""
         self._check_open()
         self.check_awake()
         self._bind_loop()
@@ -234,6 +234,9 @@ class Session:
                 output = self._leave(stream)
                 if output is not None:
                     stream.put(output)
+
+    def knows(self, request_ids: Iterable[str]) -> bool:
+        return any(name in self._keys for name in request_ids)
 
     async def ask(self, method: str, argument: str = "") -> CallResult:
         """Send a control call; see AsyncLLM.call."""

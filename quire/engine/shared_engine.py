@@ -45,7 +45,8 @@ _STOP = b""
 
 
 class SharedEngine:
-    """After `start`, two threads serve the sessions: one carries messages to the fleet, one its outputs."""
+    """Engine that several server processes share. After `start`, two threads serve the sessions: one carries messages
+    to the fleet, one its outputs."""
 
     def __init__(
         self,

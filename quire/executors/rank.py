@@ -61,7 +61,7 @@ class RankLaunch(msgspec.Struct):
     outgoing: LinkFiles | None = None
 
     def ends(self, stage: int) -> RankEnds:
-        """stage: the rank's stage."""
+        """Connections of this rank to the others. stage: the rank's stage."""
         return RankEnds(Path(f"{self.meeting_point}{stage}"), self.incoming, self.outgoing)
 
 
@@ -78,15 +78,15 @@ class RankEnds(NamedTuple):
 
 
 class RankCall(msgspec.Struct, array_like=True):
-    """body: a StepPlan to `execute` or `launch`, SamplingInputs to `sample`; for any other method its arguments, in the
-    format of quire/executors/wire.py."""
+    """Call of a rank's executor. body: a StepPlan to `execute` or `launch`, SamplingInputs to `sample`; for any other
+    method its arguments, in the format of quire/executors/wire.py."""
 
     method: str
     body: msgspec.Raw
 
 
 class RankError(msgspec.Struct, array_like=True):
-    """error_type: class in quire.errors; None: another one, which `message` names."""
+    """Error of a call. error_type: class in quire.errors; None: another one, which `message` names."""
 
     message: str
     error_type: str | None
@@ -94,7 +94,7 @@ class RankError(msgspec.Struct, array_like=True):
 
 
 class RankAnswer(msgspec.Struct, array_like=True):
-    """body: a StepResult, or the method's result."""
+    """Result of a call. body: a StepResult, or the method's result."""
 
     body: msgspec.Raw
     error: RankError | None = None
@@ -289,4 +289,4 @@ def serve(rank: Rank, socket: Connection, progress: Progress) -> None:
 
 
 def _nothing() -> None:
-    """Do nothing: a rank leaves nothing behind."""
+    """Do nothing when the parent ends (`watch_parent`): a rank leaves no files."""

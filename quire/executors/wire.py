@@ -40,7 +40,7 @@ for _root in _ROOTS:
 
 
 def encode(value: object) -> bytes:
-    """Raises TypeError for an unsupported value."""
+    """Value as bytes. Raises TypeError for an unsupported value."""
     return msgspec.msgpack.encode(_plain(value))
 
 

@@ -61,7 +61,7 @@ class Coordinator:
         """Hash blocks in each group's block."""
 
     def most_blocks(self, num_tokens: int, max_chunk: int) -> int:
-        """Sum over all groups."""
+        """Sum over all groups of a sequence's maximum blocks."""
         return sum(manager.most_blocks(num_tokens, max_chunk) for manager in self.managers)
 
     def num_kept_blocks(self, num_tokens: int) -> int:
@@ -90,7 +90,8 @@ class Coordinator:
         return all(len(table) == -(-num_tokens // manager.block_size) for table, manager in pairs)
 
     def agreed_hit(self, indexes: Sequence[Findable], hashes: Sequence[bytes], num_tokens: int) -> int:
-        """Longest hit, of at most `num_tokens` tokens, that all groups have. hashes[i + 1] is hash block i's."""
+        """Tokens of the longest prefix hit, of at most `num_tokens` tokens, that all groups have. hashes[i + 1] is hash
+        block i's."""
         if len(self.managers) == 1:
             (manager,), (index,) = self.managers, indexes
             return manager.longest_hit(index, hashes[1:], num_tokens // self.hash_block_size) * self.hash_block_size

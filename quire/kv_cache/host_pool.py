@@ -137,8 +137,8 @@ class HostPool:
         return Footprint(len(distinct), len(distinct) - len(retained), self._num_leading(sequences[0], retained))
 
     def check(self, owners: dict[int, int]) -> None:
-        """Assert that counts, free list and tables of the host's blocks agree. O(blocks). owners: block -> owners other
-        than swapped sequences, which are added."""
+        """Assert that counts, free list and tables of host blocks agree. O(blocks). owners: block -> owners without
+        swapped sequences, which it adds in place."""
         for block in _blocks(self._swapped.values()):
             owners[block] = owners.get(block, 0) + 1
         self.blocks.check(owners)

@@ -308,7 +308,7 @@ class KVCacheManager:
 
     @property
     def can_transfer(self) -> bool:
-        """True if `has_transfers` and the next transfer need not wait for an earlier one."""
+        """True if the KV connector has work, and its next transfer need not wait for an earlier one."""
         return self.has_transfers and not self.awaits_transfers
 
     @property

@@ -1,6 +1,6 @@
 """Registered prefixes (docs/prefixes.md): the paper's shared prefixes (§4.4). They own their blocks like sequences, so
-they are never evicted. `RegisteredPrefixes` finds the last, partly filled block, which has no hash and is copied before
-a sequence's first write."""
+they are never evicted. `RegisteredPrefixes` finds the last, partly filled block, which is copied before a sequence's
+first write."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class RegisteredPrefixes:
         self._counts.update(_blocks_of(prefix))
 
     def remove(self, name: str) -> RegisteredPrefix:
-        """Raises KeyError for an unknown name."""
+        """Remove a prefix and return it. Raises KeyError for an unknown name."""
         prefix = self._registered.pop(name)
         siblings = self._by_parent[self._parent(prefix)]
         siblings.remove(prefix)

@@ -140,7 +140,7 @@ def _tokens(groups: tuple[KVGroup, ...]) -> int:
 def _num_host_blocks(
     groups: tuple[KVGroup, ...], cache: CacheConfig, free: int, bytes_per_block: int, most_useful: int
 ) -> int:
-    """free: bytes of which the default takes its share."""
+    """Number of host blocks for swapping. free: bytes of which the default takes its share."""
     if cache.swap_space == 0:
         return 0
     if cache.swap_space is not None:

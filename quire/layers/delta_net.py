@@ -67,7 +67,6 @@ class GatedDeltaNet:
         floats = partial(torch.empty, dtype=torch.float32, device=context.device)
         local = heads // ranks
         self._first_head = rank * local
-        """This rank's first value head."""
         sizes = (shape.num_key_heads // ranks, local, shape.key_dim, shape.value_dim)
         self._rule = DeltaRule(*sizes, floats(local), floats(local), layer, offset=0)
         self._convolution = ConvolutionWeights(

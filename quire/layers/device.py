@@ -40,7 +40,7 @@ class DeviceLayers:
 
 
 class DeviceOperations(SharedOperations):
-    """Operations over tensors of one device; none waits for it."""
+    """Layers' operations besides linear maps and attention, on a GPU; no call waits for the device."""
 
     def norm(self, weights: NormWeights, x: torch.Tensor) -> torch.Tensor:
         return norm(x, weights.weight, weights.bias, weights.epsilon, centred=weights.centred)

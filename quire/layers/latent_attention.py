@@ -1,6 +1,6 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): projections around attention over latents. The cache
-holds one compressed vector and one rotated key per token. Matrices that would expand keys and values are absorbed into
-queries and results, except in prompts with `expands_prompts`."""
+holds one compressed vector and one rotated key per token. Keys and values are expanded only in prompts, with
+`expands_prompts`."""
 
 from __future__ import annotations
 
@@ -224,7 +224,6 @@ class LatentAttention:
                 self._expanded.load_values(head, values)
 
     def _load_head(self, name: str, head: int, tensor: WeightSource) -> None:
-        """Load one head's matrix. name: k_b_proj (transposed) or v_b_proj."""
         whole = tensor.read() if isinstance(tensor, FileTensor) else tensor
         (self._absorb if name == "k_b_proj" else self._expand).load(head, whole)
         if self._expanded is None:

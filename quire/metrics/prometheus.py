@@ -113,6 +113,11 @@ class EngineMetrics(Collector, StatsListener):
         """reason: one of REJECTIONS."""
         self._rejections.count(reason)
 
+    def outcomes(self) -> dict[str, int]:
+        """Finished sequences by finish reason and refused requests by reason; those that there were."""
+        found = {**self._finished.totals(), **self._rejections.totals()}
+        return {reason: int(count) for reason, count in found.items() if count}
+
     def record_tool_reading(self, reading: ToolReading) -> None:
         self._tool_readings.count(reading)
 

@@ -68,7 +68,7 @@ class ModelAdapters:
         return self._config.slot_bytes(sum(place.local_elements for place in places))
 
     def steps_so_far(self) -> Callable[[], None]:
-        """See AdapterStorage."""
+        """Function that waits for the steps begun so far (AdapterStorage)."""
         return self._storage.steps_so_far()
 
     def load(self, slot: int, adapter: AdapterRef, wait: Callable[[], None] = nothing_runs) -> None:

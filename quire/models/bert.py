@@ -68,7 +68,7 @@ class TanhClassifier:
 
 
 class BertModel(Encoder):
-    """first_position: row of the position table for the first token."""
+    """BERT's encoder. first_position: row of the position table for the first token."""
 
     columns = ("segments",)
 

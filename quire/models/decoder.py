@@ -118,7 +118,7 @@ class Decoder:
         return x if self._norm is None else self._norm(x)
 
     def forward(self, batch: ForwardBatch) -> ForwardResult[Value]:
-        """See CausalLM.forward. Given a recorder's placeholders, this records it."""
+        """Run the layers (CausalLM.forward). Given a recorder's placeholders, this records it."""
         if self._adapters is not None:
             self._adapters.begin(batch.columns.get(ADAPTER_SLOTS), batch.logits_rows)
         x, numbers, overlay = self.first_rows(batch), self._numbers, batch.overlay
@@ -146,7 +146,6 @@ class Decoder:
         return self.enter(x if batch.overlay is None else batch.overlay.put(x), batch)
 
     def _copied(self, x: Value) -> Value:
-        """A copy of x."""
         return self._operations.scale(x, 1.0)
 
     @property
@@ -157,7 +156,7 @@ class Decoder:
         return self._head(hidden)
 
     def load_weights(self, weights: Iterable[tuple[str, WeightSource]], elsewhere: Collection[str] = ()) -> None:
-        """See CausalLM.load_weights. elsewhere: slot names of other ranks."""
+        """Load the checkpoint's tensors (CausalLM.load_weights). elsewhere: slot names of other ranks."""
         fill_slots(self.slots, self._names, weights, elsewhere)
 
     def release_workspaces(self) -> None:

@@ -34,9 +34,9 @@ class HeadNames(NamedTuple):
 
 
 class DraftHead(Decoder):
-    """A batch brings `hidden`, [T, size], from the model or the previous guess; its token_ids follow the tokens of
-    `hidden`. The result is the guesses' hidden states, also the input of a further guess; tensor names are those of
-    Qwen3-Next and Qwen 3.5."""
+    """Draft head for multi-token prediction. A batch brings `hidden`, [T, size], from the model or the previous guess,
+    and as token_ids the token after each. Returns the guesses' hidden states, input of a further guess. Tensor names:
+    Qwen3-Next's and Qwen 3.5's."""
 
     names = HeadNames("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
     norm_class: type[RMSNorm] = UnitOffsetRMSNorm
@@ -50,7 +50,7 @@ class DraftHead(Decoder):
         head: OutputHead,
         context: LayerContext,
     ) -> None:
-        """layers: numbered in the KV cache after the model's. embedding, rotary, head: the model's."""
+        """layers: numbered in the KV cache after the model's. embedding, rotary, head: parts of the model."""
         super().__init__(layers, "layers", head, CheckpointNames.of(config), context, [rotary] * len(layers))
         epsilon = model_fields(config).number("rms_norm_eps", 1e-6)
         size = config.hidden_size

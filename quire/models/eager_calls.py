@@ -22,9 +22,9 @@ Lookup = Callable[[torch.Tensor], torch.Tensor]
 
 class Attend(Protocol):
     def __call__(self, qkv: torch.Tensor, rotation: torch.Tensor | None, step: AttentionStep) -> Sequence[torch.Tensor]:
-        """qkv: see `AttentionStep.attend`; overwritten. rotation: [T, head_dim], cosines beside sines of half a head's
-        angles if `EagerCalls.rotates`, else None (already rotated). Returns [T, num_heads * value_width] and the
-        results of the following layers."""
+        """Compute one layer's attention. qkv: see `AttentionStep.attend`; overwritten. rotation: [T, head_dim], cosines
+        beside sines of half a head's angles if `EagerCalls.rotates`, else None (already rotated). Returns [T, num_heads
+        * value_width] and the results of the following layers."""
         ...
 
 
@@ -35,7 +35,7 @@ class EagerCalls(Protocol):
     """True if attention rotates queries and keys."""
 
     def layers(self, layers: Sequence[Layer], first: Layer | None = None) -> Compute:
-        """Function for the results of `layers`. first: a layer before them, whose result comes first."""
+        """Function that computes the results of `layers`. first: a layer before them, whose result comes first."""
         ...
 
     def lookup(self, method: LinearMethod, parameters: Any) -> Lookup: ...
@@ -50,7 +50,7 @@ class EagerCalls(Protocol):
 
 
 class TensorCalls:
-    """EagerCalls for contexts whose values are tensors."""
+    """EagerCalls that call the layers directly on torch tensors (no recorded program)."""
 
     rotates = False
 

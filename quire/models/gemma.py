@@ -42,8 +42,8 @@ class ImageDecoder(DenseDecoder):
 
 
 def gemma3(config: ModelConfig, context: LayerContext) -> DenseDecoder:
-    """Raises ModelLoadError for a final_logit_softcapping in a multimodal configuration, which the reference
-    ignores."""
+    """Build Gemma 3's decoder. Raises ModelLoadError for a final_logit_softcapping in a multimodal configuration, which
+    the reference ignores."""
     fields = model_fields(config)
     if config.is_multimodal and fields.values.get("final_logit_softcapping") is not None:
         raise fields.error("final_logit_softcapping is not supported beside images: the reference leaves it out there")

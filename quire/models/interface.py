@@ -18,7 +18,7 @@ class LoadableModel(Protocol):
     """Slot of each checkpoint tensor."""
 
     def load_weights(self, weights: Iterable[tuple[str, WeightSource]], elsewhere: Collection[str] = ()) -> None:
-        """See CausalLM.load_weights. elsewhere: slot names of other ranks."""
+        """Load the checkpoint's tensors (CausalLM.load_weights). elsewhere: slot names of other ranks."""
         ...
 
 

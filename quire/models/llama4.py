@@ -16,7 +16,8 @@ from quire.models.mixture import mixture_block
 
 
 def llama4(config: ModelConfig, context: LayerContext) -> DenseDecoder:
-    """Raises ModelLoadError for head norms with a rotation that scales, because the norms come before it."""
+    """Build Llama 4's decoder. Raises ModelLoadError for head norms with a rotation that scales, because the norms come
+    before it."""
     fields = model_fields(config)
     has_norms = fields.boolean("use_qk_norm", True)
     rope = usual_rope(config)

@@ -134,7 +134,6 @@ def load_model(
 
 
 def _packed_share(files: GGUFWeights, config: ModelConfig, model: LoadableModel, context: LayerContext) -> int:
-    """Bytes of this rank's weights, by its share of the elements."""
     assert files.header is not None, "the weights have been read"
     total = packed_weight_bytes(files.header, config)
     if context.group.size == context.stage.count == 1:

@@ -158,15 +158,15 @@ class NativeModel:
         return None if head is None else NativeModel(head, self._runtime)
 
     def guess(self, index: int) -> NativeModel:
-        """See DraftHead.guess."""
+        """Native draft head for guess `index` (DraftHead.guess)."""
         return NativeModel(cast("DraftHead", self._model).guess(index), self._runtime)
 
     def stage(self, numbers: range) -> NativeModel:
-        """See Decoder.stage; the result records its own programs."""
+        """Model of these layers alone (Decoder.stage); it records its own programs."""
         return NativeModel(self._model.stage(numbers), self._runtime, self._rule, self._weight_bytes)
 
     def forward(self, batch: ForwardBatch) -> ForwardResult[torch.Tensor]:
-        """See CausalLM.forward. The next call overwrites the result."""
+        """Run the recorded layers (CausalLM.forward). The next call overwrites the result."""
         bound = self._body_run
         if bound is None or bound.version != batch.version:
             del bound  # release its arena first: two must never exist

@@ -57,7 +57,6 @@ class NativeVision(VisionEncoder):
         return out
 
     def _record(self, record: Record, widths: Sequence[int], num_rows: int) -> RecordedProgram:
-        """widths: row sizes of inputs and result, whose rows are contiguous."""
         recorder = Recorder()
         *inputs, out = (recorder.external(width, width) for width in widths)
         result = cast("Buffer", record(*inputs))

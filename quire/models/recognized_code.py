@@ -88,7 +88,6 @@ def replace_rotation(module: nn.Module, rotate: Callable[[Rotate], Rotate]) -> b
 
 @cache
 def _is_code(function: Callable[..., Any], digest: str) -> bool:
-    """True if a function's arguments and statements match the digest."""
     try:
         source = textwrap.dedent(inspect.getsource(inspect.unwrap(function)))
     except (OSError, TypeError):  # no source to read: compiled, or a callable object

@@ -1,6 +1,5 @@
-"""Models without a file here: Transformers' modelling code with this package's attention and linear layers. The model
-is run once on shapes, to find each attention's parameters and modules with a common input, which are then replaced
-(`transformers_modules.py`)."""
+"""Models without a file here: Transformers' modelling code with this package's attention and linear layers. A run on
+shapes finds each attention's parameters and modules with a common input, to replace (`transformers_modules.py`)."""
 
 from __future__ import annotations
 

@@ -17,10 +17,11 @@ Grid = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class GridInputs:
-    """Inputs for T patches. query_start: [frames + 1] int64, first patch of each frame; patches attend within their
-    frame. places: [T, 4] int64, rows of the position table to blend; shares: [T, 4] float32, their weights. angles: [T,
-    head_dim / 2] float32, of the rotation (empty for pooled towers). token_order: [tokens] int64, tokens sorted by
-    window, None for token order; window_start: [windows + 1] int64, first patch of each window."""
+    """Inputs of a vision tower for T patches. query_start: [frames + 1] int64, first patch of each frame; patches
+    attend within their frame. places: [T, 4] int64, rows of the position table to blend; shares: [T, 4] float32, their
+    weights. angles: [T, head_dim / 2] float32, radians of the rotation (empty for pooled towers). token_order: [tokens]
+    int64, tokens (merged patches) in order of windows, None: no windows; window_start: [windows + 1] int64, first patch
+    of each window."""
 
     query_start: torch.Tensor
     places: torch.Tensor
@@ -70,7 +71,6 @@ def reordered(rows: torch.Tensor, token_order: torch.Tensor, merge_size: int) ->
 
 
 def _windows(grids: Sequence[Grid], merge: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`token_order` and `window_start` for squares of `side` tokens."""
     orders, lengths, first = [], [], 0
     for frames, rows, columns in grids:
         row, column = torch.meshgrid(torch.arange(rows // merge), torch.arange(columns // merge), indexing="ij")
@@ -86,7 +86,7 @@ def _windows(grids: Sequence[Grid], merge: int, side: int) -> tuple[torch.Tensor
 
 def copied_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A host tensor on the device, which the host does not wait for."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return tensor if device.type == tensor.device.type else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def blended(table: torch.Tensor, places: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Cache of prepared images, so that a repeated file is not decoded again."""
+"""Cache of prepared images and videos, so that a repeated file is not decoded again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import threading
 from collections import OrderedDict
 
-from quire.prompt_image import ReadyImage
+from quire.multimodal.video_marks import ReadyMedium
 
 ENTRY_BYTES = 512
 """Approximate bytes of an entry besides its pixels."""
@@ -19,7 +19,7 @@ class ReadyImages:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._kept: OrderedDict[bytes, ReadyImage] = OrderedDict()
+        self._kept: OrderedDict[bytes, ReadyMedium] = OrderedDict()
         self._num_bytes = 0
         self.num_queries = 0
         self.num_hits = 0
@@ -31,7 +31,7 @@ class ReadyImages:
         digest.update(data)  # releases the GIL
         return digest.digest()
 
-    def get(self, key: bytes) -> ReadyImage | None:
+    def get(self, key: bytes) -> ReadyMedium | None:
         with self._lock:
             self.num_queries += 1
             found = self._kept.get(key)
@@ -40,8 +40,8 @@ class ReadyImages:
                 self._kept.move_to_end(key)
             return found
 
-    def put(self, key: bytes, image: ReadyImage) -> None:
-        size = len(image.pixels) + ENTRY_BYTES
+    def put(self, key: bytes, image: ReadyMedium) -> None:
+        size = image.num_bytes + ENTRY_BYTES
         with self._lock:
             if key in self._kept or size > self._max_bytes:
                 return
@@ -49,7 +49,7 @@ class ReadyImages:
             self._num_bytes += size
             while self._num_bytes > self._max_bytes:
                 _, dropped = self._kept.popitem(last=False)
-                self._num_bytes -= len(dropped.pixels) + ENTRY_BYTES
+                self._num_bytes -= dropped.num_bytes + ENTRY_BYTES
 
     def clear(self) -> None:
         with self._lock:

@@ -1,7 +1,6 @@
 """Features that a client computed of an image itself (`image_embeds`): read and checked before the engine sees them.
 
-Over HTTP they are files of `torch.save` in base64, which are read without torch and without running a pickle: a dense
-tensor in an uncompressed zip archive, and a pickle whose operations describe it.
+Over HTTP they are files of `torch.save` in base64, read without torch and without running a pickle.
 """
 
 from __future__ import annotations
@@ -109,7 +108,6 @@ def _stored(data: bytes, where: str) -> npt.NDArray[Any]:
 
 
 def _described_tensor(described: bytes) -> Any:
-    """The calls that a pickle asks for, none of which is made, as tuples."""
     stack: list[Any] = []
     marks: list[int] = []
     memo: dict[Any, Any] = {}

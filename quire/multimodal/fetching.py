@@ -1,7 +1,6 @@
 """Images by URL: files of one directory, and hosts named in the engine's options.
 
-Each address is checked before the connection is made to it, so a name cannot change between check and connection (DNS
-rebinding). Redirects are errors.
+Each address is checked before the connection to it (DNS rebinding). Redirects are errors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Images of prompts: a model's image settings, and replacement of placeholders."""
+"""Images and videos of prompts: a model's settings of them, and replacement of placeholders."""
 
 from __future__ import annotations
 
@@ -11,20 +11,26 @@ import msgspec
 from quire.config.engine import EngineConfig
 from quire.config.hf_config import CONFIG_FILE
 from quire.config.media import OF_FILES, TEXT_DEFAULTS, Color, MediaConfig, ProcessorOptions
-from quire.config.vision import VISION_TOWERS, EncoderCosts, VisionConfig, read_vision
+from quire.config.vision import VIDEO_TOKENS, VISION_TOWERS, EncoderCosts, VisionConfig, read_vision
 from quire.errors import ConfigError, UserError
 from quire.multimodal.marks import Encoder, ImageMarks
 from quire.multimodal.named import NamedPictures, name_key, unknown_name
 from quire.multimodal.sources import LOW_DETAIL_PIXELS, Picture, checked_uuid, is_data_url
+from quire.multimodal.video_marks import ReadyMedium, ReadyVideo, VideoMarks, runs_of
 from quire.prompt_image import PromptImage, ReadyImage
 
 if TYPE_CHECKING:
     from quire.multimodal.preparing import Preparation
     from quire.multimodal.processors import QwenProcessor, SquareProcessor
+    from quire.multimodal.videos import VideoProcessor
 
 TEXT_ALONE = "prompts are text, without images, sound or video"
 ONE_SIZE = "mm_processor_kwargs: all pictures of this model have one size"
-IMAGES = "multi_modal_data.image"
+IMAGES, VIDEOS = "multi_modal_data.image", "multi_modal_data.video"
+NO_VIDEOS = "this model's videos are not supported: those of Qwen3-VL and Qwen 3.5 are, with one processor for both"
+
+
+MEDIA = ("multi_modal_data", "multi_modal_uuids")
 
 
 @dataclass(frozen=True)
@@ -48,24 +54,41 @@ class NoImages:
 
 
 @dataclass(frozen=True)
+class VideoInputs:
+    """Video inputs of one model."""
+
+    processor: VideoProcessor
+    marks: VideoMarks
+
+
+@dataclass(frozen=True)
 class ImageInputs:
     """Image inputs of one model. token_id: id of the placeholder. marks: tokens around an image's that prompts lack
-    (None: they have them)."""
+    (None: they have them). videos: None if the model takes none."""
 
     processor: QwenProcessor | SquareProcessor
     vision: VisionConfig
     token_id: int
     media: MediaConfig = TEXT_DEFAULTS
     marks: ImageMarks | None = None
+    videos: VideoInputs | None = None
 
-    def check_number(self, number: int, where: str) -> None:
-        """Raise UserError for too many images in a prompt."""
-        limit = self.media.max_images
-        if number > limit:
-            raise UserError(
-                f"{where}: at most {limit} images may be given in one prompt (limit_mm_per_prompt), not {number}",
-                param=where,
-            )
+    def check_numbers(self, pictures: Sequence[Picture]) -> None:
+        """Raise UserError for too many images or videos in a prompt, and for videos of a model that takes none."""
+        for is_video, limit, what in (
+            (False, self.media.max_images, "images"),
+            (True, self.media.max_videos, "videos"),
+        ):
+            given = [each for each in pictures if each.is_video == is_video]
+            if given and is_video and self.videos is None:
+                raise UserError(f"{given[0].where}: {NO_VIDEOS}", param=given[0].where)
+            if len(given) > limit:
+                where = given[max(limit, 1) - 1].where
+                raise UserError(
+                    f"{where}: at most {limit} {what} may be given in one prompt (limit_mm_per_prompt), "
+                    f"not {len(given)}",
+                    param=where,
+                )
 
     def preparation(self, detail: str = "auto", options: MediaOptions = NO_OPTIONS) -> Preparation:
         """Steps from image to model input. detail: one of DETAILS. options: options of one request."""
@@ -90,11 +113,11 @@ class ImageInputs:
 
     def prepare(
         self, picture: Picture, options: MediaOptions = NO_OPTIONS, named: NamedPictures | None = None
-    ) -> ReadyImage:
-        """Fetch and decode an image in this process. named: pictures by uuid, which this may read or add to. Raises
-        UserError."""
+    ) -> ReadyMedium:
+        """Fetch and decode an image or a video in this process. named: pictures by uuid, which this may read or add to.
+        Raises UserError."""
         image = picture.image
-        if isinstance(image, ReadyImage):
+        if isinstance(image, ReadyImage | ReadyVideo):
             return image
         name = None if picture.uuid is None or named is None else name_key(options.owner, picture.uuid)
         if image is None:
@@ -104,7 +127,10 @@ class ImageInputs:
         if isinstance(image, str) and not is_data_url(image):
             from quire.multimodal.fetching import fetch_image
 
-            image = fetch_image(image, picture.where, self.media)
+            image = fetch_image(image, picture.where, self.media, picture.limits)
+        if picture.is_video:
+            assert self.videos is not None, "check_numbers comes before"
+            return self.videos.processor.prepare(image, picture.where)
         if isinstance(image, Mapping):
             return self._encoded(image, picture)
         ready = self.preparation(picture.detail, options).prepare(image, picture.where)
@@ -127,15 +153,30 @@ class ImageInputs:
         return read_features(features, where, vision.feature_size, vision.merge_size, is_whole=vision.is_pooled)
 
     def place(
-        self, token_ids: list[int], images: Sequence[ReadyImage], where: str
+        self, token_ids: list[int], media: Sequence[ReadyMedium], where: str
     ) -> tuple[list[int], list[PromptImage]]:
-        """Return the prompt with a placeholder for each token of each image, and the placed images. token_ids: prompt
-        with one placeholder per image, with all, or with one mark per image. Raises UserError for placeholders that do
-        not match."""
+        """Return the prompt with a placeholder for each token of each image and video, and the placed images and parts
+        of videos. token_ids: prompt with one placeholder per image, with all, or with one mark per image; for videos
+        see VideoMarks. Raises UserError for placeholders that do not match."""
+        images = [each for each in media if isinstance(each, ReadyImage)]
+        videos = [each for each in media if isinstance(each, ReadyVideo)]
+        if self.videos is not None:
+            token_ids = self.videos.marks.written(token_ids, videos, where)
+        token_ids, placed = self._place(token_ids, images, where)
+        parts = [] if self.videos is None else self.videos.marks.placed(token_ids, videos)
+        found = [
+            PromptImage(each.grid, each.key, each.pixels, each.size, each.is_encoded, each.is_whole, start)
+            for start, each in (*placed, *parts)
+        ]
+        return token_ids, sorted(found, key=lambda each: each.start)
+
+    def _place(
+        self, token_ids: list[int], images: Sequence[ReadyImage], where: str
+    ) -> tuple[list[int], list[tuple[int, ReadyImage]]]:
         counts, marks = [each.num_tokens for each in images], self.marks
         if marks is not None and token_ids.count(marks.begin) == len(counts) and self.token_id not in token_ids:
             token_ids = marks.written(token_ids, self.token_id, counts)
-        runs = self._runs(token_ids)
+        runs = runs_of(token_ids, self.token_id)
         if [end - start for start, end in runs] == counts:
             starts, placed = [start for start, _ in runs], token_ids
         else:
@@ -153,25 +194,7 @@ class ImageInputs:
                 placed += [self.token_id] * count
                 last = place + 1
             placed += token_ids[last:]
-        found = [
-            PromptImage(each.grid, each.key, each.pixels, each.size, each.is_encoded, each.is_whole, start)
-            for start, each in zip(starts, images, strict=True)
-        ]
-        return placed, found
-
-    def _runs(self, token_ids: list[int]) -> list[tuple[int, int]]:
-        """[start, end) of consecutive placeholders."""
-        runs: list[tuple[int, int]] = []
-        start = -1
-        for place, token_id in enumerate(token_ids):
-            if token_id == self.token_id:
-                start = place if start < 0 else start
-            elif start >= 0:
-                runs.append((start, place))
-                start = -1
-        if start >= 0:
-            runs.append((start, len(token_ids)))
-        return runs
+        return placed, list(zip(starts, images, strict=True))
 
 
 def image_inputs(config: EngineConfig, tokenizer: Encoder | None = None) -> ImageInputs | NoImages:
@@ -203,7 +226,21 @@ def image_inputs(config: EngineConfig, tokenizer: Encoder | None = None) -> Imag
         min_pixels=least or min(processor.min_pixels, most or processor.min_pixels),
         max_pixels=most or max(processor.max_pixels, least or 0),
     )
-    return ImageInputs(processor, vision, model.image_token_id, media)
+    videos = _video_inputs(config, processor, tokenizer)
+    return ImageInputs(processor, vision, model.image_token_id, media, videos=videos)
+
+
+def _video_inputs(config: EngineConfig, processor: QwenProcessor, tokenizer: Encoder | None) -> VideoInputs | None:
+    model = config.model
+    tokens = [(model.vision or {}).get(key) for key in VIDEO_TOKENS]
+    is_known = VISION_TOWERS[model.architecture].table_is_interpolated and model.mmproj is None
+    if not is_known or not all(type(token) is int and 0 <= token < model.vocab_size for token in tokens):
+        return None
+    from quire.multimodal.videos import read_video_processor
+
+    found = read_video_processor(model.path, processor, config.media.video)
+    placeholder, begin, end = (int(token) for token in tokens if token is not None)
+    return None if found is None else VideoInputs(found, VideoMarks(placeholder, begin, end, tokenizer))
 
 
 def encoder_costs(config: EngineConfig) -> EncoderCosts | None:
@@ -217,7 +254,10 @@ def encoder_costs(config: EngineConfig) -> EncoderCosts | None:
 def pictures_of(prompt: Mapping[str, Any]) -> list[Picture]:
     """Images of a prompt's `multi_modal_data`, with their names in `multi_modal_uuids`. Raises UserError for other
     data."""
-    images, names = (_images_in(prompt.get(key), key) for key in ("multi_modal_data", "multi_modal_uuids"))
+    images, names = (_media_in(prompt.get(key), key, "image") for key in MEDIA)
+    videos, video_names = (_media_in(prompt.get(key), key, "video") for key in MEDIA)
+    if any(name is not None for name in video_names):
+        raise UserError("multi_modal_uuids.video: videos have no uuid", param="multi_modal_uuids.video")
     images = images or [None] * len(names)
     if names and len(names) != len(images):
         raise UserError(
@@ -230,20 +270,34 @@ def pictures_of(prompt: Mapping[str, Any]) -> list[Picture]:
             found.append(Picture.of_url(image, where, uuid=uuid))
         else:
             found.append(Picture(where, image, uuid=checked_uuid(uuid, where)))
-    return found
+    return found + [Picture.of_video(video, f"{VIDEOS}[{index}]") for index, video in enumerate(videos)]
 
 
-def _images_in(data: object, key: str) -> list[Any]:
+def _media_in(data: object, key: str, kind: str) -> list[Any]:
+    """Entries for images or videos in an object of a prompt: a list of frames is one video."""
     if data is None:
         return []
     if not isinstance(data, Mapping):
         raise UserError(f"{key} must be an object, not {type(data).__name__}", param=key)
     for name in data:
-        if name != "image":
+        if name not in ("image", "video"):
             raise UserError(
-                f"{key}.{name!s:.50} is not supported: a prompt has images alone", param=f"{key}.{name!s:.50}"
+                f"{key}.{name!s:.50} is not supported: a prompt has images and videos alone",
+                param=f"{key}.{name!s:.50}",
             )
-    images = data.get("image")
-    if images is None:
+    given = data.get(kind)
+    if given is None:
         return []
-    return list(images) if isinstance(images, list | tuple) else [images]
+    if kind == "video" and key == MEDIA[0] and _is_one_video(given):
+        return [given]
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def _is_one_video(given: object) -> bool:
+    """True for frames, and for frames with metadata; False for a list of videos."""
+    if isinstance(given, tuple):
+        return len(given) == 2 and isinstance(given[1], Mapping)
+    if not isinstance(given, list):
+        return True
+    first = given[0] if given else None
+    return getattr(first, "ndim", 0) == 3 or hasattr(first, "getbands")  # an array, or a Pillow image

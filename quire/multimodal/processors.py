@@ -37,8 +37,9 @@ _KEY_LABEL = b"quire.image.v1\0"
 
 @dataclass(frozen=True, slots=True)
 class ProcessedImage:
-    """pixels: resized. grid: frames, rows and columns of patches. num_tokens: placeholders in a prompt. key: SHA-256 of
-    pixels, size, grid and processor options; equal keys mean equal patches."""
+    """pixels: resized; of a video's part [frames, height, width, 3]. grid: frames, rows and columns of patches.
+    num_tokens: placeholders in a prompt. key: SHA-256 of pixels, size, grid and processor options; equal keys mean
+    equal patches."""
 
     pixels: Pixels
     grid: tuple[int, int, int]
@@ -152,12 +153,13 @@ class QwenProcessor(msgspec.Struct, frozen=True, tag=True):
     def patches(self, image: ProcessedImage) -> Patches:
         _, rows, columns = image.grid
         merge, size = self.merge_size, self.patch_size
-        blocks = image.pixels.reshape(rows // merge, merge, size, columns // merge, merge, size, 3)
-        # The values of a patch are contiguous: [patches, 3, size * size].
-        values = blocks.transpose(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, 3, size * size)
+        count = 1 if image.pixels.ndim == 3 else self.frames  # an image is repeated
+        blocks = image.pixels.reshape(count, rows // merge, merge, size, columns // merge, merge, size, 3)
+        # The values of a patch are contiguous: [patches, 3, frames, size * size].
+        values = blocks.transpose(1, 4, 2, 5, 7, 0, 3, 6).reshape(rows * columns, 3, count, size * size)
         found = np.empty((rows * columns, 3, self.frames, size * size), np.float32)
         for channel, table in enumerate(self.normalisation.table):
-            found[:, channel] = table[values[:, channel]][:, None]
+            found[:, channel] = table[values[:, channel]]
         return found.reshape(rows * columns, -1)
 
 
@@ -285,7 +287,6 @@ _CLIP_DEVIATION = (0.26862954, 0.26130258, 0.27577711)
 
 
 def _read_settings(directory: Path) -> Fields:
-    """Image settings. directory: or a vision tower's GGUF file."""
     if directory.is_file():
         return Fields(read_tower(directory).processor, str(directory))
     path = directory / _JOINT_FILE

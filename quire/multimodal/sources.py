@@ -22,6 +22,8 @@ IMAGE_OF_PART = {"image_url": "image_url", "input_image": "image_url"}
 """Type of a content part -> field with its image's URL."""
 FEATURES = "image_embeds"
 """Type of a content part with features of an image, and the field that holds them."""
+VIDEO_PART = "video_url"
+"""Type of a content part with a video, and the field with its URL."""
 OBJECT_OF_PART = {"image": "image", "image_pil": "image_pil"}
 """Type of a program's content part -> field with its image, perhaps an object."""
 
@@ -35,17 +37,37 @@ class ImageLimits:
 
 
 DEFAULT_LIMITS = ImageLimits()
+VIDEO_LIMITS = ImageLimits(max_bytes=64 * 2**20, max_pixels=2**23)
+"""Limits of a video's file and of a frame before resizing."""
 
 
 class Picture(msgspec.Struct, frozen=True):
-    """Image of a message. where: path of its field, for errors. image: bytes of its file, URL other than a data URL, or
-    a program's image (see `ImageInputs.prepare`); None for the image sent before under the uuid. detail: one of
-    DETAILS. uuid: the client's name of the image."""
+    """Image or video of a message. where: path of its field, for errors. image: bytes of its file, URL other than a
+    data URL, or a program's image (see `ImageInputs.prepare`); None for the image sent before under the uuid. detail:
+    one of DETAILS. uuid: the client's name of the image. is_video: True for a video, whose `image` is a file, URL, or a
+    program's frames (see quire/multimodal/videos.py)."""
 
     where: str
     image: Any
     detail: str = "auto"
     uuid: str | None = None
+    is_video: bool = False
+
+    @property
+    def limits(self) -> ImageLimits:
+        return VIDEO_LIMITS if self.is_video else DEFAULT_LIMITS
+
+    @classmethod
+    def of_video(cls, video: Any, where: str, uuid: object = None) -> Picture:
+        """video: bytes of a file, URL, or a program's frames. Raises UserError for a uuid, and for a data URL without a
+        video."""
+        if uuid is not None:
+            raise UserError(f"{where}: videos have no uuid", param=where)
+        if isinstance(video, str) and is_data_url(video):
+            video = read_data_url(video, where, VIDEO_LIMITS, kind="video")
+        if video is None or (isinstance(video, str) and not video):
+            raise UserError(f"{where}: a video needs a URL", param=where)
+        return cls(where, video, is_video=True)
 
     @classmethod
     def of_url(cls, url: object, where: str, detail: object = None, uuid: object = None) -> Picture:
@@ -71,6 +93,10 @@ def picture_of(part: Any, where: str, *, takes_objects: bool = False) -> Picture
         return None
     if kind == FEATURES:
         return _picture_of_features(part, f"{where}.{FEATURES}")
+    if kind == VIDEO_PART or (kind == "video" and takes_objects):
+        video: Any = part.get(kind)
+        video = video.get("url") if isinstance(video, Mapping) else video
+        return Picture.of_video(video, f"{where}.{kind}", part.get("uuid"))
     name = IMAGE_OF_PART.get(kind) or (OBJECT_OF_PART.get(kind) if takes_objects else None)
     if name is None:
         return None
@@ -107,26 +133,32 @@ def is_data_url(url: str) -> bool:
     return url[:5].lower() == "data:"
 
 
-def read_data_url(url: str, where: str, limits: ImageLimits = DEFAULT_LIMITS) -> bytes:
+def read_data_url(url: str, where: str, limits: ImageLimits = DEFAULT_LIMITS, kind: str = "image") -> bytes:
     """Decode a base64 data URL. Raises UserError."""
     head, comma, body = url.partition(",")
-    kind, *options = head[5:].split(";")
+    found, *options = head[5:].split(";")
     if not is_data_url(head) or not comma or "base64" not in options:
-        raise UserError(f"{where}: a data URL of an image must be data:image/...;base64,...", param=where)
-    if kind and not kind.lower().startswith("image/"):
-        raise UserError(f"{where}: a data URL of type {kind!r:.100} holds no image", param=where)
-    return read_base64(body, where, limits)
+        raise UserError(
+            f"{where}: a data URL of {'an' if kind == 'image' else 'a'} {kind} must be data:{kind}/...;base64,...",
+            param=where,
+        )
+    if found and not found.lower().startswith(f"{kind}/"):
+        raise UserError(f"{where}: a data URL of type {found!r:.100} holds no {kind}", param=where)
+    return read_base64(body, where, limits, kind)
 
 
-def read_base64(text: str, where: str, limits: ImageLimits = DEFAULT_LIMITS) -> bytes:
-    """Decode a base64 image file. Raises UserError."""
+def read_base64(text: str, where: str, limits: ImageLimits = DEFAULT_LIMITS, kind: str = "image") -> bytes:
+    """Decode a base64 file. Raises UserError."""
     if len(text) // 4 * 3 > limits.max_bytes + 3:
-        raise too_many_bytes(where, len(text) // 4 * 3, limits)
+        raise too_many_bytes(where, len(text) // 4 * 3, limits, kind)
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
-        raise UserError(f"{where}: the image's data is not valid base64", param=where) from None
+        raise UserError(f"{where}: the {kind}'s data is not valid base64", param=where) from None
 
 
-def too_many_bytes(where: str, num_bytes: int, limits: ImageLimits) -> UserError:
-    return UserError(f"{where}: an image of {num_bytes} bytes is over the limit of {limits.max_bytes}", param=where)
+def too_many_bytes(where: str, num_bytes: int, limits: ImageLimits, kind: str = "image") -> UserError:
+    article = "an" if kind == "image" else "a"
+    return UserError(
+        f"{where}: {article} {kind} of {num_bytes} bytes is over the limit of {limits.max_bytes}", param=where
+    )

@@ -141,7 +141,6 @@ def _shares(count: int, num_ranks: int) -> list[int]:
 
 
 def _rank_for(number: int, ranks: list[set[int]], rows: list[Fraction], placement: Placement) -> int:
-    """Rank for one more copy; a full one may give up one of its experts for it."""
     free = [rank for rank, own in enumerate(ranks) if len(own) < len(placement[rank])]
     open_ranks = [rank for rank in free if number not in ranks[rank]]
     if open_ranks:

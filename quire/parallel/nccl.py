@@ -52,7 +52,6 @@ class NcclGroup:
         torch.cuda.current_stream().synchronize()
 
     def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[ranks, *shape], in rank order."""
         parts = tensor.new_empty(self.size, *tensor.shape)
         self._group._allgather_base(parts, tensor.contiguous()).wait()
         return parts

@@ -35,7 +35,6 @@ def copy_value(reader: TextReader, sink: Sink) -> Steps[None]:
 
 
 def _copy_nested(reader: TextReader, sink: Sink, depth: int = 0) -> Steps[None]:
-    """depth: brackets already open."""
     while True:
         mark = yield from reader.scan(_STRUCTURE, sink)
         if mark in ("", "<"):

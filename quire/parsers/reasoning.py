@@ -39,8 +39,9 @@ class Break:
 
 @dataclass(frozen=True)
 class ThinkFormat:
-    """starts, ends: alternative markers. is_open: the output begins inside reasoning even if the prompt does not say
-    so. around: omitted markers around the answer. stays: reasoning stays in the content, after its start marker."""
+    """Marks of reasoning. starts, ends: alternative markers. is_open: the output begins inside reasoning even if the
+    prompt does not say so. around: omitted markers around the answer. stays: reasoning stays in the content, after its
+    start marker."""
 
     starts: tuple[str, ...] = ("<think>",)
     ends: tuple[str, ...] = ("</think>",)

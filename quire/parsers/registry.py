@@ -315,14 +315,14 @@ def _is_harmony(source: str) -> bool:
 
 
 def tool_format(name: str) -> ToolFormat:
-    """Raises ConfigError for an unknown name."""
+    """Format of a parser. Raises ConfigError for an unknown name."""
     if name not in TOOL_FORMATS:
         raise _unknown("tool_call_parser", name, TOOL_FORMATS)
     return TOOL_FORMATS[name]
 
 
 def reasoning_format(name: str) -> ThinkFormat:
-    """Raises ConfigError for an unknown name."""
+    """Format of a parser. Raises ConfigError for an unknown name."""
     if name not in REASONING_FORMATS:
         raise _unknown("reasoning_parser", name, REASONING_FORMATS)
     return REASONING_FORMATS[name]

@@ -135,7 +135,6 @@ class TagFormat:
                 reader.unread(mark)
 
     def _enter(self, reader: TextReader, output: Output) -> Steps[str | None]:
-        """Enter a section; returns its first call's mark."""
         space = yield from reader.space()
         if (yield from reader.take_if(self.call)):
             return self.call

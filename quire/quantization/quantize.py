@@ -161,7 +161,6 @@ class _Line(NamedTuple):
 
 
 def _better(first: _Line, second: _Line) -> _Line:
-    """The line that explains more, per row."""
     wins = second.explained > first.explained
     return _Line(*(torch.where(wins, new, old) for new, old in zip(second, first, strict=True)))
 

@@ -64,7 +64,6 @@ def _mxfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _rounded(x: torch.Tensor, exponents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes of x / 2 ** exponents, and each group's squared error."""
     size = torch.ldexp(x.double().abs(), -exponents)
     middles = torch.tensor(MIDDLES, dtype=torch.float64)
     # The even code next to a middle is the lower one for every second middle, starting with the first.

@@ -1,8 +1,8 @@
 """Lists of tokens for each row: logit bias, stop tokens, banned sequences, allowed tokens.
 
-All lists lie in one array of 32-bit words, which every platform's kernels read. A header has `HEADER_WORDS` words per
-row: start and number of entries for each kind of list. Entries follow: bias (token, bits of the float32), stop and
-allowed tokens (token), banned sequences (last token, length of the prefix, start of the prefix).
+All lists lie in one array of 32-bit words for every platform's kernels. A header has `HEADER_WORDS` words per row:
+start and number of entries for each kind of list. Entries follow: bias (token, bits of the float32), stop and allowed
+tokens (token), banned sequences (last token, length of the prefix, start of the prefix).
 """
 
 from __future__ import annotations

@@ -67,7 +67,6 @@ def features_of(sampling: SequenceSampling) -> int:
 
 
 def _temperature(sampling: SequenceSampling) -> float:
-    """0 for greedy rows, else at least MIN_TEMPERATURE."""
     params = sampling.params
     return 0.0 if params.is_greedy else max(params.temperature, float(MIN_TEMPERATURE))
 

@@ -96,7 +96,6 @@ class _Processor:
         return [place[id(entry)] for entry in self._entries]
 
     def _update(self, entries: Sequence[ProcessedRow], place: dict[int, int]) -> BatchUpdate | None:
-        """Changes of the batch: new entries fill rows of ended ones."""
         rows = self._entries
         known = {id(entry) for entry in rows}
         new = [entry for entry in entries if id(entry) not in known]

@@ -45,7 +45,7 @@ class Quote(NamedTuple):
 
 
 def quote(request: Request, kv: KVCacheManager, max_chunk: int, num_reserved_blocks: int = 0) -> Quote:
-    """num_reserved_blocks: blocks of requests deferred before it."""
+    """Blocks that a waiting request would take. num_reserved_blocks: blocks of requests deferred before it."""
     sequences, swapped, allocatable = request.live_sequences, request.swapped_blocks, kv.pool.num_allocatable
     num_cached = max_cached = num_new = 0
     if swapped:

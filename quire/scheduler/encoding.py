@@ -1,8 +1,7 @@
 """The scheduler's view of images: encoded ones, and the layers that each plan encodes.
 
-An image is encoded in slices of the tower's layers. A slice's cost counts against the step's token budget. A sequence
-stops before an unencoded image; a request that would begin with one waits in the queue (ImageGate). The workers keep
-features until a plan drops them.
+An image is encoded in slices of the tower's layers. A sequence stops before an unencoded image; a request that would
+begin with one waits in the queue (ImageGate). The workers keep features until a plan drops them.
 """
 
 from __future__ import annotations

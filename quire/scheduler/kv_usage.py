@@ -73,8 +73,8 @@ def num_wasted_slots(running: Iterable[Sequence], kv: KVCacheManager) -> int:
 
 
 def num_reserved_slots(in_flight: Iterable[InFlight], kv: KVCacheManager) -> int:
-    """Slots whose tokens plans in flight compute. O(sequences of the plans; with forks or several plans, their
-    tokens)."""
+    """Number of token slots whose tokens plans in flight compute. O(sequences of the plans; with forks or several
+    plans, their tokens)."""
     flights = list(in_flight)
     if not flights:
         return 0

@@ -37,7 +37,7 @@ class Choice(Protocol):
     """Rule for swapping a victim rather than recomputing it; depends on its arguments alone."""
 
     def __call__(self, footprint: Footprint, num_recomputed_tokens: int) -> bool:
-        """num_recomputed_tokens: tokens to recompute, without certain prefix hits."""
+        """True to swap. num_recomputed_tokens: tokens to recompute, without certain prefix hits."""
         ...
 
 
@@ -179,7 +179,6 @@ def _candidates(request: Request, running: list[Sequence]) -> list[Request]:
 
 
 def _num_tokens_before(running: list[Sequence], order_key: OrderKey, max_chunk: int) -> int:
-    """Bound on the tokens that running sequences take in the next step before a request."""
     return sum(
         min(max_chunk, len(s.token_ids) + s.num_pending_tokens - s.num_computed_tokens)
         if s.request.order_key < order_key

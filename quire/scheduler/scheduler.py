@@ -199,7 +199,7 @@ class Scheduler:
         return self._in_flight[plan.step_id].awaits_masks
 
     def sampling_inputs(self, plan: StepPlan) -> SamplingInputs:
-        """See `EngineScheduler`. A sample without its mask is discarded."""
+        """Masks that a plan in flight expects. A sample without its mask is discarded."""
         in_flight = self._in_flight[plan.step_id]
         inputs, failed = in_flight.sampling_inputs()
         for sequence in in_flight.discarded:
@@ -406,9 +406,10 @@ class Scheduler:
         num_waiting, preemptions = len(self._waiting), self._stats.preemptions_total
         return Load(len(self._requests) - num_waiting, num_waiting, self.kv.pool.num_used, preemptions)
 
-    def snapshot(self) -> KVSnapshot:
+    def snapshot(self, now: float) -> KVSnapshot:
         """Every block and every live request. O(blocks + table entries)."""
-        return take_snapshot(self.kv, dict.fromkeys(s.request for s in self._running.sequences), self._waiting)
+        running = dict.fromkeys(s.request for s in self._running.sequences)
+        return take_snapshot(self.kv, running, self._waiting, now)
 
     def check(self) -> None:
         self.kv.check()

@@ -44,6 +44,10 @@ class RequestView(msgspec.Struct):
     waits_for_prefix: bool
     """Another request computes a prefix that this one will share."""
     sequences: list[SequenceView]
+    seconds: float = 0.0
+    """Time since its arrival."""
+    tokens_per_second: float = 0.0
+    """Generated tokens of all sequences a second since its first step."""
 
 
 class KVSnapshot(msgspec.Struct):
@@ -62,8 +66,8 @@ class KVSnapshot(msgspec.Struct):
     """Running requests in order, then the queue in order, then registered prefixes."""
 
 
-def take_snapshot(kv: KVCacheManager, running: Iterable[Request], waiting: Iterable[Request]) -> KVSnapshot:
-    views = [_view_request(request, kv) for requests in (running, waiting) for request in requests]
+def take_snapshot(kv: KVCacheManager, running: Iterable[Request], waiting: Iterable[Request], now: float) -> KVSnapshot:
+    views = [_view_request(request, kv, now) for requests in (running, waiting) for request in requests]
     views += [_view_prefix(name, prefix, kv) for name, prefix in kv.registered_prefixes()]
     return KVSnapshot(
         block_size=kv.hash_block_size,
@@ -86,7 +90,9 @@ def _num_filled_slots(blocks: BlockTable, num_tokens: int, kv: KVCacheManager) -
     return num_tokens - (len(blocks.tables[0]) - 1) * kv.groups.sizes[0]
 
 
-def _view_request(request: Request, kv: KVCacheManager) -> RequestView:
+def _view_request(request: Request, kv: KVCacheManager, now: float) -> RequestView:
+    ran = 0.0 if request.first_scheduled_time is None else now - request.first_scheduled_time
+    num_generated = sum(sequence.num_output_tokens for sequence in request.sequences)
     is_swapped = any(sequence.swapped is not None for sequence in request.live_sequences)
     return RequestView(
         request_id=request.request_id,
@@ -96,6 +102,8 @@ def _view_request(request: Request, kv: KVCacheManager) -> RequestView:
         num_preemptions=request.num_preemptions,
         num_image_tokens=sum(image.num_tokens for image in request.images),
         waits_for_prefix=request.deferral is not None and request.deferral.reason == PENDING_PREFIX,
+        seconds=round(max(0.0, now - request.arrival_time), 1),
+        tokens_per_second=round(num_generated / ran, 1) if ran > 0 else 0.0,
         sequences=[_view_sequence(sequence, kv) for sequence in request.live_sequences],
     )
 

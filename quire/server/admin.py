@@ -16,6 +16,7 @@ from quire.server.adapters import add_adapter_routes
 from quire.server.auth import admin
 from quire.server.context import ServerContext
 from quire.server.disconnect import run_until_disconnect
+from quire.server.live_admin import add_live_admin_routes
 from quire.server.protocol.common import RequestStruct
 from quire.server.query import truth, whole_number
 from quire.server.reading import read_request
@@ -52,7 +53,7 @@ class PrefixCacheReset(msgspec.Struct):
 
 
 class AbortRequest(RequestStruct, kw_only=True, frozen=True):
-    """request_ids: ids of answers (`cmpl-...`, `chatcmpl-...`, `resp_...`, `msg_...`)."""
+    """Body of an abort. request_ids: ids of answers (`cmpl-...`, `chatcmpl-...`, `resp_...`, `msg_...`)."""
 
     request_ids: str | Annotated[list[str], Meta(max_length=MAX_ABORTED)] | None = None
 
@@ -85,8 +86,8 @@ class TokenizerInfo(msgspec.Struct):
     chat_template: str | None
 
 
-def add_admin_routes(app: FastAPI, context: ServerContext) -> None:
-    """Add the routes that the settings allow. `app.state.unserved` gets the others, as (route, flag) for the error
+def add_admin_routes(app: FastAPI, context: ServerContext, *, has_admin_keys: bool) -> None:
+    """Add the routes that settings and keys allow. `app.state.unserved` gets the others, as (route, flag) for the error
     message."""
     settings = context.settings
     unserved = app.state.unserved = []
@@ -104,6 +105,7 @@ def add_admin_routes(app: FastAPI, context: ServerContext) -> None:
             ),
         ),
         (settings.enable_sleep_mode, "--enable-sleep-mode", (_add_sleep_routes,)),
+        (has_admin_keys, "--admin-api-key", (add_live_admin_routes,)),
         (settings.enable_tokenizer_info_endpoint, "--enable-tokenizer-info-endpoint", (_add_tokenizer_route,)),
     ):
         routes = app if is_on else FastAPI(openapi_url=None)

@@ -101,7 +101,6 @@ class Answer(ABC, Generic[Body]):
         return self._counter.times()
 
     def _times(self) -> AnswerTimes | UnsetType | None:
-        """Durations of the phases and counts of drafts, where allowed."""
         settings = self._context.settings
         level = settings.per_request_spec_decode_metrics
         most = 0 if level == "none" else self._context.engine.engine_config.speculation.max_drafts

@@ -86,7 +86,7 @@ class AnswerFormats:
         )
 
     def answer(self, body: ChatRequest) -> AnswerFormat:
-        """Raises UserError for tools that cannot be used."""
+        """Format of a request's answer. Raises UserError for tools that cannot be used."""
         return AnswerFormat(self, body)
 
 

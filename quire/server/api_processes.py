@@ -214,7 +214,6 @@ class _Parent:
         return is_so()
 
     async def _tell_end(self) -> int:
-        """Print why the server ends; return its exit status."""
         reason = self._reason
         if isinstance(reason, EngineDeadError):
             tell(f"error {reason.error_id}: the engine died: {reason}")
@@ -225,6 +224,9 @@ class _Parent:
 
     async def _drain(self) -> int:
         self._is_draining = True
+        assert self._loop is not None
+        if self._listener.is_inherited:
+            self._loop.remove_reader(self._accepting)  # new connections wait for the next server
         num_running = self._loads.num_unfinished
         tell(f"shutting down: {num_running} requests are running (a second signal leaves at once)")
         for process in self._processes.values():
@@ -290,7 +292,8 @@ class _Parent:
         self._listen()
 
     def _listen(self) -> None:
-        if self._loop is not None and self._has_begun and not self._is_leaving:
+        leaves_them = self._is_leaving or (self._is_draining and self._listener.is_inherited)
+        if self._loop is not None and self._has_begun and not leaves_them:
             self._loop.add_reader(self._accepting, self._accept)
 
     def _accept(self) -> None:

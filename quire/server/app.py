@@ -140,7 +140,7 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, common: Common | None
     add_health_routes(app, context)
     add_metrics_route(app, context)
     add_live_routes(app, context)
-    add_admin_routes(app, context)
+    add_admin_routes(app, context, has_admin_keys=keys.has_admin_keys)
     add_file_routes(app, context, keys, common.numbers)
     add_doors(app, context)
     add_home_routes(app, has_docs=not settings.disable_fastapi_docs, is_ollama=OLLAMA in settings.doors)
@@ -150,6 +150,7 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, common: Common | None
     install_error_handlers(app)
     counter = HttpCounter([route.path for route in app.routes if isinstance(route, Route)], common.numbers)
     metrics.registry.register(counter)
+    context.num_errors = counter.count_of
     add_middleware(app, settings, metrics, counter)
     add_observers(app, context)
     return app

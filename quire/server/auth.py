@@ -49,6 +49,13 @@ def admin(endpoint: Endpoint) -> Endpoint:
     return endpoint
 
 
+def has_admin_key(request: Request) -> bool:
+    """True if the request brings an admin's key, whether or not its route needs one."""
+    given, keys = _given_key(request), request.state.keys
+    client = keys.find(given.encode("latin-1")) if given else None
+    return client is not None and client.is_admin
+
+
 def key_check(keys: KeyRing, *, on_unix_socket: bool = False) -> Callable[[Request], Awaitable[None]]:
     """Dependency of all routes. It raises 401 unless the request brings a known key (`Authorization: Bearer KEY` or
     `x-api-key: KEY`) or none is configured, and 403 without a needed admin's key; then it sets `client_of`.
@@ -74,7 +81,7 @@ def key_check(keys: KeyRing, *, on_unix_socket: bool = False) -> Callable[[Reque
                 raise api_error(401, message, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         if is_admins:
             _check_admin(client, keys, is_local=on_unix_socket or _is_local(request))
-        request.state.client = client
+        request.state.client, request.state.keys = client, keys
         CLIENT.set(client)
         CLIENT_NAME.set(client.name)
         OWNER.set(owner_of(request))

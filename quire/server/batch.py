@@ -66,7 +66,7 @@ async def run_batch(
     custom_ids: Iterable[str] = (),
 ) -> BatchCounts:
     """Answer each line that is not blank at this pace, and write one result each, in order; an invalid line's result is
-    an error. A repeated `custom_id` is invalid, because its answer would be ambiguous. write: may return an awaitable.
+    an error. A repeated `custom_id` is invalid. write: may return an awaitable.
     custom_ids: ids answered before. An error of `lines` or `write` ends the batch."""
     counts = BatchCounts()
     seen = set(custom_ids)
@@ -124,9 +124,10 @@ def read_line(line: bytes) -> BatchLine:
     """Decode and check a line. Raises InvalidLineError."""
     try:
         request = msgspec.json.decode(line, type=BatchLine)
+        problem = _problem(request)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidLineError(f"the line is no request: {error}", MALFORMED, custom_id_of(line)) from None
-    if (problem := _problem(request)) is not None:
+    if problem is not None:
         raise InvalidLineError(problem, custom_id=request.custom_id)
     return request
 
@@ -173,11 +174,15 @@ def _problem(request: BatchLine) -> str | None:
         return f"the method must be POST, not {request.method!r}"
     if request.url not in PATHS:
         return f"the url must be one of {', '.join(PATHS)}, not {request.url!r}"
-    if request.body.get("stream"):
+    if _is_asked(request, "stream"):
         return "a batch is not streamed (stream must be false)"
-    if request.url == "/v1/responses" and request.body.get("background"):
+    if request.url == "/v1/responses" and _is_asked(request, "background"):
         return "a batch waits for its answers (background must be false)"
     return None
+
+
+def _is_asked(request: BatchLine, name: str) -> bool:
+    return name in request.body and bool(msgspec.json.decode(request.body[name]))
 
 
 def _error(message: str, code: str) -> dict[str, str]:

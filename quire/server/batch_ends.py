@@ -45,7 +45,7 @@ def split_journal(space: Space, batch: StoredBatch, journal: Path, rest: Iterato
     with contextlib.ExitStack() as stack:
         with space.lock():
             paths = [space.incoming / f"{secrets.token_hex(16)}.0" for _ in range(2)]
-            output, errors = (stack.enter_context(path.open("xb")) for path in paths)
+            output, errors = (stack.enter_context(open(path, "xb", opener=_private)) for path in paths)
             for path in paths:
                 stack.enter_context(held(path))  # the sweeper leaves what is held
         _separate(journal, output, errors)
@@ -66,6 +66,10 @@ def split_journal(space: Space, batch: StoredBatch, journal: Path, rest: Iterato
                 path.unlink()
             ids.append(file_id if num_bytes else "")
     return ids[0], ids[1]
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _separate(journal: Path, output: BinaryIO, errors: BinaryIO) -> None:

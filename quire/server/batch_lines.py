@@ -15,9 +15,11 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class BatchLine(msgspec.Struct):
+    """Request of a batch. body: its fields, undecoded, because decoding a large body would hold up other requests."""
+
     custom_id: str
     url: str
-    body: dict[str, Any]
+    body: dict[str, msgspec.Raw]
     method: str = "POST"
 
 
@@ -38,14 +40,16 @@ class BatchResult(msgspec.Struct):
     error: Any = None
 
 
+class _Named(msgspec.Struct):
+    custom_id: str
+
+
 def custom_id_of(line: bytes) -> str | None:
     """Return the custom_id of an input line if it can be read, even from an invalid request."""
     try:
-        value = msgspec.json.decode(line.removeprefix(BYTE_ORDER_MARK))
+        return msgspec.json.decode(line.removeprefix(BYTE_ORDER_MARK), type=_Named).custom_id
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-    found = value.get("custom_id") if isinstance(value, dict) else None
-    return found if isinstance(found, str) else None
 
 
 class AnsweredLine(NamedTuple):

@@ -1,8 +1,7 @@
 """Runner of batches: checks their input, answers their lines in the background, and writes their files.
 
 One API process runs all batches; it holds `runner.lock`, which the system gives to another one when it dies. The state
-on disk alone says what is left to do, so a runner that dies at any moment loses nothing and repeats nothing: a result
-in the journal stands, a cut one is computed again.
+on disk alone says what is left to do, so a runner that dies at any moment loses and repeats nothing.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class BatchRunner:
         self._task = asyncio.ensure_future(self._run())
 
     def stop(self) -> None:
-        """End at once. Lines being answered are asked again after the next start."""
+        """End at once; lines being answered are asked again after the next start."""
         if self._task is not None:
             self._task.cancel()
 
@@ -92,7 +91,7 @@ class BatchRunner:
                 try:
                     if loop.time() >= next_sweep:
                         next_sweep = loop.time() + SWEEP_SECONDS
-                        await self._store.run(self._sweep)
+                        await self._store.in_thread(self._sweep)
                     await self._start_next()
                 except OSError:
                     logger.exception("batches: the directory of files fails")
@@ -116,9 +115,9 @@ class BatchRunner:
         """Start the oldest open batch of each key that has none running."""
         busy = {owner for owner, _ in self._running.values()}
         waiting: dict[str, list[StoredBatch]] = {}
-        for owner, batch_id in await self._store.run(open_batches, self._store):
+        for owner, batch_id in await self._store.in_thread(open_batches, self._store):
             if owner not in busy:
-                batch = await self._store.run(Batches(self._store.space(owner)).read, batch_id)
+                batch = await self._store.in_thread(Batches(self._store.space(owner)).read, batch_id)
                 if batch is not None:
                     waiting.setdefault(owner, []).append(batch)
         for owner, batches in waiting.items():
@@ -133,7 +132,7 @@ class BatchRunner:
 
     async def _guarded(self, owner: str, batch: StoredBatch) -> None:
         try:
-            await _Run(self, owner, batch).run()
+            await _Run(self, owner, batch).answer()
         except OSError as error:
             logger.error("batch %s: the disk fails (%s); it goes on in %g s", batch.id, error, DISK_SECONDS)
             await asyncio.sleep(DISK_SECONDS)
@@ -187,10 +186,10 @@ class _Run:
         self._num_left_bytes = 0
         """Bytes that the journal may still grow by."""
 
-    async def run(self) -> None:
+    async def answer(self) -> None:
         batch = self._batch
         if batch.has_ended:
-            await self._store.run(self._batches.clear, batch)
+            await self._store.in_thread(self._batches.clear, batch)
             return
         if batch.status == "validating":
             await self._check()
@@ -212,18 +211,18 @@ class _Run:
         else:
             batch.status = status
             batch.times.setdefault(status, int(self._store.clock()))
-        await self._store.run(self._batches.write, batch)
+        await self._store.in_thread(self._batches.write, batch)
 
     async def _check(self) -> None:
         batch = self._batch
         path = self._batches.path(batch.id, "input")
-        batch.total, batch.errors = await self._store.run(
+        batch.total, batch.errors = await self._store.in_thread(
             check_input, path, batch.endpoint, self._runner.max_line_bytes
         )
         if batch.errors:
             batch.total = 0
             await self._enter("failed")
-            await self._store.run(self._batches.clear, batch)
+            await self._store.in_thread(self._batches.clear, batch)
         else:
             await self._enter("in_progress")
 
@@ -231,16 +230,16 @@ class _Run:
         """Answer the lines that are left; return the batch's outcome, or None if it cannot go on for now."""
         batch, store = self._batch, self._store
         journal = self._batches.path(batch.id, "journal")
-        answered = await store.run(partial(read_answered, journal, is_ours=True))
+        answered = await store.in_thread(partial(read_answered, journal, is_ours=True))
         self._recount(answered)
-        self._num_left_bytes = await store.run(self._room)
+        self._num_left_bytes = await store.in_thread(self._room)
         client = self._runner.client_of(self._owner)
         if store.clock() >= batch.expires_at:
             return "expired"
         if client is None:
             await asyncio.sleep(DISK_SECONDS)
             return None
-        with await store.run(partial(_append_to, journal)) as file:
+        with await store.in_thread(partial(_append_to, journal)) as file:
             work = self._run_lines(client, answered, file)
             answering = asyncio.ensure_future(work)
             try:
@@ -260,7 +259,7 @@ class _Run:
 
     async def _run_lines(self, client: Client, answered: list[AnsweredLine], journal: BinaryIO) -> None:
         seen = {each.custom_id for each in answered if each.custom_id is not None}
-        with await self._store.run(self._batches.path(self._batch.id, "input").open, "rb") as source:
+        with await self._store.in_thread(self._batches.path(self._batch.id, "input").open, "rb") as source:
             lines = _on_threads(self._store, unanswered(source, answered))
             app = self._runner.app_for(client, self._owner)
             await run_batch(app, lines, partial(self._keep, journal), pace=self._runner.pace(), custom_ids=seen)
@@ -271,7 +270,7 @@ class _Run:
         self._num_left_bytes -= len(result)
         if self._num_left_bytes < 0:
             raise _QuotaExceededError
-        await self._store.run(_write, journal, result)
+        await self._store.in_thread(_write, journal, result)
         has_failed = not result.endswith(b'"error":null}\n')
         self._batch.failed += has_failed
         self._batch.completed += not has_failed
@@ -281,7 +280,7 @@ class _Run:
         batch, published = self._batch, -1
         while True:
             done, _ = await asyncio.wait((answering,), timeout=POLL_SECONDS)
-            if await self._store.run(self._batches.is_cancelled, batch.id):
+            if await self._store.in_thread(self._batches.is_cancelled, batch.id):
                 batch.status = "cancelling"
                 batch.times.setdefault("cancelling", int(self._store.clock()))
                 return "cancelled"
@@ -295,7 +294,7 @@ class _Run:
                 return "expired"
             if batch.completed + batch.failed != published:
                 published = batch.completed + batch.failed
-                await self._store.run(self._batches.write, batch)
+                await self._store.in_thread(self._batches.write, batch)
 
     async def _finalize(self) -> None:
         """Write the files of results, under ids that are fixed before: after a crash they are written again."""
@@ -304,14 +303,14 @@ class _Run:
             batch.output_id, batch.error_id = self._store.new_id("file-"), self._store.new_id("file-")
         await self._enter("finalizing")
         journal = self._batches.path(batch.id, "journal")
-        answered = await self._store.run(partial(read_answered, journal, is_ours=True))
+        answered = await self._store.in_thread(partial(read_answered, journal, is_ours=True))
         self._recount(answered)
-        split = await self._store.run(self._split, answered)
+        split = await self._store.in_thread(self._split, answered)
         batch.output_id, batch.error_id = split
         if batch.outcome == QUOTA_EXCEEDED:
             batch.failed = batch.total - batch.completed
         await self._enter("completed" if batch.outcome == QUOTA_EXCEEDED else batch.outcome)
-        await self._store.run(self._batches.clear, batch)
+        await self._store.in_thread(self._batches.clear, batch)
 
     def _split(self, answered: list[AnsweredLine]) -> tuple[str, str]:
         """Write the output file and the error file; returns their ids, empty for a file without lines."""
@@ -338,7 +337,7 @@ def _write(file: BinaryIO, data: bytes) -> None:
 
 async def _on_threads(store: FileStore, lines: Iterator[bytes]) -> AsyncGenerator[bytes, None]:
     """Read lines without waiting for the disk."""
-    while (line := await store.run(next, lines, None)) is not None:
+    while (line := await store.in_thread(next, lines, None)) is not None:
         yield line
 
 

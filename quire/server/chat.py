@@ -289,7 +289,6 @@ class ChatAnswer(Answer[ChatRequest]):
         )
 
     def _read(self, completion: CompletionOutput) -> OutputDelta:
-        """The new text, which metrics count if a tool parser has read it."""
         delta = self._format.read(completion)
         is_streamed = self._asked.is_streamed
         if self._format.reads_calls and (is_streamed or completion.finish_reason is not None):

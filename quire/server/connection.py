@@ -80,7 +80,7 @@ class ConnectionLimits:
 
 
 UPLOAD = "quire.upload"
-"""Entry of a request's scope if its body may take longer than the body timeout while it keeps arriving."""
+"""Entry of a request's scope if its body may take longer than the body timeout."""
 MIN_UPLOADED_BYTES = 64 * 1024
 """Bytes of an upload that must arrive within the body timeout."""
 CHUNK_WRITER = "quire.chunk_writer"
@@ -179,7 +179,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._refuse(_too_much_pipelined())
 
     def _feed(self, data: bytes) -> None:
-        """Parse `data`."""
         while data:
             try:
                 self.parser.feed_data(data)
@@ -291,7 +290,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._end_late()
 
     def _check_reader(self, num_unsent_bytes: int, now: float) -> None:
-        """Close the connection of a client that reads nothing."""
         if self._running is not None and not self.flow.write_paused:
             self._num_unsent_bytes = 0
         elif self._num_unsent_bytes == 0 or num_unsent_bytes <= self._num_unsent_bytes - MIN_READ_BYTES:

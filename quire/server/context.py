@@ -54,6 +54,8 @@ class ServerContext:
     draining: bool = False
     start_seconds: Mapping[str, float] = field(default_factory=dict)
     """Duration of each phase of the start."""
+    num_errors: Callable[[int], int] = lambda _hundreds: 0
+    """Returns the number of requests answered with a status from N00 to N99."""
     num_lines: Callable[[], int] = lambda: 0
     """Number of lines of batches that all API processes are answering."""
     on_start: list[Callable[[], None]] = field(default_factory=list)

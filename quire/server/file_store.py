@@ -41,6 +41,8 @@ RETRY_SECONDS = 10
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 NUM_THREADS = 8
+MAX_RECORDS = 100_000
+"""Records that a process remembers."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -91,8 +93,8 @@ class FileStore:
         except OSError as error:
             raise ConfigError(f"files_dir: cannot use {directory}: {error.strerror}", param="files_dir") from None
 
-    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a function on a thread for files: a slow disk keeps no other request waiting."""
+    async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a function on a thread for files."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *args, **kwargs))
 
     @property
@@ -114,6 +116,8 @@ class FileStore:
         """The record in a file; None if there is none."""
         found = self._records.get(path.name)
         if found is None:
+            if len(self._records) >= MAX_RECORDS:  # some are of files that other processes have deleted
+                self._records.clear()
             content = read_or_none(path)
             if content is None:
                 return None
@@ -136,8 +140,8 @@ class Space:
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
         """Exclude other threads and processes. Makes the directories."""
-        for part in (self.files, self.incoming, self.batches):
-            part.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for part in (self.directory, self.files, self.incoming, self.batches):
+            part.mkdir(mode=0o700, exist_ok=True)
         file = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -280,8 +284,7 @@ class IncomingFile:
 
 @contextlib.contextmanager
 def claimed(directory: Path | None) -> Iterator[None]:
-    """Hold a directory for one server: two would answer each other's batches. None: nothing to hold. Raises ConfigError
-    if a server has it."""
+    """Hold a directory for one server. None: nothing to hold. Raises ConfigError if a server has it."""
     if directory is None:
         yield
         return

@@ -84,7 +84,7 @@ def _add_file_routes(app: FastAPI, context: ServerContext, store: FileStore) -> 
     @app.get(FILES)
     @takes_query("purpose", "limit", "order", "after")
     async def list_files(request: Request) -> Response:
-        found = await store.run(space_of(request, store).list_files)
+        found = await store.in_thread(space_of(request, store).list_files)
         if (purpose := request.query_params.get("purpose")) is not None:
             if purpose not in (BATCH_PURPOSE, OUTPUT_PURPOSE):
                 raise UserError(f"purpose must be {BATCH_PURPOSE} or {OUTPUT_PURPOSE}", param="purpose")
@@ -95,31 +95,31 @@ def _add_file_routes(app: FastAPI, context: ServerContext, store: FileStore) -> 
 
     @app.get(FILES + "/{file_id}")
     async def retrieve_file(request: Request, file_id: str) -> Response:
-        found = await store.run(space_of(request, store).find_file, file_id)
+        found = await store.in_thread(space_of(request, store).find_file, file_id)
         return json_response(found.to_object())
 
     @app.delete(FILES + "/{file_id}")
     async def delete_file(request: Request, file_id: str) -> Response:
-        await store.run(space_of(request, store).delete_file, file_id)
+        await store.in_thread(space_of(request, store).delete_file, file_id)
         return json_response(FileDeleted(file_id))
 
     @app.get(FILES + "/{file_id}/content")
     async def content(request: Request, file_id: str) -> Response:
         space = space_of(request, store)
-        found = await store.run(space.find_file, file_id)
+        found = await store.in_thread(space.find_file, file_id)
         return await _attachment(space, found)
 
 
 async def _attachment(space: Space, record: StoredFile) -> Response:
     """Content of a file, which browsers save and never show."""
     try:
-        file = await space.store.run(os.open, space.data_path(record.id), os.O_RDONLY | os.O_CLOEXEC)
+        file = await space.store.in_thread(os.open, space.data_path(record.id), os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:  # deleted this instant
         space.find_file(record.id)
         raise
 
     async def chunks() -> AsyncGenerator[bytes, None]:
-        while chunk := await space.store.run(os.read, file, CHUNK_BYTES):
+        while chunk := await space.store.in_thread(os.read, file, CHUNK_BYTES):
             yield chunk
 
     headers = {
@@ -153,26 +153,26 @@ def _add_batch_routes(app: FastAPI, context: ServerContext, store: FileStore, ru
         if body.endpoint not in PATHS:
             raise UserError(f"endpoint must be one of {', '.join(PATHS)}, not {body.endpoint!r:.100}", param="endpoint")
         context.check_alive()
-        batch = await store.run(Batches(space_of(request, store)).create, body)
+        batch = await store.in_thread(Batches(space_of(request, store)).create, body)
         runner.wake()
         return json_response(batch.to_object())
 
     @app.get(BATCHES)
     @takes_query("limit", "after")
     async def list_batches(request: Request) -> Response:
-        found = await store.run(Batches(space_of(request, store)).list_batches)
+        found = await store.in_thread(Batches(space_of(request, store)).list_batches)
         page, has_more = _page(request, found, LISTED_BATCHES, MAX_LISTED_BATCHES)
         ids = (page[0].id, page[-1].id) if page else (None, None)
         return json_response(BatchList([each.to_object() for each in page], has_more, *ids))
 
     @app.get(BATCHES + "/{batch_id}")
     async def retrieve_batch(request: Request, batch_id: str) -> Response:
-        found = await store.run(Batches(space_of(request, store)).find_batch, batch_id)
+        found = await store.in_thread(Batches(space_of(request, store)).find_batch, batch_id)
         return json_response(found.to_object())
 
     @app.post(BATCHES + "/{batch_id}/cancel")
     async def cancel_batch(request: Request, batch_id: str) -> Response:
-        found = await store.run(Batches(space_of(request, store)).cancel, batch_id)
+        found = await store.in_thread(Batches(space_of(request, store)).cancel, batch_id)
         runner.wake()
         return json_response(found.to_object())
 

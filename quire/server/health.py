@@ -26,7 +26,7 @@ class Version(msgspec.Struct):
 
 
 class ServerLoad(msgspec.Struct):
-    """server_load: requests that run or wait."""
+    """Body of /load. server_load: requests that run or wait."""
 
     server_load: int
 

@@ -15,6 +15,7 @@ from fastapi import FastAPI
 
 from quire.clock import Clock, SystemClock
 from quire.logging import make_handler
+from quire.server.certificates import CertificateWatch
 from quire.server.connection import BoundedHttpProtocol, ConnectionLimits
 from quire.server.settings import ServerSettings
 
@@ -25,7 +26,12 @@ TICKS_PER_CHECK = 10
 
 
 class HttpServer(uvicorn.Server):
-    """Server that leaves signals to its owner and ends late connections."""
+    """Server that leaves signals to its owner, ends late connections and renews its certificate."""
+
+    def __init__(self, config: uvicorn.Config, certificates: CertificateWatch | None = None) -> None:
+        """certificates: None keeps the certificate of the start."""
+        super().__init__(config)
+        self._certificates = certificates
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -34,6 +40,8 @@ class HttpServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         if counter % TICKS_PER_CHECK == 0:
             self.check_deadlines()
+            if self._certificates is not None and self.config.ssl is not None:
+                self._certificates.check(self.config.ssl)
         return await super().on_tick(counter)
 
     async def adopt(self, connection: socket.socket) -> None:
@@ -84,7 +92,8 @@ def make_http_server(
             ssl_ca_certs=settings.ssl_ca_certs,
             ssl_cert_reqs=settings.ssl_cert_reqs,
             ssl_ciphers=settings.ssl_ciphers or DEFAULT_CIPHERS,
-        )
+        ),
+        CertificateWatch(settings) if settings.enable_ssl_refresh else None,
     )
 
 

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
 from pathlib import Path
 
+import msgspec
+
+from quire import envs
 from quire.errors import ConfigError
 from quire.server.settings import ServerSettings
 
 BACKLOG = 2048
+FIRST_INHERITED = 3
+"""Descriptor of the first socket that systemd passes."""
 
 
 class Listener:
     """Socket bound before the model is loaded; clients connect after `listen`. As a context manager it closes the
     socket and removes its file, unless replaced by another server."""
 
-    def __init__(self, bound: socket.socket, settings: ServerSettings) -> None:
+    def __init__(self, bound: socket.socket, settings: ServerSettings, *, is_inherited: bool = False) -> None:
+        """settings: its address is the socket's. is_inherited: systemd keeps the socket, where connections wait for the
+        next server; its file stays."""
         self.socket = bound
-        self._settings = settings
+        self.is_inherited = is_inherited
+        self.settings = settings
         self._file = None if settings.uds is None else _file_at(settings.uds)
 
     def __enter__(self) -> Listener:
@@ -26,28 +35,31 @@ class Listener:
 
     def __exit__(self, *_error: object) -> None:
         self.socket.close()
-        if (path := self._settings.uds) is not None and _file_at(path) == self._file:
+        if not self.is_inherited and (path := self.settings.uds) is not None and _file_at(path) == self._file:
             Path(path).unlink(missing_ok=True)
 
     @property
     def url(self) -> str:
-        if self._settings.uds is not None:
-            return f"unix:{self._settings.uds}"
-        return f"{self._settings.scheme}://{_host(self._settings.host)}:{self.socket.getsockname()[1]}"
+        if self.settings.uds is not None:
+            return f"unix:{self.settings.uds}"
+        return f"{self.settings.scheme}://{_host(self.settings.host)}:{self.socket.getsockname()[1]}"
 
     def listen(self) -> None:
         """Let clients connect. Raises ConfigError if another server has taken the address."""
-        path = self._settings.uds
+        path = self.settings.uds
         if path is not None and _file_at(path) != self._file:
             raise ConfigError(f"cannot listen on uds {path}: another server has replaced it", param="uds")
         try:
             self.socket.listen(BACKLOG)
         except OSError as error:
-            raise _refusal(self._settings, self.socket.getsockname()[1] if path is None else 0, error) from None
+            raise _refusal(self.settings, self.socket.getsockname()[1] if path is None else 0, error) from None
 
 
 def bind(settings: ServerSettings) -> Listener:
-    """Bind the address. Raises ConfigError if it is in use, forbidden or not local."""
+    """Bind the address, or take the socket that systemd passes (socket activation). Raises ConfigError if the address
+    is in use, forbidden or not local, or several sockets are passed."""
+    if (inherited := _take_inherited()) is not None:
+        return Listener(inherited, _with_address_of(inherited, settings), is_inherited=True)
     if settings.uds is not None:
         return Listener(_bind_path(settings, settings.uds), settings)
     host, port = settings.host, settings.port
@@ -65,6 +77,24 @@ def bind(settings: ServerSettings) -> Listener:
         bound.close()
         raise _refusal(settings, port, error) from None
     return Listener(bound, settings)
+
+
+def _take_inherited() -> socket.socket | None:
+    """Socket that systemd passes to this process, taken out of the environment; None without one."""
+    count = envs.take_passed_sockets()
+    if count == 0:
+        return None
+    if count > 1:
+        raise ConfigError(f"systemd passes {count} sockets; a server takes one (one ListenStream=)", param="port")
+    os.set_inheritable(FIRST_INHERITED, False)
+    return socket.socket(fileno=FIRST_INHERITED)
+
+
+def _with_address_of(inherited: socket.socket, settings: ServerSettings) -> ServerSettings:
+    address = inherited.getsockname()
+    if inherited.family == socket.AF_UNIX:
+        return msgspec.structs.replace(settings, uds=address)
+    return msgspec.structs.replace(settings, uds=None, host=address[0], port=address[1])
 
 
 def _refusal(settings: ServerSettings, port: int, error: OSError) -> ConfigError:

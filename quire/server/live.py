@@ -1,4 +1,5 @@
-"""GET /debug/kv and /debug/kv/events: all KV blocks and live requests, once or as they change."""
+"""GET /debug/kv, /debug/kv/events and /debug/kv/history: all KV blocks and live requests, once or as they change, and
+samples of the last 15 minutes."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ from fastapi import FastAPI, Request, Response
 from quire.dashboard.feed import Feed
 from quire.dashboard.frame import Frame, Observations
 from quire.dashboard.recent import RecentRequests
+from quire.dashboard.trail import Trail, TrailSample
 from quire.kv_cache.stats import shares
+from quire.server.auth import has_admin_key
 from quire.server.context import ServerContext
 from quire.server.errors import invalid_request
 from quire.server.query import takes_query
@@ -22,8 +25,15 @@ DEFAULT_RATE, MIN_RATE, MAX_RATE = 4.0, 0.1, 10.0
 """Events per second."""
 
 
+class KVHistory(msgspec.Struct):
+    """Samples of the last 15 minutes, oldest first. is_admin: the request's key is an admin's."""
+
+    samples: list[TrailSample]
+    is_admin: bool
+
+
 def add_live_routes(app: FastAPI, context: ServerContext) -> None:
-    """Add both routes. They need the key, unlike the page that shows them."""
+    """Add the routes. They need the key, unlike the page that shows them."""
     encoder = msgspec.json.Encoder()
 
     async def poll() -> bytes:
@@ -33,6 +43,9 @@ def add_live_routes(app: FastAPI, context: ServerContext) -> None:
     context.metrics.on_finished.append(recent.note)
     feed = Feed(poll)
     context.on_close.append(feed.close)
+    first = context.metrics.time_to_first_token
+    trail = Trail(lambda: (first.sum, first.count))
+    context.engine.add_listener(trail)
 
     @app.get("/debug/kv")
     async def kv() -> Response:
@@ -43,9 +56,13 @@ def add_live_routes(app: FastAPI, context: ServerContext) -> None:
     async def kv_events(request: Request) -> Response:
         return EventStream(feed.events(parse_rate(request.query_params.get("rate"))))
 
+    @app.get("/debug/kv/history")
+    async def kv_history(request: Request) -> Response:
+        return json_response(KVHistory(trail.samples(), has_admin_key(request)), {"Cache-Control": "no-store"})
+
 
 async def take_frame(context: ServerContext, recent: RecentRequests) -> Frame:
-    """Raises EngineDeadError if the engine is gone."""
+    """Collect the engine's state and recent requests for the dashboard. Raises EngineDeadError."""
     kv = await context.engine.kv_snapshot()
     metrics = context.metrics
     # The engine's answer came with a snapshot of the counters; the metrics already hold it.
@@ -61,6 +78,9 @@ async def take_frame(context: ServerContext, recent: RecentRequests) -> Frame:
         kv=kv,
         shares=shares(metrics.stats),
         recent=recent.recent(),
+        outcomes=metrics.outcomes(),
+        num_client_errors=context.num_errors(4),
+        num_server_errors=context.num_errors(5),
     )
 
 

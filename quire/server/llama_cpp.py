@@ -254,7 +254,6 @@ class _LlamaAnswer:
         )
 
     def _told(self, answer: LlamaResponse) -> bytes:
-        """Encode the fields that the request asks for, in the last piece only; otherwise all."""
         wanted = self._body.response_fields
         if wanted is None or not answer.stop:
             return _encoder.encode(answer)
@@ -272,7 +271,6 @@ def _at(fields: dict[str, Any], path: str) -> Any:
 
 
 def _rates(count: int, milliseconds: float) -> tuple[float, float]:
-    """Return (milliseconds per token, tokens per second), or zeros."""
     if not count or not milliseconds:
         return 0.0, 0.0
     return milliseconds / count, 1000 * count / milliseconds

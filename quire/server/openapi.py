@@ -35,6 +35,8 @@ from quire.server.errors import (
 from quire.server.health import Health, ServerLoad, Version
 from quire.server.invocations import InvocationRequest, InvocationResponse
 from quire.server.keys import KeyRing
+from quire.server.live import KVHistory
+from quire.server.live_admin import AbortLive, LogLines
 from quire.server.protocol.anthropic import CountTokensRequest, MessageResponse, MessagesRequest, TokenCount
 from quire.server.protocol.chat import ChatBatchRequest, ChatChunk, ChatRequest, ChatResponse
 from quire.server.protocol.cohere import CohereEmbedRequest, CohereEmbedResponse
@@ -165,6 +167,7 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
     "/v1/files": [{"purpose": "batch", "file": "requests.jsonl"}],
     "/v1/batches": [{"input_file_id": "file-abc", "endpoint": "/v1/chat/completions", "completion_window": "24h"}],
     "/abort_requests": [{"request_ids": ["cmpl-1"]}],
+    "/debug/abort": [{"request_id": "cmpl-1#1"}],
     "/v1/load_lora_adapter": [{"lora_name": "sql", "lora_path": "/adapters/sql"}],
     "/v1/unload_lora_adapter": [{"lora_name": "sql"}],
     "/detokenize": [{"tokens": [1, 2, 3]}],
@@ -327,6 +330,11 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("get", "/version"): Operation("The server's version", Version, is_public=True),
     ("get", "/load"): Operation("How many requests run or wait", ServerLoad),
     ("get", "/debug/kv"): Operation("Every KV block and every live request", Frame),
+    ("get", "/debug/kv/history"): Operation("Samples of the last 15 minutes", KVHistory),
+    ("post", "/debug/abort"): Operation("End a request early", None, AbortLive, is_admins=True),
+    ("get", "/debug/log"): Operation(
+        "Latest lines of the log", LogLines, parameters={"after": "number of the last known line"}, is_admins=True
+    ),
     ("post", "/pause"): Operation(
         "Start no request until /resume; new ones wait",
         Status,

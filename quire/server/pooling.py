@@ -104,7 +104,6 @@ def _check_task(context: ServerContext, task: str) -> None:
 
 
 def _check_wanted_task(context: ServerContext, task: str) -> None:
-    """Raise ApiError (400) for a requested task that the model cannot do."""
     reason = f"the tasks of this server are {' and '.join(POOLING_TASKS)}"
     if task in POOLING_TASKS:
         try:
@@ -115,7 +114,6 @@ def _check_wanted_task(context: ServerContext, task: str) -> None:
 
 
 async def _texts(context: ServerContext, body: InputFields) -> list[Text]:
-    """Texts of a request, or token ids."""
     if body.messages is not None:
         return [((await render_chat(context, body)).token_ids, None)]
     if body.special_tokens:
@@ -184,7 +182,6 @@ async def _rerank(context: ServerContext, body: RerankRequest) -> RerankResponse
 async def _scores(
     context: ServerContext, body: PairFields, params: PoolingParams, firsts: list[str], seconds: list[str]
 ) -> tuple[list[float], list[RequestOutput]]:
-    """Score of each second text with its first, and all outputs."""
     pooling = context.engine.pooling
     firsts = await _shortened(context, firsts, body.max_tokens_per_query)
     seconds = await _shortened(context, seconds, body.max_tokens_per_doc)

@@ -67,6 +67,7 @@ def serve(
     KeyRing.of(settings)  # refuses a wrong file before the engine starts
     prefixes = read_prefixes(settings)
     with bind(settings) as listener, claimed(settings.files_path), _interruptible():
+        settings = listener.settings
         report.announce(options.model)
         if settings.api_server_count > 1:
             from quire.server.api_processes import serve_with_processes
@@ -142,7 +143,7 @@ class _Service:
             announce()
             tell_systemd("READY=1")
             with log_stats(self._context.settings, lambda: self._context.metrics.stats):
-                status = await self._until_over()
+                status = await self._until_over(listener)
             self._context.close()
             self._server.should_exit = True
             await serving
@@ -151,7 +152,7 @@ class _Service:
             for number in numbers:
                 loop.remove_signal_handler(number)
 
-    async def _until_over(self) -> int:
+    async def _until_over(self, listener: Listener) -> int:
         await first(self._signalled.wait(), self._death())
         tell_systemd("STOPPING=1")
         if not self._signalled.is_set():
@@ -160,6 +161,9 @@ class _Service:
             self._context.drain()
             await asyncio.sleep(OBITUARY_SECONDS)
             return 1
+        if listener.is_inherited:
+            for accepting in self._server.servers:
+                accepting.close()  # new connections wait for the next server
         self._context.drain()
         tell(f"shutting down: {self._engine.num_unfinished} requests are running (a second signal leaves at once)")
         status = await first(self._drain(), self._leave_at_once())

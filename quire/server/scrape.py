@@ -82,11 +82,17 @@ class HttpCounter(Collector):
         self._any = numbers.allocate(len(self._rows))
         """Counts over all statuses."""
         self._cells = numbers.allocate(len(self._rows) * NUM_STATUSES)
+        self._classes = numbers.allocate(NUM_STATUSES // 100)
 
     def count_response(self, handler: str, method: str, status: int) -> None:
         row = self._rows[handler, method if method in METHODS else OTHER]
         self._any.own[row] += 1
         self._cells.own[row * NUM_STATUSES + status] += 1
+        self._classes.own[status // 100] += 1
+
+    def count_of(self, hundreds: int) -> int:
+        """Requests answered with a status of 400 to 499, for `hundreds` 4."""
+        return int(self._classes.total(hundreds))
 
     def collect(self) -> Iterator[Metric]:
         family = CounterMetricFamily(

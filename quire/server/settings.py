@@ -148,6 +148,9 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ssl_cert_reqs: Annotated[
         int, ACCESS("whether clients need a certificate: 0 no, 1 checked if they have one, 2 yes")
     ] = int(ssl.CERT_NONE)
+    enable_ssl_refresh: Annotated[
+        bool, ACCESS("renew the certificate when the files of certificate, key or authorities change")
+    ] = False
     ssl_ciphers: Annotated[str | None, ACCESS("ciphers of TLS 1.2 and below, as OpenSSL writes them")] = None
     max_head_size: Annotated[int | str, HTTP("most bytes of a request's line, headers and trailers")] = "64KiB"
     max_num_headers: Annotated[int, HTTP("most headers of a request")] = 128
@@ -375,8 +378,9 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             missing = "ssl_keyfile" if self.ssl_keyfile is None else "ssl_certfile"
             raise ConfigError("ssl_keyfile and ssl_certfile go together: one is missing", param=missing)
-        if self.ssl_certfile is None and (self.ssl_ca_certs or self.ssl_cert_reqs or self.ssl_ciphers):
-            raise ConfigError("ssl_ca_certs, ssl_cert_reqs and ssl_ciphers need ssl_certfile", param="ssl_certfile")
+        needing = ("ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers", "enable_ssl_refresh")
+        if self.ssl_certfile is None and any(getattr(self, name) for name in needing):
+            raise ConfigError(f"{', '.join(needing)} need ssl_certfile", param="ssl_certfile")
         if self.ssl_cert_reqs not in (0, 1, 2):
             raise ConfigError(f"ssl_cert_reqs must be 0, 1 or 2, not {self.ssl_cert_reqs}", param="ssl_cert_reqs")
         if self.ssl_cert_reqs and self.ssl_ca_certs is None:

@@ -53,18 +53,18 @@ class Uploads:
         if declared.isdigit() and int(declared) > max_file_bytes + MAX_FORM_BYTES:
             raise too_large(max_file_bytes)
         reserved = min(max_file_bytes, int(declared)) if declared.isdigit() else max_file_bytes
-        upload: IncomingFile = await space.store.run(space.begin_upload, reserved)
+        upload: IncomingFile = await space.store.in_thread(space.begin_upload, reserved)
         try:
             async for chunk in request.stream():
                 form.feed(chunk)
                 if len(form.content) >= PIECE_BYTES:
-                    await space.store.run(upload.write, form.take())
-            await space.store.run(upload.write, form.take())
+                    await space.store.in_thread(upload.write, form.take_content())
+            await space.store.in_thread(upload.write, form.take_content())
             terms = form.terms()
             report_ignored(request, self._context, sorted(form.fields.keys() - set(_KNOWN)))
-            return await space.store.run(upload.keep, form.filename, terms.purpose, terms.life)
+            return await space.store.in_thread(upload.keep, form.filename, terms.purpose, terms.life)
         finally:
-            await space.store.run(upload.close)
+            await space.store.in_thread(upload.close)
 
 
 class _Form:
@@ -114,7 +114,7 @@ class _Form:
         if self._num_other_bytes > MAX_FORM_BYTES:
             raise _malformed(f"it has more than {MAX_FORM_BYTES} bytes besides the file")
 
-    def take(self) -> bytes:
+    def take_content(self) -> bytes:
         piece, self.content = bytes(self.content), bytearray()
         return piece
 

@@ -52,7 +52,6 @@ def _bytes(vector: list[float], body: VectorFields) -> bytes:
 
 
 def _to_bfloat16(word: int) -> int:
-    """Upper half of a float32's bits, rounded to nearest, ties to even."""
     return min(word + 0x7FFF + (word >> 16 & 1), 0xFFFFFFFF) >> 16
 
 

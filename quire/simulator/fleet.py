@@ -125,7 +125,6 @@ def _in_order(results: Sequence[list[Metrics]], num_replicas: int) -> list[Metri
 
 
 def _windows(requests: Iterable[TraceRequest], seconds: float) -> Iterator[tuple[float, list[TraceRequest]]]:
-    """(end of a window, requests that arrive in it)."""
     until, arrived = seconds, list[TraceRequest]()
     for request in requests:
         if request.arrival >= until:

@@ -50,7 +50,7 @@ class Jitter:
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Jitter:
-        """Raises UserError or TypeError for a wrong entry of a profile."""
+        """Read a profile's jitter. Raises UserError or TypeError for a wrong entry of a profile."""
         return cls(**{name: tuple((float(at), float(value)) for at, value in pairs) for name, pairs in entry.items()})
 
 

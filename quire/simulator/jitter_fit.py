@@ -54,7 +54,6 @@ def _stalls(seconds: Vector, worked: float) -> Pairs:
 
 
 def _distribution(ratios: Vector) -> Pairs:
-    """(level, mean ratio); levels are skipped until each interval has FEWEST steps."""
     count, ordered = len(ratios), np.sort(ratios)
     if count < FEWEST:
         return ()
@@ -68,7 +67,6 @@ def _distribution(ratios: Vector) -> Pairs:
 
 
 def _normal_scores(values: Vector) -> Vector:
-    """Normal values of the same ranks; equal inputs get their mean."""
     if not len(values):
         return values
     inverse = NormalDist().inv_cdf

@@ -62,7 +62,7 @@ def lengths(mean: float, count: int, longest: int) -> list[int]:
 
 
 def uncorrelated(inputs: list[int], outputs: list[int], rng: random.Random) -> list[tuple[int, int]]:
-    """Pairs in random order: the least correlated of NUM_SHUFFLES random pairings."""
+    """Pair lengths in tokens at random: the least correlated of NUM_SHUFFLES pairings, in random order."""
     expected = sum(inputs) * sum(outputs) / len(inputs)
 
     def shuffled() -> list[int]:
@@ -156,7 +156,6 @@ def _translation(num_shared: int) -> Callable[[random.Random], Iterator[TraceReq
 
 
 def _chat(rng: random.Random) -> Iterator[TraceRequest]:
-    """Conversations of one to twelve turns with ShareGPT's lengths; a request is a random turn."""
     inputs, outputs = _table(SHAREGPT.mean_input, LONGEST_INPUT), _table(SHAREGPT.mean_output, LONGEST_OUTPUT)
     while True:
         turn = rng.randint(1, 12)

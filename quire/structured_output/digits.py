@@ -71,7 +71,6 @@ def _digits(value: int) -> str:
 
 
 def _between(low: str, high: str) -> str:
-    """Expression for the digit texts between two of equal length."""
     common = next((index for index, (a, b) in enumerate(zip(low, high, strict=True)) if a != b), len(low))
     prefix, low, high = low[:common], low[common:], high[common:]
     if not low:
@@ -87,7 +86,6 @@ def _between(low: str, high: str) -> str:
 
 
 def _at_least(digits: str) -> list[str]:
-    """Expressions for equally long digit texts that are not lower."""
     found = []
     kept = digits.rstrip("0")
     for index, digit in enumerate(kept):
@@ -114,7 +112,7 @@ def _any(count: int) -> str:
 
 
 def number_range(low: Bound | None, high: Bound | None) -> str | None:
-    """Expression for numbers without exponents; None: there are none."""
+    """Regular expression for numbers in a range, without exponents; None: there are none."""
     if low is not None and high is not None and not _has_numbers(low, high):
         return None
     options = []
@@ -177,7 +175,7 @@ def _to(rest: str, is_exclusive: bool) -> list[str]:
 
 
 def _fraction_between(low: str, low_exclusive: bool, high: str, high_exclusive: bool) -> str:
-    """low must be below high, or equal to it with both included."""
+    """Expression for a fraction between bounds. low must be below high, or equal to it with both included."""
     if not low and not low_exclusive:
         return _fraction_to(high, high_exclusive) or ""
     if low == high:

@@ -148,7 +148,6 @@ class ForkServer:
         return rehearsal
 
     def _take_spare(self) -> Rehearsal | None:
-        """A live spare fork."""
         while self._spare:
             rehearsal = self._spare.pop()
             if os.waitpid(rehearsal.pid, os.WNOHANG) == (0, 0):

@@ -76,7 +76,7 @@ def _check_lengths(params: StructuredOutputsParams) -> None:
 
 
 def json_text(value: str | dict[str, Any] | bool) -> str:
-    """Raises ValueError for a text that is too large or not JSON."""
+    """A schema as JSON. Raises ValueError for a text that is too large or not JSON."""
     text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
     if len(text) > MAX_GRAMMAR_CHARACTERS:
         raise ValueError(f"it has {len(text)} characters, more than {MAX_GRAMMAR_CHARACTERS}")

@@ -81,7 +81,7 @@ class NormalSchema:
 
 
 def parse_schema(text: str) -> Any:
-    """Value of a JSON text, with its numbers' spelling. Raises ValueError."""
+    """Value of a JSON text, with its numbers' spelling. Raises ValueError for invalid JSON."""
     found = json.loads(text, parse_float=Written.of, parse_constant=_refuse_constant)
     level = [found]
     for _ in range(MAX_DEPTH):
@@ -418,7 +418,7 @@ class Normaliser:
         return int(value)
 
     def shared(self, schema: Any) -> Any:
-        """A normal schema for several places: a reference if it is large."""
+        """Return a normalised schema for several places: a $ref to it if it has nested parts."""
         if not isinstance(schema, dict) or not any(isinstance(part, dict | list) for part in schema.values()):
             return schema
         name = f"s{len(self._found.definitions)}_{len(self._names)}"
@@ -429,7 +429,7 @@ class Normaliser:
         self._found.has_patterns = True
 
     def matcher(self, pattern: str, node: patterns.Node) -> patterns.PatternMatcher:
-        """Raises ValueError if the pattern is too large."""
+        """Matcher of a pattern. Raises ValueError if the pattern is too large."""
         if pattern not in self._matchers:
             self._matchers[pattern] = patterns.PatternMatcher(node, self._budget)
         return self._matchers[pattern]

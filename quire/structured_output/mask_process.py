@@ -109,7 +109,7 @@ class Compiled:
         return self._start is None and self._compile_seconds > SLOW_SECONDS
 
     def start(self, vocabulary: LLTokenizer) -> LLMatcher:
-        """Raises UserError."""
+        """New matcher at the grammar's start. Raises UserError."""
         with self._lock:
             if self._start is None:
                 start = start_matcher(vocabulary, self._text)
@@ -245,7 +245,6 @@ class MaskProcess:
         return task
 
     def _stand_by(self, thread: int) -> None:
-        """Wait, and lead if the other thread is held up. Called under the lock."""
         now = time.monotonic()
         if self._began and now - self._began > PATIENCE:
             self._leader, self._began = thread, 0.0

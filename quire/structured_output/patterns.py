@@ -72,7 +72,7 @@ class UnknownSyntaxError(ValueError):
 
 
 def parse(pattern: str) -> Node:
-    """Raises ValueError, and UnknownSyntaxError for flags."""
+    """Parse a regular expression. Raises ValueError, and UnknownSyntaxError for flags."""
     if len(pattern) > MAX_CHARACTERS:
         raise ValueError(f"it has {len(pattern)} characters, more than {MAX_CHARACTERS}")
     return _Parser(pattern).parse()
@@ -332,7 +332,6 @@ def num_words(node: Node) -> int:
 
 
 def _counted(node: Node) -> tuple[int, int]:
-    """(unbounded repetitions in succession, `num_words`)."""
     match node:
         case PatternSequence(parts):
             found = [_counted(part) for part in parts]
@@ -351,7 +350,7 @@ class Budget:
         self._num_steps = num_steps
 
     def spend(self, count: int = 1) -> None:
-        """Raises ValueError when no steps are left."""
+        """Count steps. Raises ValueError when no steps are left."""
         self._num_steps -= count
         if self._num_steps < 0:
             raise ValueError("the patterns are too large to be compared with the names of properties")

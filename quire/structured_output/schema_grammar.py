@@ -183,7 +183,6 @@ class LarkWriter:
         return alone
 
     def _several(self, item: str, low: int, high: int | None) -> tuple[str, str]:
-        """Rules for `low` to `high` items after others, and alone. high: not 0."""
         behind = self._rule(f'("," {item}){{{low},{"" if high is None else high}}}')
         rest = "" if high == 1 else f' ("," {item}){{{max(low - 1, 0)},{"" if high is None else high - 1}}}'
         return behind, self._rule(f"{item}{rest}" + ("" if low else ' | ""'))

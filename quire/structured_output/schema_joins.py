@@ -42,13 +42,13 @@ class JoinBudget:
     num_compared: int = 0
 
     def spend(self, count: int) -> None:
-        """Raises ValueError beyond the limit."""
+        """Count joins. Raises ValueError beyond the limit."""
         self.num_steps += count
         if self.num_steps > MAX_STEPS:
             raise ValueError(f"allOf or oneOf of as many parts {BESIDE}")
 
     def compare(self, count: int) -> None:
-        """Raises ValueError beyond the limit."""
+        """Count comparisons. Raises ValueError beyond the limit."""
         self.num_compared += count
         if self.num_compared > MAX_COMPARISONS:
             raise ValueError(f"oneOf of as many parts {BESIDE}")
@@ -87,7 +87,7 @@ class Joiner:
         self._constants: dict[int, tuple[Any, set[str] | None]] = {}
 
     def join_all(self) -> None:
-        """Raises ValueError for what cannot be joined."""
+        """Join all schemas. Raises ValueError for what cannot be joined."""
         for name in list(self._definitions):
             self._definitions[name] = self._flattened(self._definitions[name])
         self._schema.root = self._flattened(self._schema.root)

@@ -94,7 +94,7 @@ class SchemaNumbers:
         return self.multiple is None or Fraction(number) % self.multiple == 0
 
     def joined(self, other: SchemaNumbers) -> SchemaNumbers:
-        """Raises ValueError for two different multiples."""
+        """Keywords that demand both. Raises ValueError for two different multiples."""
         multiples = {each.multiple for each in (self, other)} - {None}
         if len(multiples) > 1:
             raise ValueError("multipleOf is not supported in several schemas beside numbers of more than 53 bits")

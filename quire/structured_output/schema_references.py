@@ -49,7 +49,7 @@ class References:
         return self._resource_of[id(node)].draft
 
     def target(self, node: dict[str, Any], keyword: str) -> Any:
-        """Raises ValueError if the document lacks the schema."""
+        """Schema that a reference names. Raises ValueError if the document lacks the schema."""
         reference = node[keyword]
         if not isinstance(reference, str):
             raise ValueError("a reference must be a string")

@@ -159,7 +159,6 @@ class ConstraintService:
         return self._connection
 
     def _end_server(self) -> str:
-        """End the fork server and its forks. Returns how it ended."""
         if self._process is None or self._connection is None or self._finalizer is None:
             return ""
         self._finalizer()

@@ -34,7 +34,7 @@ ANY_TEXT = r"/(.|\n)*/"
 
 
 class TagGrammar:
-    """Writer of one structural tag's rules. `rules` has one line for each."""
+    """Writer of a structural tag's grammar in Lark's syntax. `rules`: one line per rule."""
 
     def __init__(
         self, special_tokens: Mapping[str, int], schema_options: dict[str, Any], *, closed: bool = False
@@ -186,7 +186,6 @@ def _from_structures(tag: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_fields(form: dict[str, Any], kind: str) -> None:
-    """Raises UserError for a field without effect."""
     unknown = next((name for name in form if name not in ("type", *FIELDS[kind])), None)
     if unknown is not None:
         raise _error(f"a format of type {kind} has no field {unknown!r:.100}")

@@ -61,7 +61,6 @@ class Charsmap:
         return length, None if value is None else self._replacement(value)
 
     def _children(self, place: int) -> int:
-        """Base place of a unit's children; XOR with a byte gives the child's place."""
         unit = self._units[place]
         return place ^ (unit >> 10) << ((unit & 1 << 9) >> 6)
 
@@ -75,7 +74,6 @@ class Charsmap:
         return self._replacements[first:last].decode(errors="replace")
 
     def _ascii_depth(self) -> int | None:
-        """Maximum number of printable ASCII characters at the start of a sequence; None if unbounded."""
         nodes, depth = [self._root], 0
         while nodes:
             below = []

@@ -81,7 +81,7 @@ def _stated(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _processor_template(path: Path, config: Mapping[str, Any], *, alone: bool) -> str | None:
-    """alone: the tokenizer has no template."""
+    """Template of processor files, if any. alone: the tokenizer has no template."""
     has_processor = any(file_bytes(path / name) is not None for name in _PROCESSOR_FILES)
     if not alone and not has_processor and "processor_class" not in config:
         return None

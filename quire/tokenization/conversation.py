@@ -32,12 +32,12 @@ ContentFormat = Literal["auto", "string", "openai"]
 T = TypeVar("T")
 
 
-IMAGE = "image"
-"""Type of a MessagePart that stands for an image."""
+IMAGE, VIDEO = "image", "video"
+"""Types of a MessagePart that stands for an image or a video."""
 
 
 class MessagePart(msgspec.Struct, frozen=True, gc=False):
-    """Part of a message. type: "text", or IMAGE, with empty text; the conversation holds the image."""
+    """Part of a message. type: "text", or IMAGE or VIDEO, with empty text; the conversation holds the picture."""
 
     type: str
     text: str
@@ -103,7 +103,7 @@ def messages_of(
         if picture is None:
             return MessagePart("text", text_of_part(part, path))
         pictures.append(picture)
-        return MessagePart(IMAGE, "")
+        return MessagePart(VIDEO if picture.is_video else IMAGE, "")
 
     messages = [_message(message, f"{where}[{index}]", part_of) for index, message in enumerate(given)]
     if not messages:

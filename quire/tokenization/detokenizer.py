@@ -61,7 +61,7 @@ class IncrementalDetokenizer:
         return "".join([push(token_id) for token_id in token_ids if token_id not in skipped])
 
     def push(self, token_id: int) -> str:
-        """See `append`."""
+        """Decode one token; return the text that it completes."""
         return "" if token_id in self._skipped else self._push(token_id)
 
     def flush(self) -> str:

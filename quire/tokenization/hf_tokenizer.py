@@ -67,7 +67,7 @@ def tokenizer_file(path: Path, config: Mapping[str, Any]) -> Path:
 
 
 def read_tokenizer_json(file: Path, directory: Directory) -> HFTokenizer:
-    """Raises ModelLoadError."""
+    """Read a tokenizer.json. Raises ModelLoadError."""
     content = read_vocabulary(file, directory.limit)
     with refusing(file, "is not a readable tokenizer"):
         check_charsmaps(content)

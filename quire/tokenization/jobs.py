@@ -107,7 +107,7 @@ class Read(msgspec.Struct, frozen=True, tag=True):
 
 
 class Rendered(msgspec.Struct, frozen=True, tag=True):
-    """is_long: the token ids follow, as for a Text."""
+    """Rendered conversation. is_long: the token ids follow, as for a Text."""
 
     text: str
     is_long: bool = False
@@ -123,7 +123,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Encoded(msgspec.Struct, frozen=True, tag=True):
-    """ids: packed by `packed`."""
+    """Tokenised text. ids: packed by `packed`."""
 
     ids: bytes
 

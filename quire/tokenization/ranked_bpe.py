@@ -143,7 +143,6 @@ def _object(fields: Fields, key: str) -> Mapping[str, Any]:
 
 
 def _letters() -> list[str]:
-    """Character of each byte in a byte-level vocabulary: itself if printable, else one from 256 on."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]

@@ -10,7 +10,7 @@ from typing import Any
 
 from jinja2 import nodes
 
-IMAGE = "image"
+IMAGES = ("image", "video")
 
 
 class ImagesRefusedError(Exception):
@@ -39,10 +39,10 @@ def adapt_message(message: dict[str, Any], *, as_parts: bool, knows_developer: b
     or, with `as_parts`, a list of parts; a tool's message stays a string unless it has images. A developer's message
     becomes the system's if the template does not know developers. Raises ImagesRefusedError for images in a string."""
     parts = message["content"] or []
-    role, has_images = message["role"], any(part["type"] == IMAGE for part in parts)
+    role, has_images = message["role"], any(part["type"] in IMAGES for part in parts)
     content: Any
     if as_parts and (role != "tool" or has_images):
-        content = [{"type": IMAGE} if part["type"] == IMAGE else part for part in parts]
+        content = [{"type": part["type"]} if part["type"] in IMAGES else part for part in parts]
     elif has_images:
         raise ImagesRefusedError("it takes text alone, and a message has an image")
     else:

@@ -63,7 +63,8 @@ class TemplateRenderer:
         self._compiled: dict[str, CompiledTemplate] = {}
 
     def answer(self, request: Render, messages: bytes | bytearray) -> Rendered | Failed:
-        """Raises nothing, but the system's limits may end the process. messages: frame after the request."""
+        """Render a conversation. Raises nothing, but the system's limits may end the process. messages: frame after the
+        request."""
         try:
             template = self._template(request)
         except MemoryError:

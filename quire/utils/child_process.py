@@ -57,7 +57,6 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _children(parent: int, stack: contextlib.ExitStack) -> list[int]:
-    """Descriptors of a process's children, which `stack` closes; empty without /proc and pidfds."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat") if hasattr(os, "pidfd_open") else ():
         with contextlib.suppress(OSError):  # it has ended meanwhile

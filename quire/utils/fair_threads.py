@@ -68,7 +68,6 @@ class FairThreads:
         self._threads.shutdown(wait=wait)
 
     def _work(self) -> None:
-        """Do all work that may run now."""
         while (item := self._next()) is not None:
             try:
                 self._do(item)

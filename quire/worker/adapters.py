@@ -52,8 +52,8 @@ class AdapterLoads:
             adapters.load(slot, adapter)
 
     def begin_plan(self, plan: StepPlan) -> None:
-        """Start the plan's loads, and wait for those whose first rows it brings. Raises ModelLoadError for a load that
-        failed only here."""
+        """Start the plan's loads of adapters, and wait for those whose first rows it brings. Raises ModelLoadError for
+        a load that failed only here."""
         for slot, adapter in () if plan.adapters is None else plan.adapters.loads:
             self.held.pop(slot, None)
             self._orders[slot] = adapter
@@ -65,7 +65,7 @@ class AdapterLoads:
                     load.result()
 
     def end_plan(self, plan: StepPlan) -> list[tuple[int, str]]:
-        """Ended loads as (slot, error or ""), for StepResult."""
+        """Adapter loads that have ended, as (slot, error or ""), for StepResult."""
         if plan.adapters is not None and plan.adapters.awaits_report:
             wait(self._loading.values(), PATIENCE, FIRST_COMPLETED)
         ended = []

@@ -207,7 +207,7 @@ class CudaGraphRunner:
     def _try_capture(
         self, capture: GraphCapture, key: Execution, batch: DeviceBatch, columns: TokenColumns
     ) -> _CapturedPass | None:
-        """None if memory has run out."""
+        """Captured pass; None if memory has run out."""
         try:
             with capturing(capture):
                 if key.kind == "full":
@@ -324,7 +324,6 @@ class _Pieces(AttentionStep):
         return self._between("add_behind", (layer,), x)
 
     def _part(self, tokens: torch.Tensor, width: int) -> torch.Tensor:
-        """Contiguous [T, width] view of the shared output; widths differ between layers."""
         return self._attended.view(-1)[: len(tokens) * width].view(len(tokens), width)
 
     def _between(self, method: str, layer: tuple[Any, ...], *args: Any) -> Any:

@@ -56,7 +56,7 @@ def _as_made(rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> np.
 
 
 class HostDrafts:
-    """Drafts on a CPU, where the host knows all tokens."""
+    """Makes and verifies drafts on a CPU, where the host knows all tokens."""
 
     writes_blocks = False
     """True if making drafts writes to the KV cache."""
@@ -68,7 +68,8 @@ class HostDrafts:
     """Numbers of the layers whose results it reads."""
 
     def __init__(self, num_rows: int, max_drafts: int, finder: Finder, *, has_states: bool) -> None:
-        """has_states: True for a model with states kept at borders; no draft may be the last token before one."""
+        """has_states: True for a model with recurrent states, kept at borders (STATE_BORDER); no draft may be the last
+        token before one."""
         self.finder = finder
         self._overwrite: Overwrite = _as_made
         self._has_states = has_states
@@ -113,7 +114,6 @@ class HostDrafts:
         """Reset a row that starts as a copy of another."""
 
     def _found(self, row: int, length: int, wanted: int) -> list[int]:
-        """Drafts of a row with `length` known tokens, at best `wanted`."""
         tokens: list[int] = self._drafts[row, : self._counts[row]].tolist()
         return tokens
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 
 class HeadDrafts(HostDrafts):
-    """Makes drafts with a model's head on a CPU. Rows without a computed step have no drafts, nor have children in
-    their first step."""
+    """Makes drafts with a model's head on a CPU. Rows without a computed step have no drafts, and neither have children
+    in their first step."""
 
     writes_blocks = True
     follows = True

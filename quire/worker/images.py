@@ -7,7 +7,6 @@ import time
 import numpy as np
 import torch
 
-from quire.config.vision import CACHE_BYTES
 from quire.image_orders import ImageOrders, ImagePlace
 from quire.models.vision import EncoderRun, VisionEncoder
 from quire.models.vision_grid import copied_to
@@ -56,11 +55,7 @@ class ImageOverlays:
     def working_bytes(self, max_tokens: int) -> int:
         """Upper estimate in bytes of features and the encoder's working memory, in float32. max_tokens: limit of a
         prompt, which bounds an image's placeholders."""
-        config = self.encoder.config
-        tokens = min(max_tokens, self._processor.max_tokens)
-        patches = tokens * config.merge_size**2
-        per_patch = 10 * config.hidden_size + config.intermediate_size + config.patch_values + config.merged_size
-        return CACHE_BYTES + 4 * (2 * patches * per_patch + tokens * config.feature_size)
+        return self.encoder.config.working_bytes(min(max_tokens, self._processor.max_tokens))
 
     def release_workspaces(self) -> None:
         """Free working memory and drop all features."""
@@ -104,7 +99,8 @@ class ImageOverlays:
                 (self._kept[part.key],), self._run = features, None
 
     def _begin(self, image: PromptImage) -> EncoderRun:
-        pixels = np.frombuffer(image.pixels, np.uint8).reshape(*image.size, 3)
+        pixels = np.frombuffer(image.pixels, np.uint8).reshape(-1, *image.size, 3)
+        pixels = pixels[0] if len(pixels) == 1 else pixels  # of a video's part several
         merge = self.encoder.config.merge_size
         frames, rows, columns = image.grid
         grid = frames, rows * merge, columns * merge

@@ -13,8 +13,8 @@ from quire.worker.pooling import generated_samples
 def read_masks(
     inputs: SamplingInputs, plan: StepPlan, vocab_size: int, firsts: np.ndarray | None = None
 ) -> TokenMasks | None:
-    """Masks of sampled rows; None if no row has one. firsts: see SampleRows. Raises QuireError for inputs that do not
-    fit the plan or the vocabulary."""
+    """Token masks for a plan's sampled rows; None if no row has one. firsts: see SampleRows. Raises QuireError for
+    inputs that do not fit the plan or the vocabulary."""
     num_words = -(-vocab_size // 32)
     masks, expected = inputs.masks, plan.masked_samples
     if inputs.step_id != plan.step_id or not (masks.keys() | inputs.draft_masks.keys()).issubset(expected):

@@ -45,7 +45,7 @@ def layers_of(layout: KVCacheLayout, layers: range) -> KVCacheLayout:
 
 
 class ModelDrafts(HostDrafts):
-    """Makes drafts with a model on a CPU."""
+    """Makes drafts on a CPU with a second, smaller model."""
 
     writes_blocks = True
 

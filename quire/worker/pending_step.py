@@ -64,7 +64,7 @@ class PendingStep:
             self._callbacks.append(callback)
 
     def settle(self) -> None:
-        """Wait for the end. Raises only interrupts, whichever step they hit."""
+        """Wait for this step's end, without its error. Raises only interrupts."""
         collect, self._collect = self._collect, None
         if collect is None:
             return

@@ -127,7 +127,6 @@ class RequestState:
                 self._copy_parent(fork, sampled_at)
 
     def _take_row(self, seq_id: int, sampling: SequenceSampling) -> int:
-        """Take the lowest free row, so that tables stay compact."""
         assert seq_id not in self._row_of, f"sequence {seq_id} has a row already"
         assert self._free, f"no free row for sequence {seq_id}: {len(self._row_of)} sequences are live"
         row = self._row_of[seq_id] = heapq.heappop(self._free)

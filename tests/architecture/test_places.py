@@ -68,10 +68,10 @@ def test_the_distribution_names_itself_and_its_extras() -> None:
     extras = project["optional-dependencies"]
     assert project["name"] == "quire-llm"
     own = [line for each in extras.values() for line in each if line.startswith("quire")]
-    assert own == ["quire-llm[images,otel]"]
+    assert own == ["quire-llm[images,videos,otel]"]
     calls = (node for module in modules() for node in module.nodes if isinstance(node, ast.Call))
     hints = [ast.literal_eval(node.args[0]) for node in calls if ast.unparse(node.func) == "how_to_install"]
-    assert sorted(set(hints)) == ["bench", "images", "otel", "ray", "transformers"]
+    assert sorted(set(hints)) == ["bench", "images", "otel", "ray", "transformers", "videos"]
     assert set(hints) <= set(extras)
 
 

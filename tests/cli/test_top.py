@@ -94,6 +94,7 @@ def test_a_server_that_does_not_answer(capsys: pytest.CaptureFixture[str], flags
         (["--rate", "0"], "must be from 0.1 to 10"),
         (["--rate", "11"], "must be from 0.1 to 10"),
         (["--onse"], "did you mean '--once'?"),
+        (["--sort", "name"], "invalid choice: 'name'"),
     ],
 )
 def test_wrong_use(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,6 +183,19 @@ def test_q_leaves_and_the_terminal_is_as_it_was(server: Process) -> None:
         os.write(terminal.master, b"xq")
         terminal.process.wait()
         assert termios.tcgetattr(terminal.master) == before
+        assert terminal.finish() == (0, "")
+    finally:
+        terminal.close()
+
+
+@pytest.mark.usefixtures("request_running")
+def test_a_key_changes_the_order(server: Process) -> None:
+    terminal = Terminal(server.url, "--api-key", KEY, "--sort", "tokens")
+    try:
+        terminal.read_until("by tokens")
+        os.write(terminal.master, b"s")
+        terminal.read_until("by blocks")
+        os.write(terminal.master, b"q")
         assert terminal.finish() == (0, "")
     finally:
         terminal.close()

@@ -72,10 +72,11 @@ def test_other_methods(given: dict[str, Any], expected: SpeculationConfig) -> No
 
 
 @pytest.mark.parametrize("method", [{"method": "suffix"}, {"method": "custom_class", "model": "a.B"}], ids=str)
-def test_methods_of_a_cpu(method: dict[str, Any]) -> None:
+def test_methods_of_texts_run_on_a_device(method: dict[str, Any]) -> None:
     given = {"num_speculative_tokens": 2, **method}
-    with pytest.raises(ConfigError, match="runs on a CPU so far: choose ngram"):
-        resolve(EngineOptions(attention_backend="triton", speculative_config=given))
+    found = resolve(EngineOptions(attention_backend="triton", speculative_config=given))
+    assert found.speculation.method == method["method"]
+    assert found.takes_predictions == (method["method"] == "suffix")
 
 
 @pytest.mark.parametrize(

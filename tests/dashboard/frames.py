@@ -15,5 +15,5 @@ def frame_of(driver: CoreDriver, *, first_tokens: tuple[float, int] = (0.0, 0)) 
         is_draining=False,
         time_to_first_token=Observations(*first_tokens),
         stats=driver.core.stats(),
-        kv=driver.scheduler.snapshot(),
+        kv=driver.scheduler.snapshot(driver.clock.now()),
     )

@@ -209,6 +209,17 @@ class TestConversation:
         assert page.evaluate(f"{LAST}.querySelector('.thoughts .prose').textContent") == "hm"
         assert page.evaluate(f"{PROSE}.innerText") == "yes"
 
+    def test_copying_without_a_clipboard(self, page: Chromium) -> None:
+        """Pages over plain HTTP have none."""
+        page.evaluate("Object.defineProperty(navigator, 'clipboard', {value: undefined})")
+        ask(page, "=`a` <b>")
+        page.evaluate("document.addEventListener('copy', () => { window.copied = document.activeElement.value; })")
+        script = f"((button) => {{ button.click(); return button.innerText; }})({LAST}.querySelector('footer button'))"
+        answer = page.call("Runtime.evaluate", expression=script, userGesture=True)
+        assert answer["result"]["value"] == "Copied"
+        assert page.evaluate("window.copied") == "`a` <b>"
+        assert page.evaluate("document.activeElement.innerText") == "Copied", "the focus is where it was"
+
     def test_files_hold_conversations(self, page: Chromium, server: Process) -> None:
         show(page, server, [talk("=a", "a", settings={"temperature": 0.5, "system": "s"}), {"messages": 3}, None, 7])
         assert names(page) == ["=a"]

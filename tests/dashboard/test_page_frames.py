@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,6 +15,19 @@ import pytest
 
 from quire.dashboard.page import load_page
 from quire.dashboard.recent import EndedRequest, Percentiles, Recent
+from quire.dashboard.trail import TrailSample
+from quire.server.live import KVHistory
+from quire.server.live_admin import LogLines
+from quire.server.log_tail import LogLine
+from quire.server.protocol.pooling import (
+    ClassificationItem,
+    ClassificationRequest,
+    ClassificationResponse,
+    EmbeddingItem,
+    EmbeddingRequest,
+    EmbeddingResponse,
+    PoolingUsage,
+)
 from tests.dashboard.chromium import Chromium, browser, find_chromium
 from tests.dashboard.frames import frame_of
 from tests.dashboard.test_page import COUNTS, text
@@ -23,14 +36,27 @@ from tests.fakes.core import CoreDriver, make_config
 pytestmark = pytest.mark.browser
 
 
+Answers = dict[str, Callable[[str, bytes], bytes]]
+"""Paths of other routes, with what they answer to a path with its query and a body."""
+
+
 @contextmanager
-def shown(tab: Chromium, frame: Any) -> Iterator[None]:
+def shown(tab: Chromium, frame: Any, answers: Answers | None = None, view: str = "#server") -> Iterator[None]:
     """The page, connected to a server that sends this frame and nothing more."""
     page, over = load_page(), threading.Event()
+    answers = {"/debug/kv/history": lambda *_: msgspec.json.encode(KVHistory([], is_admin=False)), **(answers or {})}
     event = b"data: %b\n\n" % msgspec.json.encode(frame)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            path = self.path.partition("?")[0]
+            if path in answers:
+                body = answers[path](self.path, self.rfile.read(int(self.headers["Content-Length"] or 0)))
+                self.send_response(200)
+                self.send_header("Content-Type", "application/json")
+                self.end_headers()
+                self.wfile.write(body)
+                return
             is_page = self.path == "/"
             self.send_response(200)
             self.send_header("Content-Type", "text/html; charset=utf-8" if is_page else "text/event-stream")
@@ -39,6 +65,8 @@ def shown(tab: Chromium, frame: Any) -> Iterator[None]:
             self.wfile.write(page.html if is_page else event)
             if not is_page:
                 over.wait()
+
+        do_POST = do_GET  # noqa: N815 - the name is http.server's
 
         def log_message(self, *_: object) -> None:
             pass
@@ -49,7 +77,7 @@ def shown(tab: Chromium, frame: Any) -> Iterator[None]:
     try:
         tab.problems.clear()
         tab.set_size(1280, 900)
-        tab.open(f"http://127.0.0.1:{server.server_port}/#server")
+        tab.open(f"http://127.0.0.1:{server.server_port}/{view}")
         tab.wait_for("document.querySelector('#link').dataset.state === 'live'")
         yield
         assert tab.problems == []
@@ -98,6 +126,154 @@ def test_requests_that_have_ended(tab: Chromium) -> None:
         times = tab.evaluate("document.querySelector('.ended .more').innerText")
         assert times == "first token after 40 ms (95 %: 500 ms), the last one after 1.3 s (95 %: 2.0 s)"
         assert tab.evaluate("document.querySelector('.past').title") == name
+
+
+def test_age_and_speed_of_a_request(tab: Chromium) -> None:
+    driver = pressed_driver(1)
+    for _ in range(4):
+        driver.step()
+    frame = frame_of(driver)
+    (request,) = frame.kv.requests
+    request.seconds, request.tokens_per_second = 150.0, 48.6
+    with shown(tab, frame):
+        assert text(tab, ".request .what").split(" · ")[1:3] == ["49 tokens/s", "3 min"]
+
+
+def test_outcomes_refusals_and_errors(tab: Chromium) -> None:
+    frame = frame_of(CoreDriver(make_config()))
+    with shown(tab, frame):
+        assert tab.evaluate("document.querySelector('.ended').hidden")
+    frame.outcomes = {"stop": 1200, "max_num_queued_reqs": 3}
+    frame.num_client_errors, frame.num_server_errors = 7, 1
+    with shown(tab, frame):
+        assert text(tab, ".outcomes") == "1,200 stop · 3 refused (the queue was full) · 7 answers 4xx · 1 answer 5xx"
+
+
+def test_charts_begin_with_what_the_server_has_kept(tab: Chromium) -> None:
+    """Ten minutes of 40 tokens a second, five idle ones."""
+    frame = frame_of(CoreDriver(make_config(num_blocks=64)))
+    frame.stats.generation_tokens_total = 24_000
+    samples = [
+        TrailSample(900.0 - 5 * step, 200 * step, 10 * step, 20 * step, 1, 2, 32, 0.5 * step, step)
+        for step in range(121)
+    ]
+    samples.append(msgspec.structs.replace(samples[-1], seconds=0.0, num_running=0))
+    history = {"/debug/kv/history": lambda *_: msgspec.json.encode(KVHistory(samples, is_admin=False))}
+    with shown(tab, frame, history):
+        tab.wait_for("document.querySelector('#span').innerText === 'the last 15 minutes'")
+        figures = tab.evaluate("[...document.querySelectorAll('#figures figure')].map((f) => f.innerText.split('\\n'))")
+        names = ["Tokens a second", "Time to first token", "Prefix cache hits", "KV cache in use", "Requests running"]
+        assert [figure[0] for figure in figures] == names
+        assert figures[0][1:] == ["0.0", "peak 40"]
+        assert figures[1][1:] == ["500 ms", "peak 500 ms"]
+        assert figures[2][1] == "50 %"
+        # The line of tokens is high in the first two thirds, and low after it: its topmost row of pixels in each tenth.
+        tops = tab.evaluate("""(() => {
+            const chart = document.querySelector('#figures canvas');
+            const data = chart.getContext('2d').getImageData(0, 0, chart.width, chart.height).data;
+            const isDrawn = (x, y) => data[4 * (y * chart.width + x) + 3] > 0;
+            const top = (x) => [...Array(chart.height).keys()].find((y) => isDrawn(x, y));
+            return [...Array(10).keys()].map((i) => top(Math.floor((i + 0.5) * chart.width / 10)));
+        })()""")
+        assert max(tops[:6]) < 10
+        assert min(tops[7:9]) > 30
+
+
+class TestAdmin:
+    LINE = LogLine(1, 1_700_000_000.0, "WARNING", "quire.test", "<img src=x onerror=alert(1)>", "cmpl-1")
+
+    def test_the_log_and_the_end_of_a_request(self, tab: Chromium) -> None:
+        sent: list[tuple[str, bytes]] = []
+
+        def log(path: str, body: bytes) -> bytes:
+            sent.append((path, body))
+            return msgspec.json.encode(LogLines([] if path.endswith("=1") else [self.LINE]))
+
+        def abort(path: str, body: bytes) -> bytes:
+            sent.append((path, body))
+            return b""
+
+        answers = {
+            "/debug/kv/history": lambda *_: msgspec.json.encode(KVHistory([], is_admin=True)),
+            "/debug/log": log,
+            "/debug/abort": abort,
+        }
+        driver = pressed_driver(1)
+        driver.step()
+        frame = frame_of(driver)
+        with shown(tab, frame, answers):
+            tab.wait_for("document.querySelector('.end')")
+            assert not sent, "the log is read when it is open"
+            tab.evaluate("document.querySelector('#log-card').open = true")
+            tab.wait_for("document.querySelector('.line')")
+            shown_line = text(tab, ".line")
+            assert shown_line == f"22:13:20 WARNING quire.test cmpl-1 {self.LINE.message}"
+            tab.evaluate("document.querySelector('.end').click()")
+            name = frame.kv.requests[0].request_id
+            while ("/debug/abort", msgspec.json.encode({"request_id": name})) not in sent:
+                tab.evaluate("new Promise((done) => setTimeout(done, 20))")
+            while not any(path == "/debug/log?after=1" for path, _ in sent):
+                tab.evaluate("new Promise((done) => setTimeout(done, 20))")
+            assert tab.evaluate("document.querySelectorAll('.line').length") == 1
+
+    def test_others_have_neither(self, tab: Chromium) -> None:
+        driver = pressed_driver(1)
+        driver.step()
+        with shown(tab, frame_of(driver)):
+            assert tab.evaluate("document.querySelector('#log-card').hidden")
+            assert tab.evaluate("document.querySelectorAll('.request').length") == 1
+            assert tab.evaluate("document.querySelectorAll('.end').length") == 0
+
+
+class TestPooling:
+    """The first tab of models that embed or classify."""
+
+    def frame(self, task: str) -> Any:
+        frame = frame_of(CoreDriver(make_config()))
+        frame.task = task
+        return frame
+
+    def run(self, tab: Chromium, texts: str) -> list[list[str]]:
+        assert tab.evaluate("document.querySelector('#server-view').hidden")
+        assert tab.evaluate("document.querySelector('.try').hidden")
+        tab.evaluate(f"document.querySelector('#texts').value = {texts!r}")
+        tab.evaluate("document.querySelector('#texts').dispatchEvent(new Event('input', {bubbles: true}))")
+        tab.evaluate("document.querySelector('#vectors').requestSubmit()")
+        tab.wait_for("document.querySelector('#made table')")
+        rows: list[list[str]] = tab.evaluate(
+            "[...document.querySelectorAll('#made tbody tr')].map((r) => [...r.cells].map((c) => c.innerText))"
+        )
+        return rows
+
+    def test_vectors_and_their_similarity(self, tab: Chromium) -> None:
+        def embed(_path: str, body: bytes) -> bytes:
+            asked = msgspec.json.decode(body, type=EmbeddingRequest)
+            assert asked.input == ["a <b>", "b"]
+            items = [EmbeddingItem(0, [3.0, 4.0]), EmbeddingItem(1, [4.0, -3.0])]
+            usage = PoolingUsage(prompt_tokens=5, total_tokens=5)
+            return msgspec.json.encode(EmbeddingResponse(id="e", created=0, model="tiny", usage=usage, data=items))
+
+        with shown(tab, self.frame("embed"), {"/v1/embeddings": embed}, view=""):
+            assert text(tab, "#tab-first") == "Embed"
+            assert self.run(tab, "a <b>\n\nb") == [
+                ["1. a <b>", "2", "5.000", "3.0000 4.0000"],
+                ["2. b", "2", "5.000", "4.0000 -3.0000"],
+                ["1. a <b>", "1.000", "0.000"],
+                ["2. b", "0.000", "1.000"],
+            ]
+            assert text(tab, "#vectors-status").startswith("5 tokens in ")
+            assert '"input":["a <b>","b"]' in tab.evaluate("document.querySelector('#vectors-curl').textContent")
+
+    def test_labels(self, tab: Chromium) -> None:
+        def classify(_path: str, body: bytes) -> bytes:
+            assert msgspec.json.decode(body, type=ClassificationRequest).input == ["a"]
+            usage = PoolingUsage(prompt_tokens=1, total_tokens=1)
+            items = [ClassificationItem(0, "spam", [0.25, 0.75], 2)]
+            return msgspec.json.encode(ClassificationResponse(id="c", created=0, model="tiny", usage=usage, data=items))
+
+        with shown(tab, self.frame("classify"), {"/classify": classify}, view=""):
+            assert text(tab, "#tab-first") == "Classify"
+            assert self.run(tab, "a") == [["1. a", "spam", "75 %", "0.2500 0.7500"]]
 
 
 @pytest.mark.parametrize("num_blocks", [50, 50_000])

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from io import StringIO
+
 import pytest
 from rich.console import Console
 from rich.segment import Segment
 
+from quire.cli.top import ORDER_NAMES
 from quire.dashboard.frame import Frame, blocks_of, number_of, owners_of
 from quire.dashboard.history import History
-from quire.dashboard.terminal import CACHED, FREE, BlockMap, colour_of, counts_of, render, sparkline
+from quire.dashboard.terminal import (
+    CACHED,
+    FREE,
+    ORDERS,
+    QUEUE_ORDER,
+    BlockMap,
+    _age,
+    colour_of,
+    counts_of,
+    render,
+    sparkline,
+)
 from tests.dashboard.frames import frame_of
 from tests.fakes.core import CoreDriver, make_config
 
@@ -91,14 +105,64 @@ def test_the_text(driver: CoreDriver) -> None:
     assert "Quire tiny" in text
     assert "2 running  0 preempted  0 swapped  0 waiting  0 pinned" in text
     lines = [line.split() for line in text.splitlines()]
-    # chip, number, id, state, prompt, cached, generated, sequences, blocks
+    # chip, number, id, state, prompt, cached, generated, tokens/s, age, sequences, blocks; of steps of 10 ms
     [row] = [line for line in lines if "#2" in line]
-    assert row[3:8] == ["running", "10", "0", "12", "4"]
-    assert int(row[8]) == len(blocks_of(busy_request(driver, "cmpl-abc#2")))
+    assert row[3:10] == ["running", "10", "0", "12", "600.0", "0.0", "s"]
+    assert row[10] == "4"
+    assert int(row[11]) == len(blocks_of(busy_request(driver, "cmpl-abc#2")))
+
+
+def small(frame: Frame, order: str = "queue", num_lines: int = 20) -> list[str]:
+    """The lines of a screen of 60 columns."""
+    console = Console(width=60, height=num_lines, record=True, file=StringIO())
+    console.print(render(frame, History(), "http://server:8000", order=order, size=(60, num_lines)))
+    return [line.rstrip() for line in console.export_text().splitlines()]
+
+
+def names(lines: list[str]) -> list[str]:
+    return [line.split()[1] for line in lines if line.startswith("██")]
+
+
+def test_a_screen_of_60_by_20_shows_requests_first(driver: CoreDriver) -> None:
+    lines = small(busy(driver))
+    assert len(lines) <= 20
+    assert names(lines) == ["#2", "#3"]
+    assert lines.index(next(line for line in lines if line.startswith("██"))) < 6
+    assert next(line for line in lines if "#2" in line).split()[2:] == ["running", "10", "12", "600.0", "0.0", "s"]
+    assert any("64 blocks" in line for line in lines), "the map has what is left"
+    for number in range(4, 30):
+        driver.add(f"more#{number}", [number] * 9)
+    driver.step()
+    crowded = small(frame_of(driver))
+    assert len(crowded) <= 20
+    assert "and 22 more" in crowded
+
+
+def test_the_order_of_the_requests(driver: CoreDriver) -> None:
+    for number, (num_prompt, n) in enumerate([(9, 1), (30, 1), (9, 4)], start=1):
+        driver.add(f"r#{number}", list(range(num_prompt)), n=n, temperature=1.0)
+        driver.step()
+        driver.step()
+    driver.clock.advance(1.0)
+    frame = frame_of(driver)
+    found = {order: names(small(frame, order)) for order in ORDER_NAMES}
+    assert found == {
+        "queue": ["#1", "#2", "#3"],
+        "age": ["#1", "#2", "#3"],
+        "rate": ["#3", "#1", "#2"],
+        "tokens": ["#3", "#1", "#2"],
+        "blocks": ["#2", "#3", "#1"],
+    }
+    assert (QUEUE_ORDER, *ORDERS) == ORDER_NAMES
+    assert "by blocks" in "\n".join(small(frame, "blocks"))
+
+
+def test_ages() -> None:
+    assert [_age(seconds) for seconds in (0.04, 9.94, 12.3, 240, 7300)] == ["0.0 s", "9.9 s", "12 s", "4 min", "2 h"]
 
 
 def busy_request(driver: CoreDriver, name: str):  # type: ignore[no-untyped-def]
-    [request] = [r for r in driver.scheduler.snapshot().requests if r.request_id == name]
+    [request] = [r for r in driver.scheduler.snapshot(driver.clock.now()).requests if r.request_id == name]
     return request
 
 

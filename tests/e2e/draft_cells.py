@@ -93,6 +93,12 @@ CELLS = MappingProxyType(
         "sleep": _eagle(_crossing("test_sleep", "-1"), "test_a_speculator_is_served"),
         "two ranks": _eagle(_crossing("test_two_ranks"), "test_other_ways_to_compute", ".*parallel.*"),
         "an engine that is killed in a run": _crossing("test_restart_in_a_run", "-2"),
+        "a device's rows, two steps in flight": (
+            r"test_drafts_on_device.py::test_equal_bits\[2-True-2\]",
+            r"test_text_drafts_on_device.py::test_equal_bits\[suffix-2\]",
+            r"test_text_drafts_on_device.py::test_equal_bits\[hostile-2\]",
+            r"test_heads_on_device.py::test_equal_bits\[eagle3-2\]",
+        ),
         "a device's graphs, interpreted": (
             r"test_drafts_on_device.py::test_graphs_of_drafts_change_no_bit\[",
             "",

@@ -377,11 +377,12 @@ def test_features_of_a_client(directory: Path, model: PreTrainedModel, expected:
         ({"multi_modal_data": {"image": ["x"]}}, "must be data:image", "multi_modal_data.image[0]"),
         ({"multi_modal_data": {"image": [b"x"]}}, "damaged", "multi_modal_data.image[0]"),
         ({"multi_modal_data": {"image": draw(1, size=(900, 2))}}, "200 times", "multi_modal_data.image[0]"),
-        ({"multi_modal_data": {"video": [1]}}, "multi_modal_data.video is not supported", "multi_modal_data.video"),
+        ({"multi_modal_data": {"audio": [1]}}, "multi_modal_data.audio is not supported", "multi_modal_data.audio"),
+        ({"multi_modal_data": {"video": [1]}}, "videos are not supported: those of", "multi_modal_data.video[0]"),
         ({"multi_modal_data": [WIDE]}, "must be an object", "multi_modal_data"),
         ({"mm_processor_kwargs": {"max_pixels": 5}}, "mm_processor_kwargs is not supported", "mm_processor_kwargs"),
         ({"multi_modal_uuids": {"image": ["a", "b"]}}, "2 names for 1 images", "multi_modal_uuids.image"),
-        ({"multi_modal_uuids": {"video": ["a"]}}, "images alone", "multi_modal_uuids.video"),
+        ({"multi_modal_uuids": {"video": ["a"]}}, "videos have no uuid", "multi_modal_uuids.video"),
         ({"multi_modal_uuids": {"image": [""]}}, "1 to 1024 characters", "multi_modal_data.image[0]"),
         ({"multi_modal_data": None, "multi_modal_uuids": {"image": "?"}}, "known by", "multi_modal_data.image[0]"),
         ({"prompt_token_ids": [5] * 245 + [IMAGE_TOKEN]}, "the prompt has 263 tokens", "prompt"),
@@ -504,7 +505,7 @@ def test_a_chat_with_pictures(chatting: LLM, model: PreTrainedModel) -> None:
             {"type": "image_url", "image_url": {"url": "data:,", "detail": "much"}},
             r"content\[0\]\.image_url: detail must be one of",
         ),
-        ({"type": "video_url", "video_url": {"url": "x"}}, "content parts of type 'video_url' are not supported"),
+        ({"type": "video_url", "video_url": {"url": "x"}}, "a video must be|this model's videos are not supported"),
     ],
 )
 def test_parts_that_are_refused(chatting: LLM, part: dict[str, Any], message: str) -> None:

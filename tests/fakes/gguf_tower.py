@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,15 +71,19 @@ def write_model(
 
 
 def write_tower(
-    model: PreTrainedModel, architecture: str, path: Path, keys: dict[str, Any], type_name: str = "F32"
+    model: PreTrainedModel,
+    architecture: str,
+    path: Path,
+    keys: dict[str, Any],
+    kind_of: Callable[[str, torch.Tensor], str] = lambda name, tensor: "F32",
 ) -> Path:
-    """The tower's file. keys: metadata under clip.vision. type_name: of its matrices."""
+    """The tower's file. keys: metadata under clip.vision. kind_of: type of a matrix, by its name in the file."""
     writer = GGUFWriter({"general.architecture": typed("clip"), "clip.has_vision_encoder": typed(True)})
     writer.metadata["clip.vision.projector_type"] = typed(PROJECTORS[architecture])
     writer.metadata |= {f"clip.vision.{key}": typed(value) for key, value in keys.items()}
 
     def put(name: str, tensor: torch.Tensor) -> None:
-        kind = type_name if tensor.dim() > 1 and "position" not in name else "F32"
+        kind = kind_of(name, tensor) if tensor.dim() > 1 and "position" not in name else "F32"
         data = quantize(kind, tensor.detach().float().contiguous())
         writer.tensors[name] = StoredTensor(TYPE_NUMBERS[kind], tuple(tensor.shape), data)
 

@@ -108,7 +108,7 @@ def test_features_cost_nothing_and_are_kept_as_others() -> None:
 def test_what_is_kept_is_told() -> None:
     driver, _ = make_driver(cost=100, cache_tokens=20)
     driver.add("image", **shown(3, "a6", 5, "b3"), max_tokens=20)
-    (view,) = driver.scheduler.snapshot().requests
+    (view,) = driver.scheduler.snapshot(driver.clock.now()).requests
     assert view.num_image_tokens == 9
     for _ in range(NUM_LAYERS + 1):
         driver.step()

@@ -192,7 +192,7 @@ def test_the_snapshot_counts_in_blocks_of_each_group() -> None:
     scheduler = make_scheduler(LAYOUTS["narrow and wide"], 16, max_num_batched_tokens=200)
     scheduler.add_request(request("a", prompt(100)), 0.0)
     scheduler.schedule(0.0)
-    snapshot = scheduler.snapshot()
+    snapshot = scheduler.snapshot(0.0)
     (sequence,) = snapshot.requests[0].sequences
     assert snapshot.block_sizes == [64, 16]
     assert [len(table) for table in sequence.tables] == [2, 7]

@@ -20,8 +20,9 @@ PUBLIC = {"/", "/docs", "/health", "/ready", "/ping", "/version", "/metrics", "/
 
 
 @pytest.fixture
-async def locked(model_path: Path) -> AsyncIterator[Served]:
-    async with serving(model_path, ServerSettings(api_key=[KEY], served_model_name=["tiny"])) as served:
+async def locked(model_path: Path, tmp_path: Path) -> AsyncIterator[Served]:
+    settings = ServerSettings(api_key=[KEY], served_model_name=["tiny"], files_dir=str(tmp_path / "files"))
+    async with serving(model_path, settings) as served:
         yield served
 
 
@@ -33,7 +34,7 @@ async def test_default_deny(locked: Served) -> None:
         for method in route.methods
     }
     assert set(paths) > PUBLIC
-    assert "/v1/completions" in paths
+    assert {"/v1/completions", "/v1/files", "/v1/batches"} <= set(paths)
     for path, method in paths.items():
         response = await locked.client.request(method, path.replace("{name:path}", "tiny"))
         if path in PUBLIC:

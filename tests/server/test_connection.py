@@ -19,6 +19,8 @@ from quire.server.connection import (
     MAX_NUM_SURPLUS,
     MAX_PIPELINED_BYTES,
     MIN_READ_BYTES,
+    MIN_UPLOADED_BYTES,
+    UPLOAD,
     Phase,
 )
 from quire.server.settings import ServerSettings
@@ -398,6 +400,25 @@ class TestDeadlines:
         assert statuses(answer) == [408]
         assert "body did not arrive within 60 s" in error_in(answer)
         assert raw.app.num_hang_ups == 1
+
+    async def test_an_upload_that_keeps_arriving(self, raw: RawServer) -> None:
+        """An application marks it (quire/server/json_bodies.py)."""
+        head = b"POST /b HTTP/1.1\r\nhost: x\r\ncontent-length: 999999999\r\n\r\n"
+        reader, writer = await raw.open(head)
+        await raw.until(lambda: raw.connections and raw.connections[0].phase is Phase.BODY)
+        [connection] = raw.connections
+        connection.cycle.scope[UPLOAD] = True
+        for _ in range(5):
+            deadline = connection._deadline
+            writer.write(b"x" * MIN_UPLOADED_BYTES)
+            raw.late(50)
+            await raw.until(lambda deadline=deadline: connection._deadline > deadline)
+        writer.write(b"x" * (MIN_UPLOADED_BYTES - 1))
+        await writer.drain()
+        raw.late(61)
+        assert statuses(await reader.read()) == [408]
+        writer.close()
+        await raw.until_idle()
 
     async def test_a_body_behind_its_answer(self, raw: RawServer) -> None:
         answer = await self.late(raw, post("/unread", b"x" * 100)[:-1], Phase.BODY, 60)

@@ -75,7 +75,7 @@ async def results(client: openai.AsyncOpenAI, file_id: str | None) -> list[dict[
     return [json.loads(each) for each in (await client.files.content(file_id)).text.splitlines()]
 
 
-async def test_a_batch_is_answered(served: Served) -> None:
+async def test_a_batch_is_answered(served: Served, tmp_path: Path) -> None:
     client = client_of(served)
     content = requests(20) + line(20, temperature=-1) + line(21, model="other")
     batch = await begin(client, content, metadata={"kind": "nightly"})
@@ -92,6 +92,7 @@ async def test_a_batch_is_answered(served: Served) -> None:
     output = await client.files.retrieve(found.output_file_id)
     assert (output.purpose, output.status) == ("batch_output", "processed")
     assert output.bytes == len((await client.files.content(output.id)).content)
+    assert not any(path.stat().st_mode & 0o077 for path in (tmp_path / "files").rglob("*"))
     listed = await client.batches.list()
     assert [each.id for each in listed.data] == [batch.id]
 
@@ -173,6 +174,7 @@ async def test_names_are_never_paths(served: Served, name: str, tmp_path: Path) 
         "application/octet-stream", "nosniff",
     )  # fmt: skip
     assert "X" not in content.headers
+    assert not any(path.stat().st_mode & 0o077 for path in (tmp_path / "files").rglob("*"))
     written = {path.name for path in (tmp_path / "files").rglob("*") if path.is_file()}
     assert written == {"lock", "runner.lock", f"{answer.json()['id']}.json", f"{answer.json()['id']}.data"}
 
@@ -369,6 +371,25 @@ async def test_lines_have_the_limits_of_their_owner(model_path: Path, tmp_path: 
         assert (found.status, found.request_counts.completed) == ("in_progress", 1), "refused lines are asked again"
         answer = await client.completions.create(model="tiny", prompt="=live")
         assert answer.choices[0].text == "live", "half the allowance is left to other requests"
+        served.context.drain()
+
+
+async def test_an_aborted_line_is_asked_again(model_path: Path, tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, enable_admin_routes=True)
+    async with serving(model_path, settings, executor="slow", live=True) as served:
+        served.context.start()
+        client = client_of(served)
+        batch = await begin(client, requests(2, prompt="abc", max_tokens=40))
+        async with asyncio.timeout(30):
+            await served.until_running(2)
+        headers = {"Authorization": "Bearer one"}
+        assert (await served.client.post("/pause?mode=abort", headers=headers)).status_code == 200
+        assert (await client.batches.retrieve(batch.id)).status == "in_progress"
+        assert (await served.client.post("/resume", headers=headers)).status_code == 200
+        served.hurry()
+        answers = await results(client, (await ended(client, batch.id)).output_file_id)
+        ends = [each["response"]["body"]["choices"][0]["finish_reason"] for each in answers]
+        assert ends == ["length", "length"]
         served.context.drain()
 
 

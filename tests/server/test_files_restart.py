@@ -16,6 +16,7 @@ import openai
 import psutil
 import pytest
 
+from quire.server import batch_runner
 from quire.server.batch_store import Batches, StoredBatch
 from quire.server.file_store import Space
 from tests.server.conftest import serving
@@ -188,3 +189,47 @@ def test_a_server_that_ends_in_order_writes_no_aborted_answer(model_path: Path, 
         assert found.output_file_id is not None
         answers = [json.loads(each) for each in client.files.content(found.output_file_id).text.splitlines()]
         assert [each["response"]["body"]["choices"][0]["finish_reason"] for each in answers] == ["length"] * 6
+
+
+async def test_a_batch_goes_on_when_the_disk_has_room_again(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk fills up amid a line; the half is removed and the line is answered again."""
+    num_failures = 0
+
+    def fills_up(file: Any, data: bytes) -> None:
+        nonlocal num_failures
+        if num_failures < 3 and len(journal_of(tmp_path)) >= 1 + num_failures:
+            num_failures += 1
+            write(file, data[: len(data) // 2])
+            raise OSError(28, "No space left on device")
+        write(file, data)
+
+    write = batch_runner._write
+    monkeypatch.setattr(batch_runner, "_write", fills_up)
+    monkeypatch.setattr(batch_runner, "DISK_SECONDS", 0.01)
+    async with serving(model_path, settings_of(tmp_path), live=True) as served:
+        served.context.start()
+        client = client_of(served)
+        found = await ended(client, (await begin(client, requests(9))).id)
+        answers = await results(client, found.output_file_id)
+        assert [each["custom_id"] for each in answers] == [f"r{number}" for number in range(9)]
+        assert num_failures == 3
+        served.context.drain()
+
+
+async def test_keys_take_turns(model_path: Path, tmp_path: Path) -> None:
+    """A long batch of one key does not hold up another key's."""
+    async with serving(model_path, settings_of(tmp_path), executor="slow", live=True, max_num_seqs=4) as served:
+        served.context.start()
+        one, two = client_of(served), client_of(served, "two")
+        long = await begin(one, requests(40, prompt="abc", max_tokens=60))
+        async with asyncio.timeout(30):
+            await served.until_running(2)
+        short = await begin(two, requests(2, prompt="=a"))
+        served.hurry()
+        assert (await ended(two, short.id)).status == "completed"
+        found = await ended(one, long.id)
+        assert (found.status, found.request_counts.completed) == ("completed", 40)
+        assert (await two.batches.retrieve(short.id)).completed_at <= found.completed_at
+        served.context.drain()

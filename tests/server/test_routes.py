@@ -155,7 +155,11 @@ async def test_cors(model_path: Path) -> None:
 
 
 ALL_ROUTES = ServerSettings(
-    enable_admin_routes=True, enable_sleep_mode=True, enable_tokenizer_info_endpoint=True, served_model_name=["tiny"]
+    enable_admin_routes=True,
+    enable_sleep_mode=True,
+    enable_tokenizer_info_endpoint=True,
+    admin_api_key=["key"],
+    served_model_name=["tiny"],
 )
 
 
@@ -188,13 +192,13 @@ async def test_openapi_describes_every_route(model_path: Path, tmp_path: Path) -
 
 
 async def test_openapi_says_where_a_key_is_asked_for(model_path: Path) -> None:
-    async with serving(model_path, msgspec.structs.replace(ALL_ROUTES, admin_api_key=["key"])) as served:
+    async with serving(model_path, ALL_ROUTES) as served:
         for path, operations in api_description()["paths"].items():
             assert all("security" not in each for each in operations.values()), path
         paths = (await served.client.get("/openapi.json")).json()["paths"]
         assert "security" not in paths["/v1/completions"]["post"]
         assert paths["/pause"]["post"]["security"] == [{"bearer": []}, {"header": []}]
-    async with serving(model_path, msgspec.structs.replace(ALL_ROUTES, api_key=["key"])) as served:
+    async with serving(model_path, msgspec.structs.replace(ALL_ROUTES, admin_api_key=[], api_key=["key"])) as served:
         headers = {"x-api-key": "key"}
         paths = (await served.client.get("/openapi.json", headers=headers)).json()["paths"]
         assert "security" in paths["/v1/completions"]["post"]
@@ -241,7 +245,7 @@ async def test_openapi_lists_the_error_statuses(served: Served) -> None:
 
 async def test_what_the_edge_answers_is_listed_for_every_route(model_path: Path, tmp_path: Path) -> None:
     """Requests that each door of the server refuses, whether or not the route behind it reads a body."""
-    settings = all_routes(tmp_path, api_key=["key"])
+    settings = all_routes(tmp_path, api_key=["other"], admin_api_key=["key"])
     key = {"Authorization": "Bearer key"}
     bad: dict[int, dict[str, str]] = {
         401: {},

@@ -21,6 +21,7 @@ import pytest
 
 from quire.config.options import EngineOptions
 from quire.errors import ConfigError
+from quire.server.certificates import CertificateWatch
 from quire.server.listener import bind, check_certificate
 from quire.server.run import serve
 from quire.server.settings import ServerSettings
@@ -346,15 +347,19 @@ def test_of_two_servers_started_together_on_one_port_one_is_ready_and_the_other_
     assert winner.finish()[0] == 0
 
 
+def make_certificate(folder: Path) -> tuple[str, str]:
+    """A self-signed certificate for 127.0.0.1 and its key."""
+    key, certificate = str(folder / "key.pem"), str(folder / "cert.pem")
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*command, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    return certificate, key
+
+
 class TestTls:
     @pytest.fixture
     def certificate(self, tmp_path: Path) -> tuple[str, str]:
-        """A self-signed certificate for 127.0.0.1 and its key."""
-        key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "cert.pem")
-        command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-        command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
-        subprocess.run([*command, "-keyout", key, "-out", certificate], check=True, capture_output=True)
-        return certificate, key
+        return make_certificate(tmp_path)
 
     @pytest.mark.parametrize("count", all_but_long([1, 2], [1]))
     def test_https(self, model_path: Path, processes: list[Process], certificate: tuple[str, str], count: int) -> None:
@@ -401,6 +406,54 @@ class TestTls:
         assert answers == [200, 0, 0]
         process.signal(signal.SIGTERM)
         assert process.finish()[0] == 0
+
+    @pytest.mark.parametrize("count", all_but_long([1, 2], [1]))
+    def test_a_renewed_certificate(
+        self, model_path: Path, tmp_path: Path, processes: list[Process], certificate: tuple[str, str], count: int
+    ) -> None:
+        """New connections get it, the open one goes on."""
+        (tmp_path / "new").mkdir()
+        new = make_certificate(tmp_path / "new")
+        before, after = (ssl.create_default_context(cafile=files[0]) for files in (certificate, new))
+        files = {"ssl_certfile": certificate[0], "ssl_keyfile": certificate[1], "enable_ssl_refresh": True}
+        process = Process(model_path, "readable", api_server_count=count, **files)
+        processes.append(process.wait_ready())
+
+        def is_taken(context: ssl.SSLContext) -> bool:
+            try:
+                return httpx.get(f"{process.url}/health", verify=context, timeout=60).status_code == 200
+            except httpx.ConnectError:
+                return False
+
+        with httpx.Client(base_url=process.url, verify=before, timeout=60) as client:
+            assert client.get("/health").status_code == 200
+            assert is_taken(before)
+            for renewed, path in zip(new, certificate, strict=True):
+                Path(renewed).replace(path)
+            while not all(is_taken(after) for _ in range(4 * count)):  # new connections go to each process
+                assert client.get("/health").status_code == 200, "the open connection goes on"
+            assert not is_taken(before)
+            assert client.get("/health").status_code == 200
+        process.signal(signal.SIGTERM)
+        assert process.finish()[0] == 0
+
+    def test_files_that_do_not_fit_together_renew_nothing(
+        self, tmp_path: Path, certificate: tuple[str, str], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        (tmp_path / "new").mkdir()
+        new = make_certificate(tmp_path / "new")
+        settings = ServerSettings(ssl_certfile=certificate[0], ssl_keyfile=certificate[1], enable_ssl_refresh=True)
+        watch, context = CertificateWatch(settings), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        assert not watch.check(context)
+        Path(new[1]).replace(certificate[1])
+        assert [watch.check(context), watch.check(context)] == [False, False]
+        assert len([record for record in caplog.records if "is not renewed: ssl_certfile" in record.message]) == 1
+        Path(new[0]).replace(certificate[0])
+        assert [watch.check(context), watch.check(context)] == [True, False]
+        Path(certificate[0]).unlink()
+        assert not watch.check(context)
+        with pytest.raises(ConfigError, match="enable_ssl_refresh need ssl_certfile"):
+            ServerSettings(enable_ssl_refresh=True)
 
     def test_files_that_are_no_certificate(self, tmp_path: Path, certificate: tuple[str, str]) -> None:
         (tmp_path / "junk").write_text("junk")

@@ -115,7 +115,7 @@ def read_shape(values: Mapping[str, Any], name: str = "model", where: str | None
 
 
 def shape_of(values: Mapping[str, Any], name: str, where: str) -> ModelShape:
-    """Raises as `read_shape`."""
+    """Shape from a language model's `known_values`. Raises as `read_shape`."""
     fields, family = Fields(values, where), _family_of(values)
     kind = str(fields.values.get("model_type") or "")
     if family is None or not (family.is_runnable or family.state_layer):

@@ -75,9 +75,9 @@ class GGUFNames:
 
 @dataclass(frozen=True)
 class Family:
-    """model_type, aliases: names in config.json. architectures: classes; GGUF files get the first. is_runnable: the
-    engine has its layers (quire/models/registry.py) and requires their keys; otherwise the family can only be planned
-    and simulated.
+    """Description of a model family's config.json. model_type, aliases: names in config.json. architectures: classes;
+    GGUF files get the first. is_runnable: the engine has its layers (quire/models/registry.py) and requires their keys;
+    otherwise the family can only be planned and simulated.
 
     hidden_size to intermediate, embedding_width, window: keys of sizes; the first that exists counts.
     intermediate_factor: default MLP width in hidden sizes (None: the key is required for a runnable family, 4 for
@@ -172,7 +172,7 @@ class Family:
     gguf: GGUFNames | None = None
 
     def read(self, fields: Fields, name: str) -> ModelShape:
-        """Raises ModelLoadError with file and key."""
+        """Read a shape. Raises ModelLoadError with file and key."""
         hidden = first(fields, *self.hidden_size, maximum=MAX_WIDTH)
         num_layers = first(fields, *self.num_layers, maximum=MAX_LAYERS)
         factor = self.intermediate_factor or (None if self.is_runnable else 4)

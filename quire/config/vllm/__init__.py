@@ -113,7 +113,6 @@ def _alike(values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _shown(value: Any) -> str:
-    """A value with a space after it; "" for a flag or an object."""
     return "" if isinstance(value, bool | dict) else f"{value!r:.60} "
 
 

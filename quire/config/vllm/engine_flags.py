@@ -17,7 +17,7 @@ FORMAT_WORDS = {
 OUR_BACKENDS = ("auto", "native", "torch", "triton")
 
 NO_CODE = "no code of a checkpoint is ever run: the model is one that Quire or Transformers knows"
-NO_VIDEO = "images are taken, and no video"
+NO_PRUNING = "a video keeps the tokens of all sampled frames"
 NO_TOWER_FP8 = "the tower is never quantised"
 POOLING_IN_FILES = "how a model pools is read from its own files; a request sets normalize, dimensions, use_activation"
 MAPPED = "weights are read from memory-mapped files"
@@ -143,7 +143,7 @@ MEDIA: tuple[VllmFlag, ...] = (
     to("language_model_only", "flag"),
     to("limit_mm_per_prompt", "json", why="numbers alone; pixels are bounded by mm_processor_kwargs"),
     to("enable_mm_embeds", "flag", why="of images"),
-    to("media_io_kwargs", "json", why="image.rgba_background_color"),
+    to("media_io_kwargs", "json", why="image.rgba_background_color, video.fps, video.num_frames"),
     to("mm_processor_kwargs", "json", why="min_pixels, max_pixels, and size with shortest_edge and longest_edge"),
     to("mm_processor_cache_gb", "float", why="1 where it is not given"),
     noted("mm_processor_cache_type", "text", "each front end keeps processed pictures of its own", "lru"),
@@ -158,8 +158,8 @@ MEDIA: tuple[VllmFlag, ...] = (
     noted("mm_encoder_fp8_scale_save_margin", "float", NO_TOWER_FP8),
     noted("interleave_mm_strings", "flag", "pictures always stand where their parts stand", False, True),
     noted("skip_mm_profiling", "flag", "the tower's memory is computed from the model's files", False),
-    noted("video_pruning_rate", "float", NO_VIDEO),
-    noted("video_pruning_method", "text", NO_VIDEO),
+    noted("video_pruning_rate", "float", NO_PRUNING),
+    noted("video_pruning_method", "text", NO_PRUNING),
     noted("mm_tensor_ipc", "text", "pixels reach the engine in its requests"),
     noted("mm_processor_device", "text", "pictures are processed by helper processes on CPUs", "auto", "cpu"),
     noted("mm_ipc_gpu_memory_gb", "float", "pixels reach the engine in its requests"),

@@ -85,7 +85,7 @@ _HTTP: tuple[VllmFlag, ...] = (
     to("ssl_keyfile", "text"),
     to("ssl_certfile", "text"),
     to("ssl_ca_certs", "text"),
-    noted("enable_ssl_refresh", "flag", "certificates are read at the start: restart to renew them", False),
+    to("enable_ssl_refresh", "flag"),
     to("ssl_cert_reqs", "int"),
     to("ssl_ciphers", "text"),
     to("root_path", "text"),

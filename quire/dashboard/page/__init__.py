@@ -15,6 +15,8 @@ SCRIPTS = (
     "requests.js",
     "charts.js",
     "prompt.js",
+    "vectors.js",
+    "admin.js",
     "markdown.js",
     "chats.js",
     "chat.js",

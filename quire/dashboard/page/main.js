@@ -4,7 +4,7 @@ const RATE = 4; // frames a second
 const SERVER = "#server"; // of the address: the second tab
 const LONGEST_WAIT = 10_000; // milliseconds between two attempts to connect
 
-const link = { key: sessionStorage.getItem("quire-key"), abort: null, wait: 500, timer: 0, isPaused: false };
+const link = { key: sessionStorage.getItem("quire-key"), abort: null, wait: 500, timer: 0, isPaused: false, isNew: false };
 
 const deviceMap = new BlockMap(byId("map"), { tallest: 440 });
 const hostMap = new BlockMap(byId("host-map"), { tallest: 120 });
@@ -43,6 +43,7 @@ async function connect() {
   try {
     const response = await ask(`debug/kv/events?rate=${RATE}`, { signal: abort.signal });
     byId("key-form").hidden = true;
+    link.isNew = true;
     for await (const data of eventsOf(response)) {
       const frame = JSON.parse(data);
       if (frame.error) throw new Error(frame.error.message);
@@ -86,6 +87,10 @@ function show(frame) {
   document.title = `Quire: ${frame.model}`;
   if (byId("first-view").dataset.task !== frame.task) setTask(frame.task);
   if (history.counters.length === 0) sample();
+  if (link.isNew) {
+    link.isNew = false;
+    loadHistory().catch(() => setAdmin(false)); // the charts then begin now
+  }
   drawAll();
 }
 
@@ -93,11 +98,13 @@ function show(frame) {
 function setTask(task) {
   byId("first-view").dataset.task = task;
   byId("chat-view").hidden = task !== "chat";
-  byId("tab-first").textContent = { chat: "Chat", completion: "Complete" }[task] ?? "";
-  byId("tab-first").hidden = task !== "chat" && task !== "completion";
+  const isPooling = task !== "chat" && task !== "completion";
+  byId("tab-first").textContent = { chat: "Chat", completion: "Complete", embed: "Embed" }[task] ?? "Classify";
+  byId("vector-view").hidden = !isPooling;
+  if (isPooling) setVectors(task);
   const box = document.querySelector(".try");
   if (task === "completion") byId("first-view").append(box);
-  box.hidden = byId("tab-first").hidden;
+  box.hidden = isPooling;
   showTab();
   if (task !== "chat") return;
   drawLog(); // which names the model
@@ -105,7 +112,7 @@ function setTask(task) {
 }
 
 function showTab() {
-  const isServer = location.hash === SERVER || byId("tab-first").hidden;
+  const isServer = location.hash === SERVER;
   for (const [tab, view, isShown] of [["tab-first", "first-view", !isServer], ["tab-server", "server-view", isServer]]) {
     byId(view).hidden = !isShown;
     byId(tab).setAttribute("aria-selected", isShown);
@@ -226,6 +233,10 @@ function listen() {
     drawCurl();
     connect();
   });
+  byId("show-key").addEventListener("click", () => {
+    byId("key-form").hidden = !byId("key-form").hidden;
+    if (!byId("key-form").hidden) byId("key").focus();
+  });
   byId("pause").addEventListener("click", () => {
     link.isPaused = !link.isPaused;
     byId("pause").setAttribute("aria-pressed", link.isPaused);
@@ -262,6 +273,8 @@ function recolour() {
 buildQueues();
 buildCharts();
 buildPrompt();
+buildVectors();
+buildAdmin();
 buildChat();
 listen();
 listenToTabs();

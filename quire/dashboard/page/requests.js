@@ -9,7 +9,7 @@ const QUEUES = [
 ];
 const ROWS_SHOWN = 50;
 
-const ended = { shown: "", section: null, list: null, times: null };
+const ended = { shown: "", section: null, list: null, times: null, outcomes: null };
 const rows = new Map(); // request id -> its button
 const queues = new Map(); // status -> {section, count, list, more}
 
@@ -29,19 +29,36 @@ function buildQueues() {
   ended.section = element("section", "queue ended");
   ended.list = element("ul");
   ended.times = element("p", "more");
-  ended.section.append(element("h3", "", "Ended"), ended.times, ended.list);
+  ended.outcomes = element("p", "more outcomes");
+  ended.section.append(element("h3", "", "Ended"), ended.times, ended.outcomes, ended.list);
   byId("queues").append(ended.section);
 }
 
-const secondsOf = (seconds) => (seconds < 1 ? `${Math.round(1000 * seconds)} ms` : `${seconds.toFixed(1)} s`);
+const secondsOf = (seconds) => {
+  if (seconds < 1) return `${Math.round(1000 * seconds)} ms`;
+  return seconds < 100 ? `${seconds.toFixed(1)} s` : `${Math.round(seconds / 60)} min`;
+};
+const REFUSALS = { max_num_queued_reqs: "the queue was full", max_num_queued_tokens: "too many tokens waited", rate_limit: "a key's limit" };
+
+// How sequences have ended since the start, and what was refused or failed.
+function outcomesOf({ outcomes, num_client_errors: ours, num_server_errors: failed }) {
+  const parts = Object.entries(outcomes).map(([name, count]) =>
+    name in REFUSALS ? `${count.toLocaleString("en")} refused (${REFUSALS[name]})` : `${count.toLocaleString("en")} ${name}`,
+  );
+  if (ours > 0) parts.push(`${plural(ours, "answer")} 4xx`);
+  if (failed > 0) parts.push(`${plural(failed, "answer")} 5xx`);
+  return parts.join(" · ");
+}
 
 // The latest requests that have ended, and what most of the last 200 took.
 function drawEnded() {
   const { recent } = state.frame;
-  const signature = JSON.stringify(recent);
+  const outcomes = outcomesOf(state.frame);
+  const signature = JSON.stringify([recent, outcomes]);
   if (signature === ended.shown) return;
   ended.shown = signature;
-  ended.section.hidden = recent.ended.length === 0;
+  ended.section.hidden = recent.ended.length === 0 && outcomes === "";
+  ended.outcomes.textContent = outcomes;
   const shares = ({ p50, p95 }) => `${secondsOf(p50)} (95 %: ${secondsOf(p95)})`;
   const times = [];
   if (recent.time_to_first_token) times.push(`first token after ${shares(recent.time_to_first_token)}`);
@@ -93,12 +110,16 @@ function drawRow(request) {
   const generated = request.sequences.reduce((sum, sequence) => sum + sequence.num_output_tokens, 0);
   const isPinned = request.status === "pinned";
   const notes = [isPinned ? `${request.num_prompt_tokens} tokens` : `${request.num_prompt_tokens} + ${generated} tokens`];
+  if (!isPinned) notes.push(...(request.tokens_per_second > 0 ? [`${rate(request.tokens_per_second)} tokens/s`] : []), secondsOf(request.seconds));
   if (request.num_image_tokens > 0) notes.push(`${request.num_image_tokens} of images`);
   if (request.sequences.length > 1) notes.push(plural(request.sequences.length, "sequence"));
   if (request.num_preemptions > 0) notes.push(`preempted ${request.num_preemptions}×`);
   if (request.waits_for_prefix) notes.push("waits for a prefix in the making");
   button.querySelector(".what").textContent = notes.join(" · ");
   button.querySelector("b").textContent = request.blocks.size;
+  const end = item.querySelector(".end");
+  if (admin.isOne && !isPinned && end === null) item.append(endButton(id));
+  if (!admin.isOne) end?.remove();
   return item;
 }
 

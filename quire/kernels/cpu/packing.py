@@ -270,7 +270,6 @@ class PackedMatrix:
         )
 
     def _zeros(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """A zeroed tensor [count], aligned to a cache line."""
         return self._memory(count * dtype.itemsize).view(dtype)
 
     def _check_rows(self, rows: torch.Tensor, first_row: int) -> None:

@@ -197,7 +197,7 @@ class Recorder:
 
 
 class TorchCall:
-    """A torch function over rows in a program's memory; caches the last run's tensors."""
+    """Torch function that a native program calls; keeps its last views of the float32 input and output rows."""
 
     def __init__(self, function: TorchFunction, buffers: Sequence[Buffer | None]) -> None:
         """buffers: inputs, then the output."""

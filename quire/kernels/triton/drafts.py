@@ -3,7 +3,9 @@ has the rules and the host version. For each row the arena holds the number of c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -21,9 +23,9 @@ NOT_COMPUTED = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class DraftTables:
-    """Places of the rows' words in the arena. token_width: words per row of the token table, which starts the arena.
-    computed: first word of [num_rows]. found: first word of [num_rows, max drafts]. texts: first word of an oracle's
-    tokens, as wide as the token table, with -1 where it knows none (-1: no oracle)."""
+    """Indices of a table's first words in the arena. token_width: words per row of the token table, which starts the
+    arena. computed: first word of [num_rows]. found: first word of [num_rows, max drafts]. texts: first word of an
+    oracle's tokens, as wide as the token table, with -1 where it knows none (-1: no oracle)."""
 
     token_width: int
     computed: int
@@ -32,10 +34,10 @@ class DraftTables:
     texts: int = -1
 
 
-@triton.jit(do_not_specialize=["token_width", "computed_start", "found_start", "num_seqs"])
+@triton.jit(do_not_specialize=["token_width", "computed_start", "found_start", "most_ahead", "num_seqs"])
 def _place_kernel(
-    arena, rows, starts, query_start, num_drafts, given_at, given, shifts, token_width, computed_start, found_start,
-    num_seqs, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    arena, rows, starts, query_start, num_drafts, given_at, given_from, given, shifts, token_width, computed_start,
+    found_start, most_ahead, num_seqs, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = index < num_seqs
@@ -49,9 +51,11 @@ def _place_kernel(
     )
     count = tl.load(num_drafts + index, mask=mask, other=0)
     at = tl.load(given_at + index, mask=mask, other=-1)
+    ahead = end - count - tl.load(given_from + index, mask=mask, other=0)
+    ahead = tl.minimum(tl.maximum(ahead, 0), most_ahead)
     for place in tl.static_range(WIDTH):
         is_draft = mask & (place < count)
-        token = tl.load(given + at + place, mask=is_draft & (at >= 0), other=0)
+        token = tl.load(given + at + ahead + place, mask=is_draft & (at >= 0), other=0)
         token += tl.load(arena + found_start + row * WIDTH + place, mask=is_draft & (at < 0), other=0)
         tl.store(arena + row * token_width + end - count + place, token, mask=is_draft)
 
@@ -60,13 +64,15 @@ def place_drafts(
     arena: torch.Tensor,
     tables: DraftTables,
     columns: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    drafts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    drafts: Sequence[torch.Tensor],
     shifts: torch.Tensor,
+    most_ahead: int = 0,
 ) -> None:
     """Write the drafts of S sequences to the token table, and correct their starts. All int32. columns: rows and
-    starts, [S], and query_start, [S + 1]. drafts: number of draft tokens, [S]; index of the scheduler's drafts in
-    `given`, [S] (-1: found ones); and `given`. shifts: [S], output: tokens by which a sequence starts earlier than
-    planned."""
+    starts, [S], and query_start, [S + 1]. drafts: number of draft tokens, [S]; index of the host's proposal in `given`,
+    [S] (-1: found ones); the sequence's tokens before that proposal, [S]; and `given`. Drafts are the proposal's tokens
+    behind those that the sequence has, at most `most_ahead` tokens from its start. shifts: [S], output: tokens by which
+    a sequence starts earlier than planned."""
     num_seqs = len(columns[0])
     launch(
         _place_kernel,
@@ -78,6 +84,7 @@ def place_drafts(
         tables.token_width,
         tables.computed,
         tables.found,
+        most_ahead,
         num_seqs,
         WIDTH=tables.max_drafts,
         BLOCK=SEQUENCES,
@@ -181,23 +188,24 @@ def find_drafts(
 ) -> torch.Tensor:
     """Find drafts for N samples. samples, int32: rows, [R], first row of each sample, [N + 1], and token counts, [N].
     lookup: minimum and maximum number of last tokens to match. Returns the number of drafts of each, [N] int32."""
+    return _fill(_find_kernel, arena, tables, samples, *lookup, BLOCK=POSITIONS)
+
+
+def _fill(
+    kernel: Any,
+    arena: torch.Tensor,
+    tables: DraftTables,
+    samples: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    *arguments: int,
+    **constants: int,
+) -> torch.Tensor:
+    """Launch a kernel that writes N samples' drafts to `tables.found`, with arguments of its own. Returns the number of
+    each, [N] int32."""
     rows, firsts, ends = samples
     num_found = torch.empty_like(ends)
-    launch(
-        _find_kernel,
-        (len(ends),),
-        arena,
-        rows,
-        firsts,
-        ends,
-        num_found,
-        tables.token_width,
-        tables.found,
-        *lookup,
-        WIDTH=tables.max_drafts,
-        PLACES=next_power_of_2(tables.max_drafts),
-        BLOCK=POSITIONS,
-    )
+    places = tables.token_width, tables.found, *arguments
+    constants |= {"WIDTH": tables.max_drafts, "PLACES": next_power_of_2(tables.max_drafts)}
+    launch(kernel, (len(ends),), arena, rows, firsts, ends, num_found, *places, **constants)
     return num_found
 
 
@@ -220,21 +228,6 @@ def _recall_kernel(
 def recall_drafts(
     arena: torch.Tensor, tables: DraftTables, samples: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 ) -> torch.Tensor:
-    """Take an oracle's tokens as drafts for N samples; arguments and result as of `find_drafts`."""
-    rows, firsts, ends = samples
-    num_found = torch.empty_like(ends)
-    launch(
-        _recall_kernel,
-        (len(ends),),
-        arena,
-        rows,
-        firsts,
-        ends,
-        num_found,
-        tables.token_width,
-        tables.found,
-        tables.texts,
-        WIDTH=tables.max_drafts,
-        PLACES=next_power_of_2(tables.max_drafts),
-    )
-    return num_found
+    """Store a recorded text's next tokens as drafts of N samples (benchmarks). Arguments and counts: see
+    `find_drafts`."""
+    return _fill(_recall_kernel, arena, tables, samples, tables.texts)

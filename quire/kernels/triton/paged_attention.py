@@ -50,7 +50,7 @@ def find_sequence(query_start, tile, num_seqs, TOKENS: tl.constexpr):
 
 @triton.jit
 def sequence_of_token(query_start, token, num_seqs):
-    """Sequence of a token of the batch."""
+    """Index of the sequence that a batch's token belongs to."""
     low = 0
     high = num_seqs - 1
     while low < high:
@@ -173,7 +173,7 @@ class PagedAttention:
 
 
 def layer_constants(layer: LayerAttention, sinks: torch.Tensor | None) -> dict[str, Any]:
-    """Compile-time arguments that all kernels share."""
+    """Compile-time arguments that the varlen and decode kernels share."""
     return {
         "NUM_KV_HEADS": layer.num_kv_heads,
         "GROUP": layer.num_heads // layer.num_kv_heads,
@@ -206,7 +206,7 @@ def launch_over(kernel: BoundKernel, work: PagedAttention, tokens: int, skipped:
 
 
 class VarlenAttention:
-    """The kernel for one layer, its pages and one kind of tiles."""
+    """`PagedAttention` by one kernel, bound to one layer, its pages and one kind of tiles."""
 
     def __init__(
         self,
@@ -252,6 +252,6 @@ class VarlenAttention:
 
 
 def varlen_attention(work: PagedAttention, tiles: Tiles, skipped: int = 0) -> None:
-    """See VarlenAttention. skipped: see `launch_over`."""
+    """Launch VarlenAttention's kernel. skipped: see `launch_over`."""
     sees_ahead = work.batch.last_seen is not None
     VarlenAttention(work.layer, work.pages, work.sinks, tiles, sees_ahead=sees_ahead).launch(work, skipped)

@@ -1,6 +1,6 @@
-"""Repetition, presence and frequency penalties, counted from the token table in every step. In a borrowed zero table,
-[R, vocab_size] int32, `count_tokens` counts each row's tokens, and `apply` takes the counts out with atomic exchanges,
-which restores zeros. A token is penalised once, by the thread whose exchange returns the count."""
+"""Repetition, presence and frequency penalties, counted from the token table in every step. `count_tokens` counts each
+row's tokens in a borrowed zero table, [R, vocab_size] int32; `apply` takes the counts out, which restores zeros. A
+token is penalised once, by the thread whose exchange returns the count."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def load_scores(row, tokens, mask):
 
 @triton.jit
 def weigh(scores, largest, temperature):
-    """Weights. largest: finite maximum of the row; temperature: > 0."""
+    """exp((scores - largest) / temperature). largest: finite maximum of the row; temperature: > 0."""
     return tl.exp((scores - largest) / temperature)
 
 

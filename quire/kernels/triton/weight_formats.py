@@ -57,7 +57,7 @@ class StoredMatrix:
 
     @property
     def multiplies_bytes(self) -> bool:
-        """True if rows of its own kind of 8-bit numbers can be multiplied with it directly."""
+        """True if rows of the matrix's kind of 8-bit numbers can multiply it directly."""
         return (self.kind == E4M3.value or self.is_integer) and self.group_size % (2 * LEAST_K) == 0
 
     @property
@@ -91,8 +91,8 @@ def exponent(codes):
 
 @triton.jit
 def _add_products(a, b, accumulator, ROUNDED: tl.constexpr, PARTIAL: tl.constexpr):
-    """accumulator + a @ b: int8 to int32; e4m3 (ROUNDED); else `dot`. PARTIAL: e4m3 products that the tensor cores may
-    add below float32 precision."""
+    """accumulator + a @ b for int8 (int32 sums), e4m3 (if ROUNDED) or floats. PARTIAL: number of e4m3 products that
+    tensor cores may add below float32 precision."""
     if accumulator.dtype == tl.int32:
         total = tl.dot(a, b, accumulator, out_dtype=tl.int32)
     elif not ROUNDED:

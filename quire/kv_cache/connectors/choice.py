@@ -6,5 +6,5 @@ from quire.kv_cache.connectors.offload import OffloadConnector
 
 
 def connector_of(config: CacheConfig) -> ConnectorFactory:
-    """The disk tier's connector if it has a directory."""
+    """Factory of the configured KV connector: the disk tier's if it has a directory."""
     return no_connector if config.offload_dir is None else OffloadConnector

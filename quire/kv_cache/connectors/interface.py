@@ -2,8 +2,8 @@
 processes the reports of the worker's half (docs/decisions/0028-kv-connector.md).
 
 Loading a prefix: `lookup` extends a hit; TransferBlocks allocates device blocks for it; `allocated` names them to the
-connector, whose next `orders` carry the load to the workers. Meanwhile the request waits (quire/scheduler/gates.py).
-Loaded blocks enter the prefix index, and the request starts with a plain prefix hit.
+connector, whose next `orders` carry the load to the workers. Loaded blocks enter the prefix index, and the request
+starts with a plain prefix hit.
 """
 
 from __future__ import annotations
@@ -81,8 +81,9 @@ class KVConnector:
         raise AssertionError("nothing was found")
 
     def request_finished(self, request_id: str, seq_id: int, blocks: BlockTable, num_tokens: int) -> bool:
-        """Offer a sequence that has ended by itself (not aborted, timed-out or failed), with the keys and values of its
-        first `num_tokens` tokens in `blocks`. True: hold the blocks until `TransferBlocks.end_send(seq_id)`."""
+        """Offer a sequence that has ended by itself (not aborted, timed-out or failed), with the keys and values of
+        its first `num_tokens` tokens in `blocks`. Returns True to hold the blocks until
+        `TransferBlocks.end_send(seq_id)`."""
         return False
 
     def orders(self, *, may_allocate: bool) -> Transfers | None:

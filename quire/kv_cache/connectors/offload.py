@@ -1,6 +1,5 @@
 """The KV connector to host memory and disk (docs/decisions/0011-disk-tier.md). It decides on copies and owns their
-blocks; the worker executes the plan's copies and file accesses. One plan copies a prompt's next blocks from the host to
-the device; those only on disk are first fetched to the host.
+blocks; the worker executes the plan's copies and file accesses, from disk first to the host.
 
 Host blocks without an owner (a swapped sequence, a transfer or a deferred request) are evictable.
 """
@@ -320,7 +319,7 @@ class OffloadConnector(KVConnector):
         counters.num_bytes = report.num_bytes
 
     def forget(self, key: BlockKey) -> None:
-        """See `KVConnector.forget`. A file stays, and is found at the next start."""
+        """Drop a block's content from host and index (`KVConnector.forget`); its file is found at the next start."""
         self._backlog.pop(key, None)
         self._disk.remove([key])
         if key in self._storing_keys or key in self._loading_to:
@@ -330,7 +329,7 @@ class OffloadConnector(KVConnector):
             self._host.forget(block)
 
     def reset(self) -> None:
-        """See `KVConnector.reset`. Files stay and are found at the next start."""
+        """Drop the host's content and the index of files, which only a restart finds again."""
         self._was_reset = True
         self._backlog.clear()
         self._storing_keys.clear()

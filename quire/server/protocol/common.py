@@ -97,7 +97,7 @@ class SpeculativeDecoding(msgspec.Struct, omit_defaults=True):
 
     @classmethod
     def of(cls, steps: bytes, most: int, *, is_detailed: bool) -> SpeculativeDecoding:
-        """steps: `RequestMetrics.draft_steps`."""
+        """Counts from a request's steps. steps: `RequestMetrics.draft_steps`."""
         drafted, accepted = list(steps[::2]), list(steps[1::2])
         num_steps, num_drafts, num_accepted = len(drafted), sum(drafted), sum(accepted)
         return cls(

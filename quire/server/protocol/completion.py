@@ -88,7 +88,6 @@ class CompletionRequest(SamplingFields, kw_only=True, frozen=True):
 
     @property
     def _num_sequences(self) -> tuple[str, int]:
-        """Return (field name, sequences that run for each prompt)."""
         given = ((name, getattr(self, name)) for name in ("beam_width", "best_of", "n"))
         return next(((name, value) for name, value in given if value is not None), ("n", 1))
 

@@ -89,7 +89,6 @@ class NamedTool(msgspec.Struct, frozen=True):
 
 
 def _meant(name: Any, tools: Sequence[ResponseTool]) -> Any:
-    """Resolve a chosen name to the model's; unknown names stay unchanged."""
     if any(tool.name == name and tool.type == "function" for tool in tools):
         return name
     found = [flat for flat, (_, own) in namespaces_of(tools).items() if own == name]

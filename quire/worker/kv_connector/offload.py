@@ -67,8 +67,8 @@ def offload_worker(
     pages: Sequence[torch.Tensor],
     transfers: BlockTransfers,
 ) -> OffloadWorker:
-    """Open the directory of `config.cache`. code: identity of the computing code (cache_identity.py). pages: the host
-    pool's, as for HostBlocks. Raises ConfigError if nothing can be stored."""
+    """Open the directory of `config.cache`. code: identity of the computing code (cache_identity.py). pages: tensors of
+    the host pool, as for HostBlocks. Raises ConfigError if nothing can be stored."""
     directory = config.cache.offload_dir
     assert directory is not None, "no directory is configured"
     draft = config.speculation.draft

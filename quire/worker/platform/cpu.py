@@ -42,7 +42,6 @@ from quire.sampling.sampler import Sampler
 from quire.worker.block_tables import BlockTables
 from quire.worker.columns import ColumnValues
 from quire.worker.drafts import HostDrafts
-from quire.worker.finders import CustomFinder, Finder, TextFinder
 from quire.worker.head_drafts import HeadDrafts
 from quire.worker.images import ImageOverlays
 from quire.worker.kv_connector.cache_identity import native_code, torch_code
@@ -57,17 +56,17 @@ from quire.worker.kv_tensors import (
 from quire.worker.kv_transfer import BlockTransfers
 from quire.worker.model_drafts import ModelDrafts, layers_of
 from quire.worker.oracle import Oracle
-from quire.worker.plain_texts import PlainCorpus, PlainTexts
 from quire.worker.platform.cpu_blocks import HostPages, ThreadTransfers, block_copier, block_mover
 from quire.worker.platform.cpu_inputs import CacheBackends, CpuColumns, PlainInputs, StepInputs
 from quire.worker.platform.cpu_meter import CpuMeter
 from quire.worker.platform.cpu_step import CpuCompute
+from quire.worker.platform.host_finder import make_finder
 from quire.worker.platform.host_memory import available_memory
 from quire.worker.platform.interface import DraftModel, HeadInputs, HostBlockTensors, Mode
 
 
 class CpuPlatform:
-    """Platform whose work has run when a call returns."""
+    """Platform of a CPU: work has run when a call returns."""
 
     def __init__(self, config: EngineConfig, group: ProcessGroup = SINGLE_RANK, stage: Stage = WHOLE_MODEL) -> None:
         """group: ranks that share each layer of a stage. Raises ConfigError for kernels that this CPU lacks."""
@@ -208,7 +207,7 @@ class CpuPlatform:
         return CpuMeter(self.make_backends, self._make_sampling_kernels, samples_tokens=samples_tokens, deal=deal)
 
     def _make_draft_backends(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> CacheBackends:
-        """layout: the draft model's layers, numbered from 0."""
+        """Back ends for a draft model. layout: its layers, numbered from 0."""
         draft = self._config.speculation.draft
         assert draft is not None, "a model makes drafts"
         config, num_heads = replace(self._config, model=draft), draft.num_heads // self._draft_group.size
@@ -282,7 +281,7 @@ class CpuPlatform:
     def _drafts_of_method(
         self, model: CausalLM, layout: KVCacheLayout, pages: Sequence[torch.Tensor], tables: BlockTables
     ) -> HostDrafts:
-        num_rows, speculation = self._config.scheduler.max_num_seqs, self._config.speculation
+        speculation = self._config.speculation
         has_states = bool(layout.state_groups)
         own = self.draft_model
         if own is not None:
@@ -297,17 +296,8 @@ class CpuPlatform:
                 return HeadDrafts(speculation, own.model, own.head, tables, backends, longest, has_states=has_states)
             size = self._config.model.vocab_size
             return ModelDrafts(speculation, own, tables, backends, size, has_states=has_states)
-        finder: Finder
-        if speculation.custom_class:
-            vocab_size = self._config.model.vocab_size
-            finder = CustomFinder(speculation.custom_class, speculation.max_drafts, vocab_size)
-        elif self._runtime is None:
-            finder = TextFinder(num_rows, speculation, PlainTexts, PlainCorpus)
-        else:
-            from quire.kernels.cpu import _native  # the native module may not be built
-
-            finder = TextFinder(num_rows, speculation, _native.DraftTexts, _native.Corpus)
-        return HostDrafts(num_rows, speculation.max_drafts, finder, has_states=has_states)
+        finder = make_finder(self._config, speculation.max_drafts, is_native=self._runtime is not None)
+        return HostDrafts(self._config.scheduler.max_num_seqs, speculation.max_drafts, finder, has_states=has_states)
 
     def offload_weights(self, model: CausalLM, encoder: VisionEncoder | None) -> None:
         """Does nothing: weights are in host memory."""
@@ -340,8 +330,8 @@ def make_attention(
     is_native: bool,
     dealt: DealtTokens | None = None,
 ) -> AttentionBackend:
-    """num_heads: this rank's query heads per layer. is_native: native kernels, else torch operators. dealt: see
-    NativeAttention. An encoder has no pool."""
+    """Attention back end of a CPU. num_heads: this rank's query heads per layer. is_native: native kernels, else torch
+    operators. dealt: see NativeAttention. An encoder has no pool."""
     model = config.model
     if not is_native:
         if model.is_encoder:

@@ -14,6 +14,7 @@ import triton
 from quire import envs
 from quire.attention.states import StateBackend
 from quire.attention.triton_backend import TritonAttention, TritonEncoder
+from quire.config.device import has_native_kernels
 from quire.config.engine import EngineConfig
 from quire.config.load import LoadConfig, draft_load
 from quire.config.model import ModelConfig
@@ -56,7 +57,9 @@ from quire.worker.platform.device_memory import PinnedPool, allocate_device_page
 from quire.worker.platform.device_meter import DeviceMeter
 from quire.worker.platform.device_model_drafts import MOST_ROWS, DeviceModelDrafts, DraftPasses
 from quire.worker.platform.device_step import DeviceCompute, StagedColumns
+from quire.worker.platform.device_text_drafts import DeviceTextDrafts, HostTexts, path_length
 from quire.worker.platform.graph_capture import CudaGraphCapture, GraphCapture
+from quire.worker.platform.host_finder import make_finder
 from quire.worker.platform.interface import DraftModel, HeadInputs, HostBlockTensors, Mode
 from quire.worker.platform.state_arena import DraftRoom, StateArena
 from quire.worker.platform.stream_transfers import StreamTransfers
@@ -306,7 +309,6 @@ class CudaPlatform:
         return compute
 
     def _padded(self, settings: ExecutionSettings, max_num_tokens: int) -> tuple[int, int]:
-        """Maximum sequences and tokens of a pass, padding included."""
         padded_seqs = max((self._config.scheduler.max_num_seqs, *settings.full_sizes))
         sizes = [execution.num_tokens for execution in settings.executions()]
         return padded_seqs, max((max_num_tokens, padded_seqs, *sizes))
@@ -325,8 +327,18 @@ class CudaPlatform:
         if not speculation.max_drafts:
             return None
         depth, has_states = scheduler.queue_depth, bool(layout.state_groups)
-        if draft is None:
+        if draft is None and speculation.oracle is not None:
             return DeviceDrafts(arena, speculation, depth, has_states=has_states)
+        if draft is None:
+            most = path_length(speculation.max_drafts, depth)
+            texts = HostTexts(
+                scheduler.max_num_seqs,
+                self._config.model.max_model_len + 1,
+                make_finder(self._config, most, is_native=has_native_kernels()),
+                depth - 1,
+                follows_all=speculation.method != "ngram",
+            )
+            return DeviceTextDrafts(arena, speculation, depth, texts, has_states=has_states)
         own, group, num_rows, head = draft.config, self._draft_group, scheduler.max_num_seqs, draft.head
         settings = self._draft_settings if head is None else ExecutionSettings()
         own_layout, tables, own_size = layout, arena.draft_tables, own.vocab_size

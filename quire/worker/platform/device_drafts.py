@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from quire.config.model_shape import STATE_BORDER
 from quire.config.speculation import SpeculationConfig
-from quire.kernels.triton.drafts import accept_drafts, find_drafts, place_drafts, recall_drafts
+from quire.kernels.triton.drafts import NOT_COMPUTED, accept_drafts, find_drafts, place_drafts, recall_drafts
 from quire.kernels.triton.rows import StepColumns
 from quire.layers.batch import ForwardResult
 from quire.sampling.results import Deferred
@@ -24,6 +24,35 @@ from quire.worker.platform.state_arena import StateArena
 from quire.worker.platform.upload import Section, Upload
 from quire.worker.request_state import RequestState
 from quire.worker.sample_rows import SampleRows
+
+if TYPE_CHECKING:
+    from quire.worker.platform.device_text_drafts import HostTexts, SampledTexts
+
+
+class Proposal(NamedTuple):
+    """Tokens that the host proposes for a sequence. most: how many drafts come of them. start: number of the sequence's
+    tokens before them; drafts begin behind those that it has by then."""
+
+    token_ids: list[int]
+    most: int
+    start: int = NOT_COMPUTED
+
+
+class NoTexts:
+    """Texts of a drafter that keeps none on the host; `HostTexts` keeps them."""
+
+    def write_tokens(self, row: int, position: int, token_ids: Sequence[int]) -> None: ...
+
+    def copy_tokens(self, source: int, destination: int, num_tokens: int) -> None: ...
+
+    def begin_text(self, row: int, num_tokens: int, scope: str, prediction: Sequence[int]) -> None: ...
+
+    def copy_text(self, source: int, destination: int, num_tokens: int) -> None: ...
+
+    def end_text(self, row: int, num_tokens: int) -> None: ...
+
+
+NO_TEXTS = NoTexts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +71,7 @@ class DraftSections:
     """A step's draft data in the upload: arguments of `place_drafts`, and of `accept_drafts` (None: nothing is sampled)
     with the sources of sampled rows. tells_tokens: the host needs the drafts that are found. made: pass of a draft
     model or head. followed: step that a head follows; sequences of it that have samples of their own, [S]. num_ready:
-    drafts for each sample's next step, where the host knows."""
+    drafts for each sample's next step, where the host knows. texts: samples in texts on the host."""
 
     placed: Sequence[Section]
     accepted: Sequence[Section] | None
@@ -50,6 +79,7 @@ class DraftSections:
     made: PassSections | None = None
     followed: tuple[InputBatch, Section] | None = None
     num_ready: Sequence[int] = ()
+    texts: SampledTexts | None = None
 
 
 class DeviceDrafts:
@@ -63,7 +93,8 @@ class DeviceDrafts:
     """Numbers of the layers whose results it reads."""
 
     def __init__(self, arena: StateArena, config: SpeculationConfig, queue_depth: int, *, has_states: bool) -> None:
-        """has_states: see HostDrafts; no draft may be the last token before a border, for any possible start."""
+        """has_states: see HostDrafts; no draft may be last before a state border, at any start that drafts in flight
+        allow."""
         self._arena = arena
         self.oracle: Oracle | None = None
         """Source of all drafts, from the first step on, in a benchmark."""
@@ -71,7 +102,11 @@ class DeviceDrafts:
         self._has_states = has_states
         self._in_flight: deque[dict[int, int]] = deque(maxlen=queue_depth - 1)
         """Drafts by sequence, as planned, of plans whose results the scheduler may not have seen."""
-        self._given: dict[int, list[int]] = {}
+        self._most_ahead = (queue_depth - 1) * (arena.drafts.max_drafts + 1)
+        """Most tokens that a sequence gets in the other steps in flight."""
+        self._given: dict[int, Proposal] = {}
+        self.texts: NoTexts | HostTexts = NO_TEXTS
+        """Tokens of the rows that the host knows."""
         self._shifts = torch.zeros(0, dtype=torch.int32, device=arena.words.device)
         self._token_ids = torch.zeros(0, dtype=torch.int64, device=arena.words.device)
 
@@ -83,9 +118,9 @@ class DeviceDrafts:
             wanted = num_drafts[index]
             if not wanted:
                 continue
-            given = plan.drafts.get(seq_id)
+            given = self._proposal(plan, seq_id, requests.row_of(seq_id))
             if given is not None:
-                wanted = min(wanted, len(given))
+                wanted = min(wanted, given.most)
                 self._given[index] = given
             wanted = min(wanted, self._most_behind_tokens(start + counts[index] - num_drafts[index]))
             if self._has_states:
@@ -95,6 +130,11 @@ class DeviceDrafts:
             counts[index] -= num_drafts[index] - wanted
             num_drafts[index] = wanted
         return Placed(plan.start_positions, counts, np.array(num_drafts, np.int64))
+
+    def _proposal(self, plan: StepPlan, seq_id: int, row: int) -> Proposal | None:
+        """Drafts of a sequence, in `row`, that the host knows (None: the device has them)."""
+        given = plan.drafts.get(seq_id)
+        return None if given is None else Proposal(given, len(given))
 
     def _pending(self, seq_id: int) -> int:
         """Planned drafts of a sequence in flight."""
@@ -113,15 +153,15 @@ class DeviceDrafts:
         """Add the kernels' inputs to a step's upload."""
         num_seqs = len(batch.rows)
         num_drafts = np.zeros(num_seqs, np.int64) if batch.num_drafts is None else batch.num_drafts
-        given, given_at = [0], np.full(num_seqs, -1)
+        given, given_at, given_from = [0], np.full(num_seqs, -1), np.full(num_seqs, NOT_COMPUTED)
         if batch.num_drafts is not None:
-            for index, tokens in self._given.items():
-                given_at[index] = len(given)
-                given += tokens
+            for index, proposal in self._given.items():
+                given_at[index], given_from[index] = len(given), proposal.start
+                given += proposal.token_ids
         self._given = {}
         # The scheduler counts the drafts of its plan, also those that `place` has left out.
         self._in_flight.append(dict(zip(plan.seq_ids, plan.num_drafts or [0] * len(plan.seq_ids), strict=True)))
-        placed = [upload.add(column) for column in (num_drafts, given_at, np.array(given))]
+        placed = [upload.add(column) for column in (num_drafts, given_at, given_from, np.array(given))]
         if samples is None:
             return DraftSections(placed, None)
         firsts = samples.firsts
@@ -135,13 +175,13 @@ class DeviceDrafts:
     def apply(self, columns: StepColumns, sections: DraftSections, upload: Upload) -> None:
         """Enqueue the writing of drafts after earlier steps' sampling; corrects `columns`."""
         self._shifts = torch.empty_like(columns.starts)
-        num_drafts, given_at, given = map(upload.view, sections.placed)
         place_drafts(
             self._arena.words,
             self._arena.drafts,
             (columns.rows, columns.starts, columns.query_start),
-            (num_drafts, given_at, given),
+            tuple(map(upload.view, sections.placed)),
             self._shifts,
+            self._most_ahead,
         )
 
     def make(self, columns: StepColumns, sections: DraftSections, upload: Upload) -> None:
@@ -168,7 +208,8 @@ class DeviceDrafts:
     def accept(
         self, chosen: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, sections: DraftSections, upload: Upload
     ) -> Accepted:
-        """See `ComputeStep.accept`. chosen: [R, 2] int32, from the sampling kernels."""
+        """Keep the drafts that equal the sampled tokens (`ComputeStep.accept`). chosen: [R, 2] int32, from the sampling
+        kernels."""
         assert sections.accepted is not None, "rows are sampled"
         arena = self._arena
         firsts, tokens_at, _ = map(upload.view, sections.accepted)

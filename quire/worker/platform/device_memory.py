@@ -121,7 +121,7 @@ class PinnedPool:
     pages[j]: views [num_host_blocks + 1, page bytes]."""
 
     def __init__(self, layout: KVCacheLayout, memory: DeviceMemory) -> None:
-        """Raises InsufficientMemoryError."""
+        """Allocate the pool on the host. Raises InsufficientMemoryError."""
         num_blocks = layout.num_host_blocks + 1
         flat = allocate(num_blocks * layout.block_bytes)
         self.blocks = flat.view(num_blocks, layout.layers_per_group, -1)

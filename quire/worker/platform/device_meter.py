@@ -35,7 +35,7 @@ COLUMNS_PER_SEQUENCE = 8
 
 
 class DeviceMeter:
-    """MemoryMeter for a device; measures nothing in Triton's interpreter."""
+    """Measures a GPU's memory in bytes (MemoryMeter); nothing in Triton's interpreter."""
 
     def __init__(
         self,
@@ -60,8 +60,8 @@ class DeviceMeter:
         return self._memory.free()
 
     def step_bytes(self, model: CausalLM, limits: StepLimits, estimate: int) -> int | None:
-        """Run the largest steps: a prompt over the whole token budget, a decode of the most sequences, and their
-        logits."""
+        """Peak bytes of the largest dummy steps (the whole token budget; most sequences, with logits); None: not
+        measurable. estimate: approximate result, for errors."""
         memory = self._memory
         if not memory.is_measured:
             return None

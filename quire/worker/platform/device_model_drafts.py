@@ -51,8 +51,8 @@ class DraftPasses(NamedTuple):
     def run(
         self, batch: InputBatch, columns: StepColumns, rows: torch.Tensor | None, hidden: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Enqueue a pass; returns hidden states of the tokens `rows` (None: at least all). batch: as the host knows it.
-        columns: as the device does. hidden: [T, size], what a head reads of each token."""
+        """Enqueue a pass; returns hidden states of the tokens `rows` (None: at least all). batch: with the host's
+        bounds of lengths. columns: with the device's own. hidden: [T, size], what a head reads of each token."""
         num_seqs = len(batch.rows)
         execution = choose_execution(
             batch.num_tokens, num_seqs, batch.max_query_len, self.runner.settings, is_decode=True

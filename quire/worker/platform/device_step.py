@@ -25,7 +25,7 @@ from quire.worker.drafts import NOTHING_ACCEPTED, Accepted, Placed
 from quire.worker.graph_dispatch import Execution, choose_execution
 from quire.worker.input_batch import InputBatch
 from quire.worker.kv_transfer import Pairs
-from quire.worker.platform.device_drafts import DeviceDrafts, DraftSections
+from quire.worker.platform.device_drafts import NO_TEXTS, DeviceDrafts, DraftSections
 from quire.worker.platform.device_inputs import DeviceInputs, add_columns
 from quire.worker.platform.interface import PendingCopy
 from quire.worker.platform.state_arena import StateArena
@@ -49,6 +49,7 @@ class StagedColumns:
         """drafts: None if plans have no drafts."""
         self.arena = arena
         self.drafts = drafts
+        self.texts = NO_TEXTS if drafts is None else drafts.texts
         self.sampling = sampling
         self.values = values
         self._writes = RowWrites()
@@ -60,13 +61,16 @@ class StagedColumns:
 
     def write_tokens(self, row: int, position: int, token_ids: Sequence[int]) -> None:
         self._writes.write(self.arena.token_offset(row, position), np.array(token_ids, np.int32))
+        self.texts.write_tokens(row, position, token_ids)
 
     def copy_tokens(self, source: int, destination: int, num_tokens: int) -> None:
         arena = self.arena
         self._writes.copy(arena.token_offset(source), arena.token_offset(destination), num_tokens)
+        self.texts.copy_tokens(source, destination, num_tokens)
 
     def begin_text(self, row: int, num_tokens: int, scope: str, prediction: Sequence[int]) -> None:
-        """Write what an oracle replays; else only a sequence's own tokens are searched."""
+        """Start a text on the host, and write what an oracle replays."""
+        self.texts.begin_text(row, num_tokens, scope, prediction)
         oracle, arena = None if self.drafts is None else self.drafts.oracle, self.arena
         if oracle is not None:
             oracle.begin_text(row, num_tokens, scope, prediction)
@@ -74,11 +78,12 @@ class StagedColumns:
 
     def copy_text(self, source: int, destination: int, num_tokens: int) -> None:
         arena = self.arena
+        self.texts.copy_text(source, destination, num_tokens)
         if self.drafts is not None and self.drafts.oracle is not None:
             self._writes.copy(arena.text_offset(source), arena.text_offset(destination), arena.drafts.token_width)
 
     def end_text(self, row: int, num_tokens: int) -> None:
-        """Does nothing."""
+        self.texts.end_text(row, num_tokens)
 
     def write_blocks(self, row: int, group: int, start: int, entries: Sequence[int] | np.ndarray) -> None:
         self._writes.write(self.arena.block_offset(row, group, start), entries)

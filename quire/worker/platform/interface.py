@@ -52,7 +52,7 @@ class PendingCopy(Protocol):
 
 class RequestColumns(Protocol):
     """Columns of the request state for kernels: tokens, block tables, sampling parameters, step columns. On a device
-    each call stages a write for the next step; no word may be written twice without a copy in between."""
+    each call stages a write for the next step; no word may be written twice without a copy of a row in between."""
 
     def write_tokens(self, row: int, position: int, token_ids: Sequence[int]) -> None: ...
 
@@ -213,7 +213,7 @@ class MemoryMeter(Protocol):
         ...
 
     def device_share(self, model: CausalLM, limits: StepLimits, available: int, activations: int) -> DeviceShare | None:
-        """Memory of a separate device; None for a CPU."""
+        """Uses of a separate device's memory, in bytes; None for a CPU."""
         ...
 
     def dummy_pass(self, model: CausalLM, limits: StepLimits, batch: InputBatch) -> Callable[[], torch.Tensor]:
@@ -242,7 +242,7 @@ class DraftModel(NamedTuple):
 
     @property
     def is_apart(self) -> bool:
-        """Its weights and its layers' numbers are its own."""
+        """True if it shares neither weights nor layer numbers with the model."""
         return self.head is None or self.head.is_apart
 
 
@@ -303,7 +303,7 @@ class Platform(Protocol):
         ...
 
     def allocate_host_pool(self, layout: KVCacheLayout) -> HostBlockTensors:
-        """Raises InsufficientMemoryError."""
+        """Host memory for swapped blocks. Raises InsufficientMemoryError."""
         ...
 
     def make_transfers(self, pages: Sequence[torch.Tensor], host_pool: HostBlockTensors) -> BlockTransfers: ...
@@ -317,8 +317,8 @@ class Platform(Protocol):
         sampling: SamplingRows,
         values: ColumnValues,
     ) -> StepCompute:
-        """Empty columns, with kernels over them and the host's `tables`, `sampling` and `values`. Raises ConfigError if
-        the columns are too large to address."""
+        """StepCompute with empty request columns, and kernels over these and the host's `tables`, `sampling` and
+        `values`. Raises ConfigError if the columns are too large to address."""
         ...
 
     def offload_weights(self, model: CausalLM, encoder: VisionEncoder | None) -> DeviceWeights | None:

@@ -96,7 +96,6 @@ class StreamTransfers:
         return sources, destinations
 
     def _pairs(self, sources: np.ndarray, destinations: np.ndarray) -> torch.Tensor:
-        """[N, 2] int32 on the device."""
         host = self._streams.pinned((len(sources), 2), torch.int32)
         host.numpy()[:] = np.stack((sources, destinations), axis=1)
         return host.to(self._streams.device, non_blocking=True)

@@ -126,8 +126,8 @@ class RowWrites:
         self._sections: list[RoundSections] = []
 
     def write(self, offset: int, values: np.ndarray | Sequence[int]) -> None:
-        """Write words at an offset of the arena. values: [N] int32, or a few integers. No word may be written twice
-        without a copy in between."""
+        """Record a write of int32 words ([N], or a few integers) at a word offset of the device's arena. No word may be
+        written twice without a `copy` in between."""
         if len(values) == 0:
             return
         current = self._rounds[-1]

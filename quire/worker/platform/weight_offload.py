@@ -66,7 +66,6 @@ class DeviceWeights:
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """[bytes] uint8 view."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 

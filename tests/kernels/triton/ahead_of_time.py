@@ -231,9 +231,9 @@ def row_calls() -> Calls:
     columns = StepColumns(int32(5), int32(5), int32(6))
     tables = RowTables(40964, int32(2, 2), 10**5, int32(2))
     drafts, samples = DraftTables(40964, 10**5, 10**5 + 256, 3), (int32(9), int32(9), int32(6), int32(9))
-    placed, given = (columns.rows, columns.starts, columns.query_start), (int32(5), int32(5), int32(4))
+    placed, given = (columns.rows, columns.starts, columns.query_start), [int32(5), int32(5), int32(5), int32(4)]
     return [
-        lambda: place_drafts(int32(10**6), drafts, placed, given, int32(5)),
+        lambda: place_drafts(int32(10**6), drafts, placed, given, int32(5), 4),
         lambda: accept_drafts(int32(10**6), drafts, int32(9, 2), samples, int64(9)),
         lambda: find_drafts(int32(10**6), drafts, (int32(9), int32(6), int32(5)), (1, 4)),
         lambda: begin_pass(columns, int32(5), int32(4), int32(5)),

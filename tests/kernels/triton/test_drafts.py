@@ -39,8 +39,9 @@ def words(values: object, device: torch.device) -> torch.Tensor:
 @pytest.mark.parametrize("num_seqs", [1, SEQUENCES + 3])
 @pytest.mark.parametrize("max_drafts", [1, 3, 7])
 def test_placing_against_a_loop(num_seqs: int, max_drafts: int, device: torch.device) -> None:
-    """Some sequences have the scheduler's drafts and some the found ones; some start earlier than planned, and some
-    rows have no count of their own."""
+    """Some sequences have the host's proposals, drafts from their start or from the place that the sequence has
+    reached, and some the found ones; some start earlier than planned, and some rows have no count of their own."""
+    most_ahead = 2
     rng, places = np.random.default_rng(num_seqs), tables(max_drafts)
     before = random_arena(rng, places)
     rows = rng.permutation(NUM_ROWS)[:num_seqs]
@@ -49,10 +50,12 @@ def test_placing_against_a_loop(num_seqs: int, max_drafts: int, device: torch.de
     early = rng.integers(0, 8, num_seqs)
     before[places.computed : places.computed + NUM_ROWS] = NOT_COMPUTED
     before[places.computed + rows] = np.where(early < 5, planned - early, NOT_COMPUTED - early)
-    given, given_at = [0], np.full(num_seqs, -1)
-    for index in np.flatnonzero(rng.random(num_seqs) < 0.5):
+    known = np.minimum(planned, before[places.computed + rows]) + counts - num_drafts
+    given, given_at, given_from = [0], np.full(num_seqs, -1), np.full(num_seqs, NOT_COMPUTED)
+    for index in np.flatnonzero(rng.random(num_seqs) < 0.7):
         given_at[index] = len(given)
-        given += rng.integers(10, 20, num_drafts[index]).tolist()
+        given_from[index] = rng.choice([NOT_COMPUTED, *(known[index] - each for each in (-1, 0, 1, 2, 9))])
+        given += rng.integers(10, 20, num_drafts[index] + most_ahead).tolist()
     query_start = np.concatenate(([0], np.cumsum(counts)))
 
     expected, starts, shifts = before.copy(), planned.copy(), np.zeros(num_seqs, int)
@@ -62,14 +65,15 @@ def test_placing_against_a_loop(num_seqs: int, max_drafts: int, device: torch.de
         end = row * TOKEN_WIDTH + starts[index] + counts[index]
         found = before[places.found + row * max_drafts :][: num_drafts[index]]
         if given_at[index] >= 0:
-            found = given[given_at[index] : given_at[index] + num_drafts[index]]
+            first = given_at[index] + min(max(known[index] - given_from[index], 0), most_ahead)
+            found = given[first : first + num_drafts[index]]
         expected[end - num_drafts[index] : end] = found
 
     arena, found_starts = words(before, device), words(planned, device)
     found_shifts = words(np.full(num_seqs, -9), device)
     columns = words(rows, device), found_starts, words(query_start, device)
-    drafts = words(num_drafts, device), words(given_at, device), words(given, device)
-    place_drafts(arena, places, columns, drafts, found_shifts)
+    drafts = [words(column, device) for column in (num_drafts, given_at, given_from, given)]
+    place_drafts(arena, places, columns, drafts, found_shifts, most_ahead)
     assert found_starts.tolist() == starts.tolist()
     assert found_shifts.tolist() == shifts.tolist()
     assert arena.tolist() == expected.tolist()

@@ -1,0 +1,103 @@
+"""Videos in prompts: one placeholder becomes the parts' times, marks and placeholders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from quire.errors import UserError
+from quire.multimodal.marks import Encoder
+from quire.prompt_image import ReadyImage
+
+
+class ReadyVideo(msgspec.Struct, frozen=True, array_like=True):
+    """A decoded video: parts of a few frames, each computed as an image, and their times."""
+
+    parts: list[ReadyImage]
+    seconds: list[float]
+
+    @property
+    def num_tokens(self) -> int:
+        """Placeholders, without the texts of the times."""
+        return sum(part.num_tokens for part in self.parts)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
+
+ReadyMedium = ReadyImage | ReadyVideo
+
+
+@dataclass(frozen=True)
+class VideoMarks:
+    """token_id: placeholder. begin, end: tokens around a part's. tokenizer: writes the times (None: prompts must have
+    them)."""
+
+    token_id: int
+    begin: int
+    end: int
+    tokenizer: Encoder | None
+
+    def written(self, token_ids: list[int], videos: Sequence[ReadyVideo], where: str) -> list[int]:
+        """A prompt with all parts' placeholders. token_ids: with one placeholder a video, perhaps between `begin` and
+        `end`, or with all. Raises UserError for placeholders that do not match."""
+        counts = [part.num_tokens for video in videos for part in video.parts]
+        num_places = token_ids.count(self.token_id)
+        if num_places != len(videos):
+            if [end - start for start, end in runs_of(token_ids, self.token_id)] == counts:
+                return token_ids
+            raise UserError(
+                f"{where}: the prompt has {num_places} placeholders (token {self.token_id}), and {len(videos)} videos "
+                f"of together {sum(counts)} tokens are given",
+                param=where,
+            )
+        if videos and self.tokenizer is None:
+            raise UserError(
+                f"{where}: without a tokenizer the times in videos are not written: the prompt needs all placeholders",
+                param=where,
+            )
+        found: list[int] = []
+        left = iter(videos)
+        is_marked = False
+        for place, token in enumerate(token_ids):
+            if token == self.token_id:
+                is_marked = found[-1:] == [self.begin] and token_ids[place + 1 : place + 2] == [self.end]
+                found = found[:-1] if is_marked else found
+                found += self._parts(next(left))
+            elif token == self.end and is_marked and token_ids[place - 1] == self.token_id:
+                is_marked = False  # the last part has it
+            else:
+                found.append(token)
+        return found
+
+    def placed(self, token_ids: list[int], videos: Sequence[ReadyVideo]) -> list[tuple[int, ReadyImage]]:
+        """Parts and the places of their first placeholders in a prompt from `written`."""
+        parts = [part for video in videos for part in video.parts]
+        starts = [start for start, _ in runs_of(token_ids, self.token_id)] if parts else []
+        return list(zip(starts, parts, strict=True))
+
+    def _parts(self, video: ReadyVideo) -> list[int]:
+        assert self.tokenizer is not None
+        found: list[int] = []
+        for part, seconds in zip(video.parts, video.seconds, strict=True):
+            found += self.tokenizer.encode(f"<{seconds:.1f} seconds>", add_special_tokens=False)
+            found += [self.begin, *[self.token_id] * part.num_tokens, self.end]
+        return found
+
+
+def runs_of(token_ids: Sequence[int], placeholder: int) -> list[tuple[int, int]]:
+    """[start, end) of consecutive placeholders."""
+    runs: list[tuple[int, int]] = []
+    start = -1
+    for place, token_id in enumerate(token_ids):
+        if token_id == placeholder:
+            start = place if start < 0 else start
+        elif start >= 0:
+            runs.append((start, place))
+            start = -1
+    if start >= 0:
+        runs.append((start, len(token_ids)))
+    return runs

@@ -1,0 +1,27 @@
+"""Small video files, made as tests need them."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from PIL import Image
+
+av = pytest.importorskip("av", reason="needs PyAV")
+
+CODECS = {"mp4": "mpeg4", "webm": "libvpx", "avi": "mjpeg", "matroska": "ffv1"}
+
+
+def recorded(frames: Sequence[Image.Image], kind: str = "mp4", fps: int = 10) -> bytes:
+    """A file of the container `kind`, whose frames have lost something, except in Matroska."""
+    file = io.BytesIO()
+    with av.open(file, "w", format=kind) as container:
+        stream = container.add_stream(CODECS[kind], rate=fps)
+        stream.width, stream.height = frames[0].size
+        stream.pix_fmt = {"mjpeg": "yuvj420p", "ffv1": "bgr0"}.get(CODECS[kind], "yuv420p")
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(np.asarray(frame), format="rgb24")))
+        container.mux(stream.encode())
+    return file.getvalue()

@@ -1,0 +1,108 @@
+"""Videos: frames, sizes and times are those of Transformers' processor; limits hold before frames are decoded."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor, smart_resize
+from transformers.video_utils import VideoMetadata, read_video_pyav
+
+from quire.config.media import VideoOptions
+from quire.errors import UserError
+from quire.multimodal.processors import read_qwen_processor
+from quire.multimodal.videos import VideoProcessor, decode_video, read_video_processor
+from tests.models.vision_models import PROCESSOR
+from tests.multimodal.clips import CODECS, recorded
+from tests.multimodal.pictures import draw
+
+FRAMES = [draw(seed, size=(32, 16)) for seed in range(9)]
+
+
+def processor(directory: Path, options: VideoOptions | None = None, **values: Any) -> VideoProcessor:
+    (directory / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    (directory / "video_preprocessor_config.json").write_text(json.dumps(values))
+    found = read_video_processor(directory, read_qwen_processor(directory), options or VideoOptions())
+    assert found is not None
+    return found
+
+
+def test_sampled_frames(tmp_path: Path) -> None:
+    chance, made = random.Random(1), processor(tmp_path)
+    for _ in range(200):
+        total, fps = chance.randint(1, 3000), chance.choice([1.0, 10.0, 23.976, 24.0, 60.0])
+        asked = chance.choice([{"fps": chance.choice([0.5, 2, 4])}, {"num_frames": chance.randint(1, 60)}, {}])
+        usual = {"fps": None if "num_frames" in asked else 2, "min_frames": 4, "max_frames": chance.choice([16, 768])}
+        wanted = Qwen3VLVideoProcessor.sample_frames(
+            SimpleNamespace(**usual), VideoMetadata(total_num_frames=total, fps=fps), **asked
+        )
+        own = {"fps": asked.get("fps"), "num_frames": asked.get("num_frames")} if asked else {"fps": 2.0}
+        found = msgspec.structs.replace(made, max_frames=usual["max_frames"], **own)
+        assert found.sample(total, fps) == wanted.tolist()
+
+
+def test_sizes(tmp_path: Path) -> None:
+    """Also of frames smaller than a token."""
+    chance, made = random.Random(2), processor(tmp_path)
+    for _ in range(300):
+        count, height, width = chance.randint(2, 40), chance.randint(3, 90), chance.randint(3, 90)
+        least, most = chance.choice([64, 4096, 60_000]), chance.choice([60_001, 100_000, 10**6])
+        found = msgspec.structs.replace(made, min_pixels=least, max_pixels=most)
+        wanted = smart_resize(count, height, width, factor=8, min_pixels=least, max_pixels=most)
+        assert found.target_size(count, height, width, "") == wanted
+    capped = processor(tmp_path, size={"shortest_edge": 64, "longest_edge": 10**6}, cap_pixels_per_frame=True,
+                       max_video_tokens=9)  # fmt: skip
+    assert capped.target_size(4, 80, 80, "") == smart_resize(4, 80, 80, factor=8, min_pixels=64, max_pixels=4 * 9 * 64)
+
+
+@pytest.mark.parametrize("kind", CODECS)
+def test_decoded_frames(kind: str, tmp_path: Path) -> None:
+    data = recorded(FRAMES, kind)
+    made = processor(tmp_path, fps=5, size={"shortest_edge": 64, "longest_edge": 4096})
+    path = tmp_path / f"clip.{kind}"
+    path.write_bytes(data)
+    wanted, _ = read_video_pyav(str(path), lambda metadata, **_: np.array(made.sample(len(FRAMES), 10.0)))
+    frames, seconds = decode_video(data, "x", made)
+    assert seconds == [index / 10 for index in (0, 3, 5, 8)]
+    assert np.array_equal(np.stack(frames), wanted)
+    assert np.array_equal(frames[1], np.asarray(FRAMES[3])) == (kind == "matroska"), "which loses nothing"
+    ready = made.prepare(data, "x")
+    assert [part.num_tokens for part in ready.parts] == [8, 8]
+    assert ready.seconds == pytest.approx([0.15, 0.65])
+
+
+def test_files_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, data = processor(tmp_path), recorded(FRAMES)
+
+    def refusal(given: bytes) -> str:
+        with pytest.raises(UserError) as caught:
+            made.prepare(given, "x")
+        assert caught.value.param == "x"
+        return str(caught.value)
+
+    assert "of an unknown format" in refusal(b"#EXTM3U\nfile:///etc/passwd\n")
+    assert "damaged" in refusal(data[: len(data) // 2])
+    assert "damaged" in refusal(b"RIFF\0\0\0\0AVI " + bytes(100))
+    for name, limit, message in (
+        ("MOST_FRAMES", 8, "the video has 9 frames, and 8 are the limit"),
+        ("MOST_SECONDS", 0.5, "the video has 1 seconds, and 0.5 are the limit"),
+        ("MOST_DECODED", 9 * 32 * 16 - 1, "pixels in all frames, and 4607 are the limit"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"quire.multimodal.videos.{name}", limit)
+            assert message in refusal(data)
+    monkeypatch.setitem(sys.modules, "av", None)
+    assert "videos need PyAV: pip install -e '.[videos]'" in refusal(data)
+
+
+def test_a_processor_that_differs_from_that_of_images_is_not_taken(tmp_path: Path) -> None:
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    (tmp_path / "video_preprocessor_config.json").write_text(json.dumps({"image_mean": [0.4, 0.4, 0.4]}))
+    assert read_video_processor(tmp_path, read_qwen_processor(tmp_path), VideoOptions()) is None
