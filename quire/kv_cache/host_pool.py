@@ -1,5 +1,5 @@
 """A second, bounded pool of blocks in host memory, for preempted requests' KV (paper §4.5). A request moves whole: all
-its sequences, each block once. This module only decides; the plan carries the copies."""
+its sequences, each block once."""
 
 from __future__ import annotations
 

@@ -136,8 +136,7 @@ class PlainKernels:
         return Ranking(is_sound, token_ids, found, ranks.numpy(), self._best_of(values.numpy(), num_top))
 
     def _best_of(self, log_probs: np.ndarray, num_top: int) -> Best:
-        """The best tokens of each row, the lowest first among equal ones, independent of other rows' requests. Not
-        valid for a row without sound values."""
+        """The best tokens of each sound row, the lowest first among equal ones, independent of other rows' requests."""
         if not num_top:
             return Best(np.empty((len(log_probs), 0), np.int64), np.empty((len(log_probs), 0), np.float32))
         sound = np.where(np.isfinite(log_probs.max(axis=1, keepdims=True)), log_probs, 0)
@@ -146,8 +145,7 @@ class PlainKernels:
 
     def _best(self, scores: np.ndarray, num_best: int) -> np.ndarray:
         """The `num_best` tokens with each row's highest scores, best first, the lowest first among equal ones. scores:
-        [N, vocab_size] float32, each row with a finite score, without NaN and plus infinity. Returns [N, min(num_best,
-        vocab_size)] int64."""
+        [N, vocab_size] float32, sound rows. Returns [N, min(num_best, vocab_size)] int64."""
         num_rows, vocab_size = scores.shape
         width = min(num_best, vocab_size)
         lowest = np.partition(scores, vocab_size - width, axis=1)[:, vocab_size - width]

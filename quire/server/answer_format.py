@@ -249,7 +249,6 @@ class AnswerFormat:
         return self._behind_thoughts(found)
 
     def _behind_thoughts(self, found: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
-        """Make the constraint begin after the reasoning."""
         reasoning, thought = self._formats.reasoning, self._thought
         if found is None or reasoning is None or self._formats.in_reasoning or thought is Thought.CLOSED:
             return found

@@ -85,8 +85,8 @@ def choose_execution(
     """Choose how a step runs. num_tokens, num_seqs: sizes without padding. max_query_len: maximum new tokens of a
     sequence. is_decode: all new tokens but the first are drafts.
 
-    If every sequence has one new token (and drafts), a full graph of the next size is used, with padded sequences; else
-    piecewise graphs of the next size, with padded tokens.
+    Decode batches use a full graph of the next size, with padded sequences; others piecewise graphs, with padded
+    tokens.
     """
     if max_query_len == 1:
         size = _next(settings.full_sizes, num_seqs)

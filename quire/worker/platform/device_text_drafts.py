@@ -1,8 +1,8 @@
 """Drafts from texts on the host for a device's rows (quire/worker/finders.py has the methods).
 
 The host looks up before it knows the tokens of steps in flight. So it proposes a *path* behind the tokens that it
-knows, as long as those steps' tokens and the drafts, and the device takes the drafts from the path's part behind its
-own tokens. Where these have left the path, its drafts are rejected like other wrong ones.
+knows, and the device takes the drafts from the path's part behind its own tokens. Where these have left the path, its
+drafts are rejected like other wrong ones.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class HostTexts:
 
     def learn(self) -> None:
         """Append known samples to their rows: those of a step behind which `num_unknown` others were launched, so that
-        all ranks know the same. Rows of a step whose result was not read are followed no more."""
+        all ranks know the same."""
         while len(self.unread) > self.num_unknown:
             step = self.unread.popleft()
             if step is not None:
