@@ -6,8 +6,9 @@ Sampling, sizes and times are those of Transformers' processor. PyAV decodes fil
 from __future__ import annotations
 
 import io
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ class VideoProcessor(msgspec.Struct, frozen=True):
         if isinstance(video, str):
             video = read_data_url(video, where, VIDEO_LIMITS, kind="video")
         if isinstance(video, bytes):
-            return self._decoded(video, where)
+            return self._made(*decode_video(video, where, self))
         frames, metadata = video if isinstance(video, tuple) and len(video) == 2 else (video, {})
         if not isinstance(metadata, Mapping) or metadata.keys() - set(METADATA):
             raise UserError(f"{where}: metadata of a video has {', '.join(METADATA)}", param=where)
@@ -104,20 +105,18 @@ class VideoProcessor(msgspec.Struct, frozen=True):
         if len(places) != len(frames):
             raise UserError(f"{where}: {len(places)} frames_indices for {len(frames)} frames", param=where)
         read = {place: read_pixels(frames[place], where, VIDEO_LIMITS) for place in dict.fromkeys(chosen)}
-        return self._made([read[place] for place in chosen], [places[place] / fps for place in chosen], where)
-
-    def _decoded(self, data: bytes, where: str) -> ReadyVideo:
-        frames, seconds = decode_video(data, where, self)
-        return self._made(frames, seconds, where)
-
-    def _made(self, frames: list[Pixels], seconds: list[float], where: str) -> ReadyVideo:
-        """Parts of consecutive frames, the last of which is repeated to fill its part."""
-        if len({frame.shape for frame in frames}) > 1:
+        if len({frame.shape for frame in read.values()}) > 1:
             raise UserError(f"{where}: frames of a video must have one size", param=where)
+        height, width, _ = read[chosen[0]].shape
+        size = self.target_size(len(chosen), height, width, where)
+        resized = {place: resize(frame, *size, self.image.resample) for place, frame in read.items()}
+        return self._made([resized[place] for place in chosen], [places[place] / fps for place in chosen])
+
+    def _made(self, resized: list[Pixels], seconds: list[float]) -> ReadyVideo:
+        """Parts of consecutive frames, the last of which is repeated to fill its part."""
         step, merge = self.image.frames, self.image.merge_size
-        height, width = self.target_size(len(frames), frames[0].shape[0], frames[0].shape[1], where)
-        resized = [resize(frame, height, width, self.image.resample) for frame in frames]
-        lacking = -len(frames) % step
+        height, width, _ = resized[0].shape
+        lacking = -len(resized) % step
         resized, times = [*resized, *resized[-1:] * lacking], [*seconds, *seconds[-1:] * lacking]
         rows, columns = height // self.image.patch_size, width // self.image.patch_size
         parts, middles = [], []
@@ -131,8 +130,8 @@ class VideoProcessor(msgspec.Struct, frozen=True):
 
 
 def decode_video(data: bytes, where: str, processor: VideoProcessor) -> tuple[list[Pixels], list[float]]:
-    """Sampled frames of a file, and their times in seconds. Limits apply before a frame is decoded. Raises
-    UserError."""
+    """Sampled frames of a file, resized, and their times in seconds. Limits apply before a frame is decoded. Raises
+    UserError; MemoryError in a helper, whose memory is limited."""
     if len(data) > VIDEO_LIMITS.max_bytes:
         raise too_many_bytes(where, len(data), VIDEO_LIMITS, "video")
     try:
@@ -142,14 +141,17 @@ def decode_video(data: bytes, where: str, processor: VideoProcessor) -> tuple[li
     kind = _container(data, where)
     try:
         with av.open(io.BytesIO(data), "r", format=kind) as container:
-            total = sum(packet.size > 0 for packet in container.demux(video=0))
+            total = _num_frames(container.demux(video=0))
             stream = container.streams.video[0]
             fps = float(stream.average_rate or stream.guessed_rate or USUAL_FPS)
             size = stream.codec_context.width, stream.codec_context.height
+    except MemoryError:
+        raise
     except Exception:
         raise UserError(f"{where}: the video is damaged, or has no frames that are known", param=where) from None
     _check_sizes(total, fps, size, where)
     chosen = processor.sample(total, fps)
+    height, width = processor.target_size(len(chosen), size[1], size[0], where)
     wanted, found = set(chosen), dict[int, Pixels]()
     try:
         with av.open(io.BytesIO(data), "r", format=kind) as container:
@@ -158,14 +160,22 @@ def decode_video(data: bytes, where: str, processor: VideoProcessor) -> tuple[li
                 if (frame.width, frame.height) != size:
                     raise ValueError("frames of several sizes")
                 if index in wanted:
-                    found[index] = np.asarray(frame.to_ndarray(format="rgb24"), np.uint8)
+                    pixels = np.asarray(frame.to_ndarray(format="rgb24"), np.uint8)
+                    found[index] = resize(pixels, height, width, processor.image.resample)
                 if index >= chosen[-1]:
                     break
+    except MemoryError:
+        raise
     except Exception:
         raise UserError(f"{where}: the video is damaged or cut off", param=where) from None
     if len(found) < len(wanted):
         raise UserError(f"{where}: the video is damaged or cut off", param=where)
     return [found[index] for index in chosen], [index / fps for index in chosen]
+
+
+def _num_frames(packets: Iterable[Any]) -> int:
+    """Packets with a frame, up to one beyond the limit: a file of a few bytes may state any number."""
+    return sum(1 for _ in itertools.islice((each for each in packets if each.size > 0), MOST_FRAMES + 1))
 
 
 def _container(data: bytes, where: str) -> str:
@@ -194,7 +204,7 @@ def _check_sizes(total: int, fps: float, size: tuple[int, int], where: str) -> N
         (total * width * height, MOST_DECODED, "pixels in all frames"),
     ):
         if count > limit:
-            raise UserError(f"{where}: the video has {count:.0f} {what}, and {limit} are the limit", param=where)
+            raise UserError(f"{where}: the video has more than {limit} {what}, the limit", param=where)
 
 
 def read_video_processor(directory: Path, image: QwenProcessor, options: VideoOptions) -> VideoProcessor | None:

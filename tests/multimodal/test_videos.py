@@ -17,6 +17,7 @@ from transformers.video_utils import VideoMetadata, read_video_pyav
 
 from quire.config.media import VideoOptions
 from quire.errors import UserError
+from quire.multimodal import videos
 from quire.multimodal.processors import read_qwen_processor
 from quire.multimodal.videos import VideoProcessor, decode_video, read_video_processor
 from tests.models.vision_models import PROCESSOR
@@ -78,6 +79,21 @@ def test_decoded_frames(kind: str, tmp_path: Path) -> None:
     assert ready.seconds == pytest.approx([0.15, 0.65])
 
 
+def test_frames_are_resized_as_they_are_decoded(tmp_path: Path) -> None:
+    """So no more is kept than the processor's pixels, whatever the file's."""
+    made = processor(tmp_path, fps=10, size={"shortest_edge": 64, "longest_edge": 9 * 128})
+    frames, _ = decode_video(recorded([draw(seed, size=(64, 32)) for seed in range(9)]), "x", made)
+    assert [frame.shape for frame in frames] == [(8, 16, 3)] * 9
+    assert all(frame.base is None for frame in frames), "none is a view of a decoded frame"
+
+
+def test_counting_ends_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(videos, "MOST_FRAMES", 3)
+    packets = iter([SimpleNamespace(size=size, is_discard=False, is_corrupt=False) for size in (0, 1, 1, 1, 1, 1, 1)])
+    assert videos._num_frames(packets) == 4
+    assert len(list(packets)) == 2
+
+
 def test_files_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, data = processor(tmp_path), recorded(FRAMES)
 
@@ -91,9 +107,9 @@ def test_files_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "damaged" in refusal(data[: len(data) // 2])
     assert "damaged" in refusal(b"RIFF\0\0\0\0AVI " + bytes(100))
     for name, limit, message in (
-        ("MOST_FRAMES", 8, "the video has 9 frames, and 8 are the limit"),
-        ("MOST_SECONDS", 0.5, "the video has 1 seconds, and 0.5 are the limit"),
-        ("MOST_DECODED", 9 * 32 * 16 - 1, "pixels in all frames, and 4607 are the limit"),
+        ("MOST_FRAMES", 8, "the video has more than 8 frames, the limit"),
+        ("MOST_SECONDS", 0.5, "the video has more than 0.5 seconds, the limit"),
+        ("MOST_DECODED", 9 * 32 * 16 - 1, "more than 4607 pixels in all frames, the limit"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(f"quire.multimodal.videos.{name}", limit)
