@@ -18,6 +18,7 @@ from quire.multimodal.named import NamedPictures, name_key, unknown_name
 from quire.multimodal.sources import Picture
 from quire.multimodal.video_marks import ReadyMedium, ReadyVideo
 from quire.prompt_image import ReadyImage
+from quire.tokenization.jobs import ReadLimits
 from quire.utils.fair_threads import FairThreads
 
 if TYPE_CHECKING:
@@ -166,13 +167,14 @@ class Pictures:
         if self._helpers is None:
             return how.prepare(data, where)
         from quire.multimodal.preparing import FileJob, Preparation
-        from quire.multimodal.videos import VideoJob
+        from quire.multimodal.videos import VIDEO_SECONDS, VideoJob
 
         if isinstance(how, Preparation):
             argument = msgspec.json.encode(FileJob(how, where)).decode()
             return _IMAGES.decode(self._helpers.read(_HELPER, argument, [data]))
         argument = msgspec.json.encode(VideoJob(how, where)).decode()
-        return _VIDEOS.decode(self._helpers.read(_VIDEO_HELPER, argument, [data]))
+        limits = ReadLimits(VIDEO_SECONDS, how.most_memory, f"{where}: the video", where)
+        return _VIDEOS.decode(self._helpers.read(_VIDEO_HELPER, argument, [data], limits))
 
 
 def _by_kind(ready: Sequence[ReadyMedium]) -> dict[str, list[ReadyMedium]]:

@@ -31,6 +31,12 @@ MOST_FRAMES = 2**15
 MOST_SECONDS = 3600
 MOST_DECODED = 2**34
 """Largest number of pixels of all frames of a file."""
+VIDEO_SECONDS = 60.0
+"""Processor time for one file in a helper, in seconds."""
+DECODER_BYTES = 2**30
+"""Memory of a helper for FFmpeg beside the resized frames: a decoder keeps up to 16 frames and more."""
+COPIES = 6
+"""Copies of all resized frames while a helper answers: frames, parts, and a growing message."""
 METADATA = ("fps", "frames_indices", "total_num_frames", "duration", "do_sample_frames", "video_backend")
 """Keys beside frames, as in vLLM; the last and `duration` have no effect."""
 _FILE, _JOINT_FILE, _VIDEOS = "video_preprocessor_config.json", "processor_config.json", "video_processor"
@@ -49,6 +55,13 @@ class VideoProcessor(msgspec.Struct, frozen=True):
     min_frames: int
     max_frames: int
     max_tokens: int | None
+
+    @property
+    def most_memory(self) -> int:
+        """Upper estimate in bytes of the memory for a file."""
+        side, most = self.image.patch_size * self.image.merge_size, self.num_frames or self.max_frames
+        least = side**2 if self.max_tokens is None else max(side**2, int(self.min_pixels * 1.05))
+        return DECODER_BYTES + COPIES * 3 * max(self.max_pixels, most * least)
 
     def sample(self, total: int, fps: float) -> list[int]:
         """Indices of the sampled frames of `total`, which follow one another at `fps`."""

@@ -18,7 +18,6 @@ import msgspec
 from quire.tokenization.jobs import (
     MAX_JOB_BYTES,
     MAX_SETUP_BYTES,
-    READ_SECONDS,
     Answer,
     Answered,
     Encoded,
@@ -114,13 +113,24 @@ class HelperLoop:
             return Encoded(packed(tokenizer.encode(text, add_special_tokens)))
         return refused[0]
 
-    def _read(self, work: Read, content: bytes | bytearray) -> bytes | Refused:
-        with self._answering(READ_SECONDS) as refused:
-            from quire.registry import load_target
+    def _read(self, work: Read, content: bytes | bytearray) -> bytes | Refused | Failed:
+        memory = work.limits.memory
+        try:
+            with self._answering(work.limits.seconds) as refused:
+                from quire.registry import load_target
 
-            found = load_target(work.reader)(work.argument, bytes(content))
-            assert isinstance(found, bytes)
-            return found
+                reader = load_target(work.reader)
+                if memory is not None:
+                    _limit(resource.RLIMIT_AS, _address_space() + memory)
+                found = reader(work.argument, bytes(content))
+                assert isinstance(found, bytes)
+                return found
+        except MemoryError:
+            if memory is None:
+                raise
+            return Failed("memory")
+        finally:
+            _limit(resource.RLIMIT_AS, resource.RLIM_INFINITY)
         return refused[0]
 
     @contextlib.contextmanager

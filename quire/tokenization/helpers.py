@@ -22,14 +22,15 @@ import msgspec
 
 from quire.errors import ChatTemplateProcessError, EngineDeadError, InternalError, QuireError, UserError, named_error
 from quire.tokenization.jobs import (
+    BODY_LIMITS,
     MAX_JOB_BYTES,
     MAX_SETUP_BYTES,
-    READ_SECONDS,
     Answer,
     Answered,
     Encoded,
     Failed,
     Read,
+    ReadLimits,
     Refused,
     Rendered,
     Setup,
@@ -57,6 +58,8 @@ JOINED_BYTES = 64 * 2**10
 MAX_BYTES_PER_CHARACTER = 4
 REPLY_OVERHEAD_BYTES = 16 * 2**10
 
+_FAULTS = (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS, -signal.SIGFPE, -signal.SIGILL)
+"""Statuses of a process that a library's fault ended, as where memory ends."""
 _ANSWERS = msgspec.msgpack.Decoder(Answer)
 
 T = TypeVar("T")
@@ -176,11 +179,21 @@ class Helper:
         ends or stalls."""
         return self._ids(text, encode_frame(Text(text, add_special_tokens, seconds_of(text))))
 
-    def read(self, reader: str, argument: str, content: Sequence[bytes]) -> bytes | bytearray:
-        """Call the function `reader` in the process. Raises as `encode` does; UserError after READ_SECONDS."""
+    def read(self, reader: str, argument: str, content: Sequence[bytes], limits: ReadLimits) -> bytes | bytearray:
+        """Call the function `reader` in the process. Raises as `encode` does; UserError beyond the limits, and for
+        bytes with a memory limit that make the process fail."""
         header = HEADER.pack(sum(map(len, content)))
-        too_slow = f"the request body takes more than {READ_SECONDS:g} s of processor time to read"
-        answer = self._patiently([encode_frame(Read(reader, argument)), header, *content], too_slow)
+        too_slow = UserError(
+            f"{limits.what} takes more than {limits.seconds:g} s of processor time to read", param=limits.param
+        )
+        failed = UserError(f"{limits.what} makes its reader fail, and may be damaged", param=limits.param)
+        parts = [encode_frame(Read(reader, argument, limits)), header, *content]
+        answer = self._patiently(parts, too_slow, None if limits.memory is None else failed)
+        if isinstance(answer, Failed):
+            raise UserError(
+                f"{limits.what} takes more than {format_bytes(limits.memory or 0)} of memory to read",
+                param=limits.param,
+            )
         assert isinstance(answer, Answered)
         found = self._reader.read(MAX_JOB_BYTES, Patience(self.pid))
         if found is None:
@@ -203,13 +216,16 @@ class Helper:
             f"{len(text)} characters"
         )
         with (ABANDONMENT.get() or Abandonment()).ended_by(self.kill):
-            answer = self._patiently(parts, too_slow)
+            answer = self._patiently(parts, UserError(too_slow))
         assert isinstance(answer, Encoded)
         self.is_usable = True
         return listed(answer.ids)
 
-    def _patiently(self, parts: Sequence[bytes | bytearray], too_slow: str) -> Answer:
-        """Ask without a timeout here. too_slow: error message if the process's own limit ends it."""
+    def _patiently(
+        self, parts: Sequence[bytes | bytearray], too_slow: UserError, failed: UserError | None = None
+    ) -> Answer:
+        """Ask without a timeout here. too_slow: error if the process's own limit ends it. failed: error if a fault of
+        its own does (None: InternalError)."""
         self._connection.settimeout(None)
         try:
             answer = self._ask(parts, Patience(self.pid), MAX_JOB_BYTES)
@@ -218,7 +234,9 @@ class Helper:
             raise _of_text(f"was ended: it had not run for {STALL_SECONDS} s") from None
         if answer is None:
             status = self._exit_status(None)
-            raise UserError(too_slow) if status == -signal.SIGPROF else _of_text(_describe(status))
+            if status == -signal.SIGPROF:
+                raise too_slow
+            raise failed if failed is not None and status in _FAULTS else _of_text(_describe(status))
         if isinstance(answer, Refused):
             error = named_error(answer.error, answer.message, answer.param)
             self.is_usable = isinstance(error, UserError)
@@ -278,9 +296,11 @@ class Helpers:
         """See Helper.encode. Raises EngineDeadError after `close`."""
         return self._run(lambda helper: helper.encode(text, add_special_tokens), _of_text)
 
-    def read(self, reader: str, argument: str, content: Sequence[bytes]) -> bytes | bytearray:
+    def read(
+        self, reader: str, argument: str, content: Sequence[bytes], limits: ReadLimits = BODY_LIMITS
+    ) -> bytes | bytearray:
         """See Helper.read. reader: "module:name" of the function."""
-        return self._run(lambda helper: helper.read(reader, argument, content), _of_text)
+        return self._run(lambda helper: helper.read(reader, argument, content, limits), _of_text)
 
     def close(self) -> None:
         """End the processes and fail their jobs. Idempotent."""

@@ -48,6 +48,19 @@ class TemplateLimits(msgspec.Struct, frozen=True):
         return self.memory // 8
 
 
+class ReadLimits(msgspec.Struct, frozen=True):
+    """Limits of one Read, enforced by the system. seconds: processor time. memory: further bytes of address space after
+    the reader's import (Linux only; None: no limit). what: name of the bytes in errors. param: field with them."""
+
+    seconds: float = READ_SECONDS
+    memory: int | None = None
+    what: str = "the request body"
+    param: str | None = None
+
+
+BODY_LIMITS = ReadLimits()
+
+
 class TokenizerSource(msgspec.Struct, frozen=True):
     """Source of the engine's tokenizer for a helper. options: EngineOptions as JSON. vocab_size: the model's.
     sample_ids: packed ids of SAMPLE, which identify it; None if it cannot encode that."""
@@ -100,10 +113,12 @@ class Text(msgspec.Struct, frozen=True, tag=True):
 
 
 class Read(msgspec.Struct, frozen=True, tag=True):
-    """Bytes, which follow, for `reader` ("module:name"), a function of `argument` and the bytes that returns bytes."""
+    """Bytes, which follow, for `reader` ("module:name"), a function of `argument` and the bytes that returns bytes.
+    limits: of this job."""
 
     reader: str
     argument: str
+    limits: ReadLimits
 
 
 class Rendered(msgspec.Struct, frozen=True, tag=True):

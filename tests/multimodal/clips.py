@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import io
+import resource
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from PIL import Image
+
+from quire.errors import UserError
+from quire.multimodal import videos
 
 av = pytest.importorskip("av", reason="needs PyAV")
 
@@ -25,3 +29,10 @@ def recorded(frames: Sequence[Image.Image], kind: str = "mp4", fps: int = 10) ->
             container.mux(stream.encode(av.VideoFrame.from_ndarray(np.asarray(frame), format="rgb24")))
         container.mux(stream.encode())
     return file.getvalue()
+
+
+def peak(argument: str, data: bytes) -> bytes:
+    """In a helper: bytes of memory for a file that is refused."""
+    with pytest.raises(UserError, match="damaged"):
+        videos.prepare_video(argument, data)
+    return str(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024).encode()

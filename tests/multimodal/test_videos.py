@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import struct
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,10 @@ from quire.errors import UserError
 from quire.multimodal import videos
 from quire.multimodal.processors import read_qwen_processor
 from quire.multimodal.videos import VideoProcessor, decode_video, read_video_processor
+from quire.tokenization.helpers import Helpers
+from quire.tokenization.jobs import ReadLimits, Setup, TemplateLimits
 from tests.models.vision_models import PROCESSOR
+from tests.multimodal import clips
 from tests.multimodal.clips import CODECS, recorded
 from tests.multimodal.pictures import draw
 
@@ -92,6 +96,25 @@ def test_counting_ends_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     packets = iter([SimpleNamespace(size=size, is_discard=False, is_corrupt=False) for size in (0, 1, 1, 1, 1, 1, 1)])
     assert videos._num_frames(packets) == 4
     assert len(list(packets)) == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
+def test_a_file_that_states_too_many_packets_fills_no_memory(tmp_path: Path) -> None:
+    """80 million packets, for each of which FFmpeg takes 24 bytes when it opens the file."""
+    file, made = bytearray(recorded(FRAMES)), processor(tmp_path)
+    for box, place, values in (
+        (b"stsz", 8, (1, 80_000_000)),
+        (b"stsc", 16, (80_000_000,)),
+        (b"stts", 12, (80_000_000,)),
+    ):
+        struct.pack_into(f">{len(values)}I", file, file.find(box) + place, *values)
+    helpers = Helpers(Setup({}, {}, TemplateLimits()))
+    try:
+        argument = msgspec.json.encode(videos.VideoJob(made, "x")).decode()
+        limits = ReadLimits(videos.VIDEO_SECONDS, made.most_memory)
+        assert int(helpers.read(f"{clips.__name__}:peak", argument, [bytes(file)], limits)) < 2**30
+    finally:
+        helpers.close()
 
 
 def test_files_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

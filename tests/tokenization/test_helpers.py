@@ -26,13 +26,14 @@ from quire.tokenization import helpers as helpers_module
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.conversation import conversation_of
 from quire.tokenization.helpers import ABANDONMENT, Abandonment, Helpers
-from quire.tokenization.jobs import TemplateLimits, Tokenising, TokenizerSource, packed
+from quire.tokenization.jobs import ReadLimits, TemplateLimits, Tokenising, TokenizerSource, packed
 from quire.tokenization.tokenizer import SAMPLE, Tokenizer, open_tokenizer
 from quire.utils import patience
 from quire.utils.frames import Deadline
 from tests.architecture.source import ROOT
 from tests.fuzz.templates import BENIGN, LIMITS, MAX_CHARACTERS, TEMPLATES, check_memory
 from tests.processes import has_ended, has_pid_ended
+from tests.tokenization import readers
 from tests.tokenization.build import byte_level, byte_level_backend, written
 
 T = TypeVar("T")
@@ -460,31 +461,29 @@ def test_a_text_that_takes_too_much_processor_time(tmp_path: Path, monkeypatch: 
         helpers.close()
 
 
-def spin(argument: str, content: bytes) -> bytes:
-    """In the process: a reader that never ends."""
-    while True:
-        pass
-
-
-def echo(argument: str, content: bytes) -> bytes:
-    return content
-
-
-def limit(argument: str, content: bytes) -> bytes:
-    return str(signal.getitimer(signal.ITIMER_PROF)[0]).encode()
-
-
-def spin_briefly(argument: str, content: bytes) -> bytes:
-    """As `spin`, with less than the whole time."""
-    signal.setitimer(signal.ITIMER_PROF, 0.05)
-    return spin(argument, content)
-
-
 def test_a_body_that_takes_too_much_processor_time_is_its_callers_error(texts: Helpers) -> None:
-    assert round(float(texts.read(f"{__name__}:limit", "", []))) == 10
+    assert round(float(texts.read(f"{readers.__name__}:limit", "", []))) == 10
     with pytest.raises(UserError, match="more than 10 s of processor time"):
-        texts.read(f"{__name__}:spin_briefly", "", [b""])
-    assert texts.read(f"{__name__}:echo", "", [b"ab", b"c"]) == b"abc"
+        texts.read(f"{readers.__name__}:spin_briefly", "", [b""])
+    assert texts.read(f"{readers.__name__}:echo", "", [b"ab", b"c"]) == b"abc"
+
+
+def test_a_file_beyond_its_own_limits_is_its_callers_error(texts: Helpers) -> None:
+    limits = ReadLimits(60.0, 2**26, "x.y: the video", "x.y")
+    assert round(float(texts.read(f"{readers.__name__}:limit", "", [], limits))) == 60
+    for reader, message in (
+        ("hoard", "x.y: the video takes more than 64.0 MiB of memory to read"),
+        ("spin_briefly", "x.y: the video takes more than 60 s of processor time to read"),
+        ("crash", "x.y: the video makes its reader fail, and may be damaged"),
+    ):
+        with pytest.raises(UserError) as caught:
+            texts.read(f"{readers.__name__}:{reader}", "", [b""], limits)
+        assert (str(caught.value), caught.value.param) == (message, "x.y")
+        assert texts.pids == [], "the process is replaced"
+    with pytest.raises(InternalError, match="signal 11"):
+        texts.read(f"{readers.__name__}:crash", "", [b""])
+    assert texts.read(f"{readers.__name__}:echo", "", [b"a"], limits) == b"a"
+    assert len(texts.read(f"{readers.__name__}:hoard", "", [b""])) == 2**27, "the next job has no limit of memory"
 
 
 @pytest.mark.long
