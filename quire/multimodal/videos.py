@@ -37,6 +37,8 @@ DECODER_BYTES = 2**30
 """Memory of a helper for FFmpeg beside the resized frames: a decoder keeps up to 16 frames and more."""
 COPIES = 6
 """Copies of all resized frames while a helper answers: frames, parts, and a growing message."""
+_VP8_SHOWN = 0x10
+"""Bit of a VP8 frame's first byte; frames without it are references of others alone."""
 METADATA = ("fps", "frames_indices", "total_num_frames", "duration", "do_sample_frames", "video_backend")
 """Keys beside frames, as in vLLM; the last and `duration` have no effect."""
 _FILE, _JOINT_FILE, _VIDEOS = "video_preprocessor_config.json", "processor_config.json", "video_processor"
@@ -143,8 +145,9 @@ class VideoProcessor(msgspec.Struct, frozen=True):
 
 
 def decode_video(data: bytes, where: str, processor: VideoProcessor) -> tuple[list[Pixels], list[float]]:
-    """Sampled frames of a file, resized, and their times in seconds. Limits apply before a frame is decoded. Raises
-    UserError; MemoryError in a helper, whose memory is limited."""
+    """Sampled frames of a file, resized, and their times in seconds. The last frame stands for those that the end of
+    the file lacks. Limits apply before a frame is decoded. Raises UserError; MemoryError in a helper, whose memory is
+    limited."""
     if len(data) > VIDEO_LIMITS.max_bytes:
         raise too_many_bytes(where, len(data), VIDEO_LIMITS, "video")
     try:
@@ -154,8 +157,8 @@ def decode_video(data: bytes, where: str, processor: VideoProcessor) -> tuple[li
     kind = _container(data, where)
     try:
         with av.open(io.BytesIO(data), "r", format=kind) as container:
-            total = _num_frames(container.demux(video=0))
             stream = container.streams.video[0]
+            total = _num_frames(container.demux(stream), stream.codec_context.codec.name)
             fps = float(stream.average_rate or stream.guessed_rate or USUAL_FPS)
             size = stream.codec_context.width, stream.codec_context.height
     except MemoryError:
@@ -165,30 +168,41 @@ def decode_video(data: bytes, where: str, processor: VideoProcessor) -> tuple[li
     _check_sizes(total, fps, size, where)
     chosen = processor.sample(total, fps)
     height, width = processor.target_size(len(chosen), size[1], size[0], where)
-    wanted, found = set(chosen), dict[int, Pixels]()
+    wanted, found, last = set(chosen), dict[int, Pixels](), -1
+
+    def keep(index: int, frame: Any) -> None:
+        pixels = np.asarray(frame.to_ndarray(format="rgb24"), np.uint8)
+        found[index] = resize(pixels, height, width, processor.image.resample)
+
     try:
         with av.open(io.BytesIO(data), "r", format=kind) as container:
             container.streams.video[0].codec_context.thread_count = 1
-            for index, frame in enumerate(container.decode(video=0)):
+            frame = None
+            for last, frame in enumerate(container.decode(video=0)):
                 if (frame.width, frame.height) != size:
                     raise ValueError("frames of several sizes")
-                if index in wanted:
-                    pixels = np.asarray(frame.to_ndarray(format="rgb24"), np.uint8)
-                    found[index] = resize(pixels, height, width, processor.image.resample)
-                if index >= chosen[-1]:
+                if last in wanted:
+                    keep(last, frame)
+                if last >= chosen[-1]:
                     break
+            if last not in found and frame is not None:
+                keep(last, frame)
     except MemoryError:
         raise
     except Exception:
         raise UserError(f"{where}: the video is damaged or cut off", param=where) from None
-    if len(found) < len(wanted):
+    if not found:
         raise UserError(f"{where}: the video is damaged or cut off", param=where)
-    return [found[index] for index in chosen], [index / fps for index in chosen]
+    shown = [min(index, last) for index in chosen]
+    return [found[index] for index in shown], [index / fps for index in shown]
 
 
-def _num_frames(packets: Iterable[Any]) -> int:
-    """Packets with a frame, up to one beyond the limit: a file of a few bytes may state any number."""
-    return sum(1 for _ in itertools.islice((each for each in packets if each.size > 0), MOST_FRAMES + 1))
+def _num_frames(packets: Iterable[Any], codec: str) -> int:
+    """Packets with a frame that is shown, up to one beyond the limit: a file of a few bytes may state any number."""
+    shown = (each for each in packets if each.size and not each.is_discard and not each.is_corrupt)
+    if codec in ("vp8", "libvpx"):
+        shown = (each for each in shown if memoryview(each)[0] & _VP8_SHOWN)
+    return sum(1 for _ in itertools.islice(shown, MOST_FRAMES + 1))
 
 
 def _container(data: bytes, where: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import resource
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -28,6 +28,23 @@ def recorded(frames: Sequence[Image.Image], kind: str = "mp4", fps: int = 10) ->
         for frame in frames:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(np.asarray(frame), format="rgb24")))
         container.mux(stream.encode())
+    return file.getvalue()
+
+
+def changed(data: bytes, kind: str, change: Callable[[int, av.Packet], bytes]) -> bytes:
+    """A copy of a file. change: returns the bytes of the packet with this number, and may shift its times."""
+    file = io.BytesIO()
+    with (
+        av.open(io.BytesIO(data), format="mov" if kind == "mp4" else "matroska") as source,
+        av.open(file, "w", format=kind) as container,
+    ):
+        stream = container.add_stream_from_template(source.streams.video[0])
+        for number, packet in enumerate(source.demux(video=0)):
+            if packet.dts is not None:
+                copied = av.Packet(change(number, packet))
+                copied.pts, copied.dts, copied.time_base = packet.pts, packet.dts, packet.time_base
+                copied.is_keyframe, copied.stream = packet.is_keyframe, stream
+                container.mux(copied)
     return file.getvalue()
 
 

@@ -91,10 +91,42 @@ def test_frames_are_resized_as_they_are_decoded(tmp_path: Path) -> None:
     assert all(frame.base is None for frame in frames), "none is a view of a decoded frame"
 
 
+def test_frames_that_are_not_shown_are_not_counted(tmp_path: Path) -> None:
+    """Those before an edit list's begin, and VP8's hidden ones: the others are sampled as if there were no more."""
+
+    def begin_at_the_third(number: int, packet: Any) -> bytes:
+        packet.pts, packet.dts = packet.pts - 2 * packet.duration, packet.dts - 2 * packet.duration
+        return bytes(packet)
+
+    def hide_the_fifth(number: int, packet: Any) -> bytes:
+        first, *others = bytes(packet)
+        return bytes([first & ~0x10 if number == 4 else first, *others])
+
+    made = processor(tmp_path, fps=None, size={"shortest_edge": 64, "longest_edge": 9 * 512})
+    for kind, change, shown in (("mp4", begin_at_the_third, 7), ("webm", hide_the_fifth, 8)):
+        frames, seconds = decode_video(clips.changed(recorded(FRAMES, kind), kind, change), "x", made)
+        assert seconds == [index / 10 for index in range(shown)], kind
+        wanted, _ = decode_video(recorded(FRAMES, kind), "x", made)
+        places = range(2, 9) if kind == "mp4" else [0, 1, 2, 3, 5, 6, 7, 8]
+        assert np.array_equal(np.stack(frames[:4]), np.stack([wanted[place] for place in places[:4]])), kind
+
+
+def test_the_last_frame_stands_for_those_that_the_end_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is cut off, and packets of which the decoder makes fewer frames."""
+    made = processor(tmp_path, fps=None, size={"shortest_edge": 64, "longest_edge": 20 * 512})
+    whole = recorded(FRAMES, "avi")
+    frames, seconds = decode_video(whole[: whole.rindex(b"00dc", 0, whole.index(b"idx1")) + 40], "x", made)
+    assert seconds == [index / 10 for index in range(8)]
+    monkeypatch.setattr(videos, "_num_frames", lambda packets, codec: 12)
+    frames, seconds = decode_video(recorded(FRAMES, "matroska"), "x", made)
+    assert seconds == [index / 10 for index in (0, 1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 8)]
+    assert np.array_equal(frames[-1], np.asarray(FRAMES[8]))
+
+
 def test_counting_ends_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(videos, "MOST_FRAMES", 3)
     packets = iter([SimpleNamespace(size=size, is_discard=False, is_corrupt=False) for size in (0, 1, 1, 1, 1, 1, 1)])
-    assert videos._num_frames(packets) == 4
+    assert videos._num_frames(packets, "h264") == 4
     assert len(list(packets)) == 2
 
 
