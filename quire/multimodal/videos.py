@@ -76,7 +76,8 @@ class VideoProcessor(msgspec.Struct, frozen=True):
         return found
 
     def target_size(self, num_frames: int, height: int, width: int, where: str) -> tuple[int, int]:
-        """Resized height and width of the frames. Raises UserError for a ratio that the processor refuses."""
+        """Resized height and width of the frames. A part has no more patches than an image: the tower's memory is
+        planned for images. Raises UserError for a ratio that the processor refuses."""
         side, step = self.image.patch_size * self.image.merge_size, self.image.frames
         most = self.max_pixels
         if self.max_tokens is not None:
@@ -87,7 +88,8 @@ class VideoProcessor(msgspec.Struct, frozen=True):
             height, width = int(height * stretch), int(width * stretch)
         if max(height, width) > LARGEST_RATIO * min(height, width):
             raise UserError(f"{where}: frames are more than {LARGEST_RATIO} times as long as wide", param=where)
-        rows, columns, steps = round(height / side), round(width / side), round(num_frames / step) * step
+        rows, columns = round(height / side), round(width / side)
+        steps = max(1, round(num_frames / step)) * step
         if steps * rows * columns * side**2 > most:
             stretch = math.sqrt(num_frames * height * width / most)
             rows = max(1, math.floor(height / stretch / side))
@@ -95,6 +97,10 @@ class VideoProcessor(msgspec.Struct, frozen=True):
         elif steps * rows * columns * side**2 < self.min_pixels:
             stretch = math.sqrt(self.min_pixels / (num_frames * height * width))
             rows, columns = math.ceil(height * stretch / side), math.ceil(width * stretch / side)
+        if rows * columns * side**2 > self.image.max_pixels:
+            stretch = math.sqrt(height * width / self.image.max_pixels)
+            rows = max(1, math.floor(height / stretch / side))
+            columns = max(1, math.floor(width / stretch / side))
         return rows * side, columns * side
 
     def prepare(self, video: Any, where: str) -> ReadyVideo:

@@ -56,6 +56,7 @@ def test_sampled_frames(tmp_path: Path) -> None:
 def test_sizes(tmp_path: Path) -> None:
     """Also of frames smaller than a token."""
     chance, made = random.Random(2), processor(tmp_path)
+    made = msgspec.structs.replace(made, image=msgspec.structs.replace(made.image, max_pixels=10**6), min_pixels=64)
     for _ in range(300):
         count, height, width = chance.randint(2, 40), chance.randint(3, 90), chance.randint(3, 90)
         least, most = chance.choice([64, 4096, 60_000]), chance.choice([60_001, 100_000, 10**6])
@@ -64,7 +65,20 @@ def test_sizes(tmp_path: Path) -> None:
         assert found.target_size(count, height, width, "") == wanted
     capped = processor(tmp_path, size={"shortest_edge": 64, "longest_edge": 10**6}, cap_pixels_per_frame=True,
                        max_video_tokens=9)  # fmt: skip
+    assert made.target_size(1, 32, 32, "") == (32, 32), "one frame, which Transformers refuses, is not shrunk"
     assert capped.target_size(4, 80, 80, "") == smart_resize(4, 80, 80, factor=8, min_pixels=64, max_pixels=4 * 9 * 64)
+
+
+def test_a_part_has_no_more_tokens_than_an_image(tmp_path: Path) -> None:
+    """The memory for the tower is planned for images (`ImageProcessor.max_tokens`)."""
+    chance, made = random.Random(3), processor(tmp_path, size={"shortest_edge": 64, "longest_edge": 10**6})
+    for _ in range(300):
+        most = chance.choice([64, 900, 1600])
+        found = msgspec.structs.replace(made, image=msgspec.structs.replace(made.image, max_pixels=most))
+        height, width = (round(8 * 200 ** chance.random()) for _ in range(2))
+        rows, columns = (edge // 8 for edge in found.target_size(chance.randint(1, 9), height, width, ""))
+        assert rows * columns <= found.image.max_tokens
+        assert rows * columns * 64 <= most or 1 in (rows, columns)
 
 
 @pytest.mark.parametrize("kind", CODECS)
