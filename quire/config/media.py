@@ -13,6 +13,8 @@ from quire.errors import ConfigError
 
 MAX_IMAGES = 999
 """Default of `limit_mm_per_prompt`, which is vLLM's."""
+MAX_VIDEOS = 4
+"""Its default for videos, each of which may take a minute to decode."""
 CACHE_GIB = 1.0
 OTHER_MEDIA = ("video", "audio", "vision_chunk")
 WHITE = (255, 255, 255)
@@ -76,7 +78,7 @@ class MediaConfig:
     networks: tuple[Network, ...] = ()
     local_path: Path | None = None
     takes_features: bool = False
-    max_videos: int = MAX_IMAGES
+    max_videos: int = MAX_VIDEOS
     video: VideoOptions = VideoOptions()
 
     @classmethod
@@ -97,7 +99,8 @@ class MediaConfig:
             raise ConfigError("mm_processor_cache_gb must be at least 0", param="mm_processor_cache_gb")
         max_images, max_videos = _limits(limit_mm_per_prompt)
         return cls(
-            language_model_only=language_model_only or max_images == 0,
+            language_model_only=language_model_only
+            or (max_images == 0 and (max_videos == 0 or "video" not in limit_mm_per_prompt)),
             max_images=max_images,
             processor=ProcessorOptions.of(mm_processor_kwargs),
             background=background_of({kind: each for kind, each in media_io_kwargs.items() if kind != "video"}),
@@ -150,11 +153,11 @@ def _limits(limits: Mapping[str, Any]) -> tuple[int, int]:
         if isinstance(limit, Mapping):
             if limit.keys() - {"count"}:
                 raise ConfigError(f"{option}.{kind} has count alone: mm_processor_kwargs bounds sizes", param=option)
-            limit = limit.get("count", MAX_IMAGES)
+            limit = limit.get("count", MAX_VIDEOS if kind == "video" else MAX_IMAGES)
         if type(limit) is not int or limit < 0:
             raise ConfigError(f"{option}.{kind} must be a number from 0 on, not {limit!r:.50}", param=option)
         counts[kind] = limit
-    return counts.get("image", MAX_IMAGES), counts.get("video", MAX_IMAGES)
+    return counts.get("image", MAX_IMAGES), counts.get("video", MAX_VIDEOS)
 
 
 def _network(text: str) -> Network | None:

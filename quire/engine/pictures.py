@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,6 +19,7 @@ from quire.multimodal.named import NamedPictures, name_key, unknown_name
 from quire.multimodal.sources import Picture
 from quire.multimodal.video_marks import ReadyMedium, ReadyVideo
 from quire.prompt_image import ReadyImage
+from quire.tokenization.helpers import in_turn
 from quire.tokenization.jobs import ReadLimits
 from quire.utils.fair_threads import FairThreads
 
@@ -69,6 +71,8 @@ class Pictures:
         self._front_end = front_end
         self._helpers = front_end.helpers
         self._threads = threads
+        self._video_thread = FairThreads(1, "quire-video", long_size=math.inf)
+        """A video of a few bytes may take a minute, in which texts and images do not wait for it."""
         self._fetching = ThreadPoolExecutor(MAX_FETCHES, "quire-fetch")
         self.kept = ReadyImages(front_end.config.media.cache_bytes)
         self.names: Names = OwnNames(front_end.named_pictures)
@@ -76,6 +80,7 @@ class Pictures:
 
     def close(self) -> None:
         self._fetching.shutdown(wait=False, cancel_futures=True)
+        self._video_thread.shutdown(wait=False)
 
     async def of_prompt(self, prompt: Prompt, owner: str) -> Prompt:
         """The prompt with its images ready. owner: client that named them. Raises UserError naming the image."""
@@ -136,7 +141,12 @@ class Pictures:
             image, name = await self.names.picture_of(name), None
             if image is None:
                 raise unknown_name(picture)
-        if isinstance(image, bytes):
+        found: ReadyMedium
+        if isinstance(image, bytes) and picture.is_video:
+            found = await in_turn(
+                self._video_thread, len(image), lambda: self._of_file(inputs, picture, image, options)
+            )
+        elif isinstance(image, bytes):
             found = await self._in_turn(len(image), lambda: self._of_file(inputs, picture, image, options))
         else:
             of_program = msgspec.structs.replace(picture, image=image)

@@ -12,7 +12,7 @@ from quire.engine.input_processor import RenderedChat
 from quire.engine.pictures import Pictures
 from quire.errors import QuireError, UserError
 from quire.tokenization.conversation import Conversation
-from quire.tokenization.helpers import ABANDONMENT, Abandonment, Rendering
+from quire.tokenization.helpers import Rendering, in_turn
 from quire.utils.fair_threads import FairThreads
 
 INLINE_CHARACTERS = 20_000
@@ -90,7 +90,7 @@ class FrontEndTexts:
             return inputs.write_text(work)
 
         threads = self._chat_thread if work.size <= SHORT_CONVERSATION_BYTES else self._text_threads
-        text, token_ids = await _in_turn(threads, work.size, write)
+        text, token_ids = await in_turn(threads, work.size, write)
         if token_ids is None:
             add_special_tokens = conversation.add_special_tokens
             token_ids = await self.off_loop(len(text), lambda: inputs.tokenise_chat(text, add_special_tokens))
@@ -102,21 +102,4 @@ class FrontEndTexts:
     async def off_loop(self, size: int, work: Callable[[], T]) -> T:
         """Run `work` inline if `size` (in characters) is small, else on a thread. Cancelling also ends work in other
         processes."""
-        return work() if size <= INLINE_CHARACTERS else await _in_turn(self._text_threads, size, work)
-
-
-async def _in_turn(threads: FairThreads, size: int, work: Callable[[], T]) -> T:
-    abandonment = Abandonment()
-
-    def abandonable() -> T:
-        ABANDONMENT.set(abandonment)
-        try:
-            return work()
-        finally:
-            ABANDONMENT.set(None)
-
-    try:
-        return await asyncio.wrap_future(threads.submit(size, abandonable))
-    except asyncio.CancelledError:
-        abandonment.leave()
-        raise
+        return work() if size <= INLINE_CHARACTERS else await in_turn(self._text_threads, size, work)

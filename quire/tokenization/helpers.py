@@ -7,6 +7,7 @@ job and is replaced.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -40,6 +41,7 @@ from quire.tokenization.jobs import (
     seconds_of,
 )
 from quire.utils.child_process import kill, start_interpreter
+from quire.utils.fair_threads import FairThreads
 from quire.utils.frames import HEADER, Deadline, FrameReader, Waiting, encode_frame
 from quire.utils.patience import STALL_SECONDS, Patience
 from quire.utils.sizes import format_bytes
@@ -117,6 +119,24 @@ ABANDONMENT: ContextVar[Abandonment | None] = ContextVar("abandonment", default=
 """Abandonment of this thread's job for a caller on another thread."""
 
 
+async def in_turn(threads: FairThreads, size: int, work: Callable[[], T]) -> T:
+    """Run `work` on one of the threads. Cancelling also ends the job in its helper."""
+    abandonment = Abandonment()
+
+    def abandonable() -> T:
+        ABANDONMENT.set(abandonment)
+        try:
+            return work()
+        finally:
+            ABANDONMENT.set(None)
+
+    try:
+        return await asyncio.wrap_future(threads.submit(size, abandonable))
+    except asyncio.CancelledError:
+        abandonment.leave()
+        raise
+
+
 class Helper:
     """Helper process. Used by one thread, except for `kill`. Raises OSError if it cannot start."""
 
@@ -188,7 +208,8 @@ class Helper:
         )
         failed = UserError(f"{limits.what} makes its reader fail, and may be damaged", param=limits.param)
         parts = [encode_frame(Read(reader, argument, limits)), header, *content]
-        answer = self._patiently(parts, too_slow, None if limits.memory is None else failed)
+        with (ABANDONMENT.get() or Abandonment()).ended_by(self.kill):
+            answer = self._patiently(parts, too_slow, None if limits.memory is None else failed)
         if isinstance(answer, Failed):
             raise UserError(
                 f"{limits.what} takes more than {format_bytes(limits.memory or 0)} of memory to read",

@@ -69,7 +69,10 @@ class ImageOverlays:
         for index, seq_id in enumerate(plan.seq_ids):
             start, end = int(batch.starts[index]), int(batch.ends[index])
             first_row = int(batch.query_start[index])
-            for image in self._shown.get(seq_id, ()):
+            images = self._shown.get(seq_id, ())
+            if images and start >= images[-1].end:
+                continue  # a video has hundreds of parts
+            for image in images:
                 first, past = max(start, image.start), min(end, image.end)
                 if first < past:
                     rows.append(np.arange(first_row + first - start, first_row + past - start))

@@ -19,9 +19,10 @@ from quire.config.media import TEXT_DEFAULTS
 from quire.config.options import EngineOptions
 from quire.engine.async_engine import AsyncLLM
 from quire.engine.front_end import FrontEnd
-from quire.engine.texts import MAX_LONG_TEXTS, SHORT_CONVERSATION_BYTES, _in_turn
+from quire.engine.texts import MAX_LONG_TEXTS, SHORT_CONVERSATION_BYTES
 from quire.errors import EngineDeadError, QuireError
 from quire.tokenization.conversation import conversation_of
+from quire.tokenization.helpers import in_turn
 from quire.tokenization.tokenizer import Tokenizer
 from quire.utils.fair_threads import FairThreads
 from tests.processes import has_pid_ended
@@ -56,7 +57,7 @@ async def until_working(engine: AsyncLLM) -> None:
 
 def block(threads: FairThreads, release: threading.Event, number: int) -> list[asyncio.Task[bool]]:
     """Fill the threads with work."""
-    return [asyncio.create_task(_in_turn(threads, 1, lambda: release.wait(60))) for _ in range(number)]
+    return [asyncio.create_task(in_turn(threads, 1, lambda: release.wait(60))) for _ in range(number)]
 
 
 async def test_a_request_that_is_cancelled_ends_the_process_that_tokenises_for_it(engine: AsyncLLM) -> None:

@@ -486,6 +486,20 @@ def test_a_file_beyond_its_own_limits_is_its_callers_error(texts: Helpers) -> No
     assert len(texts.read(f"{readers.__name__}:hoard", "", [b""])) == 2**27, "the next job has no limit of memory"
 
 
+def test_a_file_whose_caller_leaves_is_read_no_further(own_texts: Helpers, threads: ThreadPoolExecutor) -> None:
+    abandonment = Abandonment()
+
+    def read() -> bytes | bytearray:
+        ABANDONMENT.set(abandonment)
+        return own_texts.read(f"{readers.__name__}:spin", "", [b""])
+
+    reading = threads.submit(read)
+    until(lambda: own_texts.pids)
+    abandonment.leave()
+    with pytest.raises(InternalError, match="signal 9|has left"):
+        reading.result()
+
+
 @pytest.mark.long
 def test_a_stopped_process_ends_its_work_with_an_error_and_is_replaced(
     own_texts: Helpers, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
