@@ -16,7 +16,7 @@ class QuireError(Exception):
     """Base of all errors that Quire raises on purpose."""
 
     def again(self) -> QuireError:
-        """The exception to raise again."""
+        """The exception to raise again: itself, or a new one."""
         return self
 
 

@@ -112,7 +112,8 @@ class AttentionShape:
         return read * self.token_elements()
 
     def matrix_bytes(self, tp: int = 1) -> int:
-        """Bytes of a sequence's state itself on one of `tp` ranks, the least that a decoding step reads."""
+        """Bytes of a layer's recurrent state of one sequence on one of `tp` ranks, without its kept rows and
+        convolution inputs; every decoding step reads it. 0 for attention."""
         if self.kind != "state":
             return 0
         return STATE_BYTES * max(1, self.num_kv_heads // tp) * self.key_dim * line_elements(self.value_dim)

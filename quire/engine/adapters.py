@@ -20,8 +20,8 @@ LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class KnownAdapters:
-    """Thread-safe registry. An adapter is read when first named, or again with `load_inplace`. A request carries the
-    digest of what was read; later changes of the files do not affect it."""
+    """Thread-safe registry of LoRA adapters by name. An adapter is read when first named, or again with `load_inplace`.
+    A request carries the digest of what was read; later changes of the files do not affect it."""
 
     def __init__(self, config: AdaptersConfig) -> None:
         self._config = config
@@ -69,7 +69,7 @@ class KnownAdapters:
         return [self.resolve(one) for one in lora_request]
 
     def forget(self, number: int) -> bool:
-        """Remove a number; returns whether it was known. Running requests are not affected."""
+        """Remove the adapter with this number; returns whether it was known. Running requests are not affected."""
         with self._lock:
             return self._by_number.pop(number, None) is not None
 

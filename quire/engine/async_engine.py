@@ -168,12 +168,12 @@ class AsyncLLM:
 
     @property
     def input_processor(self) -> InputProcessor:
-        """Checks and tokenises prompts. Waits as `ready` does."""
+        """Processor that checks and tokenises prompts. Waits for the engine's start."""
         return self._front_end.input_processor
 
     @property
     def adapters(self) -> KnownAdapters:
-        """Adapters that calls and requests have named."""
+        """Registry of the LoRA adapters that calls and requests have named."""
         return self._front_end.adapters
 
     @property
@@ -278,8 +278,8 @@ class AsyncLLM:
         **options: Unpack[PoolingOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield outputs as they come, the last one with `finished`, or as `sampling_params.output_kind` says. delta:
-        see OutputProcessor.add_request. priority: lower is earlier (docs/scheduling.md). part: delays a checked request
-        until its turn. options: see PoolingOptions.
+        see OutputProcessor.add_request. priority: lower is earlier (docs/scheduling.md). part: place among several
+        requests of one caller, which start in turn. options: see PoolingOptions.
 
         Leaving the iterator, or cancelling the task that awaits it, aborts the request. Raises UserError for a bad
         prompt or an id in use (before anything runs), EngineDeadError when the engine dies, EngineUnresponsiveError
@@ -418,7 +418,7 @@ class AsyncLLM:
 
     @property
     def sleep_level(self) -> int:
-        """Level of sleep; 0 while awake."""
+        """Level of sleep, 1 or 2; 0 while awake."""
         return self._session.control.sleep_level
 
     @property

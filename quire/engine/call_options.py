@@ -20,7 +20,7 @@ class CallOptions(TypedDict, total=False):
 
 
 class PoolingOptions(CallOptions, total=False):
-    """lora_request: one adapter for all prompts, or one per prompt."""
+    """Keyword arguments of calls to pooling models. lora_request: one adapter for all prompts, or one per prompt."""
 
     lora_request: LoRARequests
 

@@ -14,8 +14,8 @@ CLEARED_TOKENS = 16
 
 
 class CulpritSearch:
-    """State of the search, guarded by its owner's lock. A position is the token count of a request's longest
-    sequence."""
+    """Search for the request that kills engine after engine. Its owner's lock guards it. A position is the token count
+    of a request's longest sequence."""
 
     def __init__(self) -> None:
         self._suspects: dict[str, int] = {}

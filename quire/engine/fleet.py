@@ -319,7 +319,7 @@ class Fleet:
             parts[opened.session].results.append(msgspec.structs.replace(result, call_id=opened.call_id))
 
     def _combined(self, opened: OpenCall) -> CallResult:
-        """The members' answers as one; the first error wins."""
+        """One answer to a control call from the answers of all members; the first error wins."""
         results = list(opened.results.values())
         wrong = next((result for result in results if result.error is not None), None)
         if wrong is not None or len(self.members) == 1 or (results and results[0].kv is not None):

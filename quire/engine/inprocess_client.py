@@ -20,8 +20,8 @@ from quire.utils.failures import explain
 
 
 class InProcessClient(EngineClient):
-    """EngineClient in this process. `receive` handles the messages sent so far and runs one step. Without work it waits
-    for a message, with blocked requests at most BLOCKED_SECONDS."""
+    """EngineClient in this process. EngineClient whose core runs in this process. `receive` handles the messages sent
+    so far and runs one step. Without work it waits for a message, with blocked requests at most BLOCKED_SECONDS."""
 
     def __init__(
         self, options: EngineOptions, *, executor: str = DEFAULT_EXECUTOR, config: EngineConfig | None = None

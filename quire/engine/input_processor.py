@@ -228,7 +228,7 @@ class InputProcessor:
         return token_ids[-self.prediction_tail :] + predicted[: self.max_model_len]
 
     def _thinking_budget(self, params: SamplingParams, token_ids: list[int]) -> ThinkingBudget:
-        """The budget with the model's reasoning marks. Raises UserError if they are unknown."""
+        """Thinking budget of a request, with the model's reasoning marks. Raises UserError if these are unknown."""
         form, tokenizer = self.reasoning, self.tokenizer
         if form is None or tokenizer is None:
             raise UserError(
@@ -247,7 +247,8 @@ class InputProcessor:
         return ThinkingBudget(params.thinking_token_budget or 0, start, end, is_open)
 
     def process_prefix(self, request_id: str, prefix: Prompt, *, cache_salt: str = "") -> EngineRequest:
-        """Request that computes a prefix and registers it as `request_id`. Raises as `process`."""
+        """Request that computes a prefix and registers it as `request_id`. Raises UserError for a bad prefix, as
+        `process` does."""
         content, cache_salt = split_prompt(prefix, cache_salt)
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, seed=0, detokenize=False)
         return EngineRequest(
@@ -464,7 +465,8 @@ class InputProcessor:
                 )
 
     def _resolve_seed(self, seed: int | None) -> int:
-        """Seed in [0, 2**63)."""
+        """Seed in [0, 2**63): the given one modulo 2**63, or one made from the engine's seed and the request's
+        number."""
         number = next(self._request_numbers)
         return seed & MASK_63 if seed is not None else mix_seed(self.seed, number)
 

@@ -82,7 +82,7 @@ class Entry:
 
 
 class Member:
-    """State of a member; the fleet's lock guards it."""
+    """One engine of a fleet: its process, requests and open calls. The fleet's lock guards it."""
 
     def __init__(self, number: int, start: StartEngine, hung_engine_timeout: float) -> None:
         """hung_engine_timeout: seconds of silence (quire/engine/heartbeat.py) after which the engine is killed; 0:

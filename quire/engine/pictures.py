@@ -35,7 +35,7 @@ _VIDEOS = msgspec.msgpack.Decoder(ReadyVideo)
 
 
 class Names(Protocol):
-    """Named pictures of this process or another."""
+    """Pictures that clients have named, in this process or another."""
 
     async def put(self, name: bytes, image: Any) -> None: ...
 

@@ -16,7 +16,8 @@ logger = get_logger(__name__)
 
 
 class Exchange:
-    """The parent's half: forwards questions and answers without keeping state."""
+    """The parent process's half of questions between server processes: forwards questions and answers without keeping
+    state."""
 
     def __init__(
         self, services: Mapping[str, Callable[[int, bytes], bytes]], send: Callable[[int, Ask | QuestionAnswer], bool]
@@ -44,7 +45,7 @@ class Exchange:
 
 
 class Questions:
-    """A session's half: its questions, and answers to those of other sessions."""
+    """A server process's half: asks its own questions, and answers those of other sessions."""
 
     def __init__(self, send: Callable[[Ask | QuestionAnswer], None]) -> None:
         """send: to the parent; raises EngineDeadError."""
@@ -69,7 +70,8 @@ class Questions:
             del self._asked[number]
 
     def answer_with(self, answer: Callable[[bytes], Awaitable[bytes]]) -> None:
-        """Answer other sessions' questions in the calling event loop. Only the first call counts."""
+        """Answer the questions of the server's other API processes (about background responses) in the calling event
+        loop. Only the first call counts."""
         if self._answer is None:
             self._loop, self._answer = asyncio.get_running_loop(), answer
 

@@ -325,7 +325,7 @@ class Session:
 
     def _leave(self, stream: OutputStream) -> RequestOutput | None:
         """Drop an unfinished request here, in the core and in the metrics. Returns its last output; None if it is gone,
-        or if its output fails, which goes to its stream."""
+        or if making the output fails; its stream then gets the error."""
         with self._lock:
             if not self._forget(stream.key):
                 return None

@@ -16,7 +16,7 @@ from quire.errors import EngineDeadError
 
 
 class SharedClient(RemoteClient[EngineFailed | Ask | QuestionAnswer | Ended]):
-    """One front end's session."""
+    """EngineClient of one server process among several that share an engine."""
 
     def __init__(self, directory: Path, session: int, state: SharedState) -> None:
         """directory: location of the sockets."""

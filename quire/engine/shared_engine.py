@@ -45,8 +45,8 @@ _STOP = b""
 
 
 class SharedEngine:
-    """Engine that several server processes share. After `start`, two threads serve the sessions: one carries messages
-    to the fleet, one its outputs."""
+    """Engine that several server processes share. Parent's side of an engine that several server processes share. After
+    `start`, two threads serve the sessions: one carries messages to the fleet, one its outputs."""
 
     def __init__(
         self,
@@ -214,7 +214,7 @@ class SharedEngine:
     def _send(
         self, session: int, message: EngineReady | EngineOutputs | EngineFailed | Ask | QuestionAnswer | Ended
     ) -> bool:
-        """Send unless the session has ended; returns whether it is there."""
+        """Send a message unless the session has ended; returns whether it was sent."""
         with self._lock:
             socket = self._sessions.get(session)
             if socket is not None:

@@ -38,7 +38,7 @@ class ControlState:
 
 
 class EngineState:
-    """State of the engine, for all processes."""
+    """State of the engine in shared memory, for all server processes."""
 
     num_ticks = _Number(0, int)
     """Grows while the parent makes progress."""
@@ -59,7 +59,7 @@ class EngineState:
 
 
 class Loads:
-    """Load of each process."""
+    """Load (requests, tokens, connections) of each server process, in shared memory."""
 
     _NUM_CELLS = 8
     _UNFINISHED, _PENDING, _TOKENS, _PROGRESS, _PROGRESS_AT, _CLOSED, _PID, _BEAT = range(_NUM_CELLS)

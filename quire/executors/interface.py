@@ -122,7 +122,7 @@ class Executor(Protocol):
 
 @runtime_checkable
 class KeepsTime(Protocol):
-    """An executor with a clock other than the system's for its engine."""
+    """An executor whose engine uses the executor's clock, not the system's."""
 
     agreed_clock: Clock
 
@@ -136,8 +136,8 @@ class Workers(Protocol):
         ...
 
     def execute(self, plan: StepPlan) -> Future[list[StepResult]]:
-        """Start a plan on every rank. The results are in rank order; of all but the first of those that sample without
-        tokens and vectors, of which there is a checksum."""
+        """Start a plan on every rank. Results are in rank order: whole from the first rank that samples, from the
+        others without tokens and vectors, with a checksum of these."""
         ...
 
     def send_sampling_inputs(self, inputs: SamplingInputs) -> None:

@@ -66,9 +66,9 @@ class RankLaunch(msgspec.Struct):
 
 
 class RankEnds(NamedTuple):
-    """A rank's ways to other ranks. meeting_point: `join_group`'s, for its stage's ranks. collectives: a name of GROUPS
-    (None: the configuration's). incoming, outgoing: see RankLaunch. network: the place where ranks of neighbouring
-    stages meet, if they have no such links."""
+    """A rank's connections to other ranks. meeting_point: `join_group`'s, for its stage's ranks. collectives: a name of
+    GROUPS (None: the configuration's). incoming, outgoing: see RankLaunch. network: the place where ranks of
+    neighbouring stages meet, if they have no such links."""
 
     meeting_point: Path | NetworkMeeting
     incoming: LinkFiles | None = None

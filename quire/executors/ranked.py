@@ -155,7 +155,7 @@ def alike(specs: Sequence[list[LayerSpec]]) -> list[LayerSpec]:
 
 
 def slowest(costs: Sequence[PreemptionCosts]) -> PreemptionCosts:
-    """The slowest rank's costs: a step ends when every rank's does."""
+    """Largest of each cost over the ranks: a step ends when every rank's does."""
     return PreemptionCosts(
         seconds_per_block=max(each.seconds_per_block for each in costs),
         seconds_per_token=max(each.seconds_per_token for each in costs),

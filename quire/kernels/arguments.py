@@ -80,7 +80,7 @@ class LayerAttention:
 
     @property
     def stored_scale(self) -> float:
-        """Factor of q·k for keys as stored."""
+        """Factor of q·k for keys as stored (e4m3: cache_scale included)."""
         return self.scale * self.cache_scale.key
 
     @property

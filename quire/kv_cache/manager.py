@@ -73,8 +73,8 @@ class KVCacheManager:
     def find_pending(
         self, chain: HashChain | None, num_cached_tokens: int, max_tokens: int
     ) -> tuple[BlockTable, int] | None:
-        """(the sequence that computes the block right after a hit, leading hash blocks that it shares with the chain).
-        num_cached_tokens: result of `match_prefix` for the same `max_tokens`."""
+        """Find a computation to wait for: (the sequence that computes the block right after a hit, leading hash blocks
+        that it shares with the chain). num_cached_tokens: result of `match_prefix` for the same `max_tokens`."""
         step = self.groups.hit_size // self.hash_block_size
         block, limit = num_cached_tokens // self.groups.hit_size, max_tokens // self.groups.hit_size
         if chain is None or block >= limit:
@@ -313,7 +313,7 @@ class KVCacheManager:
 
     @property
     def knows_stored(self) -> bool:
-        """True after the KV connector's scan of what was stored before the start."""
+        """True after the KV connector's scan of the blocks stored before the start."""
         return self.connector.is_ready
 
     @property

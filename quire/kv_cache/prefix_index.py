@@ -14,7 +14,7 @@ from quire.kv_cache.block_table import BlockTable
 
 class Findable(Protocol):
     def find(self, block_hash: bytes) -> int | None:
-        """A block with this content."""
+        """Number of a block with this content; None: there is none."""
         ...
 
 

@@ -114,7 +114,7 @@ class StateSpec:
         return self.num_bytes
 
     def page_shape(self, block_size: int) -> tuple[int, ...]:
-        """Bytes, for arrays of several dtypes."""
+        """[bytes], because a page holds arrays of several dtypes."""
         return (self.num_bytes,)
 
 

@@ -23,9 +23,9 @@ from quire.quantization.interface import LinearShape
 class ExpertNames:
     """Checkpoint names of a mixture's tensors. router: module with the router's "weight" (and "bias"). gate, up, down:
     matrices of an expert, under `experts.<number>.`. fused_gate_up, fused_down: tensors of all experts instead, with
-    "_bias" after them for biases. transposed: fused matrices are [in, out]; turned: they may be, by their shape.
-    interleaved: rows of fused gate and up alternate. correction: bias for the choice. shared, shared_gate: shared
-    expert and its gate."""
+    "_bias" after them for biases. transposed: fused matrices are [in, out]. turned: either way round, told by their
+    shape. interleaved: rows of fused gate and up alternate. correction: bias that is added to the router's scores only
+    to choose experts. shared, shared_gate: shared expert and its gate."""
 
     router: str = "gate"
     experts: str = "experts"
@@ -44,8 +44,8 @@ class ExpertNames:
 
 @dataclass(frozen=True, slots=True)
 class MixtureShape:
-    """size, intermediate: dimensions of an expert. bias, router_bias: True if experts and router have biases.
-    has_correction: the checkpoint has a bias for the choice. weighs_input: see ExpertWeights."""
+    """Shape of experts. size, intermediate: dimensions of an expert. bias, router_bias: True if experts and router have
+    biases. has_correction: the checkpoint has a bias for the choice. weighs_input: see ExpertWeights."""
 
     size: int
     intermediate: int

@@ -48,7 +48,7 @@ class BatchUpdate:
 
 
 class LogitsProcessor(ABC):
-    """A processor of all rows that it concerns in a step."""
+    """Base of operators' processors: one object changes the logits of all rows that it concerns, in every step."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:

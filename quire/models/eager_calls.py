@@ -41,7 +41,8 @@ class EagerCalls(Protocol):
     def lookup(self, method: LinearMethod, parameters: Any) -> Lookup: ...
 
     def attention(self, heads: HeadWeights, behind: Sequence[Layer]) -> Attend:
-        """behind: layers applied to the attention's result."""
+        """Function that computes attention and the layers behind it. behind: layers applied to the attention's
+        result."""
         ...
 
     def release(self) -> None:

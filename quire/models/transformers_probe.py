@@ -30,7 +30,7 @@ _PROBE_TOKENS = 3
 
 @dataclass(eq=False, slots=True)
 class Seen:
-    """A tensor at one moment; later writes make another value."""
+    """A tensor at one moment of the observed run; later writes make another value."""
 
     tensor: torch.Tensor
     version: int
@@ -74,7 +74,7 @@ class ModuleCall:
 
 @dataclass(slots=True)
 class Probe:
-    """Observed calls, in order."""
+    """Calls of a Transformers model's modules that a run on shapes observed, in order."""
 
     attention: list[AttentionCall] = field(default_factory=list)
     modules: list[ModuleCall] = field(default_factory=list)
@@ -115,7 +115,7 @@ class Probe:
         softcap: float | None = None,
         **keywords: object,
     ) -> torch.Tensor:
-        """Stand-in for attention: records the call. Raises ModelLoadError."""
+        """Record a call of attention; returns a result of the right shape. Raises ModelLoadError."""
         if keywords.get("is_causal") is False or getattr(module, "is_causal", True) is False:
             raise ModelLoadError("its attention is not causal")
         if keywords.get("s_aux") is not None:

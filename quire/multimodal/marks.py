@@ -14,14 +14,15 @@ LINES_AROUND = 2
 
 
 class Encoder(Protocol):
-    """Part of a tokenizer."""
+    """A tokenizer's method that encodes text."""
 
     def encode(self, text: str, add_special_tokens: bool = ...) -> list[int]: ...
 
 
 @dataclass(frozen=True)
 class ImageMarks:
-    """begin, end: tokens before and after an image's. lines: tokens of 1, 2 ... newlines, each one token."""
+    """Tokens around images. begin, end: tokens before and after an image's. lines: tokens of 1, 2 ... newlines, each
+    one token."""
 
     begin: int
     end: int

@@ -76,7 +76,7 @@ class AdapterSlots:
         return self._in_use
 
     def is_least_used(self, adapter: AdapterRef) -> bool:
-        """True if it has the fewest running sequences of all adapters in use."""
+        """True if the adapter has the fewest running sequences of all adapters in use."""
         used = self.in_use()
         return adapter.digest == min(used, key=lambda digest: used[digest], default=b"")
 
@@ -90,7 +90,8 @@ class AdapterSlots:
         self.is_crowded = self.is_crowded or not request.is_background
 
     def take_victims(self) -> list[Request]:
-        """Running background requests with adapters, the last in order first, if a request waits for their adapters."""
+        """Running background requests with adapters, to be preempted, the last in order first. Empty unless another
+        request has found no free adapter slot (`crowded_out`) since the last call."""
         if not self.is_crowded:
             return []
         self.is_crowded = False

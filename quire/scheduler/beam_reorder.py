@@ -35,7 +35,7 @@ class BeamReorder:
         self, samples: list[Sequence], candidates: Mapping[int, Candidates], running: RunningSet, kv: BlockSharing
     ) -> tuple[list[Request], list[int]]:
         """Distribute a step's candidates (keyed by place in `samples`), and reorder each search that has all of them.
-        Returns as `decide`."""
+        Returns ended requests and pending forks as `decide`."""
         for position, sequence in enumerate(samples):
             search = sequence.request.beam_search
             if search is None:
@@ -78,7 +78,8 @@ class BeamReorder:
         return ended, released
 
     def forget(self, sequence: Sequence) -> bool:
-        """Drop the pending changes of a sequence that loses its slot. False: the workers do not know the slot yet."""
+        """Drop the pending changes of a sequence that loses its slot. Returns False if the workers do not know the slot
+        yet."""
         self._token_overrides.pop(sequence.seq_id, None)
         return self._reorders.pop(sequence.seq_id, None) is None
 

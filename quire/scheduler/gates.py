@@ -44,7 +44,7 @@ class GateStage(enum.IntEnum):
 
 
 class Gate(Protocol):
-    """One reason to wait."""
+    """One reason why a waiting request may not start yet."""
 
     reason: str
     stage: GateStage
@@ -134,7 +134,7 @@ class ConstraintGate:
 
 
 def _has_matchers(request: Request) -> bool:
-    """True if a constrained request can start."""
+    """True if a constrained request has its matchers, so it can start."""
     is_followed = not any(sequence.awaits_matcher for sequence in request.live_sequences)
     return is_followed and all(each.is_ready and each.error is None for each in first_matchers(request))
 

@@ -37,12 +37,13 @@ class Choice(Protocol):
     """Rule for swapping a victim rather than recomputing it; depends on its arguments alone."""
 
     def __call__(self, footprint: Footprint, num_recomputed_tokens: int) -> bool:
-        """True to swap. num_recomputed_tokens: tokens to recompute, without certain prefix hits."""
+        """True to swap. True to swap, False to recompute. num_recomputed_tokens: tokens to recompute, without certain
+        prefix hits."""
         ...
 
 
 def choice(mode: str, costs: PreemptionCosts | None) -> Choice:
-    """The rule of a preemption mode; "auto" needs costs."""
+    """Rule of a preemption mode (swap or recompute); "auto" needs costs."""
     match mode:
         case "recompute":
             return lambda _footprint, _num_tokens: False

@@ -151,7 +151,8 @@ class ServedAdapters:
             self._shared.change(partial(_forget, name))
 
     def _publish(self, name: str, known: Literal["replace", "refuse", "keep"]) -> None:
-        """known: action if another process has named it meanwhile; "refuse" raises UserError."""
+        """Tell the other API processes of an adapter. known: action if another process has named it meanwhile; "refuse"
+        raises UserError."""
         request, ref = self._engine.adapters.known(name)
 
         def put(names: Names) -> None:

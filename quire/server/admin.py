@@ -46,7 +46,7 @@ class ReplicaState(msgspec.Struct):
 
 
 class PrefixCacheReset(msgspec.Struct):
-    """num_blocks: blocks that held a prefix."""
+    """Result of a cache reset. num_blocks: blocks that held a prefix."""
 
     status: str
     num_blocks: int
@@ -68,7 +68,8 @@ class AbortRequest(RequestStruct, kw_only=True, frozen=True):
 
 
 class ServerInfo(msgspec.Struct):
-    """config: the engine's; text on request. start_seconds: duration of each phase of the start."""
+    """Facts about the server. config: the engine's configuration; text on request. start_seconds: duration of each
+    phase of the start."""
 
     version: str
     config: dict[str, Any] | str

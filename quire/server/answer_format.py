@@ -278,7 +278,7 @@ class AnswerFormat:
 
 
 def _held(form: Form, found: StructuredOutputsParams | None = None) -> StructuredOutputsParams:
-    """found: constraint whose other options are kept."""
+    """Constraint that holds an answer to a form. found: constraint whose other options are kept."""
     tag = {"format": form}
     if found is None:
         return StructuredOutputsParams(structural_tag=tag)
@@ -321,7 +321,7 @@ class ChoiceText:
 
 
 def to_delta(delta: OutputDelta, *, has_functions: bool = False) -> Delta:
-    """has_functions: use OpenAI's old `function_call`."""
+    """Piece of a chat stream. has_functions: use OpenAI's old `function_call`."""
     reasoning = delta.reasoning or None
     if has_functions:
         pieces = delta.tool_calls

@@ -91,7 +91,8 @@ def serve_with_processes(
 
 @dataclass(slots=True)
 class _Process:
-    """num_given: connections handed to it. num_stopped: successive checks that found it stopped."""
+    """One API process, as its parent sees it. num_given: connections handed over. num_stopped: successive checks that
+    found the process stopped."""
 
     slot: int
     session: int
@@ -205,7 +206,7 @@ class _Parent:
         return failure
 
     async def _until(self, is_so: Callable[[], bool], *, seconds: float | None = None) -> bool:
-        """Wait until the condition holds or `seconds` have passed; return if it holds."""
+        """Wait until the condition holds or `seconds` have passed; return True if it holds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while not is_so():

@@ -92,7 +92,7 @@ def add_ollama_routes(app: FastAPI, context: ServerContext) -> None:
 
 
 def tagged(name: str) -> str:
-    """Name of a model in Ollama's lists."""
+    """Model name in Ollama's lists: with ":latest" unless it has a tag."""
     return name if ":" in name.rpartition("/")[2] else name + OLLAMA_TAG
 
 

@@ -77,7 +77,9 @@ def _normal_scores(values: Vector) -> Vector:
 
 
 def _lasting(scores: Vector, begins: Vector) -> Pairs:
-    """Shares of LASTING, by least squares of the correlation of steps at doubling distances in the log."""
+    """Fit (seconds, share): the part of step times' scatter that fades over each time in LASTING, by least squares
+    of the correlation of steps 1, 2, 4, ... apart. scores: normal scores of measured over expected time. begins:
+    seconds."""
     rows, found = [], []
     distance = 1
     while distance <= len(scores) // 8:

@@ -11,7 +11,8 @@ from quire.step import HostTransfers, StepPlan
 
 
 class ChunkTokens(NamedTuple):
-    """Attention of a token to earlier positions of its own chunk of `size`."""
+    """Window of chunked attention: a token reads its own stretch of `size` positions, up to itself (no prefill
+    chunk)."""
 
     size: int
 

@@ -429,7 +429,7 @@ class Normaliser:
         self._found.has_patterns = True
 
     def matcher(self, pattern: str, node: patterns.Node) -> patterns.PatternMatcher:
-        """Matcher of a pattern. Raises ValueError if the pattern is too large."""
+        """Matcher of a pattern, made once. Raises ValueError if the pattern is too large."""
         if pattern not in self._matchers:
             self._matchers[pattern] = patterns.PatternMatcher(node, self._budget)
         return self._matchers[pattern]

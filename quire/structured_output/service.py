@@ -64,8 +64,8 @@ class ConstraintService:
         limits: RehearsalLimits = LIMITS,
         module: str = FORK_SERVER,
     ) -> None:
-        """options: name the tokenizer, whose end-of-sequence token ends a text like eos_token_ids. module: module with
-        the fork server's `main`."""
+        """options: name the tokenizer; its own end-of-sequence token ends a text too. limits: time and memory of each
+        constraint's trial compilation. module: module with the fork server's `main`."""
         self._limits = limits
         self._module = module
         self._setup = ForkServerSetup(options, vocab_size, list(eos_token_ids), -1, limits)

@@ -21,7 +21,7 @@ NOTHING_HELD: Mapping[int, AdapterRef] = MappingProxyType({})
 
 
 class NoAdapterLoads:
-    """Adapter loads of a model without adapters."""
+    """AdapterLoads of a model without adapters: loads nothing."""
 
     held = NOTHING_HELD
 
@@ -39,7 +39,7 @@ class NoAdapterLoads:
 
 
 class AdapterLoads:
-    """Adapter loads of one model."""
+    """Loader of one model's adapters, which plans start."""
 
     def __init__(self, adapters: ModelAdapters, held: Mapping[int, AdapterRef]) -> None:
         """held: adapters of the previous model, loaded again here. Raises ModelLoadError."""

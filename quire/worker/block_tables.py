@@ -21,11 +21,11 @@ class TableShape(NamedTuple):
     deal: Deal = ALL_TOKENS
 
     def width(self, num_tokens: int) -> int:
-        """Entries for `num_tokens` tokens, in whole blocks."""
+        """Number of entries for `num_tokens` tokens, rounded up to whole blocks."""
         return -(-num_tokens // (self.block_size * self.kernel_blocks)) * self.kernel_blocks
 
     def entries(self, block_ids: Sequence[int]) -> Sequence[int] | np.ndarray:
-        """Entries of some blocks, in order."""
+        """Table entries (numbers of kernel blocks) of some blocks, in order."""
         if self.kernel_blocks == 1:
             return block_ids
         first = np.array(block_ids, np.int32)[:, None] * self.kernel_blocks
@@ -79,7 +79,7 @@ class BlockTables:
         return len(self._tables)
 
     def num_entries(self, row: int) -> list[int]:
-        """Entries of a row's tables, per group."""
+        """Number of entries in a row's table, per KV group."""
         counts: list[int] = self._num_entries[:, row].tolist()
         return counts
 

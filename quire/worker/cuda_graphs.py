@@ -32,7 +32,7 @@ class DeviceBackend(Protocol):
     def plan(self, batch: DeviceBatch) -> AttentionStep: ...
 
     def lengths_to_compile(self, longest: int) -> tuple[tuple[int, int], ...]:
-        """See TritonAttention.lengths_to_compile."""
+        """Lengths to compile kernels for at the start; see TritonAttention.lengths_to_compile."""
         ...
 
 
@@ -207,7 +207,7 @@ class CudaGraphRunner:
     def _try_capture(
         self, capture: GraphCapture, key: Execution, batch: DeviceBatch, columns: TokenColumns
     ) -> _CapturedPass | None:
-        """Captured pass; None if memory has run out."""
+        """Captured pass of this size, or None if memory has run out."""
         try:
             with capturing(capture):
                 if key.kind == "full":
@@ -244,7 +244,7 @@ class _CapturedPass(Protocol):
 
 @dataclass(frozen=True)
 class _FullPass:
-    """inputs: addresses at capture."""
+    """Captured pass of one size as a single graph. inputs: addresses at capture."""
 
     graph: Graph
     inputs: tuple[int, ...]

@@ -19,9 +19,10 @@ MOST_DRAFT_TOKENS = 128
 
 @dataclass(frozen=True, slots=True)
 class ExecutionSettings:
-    """Sizes of passes. full_sizes: sequence counts that decode batches are padded to. piecewise_sizes: token counts
-    that other batches are padded to. Both ascend and may be empty. draft_rows: tokens per sequence with drafts in a
-    full graph (0: none). adapts: some steps have tokens with adapters, and these have graphs of their own."""
+    """Sizes of passes. Sizes that passes are captured at and padded to. full_sizes: sequence counts that decode batches
+    are padded to. piecewise_sizes: token counts that other batches are padded to. Both ascend and may be empty.
+    draft_rows: tokens per sequence with drafts in a full graph (0: none). adapts: some steps have tokens with adapters,
+    and these have graphs of their own."""
 
     full_sizes: tuple[int, ...] = ()
     piecewise_sizes: tuple[int, ...] = ()

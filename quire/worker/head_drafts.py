@@ -44,7 +44,8 @@ class HeadDrafts(HostDrafts):
         *,
         has_states: bool,
     ) -> None:
-        """reads: hidden states for the head. backends: the head's. longest: maximum tokens of a sequence."""
+        """reads: hidden states for the head. backends: over the head's layers. longest: maximum tokens of a
+        sequence."""
         super().__init__(tables.num_rows, config.max_drafts, NO_FINDER, has_states=has_states)
         self._head = head
         self.taps, self.reads_all = reads.taps, not reads.taps

@@ -43,7 +43,7 @@ class InputBatch(NamedTuple):
 
     @classmethod
     def of_plan(cls, rows: np.ndarray, starts: Sequence[int], counts: Sequence[int]) -> InputBatch:
-        """See `of`, from a plan's numbers."""
+        """Same as `of`, for lists of numbers from a plan."""
         return cls.of(rows, np.array(starts, np.int64), np.array(counts, np.int64))
 
     @classmethod
@@ -54,7 +54,7 @@ class InputBatch(NamedTuple):
 
     @classmethod
     def dummy_decodes(cls, num_seqs: int, longest: int) -> InputBatch:
-        """One new token each, the last of `longest`."""
+        """Batch for profiling: one new token of each sequence, the last of `longest`."""
         return cls.of(np.arange(num_seqs), np.full(num_seqs, longest - 1), np.ones(num_seqs, np.int64))
 
     @property

@@ -59,7 +59,7 @@ class ModelDrafts(HostDrafts):
         *,
         has_states: bool,
     ) -> None:
-        """backends: the draft model's. vocab_size: the main model's."""
+        """backends: over the draft model's layers. vocab_size: vocabulary of the main model."""
         super().__init__(tables.num_rows, config.max_drafts, NO_FINDER, has_states=has_states)
         own, self._model = draft_model.config, draft_model.model
         self._tables = tables
@@ -171,7 +171,7 @@ class ModelDrafts(HostDrafts):
         return self._model.forward(self._backends.forward_batch(token_ids, attention, rows, columns)).hidden
 
     def _likeliest(self, hidden: torch.Tensor) -> np.ndarray:
-        """[R, size] -> [R] int64."""
+        """Likeliest tokens after hidden states: [R, size] -> [R] int64."""
         logits = self._model.compute_logits(hidden)[:, : self._other_size]
         tokens: np.ndarray = logits.argmax(1).numpy()
         return tokens

@@ -33,9 +33,9 @@ logger = get_logger(__name__)
 
 @dataclass(slots=True)
 class Launched:
-    """A started step. sampled: rows of `samples`. accepted: drafts to keep. pooled: vectors, [P, width]. copy: transfer
-    of the tensors of `samples`, `accepted`, `pooled`, then `scores`; None: nothing was computed. error: from sampling
-    that awaited its inputs."""
+    """A started step. sampled: rows of `samples`. accepted: drafts to keep. pooled: vectors of pooling requests, [P,
+    width]. copy: transfer of the tensors of `samples`, `accepted`, `pooled`, then `scores`; None: nothing was computed.
+    error: from sampling that awaited its inputs."""
 
     plan: StepPlan
     samples: Samples | None = None
@@ -87,7 +87,7 @@ class Launched:
         return result
 
     def _failed(self, rows: Mapping[int, str]) -> dict[int, str]:
-        """Convert failures by row to failures by sample."""
+        """Failures (index -> reason) of samples, from those of their rows."""
         firsts = None if self.sampled is None else self.sampled.firsts
         if firsts is None:
             return dict(rows)

@@ -14,8 +14,9 @@ from quire.worker.input_batch import InputBatch
 
 
 class StepOverlay(NamedTuple):
-    """rows: [O] int64, ascending, indices into the step's T tokens. embeddings, behind: see RowOverlay, on the model's
-    device. `behind` has the same layers in all steps: each set of layers is a separate pass."""
+    """Vectors that replace embeddings in a step. rows: [O] int64, ascending, indices into the step's T tokens.
+    embeddings, behind: see RowOverlay, on the model's device. `behind` has the same layers in all steps: each set of
+    layers is a separate pass."""
 
     rows: np.ndarray
     embeddings: torch.Tensor

@@ -41,7 +41,7 @@ class Place(NamedTuple):
     is_own: bool
 
     def token_at(self, path: list[int]) -> int:
-        """Token after `path`; -1 beyond the text."""
+        """Token that followed here after the drafts `path`; -1 beyond the text."""
         at = len(path)
         if at < len(self.behind):
             return self.behind[at]
@@ -49,7 +49,7 @@ class Place(NamedTuple):
 
 
 class PlainTexts:
-    """Texts in Python."""
+    """Texts to look drafts up in, in Python (reference of the native ones)."""
 
     def __init__(self, num_rows: int, lengths: list[int]) -> None:
         self._least = lengths[0]

@@ -59,7 +59,7 @@ def _computes(
 
 
 class Worker:
-    """Owner of the model, the pools and the request state."""
+    """One rank's worker: owns the model, the pools and the request state, and runs plans."""
 
     def __init__(
         self,

@@ -131,7 +131,7 @@ class PackedMatrix:
         return sum(tensor.nbytes for tensor in self.tensors())
 
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors in memory."""
+        """Tensors that hold the matrix in memory."""
         return [tensor for tensor in (*self._stored(), self.bias) if tensor is not None]
 
     def load_dense(self, rows: torch.Tensor, first_row: int = 0) -> None:
@@ -282,7 +282,7 @@ class PackedMatrix:
             raise ValueError(f"{num_rows} rows from {first_row} on do not fit {self.out_features}")
 
     def _columns(self, first_row: int, count: int) -> torch.Tensor:
-        """Indices of rows among the packed columns."""
+        """Column indices in the packed matrix of `count` rows, from `first_row` on."""
         rows = torch.arange(first_row, first_row + count)
         if not self.gated:
             return rows

@@ -469,7 +469,9 @@ def collect(
     shapes: SamplingShapes,
     filtered: int,
 ) -> None:
-    """List the tokens that reach the cutoff in each segment of each filtered row, and sum all weights."""
+    """Write to `buffers`, per segment of the vocabulary in each row with a `Feature` in `filtered`: the tokens whose
+    weight reaches the row's cutoff, their number, and the sum of all its tokens' weights. rows: row of `words` of each
+    row."""
     count, vocab_size = logits.shape
     launch(
         _collect_kernel,

@@ -66,9 +66,9 @@ def write_guesses(
     starts: torch.Tensor,
     place: int,
 ) -> None:
-    """Write draft number `place` of G rows behind their known tokens, or an oracle's token in its place. rows, ends: at
-    least [G] int32, request slots and numbers of known tokens. guesses: [G] int64. starts: at least [G] int32, output:
-    positions of these drafts."""
+    """Write draft number `place` of G rows behind their known tokens, or a recorded text's (an oracle's) token in its
+    place. rows, ends: at least [G] int32, request slots and numbers of known tokens. guesses: [G] int64. starts: at
+    least [G] int32, output: positions of these drafts."""
     num_guesses = len(guesses)
     grid = (blocks_of(num_guesses, SEQUENCES),)
     places = tables.token_width, tables.texts, place, num_guesses

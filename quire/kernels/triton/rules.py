@@ -164,7 +164,7 @@ def ban_sequences(scores: torch.Tensor, rows: torch.Tensor, histories: Histories
 
 
 def keep_allowed(scores: torch.Tensor, rows: torch.Tensor, lists: torch.Tensor, longest: int) -> None:
-    """Make other tokens impossible in rows with allowed tokens. longest: tokens of their longest list."""
+    """Make all but the allowed tokens impossible, in rows that list some. longest: tokens of their longest list."""
     saved = torch.empty(len(rows), longest, dtype=torch.float32, device=scores.device)
     vocab_size, stride = scores.shape[1], scores.stride(0)
     grid = (len(rows), 8)

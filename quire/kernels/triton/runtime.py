@@ -91,7 +91,7 @@ def _unfixed(kernel: Any, **constants: Any) -> BoundKernel:
 
 @contextmanager
 def recorded_launches(recorder: LaunchRecorder | None) -> Iterator[None]:
-    """Send launches of this thread to `recorder` (None: run them)."""
+    """Send launches of this thread to `recorder` (None: run as usual)."""
     token = _RECORDER.set(recorder)
     try:
         yield
@@ -132,5 +132,5 @@ def narrow(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def bound(scalar):
-    """The scalar as `range` accepts it for a bound computed on the device."""
+    """The scalar in a form that `range` accepts as a bound."""
     return int((scalar + tl.zeros((1,), tl.int32)).handle.data[0]) if INTERPRETED else scalar

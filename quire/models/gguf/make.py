@@ -28,7 +28,8 @@ from quire.utils.gguf_writer import GGUFWriter, PlannedTensor, Value
 
 @dataclass(frozen=True)
 class Recipe:
-    """mix: a name of `MIXES`. importance: per column; None: equal. importance_from: its file, for errors."""
+    """Choices for a GGUF file's types. mix: a name of `MIXES`. importance: per column; None: equal. importance_from:
+    its file, for errors."""
 
     mix: str
     importance: Importance | None = None

@@ -225,7 +225,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, frozen=True):
 
     @property
     def chat_messages(self) -> list[dict[str, Any]]:
-        """Input of `messages_of`. Raises UserError."""
+        """Chat-completion messages of the request, the system prompt first. Raises UserError."""
         found: list[dict[str, Any]] = []
         if self.system:
             found.append({"role": "system", "content": _texts(self.system, "system")})

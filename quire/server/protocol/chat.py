@@ -147,7 +147,7 @@ class ChatRequest(ToolFields, kw_only=True, frozen=True):
 
     @property
     def chat_messages(self) -> list[dict[str, Any]]:
-        """Input of `messages_of`."""
+        """Chat-completion messages of the request, for `messages_of`."""
         messages = with_tool_calls(self.messages) if self.functions else self.messages
         return [message.to_dict() for message in messages]
 

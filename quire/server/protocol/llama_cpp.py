@@ -190,7 +190,8 @@ class LlamaEmbeddingRequest(PooledFields, kw_only=True, frozen=True):
 
 
 class LlamaTimings(msgspec.Struct):
-    """Numbers of tokens and milliseconds: from the cache, of the prompt, and after the first token."""
+    """Tokens, milliseconds and tokens per second. cache_n: prompt tokens from the cache. prompt: the others, until the
+    first token. predicted: all generated tokens, in the time from the first to the last."""
 
     cache_n: int
     prompt_n: int

@@ -120,7 +120,7 @@ class ChatMessage(msgspec.Struct, frozen=True, gc=False):
         return "\n".join(text_of_part(part, "content") for part in content if picture_of(part, "content") is None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Input of `messages_of`."""
+        """Message as `messages_of` reads it, a chat completion's."""
         content: Any = self.content
         if isinstance(content, list):
             content = [part if isinstance(part, str) else part.to_dict() for part in content]

@@ -127,7 +127,8 @@ class OllamaFields(RequestStruct, kw_only=True, frozen=True):
         return found
 
     def to_chat(self, model: str, defaults: Mapping[str, Any], longest: int) -> dict[str, Any]:
-        """Body of the chat completion, without messages."""
+        """Body of the chat completion, without messages. defaults: the model's sampling parameters. longest: context
+        length in tokens, the limit of an answer without `num_predict`."""
         found = self.to_fields(model, defaults, longest)
         if self.logprobs:
             found |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
@@ -188,8 +189,8 @@ class OllamaChatRequest(OllamaFields, kw_only=True, frozen=True):
 
     @property
     def chat_messages(self) -> list[dict[str, Any]]:
-        """Input of `messages_of`. Calls get ids of the length that Mistral's templates require. Results without an id
-        belong to the calls before them, by name or in order."""
+        """Chat-completion messages of the request. Calls get ids of the length that Mistral's templates require.
+        Results without an id belong to the calls before them, by name or in order."""
         found: list[dict[str, Any]] = []
         waiting: dict[str, str] = {}
         number = 0

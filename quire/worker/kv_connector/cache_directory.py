@@ -63,7 +63,8 @@ class CacheDirectory:
     """One engine's view of a directory. `path_of` is thread-safe; one thread uses the rest."""
 
     def __init__(self, path: Path, limit: int, namespace: bytes) -> None:
-        """limit: bytes. Creates the directories. Raises ConfigError (`kv_offload_dir`) if nothing can be stored."""
+        """limit: maximum bytes of all files. Creates the directories. Raises ConfigError (`kv_offload_dir`) if nothing
+        can be stored."""
         self.path = path
         self.limit = limit
         self.own = path / namespace.hex()

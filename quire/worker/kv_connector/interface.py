@@ -49,7 +49,7 @@ class WorkerConnector:
 
 
 class NoWorkerConnector(WorkerConnector):
-    """The worker's half without a KV connector."""
+    """Worker's half of the KV cache without a connector: does nothing."""
 
     def begin_plan(self, plan: StepPlan) -> None:
         transfers = plan.transfers

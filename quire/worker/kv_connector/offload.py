@@ -78,7 +78,7 @@ def offload_worker(
 
 
 class HostBlocks:
-    """Host memory for the DiskStore: callable from a host block to its pages."""
+    """Host memory for the DiskStore: called with a host block's number, it returns the block's pages."""
 
     def __init__(self, pages: Sequence[torch.Tensor]) -> None:
         """pages[j]: [num_blocks, page bytes] uint8, on the CPU."""

@@ -38,7 +38,7 @@ def copy_blocks(pages: Sequence[torch.Tensor], copies: Pairs) -> None:
 
 
 def block_mover(runtime: NativeRuntime | None) -> BlockMover:
-    """runtime: native kernels; None: torch."""
+    """Function that copies blocks between pages. runtime: native kernels; None: torch."""
     if runtime is None:
         return move_blocks
     from quire.kernels.cpu import paged_attention

@@ -141,7 +141,7 @@ class StepInputs(Protocol):
 
 
 class PlainInputs(NamedTuple):
-    """StepInputs in NumPy."""
+    """StepInputs gathered by NumPy, without the native kernels."""
 
     columns: CpuColumns
     tables: BlockTables

@@ -33,7 +33,7 @@ BackendFactory = Callable[[KVCacheLayout, Sequence[torch.Tensor]], CacheBackends
 
 
 class CpuMeter:
-    """MemoryMeter for a CPU."""
+    """Measures a CPU's memory in bytes, to size the pools (MemoryMeter)."""
 
     def __init__(
         self,
@@ -43,8 +43,8 @@ class CpuMeter:
         samples_tokens: bool = True,
         deal: Deal = ALL_TOKENS,
     ) -> None:
-        """samples_tokens: True if the largest step samples for every sequence; False for pooling models. deal: tokens
-        that this rank keeps."""
+        """samples_tokens: True if the largest step samples for every sequence; False for pooling models. deal: share of
+        the tokens that this rank keeps (None: all)."""
         self._make_backends = make_backends
         self._make_sampling_kernels = make_sampling_kernels
         self._samples_tokens = samples_tokens

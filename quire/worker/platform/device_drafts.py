@@ -137,7 +137,7 @@ class DeviceDrafts:
         return None if given is None else Proposal(given, len(given))
 
     def _pending(self, seq_id: int) -> int:
-        """Planned drafts of a sequence in flight."""
+        """Number of drafts of a sequence in plans whose results are not known yet."""
         return sum(each.get(seq_id, 0) for each in self._in_flight)
 
     def _most_behind_tokens(self, num_tokens: int) -> int:
@@ -220,7 +220,7 @@ class DeviceDrafts:
     def _find(
         self, samples: tuple[torch.Tensor, torch.Tensor, torch.Tensor], sections: DraftSections
     ) -> Sequence[Deferred[Any]]:
-        """Numbers of drafts for the samples' next step, and, where told, their tokens."""
+        """Numbers of drafts for the samples' next step, and, where masks are expected, their tokens."""
         arena, (rows, firsts, _) = self._arena, samples
         if self.oracle is not None:
             results = [recall_drafts(arena.words, arena.drafts, samples)]

@@ -108,7 +108,8 @@ def make_memory(device: torch.device) -> DeviceMemory:
 
 
 def allocate_device_pages(layout: KVCacheLayout, memory: DeviceMemory, device: torch.device) -> list[torch.Tensor]:
-    """`layers_per_group` zeroed tensors [num_blocks, page bytes] uint8. Raises InsufficientMemoryError."""
+    """`layers_per_group` zeroed tensors [num_blocks, page bytes] uint8. Raises InsufficientMemoryError if they do not
+    fit."""
     if device.type == "cpu":
         return allocate_pages(layout)
     shape = (layout.num_blocks, layout.block_bytes // layout.layers_per_group)

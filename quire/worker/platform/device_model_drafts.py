@@ -63,7 +63,7 @@ class DraftPasses(NamedTuple):
         return self.runner.run(execution, inputs, tokens._replace(hidden=hidden), rows).hidden
 
     def likeliest(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[G, size] -> [G] int64."""
+        """Likeliest tokens after hidden states: [G, size] -> [G] int64."""
         return self.model.compute_logits(hidden)[:, : self.other_size].argmax(1)
 
     def prepare(self, max_num_seqs: int, max_num_tokens: int) -> None:

@@ -119,7 +119,7 @@ class StagedColumns:
 
 
 class DeviceCompute:
-    """StepCompute for a device."""
+    """Computes plans on a GPU (StepCompute)."""
 
     def __init__(
         self,

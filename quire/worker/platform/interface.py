@@ -303,7 +303,7 @@ class Platform(Protocol):
         ...
 
     def allocate_host_pool(self, layout: KVCacheLayout) -> HostBlockTensors:
-        """Host memory for swapped blocks. Raises InsufficientMemoryError."""
+        """Memory on the host for the blocks of swapped sequences. Raises InsufficientMemoryError."""
         ...
 
     def make_transfers(self, pages: Sequence[torch.Tensor], host_pool: HostBlockTensors) -> BlockTransfers: ...
@@ -322,8 +322,8 @@ class Platform(Protocol):
         ...
 
     def offload_weights(self, model: CausalLM, encoder: VisionEncoder | None) -> DeviceWeights | None:
-        """Move the weights of both to the host and free device memory; None if they are on the host. Raises
-        InsufficientMemoryError with nothing changed."""
+        """Move the weights of the model and its encoder to the host and free device memory; None on a CPU, where they
+        are already. Raises InsufficientMemoryError with nothing changed."""
         ...
 
     def release_reserve(self) -> None:

@@ -109,7 +109,7 @@ class CudaStreams:
 
 
 class CudaCopy:
-    """PendingCopy on a GPU."""
+    """Copy from a GPU to pinned host memory, in progress (PendingCopy)."""
 
     def __init__(self, event: StreamEvent, hosts: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         self._event = event
@@ -163,7 +163,7 @@ class PassedEvent:
 
 
 class HostCopy:
-    """PendingCopy on the host."""
+    """PendingCopy whose tensors are on the host already."""
 
     def __init__(self, hosts: list[torch.Tensor]) -> None:
         self._hosts = hosts

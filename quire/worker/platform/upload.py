@@ -23,7 +23,7 @@ NUM_DEVICE_BUFFERS = 2
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A column of the upload: start in words, and shape."""
+    """Place of one column in the upload: its first int32 word, and its shape."""
 
     start: int
     shape: tuple[int, ...]
@@ -100,7 +100,7 @@ class Upload:
 
 @dataclass(slots=True)
 class Round:
-    """Independent writes, then independent copies."""
+    """Row changes that one kernel launch applies: independent writes, then independent copies."""
 
     offsets: list[int] = field(default_factory=list)
     values: list[np.ndarray | Sequence[int]] = field(default_factory=list)
