@@ -12,8 +12,8 @@ TRUNCATION = ("truncate_prompt_tokens", "truncation_side")
 
 
 class CallOptions(TypedDict, total=False):
-    """tokenization_kwargs: `truncate_prompt_tokens` and `truncation_side`, which override the parameters.
-    mm_processor_kwargs: None or empty."""
+    """Keyword arguments of a call. tokenization_kwargs: `truncate_prompt_tokens` and `truncation_side`, which override
+    the parameters. mm_processor_kwargs: None or empty."""
 
     tokenization_kwargs: Mapping[str, Any] | None
     mm_processor_kwargs: Mapping[str, Any] | None

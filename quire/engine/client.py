@@ -21,7 +21,7 @@ class EngineClient(Protocol):
 
     @property
     def ready(self) -> EngineReady:
-        """Facts found during the start; waits for the start to end. Raises the error of a failed start: ConfigError,
+        """What the core found at its start; waits for it. Raises the error of a failed start: ConfigError,
         ModelLoadError, InsufficientMemoryError, or EngineDeadError with the cause."""
         ...
 
@@ -60,7 +60,7 @@ class EngineClient(Protocol):
 
 
 def cause_of_death(error: BaseException) -> EngineDeadError:
-    """The error for all requests when the receiver's thread ends with `error`."""
+    """EngineDeadError for all requests, made from the `error` that ended the receiver's thread."""
     if isinstance(error, EngineDeadError):
         return error
     if isinstance(error, QuireError):  # the error of a failed start

@@ -150,7 +150,8 @@ class EngineCore:
         return None
 
     def step(self) -> EngineOutputs:
-        """End expired requests, plan and start steps until the queue is full, then process the oldest result."""
+        """End expired requests, plan and start steps until as many as allowed are running, then process the oldest's
+        result."""
         self._is_stepping = True
         began = self._clock.now()
         updates, self._ended = self._ended + self.scheduler.expire(began), []
@@ -267,8 +268,8 @@ class EngineCore:
                 self._send_sampling_inputs(outputs)
 
     def _send_sampling_inputs(self, outputs: EngineOutputs) -> None:
-        """Send the last plan its sampling inputs, unless they depend on the result of an earlier plan. Waits for masks
-        for at most LATE_SECONDS; samples without a mask are discarded."""
+        """Send the workers the last plan's masks of allowed tokens (sampling inputs), unless they depend on the result
+        of an earlier plan. Waits for masks for at most LATE_SECONDS; samples without a mask are discarded."""
         if self._unsent is not None and (self._has_stages or len(self._in_flight) == 1):
             plan, self._unsent = self._unsent, None
             deadline = self._clock.now() + LATE_SECONDS if self.scheduler.can_discard else math.inf
@@ -281,7 +282,7 @@ class EngineCore:
             self._executor.send_sampling_inputs(inputs)
 
     def _settle(self, outputs: EngineOutputs) -> None:
-        """Ask matchers about new tokens and process their answers."""
+        """Ask matchers (grammars) about new tokens, wait briefly, and process their answers."""
         asked = self.scheduler.awaited()
         while True:
             self._masks.flush()
@@ -298,7 +299,7 @@ class EngineCore:
             self._rejections.append(RequestRejected(request_id, error.message, error.param))
 
     def _finish_transfers(self) -> bool:
-        """Store and send what is left in the KV connector; returns whether nothing is left."""
+        """Run the KV connector's remaining transfers; returns whether nothing is left."""
         for _ in range(LAST_TRANSFERS):
             if not self.scheduler.kv.has_transfers:
                 return True
@@ -312,7 +313,7 @@ class EngineCore:
             self.scheduler.update(self._execute(plan).result(), self._clock.now())
 
     def _await_connector(self) -> None:
-        """Wait, within limits, until the KV connector has listed its blocks."""
+        """Wait, within limits, until the KV connector has listed the blocks stored before the start."""
         for _ in range(FIRST_REPORTS):
             if self.scheduler.kv.knows_stored:
                 break

@@ -32,7 +32,7 @@ class EngineProcess:
             os.close(self.child_fd)
 
     def tell(self, spec: bytes) -> None:
-        """Send a LaunchSpec. Then the caller owns the process and `alive_fd`."""
+        """Send a LaunchSpec. Then ending the process and closing `alive_fd` are the caller's."""
         self._is_told = True
         write_line(self.popen, spec)
 

@@ -64,8 +64,8 @@ Parts = defaultdict[int, EngineOutputs]
 
 @dataclass(slots=True)
 class OpenCall:
-    """A call with answers still open. asked: the call as sent to the members. session, call_id: the caller's call.
-    waiting: members that owe an answer."""
+    """A control call that some members have not answered yet. asked: the call as sent to the members. session, call_id:
+    the caller's call. waiting: members that owe an answer."""
 
     asked: Call
     session: int
@@ -123,7 +123,7 @@ class Fleet:
 
     @property
     def _first_ready(self) -> EngineReady:
-        """Facts of the first member's first engine; waits for them."""
+        """What the first member's first engine found at its start; waits for them."""
         first = self.members[0]
         assert first.client is not None
         return first.ready or first.client.ready
@@ -136,7 +136,8 @@ class Fleet:
 
     @property
     def stopped(self) -> int | None:
-        """As `silence`: with hung engines ended, only if every engine that is up has a stopped process."""
+        """The rank whose process is stopped (SIGSTOP), or ENGINE_STOPPED; None: none. If hung engines are ended, only
+        if every engine that is up has one."""
         found = [member.client.stopped for member in self.members if member.is_up and member.client is not None]
         if self._ends_hung and None in found:
             return None
@@ -232,7 +233,7 @@ class Fleet:
         return self.members[self._router.choose(beginnings_of(request))]
 
     def _place(self, entry: Entry, member: Member | None) -> None:
-        """Move a request to another member or none."""
+        """Move a request to another member; None: to none, until one can take it."""
         before, entry.member, entry.is_sent = entry.member, member, False
         if member is not None:
             member.entries[entry.request_id] = entry
@@ -295,7 +296,8 @@ class Fleet:
             self._settle(member, CallResult(0, 1), REPLICA_CALLS)
 
     def _settle(self, member: Member, result: CallResult | None = None, methods: Container[str] | None = None) -> None:
-        """Answer a member's open calls of some methods (None: all); result None: the member has no answer."""
+        """Answer the open calls to a member with `result` (None: without an answer). methods: only calls of these;
+        None: all."""
         parts = Parts(EngineOutputs)
         for opened in list(self._open.values()):
             if methods is None or opened.asked.method in methods:
@@ -304,7 +306,7 @@ class Fleet:
             self._arrived.put(parts)
 
     def _answer(self, opened: OpenCall, member: Member, result: CallResult | None, parts: Parts) -> None:
-        """Record a member's answer; the last one completes the call."""
+        """Record a member's answer to a call in `parts`; the last one completes the call."""
         if member.number not in opened.waiting:
             return
         opened.waiting.discard(member.number)
@@ -358,7 +360,7 @@ class Fleet:
             self._end(error)
 
     def _pump(self, member: Member, deadline: float | None) -> Parts | None:
-        """A member's next outputs, starting its engine if needed; None at the deadline."""
+        """A member's next outputs by session, after starting its engine if it has none; None at the deadline."""
         while True:
             self._raise_if_over()
             try:

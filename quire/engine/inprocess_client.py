@@ -20,8 +20,9 @@ from quire.utils.failures import explain
 
 
 class InProcessClient(EngineClient):
-    """EngineClient in this process. EngineClient whose core runs in this process. `receive` handles the messages sent
-    so far and runs one step. Without work it waits for a message, with blocked requests at most BLOCKED_SECONDS."""
+    """EngineClient whose core runs in this process. `receive` handles the messages sent so far and runs one step.
+    Without work it waits for a message, at most BLOCKED_SECONDS while requests wait that only an answer (of a matcher
+    or a load) can start."""
 
     def __init__(
         self, options: EngineOptions, *, executor: str = DEFAULT_EXECUTOR, config: EngineConfig | None = None

@@ -272,7 +272,8 @@ class InputProcessor:
         return self.with_images(rendered, self._prepared(inputs, pictures, conversation.media))
 
     def image_inputs_of(self, pictures: Sequence[Picture]) -> ImageInputs | None:
-        """The model's image inputs; None without pictures. Raises UserError if the model takes no images, or fewer."""
+        """The model's image inputs; None without pictures. Raises UserError if the model takes no images, or fewer than
+        these."""
         if not pictures:
             return None
         if isinstance(self.images, NoImages):
@@ -290,8 +291,8 @@ class InputProcessor:
         return RenderedChat(rendered.text, token_ids, placed)
 
     def prepare_chat(self, conversation: Conversation) -> Conversion:
-        """Helper's job that renders a conversation. Raises UserError if the model has no template, and as
-        ChatTemplate.prepare."""
+        """Prepare the rendering of a conversation, for a helper process. Raises UserError if the model has no template,
+        and as ChatTemplate.prepare."""
         template, tokenizer = self.chat_template, self.tokenizer
         if template is None or tokenizer is None:
             raise UserError("chat needs a tokenizer, and this model has none", param="messages")
@@ -322,7 +323,7 @@ class InputProcessor:
             self.chat_template.helpers.close()
 
     def _tokens(self, content: str | Sequence[int], params: SamplingParams, add_special_tokens: bool) -> list[int]:
-        """The prompt's tokens: checked, truncated to `truncate_prompt_tokens`, with room for one new token."""
+        """The prompt's tokens: checked, truncated to `truncate_prompt_tokens`, and short enough for one new token."""
         keep = params.truncate_prompt_tokens
         if isinstance(content, str):
             if self.tokenizer is None:

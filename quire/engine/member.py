@@ -114,17 +114,18 @@ class Member:
 
     @property
     def silence(self) -> float:
-        """Seconds without a sign of life; 0 without an engine."""
+        """Seconds since the engine last made progress; 0 without an engine."""
         return self.client.silence if self.is_up and self.client is not None else 0.0
 
     @property
     def takes_new(self) -> bool:
-        """True if a new request would start here at once."""
+        """True if the engine is up, wanted and not silent, and searches for no culprit: a new request would start at
+        once."""
         return self.is_up and self.is_wanted and not self.search.is_searching and self.silence < SILENCE_LIMIT
 
     @property
     def counted(self) -> EngineStats:
-        """Statistics of all engines so far. Without a current one, the member's requests count as waiting."""
+        """Statistics of all engines so far. While no engine is up, all its requests count as waiting."""
         now = self.stats or EngineStats(num_waiting=len(self.entries), num_preempted=len(self.entries))
         return carry_over(self.stats_before, now)
 

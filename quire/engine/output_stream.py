@@ -189,8 +189,8 @@ class StatsListener:
 
 @dataclass(slots=True)
 class Delivery:
-    """Deliveries from one core message. outputs, failures: by request stream. results: by call. last_outputs (of failed
-    requests), rejected (ids) and stats: for listeners."""
+    """Outputs, errors and answers from one message of the core. outputs, failures: by request stream. results: by call.
+    last_outputs (of failed requests), rejected (ids) and stats: for listeners."""
 
     outputs: list[tuple[OutputStream, RequestOutput]] = field(default_factory=list)
     failures: list[tuple[OutputStream, QuireError]] = field(default_factory=list)
@@ -200,7 +200,7 @@ class Delivery:
     stats: EngineStats | None = None
 
     def hand_over(self, listeners: Iterable[StatsListener]) -> None:
-        """Deliver on the event loop, streams and calls first."""
+        """Hand all to streams and calls, then to listeners; runs on the event loop."""
         for stream, output in self.outputs:
             stream.put(output)
         for stream, error in self.failures:

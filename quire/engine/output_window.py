@@ -32,7 +32,7 @@ class OutputWindow:
 
     def joined(self, outputs: EngineOutputs, *, goes_on: bool) -> EngineOutputs | None:
         """Join a step's outputs with held ones. Returns the outputs to send; None if held. goes_on: the next step
-        starts at once."""
+        starts at once, so holding is worth it."""
         if not self._seconds:
             return outputs
         now = self._clock.now()
@@ -57,7 +57,7 @@ class OutputWindow:
         return True
 
     def release(self) -> list[SequenceUpdate]:
-        """Return the held updates, for the caller to send."""
+        """Take the held updates."""
         held, self._held = self._held, []
         return held
 

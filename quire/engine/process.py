@@ -58,7 +58,8 @@ class Channel:
         self._poller.register(self._wakeup, zmq.POLLIN)
 
     def wait(self, seconds: float) -> None:
-        """Sleep until a message or signal arrives, at most `seconds`; returns at once while messages await decoding."""
+        """Sleep until a message or signal arrives, at most `seconds`; returns at once while parts of a long prompt wait
+        to be decoded."""
         ready = dict(self._poller.poll(0 if self._arrivals else int(1000 * seconds)))
         if self._wakeup.fileno() in ready:
             self._wakeup.recv(64)
@@ -87,7 +88,7 @@ class Channel:
 
 
 class StopFlag:
-    """Set by SIGTERM: the process finishes its work and exits."""
+    """Flag that SIGTERM sets: the process finishes its work and exits."""
 
     def __init__(self) -> None:
         self.is_set = False

@@ -39,7 +39,7 @@ _EXIT_SECONDS = 5.0
 
 
 class LaunchSpec(msgspec.Struct):
-    """Second line of the process's stdin, which stays open while the parent lives."""
+    """Orders to the engine process: second line of its stdin, which stays open while the parent lives."""
 
     options: EngineOptions
     executor: str

@@ -58,8 +58,8 @@ class Questions:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def ask(self, peer: str | int, payload: bytes) -> bytes | None:
-        """Ask a service of the parent or another session; None if it ended or failed. Raises EngineDeadError if the
-        engine or the parent is gone."""
+        """Ask `peer`, a service of the parent process (by name) or another API process (by number); None if it ended or
+        failed. Raises EngineDeadError if the engine or the parent is gone."""
         number, self._loop = next(self._numbers), asyncio.get_running_loop()
         future: asyncio.Future[bytes | None] = self._loop.create_future()
         self._asked[number] = peer, future
@@ -76,7 +76,7 @@ class Questions:
             self._loop, self._answer = asyncio.get_running_loop(), answer
 
     def hear(self, message: Ask | QuestionAnswer | Ended | EngineDeadError) -> None:
-        """Handle a message of the parent, or the engine's death, in any thread."""
+        """Handle a message of the parent or the engine's death; any thread may call this."""
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the process is about to end
                 self._loop.call_soon_threadsafe(self._take, message)

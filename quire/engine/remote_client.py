@@ -112,7 +112,7 @@ class RemoteClient(ABC, Generic[Other]):
 
     @abstractmethod
     def _note(self, message: Other) -> None:
-        """Handle a message that is not for the front end."""
+        """Handle a message that is neither readiness nor outputs."""
 
     def _raise_if_dead(self) -> None:
         if self._death is not None:

@@ -61,7 +61,7 @@ class Outbox:
         return bool(self._unsent)
 
     def put(self, message: AddRequest, fail: Callable[[QuireError], None]) -> None:
-        """Send a request at the end of this turn; `fail` is called if that fails."""
+        """Send a request at the end of this turn of the event loop; `fail` is called if that fails."""
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self.flush)
         self._unsent.append((message, fail))
@@ -206,7 +206,7 @@ class Session:
                     self._leave(stream)
 
     async def run_prefix(self, process: Callable[[str], EngineRequest]) -> str:
-        """Compute and keep a prefix; returns its name. process: makes the request from the name, on another thread. A
+        """Compute and keep a prefix; returns its id. process: makes the request from the id, on another thread. A
         cancelled call registers nothing."""
         self._check_open()
         self._bind_loop()
@@ -392,7 +392,7 @@ class Session:
         self._post(delivery)
 
     def die(self, cause: EngineDeadError) -> None:
-        """Fail everything that waits, and all later calls. The first cause counts."""
+        """Fail all open requests and calls, and later ones, with EngineDeadError. The first cause counts."""
         delivery = Delivery()
         with self._lock:
             if self.death is None:

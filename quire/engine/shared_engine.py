@@ -45,8 +45,8 @@ _STOP = b""
 
 
 class SharedEngine:
-    """Engine that several server processes share. Parent's side of an engine that several server processes share. After
-    `start`, two threads serve the sessions: one carries messages to the fleet, one its outputs."""
+    """Parent's side of an engine that several server processes share. After `start`, two threads serve the sessions:
+    one carries messages to the fleet, one its outputs."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class SharedEngine:
         on_change: Callable[[], None],
     ) -> None:
         """directory: location of the sockets. services: see Exchange. on_stats: gets each snapshot. on_change: called
-        when the engine is ready and when it has ended. All run on threads."""
+        when the engine is ready and when it has ended. These run on threads of this class."""
         self._fleet = fleet
         self._directory = directory
         self._state = state

@@ -81,7 +81,7 @@ class Loads:
         own[self._CLOSED], own[self._BEAT] = num_closed, self._now()
 
     def take_slot(self, slot: int, pid: int) -> None:
-        """Reset a slot for a new process."""
+        """Reset a slot's numbers for a new process with this pid."""
         cells = self._cells.slots[slot]
         for place in range(self._NUM_CELLS):
             cells[place] = 0.0

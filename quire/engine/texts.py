@@ -75,8 +75,8 @@ class FrontEndTexts:
         return await self.off_loop(len(text), work)
 
     async def render(self, conversation: Conversation) -> RenderedChat:
-        """Render and tokenise a conversation in a helper. Cancelling drops waiting work and ends a tokenising helper.
-        Raises as InputProcessor.render_chat, and QuireError after too long a wait."""
+        """Render and tokenise a conversation in a helper. Cancelling drops waiting work, and ends a helper that is
+        tokenising. Raises as InputProcessor.render_chat, and QuireError after too long a wait."""
         inputs = self._front_end.input_processor
         pictures = conversation.messages.pictures
         takes = inputs.image_inputs_of(pictures)

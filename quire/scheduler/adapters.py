@@ -81,7 +81,7 @@ class AdapterSlots:
         return adapter.digest == min(used, key=lambda digest: used[digest], default=b"")
 
     def has_room(self, adapter: AdapterRef) -> bool:
-        """True if a request with this adapter may start: at most `max_loras` adapters run at a time."""
+        """True if a request with this adapter may start: it runs already, or fewer than `max_loras` adapters do."""
         used = self.in_use()
         return adapter.digest in used or len(used) < self._config.max_running
 
@@ -103,7 +103,8 @@ class AdapterSlots:
         return bool(self._free) or any(digest not in used for digest in self._held)
 
     def take_orders(self, *, may_wait: bool) -> AdapterOrders | None:
-        """The next plan's adapter orders. may_wait: the plan has nothing else, and none is in flight."""
+        """The next plan's adapter orders. may_wait: the workers may wait until a load ends, as there is nothing else to
+        compute."""
         orders, self._orders = self._orders, []
         if not orders and not (may_wait and self._loading):
             return None

@@ -14,7 +14,8 @@ from quire.step import Candidates, SequenceFork
 
 
 class BeamReorder:
-    """Copies of slots to other slots, and replacements of sampled tokens, for the next plan."""
+    """Pending changes of beam slots for the next plan: copies of slots to other slots, and replacements of sampled
+    tokens."""
 
     def __init__(self) -> None:
         self._reorders: dict[int, SequenceFork] = {}
@@ -55,8 +56,8 @@ class BeamReorder:
         return not (self._reorders or self._token_overrides)
 
     def decide(self, running: RunningSet, kv: BlockSharing) -> tuple[list[Request], list[int]]:
-        """Reorder the searches whose matchers have answered. Returns (requests whose search has ended, beam slots to
-        release)."""
+        """Reorder the beam searches whose matchers (grammars) have accepted or refused their candidates. Returns
+        (requests whose search has ended, beam slots to release)."""
         ended: list[Request] = []
         released: list[int] = []
         undecided, self.undecided = self.undecided, []

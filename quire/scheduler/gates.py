@@ -54,7 +54,7 @@ class Gate(Protocol):
         ...
 
     def forget(self, request: Request) -> None:
-        """Drop a request that starts or has ended; not called at a preemption."""
+        """Drop what the gate keeps of a request that starts or has ended; not called at a preemption."""
         ...
 
 
@@ -130,7 +130,7 @@ class ConstraintGate:
         return Deferral(self.reason, 0, lambda: not _has_matchers(request), reserves_slots=False)
 
     def forget(self, request: Request) -> None:
-        """Keep nothing."""
+        """Do nothing: the gate keeps no state."""
 
 
 def _has_matchers(request: Request) -> bool:
@@ -167,7 +167,7 @@ class PendingPrefixGate:
         return Deferral(self.reason, quote.num_blocks, lambda: kv.is_pending_in(*found))
 
     def forget(self, request: Request) -> None:
-        """Keep nothing."""
+        """Do nothing: the gate keeps no state."""
 
 
 class AsynchronousLoadGate:
@@ -234,7 +234,7 @@ class NextPlanLoadGate:
 
 
 def _begin_load(reason: str, kv: KVCacheManager, found: Lookup, quote: Quote, now: float) -> Deferral:
-    """Load a lookup's blocks into blocks that are deducted from the request's needs."""
+    """Begin to load found blocks into newly allocated ones, which count as part of the request's needs."""
     num_before = kv.pool.num_allocatable
     load = kv.connector.allocated(found, kv.transfer_blocks.allocate(found))
     num_reserved = max(0, quote.num_blocks - (num_before - kv.pool.num_allocatable))

@@ -92,11 +92,11 @@ class EngineScheduler(Protocol):
         ...
 
     def sampling_inputs(self, plan: StepPlan) -> SamplingInputs:
-        """The second message of a plan in flight that expects one, when all earlier results are known."""
+        """Masks for a plan at the workers that waits for them (`masked_samples`). All earlier results must be known."""
         ...
 
     def awaits_masks(self, plan: StepPlan) -> bool:
-        """True while masks of a plan in flight are missing; `settle` is due with each answer."""
+        """True while masks for a plan at the workers are missing; call `settle` at each answer."""
         ...
 
     @property
@@ -106,7 +106,7 @@ class EngineScheduler(Protocol):
 
     @property
     def awaits_answers(self) -> bool:
-        """True while matchers have not answered."""
+        """True while a matcher (grammar) has not yet judged a sequence's new tokens."""
         ...
 
     @property
@@ -120,12 +120,13 @@ class EngineScheduler(Protocol):
         ...
 
     def settle(self, now: float) -> tuple[list[SequenceUpdate], list[tuple[str, UserError]]]:
-        """Continue with the matchers' answers; returns updates, and (id, reason) of refused requests."""
+        """Continue the sequences whose matchers have answered; returns updates, and (id, reason) of refused
+        requests."""
         ...
 
     def update(self, result: StepResult, now: float, *, may_go_ahead: bool = False) -> list[SequenceUpdate]:
-        """Process the result of the oldest plan in flight. may_go_ahead: the next plan may compute new tokens before
-        matchers have answered for them."""
+        """Process the result of the oldest plan at the workers. may_go_ahead: the next plan may compute new tokens
+        before matchers have answered for them."""
         ...
 
     def unregister_prefix(self, name: str) -> int:

@@ -53,7 +53,7 @@ class Matching:
         self, sampled: Iterable[Sampled], in_flight: InFlight, ends: Ends, kv: KVCacheManager, may_go_ahead: bool
     ) -> list[Sampled]:
         """Append the samples of constrained sequences and ask their matchers; `Scheduler.settle` continues with the
-        answers. Returns the other samples."""
+        answers. Returns the samples of unconstrained sequences."""
         others, discarded, has_drafts = [], in_flight.discarded, bool(in_flight.plan.num_drafts)
         for sample in sampled:
             sequence, new_ids, token_logprobs = sample
@@ -76,7 +76,8 @@ class Matching:
     def _ask(
         self, sequence: Sequence, token_ids: list[int], logprobs: list[TokenLogprobs] | None, *, may_go_ahead: bool
     ) -> None:
-        """Ask a sequence's matcher about its new tokens. may_go_ahead: the next step may compute them meanwhile."""
+        """Ask a sequence's matcher about its new tokens. may_go_ahead: the next step may compute them before the
+        answer."""
         matcher, request = sequence.matcher, sequence.request
         assert matcher is not None
         sequence.awaits_matcher = True
@@ -95,7 +96,8 @@ class Matching:
         self.asked.append((sequence, token_ids, logprobs))
 
     def note_late(self, sequence: Sequence) -> None:
-        """Keep a sequence with a discarded sample out of steps until its mask is there."""
+        """Keep a sequence out of steps until its mask is there; the workers have dropped its last sample for lack of
+        one."""
         sequence.goes_ahead = False
         if not sequence.awaits_matcher:
             sequence.awaits_matcher = True
@@ -121,7 +123,8 @@ class Matching:
         return answered
 
     def take_refused(self) -> list[tuple[Request, UserError]]:
-        """Requests that cannot start under their constraints, with reasons. Startable ones are dropped."""
+        """Requests that cannot start under their constraints, with reasons. Also drops those that can, which need no
+        more watching."""
         refused, left = [], []
         for request in self.starting:
             if request.status is RequestStatus.FINISHED:
@@ -136,12 +139,12 @@ class Matching:
         return refused
 
     def all_go_ahead(self) -> bool:
-        """True if the next step computes the tokens of all questions before the answers."""
+        """True if the next step computes all tokens that matchers are still judging."""
         return all(sequence.goes_ahead for sequence, _, _ in self.asked)
 
     def awaited(self) -> list[Matcher]:
-        """Matchers that a step may wait for, as they are quick as a rule: of sequences that do not go ahead, and once
-        those of each new request."""
+        """Usually quick matchers, for which a step waits: of sequences whose tokens the next step may not compute
+        before the answer, and once those of each new request."""
         new, self._new = self._new, []
         asked = [sequence.matcher for sequence, _, _ in self.asked if not sequence.goes_ahead]
         return new + [matcher for matcher in asked if matcher is not None and not matcher.is_slow]
