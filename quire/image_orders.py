@@ -16,7 +16,7 @@ class ImagePlace(msgspec.Struct, array_like=True, frozen=True):
 
 
 class EncodeSlice(msgspec.Struct, array_like=True, frozen=True):
-    """The next layers of one image's encoding. An image's slices follow one another; the next image begins after its
+    """Next layers of one image's encoding. An image's slices follow one another; the next image begins after its
     last."""
 
     key: bytes

@@ -110,7 +110,7 @@ class TokenValues(msgspec.Struct, array_like=True, frozen=True):
 
 
 class NewSequence(msgspec.Struct, array_like=True):
-    """A sequence that gets a request slot: new, or resumed after a preemption."""
+    """Sequence that gets a request slot: new, or resumed after a preemption."""
 
     seq_id: int
     token_ids: list[int]

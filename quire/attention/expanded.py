@@ -22,7 +22,7 @@ TILE_ROWS = 128
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A sequence whose tokens in a step are expanded. sequence: index in the batch; tokens: its tokens in the step;
+    """Sequence whose tokens in a step are expanded. sequence: index in the batch; tokens: its tokens in the step;
     start: position of the first."""
 
     sequence: int

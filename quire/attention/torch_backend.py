@@ -216,7 +216,7 @@ class TorchAttentionStep(AttentionStep):
 
 
 class _Split(NamedTuple):
-    """A step in two parts. prompts: expanded sequences. tokens: indices of the other tokens; rest: their step. Both are
+    """Step in two parts. prompts: expanded sequences. tokens: indices of the other tokens; rest: their step. Both are
     None if there are only prompts."""
 
     prompts: Sequence[Prompt]

@@ -24,7 +24,7 @@ Timer = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class BatchShape:
-    """The batch of `latency`: the same shape in every repeat, with fresh random tokens, so no prefix repeats."""
+    """Batch of `latency`: the same shape in every repeat, with fresh random tokens, so no prefix repeats."""
 
     batch_size: int
     input_len: int

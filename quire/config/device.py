@@ -1,4 +1,4 @@
-"""The device slice."""
+"""Device slice."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _USUAL_OF_ALL = MappingProxyType({"hidden_size": 4096, "num_attention_heads": 32
 
 @dataclass(frozen=True)
 class EagleConfig:
-    """A head for drafts with a checkpoint of its own.
+    """Head for drafts with a checkpoint of its own.
 
     method: one of EAGLE_METHODS. layers: the model's layers whose inputs a head of "eagle3" reads; empty: it reads the
     model's results. read_size: elements of each. vocab_size: rows of its embedding, the model's. draft_vocab_size:
@@ -79,7 +79,7 @@ def head_method(raw: Mapping[str, Any]) -> str:
 
 
 def head_values(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The config.json of a model whose layer the head has. Raises ModelLoadError for heads with other layers."""
+    """config.json of a model whose layer the head has. Raises ModelLoadError for heads with other layers."""
     inner = raw.get("transformer_layer_config")
     is_inner = isinstance(inner, Mapping)
     found = dict(inner) if isinstance(inner, Mapping) else dict(raw)
@@ -164,7 +164,7 @@ def fitting_head(head: ModelConfig, eagle: EagleConfig, model: ModelConfig, long
 
 
 def with_verifier(options: EngineOptions) -> EngineOptions:
-    """The options of the model that a `speculators` checkpoint is for, with that checkpoint as its head for drafts,
+    """Options of the model that a `speculators` checkpoint is for, with that checkpoint as its head for drafts,
     where `options.model` is one; else the options themselves. Keys of `speculative_config` that are given stay."""
     raw = read_directory_config(options.model, options.revision, options.download_dir)
     stated = raw.get(_SPECULATORS)

@@ -26,7 +26,7 @@ CACHE_SCALE_BYTES = {"int8": 4}
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A model, read from its Hugging Face `config.json` or its GGUF file's metadata.
+    """Model, read from its Hugging Face `config.json` or its GGUF file's metadata.
 
     name: the user's text (path, hub id or `bundled`). path: local directory, or the GGUF file. architecture: the entry
     of `architectures` in the model registry. shape: sizes, layer by layer, with dtypes and positions as in config.json,

@@ -137,7 +137,7 @@ def line_elements(count: int) -> int:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts that replaces an MLP. num_active: experts per token. intermediate: width of an expert.
+    """Mixture of experts that replaces an MLP. num_active: experts per token. intermediate: width of an expert.
     shared_intermediate: total width of the experts that every token passes."""
 
     num_experts: int
@@ -283,7 +283,7 @@ class ModelShape:
         )
 
     def with_spare_inputs(self, count: int) -> ModelShape:
-        """The shape whose states keep `count` more convolution inputs, so that `count` tokens can be taken back."""
+        """Shape whose states keep `count` more convolution inputs, so that `count` tokens can be taken back."""
 
         def spared(layer: LayerShape) -> LayerShape:
             kept = layer.attention

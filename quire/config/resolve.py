@@ -220,7 +220,7 @@ def _adapters(options: EngineOptions, model: ModelConfig) -> AdaptersConfig:
 
 
 def _completed(options: EngineOptions, is_accelerated: bool) -> tuple[str, ModelConfig]:
-    """The attention back end, and the model with all options on its computation."""
+    """Attention back end, and the model with all options on its computation."""
     backend, model = _backend_and_model(options, is_accelerated)
     model = replace(model, quantization=_quantization(options, model, backend))
     model = replace(model, activation_bits=_activation_bits(options, model, backend))
@@ -248,7 +248,7 @@ def _speculation(
 
 
 def _backend_and_model(options: EngineOptions, is_accelerated: bool) -> tuple[str, ModelConfig]:
-    """The attention back end, and the model, whose dtypes depend on it. "auto" on a CPU is the native back end where it
+    """Attention back end, and the model, whose dtypes depend on it. "auto" on a CPU is the native back end where it
     can compute the model."""
     asked = "triton" if is_accelerated else choice("attention_backend", options.attention_backend, BACKENDS)
     dtype = choice("dtype", options.dtype, DTYPES)
@@ -378,7 +378,7 @@ def _activation_bits(options: EngineOptions, model: ModelConfig, backend: str) -
 
 
 def _counts_experts(options: EngineOptions, model: ModelConfig) -> bool:
-    """The option. Raises ConfigError for a model whose experts are not counted."""
+    """Option. Raises ConfigError for a model whose experts are not counted."""
     if options.expert_counts and (model.impl != "quire" or model.shape.experts is None):
         why = (
             "has no experts" if model.shape.experts is None else "runs through Transformers, where experts do not count"
@@ -404,7 +404,7 @@ def _why_not_native(model: ModelConfig) -> str | None:
 
 
 def _max_logprobs(options: EngineOptions) -> int:
-    """The option. Raises ConfigError below -1, which means the vocabulary."""
+    """Option. Raises ConfigError below -1, which means the vocabulary."""
     if options.max_logprobs < -1:
         raise ConfigError(
             f"max_logprobs must be positive, 0, or -1 for the vocabulary, not {options.max_logprobs}",
@@ -527,7 +527,7 @@ def batch_limits(options: EngineOptions, usual_seqs: int, usual_budget: int) -> 
 
 
 def _num_threads(options: EngineOptions) -> int | None:
-    """The requested compute threads. Raises ConfigError for an absurd number."""
+    """Requested compute threads. Raises ConfigError for an absurd number."""
     wanted = positive("num_threads", options.num_threads) or envs.num_threads()
     cores = os.cpu_count() or 1
     most = max(LEAST_THREADS_ALLOWED, THREADS_ALLOWED_PER_CORE * cores)

@@ -1,4 +1,4 @@
-"""The vision tower in config.json (`vision_config`)."""
+"""Vision tower in config.json (`vision_config`)."""
 
 from __future__ import annotations
 

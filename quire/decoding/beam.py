@@ -26,7 +26,7 @@ NO_CANDIDATES = Candidates([], [])
 
 @dataclass(slots=True)
 class Beam:
-    """A live beam. Its tokens and blocks are in its sequence."""
+    """Live beam. Its tokens and blocks are in its sequence."""
 
     sequence: Sequence
     cumulative_logprob: float = 0.0
@@ -39,7 +39,7 @@ class Beam:
 
 
 class Child(NamedTuple):
-    """A live beam of the next step, one token longer."""
+    """Live beam of the next step, one token longer."""
 
     parent: Beam
     token_id: int
@@ -50,7 +50,7 @@ class Child(NamedTuple):
 
 
 class Hypothesis(NamedTuple):
-    """A finished continuation."""
+    """Finished continuation."""
 
     token_ids: list[int]
     """Generated tokens, including the one that ended it."""

@@ -1,4 +1,4 @@
-"""A request and its sequences in the scheduler: tokens, counters, and handles to KV blocks."""
+"""Request and its sequences in the scheduler: tokens, counters, and handles to KV blocks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PENDING_PREFIX = "pending prefix"
 
 
 class Deferral(NamedTuple):
-    """A gate's decision that a waiting request may not start yet (quire/scheduler/gates.py)."""
+    """Gate's decision that a waiting request may not start yet (quire/scheduler/gates.py)."""
 
     reason: str
     """The gate's `reason`."""
@@ -51,7 +51,7 @@ class RequestStatus(enum.Enum):
 
 
 class Sequence:
-    """A completion being generated: tokens, counters, and the handle to its KV blocks.
+    """Completion being generated: tokens, counters, and the handle to its KV blocks.
 
     `num_computed_tokens` counts tokens whose KV is written by plans already made (executed or in flight);
     `num_pending_tokens` counts tokens that such plans sample but whose values have not come back. While
@@ -145,7 +145,7 @@ class Sequence:
 
 
 class Request:
-    """A request and its sequences, which are scheduled, preempted and resumed together.
+    """Request and its sequences, which are scheduled, preempted and resumed together.
 
     Until the prompt is computed the scheduler has only the first live sequence, from which the others fork (paper
     §4.4); those of a beam search are beam slots, of which empty ones come last.

@@ -1,4 +1,4 @@
-"""A limit on the tokens of a model's thoughts: at the limit, the end mark of the thoughts is forced.
+"""Limit on the tokens of a model's thoughts: at the limit, the end mark of the thoughts is forced.
 
 It is a constraint (quire/decoding/masks.py) around the request's own, if any.
 """

@@ -96,7 +96,7 @@ class KnownAdapters:
             self._by_name[name] = request
 
     def known(self, name: str) -> tuple[LoRARequest, AdapterRef]:
-        """The adapter of a known name. Raises KeyError."""
+        """Adapter of a known name. Raises KeyError."""
         with self._lock:
             request = self._by_name[name]
             return request, self._by_number[request.lora_int_id][1]

@@ -32,7 +32,7 @@ class EngineClient(Protocol):
 
     @property
     def stopped(self) -> int | None:
-        """The rank whose process is stopped (SIGSTOP), or ENGINE_STOPPED; None: none is."""
+        """Rank whose process is stopped (SIGSTOP), or ENGINE_STOPPED; None: none is."""
         return None
 
     @property

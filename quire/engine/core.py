@@ -1,4 +1,4 @@
-"""The engine core: schedule, execute, update. It knows no HTTP, text or torch, and reads time only from its Clock."""
+"""Engine core: schedule, execute, update. It knows no HTTP, text or torch, and reads time only from its Clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interpreter of an engine process before its LaunchSpec. A command starts it before its own imports, so that both
+"""Interpreter of an engine process before its LaunchSpec. A command starts it before its own imports, so that both
 import in parallel."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ LOCAL_EXECUTOR = "quire.executors.local"
 
 
 class EngineProcess:
-    """A process that runs `quire.engine.boot`; leaving its context kills it unless it got a LaunchSpec."""
+    """Process that runs `quire.engine.boot`; leaving its context kills it unless it got a LaunchSpec."""
 
     def __init__(self, name: str = "engine", imports: Sequence[str] = ()) -> None:
         """name: process title after "quire: ". imports: modules that the process imports while it waits."""

@@ -1,4 +1,4 @@
-"""A ledger of requests before one or more engines.
+"""Ledger of requests before one or more engines.
 
 A `Fleet` is an `EngineClient` over members, engines of one configuration. For each request the ledger keeps what
 another engine needs to continue with the same tokens (`ResumePoint`), so that engines can be replaced, and requests
@@ -64,7 +64,7 @@ Parts = defaultdict[int, EngineOutputs]
 
 @dataclass(slots=True)
 class OpenCall:
-    """A control call that some members have not answered yet. asked: the call as sent to the members. session, call_id:
+    """Control call that some members have not answered yet. asked: the call as sent to the members. session, call_id:
     the caller's call. waiting: members that owe an answer."""
 
     asked: Call
@@ -136,7 +136,7 @@ class Fleet:
 
     @property
     def stopped(self) -> int | None:
-        """The rank whose process is stopped (SIGSTOP), or ENGINE_STOPPED; None: none. If hung engines are ended, only
+        """Rank whose process is stopped (SIGSTOP), or ENGINE_STOPPED; None: none. If hung engines are ended, only
         if every engine that is up has one."""
         found = [member.client.stopped for member in self.members if member.is_up and member.client is not None]
         if self._ends_hung and None in found:
@@ -360,7 +360,7 @@ class Fleet:
             self._end(error)
 
     def _pump(self, member: Member, deadline: float | None) -> Parts | None:
-        """A member's next outputs by session, after starting its engine if it has none; None at the deadline."""
+        """Member's next outputs by session, after starting its engine if it has none; None at the deadline."""
         while True:
             self._raise_if_over()
             try:

@@ -1,4 +1,4 @@
-"""An EngineClient whose core runs in the caller's thread: for offline use, notebooks and tests."""
+"""EngineClient whose core runs in the caller's thread: for offline use, notebooks and tests."""
 
 from __future__ import annotations
 

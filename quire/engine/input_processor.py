@@ -83,14 +83,14 @@ PREDICTION_TAIL = 16
 
 
 class RenderedChat(NamedTuple):
-    """A rendered conversation: text and token ids, including image placeholders."""
+    """Rendered conversation: text and token ids, including image placeholders."""
 
     text: str
     token_ids: list[int]
     images: Sequence[PromptImage] = ()
 
     def prompt(self) -> TokensPrompt:
-        """The prompt for `InputProcessor.process`."""
+        """Prompt for `InputProcessor.process`."""
         found: TokensPrompt = {"prompt_token_ids": self.token_ids, "prompt": self.text}
         if self.images:
             found["multi_modal_data"] = PlacedImages(self.images)
@@ -158,7 +158,7 @@ class InputProcessor:
         add_special_tokens: bool = True,
         adapter: AdapterRef | None = None,
     ) -> EngineRequest:
-        """The request for the engine core. priority: -MAX_PRIORITY to MAX_PRIORITY, lower is earlier.
+        """Request for the engine core. priority: -MAX_PRIORITY to MAX_PRIORITY, lower is earlier.
         add_special_tokens: for texts. Raises UserError with `param` set, or PromptTooLongError."""
         if self._pools:
             raise UserError("this model gives vectors or scores of texts, and generates none (runner='pooling')")
@@ -272,7 +272,7 @@ class InputProcessor:
         return self.with_images(rendered, self._prepared(inputs, pictures, conversation.media))
 
     def image_inputs_of(self, pictures: Sequence[Picture]) -> ImageInputs | None:
-        """The model's image inputs; None without pictures. Raises UserError if the model takes no images, or fewer than
+        """Model's image inputs; None without pictures. Raises UserError if the model takes no images, or fewer than
         these."""
         if not pictures:
             return None
@@ -323,7 +323,7 @@ class InputProcessor:
             self.chat_template.helpers.close()
 
     def _tokens(self, content: str | Sequence[int], params: SamplingParams, add_special_tokens: bool) -> list[int]:
-        """The prompt's tokens: checked, truncated to `truncate_prompt_tokens`, and short enough for one new token."""
+        """Prompt's tokens: checked, truncated to `truncate_prompt_tokens`, and short enough for one new token."""
         keep = params.truncate_prompt_tokens
         if isinstance(content, str):
             if self.tokenizer is None:

@@ -1,4 +1,4 @@
-"""A member of a fleet (quire/engine/fleet.py): one engine and its successors, with the ledger entries of their
+"""Member of a fleet (quire/engine/fleet.py): one engine and its successors, with the ledger entries of their
 requests."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WATCH_SECONDS = 1.0
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A live request or registered prefix. name: the caller's id. arrival: time.monotonic(). generated: token ids by
+    """Live request or registered prefix. name: the caller's id. arrival: time.monotonic(). generated: token ids by
     sequence; a beam search reports only at its end. ended: indices of finished sequences."""
 
     request: EngineRequest
@@ -72,7 +72,7 @@ class Entry:
             self.ended.add(update.index)
 
     def resumed(self) -> AddRequest:
-        """The request with its resume point, for another engine."""
+        """Request with its resume point, for another engine."""
         generated = self.generated
         if self.request.params.use_beam_search:  # a beam search reports only at its end, so it starts again
             generated = [[] for _ in range(self.request.params.num_sequences)]

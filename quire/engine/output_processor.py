@@ -29,7 +29,7 @@ from quire.utils.failures import explain
 
 @dataclass(slots=True)
 class FailedRequest:
-    """A request whose output could not be made (text, logprobs). last: final output with metrics, without content."""
+    """Request whose output could not be made (text, logprobs). last: final output with metrics, without content."""
 
     request_id: str
     error: InternalError

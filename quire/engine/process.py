@@ -1,4 +1,4 @@
-"""The engine process: reads messages, drives the core, sends outputs and sleeps when idle. ProcessClient starts it,
+"""Engine process: reads messages, drives the core, sends outputs and sleeps when idle. ProcessClient starts it,
 writes a LaunchSpec to its stdin and keeps that pipe open until the parent ends."""
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _IDLE_SECONDS = 1.0
 
 
 class Channel:
-    """The process's two sockets and its wake-up for signals, for the main thread only."""
+    """Process's two sockets and its wake-up for signals, for the main thread only."""
 
     def __init__(self, directory: RuntimeDirectory) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

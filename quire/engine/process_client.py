@@ -1,4 +1,4 @@
-"""An EngineClient whose core runs in its own process: msgpack over two one-way sockets in a private directory."""
+"""EngineClient whose core runs in its own process: msgpack over two one-way sockets in a private directory."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ logger = get_logger(__name__)
 
 
 class Exchange:
-    """The parent process's half of questions between server processes: forwards questions and answers without keeping
+    """Parent process's half of questions between server processes: forwards questions and answers without keeping
     state."""
 
     def __init__(
@@ -45,7 +45,7 @@ class Exchange:
 
 
 class Questions:
-    """A server process's half: asks its own questions, and answers those of other sessions."""
+    """Server process's half: asks its own questions, and answers those of other sessions."""
 
     def __init__(self, send: Callable[[Ask | QuestionAnswer], None]) -> None:
         """send: to the parent; raises EngineDeadError."""

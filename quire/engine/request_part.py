@@ -1,4 +1,4 @@
-"""A front end's view of its requests: owner, backlog, and requests that run as several engine requests in turns."""
+"""Front end's view of its requests: owner, backlog, and requests that run as several engine requests in turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The asyncio side of one engine: request streams and calls between an event loop and an EngineClient. A receiver
+"""Asyncio side of one engine: request streams and calls between an event loop and an EngineClient. A receiver
 thread turns tokens into text and calls the loop once per message."""
 
 from __future__ import annotations

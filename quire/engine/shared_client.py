@@ -1,4 +1,4 @@
-"""An EngineClient for an engine of another process that several front ends share (quire/engine/shared_engine.py)."""
+"""EngineClient for an engine of another process that several front ends share (quire/engine/shared_engine.py)."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class _Number(Generic[T]):
 
 @dataclass(slots=True)
 class ControlState:
-    """A front end's knowledge of the engine. num_running: requests in the last snapshot."""
+    """Front end's knowledge of the engine. num_running: requests in the last snapshot."""
 
     is_asleep: bool = False
     sleep_level: int = 0

@@ -146,7 +146,7 @@ class _EndedStep(NamedTuple):
 
 
 class _Lines:
-    """A file of JSON lines. A full disk ends the log, not the engine."""
+    """File of JSON lines. A full disk ends the log, not the engine."""
 
     def __init__(self, path: Path) -> None:
         self._encoder = msgspec.json.Encoder()

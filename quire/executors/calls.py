@@ -26,7 +26,7 @@ the failed rank, and are ended."""
 
 
 class PendingCall:
-    """A call that went to every rank. decode: decodes an answer's body. answers: in rank order, None: not yet."""
+    """Call that went to every rank. decode: decodes an answer's body. answers: in rank order, None: not yet."""
 
     def __init__(self, method: str, decode: Callable[[msgspec.Raw], Any], num_ranks: int) -> None:
         self.method = method

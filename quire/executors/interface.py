@@ -28,7 +28,7 @@ class VitalSigns(NamedTuple):
 
 
 class StepFuture(Protocol):
-    """The future result of a plan: a `concurrent.futures.Future`, or one that is completed only when it is asked."""
+    """Future result of a plan: a `concurrent.futures.Future`, or one that is completed only when it is asked."""
 
     def done(self) -> bool: ...
 
@@ -122,13 +122,13 @@ class Executor(Protocol):
 
 @runtime_checkable
 class KeepsTime(Protocol):
-    """An executor whose engine uses the executor's clock, not the system's."""
+    """Executor whose engine uses the executor's clock, not the system's."""
 
     agreed_clock: Clock
 
 
 class Workers(Protocol):
-    """The ranks of one model over any transport. Every call goes to all of them, in the same order."""
+    """Ranks of one model over any transport. Every call goes to all of them, in the same order."""
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of `Executor` (not `execute`) on every rank; the results in rank order. Raises the first rank's

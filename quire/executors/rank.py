@@ -1,4 +1,4 @@
-"""The process of one rank: runs an executor of its own, and answers each call of the engine core with a message.
+"""Process of one rank: runs an executor of its own, and answers each call of the engine core with a message.
 
 RankProcesses starts it, writes a RankLaunch to standard input and keeps that pipe open while it lives.
 """
@@ -66,7 +66,7 @@ class RankLaunch(msgspec.Struct):
 
 
 class RankEnds(NamedTuple):
-    """A rank's connections to other ranks. meeting_point: `join_group`'s, for its stage's ranks. collectives: a name of
+    """Rank's connections to other ranks. meeting_point: `join_group`'s, for its stage's ranks. collectives: a name of
     GROUPS (None: the configuration's). incoming, outgoing: see RankLaunch. network: the place where ranks of
     neighbouring stages meet, if they have no such links."""
 

@@ -31,7 +31,7 @@ class SampledTokens:
         """Step -> the sequences that it samples; None: the sequence needs no token any more."""
 
     def bring(self, plan: StepPlan) -> StepPlan:
-        """The plan with all known tokens."""
+        """Plan with all known tokens."""
         with self._lock:
             known, self._known = self._known, []
             if plan.released:
@@ -90,7 +90,7 @@ class RankedExecutor:
         return self._of_first_ranks("expert_ranks")
 
     def computing(self) -> AbstractContextManager[object]:
-        """An empty context: the ranks are other processes."""
+        """Empty context: the ranks are other processes."""
         return nullcontext()
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:
@@ -147,7 +147,7 @@ class RankedExecutor:
 
 
 def alike(specs: Sequence[list[LayerSpec]]) -> list[LayerSpec]:
-    """The layers' specs common to all ranks. Raises QuireError if ranks disagree."""
+    """Layers' specs common to all ranks. Raises QuireError if ranks disagree."""
     first, *others = specs
     if any(each != first for each in others):
         raise QuireError("the ranks disagree on what the layers keep in the KV cache")
@@ -187,7 +187,7 @@ def reduce_profiles(profiles: Sequence[MemoryProfile]) -> MemoryProfile:
 
 
 def agree(results: Sequence[StepResult]) -> StepResult:
-    """The first rank's result, with the failures of all. results: from the ranks that sample. Raises QuireError if the
+    """First rank's result, with the failures of all. results: from the ranks that sample. Raises QuireError if the
     checksum of another rank differs."""
     first, *others = results
     for rank, other in enumerate(others, start=1):

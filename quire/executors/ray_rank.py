@@ -1,4 +1,4 @@
-"""The actor of one rank: runs an executor of its own, in a process that Ray starts on one of its nodes."""
+"""Actor of one rank: runs an executor of its own, in a process that Ray starts on one of its nodes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class RayRank:
             self._progress.is_idle = True
 
     def beat(self) -> int:
-        """A byte of Progress."""
+        """Byte of Progress."""
         return self._progress.byte()
 
     def live(self) -> None:

@@ -1,4 +1,4 @@
-"""The pool of physical blocks: ids, reference counts, allocation and eviction (paper §4.2, §4.4)."""
+"""Pool of physical blocks: ids, reference counts, allocation and eviction (paper §4.2, §4.4)."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from quire.kv_cache.block_hash import HashChain
 
 
 class BlockTable:
-    """The block tables of one sequence, one per group: logical index -> physical block. Owned by the manager."""
+    """Block tables of one sequence, one per group: logical index -> physical block. Owned by the manager."""
 
     __slots__ = (
         "capacity",

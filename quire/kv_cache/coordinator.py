@@ -21,7 +21,7 @@ UNLIMITED = 2**62
 
 
 class GroupManager(Protocol):
-    """A sequence's use of one KV group's blocks."""
+    """Sequence's use of one KV group's blocks."""
 
     block_size: int
     keeps_all: bool

@@ -1,4 +1,4 @@
-"""A second, bounded pool of blocks in host memory, for preempted requests' KV (paper §4.5). A request moves whole: all
+"""Second, bounded pool of blocks in host memory, for preempted requests' KV (paper §4.5). A request moves whole: all
 its sequences, each block once. This module only decides; the plan carries the copies."""
 
 from __future__ import annotations

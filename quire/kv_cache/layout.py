@@ -47,7 +47,7 @@ class KVGroup:
 
 @dataclass(frozen=True)
 class KVCacheLayout:
-    """The pool: `num_blocks` blocks (block 0 reserved) of `layers_per_group` pages. block_size: tokens of a kernels'
+    """Pool: `num_blocks` blocks (block 0 reserved) of `layers_per_group` pages. block_size: tokens of a kernels'
     block (the option), of which groups' block sizes are multiples. layers_per_group: pages of a block, in the largest
     pipeline stage. num_host_blocks: blocks in host memory, numbered from 1, for swapped requests."""
 

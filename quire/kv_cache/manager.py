@@ -1,4 +1,4 @@
-"""The KV cache manager, the scheduler's interface to the KV cache. Block ids are opaque to the scheduler. Every call
+"""KV cache manager, the scheduler's interface to the KV cache. Block ids are opaque to the scheduler. Every call
 either succeeds or changes nothing."""
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class KVCacheManager:
     # -- looking up -------------------------------------------------------------------------------------------------
 
     def new_chain(self, salt: str, extra_keys: Mapping[int, tuple[bytes, ...]] = NO_KEYS) -> HashChain | None:
-        """The hash chain of a new sequence; None without caching."""
+        """Hash chain of a new sequence; None without caching."""
         return HashChain(self.hash_block_size, salt, extra_keys) if self.enable_prefix_caching else None
 
     def match_prefix(self, chain: HashChain | None, token_ids: Sequence[int], max_tokens: int) -> int:
@@ -219,7 +219,7 @@ class KVCacheManager:
         return kept
 
     def fork(self, parent: BlockTable, num_tokens: int) -> BlockTable:
-        """A sequence that shares the parent's blocks of its first `num_tokens` tokens (its whole tables)."""
+        """Sequence that shares the parent's blocks of its first `num_tokens` tokens (its whole tables)."""
         assert self.groups.fits(parent.tables, num_tokens), "fork in the middle of a table"
         for table in parent.tables:
             for block in table:

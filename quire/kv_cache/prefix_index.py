@@ -1,4 +1,4 @@
-"""The prefix index: blocks by content, and the sequences about to compute one.
+"""Prefix index: blocks by content, and the sequences about to compute one.
 
 Each live sequence has at most one pending block: its first full block with known tokens that it has not offered yet,
 which a prompt that shares it finds right after its hit.

@@ -28,7 +28,7 @@ class DeviceShare:
 
 @dataclass(frozen=True)
 class MemoryProfile:
-    """The worker's measurements after loading the weights, in bytes. available: free memory before the profiling pass
+    """Worker's measurements after loading the weights, in bytes. available: free memory before the profiling pass
     (on a CPU the smaller of the system's available memory and the cgroup's limit minus its use). activations: peak
     growth in one forward pass of dummy data at the full token budget. device: set if the pools are in different
     memories."""

@@ -15,7 +15,7 @@ NAMES = ("running_adapters", "waiting_adapters")
 
 
 class Load(NamedTuple):
-    """The statistics that take constant time, with EngineStats' fields, for callers that read them after every step."""
+    """Statistics that take constant time, with EngineStats' fields, for callers that read them after every step."""
 
     num_running: int
     num_waiting: int
@@ -160,7 +160,7 @@ def _add_up_counts(counts: Sequence[dict[int, list[int]]]) -> dict[int, list[int
 
 
 def carry_over(before: EngineStats | None, stats: EngineStats) -> EngineStats:
-    """A snapshot whose counters continue those of `before`, from an engine that has ended."""
+    """Snapshot whose counters continue those of `before`, from an engine that has ended."""
     if before is None:
         return stats
     counters = (name for name in EngineStats.__struct_fields__ if name.endswith("_total"))

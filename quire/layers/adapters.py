@@ -207,7 +207,7 @@ class AdapterPlace:
         return self.stack.in_features + sum(self.stack.parts[part].local for part in parts)
 
     def ordered(self, order: torch.Tensor) -> AdapterPlace:
-        """The same target for a checkpoint with rows permuted by `order`."""
+        """Same target for a checkpoint with rows permuted by `order`."""
         return AdapterPlace(self.stack, self.piece, order)
 
     def load(self, storage: AdapterStorage, slot: int, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:

@@ -50,7 +50,7 @@ class LayerContext:
     dealt_to: int = 1
 
     def replicated(self) -> LayerContext:
-        """A copy for layers that every rank computes entirely."""
+        """Copy for layers that every rank computes entirely."""
         return replace(self, group=SINGLE_RANK)
 
 

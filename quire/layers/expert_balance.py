@@ -84,7 +84,7 @@ class BalancedExperts:
 
 
 class ExpertBalancer:
-    """The layers whose experts change their ranks, and when."""
+    """Layers whose experts change their ranks, and when."""
 
     def __init__(self, config: ExpertBalance) -> None:
         self._config = config

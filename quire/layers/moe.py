@@ -242,7 +242,7 @@ class MixtureOfExperts:
 
 
 def _placement(context: LayerContext, count: int) -> Placement:
-    """The first placement of `count` whole experts. Raises ConfigError if a rank would hold none."""
+    """First placement of `count` whole experts. Raises ConfigError if a rank would hold none."""
     size = context.group.size
     if count < size:
         raise ConfigError(
@@ -255,5 +255,5 @@ def _placement(context: LayerContext, count: int) -> Placement:
 
 
 def unquantized(context: LayerContext) -> LayerContext:
-    """A copy for small unquantised matrices that every rank computes entirely."""
+    """Copy for small unquantised matrices that every rank computes entirely."""
     return replace(context.replicated(), linear=context.positions)

@@ -131,7 +131,7 @@ class Operations(Protocol):
         ...
 
     def all_gather(self, group: ProcessGroup, x: AnyValue, width: int) -> Value:
-        """The ranks' x side by side, [T, width]; each has ceil(width / ranks) columns, the last ones possibly fewer."""
+        """Ranks' x side by side, [T, width]; each has ceil(width / ranks) columns, the last ones possibly fewer."""
         ...
 
     def norm_shares(self, group: ProcessGroup, norms: Sequence[NormWeights], x: AnyValue) -> Value:

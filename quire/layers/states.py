@@ -114,7 +114,7 @@ class _Tiles:
 
 
 def _tiles(states: StateStep, device: torch.device) -> Iterator[_Tiles]:
-    """The step's tokens: each sequence's first tile, then each second one, and so on."""
+    """Step's tokens: each sequence's first tile, then each second one, and so on."""
     places = states.starts.tolist()
     ends = [start + last - first for start, (first, last) in zip(places, pairwise(states.query_start), strict=True)]
     left = [index for index, (place, end) in enumerate(zip(places, ends, strict=True)) if place < end]

@@ -81,7 +81,7 @@ class LogitsProcessor(ABC):
 
 
 class AdapterLogitsProcessor(LogitsProcessor):
-    """A processor of functions for one row each; subclasses choose the function of a request."""
+    """Processor of functions for one row each; subclasses choose the function of a request."""
 
     def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:
         self.req_info: dict[int, Callable[[Tensor], Tensor]] = {}

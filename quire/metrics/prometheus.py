@@ -1,4 +1,4 @@
-"""The engine's metrics for Prometheus, one registry per server (names: quire/metrics/families.py).
+"""Engine's metrics for Prometheus, one registry per server (names: quire/metrics/families.py).
 
 A scrape reads counters and gauges from the engine's last snapshot, so steps cost nothing; requests and outputs feed the
 histograms.

@@ -165,7 +165,7 @@ class DenseLayer:
 
 
 class DenseDecoder(TextDecoder):
-    """A decoder of DenseLayers with one style and a rotation (or none) per layer."""
+    """Decoder of DenseLayers with one style and a rotation (or none) per layer."""
 
     def __init__(self, config: ModelConfig, context: LayerContext, style: DenseStyle = LLAMA_STYLE) -> None:
         fields, family = model_fields(config), ARCHITECTURES[config.architecture]

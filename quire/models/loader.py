@@ -361,7 +361,7 @@ def _named_errors(files: WeightFiles | GGUFWeights) -> Iterator[None]:
 
 
 def checkpoint_tensors(files: WeightFiles, config: ModelConfig, report: Progress) -> Tensors:
-    """The language model's tensors in a directory, under the model's names."""
+    """Language model's tensors in a directory, under the model's names."""
     tensors = files.stream(report)
     if config.is_multimodal:
         tensors = language_tensors(tensors, files.directory, ARCHITECTURES[config.architecture].draft_prefix)

@@ -1,4 +1,4 @@
-"""A vision tower whose layers are recorded once and then run as native programs."""
+"""Vision tower whose layers are recorded once and then run as native programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pipeline stage as a model: some of the layers, with links for incoming and outgoing hidden states."""
+"""Pipeline stage as a model: some of the layers, with links for incoming and outgoing hidden states."""
 
 from __future__ import annotations
 

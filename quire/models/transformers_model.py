@@ -168,7 +168,7 @@ class _Computed(nn.Module):
 
 
 def _without_weights(config: ModelConfig) -> PreTrainedModel:
-    """The model built from shapes alone. Raises ModelLoadError."""
+    """Model built from shapes alone. Raises ModelLoadError."""
     transformers = import_transformers()
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

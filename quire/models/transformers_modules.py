@@ -183,7 +183,7 @@ class ModuleReplacement:
 
 
 class Steps:
-    """The step that modules run for, and its rotations."""
+    """Step that modules run for, and its rotations."""
 
     def __init__(self) -> None:
         self._running: AttentionStep | None = None

@@ -1,4 +1,4 @@
-"""A run of a Transformers model on shapes, which finds its attentions' parameters and the modules with a common
+"""Run of a Transformers model on shapes, which finds its attentions' parameters and the modules with a common
 input."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PROBE_TOKENS = 3
 
 @dataclass(eq=False, slots=True)
 class Seen:
-    """A tensor at one moment of the observed run; later writes make another value."""
+    """Tensor at one moment of the observed run; later writes make another value."""
 
     tensor: torch.Tensor
     version: int

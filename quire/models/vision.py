@@ -85,7 +85,7 @@ class EncoderRun(ABC):
 
 
 class VisionEncoder(ABC):
-    """A tower with its weights."""
+    """Tower with its weights."""
 
     def __init__(self, tower: VisionTower) -> None:
         self._tower = tower
@@ -199,7 +199,7 @@ class Merger:
 
 
 class PooledMerger(Merger):
-    """A linear layer from the mean of a token's patches to its features, after a norm. Each patch is normed before."""
+    """Linear layer from the mean of a token's patches to its features, after a norm. Each patch is normed before."""
 
     norms_merged = False
 

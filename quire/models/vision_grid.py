@@ -85,7 +85,7 @@ def _windows(grids: Sequence[Grid], merge: int, side: int) -> tuple[torch.Tensor
 
 
 def copied_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A host tensor on the device, which the host does not wait for."""
+    """Host tensor on the device, which the host does not wait for."""
     return tensor if device.type == tensor.device.type else tensor.pin_memory().to(device, non_blocking=True)
 
 

@@ -94,7 +94,7 @@ class WeightFiles:
 
 
 def whole_tensors(tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same tensors, read into memory."""
+    """Same tensors, read into memory."""
     for name, tensor in tensors:
         yield name, tensor.read() if isinstance(tensor, FileTensor) else tensor
 

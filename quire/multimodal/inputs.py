@@ -139,7 +139,7 @@ class ImageInputs:
         return ready
 
     def _encoded(self, features: Mapping[str, Any], picture: Picture) -> ReadyImage:
-        """An image of features that the caller computed."""
+        """Image of features that the caller computed."""
         where = picture.where
         if not self.media.takes_features:
             raise UserError(

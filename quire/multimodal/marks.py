@@ -14,7 +14,7 @@ LINES_AROUND = 2
 
 
 class Encoder(Protocol):
-    """A tokenizer's method that encodes text."""
+    """Tokenizer's method that encodes text."""
 
     def encode(self, text: str, add_special_tokens: bool = ...) -> list[int]: ...
 
@@ -38,7 +38,7 @@ class ImageMarks:
         return cls(begin, end, lines)
 
     def written(self, token_ids: Sequence[int], image_token: int, counts: Sequence[int]) -> list[int]:
-        """A prompt with an image's tokens behind each `begin`, and the newlines and `end` around them, as if its text
+        """Prompt with an image's tokens behind each `begin`, and the newlines and `end` around them, as if its text
         had been tokenised with them. counts: tokens of each image, one for each `begin`."""
         lengths = {token: count for count, token in self.lines.items()}
         found: list[int] = []

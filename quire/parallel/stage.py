@@ -26,7 +26,7 @@ class Link(Protocol):
         ...
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The next tensor, when it has come, valid until `release`."""
+        """Next tensor, when it has come, valid until `release`."""
         ...
 
     def release(self) -> None:
@@ -52,7 +52,7 @@ class SharedMemoryLink:
         os.eventfd_write(self._files.full, 1)
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The next tensor, when it has come: a view of its slot, valid until `release`."""
+        """Next tensor, when it has come: a view of its slot, valid until `release`."""
         os.eventfd_read(self._files.full)
         num_bytes = dtype.itemsize * torch.Size(shape).numel()
         return self._turn()[:num_bytes].view(dtype).view(shape)
@@ -96,7 +96,7 @@ class NetworkLink:
 
 @dataclass(frozen=True)
 class Stage:
-    """The run of a model's layers on this rank, by their numbers. count: stages of the model. incoming, outgoing: links
+    """Run of a model's layers on this rank, by their numbers. count: stages of the model. incoming, outgoing: links
     from the stage before and to the next one (None: this is the first, or the last)."""
 
     number: int = 0

@@ -1,4 +1,4 @@
-"""A tensor of a checkpoint's file, read in parts."""
+"""Tensor of a checkpoint's file, read in parts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class FileTensor:
         return self.dtype.is_floating_point
 
     def t(self) -> FileTensor:
-        """The transposed matrix; nothing is read."""
+        """Transposed matrix; nothing is read."""
         return replace(self, shape=self.shape[::-1], transposed=not self.transposed)
 
     def read(self) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The native kernels of a CPU: one call per batch, whatever its rows ask for. Rules other than masks are the plain
+"""Native kernels of a CPU: one call per batch, whatever its rows ask for. Rules other than masks are the plain
 kernels'."""
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def _temperature(sampling: SequenceSampling) -> float:
 
 
 class ParameterColumn(NamedTuple):
-    """A parameter: type on the host, type in a device row (None: host only), value."""
+    """Parameter: type on the host, type in a device row (None: host only), value."""
 
     name: str
     dtype: type[np.generic]

@@ -1,4 +1,4 @@
-"""The plain kernels: NumPy on the scores, torch for log-probabilities; the reference for the others, with the same bits
+"""Plain kernels: NumPy on the scores, torch for log-probabilities; the reference for the others, with the same bits
 for a row in any batch."""
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class PlainKernels:
         return np.maximum(np.array(token_ids.read(iter(())), np.int64), 0)
 
     def keep_edited(self, scores: np.ndarray, asked: Asked) -> np.ndarray:
-        """A copy of the asking rows: [N, vocab_size]."""
+        """Copy of the asking rows: [N, vocab_size]."""
         return scores[asked.indices]
 
     def process(self, scores: np.ndarray, token_ids: np.ndarray, batch: HostBatch, asked: Asked) -> np.ndarray:
@@ -136,7 +136,7 @@ class PlainKernels:
         return Ranking(is_sound, token_ids, found, ranks.numpy(), self._best_of(values.numpy(), num_top))
 
     def _best_of(self, log_probs: np.ndarray, num_top: int) -> Best:
-        """The best tokens of each row, the lowest first among equal ones, independent of other rows' requests. Not
+        """Best tokens of each row, the lowest first among equal ones, independent of other rows' requests. Not
         valid for a row without sound values."""
         if not num_top:
             return Best(np.empty((len(log_probs), 0), np.int64), np.empty((len(log_probs), 0), np.float32))

@@ -1,4 +1,4 @@
-"""The operator's logits processors in the sampler: the rows of each, and its calls."""
+"""Operator's logits processors in the sampler: the rows of each, and its calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = get_logger(__name__)
 
 
 class ProcessorRows(Protocol):
-    """The processors of one worker, and the rows that they concern."""
+    """Processors of one worker, and the rows that they concern."""
 
     def set(self, row: int, params: SamplingParams) -> bool:
         """Begin a sequence in a row. True: a processor concerns it."""
@@ -52,7 +52,7 @@ NO_PROCESSORS = NoProcessors()
 
 
 def make_processors(config: EngineConfig) -> ProcessorRows:
-    """An engine's processors, for one worker. Raises ConfigError for one that cannot be made."""
+    """Engine's processors, for one worker. Raises ConfigError for one that cannot be made."""
     kinds = load_processors(config.logits_processors)
     if not kinds:
         return NO_PROCESSORS
@@ -60,7 +60,7 @@ def make_processors(config: EngineConfig) -> ProcessorRows:
 
 
 class ProcessedRow:
-    """A sequence in a row, with its tokens [0, n) in the token table. A sequence that lost tokens gets a new entry."""
+    """Sequence in a row, with its tokens [0, n) in the token table. A sequence that lost tokens gets a new entry."""
 
     __slots__ = ("output", "params", "prompt")
 
@@ -71,7 +71,7 @@ class ProcessedRow:
 
 
 class _Processor:
-    """A processor and its batch: entries by row."""
+    """Processor and its batch: entries by row."""
 
     def __init__(self, kind: type[LogitsProcessor], config: object, device: torch.device) -> None:
         self.kind = kind

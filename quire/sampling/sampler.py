@@ -1,4 +1,4 @@
-"""The batched sampler: the order of its passes, which the kernels implement."""
+"""Batched sampler: the order of its passes, which the kernels implement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Triton kernels of a device: passes are enqueued on the current stream, without waiting. Greedy rows take two
+"""Triton kernels of a device: passes are enqueued on the current stream, without waiting. Greedy rows take two
 launches and read the logits once.
 
 Penalties keep as much permanently, from their first use.
@@ -100,7 +100,7 @@ class TritonKernels:
         return token_ids.tensors[0][:, 0]
 
     def keep_edited(self, scores: torch.Tensor, asked: Asked) -> torch.Tensor:
-        """The scores themselves, which `choose` does not change."""
+        """Scores themselves, which `choose` does not change."""
         return scores
 
     def process(self, scores: torch.Tensor, token_ids: torch.Tensor, batch: DeviceBatch, asked: Asked) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The scheduler's view of adapters: the workers' slots, and the requests that wait for a load.
+"""Scheduler's view of adapters: the workers' slots, and the requests that wait for a load.
 
 A slot is reused only while no running request uses it. A request whose adapter is not loaded waits (AdapterGate) while
 others start.
@@ -24,7 +24,7 @@ PATIENCE = 1.0
 
 
 class AdapterSlots:
-    """The workers' slots 1 to num_slots, and the adapters in them by digest."""
+    """Workers' slots 1 to num_slots, and the adapters in them by digest."""
 
     def __init__(self, running: RunningSet, config: AdaptersConfig = NO_ADAPTERS) -> None:
         self._running = running
@@ -44,7 +44,7 @@ class AdapterSlots:
         """True if a request waits for adapters of running background requests, which are preempted in the next pass."""
 
     def slot_of(self, adapter: AdapterRef) -> int | None:
-        """The adapter's slot, which becomes the most recently used; None: not loaded."""
+        """Adapter's slot, which becomes the most recently used; None: not loaded."""
         slot = self._held.pop(adapter.digest, None)
         if slot is not None:
             self._held[adapter.digest] = slot
@@ -103,7 +103,7 @@ class AdapterSlots:
         return bool(self._free) or any(digest not in used for digest in self._held)
 
     def take_orders(self, *, may_wait: bool) -> AdapterOrders | None:
-        """The next plan's adapter orders. may_wait: the workers may wait until a load ends, as there is nothing else to
+        """Next plan's adapter orders. may_wait: the workers may wait until a load ends, as there is nothing else to
         compute."""
         orders, self._orders = self._orders, []
         if not orders and not (may_wait and self._loading):

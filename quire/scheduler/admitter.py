@@ -1,4 +1,4 @@
-"""The admitter: starts waiting requests, in order, beside the running sequences of one plan."""
+"""Admitter: starts waiting requests, in order, beside the running sequences of one plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scheduler's view of images: encoded ones, and the layers that each plan encodes.
+"""Scheduler's view of images: encoded ones, and the layers that each plan encodes.
 
 An image is encoded in slices of the tower's layers. A sequence stops before an unencoded image; a request that would
 begin with one waits in the queue (ImageGate). The workers keep features until a plan drops them.
@@ -20,7 +20,7 @@ ENCODING = "encoding image"
 
 
 class Wanted:
-    """An image, and the live requests that need it and have not computed its tokens yet."""
+    """Image, and the live requests that need it and have not computed its tokens yet."""
 
     def __init__(self, image: PromptImage) -> None:
         self.key, self.grid, self.num_tokens = image.key, image.grid, image.num_tokens
@@ -135,7 +135,7 @@ class ImageEncodings:
         current.requests[request] = None
 
     def _next(self, reads: set[bytes], dropped: list[bytes], *, is_idle: bool) -> Wanted | None:
-        """The image whose layers are ordered next. dropped: receives the images that make room."""
+        """Image whose layers are ordered next. dropped: receives the images that make room."""
         if self._current is not None:
             if self._current.requests:
                 return self._current

@@ -50,7 +50,7 @@ class Gate(Protocol):
     stage: GateStage
 
     def check(self, request: Request, quote: Quote, now: float) -> Deferral | None:
-        """The deferral of the request; None: it passes. A request is asked again when its deferral has ended."""
+        """Deferral of the request; None: it passes. A request is asked again when its deferral has ended."""
         ...
 
     def forget(self, request: Request) -> None:

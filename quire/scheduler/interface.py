@@ -23,7 +23,7 @@ from quire.step import SamplingInputs, StepPlan, StepResult
 
 
 class CachedBlocks(Protocol):
-    """The KV cache as the engine core uses it. knows_stored: the KV connector has scanned the blocks stored before the
+    """KV cache as the engine core uses it. knows_stored: the KV connector has scanned the blocks stored before the
     start. has_transfers: it has blocks to move or release, even without live requests. can_transfer: also, the next
     transfer need not wait for an earlier one."""
 
@@ -83,11 +83,11 @@ class EngineScheduler(Protocol):
         ...
 
     def schedule(self, now: float) -> StepPlan | None:
-        """The next step; None when nothing can be computed now (idle, or waiting for results)."""
+        """Next step; None when nothing can be computed now (idle, or waiting for results)."""
         ...
 
     def schedule_transfers(self, *, awaits_report: bool = False) -> StepPlan | None:
-        """A plan of the KV connector's transfers alone. awaits_report: return a plan in any case; its result comes with
+        """Plan of the KV connector's transfers alone. awaits_report: return a plan in any case; its result comes with
         the connector's next report."""
         ...
 
@@ -143,7 +143,7 @@ class EngineScheduler(Protocol):
         ...
 
     def current_load(self) -> Load:
-        """The statistics that take constant time."""
+        """Statistics that take constant time."""
         ...
 
     def snapshot(self, now: float) -> KVSnapshot: ...

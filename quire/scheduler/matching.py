@@ -156,7 +156,7 @@ def first_matchers(request: Request) -> list[Matcher]:
 
 
 def matcher_of(sequence: Sequence) -> Matcher:
-    """The sequence's matcher, made for its first mask."""
+    """Sequence's matcher, made for its first mask."""
     request = sequence.request
     if sequence.matcher is None:
         assert request.first_matcher is not None, "only samples under a constraint have masks"

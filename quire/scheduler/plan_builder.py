@@ -1,4 +1,4 @@
-"""A plan under construction: token budget and columns of one scheduling pass, with rollback."""
+"""Plan under construction: token budget and columns of one scheduling pass, with rollback."""
 
 from __future__ import annotations
 
@@ -242,11 +242,11 @@ class PlanBuilder:
         self.plan.transfers = transfers
 
     def in_flight(self) -> InFlight:
-        """The scheduler's data on the built plan, until its result comes."""
+        """Scheduler's data on the built plan, until its result comes."""
         return InFlight(self.plan, self.sequences, self.filled, self.samples, self.forked, self.resumed, [])
 
     def build(self, changes: PlanChanges) -> StepPlan:
-        """The plan, which carries and clears the changes since the last one."""
+        """Plan, which carries and clears the changes since the last one."""
         plan = self.plan
         if self.swap_out or self.swap_in:
             transfers = plan.transfers = plan.transfers or HostTransfers()

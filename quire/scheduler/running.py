@@ -72,7 +72,7 @@ class RunningSet:
 
 
 class Collections(NamedTuple):
-    """The scheduler's requests and counters. requests: all requests by id; each waits or runs."""
+    """Scheduler's requests and counters. requests: all requests by id; each waits or runs."""
 
     requests: dict[str, Request]
     waiting: RequestQueue

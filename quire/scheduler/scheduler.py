@@ -1,4 +1,4 @@
-"""The scheduler: chooses the tokens of the next step (continuous batching over a paged KV cache).
+"""Scheduler: chooses the tokens of the next step (continuous batching over a paged KV cache).
 
 There are no prefill and decode phases. A sequence has `num_computed_tokens` and a target: its known tokens plus those
 that plans in flight will sample. A step schedules tokens until both are equal; chunked prefill, prefix hits and

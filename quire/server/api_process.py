@@ -63,17 +63,17 @@ class ApiLaunch(msgspec.Struct):
 
 
 class Connection(msgspec.Struct, tag="connection", array_like=True):
-    """The parent's message of an accepted connection, sent with its descriptor."""
+    """Parent's message of an accepted connection, sent with its descriptor."""
 
 
 class Drain(msgspec.Struct, tag="drain", array_like=True):
-    """The parent's order to refuse new requests, and to reply `Drained` when none is left or `seconds` have passed."""
+    """Parent's order to refuse new requests, and to reply `Drained` when none is left or `seconds` have passed."""
 
     seconds: float
 
 
 class Leave(msgspec.Struct, tag="leave", array_like=True):
-    """The parent's order to close connections and exit."""
+    """Parent's order to close connections and exit."""
 
 
 class Serving(msgspec.Struct, tag="serving", array_like=True):

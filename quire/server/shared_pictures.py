@@ -1,4 +1,4 @@
-"""The pictures that clients of several API processes have named, which the parent has: the messages about them."""
+"""Pictures that clients of several API processes have named, which the parent has: the messages about them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class ParentsNames:
 
 
 class PictureService:
-    """The parent's half. Several threads call its methods."""
+    """Parent's half. Several threads call its methods."""
 
     def __init__(self, pictures: NamedPictures) -> None:
         self._pictures = pictures

@@ -74,7 +74,7 @@ SCALED_UP = ("launch_overhead", "token_overhead", "sequence_overhead", "new_sequ
 
 @dataclass(frozen=True)
 class Sample:
-    """A logged step. gap: seconds on the host before it; None if they may be idle time. at: seconds from the log's
+    """Logged step. gap: seconds on the host before it; None if they may be idle time. at: seconds from the log's
     first step. follows_idle: no step ran for IDLE_SECONDS before it."""
 
     work: StepWork
@@ -128,7 +128,7 @@ def work_of(record: StepRecord, windows: Windows) -> StepWork:
 
 
 def plan_of(record: StepRecord) -> StepPlan:
-    """A plan with the columns of the logged one; it does not say which sequences are new."""
+    """Plan with the columns of the logged one; it does not say which sequences are new."""
     return StepPlan(
         step_id=record.step,
         seq_ids=list(range(len(record.tokens))),
@@ -188,7 +188,7 @@ def calibrate(
 
 
 def with_values(hardware: Hardware, values: Vector) -> Hardware:
-    """The profile with other numbers, in the order of PARAMETERS."""
+    """Profile with other numbers, in the order of PARAMETERS."""
     named = {parameter.name: float(value) for parameter, value in zip(PARAMETERS, values, strict=True)}
     others: dict[str, Any] = {
         name: 0.0 if value <= 2 * NO_TIME else value for name, value in named.items() if name not in FACTORS
@@ -283,7 +283,7 @@ def _rescaled(values: Vector, scale: float) -> Vector:
 
 
 def _with_host(hardware: Hardware, samples: Sequence[Sample]) -> Hardware:
-    """The profile with the host's overhead fitted to the gaps before steps. Unchanged where no step waited for the host
+    """Profile with the host's overhead fitted to the gaps before steps. Unchanged where no step waited for the host
     (queue_depth 2)."""
     rows = [(s.work.num_sequences, s.work.num_new, s.gap) for s in samples if s.gap is not None]
     if len(rows) < MIN_STEPS or sum(gap for _, _, gap in rows) <= 0:

@@ -75,7 +75,7 @@ class Precision:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """The matrix products of one name on one device. Seconds at the peak per row; seconds of bytes: once a step (the
+    """Matrix products of one name on one device. Seconds at the peak per row; seconds of bytes: once a step (the
     weights), and per row."""
 
     name: str

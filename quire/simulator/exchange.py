@@ -25,7 +25,7 @@ class RankTraffic(NamedTuple):
 
 
 def exchange_of(shape: ModelShape, layout: ParallelConfig, element_bytes: int = ELEMENT_BYTES) -> RankTraffic:
-    """The exchange of a layout: sums behind attention, MLPs and the embedding, gathered logits and queries, results
+    """Exchange of a layout: sums behind attention, MLPs and the embedding, gathered logits and queries, results
     over the tokens of one rank, and hidden states. Not counted: what some families' norms over all heads exchange."""
     within = 0
     if layout.tp > 1:

@@ -1,4 +1,4 @@
-"""An executor without a device: plans in, made-up tokens out, while a virtual clock advances by predicted seconds
+"""Executor without a device: plans in, made-up tokens out, while a virtual clock advances by predicted seconds
 (docs/simulator.md). The clock is the host; `execute` moves it by the host's overhead, and taking a result moves it to
 the end of its step.
 
@@ -27,7 +27,7 @@ from quire.step import Candidates, SamplingInputs, StepPlan, StepResult
 
 
 class SimulatedFuture(Future[StepResult]):
-    """A result that is ready at a moment of the virtual clock; `result` moves the clock there. Other methods do not
+    """Result that is ready at a moment of the virtual clock; `result` moves the clock there. Other methods do not
     work."""
 
     def __init__(self, clock: VirtualClock, ready: float, result: StepResult) -> None:
@@ -66,7 +66,7 @@ class SimulatedExecutor:
         return device_specs(self._cost.shape, self._cost.precision.kv, self._cost.layout)
 
     def profile(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:
-        """The device's memory without weights, and estimated activations."""
+        """Device's memory without weights, and estimated activations."""
         weights = int(self._cost.weight_bytes_per_device)
         return MemoryProfile(
             available=int(self._cost.hardware.memory) - weights,
@@ -104,7 +104,7 @@ class SimulatedExecutor:
         return []
 
     def computing(self) -> AbstractContextManager[object]:
-        """A context that does nothing."""
+        """Context that does nothing."""
         return nullcontext()
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:

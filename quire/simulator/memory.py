@@ -1,4 +1,4 @@
-"""A device's memory: weights, activations, and the rest for the KV cache."""
+"""Device's memory: weights, activations, and the rest for the KV cache."""
 
 from __future__ import annotations
 

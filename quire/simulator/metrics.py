@@ -119,7 +119,7 @@ class Moments:
 
 
 class TimeSeries:
-    """A replica's state in bins of equal width, which doubles when there are too many."""
+    """Replica's state in bins of equal width, which doubles when there are too many."""
 
     def __init__(self, width: float = 1.0) -> None:
         self.width = width

@@ -78,7 +78,7 @@ class Record:
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """The EngineOptions that affect scheduling, with a GPU's defaults. kv_cache_memory: bytes on each device; None:
+    """EngineOptions that affect scheduling, with a GPU's defaults. kv_cache_memory: bytes on each device; None:
     gpu_memory_utilization of its memory, less weights and activations. swap_space: host bytes for each device. seed:
     seed of the device's jitter."""
 
@@ -100,7 +100,7 @@ class EngineSettings:
     seed: int = 0
 
     def config(self, cost: CostModel) -> EngineConfig:
-        """The engine's configuration for a model's shape. Raises InsufficientMemoryError when it does not fit,
+        """Engine's configuration for a model's shape. Raises InsufficientMemoryError when it does not fit,
         ConfigError for a max_model_len above the model's."""
         shape = cost.shape
         longest = self.max_model_len or shape.max_model_len
@@ -186,7 +186,7 @@ class Observer:
 
 
 class Replica:
-    """An engine core that gets requests in the order of arrival and runs up to a given moment."""
+    """Engine core that gets requests in the order of arrival and runs up to a given moment."""
 
     def __init__(
         self,
@@ -272,7 +272,7 @@ class Replica:
         return 0
 
     def finish_run(self) -> Metrics:
-        """The metrics, after a check that no request and no block is left."""
+        """Metrics, after a check that no request and no block is left."""
         stats = self.core.stats()
         assert not self._live, f"{len(self._live)} requests never ended"
         assert stats.num_used_blocks == stats.num_registered_blocks == 0, "blocks are in use, and no request is here"

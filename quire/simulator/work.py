@@ -1,4 +1,4 @@
-"""The work of one plan, as numbers for the cost model."""
+"""Work of one plan, as numbers for the cost model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Windows = Sequence[int | ChunkTokens | None]
 
 
 class StepWork(msgspec.Struct, kw_only=True):
-    """The work of one step. Lists have one entry for each distinct window of the model. decode_context: positions that
+    """Work of one step. Lists have one entry for each distinct window of the model. decode_context: positions that
     sequences with one token read. prefill_context: positions that chunks read, once for all tokens. prefill_pairs:
     pairs of a chunk's token and a position up to its own."""
 

@@ -66,7 +66,7 @@ LATER = {
 
 @dataclass
 class NormalSchema:
-    """A document in normal form. definitions: schemas by name under `#/$defs/`. has_digits: some part is `$digits`."""
+    """Document in normal form. definitions: schemas by name under `#/$defs/`. has_digits: some part is `$digits`."""
 
     root: Any
     definitions: dict[str, Any] = field(default_factory=dict)
@@ -318,7 +318,7 @@ class Normaliser:
         return {"enum": plain} if plain else False
 
     def _constant(self, value: Any) -> Any:
-        """The value, or a `_Schema` if llguidance would change numbers in it. Raises ValueError."""
+        """Value, or a `_Schema` if llguidance would change numbers in it. Raises ValueError."""
         if isinstance(value, str):
             if len(value) > MAX_LITERAL:
                 raise ValueError(f"has a text of {len(value)} characters, more than {MAX_LITERAL}")

@@ -1,4 +1,4 @@
-"""The engine core's side of the mask process: collects questions, takes answers, and replaces a process that has died
+"""Engine core's side of the mask process: collects questions, takes answers, and replaces a process that has died
 or hangs."""
 
 from __future__ import annotations
@@ -293,7 +293,7 @@ class MaskClient:
         matcher.slot = self.take_slot(matcher)
 
     def take_slot(self, matcher: RemoteMatcher) -> int:
-        """A slot for another mask of a matcher, which frees it at its end."""
+        """Slot for another mask of a matcher, which frees it at its end."""
         if not self._free_slots:
             more = max(MIN_SLOTS, self._num_slots)
             self._free_slots = list(range(self._num_slots, self._num_slots + more))

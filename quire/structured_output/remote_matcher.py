@@ -1,4 +1,4 @@
-"""The engine core's constraints and matchers, whose results the mask process computes."""
+"""Engine core's constraints and matchers, whose results the mask process computes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UNKNOWN, GOES_ON, STOPS = 0, 1, 4
 
 
 class ConstraintText:
-    """A text that live requests name. Its rehearsal is cancelled with the last of them."""
+    """Text that live requests name. Its rehearsal is cancelled with the last of them."""
 
     def __init__(self, service: ConstraintService, text: str, behind: bytearray | None = None) -> None:
         """behind: record of earlier requests (see the attribute)."""

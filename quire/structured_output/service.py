@@ -1,4 +1,4 @@
-"""The constraint service of one engine: the engine core's side of the processes that compile constraints and make
+"""Constraint service of one engine: the engine core's side of the processes that compile constraints and make
 masks.
 
 A client's text, which may take any time and memory, is first rehearsed in a fork under limits (fork_server.py);
@@ -259,7 +259,7 @@ class Known(NamedTuple):
 
 @dataclass(slots=True)
 class Job:
-    """A rehearsal, and the matchers that wait for it. deadline: time.monotonic()."""
+    """Rehearsal, and the matchers that wait for it. deadline: time.monotonic()."""
 
     text: weakref.ref[ConstraintText]
     client: str

@@ -1,4 +1,4 @@
-"""A model's tokens for llguidance."""
+"""Model's tokens for llguidance."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FIRST_TEXTS = ("", "\n")
 
 
 class Vocabulary:
-    """A tokenizer as `llguidance.LLTokenizer` expects it. `tokens`: bytes by token id, empty for ids that no text may
+    """Tokenizer as `llguidance.LLTokenizer` expects it. `tokens`: bytes by token id, empty for ids that no text may
     use."""
 
     is_tokenizer_wrapper = True

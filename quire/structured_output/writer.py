@@ -1,4 +1,4 @@
-"""The front end's half of structured outputs: from a request's StructuredOutputsParams to a grammar's text, which the
+"""Front end's half of structured outputs: from a request's StructuredOutputsParams to a grammar's text, which the
 engine core has compiled (service.py) or refuses."""
 
 from __future__ import annotations

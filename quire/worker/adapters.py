@@ -1,4 +1,4 @@
-"""The worker's half of LoRA adapters: loading on a separate thread, beside steps."""
+"""Worker's half of LoRA adapters: loading on a separate thread, beside steps."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class BlockTables:
 
     @property
     def arrays(self) -> tuple[np.ndarray, ...]:
-        """The tables, per group, for kernels."""
+        """Tables, per group, for kernels."""
         return self._tables
 
     @property

@@ -1,4 +1,4 @@
-"""The model's forward pass on a device: eager, as one CUDA graph, or as graphs between the layers' attention.
+"""Model's forward pass on a device: eager, as one CUDA graph, or as graphs between the layers' attention.
 
 Full graphs and the largest piecewise one are captured at the start, other piecewise sizes in idle time or at first use.
 """
@@ -256,7 +256,7 @@ class _FullPass:
 
 @dataclass(frozen=True)
 class _AttentionCall:
-    """A call between two pieces, on shared memory: of the attention step, the state step or the overlay."""
+    """Call between two pieces, on shared memory: of the attention step, the state step or the overlay."""
 
     method: str
     args: tuple[Any, ...]

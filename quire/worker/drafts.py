@@ -1,4 +1,4 @@
-"""The worker's half of drafts: finds drafts for a sequence's next step and accepts those of this step. A draft is
+"""Worker's half of drafts: finds drafts for a sequence's next step and accepts those of this step. A draft is
 accepted if it equals the token sampled at its position, so drafts never change a sequence's tokens."""
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class InputBatch(NamedTuple):
 
     @classmethod
     def of(cls, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> InputBatch:
-        """A batch whose T tokens are all read."""
+        """Batch whose T tokens are all read."""
         query_start = np.zeros(len(rows) + 1, np.int64)
         np.cumsum(counts, out=query_start[1:])
         return cls(rows, starts, counts, starts + counts, query_start, None, query_start)

@@ -36,7 +36,7 @@ FRESH = 2**62
 
 
 def layers_of(layout: KVCacheLayout, layers: range) -> KVCacheLayout:
-    """The pool's layout for a model with some of its layers, numbered from 0."""
+    """Pool's layout for a model with some of its layers, numbered from 0."""
     groups = tuple(
         replace(group, layers=tuple(each - layers.start if each in layers else FOREIGN_LAYER for each in group.layers))
         for group in layout.groups

@@ -1,4 +1,4 @@
-"""The model runner: plans in, results out, in the order of effects that `quire.step` documents. `launch` does not wait
+"""Model runner: plans in, results out, in the order of effects that `quire.step` documents. `launch` does not wait
 for the device; `Launched.collect` waits for the step's result."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = get_logger(__name__)
 
 @dataclass(slots=True)
 class Launched:
-    """A started step. sampled: rows of `samples`. accepted: drafts to keep. pooled: vectors of pooling requests, [P,
+    """Started step. sampled: rows of `samples`. accepted: drafts to keep. pooled: vectors of pooling requests, [P,
     width]. copy: transfer of the tensors of `samples`, `accepted`, `pooled`, then `scores`; None: nothing was computed.
     error: from sampling that awaited its inputs."""
 
@@ -95,7 +95,7 @@ class Launched:
 
 
 class Computed(NamedTuple):
-    """A step after its forward pass. hidden: [R, hidden size], the rows read."""
+    """Step after its forward pass. hidden: [R, hidden size], the rows read."""
 
     launched: Launched
     step: ComputeStep

@@ -27,7 +27,7 @@ class Oracle(NoFinder):
         self._texts[destination] = self._texts[source]
 
     def padded_text(self, row: int, width: int) -> np.ndarray:
-        """The row's drafts by position, [width] int32, -1 where none is known."""
+        """Row's drafts by position, [width] int32, -1 where none is known."""
         found, text = np.full(width, -1, np.int32), self._texts[row][:width]
         found[: len(text)] = text
         return found

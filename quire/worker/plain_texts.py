@@ -33,7 +33,7 @@ class PlainCorpus:
 
 
 class Place(NamedTuple):
-    """A place that drafts may come from. behind: the tokens after it. matched: number of tokens before it that equal
+    """Place that drafts may come from. behind: the tokens after it. matched: number of tokens before it that equal
     the sequence's end. is_own: True if it is in the sequence's own text, which the drafts continue."""
 
     behind: list[int]
@@ -157,7 +157,7 @@ def copied(place: Place, width: int) -> list[int]:
 
 
 def likeliest(voting: list[Place], depth: int, factor: float, least: float, width: int) -> list[int]:
-    """The path with the highest score. voting: places with longer matches first."""
+    """Path with the highest score. voting: places with longer matches first."""
     best, chosen = 0.0, []
     counts = sorted({place.matched for place in voting}, reverse=True)
     for number, most_matched in enumerate(counts):

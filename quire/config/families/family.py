@@ -18,7 +18,7 @@ Layer = tuple[AttentionShape, tuple[Matrix, ...], int]
 
 @dataclass(frozen=True)
 class Bias:
-    """A linear layer's bias: the value of `key` in config.json, else `default`."""
+    """Linear layer's bias: the value of `key` in config.json, else `default`."""
 
     key: str = ""
     default: bool = False
@@ -389,7 +389,7 @@ class Family:
 
 
 def first(fields: Fields, *keys: str, default: int | None = None, maximum: int = MAX_WIDTH) -> int:
-    """The integer under the first existing key; 0 only where that is the default."""
+    """Integer under the first existing key; 0 only where that is the default."""
     for key in keys:
         if fields.values.get(key) is not None:
             return fields.integer(key, minimum=0 if default == 0 else 1, maximum=maximum)

@@ -32,7 +32,7 @@ GATHER = "gather"
 
 @dataclass(eq=False, slots=True)
 class Buffer:
-    """A matrix of float32 rows. area: number of its memory (ARENA: the recorder assigns a place). stride: elements
+    """Matrix of float32 rows. area: number of its memory (ARENA: the recorder assigns a place). stride: elements
     between rows."""
 
     recorder: Recorder
@@ -47,7 +47,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class RecordedIndices:
-    """A column of the step's tokens plus `shift`. column: TOKEN_IDS, SLOT_POSITIONS, then the model's other columns."""
+    """Column of the step's tokens plus `shift`. column: TOKEN_IDS, SLOT_POSITIONS, then the model's other columns."""
 
     recorder: Recorder
     column: int
@@ -59,7 +59,7 @@ class RecordedIndices:
 
 @dataclass(frozen=True, slots=True)
 class RecordedRows:
-    """The rows of a step that are read."""
+    """Rows of a step that are read."""
 
     recorder: Recorder
 
@@ -103,7 +103,7 @@ class Recorder:
     """Layers whose states the calls use, in the order of a run's plan."""
 
     def external(self, width: int, stride: int) -> Buffer:
-        """A buffer in the next area, whose memory each run brings."""
+        """Buffer in the next area, whose memory each run brings."""
         self.num_areas += 1
         return Buffer(self, width, self.num_areas - 1, stride)
 
@@ -145,7 +145,7 @@ class Recorder:
         return self.state_layers.index(layer)
 
     def gather(self, x: Buffer) -> Buffer:
-        """The read rows of `x`, in its place. Everything recorded later has only these rows."""
+        """Read rows of `x`, in its place. Everything recorded later has only these rows."""
         assert not x.is_gathered, "rows are gathered once"
         self.has_gathered = True
         out = self._output(x.width, {})
@@ -409,7 +409,7 @@ class FirstRows:
 
 
 class RecordedProgram:
-    """A program over an arena. One run at a time."""
+    """Program over an arena. One run at a time."""
 
     def __init__(
         self,
@@ -453,7 +453,7 @@ class RecordedProgram:
         read_rows: torch.Tensor | None = None,
         states: _native.StatePlan | None = None,
     ) -> Callable[[], None]:
-        """A function that runs the program repeatedly over the memory of these arguments. Valid while the caller keeps
+        """Function that runs the program repeatedly over the memory of these arguments. Valid while the caller keeps
         them and shared working memory does not grow."""
         addresses = [0 if column is None else column.data_ptr() for column in columns]
         areas = [self._arena.address, *(rows.data_ptr() for rows in externals)]

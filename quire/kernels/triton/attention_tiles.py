@@ -101,7 +101,7 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class SplitPlan:
-    """A run of the split kernel. tokens: maximum new tokens of its sequences. num_programs: programs per sequence and
+    """Run of the split kernel. tokens: maximum new tokens of its sequences. num_programs: programs per sequence and
     key head. capacity: splits per sequence and key head in the scratch. min_keys: minimum keys of a split."""
 
     tiles: Tiles

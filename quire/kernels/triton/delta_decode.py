@@ -1,4 +1,4 @@
-"""The gated delta rule of one new token a sequence.
+"""Gated delta rule of one new token a sequence.
 
 `linear_state.py` decodes in the tiles of prompts, bit for bit as a prompt. Here the row is computed by itself, and its
 bits differ from a prompt's.

@@ -216,7 +216,7 @@ def _listed_tokens(
     SEGMENT: tl.constexpr,
     LISTED: tl.constexpr,
 ):
-    """The row's listed tokens by segment, [LISTED] int32, -1 after the last; and their number."""
+    """Row's listed tokens by segment, [LISTED] int32, -1 after the last; and their number."""
     places = tl.arange(0, LISTED)
     segments = tl.arange(0, SEGMENTS)
     # One load for all counts: separate loads would each wait for memory.

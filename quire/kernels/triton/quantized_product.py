@@ -1,4 +1,4 @@
-"""The fastest product with quantised matrices for a number of rows. A row's last bits depend on the range of the row
+"""Fastest product with quantised matrices for a number of rows. A row's last bits depend on the range of the row
 count; `matmul` is the same for all."""
 
 from __future__ import annotations

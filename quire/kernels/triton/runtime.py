@@ -48,7 +48,7 @@ def launch(kernel: Any, grid: Grid, /, *args: Any, **constants: Any) -> None:
 
 
 class BoundKernel:
-    """A kernel with its compile-time and other fixed arguments. Calling it with a grid and the remaining arguments, in
+    """Kernel with its compile-time and other fixed arguments. Calling it with a grid and the remaining arguments, in
     order, is `kernel[grid](...)`. Fixed tensors stay alive and must not move."""
 
     __slots__ = ("_compiled", "_fixed", "_open", "constants", "kernel")
@@ -80,7 +80,7 @@ class BoundKernel:
 
 
 def bind(kernel: Any, fixed: Mapping[str, Any], /, **constants: Any) -> BoundKernel:
-    """A BoundKernel for callers that launch repeatedly."""
+    """BoundKernel for callers that launch repeatedly."""
     return BoundKernel(kernel, fixed, constants)
 
 
@@ -132,5 +132,5 @@ def narrow(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def bound(scalar):
-    """The scalar in a form that `range` accepts as a bound."""
+    """Scalar in a form that `range` accepts as a bound."""
     return int((scalar + tl.zeros((1,), tl.int32)).handle.data[0]) if INTERPRETED else scalar

@@ -21,7 +21,7 @@ MIN_TOKENS = tl.constexpr(WORD_OF["min_tokens"])
 
 @triton.jit
 def load_integer(words, COLUMN: tl.constexpr):
-    """An integer parameter of a row. words: pointer to the row's first word."""
+    """Integer parameter of a row. words: pointer to the row's first word."""
     return tl.load(words + COLUMN)
 
 

@@ -1,4 +1,4 @@
-"""The scheduler's half of a KV connector: it knows the cached blocks outside the device, orders their transfers, and
+"""Scheduler's half of a KV connector: it knows the cached blocks outside the device, orders their transfers, and
 processes the reports of the worker's half (docs/decisions/0028-kv-connector.md).
 
 Loading a prefix: `lookup` extends a hit; TransferBlocks allocates device blocks for it; `allocated` names them to the
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Lookup(NamedTuple):
-    """A prefix hit that continues in the KV connector."""
+    """Prefix hit that continues in the KV connector."""
 
     num_blocks: int
     """Leading hash blocks of the prompt, those on the device included."""

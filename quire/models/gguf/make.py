@@ -129,7 +129,7 @@ def _placed(
 
 
 def _as_file_has(tensor: torch.Tensor, name: str, config: ModelConfig, description: Description) -> torch.Tensor:
-    """The tensor in the file's layout: rotated pairs interleaved and norms offset, if the architecture asks for it."""
+    """Tensor in the file's layout: rotated pairs interleaved and norms offset, if the architecture asks for it."""
     names, own = description.names, name.split(".")[-2]
     heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}.get(own)
     if names.interleaved and heads is not None:

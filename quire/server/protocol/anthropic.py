@@ -51,7 +51,7 @@ class Source(msgspec.Struct, frozen=True):
     NO_EFFECT: ClassVar[frozenset[str]] = MESSAGE_NO_EFFECT
 
     def picture(self, where: str) -> Picture:
-        """The image of this source. Raises UserError for an unsupported source or invalid data."""
+        """Image of this source. Raises UserError for an unsupported source or invalid data."""
         check_type(self.type, ("base64", "url"), f"{where}: sources of images")
         if self.type == "url":
             return Picture.of_url(self.url, f"{where}.url")

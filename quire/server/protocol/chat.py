@@ -132,7 +132,7 @@ class ChatRequest(ToolFields, kw_only=True, frozen=True):
 
     @property
     def with_tools(self) -> ChatRequest:
-        """The request with `functions` as `tools`, at most one of which is called."""
+        """Request with `functions` as `tools`, at most one of which is called."""
         if not self.functions:
             return self
         choice = self.function_call

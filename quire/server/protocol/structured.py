@@ -84,7 +84,7 @@ class StructuredFields(SharedFields, kw_only=True, frozen=True):
         return next((f"guided_{name}" for name in self._guided()), "structured_outputs")
 
     def to_structured_outputs(self) -> StructuredOutputsParams | None:
-        """The constraint, if any. Raises UserError with the given field."""
+        """Constraint, if any. Raises UserError with the given field."""
         try:
             found = [options for options in self._options() if options]
             if len(found) > 1:

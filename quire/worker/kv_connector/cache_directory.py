@@ -1,4 +1,4 @@
-"""The directory of the disk tier: paths of blocks, bytes in use, and eviction.
+"""Directory of the disk tier: paths of blocks, bytes in use, and eviction.
 
     DIR/lock                                      held by the engine that evicts
     DIR/<namespace>/<two digits>/<hash>-<group>   one block
@@ -52,7 +52,7 @@ def require_writable(directory: Path) -> None:
 
 
 class StoredBlock(NamedTuple):
-    """A block's file. used: time of the last store or load, in seconds since the epoch. size: bytes."""
+    """Block's file. used: time of the last store or load, in seconds since the epoch. size: bytes."""
 
     used: float
     size: int
@@ -85,7 +85,7 @@ class CacheDirectory:
         return self.own / name[:2] / f"{name}-{group}"
 
     def new_path(self) -> Path:
-        """A unique path for a file that is later renamed."""
+        """Unique path for a file that is later renamed."""
         self._number += 1
         return self.own / f"{_NEW}{self._name}-{self._number}"
 
@@ -182,7 +182,7 @@ def _remove_if_stale(entry: os.DirEntry[str]) -> None:
 
 
 class _Lock:
-    """A non-blocking advisory lock; the system drops it when its process ends."""
+    """Non-blocking advisory lock; the system drops it when its process ends."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

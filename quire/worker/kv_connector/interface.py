@@ -1,4 +1,4 @@
-"""The worker's half of a KV connector: moves blocks as the scheduler's half orders
+"""Worker's half of a KV connector: moves blocks as the scheduler's half orders
 (quire/kv_cache/connectors/interface.py) and reports ended transfers."""
 
 from __future__ import annotations

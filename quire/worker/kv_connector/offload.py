@@ -1,4 +1,4 @@
-"""The worker's half of OffloadConnector: loads from disk start with a plan, stores after its copies; its result reports
+"""Worker's half of OffloadConnector: loads from disk start with a plan, stores after its copies; its result reports
 ended transfers."""
 
 from __future__ import annotations

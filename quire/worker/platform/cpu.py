@@ -1,4 +1,4 @@
-"""The CPU platform: native kernels or plain torch operators."""
+"""CPU platform: native kernels or plain torch operators."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ NO_TEXTS = NoTexts()
 
 @dataclass(frozen=True, slots=True)
 class PassSections:
-    """A draft model's pass at the start of a step. batch: its P sequences; starts and ends are upper bounds. columns:
+    """Draft model's pass at the start of a step. batch: its P sequences; starts and ends are upper bounds. columns:
     in the upload, request slots, indices into the step, [P], `InputBatch.query_start`, and tokens whose hidden states
     are read. num_guessing: number of its first sequences that get more than 0, 1, ... drafts."""
 
@@ -68,7 +68,7 @@ class PassSections:
 
 @dataclass(frozen=True, slots=True)
 class DraftSections:
-    """A step's draft data in the upload: arguments of `place_drafts`, and of `accept_drafts` (None: nothing is sampled)
+    """Step's draft data in the upload: arguments of `place_drafts`, and of `accept_drafts` (None: nothing is sampled)
     with the sources of sampled rows. tells_tokens: the host needs the drafts that are found. made: pass of a draft
     model or head. followed: step that a head follows; sequences of it that have samples of their own, [S]. num_ready:
     drafts for each sample's next step, where the host knows. texts: samples in texts on the host."""

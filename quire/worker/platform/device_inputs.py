@@ -94,7 +94,7 @@ class DeviceInputs:
         return self._buffers.others[self._names.index(LAST_SEEN), :num_tokens]
 
     def padding(self, num_seqs: int, num_tokens: int) -> tuple[DeviceBatch, TokenColumns]:
-        """The same tensors for a padding-only batch, for graph capture."""
+        """Same tensors for a padding-only batch, for graph capture."""
         none = np.zeros(0, np.int64)
         batch = InputBatch.of(none, none, none)
         empty = torch.zeros(1, dtype=torch.int32, device=self._arena.words.device)

@@ -1,4 +1,4 @@
-"""A device's memory: sizes, peaks, the pools' pages, and errors with needed and free bytes."""
+"""Device's memory: sizes, peaks, the pools' pages, and errors with needed and free bytes."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class CudaMemory:
 
 
 class HostMemory:
-    """The host as the device, in Triton's interpreter."""
+    """Host as the device, in Triton's interpreter."""
 
     is_measured = False
 

@@ -38,7 +38,7 @@ class GraphCapture(Protocol):
         ...
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A view that does not keep the memory alive."""
+        """View that does not keep the memory alive."""
         ...
 
 

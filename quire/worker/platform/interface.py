@@ -217,7 +217,7 @@ class MemoryMeter(Protocol):
         ...
 
     def dummy_pass(self, model: CausalLM, limits: StepLimits, batch: InputBatch) -> Callable[[], torch.Tensor]:
-        """A forward pass over a dummy batch with a small pool, to measure; it returns hidden states."""
+        """Forward pass over a dummy batch with a small pool, to measure; it returns hidden states."""
         ...
 
 
@@ -232,7 +232,7 @@ class HeadInputs(NamedTuple):
 
 
 class DraftModel(NamedTuple):
-    """A draft model, or a draft head, with layers after the model's in the KV cache. meter: measures its memory; None
+    """Draft model, or a draft head, with layers after the model's in the KV cache. meter: measures its memory; None
     for a head, whose activations are estimated. head: a head's inputs (None: it is a model)."""
 
     config: ModelConfig
@@ -299,7 +299,7 @@ class Platform(Protocol):
     def meter(self) -> MemoryMeter: ...
 
     def allocate_pages(self, layout: KVCacheLayout) -> list[torch.Tensor]:
-        """The device pool: zeroed [num_blocks, page bytes] uint8 each. Raises InsufficientMemoryError."""
+        """Device pool: zeroed [num_blocks, page bytes] uint8 each. Raises InsufficientMemoryError."""
         ...
 
     def allocate_host_pool(self, layout: KVCacheLayout) -> HostBlockTensors:

@@ -1,4 +1,4 @@
-"""A device's streams: compute, block transfers, input copies, result copies and loads of adapters. On a GPU these are
+"""Device's streams: compute, block transfers, input copies, result copies and loads of adapters. On a GPU these are
 CUDA streams, ordered by events; in Triton's interpreter everything has run when a call returns."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from quire.worker.platform.interface import PendingCopy
 
 
 class StreamEvent(Protocol):
-    """A point in a stream."""
+    """Point in a stream."""
 
     def wait(self) -> None:
         """Order later work in the current context after the event; the host continues."""
@@ -48,7 +48,7 @@ class DeviceStreams(Protocol):
         ...
 
     def record(self) -> StreamEvent:
-        """The current point in the context's stream."""
+        """Current point in the context's stream."""
         ...
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -153,7 +153,7 @@ class HostStreams:
 
 
 class PassedEvent:
-    """An event that has passed."""
+    """Event that has passed."""
 
     def wait(self) -> None:
         """Does nothing."""

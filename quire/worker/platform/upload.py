@@ -85,7 +85,7 @@ class Upload:
         copied.wait()
 
     def view(self, section: Section) -> torch.Tensor:
-        """An added column on the device, int32."""
+        """Added column on the device, int32."""
         size = math.prod(section.shape)
         return self._devices[self._device_turn][section.start : section.start + size].view(section.shape)
 
@@ -109,7 +109,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class RoundSections:
-    """A round in an upload. destinations, values: [N]. copies: [C, 3], at most `longest` words each."""
+    """Round in an upload. destinations, values: [N]. copies: [C, 3], at most `longest` words each."""
 
     destinations: Section | None
     values: Section | None
