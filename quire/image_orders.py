@@ -22,7 +22,7 @@ class EncodeSlice(msgspec.Struct, array_like=True, frozen=True):
     key: bytes
     num_layers: int
     image: PromptImage | None
-    """The image, set with the first layers."""
+    """Image, set with the first layers."""
 
 
 class ImageOrders(msgspec.Struct, array_like=True):

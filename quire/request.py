@@ -70,7 +70,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     images: list[PromptImage] = []
     """Images in the order of the prompt."""
     is_processed: bool = False
-    """A logits processor sees the tokens one by one, so the request has no drafts."""
+    """Logits processor sees the tokens one by one, so the request has no drafts."""
     prediction: list[int] = []
     """Tokens that the caller expects; drafts may come from them."""
     adapter: AdapterRef | None = None

@@ -129,7 +129,7 @@ class SamplingParams(
     logit_bias: dict[int, float] | None = None
     """Token id -> value added to its logit."""
     allowed_token_ids: list[int] | None = None
-    """The only tokens that may be generated. None: all."""
+    """Only tokens that may be generated. None: all."""
     ignore_eos: bool = False
     max_tokens: int | None = 16
     """Limit of a completion's tokens. None: up to the model's context."""

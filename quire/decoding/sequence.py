@@ -30,7 +30,7 @@ class Deferral(NamedTuple):
     """Gate's decision that a waiting request may not start yet (quire/scheduler/gates.py)."""
 
     reason: str
-    """The gate's `reason`."""
+    """Gate's `reason`."""
     reserved_blocks: int
     """Blocks of the pool reserved for the request meanwhile."""
     is_pending: Callable[[], bool]
@@ -116,7 +116,7 @@ class Sequence:
         self.blocks: BlockTable | None = None
         """Handle to the KV blocks; None while waiting or preempted."""
         self.swapped: BlockTable | None = None
-        """The same handle while the blocks are in the host pool: their `num_computed_tokens` need not be recomputed."""
+        """Same handle while the blocks are in the host pool: their `num_computed_tokens` need not be recomputed."""
         self.chain: HashChain | None = None
         """Hashes of the known full blocks; kept through a preemption."""
         self.num_unsent_tokens = 0

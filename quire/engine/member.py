@@ -102,7 +102,7 @@ class Member:
         """Last death; None again once the next engine is ready."""
         self.search = CulpritSearch()
         self.entries: dict[str, Entry] = {}
-        """The ledger's requests on this member."""
+        """Ledger's requests on this member."""
         self.num_fruitless = 0
         """Deaths since the last token."""
         self.num_restarts = 0

@@ -47,7 +47,7 @@ _PARAMETERS = {
 
 
 Unsent = tuple[AddRequest, Callable[[QuireError], None]]
-"""A request, and the callback for an error in sending it."""
+"""Request, and the callback for an error in sending it."""
 
 
 class Outbox:

@@ -56,7 +56,7 @@ class LocalExecutor:
         self._thread = WorkerThread("quire-worker") if self._mode == "thread" else None
         self._worker: Worker | None = Worker(config, platform, columns, overlays)
         self._unsent: Unsent | None = None
-        """The last plan, while it lacks its sampling inputs."""
+        """Last plan, while it lacks its sampling inputs."""
 
     def load_model(self) -> list[LayerSpec]:
         return self._call(self._live_worker().load_model)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 JOIN = "join"
-"""The first call: its answer says that all ranks have met."""
+"""First call: its answer says that all ranks have met."""
 EXECUTE = "execute"
 LAUNCH, SAMPLE = "launch", "sample"
 """Replacement of EXECUTE for a plan that expects sampling inputs: runs the forward pass now, and samples when they
@@ -102,7 +102,7 @@ class RankAnswer(msgspec.Struct, array_like=True):
 
 NOTHING = msgspec.Raw(encode(None))
 Outcome: TypeAlias = StepFuture | msgspec.Raw | BaseException
-"""A plan's result, which may be to come; another call's result; or an exception."""
+"""Plan's result, which may be to come; another call's result; or an exception."""
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ class GroupManager(Protocol):
 
     block_size: int
     keeps_all: bool
-    """A sequence keeps every block until it ends."""
+    """Sequence keeps every block until it ends."""
 
     def first_needed_block(self, position: int) -> int:
         """First logical block that queries from `position` on read; earlier ones can be released."""

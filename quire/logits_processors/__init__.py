@@ -19,7 +19,7 @@ from quire.sampling_params import SamplingParams
 
 State = TypeVar("State")
 Tensor: TypeAlias = Any
-"""A torch.Tensor, not imported: front ends import processors without torch."""
+"""Torch.Tensor, not imported: front ends import processors without torch."""
 
 
 class MoveDirectionality(Enum):

@@ -13,7 +13,7 @@ from quire.kernels.value import Value
 from quire.quantization.interface import LinearMethod
 
 Layer = Callable[[Value], Value]
-"""A layer over any kind of values: [T, width] -> [T, another width]."""
+"""Layer over any kind of values: [T, width] -> [T, another width]."""
 Compute = Callable[[torch.Tensor], Sequence[torch.Tensor]]
 """[T, width] -> results of several layers; rows need not be contiguous."""
 Lookup = Callable[[torch.Tensor], torch.Tensor]

@@ -77,7 +77,7 @@ class NativeRun(EncoderRun):
         is_narrow = tower.context.dtype == torch.bfloat16
         self._steps = [NativeEncoder(is_narrow).plan(batch) for batch in inputs.attention_batches]
         self._rotation: list[torch.Tensor] = []
-        """The rotation, if any."""
+        """Rotation, if any."""
         if not tower.config.is_pooled:
             self._rotation.append(torch.cat((inputs.angles.cos(), inputs.angles.sin()), dim=1))
         self._x, self._spare = _rows(len(patches), size), _rows(len(patches), size)

@@ -124,4 +124,4 @@ class Stage:
 
 
 WHOLE_MODEL = Stage()
-"""The only stage of a model without a pipeline."""
+"""Only stage of a model without a pipeline."""

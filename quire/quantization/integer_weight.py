@@ -114,10 +114,10 @@ class IntegerWeight(QuantizedWeight):
 
 
 WeightTensor = torch.Tensor | QuantizedWeight
-"""A matrix of a checkpoint: a plain tensor, or quantised."""
+"""Matrix of a checkpoint: a plain tensor, or quantised."""
 
 WeightSource = WeightTensor | FileTensor
-"""A WeightTensor, or its place in a file."""
+"""WeightTensor, or its place in a file."""
 
 LoadWeight = Callable[[WeightSource], object]
 

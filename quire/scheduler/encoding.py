@@ -26,7 +26,7 @@ class Wanted:
         self.key, self.grid, self.num_tokens = image.key, image.grid, image.num_tokens
         self.is_encoded = image.is_encoded
         self.image: PromptImage | None = image
-        """The image; None: the workers have its pixels."""
+        """Image; None: the workers have its pixels."""
         self.requests: dict[Request, None] = {}
         self.num_layers = 0
         """Ordered layers."""
@@ -45,7 +45,7 @@ class ImageEncodings:
         self._wanted: dict[bytes, Wanted] = {}
         """Images whose encoding has not begun."""
         self._current: Wanted | None = None
-        """The image with some of its layers ordered."""
+        """Image with some of its layers ordered."""
         self._reads: set[bytes] = set()
         """Keys of images that this pass's plan reads."""
         self.num_begun = 0

@@ -44,7 +44,7 @@ class Phase(enum.IntEnum):
     ANSWER = 3
     """The application answers a request that has arrived in full."""
     CLOSING = 4
-    """The client reads the refusal; its data is dropped."""
+    """Client reads the refusal; its data is dropped."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from quire.errors import InternalError
 from quire.multimodal.named import NamedPictures
 
 PICTURES = "pictures"
-"""The parent's service that keeps named pictures."""
+"""Parent's service that keeps named pictures."""
 
 
 class _Holds(msgspec.Struct, tag="holds"):

@@ -214,7 +214,7 @@ class Metrics:
     """Integral of the share of blocks in use over `step_seconds`."""
     num_blocks: int = 0
     stats: EngineStats = field(default_factory=EngineStats)
-    """The engine's counters; merged replicas have the sums of those that only grow."""
+    """Engine's counters; merged replicas have the sums of those that only grow."""
 
     def merge(self, other: Metrics) -> None:
         for name, distribution in other.latencies.items():

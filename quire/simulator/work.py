@@ -43,7 +43,7 @@ class StepWork(msgspec.Struct, kw_only=True):
     """Blocks that go to the host."""
     num_swapped_in: int = 0
     waits_for_swap: bool = False
-    """The plan hands out blocks that it also saves: writes to them wait for the copies."""
+    """Plan hands out blocks that it also saves: writes to them wait for the copies."""
 
     @classmethod
     def of(cls, plan: StepPlan, windows: Windows = (None,)) -> StepWork:

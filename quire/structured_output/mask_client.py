@@ -51,7 +51,7 @@ MASK_SECONDS = 5.0
 """Longest wait of `await_mask` in seconds."""
 MAX_DEATHS = 5
 DEATH_SECONDS = 60.0
-"""An idle mask process's deaths in DEATH_SECONDS beyond which all matchers fail."""
+"""Idle mask process's deaths in DEATH_SECONDS beyond which all matchers fail."""
 
 
 @dataclass(slots=True)

@@ -61,7 +61,7 @@ class SequenceState:
         self._held_back = shape.end_bits if ignore_eos else 0
         self._allowed = None if allowed is None else bits(allowed)
         self._certain: deque[int] = deque()
-        """The only tokens that may follow."""
+        """Only tokens that may follow."""
         self._is_certainty_known = False
         self._num_unmasked = TOKENS_A_MASK
         self.is_finished = self.ends_in_text = False

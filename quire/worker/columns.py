@@ -31,7 +31,7 @@ class Rule(IntEnum):
     kernels/triton/rows.py."""
 
     ROW = 0
-    """The row's value."""
+    """Row's value."""
     SHIFTED = 1
     """Position plus the row's value."""
     REACHED = 2

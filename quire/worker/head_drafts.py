@@ -57,7 +57,7 @@ class HeadDrafts(HostDrafts):
         self._columns = ColumnValues(STEP_COLUMNS, head.columns, tables.num_rows)
         """Columns of plain texts, without adapters and images."""
         self._results = torch.zeros(tables.num_rows, head.output_size)
-        """The head's result for the last token but one of each row."""
+        """Head's result for the last token but one of each row."""
         self._known = np.zeros(tables.num_rows, np.int64)
         """Tokens of each row at that result."""
         self._unknown: list[int] = []

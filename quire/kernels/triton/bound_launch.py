@@ -24,7 +24,7 @@ logger = get_logger(__name__)
 ALIGNMENT = 16
 """Alignment in bytes, and factor of integers, that Triton specialises on."""
 Launcher: TypeAlias = tuple[Callable[..., object], tuple[Any, ...]]
-"""A launcher and its settings: called as (three grid sizes, stream, *settings, one argument per parameter; compile-time
+"""Launcher and its settings: called as (three grid sizes, stream, *settings, one argument per parameter; compile-time
 ones are ignored)."""
 _BELOW = ALIGNMENT - 1
 _POINTERS_OF = torch.Tensor.data_ptr

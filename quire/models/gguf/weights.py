@@ -49,7 +49,7 @@ class GGUFWeights:
         self.directory = path
         self.current: Path | None = path
         self.header: GGUFFile | None = None
-        """The file as it was read last, closed."""
+        """File as it was read last, closed."""
         self._reading = path
 
     @property
