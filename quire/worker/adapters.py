@@ -42,7 +42,7 @@ class AdapterLoads:
     """Loader of one model's adapters, which plans start."""
 
     def __init__(self, adapters: ModelAdapters, held: Mapping[int, AdapterRef]) -> None:
-        """held: adapters of the previous model, loaded again here. Raises ModelLoadError."""
+        """held: adapters that slots held before a sleep, loaded again here. Raises ModelLoadError."""
         self._adapters = adapters
         self._thread = ThreadPoolExecutor(1, "adapters", initializer=partial(torch.set_num_threads, 1))
         self._loading: dict[int, Future[None]] = {}
@@ -53,7 +53,7 @@ class AdapterLoads:
 
     def begin_plan(self, plan: StepPlan) -> None:
         """Start the plan's loads of adapters, and wait for those whose first rows it brings. Raises ModelLoadError for
-        a load that failed only here."""
+        a load that failed on this rank alone."""
         for slot, adapter in () if plan.adapters is None else plan.adapters.loads:
             self.held.pop(slot, None)
             self._orders[slot] = adapter

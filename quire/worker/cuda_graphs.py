@@ -283,7 +283,8 @@ class _PiecewisePass:
 
 
 class _Pieces(AttentionStep):
-    """Stand-in for attention, states and overlay during capture of pieces: each call ends one piece."""
+    """Stand-in for attention, states and overlay during capture: each of their calls ends one graph and begins the
+    next."""
 
     def __init__(self, capture: GraphCapture, attended: torch.Tensor, layers: tuple[int, ...]) -> None:
         """attended: [max tokens, H * D], output of every layer's attention. layers: layers after which an overlay adds
@@ -327,7 +328,7 @@ class _Pieces(AttentionStep):
         return self._attended.view(-1)[: len(tokens) * width].view(len(tokens), width)
 
     def _between(self, method: str, layer: tuple[Any, ...], *args: Any) -> Any:
-        """End a piece with this call's input and start the next. layer: constants of the layer. args: tensors; the
+        """End a graph with this call's input and start the next. layer: constants of the layer. args: tensors; the
         last, the output, is returned."""
         self.graphs.append(self._capture.end_capture())
         self.calls.append(_AttentionCall(method, (*layer, *(_borrowed(self._capture, value) for value in args))))

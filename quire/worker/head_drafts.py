@@ -118,7 +118,8 @@ class HeadDrafts(HostDrafts):
         return counts.tolist() if counts.any() else None
 
     def _guess(self, rows: np.ndarray, lengths: np.ndarray, counts: np.ndarray, table: np.ndarray) -> None:
-        """Make `counts` drafts after the `lengths` known tokens of distinct rows, in the token table too; all [R]."""
+        """Make `counts` drafts after the `lengths` known tokens of distinct rows (all [R]), and write them to the token
+        table."""
         results, number = self._results[rows], 0
         while len(rows):
             tokens = self._head.compute_logits(results).argmax(1).numpy()

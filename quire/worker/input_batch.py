@@ -48,7 +48,7 @@ class InputBatch(NamedTuple):
 
     @classmethod
     def dummy_prompts(cls, num_tokens: int, longest: int) -> InputBatch:
-        """New sequences of `longest` tokens; the last may be shorter."""
+        """Batch for profiling: `num_tokens` in new sequences of `longest` tokens, the last maybe shorter."""
         starts = np.arange(0, num_tokens, longest)
         return cls.of(np.arange(len(starts)), np.zeros_like(starts), np.minimum(num_tokens - starts, longest))
 
@@ -63,7 +63,7 @@ class InputBatch(NamedTuple):
 
     @property
     def num_read(self) -> int:
-        """R, the number of rows read."""
+        """R, the number of tokens whose hidden states are read."""
         return int(self.read_start[-1])
 
     @property

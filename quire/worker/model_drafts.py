@@ -124,7 +124,7 @@ class ModelDrafts(HostDrafts):
         return counts.tolist() if counts.any() else None
 
     def _reached(self, rows: np.ndarray, starts: np.ndarray, table: np.ndarray) -> np.ndarray:
-        """First positions, at most `starts`, that the model has not computed."""
+        """First position of each row that the draft model has not computed, at most `starts`, [R]."""
         reached = np.minimum(self._computed[rows], starts)
         first, ends = self._first[rows], np.minimum(self._first[rows] + self._num_fed[rows], starts)
         while True:

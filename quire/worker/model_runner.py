@@ -95,7 +95,7 @@ class Launched:
 
 
 class Computed(NamedTuple):
-    """Step after its forward pass. hidden: [R, hidden size], the rows read."""
+    """Step after its forward pass. hidden: [R, hidden size], hidden states of the read tokens."""
 
     launched: Launched
     step: ComputeStep
@@ -129,7 +129,7 @@ class ModelRunner:
         self._prompt_scorer = PromptScorer(compute, requests, max(1, compute.prompt_logits_elements // vocab_size))
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Start one plan. If it expects sampling inputs, it is sampled when they come."""
+        """Start one plan. If it expects masks (sampling inputs), it is sampled when they come."""
         assert self._unsampled is None, f"step {plan.step_id} is launched before the last one was sampled"
         requests, transfers = self._requests, self._transfers
         transfers.wait()
@@ -173,7 +173,7 @@ class ModelRunner:
         return launched
 
     def sample(self, inputs: SamplingInputs) -> None:
-        """Sample the step that awaits these inputs."""
+        """Sample the launched step that awaits these masks."""
         computed, self._unsampled = self._unsampled, None
         assert computed is not None, f"no step awaits the sampling inputs of step {inputs.step_id}"
         try:

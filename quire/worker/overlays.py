@@ -23,7 +23,7 @@ class StepOverlay(NamedTuple):
     behind: Mapping[int, torch.Tensor]
 
     def over(self, rows: torch.Tensor) -> RowOverlay:
-        """Input of a forward pass. rows: this overlay's rows on the model's device."""
+        """Overlay for a forward pass. rows: `self.rows` on the model's device."""
         return RowOverlay(rows, self.embeddings, self.behind)
 
 

@@ -47,7 +47,8 @@ class RequestState:
         return self._row_of[seq_id]
 
     def rows_of(self, seq_ids: Sequence[int]) -> np.ndarray:
-        """[len(seq_ids)] int64. `rows_version` stays for the same sequences as in the last call."""
+        """Request slots of sequences, [len(seq_ids)] int64. `rows_version` stays for the same sequences as in the last
+        call."""
         if self._asked != seq_ids:
             self._rows = np.fromiter(map(self._row_of.__getitem__, seq_ids), np.int64, len(seq_ids))
             self._asked = list(seq_ids)

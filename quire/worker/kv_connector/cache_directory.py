@@ -99,7 +99,7 @@ class CacheDirectory:
                 yield key
 
     def has_room(self) -> bool:
-        """True if a block can be stored without `make_room`, which limit / 8 bytes of stores make necessary."""
+        """True if a block can be stored without `make_room`, which is due again after limit / 8 stored bytes."""
         return self.num_bytes <= self.limit and self._written <= self.limit // 8
 
     def count_stored(self, num_bytes: int) -> None:

@@ -31,10 +31,10 @@ class WorkerConnector:
         return self.finished(plan)
 
     def start_load(self, plan: StepPlan) -> None:
-        """Start the plan's loads, after the copies of all earlier plans were started."""
+        """Start the plan's loads of blocks; the copies of all earlier plans have been started."""
 
     def wait_layer(self, layer: int) -> None:
-        """Make this plan's computation of a layer wait for earlier loads of it."""
+        """Make a layer's computation in this plan wait until loads of that layer have ended."""
 
     def save_layer(self, layer: int) -> None:
         """Called when the plan's work on a layer is computed or enqueued."""

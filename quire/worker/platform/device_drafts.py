@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 
 class Proposal(NamedTuple):
-    """Tokens that the host proposes for a sequence. most: how many drafts come of them. start: number of the sequence's
-    tokens before them; drafts begin behind those that it has by then."""
+    """Tokens that the host proposes for a sequence. most: most drafts to take from them. start: number of the
+    sequence's tokens before them; drafts begin behind those that it has by then."""
 
     token_ids: list[int]
     most: int
@@ -111,7 +111,7 @@ class DeviceDrafts:
         self._token_ids = torch.zeros(0, dtype=torch.int64, device=arena.words.device)
 
     def place(self, plan: StepPlan, requests: RequestState) -> Placed:
-        """Number of drafts per sequence; only the device knows the start positions."""
+        """Number of drafts per sequence; start positions are upper bounds, which the device corrects."""
         counts, num_drafts = list(plan.num_tokens), list(plan.num_drafts or [0] * len(plan.seq_ids))
         self._given = {}
         for index, (seq_id, start) in enumerate(zip(plan.seq_ids, plan.start_positions, strict=True)):
@@ -132,7 +132,8 @@ class DeviceDrafts:
         return Placed(plan.start_positions, counts, np.array(num_drafts, np.int64))
 
     def _proposal(self, plan: StepPlan, seq_id: int, row: int) -> Proposal | None:
-        """Drafts of a sequence, in `row`, that the host knows (None: the device has them)."""
+        """Drafts that the host proposes for a sequence in `row`; None: it knows none, the device may have found
+        some."""
         given = plan.drafts.get(seq_id)
         return None if given is None else Proposal(given, len(given))
 
@@ -150,7 +151,7 @@ class DeviceDrafts:
         """Reset a row that starts as a copy of another."""
 
     def stage(self, plan: StepPlan, batch: InputBatch, samples: SampleRows | None, upload: Upload) -> DraftSections:
-        """Add the kernels' inputs to a step's upload."""
+        """Add the draft kernels' inputs to a step's upload."""
         num_seqs = len(batch.rows)
         num_drafts = np.zeros(num_seqs, np.int64) if batch.num_drafts is None else batch.num_drafts
         given, given_at, given_from = [0], np.full(num_seqs, -1), np.full(num_seqs, NOT_COMPUTED)
@@ -173,7 +174,8 @@ class DeviceDrafts:
         return DraftSections(placed, accepted, bool(plan.masked_samples))
 
     def apply(self, columns: StepColumns, sections: DraftSections, upload: Upload) -> None:
-        """Enqueue the writing of drafts after earlier steps' sampling; corrects `columns`."""
+        """Enqueue the writing of drafts to the token table, once earlier steps have sampled; corrects the start
+        positions in `columns`."""
         self._shifts = torch.empty_like(columns.starts)
         place_drafts(
             self._arena.words,
@@ -188,20 +190,20 @@ class DeviceDrafts:
         """Enqueue the making of drafts, after `apply` and block copies."""
 
     def keep_results(self, result: ForwardResult[torch.Tensor]) -> None:
-        """Keep what `follow` needs of a step's forward pass."""
+        """Keep the hidden states of a step that `follow` needs."""
 
     def follow(self, columns: StepColumns, sections: DraftSections, upload: Upload) -> None:
-        """Enqueue what follows a step's acceptance."""
+        """Enqueue the draft head's pass over the step's tokens, after their acceptance."""
 
     def prepare(self, max_num_tokens: int) -> None:
         """Compile and capture what making drafts needs."""
 
     def keep_token_ids(self, token_ids: torch.Tensor) -> None:
-        """token_ids: [T] int64 of the step, at a stable address."""
+        """Keep the step's tokens for the draft head. token_ids: [T] int64 of the step, at a stable address."""
         self._token_ids = token_ids
 
     def correct_lengths(self, lengths: torch.Tensor, sections: DraftSections, upload: Upload) -> torch.Tensor:
-        """Actual lengths of the sampled rows, [R]."""
+        """Lengths in tokens of the sampled rows, [R], with the drafts that earlier steps rejected taken off."""
         assert sections.accepted is not None, "rows are sampled"
         return lengths - self._shifts.index_select(0, upload.view(sections.accepted[2]))
 

@@ -17,7 +17,7 @@ from quire.worker.platform.upload import Section, Upload
 
 
 def add_columns(batch: InputBatch, upload: Upload, values: ColumnValues) -> list[Section]:
-    """Add the batch to the upload: the fields of StepColumns, in order."""
+    """Add the batch to the upload; returns the places of StepColumns' fields, in order."""
     columns = (batch.rows, batch.starts, batch.query_start, *(values.listed.of_batch(batch) or ()))
     return [upload.add(column) for column in columns]
 

@@ -41,7 +41,7 @@ Launch = Callable[[StepPlan], object]
 
 
 class StagedColumns:
-    """RequestColumns in the arena; the step that takes `writes` writes them."""
+    """RequestColumns in device memory (the arena); changes are staged until a step writes them."""
 
     def __init__(
         self, arena: StateArena, sampling: SamplingRows, values: ColumnValues, drafts: DeviceDrafts | None = None
@@ -192,8 +192,8 @@ class DeviceCompute:
 
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
-    """ComputeStep for a device. Sections are places in the upload; columns, sampled: in the order of StepColumns and
-    `SampleRows.columns`."""
+    """One plan in progress on a GPU. Sections are places in the upload. columns: fields of StepColumns, in order;
+    sampled: `SampleRows.columns`."""
 
     compute: DeviceCompute
     batch: InputBatch

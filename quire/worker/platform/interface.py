@@ -57,7 +57,7 @@ class RequestColumns(Protocol):
     def write_tokens(self, row: int, position: int, token_ids: Sequence[int]) -> None: ...
 
     def copy_tokens(self, source: int, destination: int, num_tokens: int) -> None:
-        """Copy the first tokens of row `source` to row `destination`."""
+        """Copy a row's first tokens."""
         ...
 
     def begin_text(self, row: int, num_tokens: int, scope: str, prediction: Sequence[int]) -> None:
@@ -65,7 +65,7 @@ class RequestColumns(Protocol):
         ...
 
     def copy_text(self, source: int, destination: int, num_tokens: int) -> None:
-        """Start such a text in row `destination` with the first tokens of row `source`."""
+        """Start a text for draft look-up with the first tokens of another row."""
         ...
 
     def end_text(self, row: int, num_tokens: int) -> None:
@@ -77,7 +77,7 @@ class RequestColumns(Protocol):
         ...
 
     def copy_blocks(self, source: int, destination: int, group: int, num_entries: int) -> None:
-        """Copy the first entries of a row's block table to another row."""
+        """Copy the first entries of a row's block table."""
         ...
 
     def write_sampling(self, row: int) -> None:
@@ -89,7 +89,7 @@ class RequestColumns(Protocol):
         ...
 
     def copy_values(self, source: int, destination: int) -> None:
-        """Copy a row's step-column values to another row."""
+        """Copy a row's step-column values."""
         ...
 
     def place_drafts(self, plan: StepPlan, requests: RequestState) -> Placed:
@@ -116,18 +116,18 @@ class ComputeStep(Protocol):
         ...
 
     def sample(self, hidden: torch.Tensor, samples: SampleRows, masks: TokenMasks | None) -> Samples:
-        """Sample a token for each row, within its mask, and write it to the row."""
+        """Sample a token for each row, of those that its mask allows, and write it to the token table."""
         ...
 
     def accept(
         self, hidden: torch.Tensor, samples: Samples | None, sampled: SampleRows | None, requests: RequestState
     ) -> Accepted:
-        """Accept drafts that were sampled as well, and find drafts for the next step. hidden: result of `forward`.
+        """Accept drafts that equal the sampled tokens, and find drafts for the next step. hidden: result of `forward`.
         samples, sampled: None if nothing is sampled. Only called if `StepCompute.has_drafts`."""
         ...
 
     def pool(self, hidden: torch.Tensor, pooled: PooledRows) -> Deferred[np.ndarray]:
-        """Pooled samples, [P, width] float32. pooled: the argument to `stage`."""
+        """Vectors of pooling requests, [P, width] float32, when they have come. pooled: the argument to `stage`."""
         ...
 
 
@@ -213,7 +213,7 @@ class MemoryMeter(Protocol):
         ...
 
     def device_share(self, model: CausalLM, limits: StepLimits, available: int, activations: int) -> DeviceShare | None:
-        """Uses of a separate device's memory, in bytes; None for a CPU."""
+        """Bytes of a separate device's memory by use, which leaves the rest to the pool; None for a CPU."""
         ...
 
     def dummy_pass(self, model: CausalLM, limits: StepLimits, batch: InputBatch) -> Callable[[], torch.Tensor]:
@@ -327,5 +327,5 @@ class Platform(Protocol):
         ...
 
     def release_reserve(self) -> None:
-        """Free memory kept in reserve."""
+        """Return memory that the allocator holds unused."""
         ...

@@ -111,7 +111,7 @@ class NativeColumns(CpuColumns):
         return self._forward_batch._replace(logits_rows=logits_rows, version=0)
 
     def _view(self, num_seqs: int, num_tokens: int) -> ForwardBatch:
-        """Input of a step of this size, with a new version."""
+        """Input of a step of this size, with a new version (ForwardBatch.version)."""
         token_ids, positions, sequence_index, *slots = (torch.from_numpy(each[:num_tokens]) for each in self._tokens)
         names = self.values.names
         slots, others = slots[: len(slots) - len(names)], slots[len(slots) - len(names) :]

@@ -109,7 +109,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class RoundSections:
-    """Round in an upload. destinations, values: [N]. copies: [C, 3], at most `longest` words each."""
+    """A Round's columns in the upload. destinations, values: [N]. copies: [C, 3], at most `longest` words each."""
 
     destinations: Section | None
     values: Section | None
