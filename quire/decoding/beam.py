@@ -104,15 +104,16 @@ class BeamSearch:
         return next((position for position, (one, other) in pairs if one != other), len(first))
 
     def offer(self, sequence: Sequence, candidates: Candidates) -> bool:
-        """Take one beam's candidates. Returns True when all beams have theirs and `expand` is due."""
+        """Take the candidates (likeliest next tokens) of one beam. Returns True when all beams have theirs and `expand`
+        is due."""
         for beam in self.beams:
             if beam.sequence is sequence:
                 beam.candidates = NO_CANDIDATES if beam.is_stuck else candidates
         return self.has_candidates
 
     def give_up(self, sequence: Sequence, reason: str) -> None:
-        """End a beam that has no next token; the last beam ends the search. reason: reported if the search has no
-        hypothesis then."""
+        """End a beam whose constraint allows no next token; the last beam ends the search. reason: reported if the
+        search has no hypothesis then."""
         self._why_stuck = reason
         for beam in self.beams:
             beam.is_stuck |= beam.sequence is sequence
@@ -130,7 +131,7 @@ class BeamSearch:
 
     @property
     def awaited(self) -> list[Matcher]:
-        """Matchers that `expand` waits for."""
+        """Matchers (grammars) whose answers `expand` waits for."""
         return [matcher for matcher in self._matchers.values() if not matcher.is_ready]
 
     def expand(self) -> list[Child] | None:
@@ -259,7 +260,8 @@ class BeamSearch:
         return float(cumulative / length**self._length_penalty)
 
     def _is_settled(self, best_cumulative: float, length: int) -> bool:
-        """True if there are enough hypotheses and no live beam is expected to beat them."""
+        """True if the search is over: there are enough hypotheses, and no live beam is expected to beat them. length:
+        tokens, for the penalty."""
         if len(self.hypotheses) < self.width:
             return False
         if self._early_stopping is True:
@@ -278,7 +280,7 @@ class BlockSharing(Protocol):
 
 
 class Followed(NamedTuple):
-    """Result of `follow`, for the plan."""
+    """Changes by `follow` for the plan: dropped beams, copies of slots, and new tokens."""
 
     dropped: list[Sequence]
     """Sequences of dropped beams. Their slots are released before the forks."""

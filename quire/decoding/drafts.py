@@ -93,7 +93,7 @@ class WorkerDrafts:
 
 
 def note_found_drafts(samples: list[Sequence], result: StepResult) -> None:
-    """Note which sequences of a result have drafts on the workers."""
+    """Store in each sequence how many drafts the workers have for its next step; 0 if its record wants no trial."""
     for index, sequence in enumerate(samples):
         num_found, record = result.found_drafts.get(index, 0), sequence.draft_record
         if num_found and (record is None or record.wants_trial(len(samples))):
@@ -119,7 +119,8 @@ def count_drafts(stats: EngineStats, plan: StepPlan, result: StepResult) -> None
 
 
 def take_masked_drafts(sequence: Sequence) -> None:
-    """Keep the drafts of a constrained sequence that agree with the tokens that its matcher forced."""
+    """Keep a constrained sequence's drafts behind the tokens that its grammar forced; none if they disagree with
+    these."""
     assert sequence.matcher is not None, "it has answered"
     sequence.draft_token_ids = drafts_behind(sequence.matcher.forced, sequence.draft_token_ids)
     sequence.num_found_drafts = len(sequence.draft_token_ids)
@@ -173,7 +174,8 @@ def take_back_rejected(
 
 
 def take_back_token(sequence: Sequence, kv: KVCacheManager) -> dict[int, list[int]]:
-    """Let a sequence with a discarded sample compute its last token again. Returns the same as `take_back_rejected`."""
+    """Let a sequence compute its last token again, as the workers dropped its sample for lack of a mask. Returns the
+    same as `take_back_rejected`."""
     if sequence.blocks is None:
         sequence.num_computed_tokens -= sequence.swapped is not None
         return {}

@@ -209,7 +209,7 @@ class Request:
     ) -> None:
         """arrival_time: seconds of the engine's Clock. arrival_number: orders requests of the same instant. order_time:
         arrival time for the fair order (quire/scheduler/fair_order.py); None: `arrival_time`. priority_seconds: see
-        SchedulerConfig. constraint: on the generated tokens."""
+        SchedulerConfig. constraint: on the generated tokens; None: none."""
         self.request_id = request.request_id
         self.prompt_token_ids = request.prompt_token_ids
         self.num_prompt_tokens = len(request.prompt_token_ids)
@@ -295,7 +295,7 @@ class Request:
         return [sequence.swapped for sequence in self.live_sequences if sequence.swapped is not None]
 
     def stop_waiting(self) -> None:
-        """End the request's deferral and its work, if any."""
+        """End the request's deferral, if any, and what was begun for it (a load of blocks)."""
         deferral, self.deferral = self.deferral, None
         if deferral is not None:
             deferral.cancel()

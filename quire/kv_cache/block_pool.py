@@ -33,7 +33,7 @@ class BlockPool:
 
     @property
     def num_allocatable(self) -> int:
-        """Free and evictable blocks."""
+        """Number of free and evictable blocks."""
         return len(self._free) + len(self._evictable)
 
     @property

@@ -85,13 +85,15 @@ class KVCacheManager:
         return leader, min(limit, leader.chain.num_shared(chain) // step) * step
 
     def is_pending_in(self, blocks: BlockTable, num_blocks: int) -> bool:
-        """True while a live sequence has not committed all of its first `num_blocks` hash blocks."""
+        """True while the sequence of `blocks` lives and has not yet computed all of its first `num_blocks` hash
+        blocks."""
         return blocks.pending_hash is not None and blocks.num_committed < num_blocks
 
     def room_after_match(
         self, chain: HashChain | None, num_tokens: int, token_ids: Sequence[int] = ()
     ) -> tuple[int, int]:
-        """(allocatable blocks left after `allocate_prefix` with this hit, blocks that the hit holds for good)."""
+        """(allocatable blocks left after `allocate_prefix` with this hit, blocks that the hit owns and that no later
+        step releases)."""
         free, held = self.pool.num_allocatable, 0
         if chain is not None and num_tokens:
             for size, table in zip(self._sizes, self._hit_tables(chain, num_tokens, token_ids), strict=True):
@@ -109,7 +111,7 @@ class KVCacheManager:
         return {block for table in tables for block in table if block != NULL_BLOCK}
 
     def num_freed_by(self, sequences: Iterable[BlockTable], kept: set[int]) -> int:
-        """Blocks, without those in `kept`, that freeing these sequences leaves without owners."""
+        """Number of blocks, without those in `kept`, that freeing these sequences leaves without owners."""
         owners: Counter[int] = Counter()
         for blocks in sequences:
             for table in blocks.tables:
@@ -238,7 +240,8 @@ class KVCacheManager:
         return child
 
     def cache_blocks(self, blocks: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
-        """Offer full, computed blocks (positions below `num_computed`, tokens known) to the prefix index."""
+        """Make a sequence's full blocks below position `num_computed` findable in the prefix index; their tokens must
+        be known."""
         chain = blocks.chain
         num_full = num_computed // self.hash_block_size
         if chain is None or num_full <= blocks.num_committed:
@@ -404,12 +407,13 @@ class KVCacheManager:
 
     @property
     def num_used_slots(self) -> int:
-        """Slots of used blocks: one for each token that a block has room for; a block of states has one, always
-        full."""
+        """Number of token slots of used blocks: one for each token that a block has room for; a block of states has
+        one, always full."""
         return sum(map(mul, self.pool.num_used_of, self._slots_of_block))
 
     def num_always_shared(self, chain: HashChain, token_ids: Sequence[int]) -> int:
-        """Blocks that a prompt never allocates, because it starts with a whole registered prefix. chain: a new one."""
+        """Number of blocks that a prompt never allocates, because it starts with a whole registered prefix. chain: a
+        new one."""
         if not self.enable_prefix_caching or not self._registered.num_blocks:
             return 0
         max_tokens = min(len(token_ids) - 1, self._registered.most_tokens)
@@ -492,7 +496,7 @@ class KVCacheManager:
         blocks.tables = []
 
     def _release_unneeded(self, blocks: BlockTable, start: int, *, is_late: bool = False) -> None:
-        """Release the blocks that no query from `start` on reads. is_late: keep those that plans in flight fill."""
+        """Release the blocks that no query from `start` on reads. is_late: keep those that started plans still fill."""
         for group in self._releasing:
             table, first_held = blocks.tables[group], blocks.first_held[group]
             first_needed = min(self.groups.managers[group].first_needed_block(start), len(table))

@@ -66,7 +66,7 @@ class PendingBlocks:
     """hash -> sequence that computes the block (the first of several)."""
 
     def __init__(self, stride: int) -> None:
-        """stride: hash blocks of a pending block, at whose end every KV group has a full block."""
+        """stride: hash blocks of a pending block; every KV group has a full block at its end."""
         self._owners: dict[bytes, BlockTable] = {}
         self._stride = stride
 

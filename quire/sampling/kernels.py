@@ -32,7 +32,7 @@ class SamplingKernels(Protocol[Array]):
         ...
 
     def apply_penalties(self, scores: Array, batch: SampleBatch[Array], used: int) -> None:
-        """Apply repetition, then presence and frequency penalties."""
+        """Apply repetition, then presence and frequency penalties. used: see `set_aside`."""
         ...
 
     def ban_stop_tokens(self, scores: Array, batch: SampleBatch[Array]) -> None:

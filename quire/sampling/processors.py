@@ -31,7 +31,7 @@ class ProcessorRows(Protocol):
     """Processors of one worker, and the rows that they concern."""
 
     def set(self, row: int, params: SamplingParams) -> bool:
-        """Begin a sequence in a row. True: a processor concerns it."""
+        """Begin a sequence in a row. Returns True if a processor concerns it."""
         ...
 
     def apply(self, scores: Any, batch: SampleBatch[Any], temperature: np.ndarray | None) -> dict[int, str]:
@@ -160,7 +160,7 @@ class LoadedProcessors:
         return failed
 
     def _follow(self, batch: SampleBatch[Any]) -> dict[int, ProcessedRow]:
-        """Index -> entry of the batch's sequences, with their tokens up to the last."""
+        """Batch index -> entry of the rows that processors concern, with all tokens known so far."""
         lengths, prompts, table = batch.lengths.tolist(), batch.num_prompt_tokens.tolist(), batch.token_table
         found = {}
         for index, row in enumerate(batch.rows_host.tolist()):
@@ -180,7 +180,8 @@ class LoadedProcessors:
 def _process(
     each: _Processor, logits: torch.Tensor, mine: list[int], entries: list[ProcessedRow], divisor: torch.Tensor | None
 ) -> None:
-    """Let a processor change its rows. mine: their indices. divisor: temperatures, [len(mine)]."""
+    """Let a processor change its rows of the logits. mine: their indices. divisor: temperatures to divide them by,
+    [len(mine)]."""
     order = [mine[place] for place in each.take(entries)]
     is_whole = divisor is None and order == list(range(len(logits)))
     given = logits if is_whole else logits[order]

@@ -54,7 +54,8 @@ def ready(result: Result) -> Deferred[Result]:
 
 class SampledTokens(NamedTuple):
     """Results of sampling. token_ids: [R], aligned with the batch. logprobs, candidates: by batch index, where
-    requested. nonfinite: indices of rows with NaN or infinite logits; they have token 0 and nothing else."""
+    requested. candidates: of beams. nonfinite: indices of rows with NaN or infinite logits; they have token 0 and
+    nothing else."""
 
     token_ids: Sequence[int]
     logprobs: dict[int, TokenLogprobs]
@@ -63,15 +64,15 @@ class SampledTokens(NamedTuple):
 
 
 class ListedLogprobs(NamedTuple):
-    """values: difference of each listed token's logit to the chosen token's, whose log-probability is in the ranking;
-    the logits themselves if not normalized."""
+    """Log-probabilities of tokens that requests name. values: difference of each listed token's logit to the chosen
+    token's, whose log-probability is in the ranking; the logits themselves if not normalized."""
 
     values: Deferred[np.ndarray]
     listed: Listed
     normalized: bool
 
     def add_to(self, entries: Sequence[TokenLogprobs], hosts: Iterator[torch.Tensor]) -> None:
-        """entries: results of the rows that ask for log-probabilities."""
+        """Add the listed tokens to `entries`, results of the rows that ask for log-probabilities."""
         found = self.values.read(hosts)
         if self.normalized:
             chosen = np.array([entry.logprobs[0] for entry in entries], np.float32)
@@ -139,8 +140,8 @@ class Logprobs(NamedTuple):
         return self.ranking.tensors
 
     def assemble(self, hosts: Sequence[torch.Tensor] = ()) -> list[TokenLogprobs]:
-        """hosts: copies of `tensors` on the host. Raises NonFiniteLogitsError with the indices of rows that are not
-        sound."""
+        """hosts: copies of `tensors` on the host. Raises NonFiniteLogitsError with the indices of rows with NaN or plus
+        infinity."""
         ranking = self.ranking.read(iter(hosts))
         bad = np.flatnonzero(~ranking.is_sound)
         if bad.size:

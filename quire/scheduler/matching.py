@@ -123,8 +123,7 @@ class Matching:
         return answered
 
     def take_refused(self) -> list[tuple[Request, UserError]]:
-        """Requests that cannot start under their constraints, with reasons. Also drops those that can, which need no
-        more watching."""
+        """Requests that cannot start under their constraints, with reasons. Those that can are watched no more."""
         refused, left = [], []
         for request in self.starting:
             if request.status is RequestStatus.FINISHED:

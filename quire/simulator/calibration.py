@@ -108,7 +108,7 @@ class Fit:
 
 
 def samples_of(records: Sequence[StepRecord], windows: Windows) -> list[Sample]:
-    """Samples of steps that computed something and did not swap, nor followed swapping."""
+    """Samples of steps that computed something and did not swap, nor followed one that swapped."""
     found = []
     was_swapping = False
     for record in records[FEWEST_ROWS:]:
@@ -128,7 +128,7 @@ def work_of(record: StepRecord, windows: Windows) -> StepWork:
 
 
 def plan_of(record: StepRecord) -> StepPlan:
-    """Plan with the columns of the logged one; it does not say which sequences are new."""
+    """StepPlan with the columns of the logged one; it does not say which sequences are new."""
     return StepPlan(
         step_id=record.step,
         seq_ids=list(range(len(record.tokens))),
@@ -319,7 +319,7 @@ def _errors(measured: Vector, predicted: Vector) -> Errors:
 
 
 def _evenly(samples: Sequence[Sample], count: int) -> list[Sample]:
-    """At most `count` samples, half of them steps with chunks."""
+    """At most `count` samples, evenly chosen, half of them steps that compute prompt tokens."""
     chunks = [sample for sample in samples if sample.work.num_chunks]
     rest = [sample for sample in samples if not sample.work.num_chunks]
     most = max(count // 2, count - len(rest))

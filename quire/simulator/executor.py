@@ -83,7 +83,7 @@ class SimulatedExecutor:
         self._swap_seconds = copies * hardware.pcie_latency + layout.block_bytes / bandwidth
 
     def measure_preemption_costs(self) -> PreemptionCosts:
-        """Predicted seconds of a block's copy, and of a token in a long chunk."""
+        """Predicted seconds of a block's copy, and of one token of a long prompt."""
         num_tokens = 1024
         chunk = StepWork(num_tokens=num_tokens, num_sequences=1, num_chunks=1)
         kinds = len(self._cost.windows)

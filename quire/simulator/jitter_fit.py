@@ -47,7 +47,8 @@ def fit_jitter(measured: Vector, expected: Vector, begins: Vector, has_chunks: F
 
 
 def _stalls(seconds: Vector, worked: float) -> Pairs:
-    """(length in seconds, rate per second) of stalls; empty if they are few."""
+    """(length in seconds, rate per second) of stalls; empty if they are few. worked: seconds of work on single
+    tokens."""
     ordered = np.sort(seconds)
     parts = np.array_split(ordered, min(NUM_STALLS, len(ordered) // FEWEST)) if len(ordered) >= FEWEST else []
     return tuple((float(part.mean()), len(part) / worked) for part in parts)

@@ -21,7 +21,7 @@ LATENCIES = ("ttft", "tpot", "latency", "normalized_latency")
 
 
 class MergedDistribution:
-    """Distribution of one quantity with values of at least 0. Replicas' merge."""
+    """Distribution of one quantity with values of at least 0. Those of replicas can be merged."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -100,7 +100,7 @@ def _middle(number: int) -> float:
 
 @dataclass(slots=True)
 class Moments:
-    """Time integrals over a bin of a time series, and its counts."""
+    """One bin of a time series: integrals over time of the state, and counts of events."""
 
     seconds: float = 0.0
     running: float = 0.0
@@ -229,7 +229,7 @@ class Metrics:
 
     @property
     def mean_running(self) -> float:
-        """Mean running requests while a step is on its way (Fig. 13)."""
+        """Mean number of running requests, over the time in which steps run (Fig. 13)."""
         return self.running_seconds / self.step_seconds if self.step_seconds else 0.0
 
     @property

@@ -66,7 +66,8 @@ class Record:
 
     @property
     def tpot(self) -> float | None:
-        """None for a single token, and for a beam search, whose tokens all come at its end."""
+        """Mean seconds per output token after the first. None for a single token, and for a beam search, which reports
+        all at its end."""
         if self.num_tokens < 2 or self.request.beam_width:
             return None
         return (self.finish - self.first_token) / (self.num_tokens - 1)

@@ -52,7 +52,7 @@ class TraceSource:
 
 @dataclass(frozen=True)
 class SyntheticSource:
-    """Workload of `quire.simulator.workloads`. n, beam_width: the same for every request."""
+    """Workload of `quire.simulator.workloads`. n: parallel samples, beam_width: 0 for none; both for every request."""
 
     name: str
     arrivals: Arrivals
@@ -70,7 +70,8 @@ class SyntheticSource:
 
 @dataclass(frozen=True)
 class Scenario:
-    """objectives: name of LATENCIES -> seconds, each for `percentile` percent of the requests."""
+    """Simulation of a workload without its rate. objectives: name of LATENCIES -> seconds, each for `percentile`
+    percent of the requests."""
 
     source: RequestSource
     cost: CostModel

@@ -47,7 +47,7 @@ class StepWork(msgspec.Struct, kw_only=True):
 
     @classmethod
     def of(cls, plan: StepPlan, windows: Windows = (None,)) -> StepWork:
-        """Sums over the plan's columns; windows and chunks cost a Python loop each."""
+        """Work of a plan: sums over its columns. windows: see `windows_of`."""
         starts, counts = plan.start_positions, plan.num_tokens
         num_tokens, num_sequences = sum(counts), len(counts)
         none = [0] * len(windows)

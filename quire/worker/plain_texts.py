@@ -149,7 +149,7 @@ def latest_places(text: np.ndarray, tail: np.ndarray, depth: int, most: int, *, 
 
 
 def copied(place: Place, width: int) -> list[int]:
-    """At most `width` tokens after a place; in the sequence's own text the copy may continue into itself."""
+    """Next `width` tokens after a place in the sequence's own text, which they may continue."""
     path: list[int] = []
     while len(path) < width:
         path.append(place.token_at(path))
