@@ -133,7 +133,7 @@ def notify_socket() -> str | None:
 
 def take_passed_sockets() -> int:
     """Remove systemd's `LISTEN_PID`, `LISTEN_FDS` and `LISTEN_FDNAMES`, so that no child takes the sockets; return the
-    number of sockets that are passed to this process, from descriptor 3 on."""
+    number of sockets passed to this process, from descriptor 3 on."""
     pid, count = os.environ.pop("LISTEN_PID", ""), os.environ.pop("LISTEN_FDS", "")
     os.environ.pop("LISTEN_FDNAMES", None)
     return int(count) if pid == str(os.getpid()) and count.isdecimal() else 0

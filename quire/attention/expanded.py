@@ -15,7 +15,7 @@ from quire.attention.interface import AttentionBatch
 from quire.kernels.arguments import ExpansionRule, LatentExpansion, LatentShape
 
 PIECE_KEYS = 1024
-"""Keys that are expanded together."""
+"""Keys expanded together."""
 TILE_ROWS = 128
 """Queries whose scores are in memory together, for all heads of a part."""
 

@@ -53,7 +53,7 @@ class DeviceConfig:
     kernels find at the start. Plain operators and devices multiply in the model's dtype, which is then the value here;
     "fp8": a device multiplies FP8 weights with activations rounded to FP8 row by row.
 
-    platform: the worker's half (quire/worker/platform/choice.py). collectives: transport of tensors between a model's
+    platform: worker's half (quire/worker/platform/choice.py). collectives: transport of tensors between a model's
     ranks (quire/parallel/choice.py).
     """
 

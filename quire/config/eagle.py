@@ -36,10 +36,10 @@ _USUAL_OF_ALL = MappingProxyType({"hidden_size": 4096, "num_attention_heads": 32
 class EagleConfig:
     """Head for drafts with a checkpoint of its own.
 
-    method: one of EAGLE_METHODS. layers: the model's layers whose inputs a head of "eagle3" reads; empty: it reads the
+    method: one of EAGLE_METHODS. layers: model's layers whose inputs a head of "eagle3" reads; empty: it reads the
     model's results. read_size: elements of each. vocab_size: rows of its embedding, the model's. draft_vocab_size:
-    tokens that it can guess. norm_before_residual: its layer adds the normalised hidden state. norm_before_fc: a norm
-    over all that it reads. fc_norm: a norm over each. norm_output: its next guess takes normalised results.
+    tokens that it can guess. norm_before_residual: its layer adds the normalised hidden state. norm_before_fc: norm
+    over all that it reads. fc_norm: norm over each. norm_output: its next guess takes normalised results.
     """
 
     method: str
@@ -59,7 +59,7 @@ class EagleConfig:
 
     @property
     def width(self) -> int:
-        """Elements that are read of a token."""
+        """Elements read of a token."""
         return self.read_size * max(1, len(self.layers))
 
 

@@ -95,7 +95,7 @@ class StateHeads:
 
 
 class Described(NamedTuple):
-    """config: a model's config.json, read or made from metadata. pooling: method that a GGUF file names."""
+    """config: model's config.json, read or made from metadata. pooling: method that a GGUF file names."""
 
     config: dict[str, Any]
     pooling: Method | None = None

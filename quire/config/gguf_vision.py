@@ -29,7 +29,7 @@ SECOND_FRAME = "v.patch_embd.weight.1"
 
 
 class Tower(NamedTuple):
-    """Vision tower of a GGUF file. vision: `vision_config`. processor: preprocessor_config.json. architecture: the
+    """Vision tower of a GGUF file. vision: `vision_config`. processor: preprocessor_config.json. architecture:
     language model's."""
 
     vision: dict[str, Any]

@@ -199,7 +199,7 @@ def _read_described(path: Path) -> Described:
 
 
 def _with_tower(described: Described, path: Path, asked: str | None) -> tuple[Described, Path | None]:
-    """GGUF model with its vision tower, and the tower's file (None: no tower). asked: the file that the user names;
+    """GGUF model with its vision tower, and the tower's file (None: no tower). asked: file that the user names;
     None: the one beside the model, if it is this model's."""
     if not path.is_file():
         if asked is not None:
@@ -353,7 +353,7 @@ def _max_model_len(wanted: int | None, longest: int, usual: int) -> int:
 
 def _eos_token_ids(path: Path, fields: Fields, overrides: Mapping[str, Any]) -> tuple[int, ...]:
     """End-of-sequence ids of generation_config.json, or of config.json if that file or its key is absent. overrides:
-    the user's keys for generation_config.json."""
+    user's keys for generation_config.json."""
     generation_file = path / "generation_config.json"
     generation = Fields({**read_optional_json(generation_file), **overrides}, str(generation_file))
     if generation.values.get("eos_token_id") is not None:

@@ -47,7 +47,7 @@ class AttentionShape:
     all heads share (multi-head latent attention); "state" a state of fixed size per sequence; "none" nothing. key_dim,
     value_dim: elements of a head's key (for "latent" with its rotated part) and value. window: tokens of a "sliding"
     window or of a chunk. latent_dim: elements that "latent" keeps per token: compressed keys and values, and the
-    rotated part. latent_rank: the compressed ones. index_heads, index_dim, index_top: an indexer's heads beside
+    rotated part. latent_rank: compressed ones. index_heads, index_dim, index_top: indexer's heads beside
     "latent", elements of its key per token, and tokens that it chooses to be read (0: no indexer). conv_channels,
     conv_inputs: "state": channels of the short convolution, and inputs kept of each, beside the state: a matrix key_dim
     x value_dim for each of num_kv_heads value heads. spare_inputs: further inputs kept, so that this number of drafts
@@ -148,7 +148,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """projections: the attention's matrices. intermediate: width of the MLP. experts: its replacement. is_gated: an MLP
+    """projections: attention's matrices. intermediate: width of the MLP. experts: its replacement. is_gated: an MLP
     or expert has three matrices, not two. num_vectors: elements of norms, biases, sinks and convolutions."""
 
     attention: AttentionShape

@@ -296,7 +296,7 @@ def _backend_and_model(options: EngineOptions, is_accelerated: bool) -> tuple[st
 
 
 def _matmul_precision(options: EngineOptions, model: ModelConfig, backend: str, device: str) -> str:
-    """Value of `DeviceConfig.matmul_precision`. By "auto" activations are rounded only for weights that were trained
+    """Value of `DeviceConfig.matmul_precision`. By "auto" activations are rounded only for weights trained
     and stored in bfloat16, and for GGUF files."""
     asked = choice("matmul_precision", options.matmul_precision, MATMUL_PRECISIONS)
     if backend == "triton":

@@ -1,4 +1,4 @@
-"""Resolution of device options: the device, the settings that follow from it, and checks of what it cannot do yet."""
+"""Resolution of device options: device, the settings that follow from it, and checks of what it cannot do yet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Beam search: the k best continuations of a prompt, k at a time (paper §4.4, figure 9).
+"""Beam search: k best continuations of a prompt, k at a time (paper §4.4, figure 9).
 
 Each step ranks all continuations: those that end among the first k become hypotheses, and the k best of the others go
 on.

@@ -75,7 +75,7 @@ class WorkerDrafts:
         self._numbers = [number for _, number in by_batch_size]
         self._adapts = adapts
         self._mean = FIRST_MEAN
-        """Accepted drafts per trial expected of a new sequence: the mean of earlier sequences."""
+        """Accepted drafts per trial expected of a new sequence: mean of earlier sequences."""
 
     def propose(self, sequence: Sequence, limit: int, batch_size: int) -> Drafts:
         if self._ends:

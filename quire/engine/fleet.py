@@ -64,8 +64,8 @@ Parts = defaultdict[int, EngineOutputs]
 
 @dataclass(slots=True)
 class OpenCall:
-    """Control call that some members have not answered yet. asked: the call as sent to the members. session, call_id:
-    the caller's call. waiting: members that owe an answer."""
+    """Control call that some members have not answered yet. asked: call as sent to the members. session, call_id:
+    caller's call. waiting: members that owe an answer."""
 
     asked: Call
     session: int

@@ -39,7 +39,7 @@ from quire.tokenization.tokenizer import Tokenizer, check_unicode
 
 MAX_STOP_CHARACTERS = 16_384
 PROMPT_TAIL = 64
-"""Tokens at the end of a prompt that are searched for an open reasoning mark."""
+"""Tokens at the end of a prompt searched for an open reasoning mark."""
 PIECE_TOKENS = 2**16
 GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
 MASK_64 = 2**64 - 1

@@ -30,7 +30,7 @@ WATCH_SECONDS = 1.0
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """Live request or registered prefix. name: the caller's id. arrival: time.monotonic(). generated: token ids by
+    """Live request or registered prefix. name: caller's id. arrival: time.monotonic(). generated: token ids by
     sequence; a beam search reports only at its end. ended: indices of finished sequences."""
 
     request: EngineRequest

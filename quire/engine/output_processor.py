@@ -64,7 +64,7 @@ class OutputProcessor:
 
         By default an output holds the whole request so far (all `n` completions). delta: only completions with news,
         and their new part. Token ids and logprobs come with their step. Text comes when it is certain, maybe after its
-        token, and is never taken back. Prompt logprobs come once, with the first tokens. final_only: a single, last
+        token, and is never taken back. Prompt logprobs come once, with the first tokens. final_only: single, last
         output; always so for requests ranked at the end (beam search, best_of).
         """
         if request.request_id in self._requests:

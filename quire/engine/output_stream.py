@@ -28,7 +28,7 @@ MAX_SEPARATE = 32
 class OutputStream:
     """Outputs of one request until its consumer takes them, on one event loop.
 
-    request_id: the caller's. key: the engine's id of the request, never reused. delta: outputs queue separately up to
+    request_id: the caller's. key: engine's id of the request, never reused. delta: outputs queue separately up to
     MAX_SEPARATE and are merged beyond. Otherwise a newer output replaces the older.
     """
 
@@ -174,7 +174,7 @@ class StatsListener:
     """Observer, on the event loop, of everything that enters and leaves the engine. Override the methods you need."""
 
     def record_request(self, request_id: str, request: EngineRequest, text: str | None) -> None:
-        """A request is about to be sent to the core, on its own task. request_id: the caller's. text: the prompt's
+        """A request is about to be sent to the core, on its own task. request_id: the caller's. text: prompt's
         text, if given."""
 
     def record_rejected(self, request_id: str) -> None:

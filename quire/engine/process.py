@@ -104,7 +104,7 @@ class StopFlag:
 
 
 def main(line: bytes) -> None:
-    """Run the process. line: a LaunchSpec as JSON."""
+    """Run the process. line: LaunchSpec as JSON."""
     stop = StopFlag()
     stop.install()
     spec = msgspec.json.decode(line, type=LaunchSpec)

@@ -61,7 +61,7 @@ class ProcessClient(RemoteClient[EngineFailed], EngineClient):
         process: EngineProcess | None = None,
     ) -> None:
         """executor: `"module:attribute"` of a callable from EngineConfig to Executor, imported by the process. name:
-        process title after "quire: ". process: a waiting process; None: start one."""
+        process title after "quire: ". process: waiting process; None: start one."""
         self._directory = RuntimeDirectory.create(envs.runtime_directory())
         process = EngineProcess(name) if process is None else process
         process.tell(msgspec.json.encode(LaunchSpec(options, executor, str(self._directory.path), process.child_fd)))

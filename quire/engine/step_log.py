@@ -30,7 +30,7 @@ Entry = TypeVar("Entry")
 
 
 class StepLogHeader(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """First line of the log. weights: storage type of the layers' matrices. backend: the executor's description of
+    """First line of the log. weights: storage type of the layers' matrices. backend: executor's description of
     itself."""
 
     version: int
@@ -56,7 +56,7 @@ class StepRecord(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     at: hand-over of the plan, since the first one. seconds: from the hand-over, or the previous step's end if later, to
     this step's end. gap: from the previous step's end to the hand-over, 0 if the plan came earlier: the engine's work
     between steps, or idle time. num_carried: sequences that had a row before; if 0, `gap` may be idle time. starts,
-    tokens: the plan's `start_positions` and `num_tokens`. Copies and swaps are in blocks.
+    tokens: plan's `start_positions` and `num_tokens`. Copies and swaps are in blocks.
     """
 
     step: int

@@ -28,7 +28,7 @@ class VitalSigns(NamedTuple):
 
 
 class StepFuture(Protocol):
-    """Future result of a plan: a `concurrent.futures.Future`, or one that is completed only when it is asked."""
+    """Future result of a plan: `concurrent.futures.Future`, or one completed only when it is asked."""
 
     def done(self) -> bool: ...
 

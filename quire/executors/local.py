@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 
 
 class Unsent(NamedTuple):
-    """Plan that lacks its sampling inputs. launched: the worker's pending step, which is the result as well; on a
+    """Plan that lacks its sampling inputs. launched: worker's pending step, which is the result as well; on a
     thread, the future of that."""
 
     step_id: int

@@ -61,13 +61,13 @@ class RankLaunch(msgspec.Struct):
     outgoing: LinkFiles | None = None
 
     def ends(self, stage: int) -> RankEnds:
-        """Connections of this rank to the others. stage: the rank's stage."""
+        """Connections of this rank to the others. stage: rank's stage."""
         return RankEnds(Path(f"{self.meeting_point}{stage}"), self.incoming, self.outgoing)
 
 
 class RankEnds(NamedTuple):
-    """Rank's connections to other ranks. meeting_point: `join_group`'s, for its stage's ranks. collectives: a name of
-    GROUPS (None: the configuration's). incoming, outgoing: see RankLaunch. network: the place where ranks of
+    """Rank's connections to other ranks. meeting_point: `join_group`'s, for its stage's ranks. collectives: name of
+    GROUPS (None: the configuration's). incoming, outgoing: see RankLaunch. network: place where ranks of
     neighbouring stages meet, if they have no such links."""
 
     meeting_point: Path | NetworkMeeting
@@ -78,7 +78,7 @@ class RankEnds(NamedTuple):
 
 
 class RankCall(msgspec.Struct, array_like=True):
-    """Call of a rank's executor. body: a StepPlan to `execute` or `launch`, SamplingInputs to `sample`; for any other
+    """Call of a rank's executor. body: StepPlan to `execute` or `launch`, SamplingInputs to `sample`; for any other
     method its arguments, in the format of quire/executors/wire.py."""
 
     method: str
@@ -94,7 +94,7 @@ class RankError(msgspec.Struct, array_like=True):
 
 
 class RankAnswer(msgspec.Struct, array_like=True):
-    """Result of a call. body: a StepResult, or the method's result."""
+    """Result of a call. body: StepResult, or the method's result."""
 
     body: msgspec.Raw
     error: RankError | None = None

@@ -264,7 +264,7 @@ class KVCacheManager:
 
     def swap_out(self, sequences: Sequence[BlockTable], num_computed: Sequence[int]) -> list[tuple[int, int]] | None:
         """Move a request's sequences to the host pool. num_computed: tokens of each with KV to move. Returns (device
-        block, host block) pairs to copy, or None without room. The device blocks are free at once. Until `swap_in` the
+        block, host block) pairs to copy; None without room. The device blocks are free at once. Until `swap_in` the
         sequences may only be freed."""
         for blocks, position in zip(sequences, num_computed, strict=True):
             self._release_unneeded(blocks, position)
@@ -412,7 +412,7 @@ class KVCacheManager:
         return sum(map(mul, self.pool.num_used_of, self._slots_of_block))
 
     def num_always_shared(self, chain: HashChain, token_ids: Sequence[int]) -> int:
-        """Number of blocks that a prompt never allocates, because it starts with a whole registered prefix. chain: a
+        """Number of blocks that a prompt never allocates, because it starts with a whole registered prefix. chain:
         new one."""
         if not self.enable_prefix_caching or not self._registered.num_blocks:
             return 0

@@ -18,7 +18,7 @@ from quire.parallel.expert_placement import Move, Placement, balanced, busiest, 
 from quire.parallel.interface import ProcessGroup
 
 BYTES_A_STEP = 32 << 20
-"""Bytes of experts that are sent before one step; one move is made in any case."""
+"""Bytes of experts sent before one step; one move is made in any case."""
 LARGEST_SHARE = Fraction(95, 100)
 """Rows of the busiest rank after a change, as a share of those before, up to which it pays."""
 

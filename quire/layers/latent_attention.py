@@ -28,7 +28,7 @@ from quire.quantization.interface import LinearShape
 NORM_EPSILON = 1e-6
 """Epsilon of the norms over compressed vectors in every model."""
 EXPANDED_HEADS = 16
-"""Heads that are expanded together."""
+"""Heads expanded together."""
 
 
 @dataclass(frozen=True, slots=True)

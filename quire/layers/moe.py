@@ -1,4 +1,4 @@
-"""Mixtures of experts: a router, experts of which each token uses a few, and a shared expert."""
+"""Mixtures of experts: router, experts of which each token uses a few, and a shared expert."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ExpertNames:
     """Checkpoint names of a mixture's tensors. router: module with the router's "weight" (and "bias"). gate, up, down:
     matrices of an expert, under `experts.<number>.`. fused_gate_up, fused_down: tensors of all experts instead, with
     "_bias" after them for biases. transposed: fused matrices are [in, out]. turned: either way round, told by their
-    shape. interleaved: rows of fused gate and up alternate. correction: bias that is added to the router's scores only
+    shape. interleaved: rows of fused gate and up alternate. correction: bias added to the router's scores only
     to choose experts. shared, shared_gate: shared expert and its gate."""
 
     router: str = "gate"
@@ -211,7 +211,7 @@ class MixtureOfExperts:
         load_one: Callable[[int, str, WeightTensor, bool], None],
         matrix: tuple[int, ...] = (),
     ) -> Callable[[WeightSource], None]:
-        """Loader of a tensor of all experts, one part at a time. matrix: an expert's shape, [out, in]."""
+        """Loader of a tensor of all experts, one part at a time. matrix: expert's shape, [out, in]."""
 
         def load(tensor: WeightSource) -> None:
             for expert in self._places:

@@ -63,7 +63,7 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:
-        """vllm_config: the engine's configuration (quire/config/engine.py). device: the logits' device."""
+        """vllm_config: engine's configuration (quire/config/engine.py). device: logits' device."""
 
     @abstractmethod
     def apply(self, logits: Tensor) -> Tensor:

@@ -169,7 +169,7 @@ def _mlp_slots(mlp: GatedMLP | MLP) -> WeightSlots:
 
 
 class Merger:
-    """Two linear layers from a token's patches to its features, after a norm. norms_merged: the norm covers a token's
+    """Two linear layers from a token's patches to its features, after a norm. norms_merged: norm covers a token's
     merged patches, not each patch."""
 
     def __init__(self, config: VisionConfig, context: LayerContext, *, norms_merged: bool) -> None:

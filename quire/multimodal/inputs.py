@@ -48,7 +48,7 @@ NO_OPTIONS = MediaOptions()
 
 @dataclass(frozen=True)
 class NoImages:
-    """Substitute for ImageInputs if the model gets no images. reason: the cause."""
+    """Substitute for ImageInputs if the model gets no images. reason: cause."""
 
     reason: str = TEXT_ALONE
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 MOST_LINES = 31
-"""Newlines of the longest token that is looked for."""
+"""Newlines of the longest token looked for."""
 LINES_AROUND = 2
 """Newlines before and after an image's tokens."""
 

@@ -30,7 +30,7 @@ class Link(Protocol):
         ...
 
     def release(self) -> None:
-        """Give up the tensor that was received last."""
+        """Give up the tensor received last."""
         ...
 
 
@@ -58,7 +58,7 @@ class SharedMemoryLink:
         return self._turn()[:num_bytes].view(dtype).view(shape)
 
     def release(self) -> None:
-        """Free the slot that was received last."""
+        """Free the slot received last."""
         os.eventfd_write(self._files.free, 1)
 
     def _turn(self) -> torch.Tensor:

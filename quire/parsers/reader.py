@@ -61,7 +61,7 @@ class TextReader:
         self.is_ended = True
 
     def until(self, markers: Markers, sink: Sink, *, drops_part: bool = False) -> Steps[str | None]:
-        """Pass the text up to the first marker to `sink`; read and return the marker, or None at the end. drops_part:
+        """Pass the text up to the first marker to `sink`; read and return the marker; None at the end. drops_part:
         drop part of a marker at the end."""
         while True:
             found = markers.search(self._text, self._position)

@@ -1,4 +1,4 @@
-"""Matrix of small integers with scales: the common form of checkpoints and quantisers with integers."""
+"""Matrix of small integers with scales: common form of checkpoints and quantisers with integers."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class SamplingKernels(Protocol[Array]):
         ...
 
     def rank_beams(self, scores: Array, batch: SampleBatch[Array], beams: Asked) -> Deferred[Best]:
-        """Best tokens of each beam, the lowest first among equal scores: the most that a beam asks for, or the
+        """Best tokens of each beam, the lowest first among equal scores: most that a beam asks for, or the
         whole vocabulary. Not valid for a beam without sound scores."""
         ...
 

@@ -181,5 +181,5 @@ class PrefixRegistration:
         self._reserved[prefix.request_id] = num_reserved
 
     def release(self, prefix: Request) -> None:
-        """Drop the reservation of a prefix that is registered or has ended."""
+        """Drop the reservation of a prefix registered or has ended."""
         del self._reserved[prefix.request_id]

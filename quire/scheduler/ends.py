@@ -98,7 +98,7 @@ class Ends:
 
     def take_foreseen(self, sequence: Sequence, token_ids: list[int]) -> None:
         """Check that a sample is the token that the constraint forced, which was reported before; otherwise end the
-        sequence. token_ids: the result's tokens."""
+        sequence. token_ids: result's tokens."""
         assert sequence.foreseen is not None
         expected, sequence.foreseen = sequence.foreseen.token_id, None
         if sequence.finish_reason is None and token_ids != [expected]:

@@ -63,7 +63,7 @@ class PlanBuilder:
         self.swap_out: list[tuple[int, int]] = []
         self.swap_in: list[tuple[int, int]] = []
         self.resumed: list[tuple[Sequence, BlockTable, int]] = []
-        """Sequences that are swapped in, with their blocks and numbers of computed tokens."""
+        """Sequences swapped in, with their blocks and numbers of computed tokens."""
         self.forked: list[tuple[Sequence, list[Sequence]]] = []
 
     def grow(self, sequence: Sequence, allocation: BlockAllocation) -> None:
@@ -101,7 +101,7 @@ class PlanBuilder:
         self.place(sequence, sequence.num_computed_tokens, num_tokens, known)
 
     def place(self, sequence: Sequence, start: int, num_tokens: int, known: int) -> None:
-        """Same as `schedule`, with counters that the caller has read. start: computed tokens. known: the sequence's
+        """Same as `schedule`, with counters that the caller has read. start: computed tokens. known: sequence's
         tokens, those that earlier plans will sample included."""
         self.sequences.append(sequence)
         self.start_positions.append(start)

@@ -67,7 +67,7 @@ class Cheaper:
 
 
 def release_blocks(request: Request, kv: KVCacheManager, prefers_swap: Choice) -> list[tuple[int, int]] | None:
-    """Move a victim's blocks to the host, or drop them. Returns the (device, host) copies for the plan, or None when
+    """Move a victim's blocks to the host, or drop them. Returns the (device, host) copies for the plan; None when
     they were dropped."""
     copies = swap_out(request, kv, prefers_swap)
     if copies is None:

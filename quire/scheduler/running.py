@@ -44,7 +44,7 @@ class RunningSet:
         self.num_reserved -= len(children)
 
     def replace_beams(self, search: BeamSearch, former: list[Sequence], num_reserved: int) -> None:
-        """Replace the beams of a search. former: beams that ran. num_reserved: slots that were reserved for its further
+        """Replace the beams of a search. former: beams that ran. num_reserved: slots reserved for its further
         beams."""
         if former:
             position = self.sequences.index(former[0])

@@ -81,7 +81,7 @@ class ServedAdapters:
     def __init__(
         self, engine: AsyncLLM, directory: str | None, base_names: Sequence[str], shared: SharedNames | None = None
     ) -> None:
-        """directory: folder of adapters that are loaded when a request first names them. shared: names known to the
+        """directory: folder of adapters loaded when a request first names them. shared: names known to the
         other API processes, if any. Raises ConfigError."""
         self._engine = engine
         self._directory = None if directory is None else Path(directory).expanduser().resolve()

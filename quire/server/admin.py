@@ -68,7 +68,7 @@ class AbortRequest(RequestStruct, kw_only=True, frozen=True):
 
 
 class ServerInfo(msgspec.Struct):
-    """Facts about the server. config: the engine's configuration; text on request. start_seconds: duration of each
+    """Facts about the server. config: engine's configuration; text on request. start_seconds: duration of each
     phase of the start."""
 
     version: str

@@ -1,4 +1,4 @@
-"""Base of all generating endpoints: the route, and the fields of an answer that are known before it begins."""
+"""Base of all generating endpoints: the route, and the fields of an answer known before it begins."""
 
 from __future__ import annotations
 

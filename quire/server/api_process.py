@@ -49,7 +49,7 @@ PACKET_BYTES = 65536
 
 
 class ApiLaunch(msgspec.Struct):
-    """Launch message: a line of JSON on standard input, which stays open while the parent lives. settings: this
+    """Launch message: line of JSON on standard input, which stays open while the parent lives. settings: this
     process's share. slot: its place in the shared numbers. preloads: register the prefixes of `preload_prefix`."""
 
     options: EngineOptions

@@ -51,7 +51,7 @@ class ResponseElsewhere:
     """AnyResponse of another process; read from the store if its maker no longer has it."""
 
     def __init__(self, store: Responses, owner: str, response_id: str, begun: StoredResponse) -> None:
-        """begun: the response's entry in the store."""
+        """begun: response's entry in the store."""
         assert begun.maker is not None
         self._store, self._maker = store, begun.maker
         self._key = owner, response_id

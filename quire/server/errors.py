@@ -230,7 +230,7 @@ def _see_log(error_id: str) -> str:
 
 
 def error_body(error: ApiError, scope: Scope) -> bytes:
-    """JSON body of an error. scope: the request's ASGI scope; its path and server decide the shape."""
+    """JSON body of an error. scope: request's ASGI scope; its path and server decide the shape."""
     path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
     if path == MESSAGES_PATH or path.startswith(MESSAGES_PATH + "/"):
         kind = _MESSAGES_ERROR_TYPES.get(error.status, "invalid_request_error")

@@ -51,7 +51,7 @@ class _Check:
         self.unknown: set[str] = set()
 
     def visit(self, value: Any, kinds: Structs, path: str, pattern: str) -> None:
-        """Check an object, or the objects of a list. path: its place in the request. pattern: the path without
+        """Check an object, or the objects of a list. path: its place in the request. pattern: path without
         indices."""
         if isinstance(value, dict):
             known, nested = _shape(kinds)

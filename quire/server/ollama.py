@@ -211,7 +211,7 @@ class _ChatForm:
         self._num_calls = 0
 
     def piece(self, event: Event) -> OllamaResponse | None:
-        """Line for the event, or None if there is nothing to send."""
+        """Line for the event; None if there is nothing to send."""
         segment = event.segment
         if segment is None:
             return None

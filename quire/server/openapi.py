@@ -458,7 +458,7 @@ def add_openapi_route(app: FastAPI) -> None:
 def api_description(
     existing: Collection[tuple[str, str]] | None = None, keys: KeyRing | None = None, model: str = "MODEL"
 ) -> dict[str, Any]:
-    """OpenAPI 3.1 document of these (method, path) pairs; None: all. keys: the server's keys, if any. model: name in
+    """OpenAPI 3.1 document of these (method, path) pairs; None: all. keys: server's keys, if any. model: name in
     examples."""
     operations = {key: each for key, each in OPERATIONS.items() if existing is None or key in existing}
     structs = [

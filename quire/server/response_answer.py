@@ -208,7 +208,7 @@ class ResponseAnswer:
 
     def stored(self, conversation: Listing) -> StoredResponse:
         """Record of the finished response for the store, with all items that a later `previous_response_id` continues
-        from. conversation: the items before the answer."""
+        from. conversation: items before the answer."""
         said = self.body.output or [OutputMessage(f"msg_{self.body.id[5:]}_0", [OutputText("")], "completed")]
         added = [listed(item, item.id or "") for item in msgspec.convert(msgspec.to_builtins(said), list[InputItem])]
         can_continue = self.body.status in ("completed", "incomplete")

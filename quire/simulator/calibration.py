@@ -96,7 +96,7 @@ class Errors:
 
 @dataclass(frozen=True)
 class Fit:
-    """hardware: the profile with the fitted numbers. told: names of the numbers that the log determines."""
+    """hardware: profile with the fitted numbers. told: names of the numbers that the log determines."""
 
     hardware: Hardware
     told: frozenset[str]

@@ -13,7 +13,7 @@ ELEMENT_BYTES = 4
 
 
 class RankTraffic(NamedTuple):
-    """Bytes that a rank gives for one token that is sampled. within: to the ranks with which it shares layers, in all
+    """Bytes that a rank gives for one token sampled. within: to the ranks with which it shares layers, in all
     stages together. between: to the next stages."""
 
     within: int

@@ -36,7 +36,7 @@ MAX_COUNT = 2**31
 """Bound of counts that no text reaches."""
 TYPES = ("null", "boolean", "number", "string", "array", "object")
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
-"""Formats that are followed. Others are annotations, as the specification says of unknown ones."""
+"""Formats followed. Others are annotations, as the specification says of unknown ones."""
 _DAY = (
     "(?:[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|"
     "1[0-9]|2[0-8]))|(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29)"

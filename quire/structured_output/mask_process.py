@@ -165,7 +165,7 @@ class SlowTasks:
 
 
 class MaskProcess:
-    """Slots, grammars and tasks, under one lock that is held for moments only."""
+    """Slots, grammars and tasks, under one lock held for moments only."""
 
     def __init__(
         self, connection: socket.socket, memory: MaskMemory, vocabulary: LLTokenizer, shape: MaskShape

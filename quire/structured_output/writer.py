@@ -22,7 +22,7 @@ class GrammarWriter:
     """Writes constraints as grammars, and keeps the most recently used. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
-        """vocab_size: the model's tokens, perhaps fewer than the tokenizer's."""
+        """vocab_size: model's tokens, perhaps fewer than the tokenizer's."""
         self.config = StructuredOutputsConfig()
         """Settings for every constraint; engines set them before the first."""
         self._tokenizer = tokenizer

@@ -127,7 +127,7 @@ class CudaGraphRunner:
         overlay: RowOverlay | None = None,
     ) -> ForwardResult[torch.Tensor]:
         """Run one forward pass over inputs prepared at the execution's sizes. rows: [R], the rows to return (None:
-        all); captured passes compute all. overlay: the step's overlay, which excludes full graphs. Returns hidden
+        all); captured passes compute all. overlay: step's overlay, which excludes full graphs. Returns hidden
         states [R, hidden] and taps; the next call may overwrite them. Padded rows are undefined."""
         if self._num_rows is not None:
             self._num_rows.copy_(batch.query_start[-1:])
@@ -207,7 +207,7 @@ class CudaGraphRunner:
     def _try_capture(
         self, capture: GraphCapture, key: Execution, batch: DeviceBatch, columns: TokenColumns
     ) -> _CapturedPass | None:
-        """Captured pass of this size, or None if memory has run out."""
+        """Captured pass of this size; None if memory has run out."""
         try:
             with capturing(capture):
                 if key.kind == "full":

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from quire.worker.request_state import RequestState
 
 MOST_BEHIND = 16
-"""Maximum tokens of a sequence without drafts that are computed together."""
+"""Maximum tokens of a sequence without drafts computed together."""
 FRESH = 2**62
 """Computed tokens of a row whose keys and values come from elsewhere."""
 

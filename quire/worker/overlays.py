@@ -31,6 +31,6 @@ class OverlaySource(Protocol):
     """Source of a step's overlay."""
 
     def of_step(self, plan: StepPlan, batch: InputBatch) -> StepOverlay | None:
-        """Overlay for this step's tokens, or None. batch: the plan's sequences at the computed positions. Called once
+        """Overlay for this step's tokens, or None. batch: plan's sequences at the computed positions. Called once
         per plan, in order."""
         ...

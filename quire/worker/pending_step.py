@@ -21,7 +21,7 @@ class PendingStep:
         previous: PendingStep | None,
         error: BaseException | None = None,
     ) -> None:
-        """collect: waits for the result or raises. previous: the step launched before. error: from a plan that was not
+        """collect: waits for the result or raises. previous: step launched before. error: from a plan that was not
         fully launched."""
         self._step_id = step_id
         self._collect = collect

@@ -33,7 +33,7 @@ class PlainCorpus:
 
 
 class Place(NamedTuple):
-    """Place that drafts may come from. behind: the tokens after it. matched: number of tokens before it that equal
+    """Place that drafts may come from. behind: tokens after it. matched: number of tokens before it that equal
     the sequence's end. is_own: True if it is in the sequence's own text, which the drafts continue."""
 
     behind: list[int]

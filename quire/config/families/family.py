@@ -107,13 +107,13 @@ class Family:
     state_layer: makes a layer with a state from the configuration and the hidden size. state_layers: True for each such
     layer without `layer_types`, from the configuration and the number of layers.
 
-    usual_values: keys that are read besides sizes and rotation, with the defaults of Transformers' class. Other keys
+    usual_values: keys read besides sizes and rotation, with the defaults of Transformers' class. Other keys
     are ignored, as in Transformers. Empty (families that are not run, encoders): all keys are read. nullable: keys of
     usual_values for which null means "none". renamed: other names of keys -> keys; the other name counts. refused:
     unsupported keys that change results -> values that change nothing.
 
     checkpoint_base: prefix that checkpoints of the bare model omit. checkpoint_surplus: pattern of tensors to ignore.
-    draft_prefix: prefix of a draft head's tensors. draft_layer: name of a tensor of a draft head that is stored as the
+    draft_prefix: prefix of a draft head's tensors. draft_layer: name of a tensor of a draft head stored as the
     layer after the last.
     """
 

@@ -298,7 +298,7 @@ class HalfScaleMatrix(PackedMatrix):
 
 
 class BlockMatrix(HalfScaleMatrix):
-    """Matrix with GGUF's blocks unchanged, in panel order. format: a key of BLOCK_LAYOUTS."""
+    """Matrix with GGUF's blocks unchanged, in panel order. format: key of BLOCK_LAYOUTS."""
 
     def __init__(
         self,

@@ -59,7 +59,7 @@ class RecordedIndices:
 
 @dataclass(frozen=True, slots=True)
 class RecordedRows:
-    """Rows of a step that are read."""
+    """Rows of a step read."""
 
     recorder: Recorder
 
@@ -239,7 +239,7 @@ def rounded_rows(num_rows: int) -> int:
 
 def fuse_norms(calls: Sequence[KernelCall], results: Sequence[Buffer]) -> list[KernelCall]:
     """Merge a norm into the linear layer that is its only reader: the same bits with less memory traffic. results:
-    buffers that are kept."""
+    buffers kept."""
     num_readers = _count_readers(calls)
     fused: list[KernelCall] = []
     for call in calls:
@@ -256,7 +256,7 @@ def fuse_norms(calls: Sequence[KernelCall], results: Sequence[Buffer]) -> list[K
 
 def fuse_adapters(calls: Sequence[KernelCall], results: Sequence[Buffer]) -> list[KernelCall]:
     """Let a linear layer add its adapters' results itself, before its activation.
-    results: buffers that are kept."""
+    results: buffers kept."""
     num_readers = _count_readers(calls)
     fused: list[KernelCall] = []
     for call in calls:
@@ -301,7 +301,7 @@ def _activates(call: KernelCall, linear: KernelCall, num_readers: Counter[Buffer
 
 def hand_over_rows(calls: Sequence[KernelCall], results: Sequence[Buffer]) -> list[KernelCall]:
     """Mark linear layers whose only reader is the next one, so that kernels may write its layout.
-    results: buffers that are kept."""
+    results: buffers kept."""
     num_readers = _count_readers(calls)
     handed = list(calls)
     for place, (call, following) in enumerate(pairwise(calls)):

@@ -300,7 +300,7 @@ def _rule_kernel(
     KEY_LINE: tl.constexpr, VALUE_LINE: tl.constexpr, KEY_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
     INTERVAL: tl.constexpr, EPSILON: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """Program (BLOCK columns, value head, sequence). states, kept_updates, kept_keys, kept_decays: the layer's pages at
+    """Program (BLOCK columns, value head, sequence). states, kept_updates, kept_keys, kept_decays: layer's pages at
     these parts; the last three have BORDER - 1 rows per head. LEAST: sequences with fewer new tokens are left out."""
     head, sequence = tl.program_id(1), tl.program_id(2)
     first, start, length = _step_of(query_start, seq_lens, sequence)

@@ -156,7 +156,7 @@ def _varlen_kernel(
 class PagedAttention:
     """Causal attention of a step's tokens over their sequences' pages. query: [T, >= num_heads * head_dim], heads
     first, any row stride. pages: [num_blocks, 2, block_size, num_kv_heads, head_dim], with the step's keys and values
-    written. out: [T, num_heads * head_dim], not written for padding. group: the layer's KV group. sinks: [num_heads],
+    written. out: [T, num_heads * head_dim], not written for padding. group: layer's KV group. sinks: [num_heads],
     logits without a value in each head's softmax."""
 
     query: torch.Tensor

@@ -150,8 +150,8 @@ def _multiply(query, out, begin, first, num_tokens_of_tile, kv_head, first_posit
               NUMBER: gl.constexpr, GROUP: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr,
               STAGES: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
     """Multiplying warp group NUMBER: 64 of the program's rows, of which only the last two key tiles need masks. begin:
-    the sequence's first token in the batch. first: the program's first token in the sequence. num_tokens_of_tile,
-    first_position: the program's tokens, and the first's position. num_tiles: key tiles."""
+    sequence's first token in the batch. first: program's first token in the sequence. num_tokens_of_tile,
+    first_position: program's tokens, and the first's position. num_tiles: key tiles."""
     ROWS: gl.constexpr = 64
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_N, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, DIM, 16])

@@ -1,4 +1,4 @@
-"""Weight matrices for kernels: floating point, or small codes that are widened in registers. Products of codes are
+"""Weight matrices for kernels: floating point, or small codes widened in registers. Products of codes are
 exact, and summed in float32 in one order, before the group's scale applies."""
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class OffloadConnector(KVConnector):
         self._loading: dict[int, BlockKey] = {}
         self._loading_to: dict[BlockKey, int] = {}
         self._void: set[BlockKey] = set()
-        """Content that was removed from the cache while it was being stored or loaded."""
+        """Content removed from the cache while it was being stored or loaded."""
         self._fetches: dict[Fetch, None] = {}
         self._waiters: dict[int, list[Fetch]] = {}
         """Host block that is being loaded -> fetches that wait for it."""

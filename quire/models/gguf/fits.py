@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 STRETCHES = 20
-"""Number of scales that are tried, a tenth of a code apart at the largest weight."""
+"""Number of scales tried, a tenth of a code apart at the largest weight."""
 TINY = 1e-30
 
 

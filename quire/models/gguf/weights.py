@@ -42,7 +42,7 @@ _CHUNK_BYTES = 2**18
 
 class GGUFWeights:
     """Weights of one GGUF file or split model. directory: the (first) file, for error messages. Plain tensors and
-    blocks that are packed unchanged are views of the file, whose pages are dropped after use; others are unpacked two
+    blocks packed unchanged are views of the file, whose pages are dropped after use; others are unpacked two
     ahead."""
 
     def __init__(self, path: Path) -> None:
@@ -315,7 +315,7 @@ heads."""
 
 
 def read_gguf_matrices(path: Path, heads: tuple[int, int]) -> dict[str, dict[str, torch.Tensor]]:
-    """A and B by Hugging Face's module name. heads: the model's query and key heads. Raises ModelLoadError."""
+    """A and B by Hugging Face's module name. heads: model's query and key heads. Raises ModelLoadError."""
     with GGUFFile(path) as file:
         adapter = read_gguf_adapter(file)
         found = {}

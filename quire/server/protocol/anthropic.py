@@ -191,7 +191,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, frozen=True):
     }
 
     def ignored(self, *, reasons: bool) -> list[str]:
-        """Given fields without effect. reasons: the server separates the model's reasoning."""
+        """Given fields without effect. reasons: server separates the model's reasoning."""
         budget = self.thinking is not None and self.thinking.budget_tokens is not None
         return ["thinking.budget_tokens"] if budget and not reasons else []
 

@@ -46,7 +46,7 @@ MAX_CONVERSATIONS = 1024
 class TemplateInputs(NamedTuple):
     """Inputs of a chat template. documents: for retrieval. source: template instead of the model's. options: further
     variables. mm_processor_kwargs, media_io_kwargs: image options, if the server allows them in requests. cache_salt:
-    the request's own."""
+    request's own."""
 
     documents: list[dict[str, Any]] | None = None
     source: str | None = None

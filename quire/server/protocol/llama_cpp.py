@@ -94,7 +94,7 @@ class SamplerFields(RequestStruct, kw_only=True, frozen=True):
     repeat_last_n: Int32 | None = None
 
     def sampler_fields(self, usual: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-        """Fields of a chat or completion. usual: the API's defaults. defaults: the model's, which win."""
+        """Fields of a chat or completion. usual: API's defaults. defaults: the model's, which win."""
         names = ("temperature", "top_k", "top_p", "min_p", "stop", "presence_penalty", "frequency_penalty")
         found: dict[str, Any] = {name: value for name, value in usual.items() if name not in defaults}
         found |= {name: value for name in names if (value := getattr(self, name)) is not None}
@@ -190,7 +190,7 @@ class LlamaEmbeddingRequest(PooledFields, kw_only=True, frozen=True):
 
 
 class LlamaTimings(msgspec.Struct):
-    """Tokens, milliseconds and tokens per second. cache_n: prompt tokens from the cache. prompt: the others, until the
+    """Tokens, milliseconds and tokens per second. cache_n: prompt tokens from the cache. prompt: others, until the
     first token. predicted: all generated tokens, in the time from the first to the last."""
 
     cache_n: int

@@ -127,7 +127,7 @@ class OllamaFields(RequestStruct, kw_only=True, frozen=True):
         return found
 
     def to_chat(self, model: str, defaults: Mapping[str, Any], longest: int) -> dict[str, Any]:
-        """Body of the chat completion, without messages. defaults: the model's sampling parameters. longest: context
+        """Body of the chat completion, without messages. defaults: model's sampling parameters. longest: context
         length in tokens, the limit of an answer without `num_predict`."""
         found = self.to_fields(model, defaults, longest)
         if self.logprobs:

@@ -229,7 +229,7 @@ class PoolingItem(msgspec.Struct):
 
 
 class ClassificationItem(msgspec.Struct):
-    """label: the most probable. probs: probability of each label."""
+    """label: most probable. probs: probability of each label."""
 
     index: int
     label: str

@@ -25,7 +25,7 @@ MAX_KEYS_IN_REPORT = 16384
 """Maximum keys per report; later reports carry the rest."""
 SMOOTHING = 0.1
 MAX_FULL_STORES = 64
-"""Stores that are skipped after the disk was full."""
+"""Stores skipped after the disk was full."""
 
 HostPages = Callable[[int], Sequence[Buffer]]
 """Host block -> its writable pages."""

@@ -25,7 +25,7 @@ class WorkerConnector:
             self.wait_layer(layer)
 
     def end_plan(self, plan: StepPlan) -> TransferReport | None:
-        """Note that the model has run a whole plan. Returns the report for its result, or None without news."""
+        """Note that the model has run a whole plan. Returns the report for its result; None without news."""
         for layer in self.layers:
             self.save_layer(layer)
         return self.finished(plan)

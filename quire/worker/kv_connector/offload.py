@@ -18,7 +18,7 @@ from quire.worker.kv_connector.interface import PATIENCE, WorkerConnector
 from quire.worker.kv_transfer import BlockTransfers
 
 TIMED_TOKENS = 64
-"""Minimum tokens of a step that is timed to estimate the seconds per prompt token."""
+"""Minimum tokens of a step timed to estimate the seconds per prompt token."""
 CLOSE_SECONDS = 3.0
 """Maximum seconds that closing waits for stores."""
 

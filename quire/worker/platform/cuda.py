@@ -322,7 +322,7 @@ class CudaPlatform:
         names: Sequence[str],
         capture: GraphCapture | None,
     ) -> DeviceDrafts | None:
-        """names: the draft model's step columns."""
+        """names: draft model's step columns."""
         speculation, scheduler, draft = self._config.speculation, self._config.scheduler, self.draft_model
         if not speculation.max_drafts:
             return None

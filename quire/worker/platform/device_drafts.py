@@ -69,7 +69,7 @@ class PassSections:
 @dataclass(frozen=True, slots=True)
 class DraftSections:
     """Step's draft data in the upload: arguments of `place_drafts`, and of `accept_drafts` (None: nothing is sampled)
-    with the sources of sampled rows. tells_tokens: the host needs the drafts that are found. made: pass of a draft
+    with the sources of sampled rows. tells_tokens: the host needs the drafts found. made: pass of a draft
     model or head. followed: step that a head follows; sequences of it that have samples of their own, [S]. num_ready:
     drafts for each sample's next step, where the host knows. texts: samples in texts on the host."""
 

@@ -29,7 +29,7 @@ from quire.worker.sample_rows import SampleRows
 from quire.worker.warm_up import warm_up_attention
 
 MOST_ROWS = 2
-"""Tokens of a sequence in most passes: the last one, and maybe a draft that was accepted."""
+"""Tokens of a sequence in most passes: the last one, and maybe a draft accepted."""
 
 
 class DraftPasses(NamedTuple):

@@ -133,7 +133,7 @@ class DeviceCompute:
         *,
         has_head: bool,
     ) -> None:
-        """pages: the device pool (None: no pool). has_head: pooled samples go through `CausalLM.compute_logits`."""
+        """pages: device pool (None: no pool). has_head: pooled samples go through `CausalLM.compute_logits`."""
         self.prepare: Callable[[Launch], None] | None = None
         self.samples = True
         self.has_drafts = columns.drafts is not None

@@ -44,7 +44,7 @@ class SampledTexts:
 
 class HostTexts:
     """Tokens of a device's rows as far as the host knows them. known: [num_rows], number of first tokens known. owners:
-    [num_rows], changed with a row's sequence. are_followed: [num_rows], rows that are looked up."""
+    [num_rows], changed with a row's sequence. are_followed: [num_rows], rows looked up."""
 
     def __init__(self, num_rows: int, width: int, finder: Finder, num_unknown: int, *, follows_all: bool) -> None:
         """width: most tokens of a row. num_unknown: steps whose tokens are unknown when one is launched. follows_all:

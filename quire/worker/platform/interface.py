@@ -127,7 +127,7 @@ class ComputeStep(Protocol):
         ...
 
     def pool(self, hidden: torch.Tensor, pooled: PooledRows) -> Deferred[np.ndarray]:
-        """Vectors of pooling requests, [P, width] float32, when they have come. pooled: the argument to `stage`."""
+        """Vectors of pooling requests, [P, width] float32, when they have come. pooled: argument to `stage`."""
         ...
 
 
@@ -233,7 +233,7 @@ class HeadInputs(NamedTuple):
 
 class DraftModel(NamedTuple):
     """Draft model, or a draft head, with layers after the model's in the KV cache. meter: measures its memory; None
-    for a head, whose activations are estimated. head: a head's inputs (None: it is a model)."""
+    for a head, whose activations are estimated. head: head's inputs (None: it is a model)."""
 
     config: ModelConfig
     model: CausalLM
