@@ -104,8 +104,8 @@ class ServedAdapters:
         return self._engine.adapters.named(name)
 
     async def meet(self, name: str) -> None:
-        """Read the adapter from the directory if it is there and not yet known. Raises UserError if it cannot be
-        read."""
+        """Register the adapter `name` of the directory (`lora_dir`), if it is there and not known yet. Raises UserError
+        if it cannot be read."""
         if self._directory is None or name in self._base_names or self.find(name) is not None:
             return
         path = self._directory / name
@@ -141,7 +141,7 @@ class ServedAdapters:
                 raise
 
     async def unload(self, name: str) -> None:
-        """Raises ApiError (404) for an unknown adapter."""
+        """Forget the adapter of this name. Raises ApiError (404) if it is unknown."""
         async with self._changing:
             if self.find(name) is None:
                 raise invalid_request(

@@ -123,7 +123,7 @@ def _add_pause_routes(app: FastAPI, context: ServerContext) -> None:
     @app.post("/pause")
     @admin
     async def pause(request: Request, mode: str = "abort", clear_cache: str = "true") -> Response:
-        """See AsyncLLM.pause."""
+        """Pause the engine: start no request until it resumes; see AsyncLLM.pause."""
         context.check_alive()
         check_mode(mode)
         await run_until_disconnect(request.receive, engine.pause(mode, clear_cache=truth("clear_cache", clear_cache)))
@@ -158,7 +158,7 @@ def _add_cache_routes(app: FastAPI, context: ServerContext) -> None:
     @app.post("/reset_encoder_cache")
     @admin
     async def reset_nothing() -> Response:
-        """Do nothing: vLLM's route."""
+        """Do nothing: the route is vLLM's."""
         context.check_alive()
         return Response()
 
@@ -224,8 +224,8 @@ def _add_sleep_routes(app: FastAPI, context: ServerContext) -> None:
     @app.post("/sleep")
     @admin
     async def sleep(request: Request, level: str = "1", mode: str = "abort") -> Response:
-        """level: 1 keeps the weights in host memory, 2 drops them, 0 only pauses. mode: see AsyncLLM.sleep; "keep" is
-        400 while requests live."""
+        """Free the engine's memory. level: 1 keeps the weights in host memory, 2 drops them, 0 only pauses. mode: see
+        AsyncLLM.sleep; "keep" is 400 while requests live."""
         context.check_alive()
         check_mode(mode)
         work = engine.pause(mode) if level == "0" else engine.sleep(level, mode)

@@ -171,7 +171,7 @@ class AnswerFormat:
         return delta
 
     def num_calls(self, completion: CompletionOutput) -> int:
-        """Tool calls read so far."""
+        """Number of tool calls read so far."""
         parser = self._parsers.get(completion.index)
         return 0 if parser is None else parser.num_calls
 
@@ -182,7 +182,7 @@ class AnswerFormat:
 
     @property
     def num_reasoning_tokens(self) -> int | None:
-        """Reasoning tokens of all completions; None if the model does not reason."""
+        """Number of reasoning tokens of all completions; None if the model does not reason."""
         if self._formats.reasoning is None:
             return None
         return sum(counter.num_tokens for counter in self._counters.values())
@@ -249,7 +249,7 @@ class AnswerFormat:
         return self._behind_thoughts(found)
 
     def _behind_thoughts(self, found: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
-        """Make the constraint begin after the reasoning."""
+        """The constraint `found`, made to begin after the model's reasoning."""
         reasoning, thought = self._formats.reasoning, self._thought
         if found is None or reasoning is None or self._formats.in_reasoning or thought is Thought.CLOSED:
             return found

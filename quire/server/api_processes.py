@@ -274,12 +274,12 @@ class _Parent:
         self._changed.set()
 
     def _note_stats(self, steps: StepTokens, stats: EngineStats) -> None:
-        """Runs on the engine's threads."""
+        """Keep the engine's snapshot and count its tokens. Runs on the engine's threads."""
         self._stats = stats
         steps.record(stats)
 
     def _note_change(self) -> None:
-        """Runs on the engine's threads."""
+        """Wake the event loop: the engine is ready or has ended. Runs on the engine's threads."""
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed already
                 self._loop.call_soon_threadsafe(self._changed.set)
@@ -312,7 +312,7 @@ class _Parent:
             self._loop.remove_reader(self._accepting)
 
     def _hand_over(self) -> None:
-        """Give each waiting connection to the process with the fewest."""
+        """Give each waiting connection to the process with the fewest open connections."""
         packet = [msgspec.msgpack.encode(Connection())]
         while self._waiting:
             for process in self._by_load():

@@ -20,7 +20,7 @@ _UNFINISHED = ("queued", "in_progress")
 
 
 class AnyResponse(Protocol):
-    """Response, stored or in the making. is_streamed: it has events to `follow`."""
+    """Response, stored or in the making. is_streamed: its events can be read (`follow`)."""
 
     @property
     def is_streamed(self) -> bool: ...
@@ -39,7 +39,7 @@ class AnyResponse(Protocol):
 
 
 class ResponseProgress(NamedTuple):
-    """has_ended: `events` includes the last one."""
+    """Events of a response so far. has_ended: `events` includes the last one."""
 
     events: list[bytes]
     has_ended: bool

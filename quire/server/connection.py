@@ -254,7 +254,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def close_behind(self, cycle: RequestResponseCycle) -> None:
-        """Close after an answer, or after its request if that still arrives."""
+        """Close the connection after an answer (cycle), or after its request if that still arrives."""
         if cycle is self._running and self.phase is Phase.BODY:
             self._closes_behind_request = True
         else:
@@ -380,7 +380,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._linger()
 
     def _linger(self) -> None:
-        """Close the sending side, but read on for a while."""
+        """Close the sending side, but read on for a while, so that the client sees the answer."""
         self._enter(Phase.CLOSING)
         if self.transport.can_write_eof():
             self.transport.write_eof()

@@ -117,7 +117,8 @@ class ServerContext:
         return [name for name in names if may_use(name)]
 
     async def meet(self, model: str) -> None:
-        """See ServedAdapters.meet; ignores names that this request's client may not use."""
+        """Register a named adapter from disk, as ServedAdapters.meet; ignores names that this request's client may not
+        use."""
         if may_use(model):
             await self.adapters.meet(model)
 
@@ -183,7 +184,7 @@ class ServerContext:
 
 
 def may_use(model: str) -> bool:
-    """True if this request's client may use the model or adapter."""
+    """True if this request's client may use the model or adapter of this name."""
     client = CLIENT.get()
     return client is None or client.models is None or model in client.models
 

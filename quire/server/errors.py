@@ -161,7 +161,7 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def named(self, names: Mapping[str, str]) -> ApiError:
-        """See UserError.named."""
+        """The error with the request's field names; see UserError.named."""
         message, param = in_terms(self.detail.message, self.detail.param, names)
         return ApiError(self.status, msgspec.structs.replace(self.detail, message=message, param=param), self.headers)
 

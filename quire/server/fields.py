@@ -112,7 +112,7 @@ class _Check:
 
 
 def check_entries(num_entries: int, path: str) -> None:
-    """Raise ApiError (400) for too many list entries. path: list named in the error."""
+    """Raise ApiError (400) for more than MAX_ENTRIES list entries. path: list named in the error."""
     if num_entries > MAX_ENTRIES:
         message = f"the lists of the request have more than {MAX_ENTRIES} entries, those of {path} among them"
         raise invalid_request(message, param=path)

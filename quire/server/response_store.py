@@ -83,7 +83,7 @@ class ResponseStore:
             self.num_bytes -= oldest.num_bytes
 
     def begin_response(self, owner: str, response_id: str, response: StoredResponse) -> ResponseRejection | None:
-        """Register a response that `response.maker` begins."""
+        """Register a response that `response.maker` begins; returns the reason if it is refused."""
         if (owner, response_id) in self._making:
             return ResponseRejection.IN_USE
         num_bytes = sum(each.items.num_bytes for each in self._making.values()) + response.items.num_bytes
@@ -109,7 +109,7 @@ class ResponseStore:
         return self._making.get(key) or self._entries.get(key)
 
     def remove(self, owner: str, response_id: str) -> bool:
-        """Return True if there was one."""
+        """Drop a response; returns True if there was one."""
         key = (owner, response_id)
         begun, entry = self._making.pop(key, None), self._entries.pop(key, None)
         if entry is not None:
@@ -135,7 +135,7 @@ class Responses(Protocol):
     async def remove(self, owner: str, response_id: str) -> bool: ...
 
     async def ask(self, maker: int, question: bytes) -> bytes | None:
-        """Ask another maker. Returns None if it has ended or could not answer."""
+        """Ask another process that makes responses. Returns None if it has ended or could not answer."""
 
     def answer_with(self, answer: Callable[[bytes], Awaitable[bytes]]) -> None:
         """Answer the questions of other processes with `answer`. Call in the event loop."""

@@ -16,7 +16,7 @@ PICTURES = "pictures"
 
 
 class _Holds(msgspec.Struct, tag="holds"):
-    """Ask before `_Put`, so that a file that the parent has is not sent again."""
+    """Question whether the parent has a file; `_Put` sends it only if not."""
 
     name: bytes
     digest: bytes

@@ -91,7 +91,7 @@ class Turn:
     """Turn being generated. Its fields are complete when `events` has ended."""
 
     def __init__(self, answer: ChatAnswer | CompletionAnswer, names: dict[str, str]) -> None:
-        """names: see `chat_body`."""
+        """names: the chat endpoint's field names -> the request's."""
         self._answer, self._names = answer, names
         self.response_id = answer.engine_id
         """Unique id, even for a repeated X-Request-Id."""
@@ -234,7 +234,7 @@ def begin_turn(
     asked: AskedRoute,
     ends_with_context: bool = False,
 ) -> Turn:
-    """Admit the request. asked, ends_with_context: see ChatAnswer. Raises ApiError."""
+    """Admit a request and begin its answer. asked, ends_with_context: see ChatAnswer. Raises ApiError."""
 
     def answer() -> ChatAnswer:
         return ChatAnswer(context, body, header_id(request), ends_with_context=ends_with_context, asked=asked)
@@ -245,7 +245,7 @@ def begin_turn(
 def begin_completion(
     context: ServerContext, request: Request, body: CompletionRequest, names: dict[str, str], *, ends_with_context: bool
 ) -> Turn:
-    """Admit a request of one prompt, without a chat template. Raises ApiError."""
+    """Admit a request of one prompt, without a chat template, and begin its answer. Raises ApiError."""
 
     def answer() -> CompletionAnswer:
         return CompletionAnswer(context, body, header_id(request), ends_with_context=ends_with_context)

@@ -127,11 +127,11 @@ class LlamaFields(SamplerFields, kw_only=True, frozen=True):
 
     @property
     def noted(self) -> list[str]:
-        """Fields without effect: the penalty covers all tokens, not just the last ones."""
+        """Given fields without effect: the penalty covers all tokens, not just the last ones."""
         return ["repeat_last_n"] if (self.repeat_last_n or 0) > 0 else []
 
     def to_completion(self, prompt: str | list[int], defaults: Mapping[str, Any], longest: int) -> dict[str, Any]:
-        """Body of the completion. defaults: the model's. longest: context length in tokens."""
+        """Body of the completion. defaults: the model's sampling parameters. longest: context length in tokens."""
         found = self.sampler_fields(SAMPLING, defaults)
         if self.ignore_eos is not None:
             found["ignore_eos"] = self.ignore_eos

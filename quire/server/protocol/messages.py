@@ -143,7 +143,7 @@ class ChatMessage(msgspec.Struct, frozen=True, gc=False):
 
 class ReadMessages(list[Any]):
     """Messages of a parsed body (quire/server/reading.py): `found` has all of them; the list has only the last, for a
-    large body without text unless the answer repeats it."""
+    large body, without its text unless the answer repeats it."""
 
     def __init__(self, last: Any, found: conversation.Messages) -> None:
         super().__init__([last])

@@ -49,7 +49,7 @@ class PoolingFields(PooledFields, kw_only=True, frozen=True):
     }
 
     def params(self, **more: Any) -> PoolingParams:
-        """Parameters for the engine. more: parameters of one route."""
+        """Parameters for the engine. more: parameters that only one route has."""
         cut = self.truncate_prompt_tokens
         return PoolingParams(truncate_prompt_tokens=cut, use_activation=self.use_activation, **more)
 
