@@ -126,7 +126,6 @@ class BeamSearch:
 
     @property
     def has_candidates(self) -> bool:
-        """True if all beams have their candidates."""
         return all(beam.candidates is not None for beam in self.beams)
 
     @property

@@ -74,7 +74,6 @@ class OutputStream:
             self._consumer.set_result(None)
 
     async def last(self) -> RequestOutput:
-        """Await the last output."""
         while not (output := await self.get()).finished:
             pass
         return output
@@ -219,7 +218,6 @@ class Delivery:
 
 
 async def last_only(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:
-    """Yield only the last output."""
     async with contextlib.aclosing(outputs):
         async for output in outputs:
             if output.finished:

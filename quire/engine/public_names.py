@@ -48,7 +48,6 @@ def user_tokenizer(tokenizer: Tokenizer | None, inputs: InputProcessor) -> UserT
 
 
 def missing(engine: object, name: str) -> AttributeError:
-    """Error for a name that an engine lacks."""
     kind = type(engine)
     known = [each for each in dir(kind) if not each.startswith("_")]
     why = f": {REASONS[name]}" if name in REASONS else nearest_name(name, known)

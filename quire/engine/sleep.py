@@ -135,6 +135,5 @@ class Pause:
         self._scheduler.hold_new(True)
 
     def end(self) -> None:
-        """End the pause. Idempotent."""
         self.scope, self.stops_all = "", False
         self._scheduler.hold_new(False)

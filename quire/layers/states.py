@@ -148,7 +148,6 @@ class _Frames:
 
     @classmethod
     def load(cls, rule: DeltaRule, states: StateStep) -> _Frames:
-        """Frames before the step."""
         blocks = _read_blocks(states, rule.layer)
         is_kept = torch.arange(STATE_BORDER, device=blocks.device) < (states.starts % STATE_BORDER)[:, None]
         is_kept = is_kept.to(blocks.device)[:, None]

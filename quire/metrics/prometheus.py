@@ -110,7 +110,6 @@ class EngineMetrics(Collector, StatsListener):
             self.params_max_tokens.observe(request.max_tokens)
 
     def record_rejection(self, reason: str) -> None:
-        """reason: one of REJECTIONS."""
         self._rejections.count(reason)
 
     def outcomes(self) -> dict[str, int]:

@@ -68,7 +68,6 @@ class NativeRun(EncoderRun):
     def __init__(
         self, tower: VisionTower, run: Callable[..., torch.Tensor], patches: torch.Tensor, grids: Sequence[Grid]
     ) -> None:
-        """run: NativeVision.run."""
         self._run = run
         super().__init__(tower, patches, grids)
 

@@ -47,7 +47,6 @@ class NamedPictures:
                 self._num_bytes -= dropped
 
     def picture_of(self, name: bytes) -> Any:
-        """Picture of the name, or None."""
         with self._lock:
             found = self._kept.get(name)
             if found is None:
@@ -71,7 +70,6 @@ class NamedPictures:
 
 
 def unknown_name(picture: Picture) -> UserError:
-    """Error for an unknown name."""
     return UserError(
         f"{picture.where}: no picture is known by the uuid {picture.uuid!r:.100}: this client has sent none, or it was "
         f"forgotten; send it again",

@@ -55,7 +55,6 @@ class Mesh:
         return tuple(sorted(self._groups(kind)))
 
     def group_of(self, rank: int, kind: str) -> tuple[int, ...]:
-        """Rank's group of that kind."""
         return next(group for group in self.groups(kind) if rank in group)
 
     def _groups(self, kind: str) -> Iterator[tuple[int, ...]]:

@@ -36,7 +36,6 @@ class FileTensor:
         return replace(self, shape=self.shape[::-1], transposed=not self.transposed)
 
     def read(self) -> torch.Tensor:
-        """Read the whole tensor."""
         tensor = self.read_whole()
         return tensor.t() if self.transposed else tensor
 

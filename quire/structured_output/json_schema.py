@@ -178,7 +178,6 @@ class Normaliser:
         given: dict[str, Any],
         place: SchemaPlace,
     ) -> Any:
-        """All parts in one schema."""
         if types is not None and not types:
             return False
         has_values = "const" in given or "enum" in given  # which were chosen by the keywords of numbers

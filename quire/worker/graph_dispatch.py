@@ -45,7 +45,6 @@ class ExecutionSettings:
         return [*plain, *(replace(each, adapts=True) for each in plain)] if self.adapts else plain
 
     def without_full(self) -> ExecutionSettings:
-        """Settings without full graphs."""
         return replace(self, full_sizes=())
 
 

@@ -69,7 +69,6 @@ class GGUFNames:
 
     @property
     def has_experts(self) -> bool:
-        """True if the layers have experts."""
         return any(EXPERT in place for place in self.layer.values())
 
 

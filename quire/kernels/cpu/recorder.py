@@ -224,7 +224,6 @@ def _rows_at(address: int, num_rows: int, width: int, stride: int) -> torch.Tens
 
 
 def address_of(vector: torch.Tensor | None) -> int:
-    """Address of a vector; 0 for None."""
     if vector is None:
         return 0
     assert vector.dtype == torch.float32, "kernels take float32 vectors"

@@ -27,7 +27,6 @@ def load_integer(words, COLUMN: tl.constexpr):
 
 @triton.jit
 def load_float(words, COLUMN: tl.constexpr):
-    """Load one word as a float32."""
     return tl.load(words + COLUMN).to(tl.float32, bitcast=True)
 
 

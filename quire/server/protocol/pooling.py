@@ -77,7 +77,6 @@ class InputFields(PoolingFields, kw_only=True, frozen=True):
 
     @property
     def field_name(self) -> str:
-        """Name of the field with the texts."""
         return "input" if self.messages is None else "messages"
 
     def params(self, **more: Any) -> PoolingParams:

@@ -77,7 +77,6 @@ class StructuredFields(SharedFields, kw_only=True, frozen=True):
 
     @property
     def constraint_field(self) -> str:
-        """Field that sets the constraint."""
         form = self.response_format
         if form is not None and (form.type != "text" or form.schema is not None):
             return "response_format"
