@@ -16,7 +16,7 @@ class QuireError(Exception):
     """Base of all errors that Quire raises on purpose."""
 
     def again(self) -> QuireError:
-        """The exception to raise again: itself, or a new one."""
+        """The exception to raise again."""
         return self
 
 
@@ -36,7 +36,7 @@ class UserError(QuireError, ValueError):
 
 def in_terms(message: str, param: str | None, names: Mapping[str, str]) -> tuple[str, str | None]:
     """(message, `param`) of an error, with fields renamed for another API. names: our field name -> the caller's path.
-    A name without an underscore may be a plain word, so it is replaced only at the message's beginning."""
+    A name without an underscore is replaced only at the message's beginning."""
     head = re.split(r"[.\[]", param or "", maxsplit=1)[0]
     if head in names and message.startswith(head):
         message = names[head] + message[len(head) :]
@@ -74,9 +74,8 @@ class ModelOutputError(QuireError):
 
 
 class InternalError(QuireError):
-    """A request or call failed through no fault of its caller; the engine goes on. The message may hold paths and
-    details, for the log and for callers in this process. Clients get `summary`. `error_id` finds the record in the
-    log."""
+    """A request or call failed through no fault of its caller; the engine goes on. The message may hold paths; clients
+    get `summary`. `error_id` finds the record in the log."""
 
     def __init__(self, message: str, *, summary: str = "internal error", error_id: str | None = None) -> None:
         super().__init__(message)

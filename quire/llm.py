@@ -161,8 +161,7 @@ class LLM(OfflineEngine):
     def register_prefix(self, prefix: Prompt, cache_salt: str = "") -> str:
         """Compute a prefix (a text or token ids) now and keep it until `unregister_prefix`; returns its id. Prompts
         that start with all its tokens and have the same `cache_salt` reuse it (docs/prefixes.md). Raises UserError when
-        it does not fit or would leave requests no room, ModelOutputError when the model computes NaN or infinite logits
-        after it."""
+        it does not fit or would leave requests no room, ModelOutputError for NaN or infinite logits."""
         with self._busy:
             request = self._input_processor.process_prefix(
                 f"prefix-{next(self._numbers)}", prefix, cache_salt=cache_salt

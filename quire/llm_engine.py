@@ -82,7 +82,7 @@ class LLMEngine(OfflineEngine):
         state of each request that got tokens.
 
         Raises UserError for a request that can never run, and InternalError for one whose output cannot be processed;
-        the others go on, and the next call returns their outputs. Raises EngineDeadError when the engine fails.
+        the others go on. Raises EngineDeadError when the engine fails.
         """
         with self._busy:
             if not self._errors and not self._outputs and self._output_processor.num_unfinished:

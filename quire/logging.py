@@ -67,8 +67,8 @@ class _Handler(logging.StreamHandler[TextIO]):
 
 
 def note(name: str, message: str, *arguments: object, fields: Mapping[str, object] | None = None) -> None:
-    """Log a routine message for operators at level INFO. It appears although the default level is WARNING; a log of
-    errors alone omits it. name: name of the logger. fields: extra fields of JSON records."""
+    """Log a routine message for operators at level INFO. It appears although the default level is WARNING. name: name
+    of the logger. fields: extra fields of JSON records."""
     logger = logging.getLogger(name)
     if logger.isEnabledFor(logging.WARNING):
         extra = None if fields is None else {"fields": dict(fields)}

@@ -73,9 +73,8 @@ class OfflineEngine:
         return {**msgspec.structs.asdict(stats), **shares(stats)}
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> int:
-        """Clear the prefix cache; returns how many blocks held a prefix. reset_running_requests: no effect; blocks of
-        running requests are cleared in any case, and the requests go on with the same tokens. reset_connector: must be
-        False; files in `kv_offload_dir` stay and count again at the next start."""
+        """Clear the prefix cache; returns how many blocks held a prefix. reset_running_requests: no effect; running
+        requests go on with the same tokens. reset_connector: must be False; files in `kv_offload_dir` stay."""
         check_reset(reset_connector)
         with self._busy:
             value = self._call("reset_prefix_cache")

@@ -26,9 +26,8 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     scale the vector to length 1; None: as the model's files say. use_activation: apply the model's activation to a
     classifier's logits (usually probabilities result); None: yes. truncate_prompt_tokens: most tokens of a text,
     special ones included; longer texts lose their ends; -1: the model's context; None: longer texts are refused.
-    padding: "max_length" pads a text to the model's context with the tokenizer's padding tokens, which the model reads
-    as any other, for models trained so (a field of vLLM's requests, not of its PoolingParams). task: "embed",
-    "classify" or "score", which must match the call; None: the call's.
+    padding: "max_length" pads a text to the model's context with padding tokens, which the model reads as any other.
+    task: "embed", "classify" or "score", which must match the call; None: the call's.
 
     The other fields are vLLM's and must keep their defaults, except requires_token_ids: outputs always have the
     prompt's token ids, and come once, at the end.

@@ -87,8 +87,8 @@ class SamplingParams(
     repr_omit_defaults=True,
 ):
     """Sampling settings of one request. Invalid values raise UserError with `param` set, here or when a field is set. A
-    running request keeps its settings. Fields without a text have vLLM's meaning. Values that would change an answer
-    and are not available are refused."""
+    running request keeps its settings. Fields without a text have vLLM's meaning. Unsupported values that would change
+    an answer are refused."""
 
     n: int = 1
     """Number of completions of the prompt. They share its KV blocks."""

@@ -2,20 +2,18 @@
 
 A plan is data: new sequences in full, once, then differences. Every rank executes plans strictly in order; workers
 never ask back. A freed block may be handed out again while an earlier plan still runs, because its new owner's plan
-runs later. A block that left a sequence's sliding window may be handed out in the same plan: nothing reads it any more.
+runs later. A block that left a sequence's sliding window may be handed out in the same plan.
 
 Drafts are guessed tokens after a sequence's last token. Sampling accepts the leading ones that equal its own draws, and
-adds one token: such a step yields 1 to `num_drafts` + 1 tokens. The scheduler learns the number with the result,
-perhaps after it has made later plans; until then `start_positions` are upper bounds, and a plan's blocks suffice for
-them. The workers' own count decides: a step starts after the tokens whose keys and values the worker has computed and
-kept. The workers may compute fewer drafts than planned.
+adds one token: 1 to `num_drafts` + 1 tokens. Until the scheduler knows the number from the result, `start_positions`
+are upper bounds, and a plan's blocks suffice for them. A step starts after the tokens whose keys and values the worker
+has computed and kept. The workers may compute fewer drafts than planned.
 
 A sample is a token or a vector. A vector (`StepPlan.pooled`) is made from the sequence's last hidden states
 (`ModelConfig.pooling`; without it the last token's, after the final norm), and its row gets no token.
 
-Masks of allowed tokens may depend on tokens that earlier plans sample. A plan names such samples in
-`masked_samples`, and its forward pass does not wait for the masks. They follow in `SamplingInputs`, exactly
-once, before any later plan.
+Masks of allowed tokens may depend on tokens that earlier plans sample. A plan names such samples in `masked_samples`,
+and its forward pass does not wait for the masks. They follow in `SamplingInputs`, exactly once, before any later plan.
 
 Order of effects of one plan: write `sampled`; release the slots of `released`; cut `trimmed_tables`; create
 `new_sequences`; apply `beam_reorders`; write `token_overrides` and `appended`; drop and encode `images`; start

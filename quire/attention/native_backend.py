@@ -151,7 +151,6 @@ class RecordedAttention(AttentionStep):
         )
 
     def _attend_dealt(self, dealt: DealtTokens, heads: HeadWeights, qkv: Buffer, rotation: Buffer | None) -> Buffer:
-        """Attend over the tokens of all ranks that share them (quire/attention/dealt.py)."""
         recorder, native, count = qkv.recorder, dealt.group.native, dealt.deal.num_ranks
         num_heads, dim = heads.shape.num_heads, heads.shape.head_dim
         own, every = num_heads * dim, count * num_heads * dim

@@ -150,7 +150,6 @@ class TorchAttentionStep(AttentionStep):
         return pages[blocks].flatten(0, 1)[: prompt.num_keys, : shape.width]
 
     def _attended_selected(self, layer: LayerAttention, q: torch.Tensor, selected: torch.Tensor) -> torch.Tensor:
-        """`_attended` over latents."""
         group, pages = self._layers[layer.layer]
         batch, top = self._batch, selected.shape[1]
         counts = (batch.slot_positions + 1).clamp(max=top)
@@ -216,8 +215,8 @@ class TorchAttentionStep(AttentionStep):
 
 
 class _Split(NamedTuple):
-    """Step in two parts. prompts: expanded sequences. tokens: indices of the other tokens; rest: their step. Both are
-    None if there are only prompts."""
+    """Step in two parts. prompts: expanded sequences. tokens: indices of the other tokens; rest: their step, None
+    without them."""
 
     prompts: Sequence[Prompt]
     tokens: torch.Tensor | None = None

@@ -77,8 +77,8 @@ class DeviceExpansion:
         work: tuple[Sequence[Prompt], DeviceBatch],
         out: torch.Tensor,
     ) -> None:
-        """query: both parts of the step's queries, the second rotated. kept: [blocks, block_size, width] of the prompts
-        of `work`, whose batch refers to the scratch pages."""
+        """query: both parts of the step's queries, the second rotated. kept: [blocks, block_size, width], the prompts'
+        latents."""
         lot, batch = work
         first = part * expansion.heads
         num_heads = min(expansion.heads, shape.num_heads - first)

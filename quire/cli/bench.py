@@ -312,7 +312,6 @@ def _serve_prompts(namespace: argparse.Namespace) -> list[PromptSpec]:
 
 
 def _random_images(namespace: argparse.Namespace) -> RandomImages | None:
-    """Pictures of a load's requests; None: they have none."""
     if namespace.images is None:
         if namespace.image_size is not None:
             raise UserError("--image-size needs --images", param="image_size")

@@ -140,7 +140,6 @@ def plan_engine(config: EngineConfig, total_memory: int, lengths: Sequence[int])
 
 
 def _tower(config: EngineConfig) -> TowerPlan | None:
-    """Vision tower that the engine loads."""
     if config.model.vision is None:
         return None
     from quire.multimodal.inputs import ImageInputs, image_inputs  # imports NumPy, which would slow `--help`
@@ -212,9 +211,8 @@ def weight_format(model: ModelConfig) -> str:
 
 
 def stored_weight_bytes(model: ModelConfig, shape: ModelShape, *, is_native: bool = True) -> int:
-    """Bytes of all weights as native CPU kernels store them. Quantized linear layers have a scale per group of inputs
-    (with 4 bits also an offset); embeddings have 8 bits if weights are quantized while loading. A GGUF file names each
-    tensor's type. is_native: False widens a GGUF file's types to floating point."""
+    """Bytes of all weights as native CPU kernels store them. is_native: False widens a GGUF file's types to floating
+    point."""
     if model.is_gguf and is_native:
         from quire.models.gguf.sizes import packed_weight_bytes  # imports NumPy, which would slow `--help`
 

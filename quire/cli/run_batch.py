@@ -116,7 +116,6 @@ class Files(NamedTuple):
 
 
 def _answered(path: Path) -> list[AnsweredLine]:
-    """Answers in a file. Raises UserError."""
     try:
         return read_answered(path)
     except OSError as error:
@@ -130,8 +129,7 @@ async def _run(
     files: Files,
     listener: Listener | None,
 ) -> int:
-    """Return the exit status: 0 even if requests failed, 1 for an invalid line. listener: for the metrics server, if
-    any. Raises EngineDeadError."""
+    """Return the exit status: 0 even if requests failed, 1 for an invalid line. Raises EngineDeadError."""
     from quire.engine.async_engine import AsyncLLM  # slow to import: only once the options are valid
     from quire.server.app import create_app
     from quire.server.batch import Pace, run_batch

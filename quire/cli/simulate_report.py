@@ -215,7 +215,6 @@ def _milliseconds(seconds: float, digits: int) -> str:
 
 
 def _check_objectives(scenario: Scenario, metrics: Metrics) -> None:
-    """Raise UserError for an objective that applies to no request."""
     for name in scenario.objectives:
         if metrics.num_finished and not metrics.latencies[name].count:
             raise UserError(f"--slo {name}: no request has one, being a single token or a beam search", param="slo")

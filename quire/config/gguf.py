@@ -1,6 +1,5 @@
 """GGUF file's metadata as a Hugging Face config.json. Metadata keys begin with the architecture's name
-("llama.block_count"); tensors have short names ("blk.0.attn_q.weight"). Claimed sizes are compared with the file's
-tensors before anything of that size is made."""
+("llama.block_count"); tensors have short names ("blk.0.attn_q.weight")."""
 
 from __future__ import annotations
 
@@ -284,7 +283,6 @@ def _expert_keys(keys: _Keys, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _latent_keys(file: GGUFFile, keys: _Keys) -> dict[str, Any]:
-    """Keys of models like DeepSeek's."""
     turned = keys.integer("rope.dimension_count", maximum=MAX_HEAD_DIM)
     is_apart = "blk.0.attn_kv_b.weight" not in file.tensors
     suffix = "_mla" if keys.optional_integer("attention.key_length_mla") is not None else ""
@@ -359,8 +357,7 @@ def end_tokens(named: Mapping[str, int]) -> dict[str, int]:
 
 
 def _check_tensors(file: GGUFFile, keys: _Keys, config: Mapping[str, Any]) -> None:
-    """Check that the file has every tensor in the metadata's shape, and no others except layers after the last, which
-    predict further tokens."""
+    """Check that the file has the metadata's tensors and shapes, and no others except layers after the last."""
     num_layers, num_blocks = config["num_hidden_layers"], keys.integer("block_count")
     if num_layers > len(file.tensors):
         raise file.error(f"block_count is {num_layers}, and there are {len(file.tensors)} tensors")
@@ -382,7 +379,6 @@ def _check_tensors(file: GGUFFile, keys: _Keys, config: Mapping[str, Any]) -> No
 
 
 def _rope(file: GGUFFile, keys: _Keys, config: Mapping[str, Any]) -> dict[str, Any]:
-    """RoPE settings in Transformers' terms."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base", 10_000.0)}
     kind = keys.choice("rope.scaling.type", ("none", "linear", "yarn"), "none")
     factors = file.tensors.get(ROPE_FACTORS)

@@ -199,8 +199,8 @@ def _read_described(path: Path) -> Described:
 
 
 def _with_tower(described: Described, path: Path, asked: str | None) -> tuple[Described, Path | None]:
-    """GGUF model with its vision tower, and the tower's file (None: no tower). asked: file that the user names;
-    None: the one beside the model, if it is this model's."""
+    """GGUF model with its vision tower, and the tower's file (None: no tower). asked: the user's file; None: the one
+    beside the model, if it is this model's."""
     if not path.is_file():
         if asked is not None:
             raise ConfigError(f"mmproj is for GGUF models, and {path} is none", param="mmproj")

@@ -14,8 +14,7 @@ def expands_prompts(
     options: EngineOptions, attention: AttentionShape | None, architecture: str, *, is_invariant: bool
 ) -> bool:
     """Value of `ModelConfig.expands_prompts`. "auto" expands only where bits may depend on the batch anyway. attention:
-    None for a model that Transformers computes. Raises ConfigError for a model whose attention cannot be expanded, or
-    gains nothing by it."""
+    None for a model that Transformers computes. Raises ConfigError for a model whose attention cannot be expanded."""
     asked = choice("mla_prompt", options.mla_prompt, MLA_PROMPTS)
     reason = _why_not_expanded(attention)
     if asked == "auto":

@@ -248,7 +248,7 @@ def _speculation(
 
 
 def _backend_and_model(options: EngineOptions, is_accelerated: bool) -> tuple[str, ModelConfig]:
-    """Attention back end, and the model, whose dtypes depend on it. "auto" on a CPU is the native back end where it
+    """Attention back end, and the model, whose dtypes depend on it. On a CPU "auto" is the native back end if it
     can compute the model."""
     asked = "triton" if is_accelerated else choice("attention_backend", options.attention_backend, BACKENDS)
     dtype = choice("dtype", options.dtype, DTYPES)
@@ -296,8 +296,8 @@ def _backend_and_model(options: EngineOptions, is_accelerated: bool) -> tuple[st
 
 
 def _matmul_precision(options: EngineOptions, model: ModelConfig, backend: str, device: str) -> str:
-    """Value of `DeviceConfig.matmul_precision`. By "auto" activations are rounded only for weights trained
-    and stored in bfloat16, and for GGUF files."""
+    """Value of `DeviceConfig.matmul_precision`. By "auto" activations are rounded only for weights stored in bfloat16,
+    and for GGUF files."""
     asked = choice("matmul_precision", options.matmul_precision, MATMUL_PRECISIONS)
     if backend == "triton":
         return device_precision(asked, model, device)
@@ -326,8 +326,7 @@ def _matmul_precision(options: EngineOptions, model: ModelConfig, backend: str, 
 
 
 def _quantization(options: EngineOptions, model: ModelConfig, backend: str) -> QuantizationConfig | None:
-    """Quantisation from the option and the checkpoint. The option may name a checkpoint's own quantisation, or add that
-    activations are rounded too."""
+    """Quantisation from the checkpoint and the option, which may add that activations are rounded too."""
     asked, stored = options.quantization, model.quantization
     if asked is None:
         return stored
@@ -357,8 +356,8 @@ def _quantization(options: EngineOptions, model: ModelConfig, backend: str) -> Q
 
 
 def _activation_bits(options: EngineOptions, model: ModelConfig, backend: str) -> int:
-    """Value of `ModelConfig.activation_bits`. By "auto" it is 8 for a GGUF file on the native kernels if neither a
-    dtype nor a matmul precision is given."""
+    """Value of `ModelConfig.activation_bits`. By "auto" it is 8 for a GGUF file on the native kernels without a dtype
+    or matmul precision."""
     asked = choice("activation_bits", options.activation_bits, ACTIVATION_BITS)
     if asked == "auto":
         is_free = model.is_gguf and model.quantization is None and backend == "native"
@@ -378,7 +377,6 @@ def _activation_bits(options: EngineOptions, model: ModelConfig, backend: str) -
 
 
 def _counts_experts(options: EngineOptions, model: ModelConfig) -> bool:
-    """Option. Raises ConfigError for a model whose experts are not counted."""
     if options.expert_counts and (model.impl != "quire" or model.shape.experts is None):
         why = (
             "has no experts" if model.shape.experts is None else "runs through Transformers, where experts do not count"
@@ -404,7 +402,6 @@ def _why_not_native(model: ModelConfig) -> str | None:
 
 
 def _max_logprobs(options: EngineOptions) -> int:
-    """Option. Raises ConfigError below -1, which means the vocabulary."""
     if options.max_logprobs < -1:
         raise ConfigError(
             f"max_logprobs must be positive, 0, or -1 for the vocabulary, not {options.max_logprobs}",
@@ -527,7 +524,6 @@ def batch_limits(options: EngineOptions, usual_seqs: int, usual_budget: int) -> 
 
 
 def _num_threads(options: EngineOptions) -> int | None:
-    """Requested compute threads. Raises ConfigError for an absurd number."""
     wanted = positive("num_threads", options.num_threads) or envs.num_threads()
     cores = os.cpu_count() or 1
     most = max(LEAST_THREADS_ALLOWED, THREADS_ALLOWED_PER_CORE * cores)

@@ -37,12 +37,12 @@ class VisionConfig:
     """Sizes of a tower of Qwen3-VL, Qwen 3.5, Qwen2.5-VL or Gemma 3. channels, frames, patch_size: a patch is
     [channels, frames, patch_size, patch_size]. merge_size: patches on each side of the square that becomes one token.
     output_size: elements of a token's features, the language model's hidden size. table_side: rows and columns of the
-    table of learned positions (0: none). deepstack_layers: ascending layers whose outputs give further features, which
-    the language model adds after its first layers. is_gated: the MLP has three matrices, norms are RMS norms, and the
-    patch embedding has no bias. window: tokens on each side of the squares in which patches attend to one another (0:
-    their whole frame), except in `whole_layers`. is_pooled: a token's features are the mean of its patches, normed and
-    projected; all pictures have table_side ** 2 patches, nothing rotates, and their tokens see one another. marks:
-    tokens around an image's (None: the chat template writes them)."""
+    table of learned positions (0: none). deepstack_layers: ascending layers whose outputs the language model adds after
+    its first layers. is_gated: the MLP has three matrices, norms are RMS norms, and the patch embedding has no bias.
+    window: tokens on each side of the squares in which patches attend to one another (0: their whole frame), except in
+    `whole_layers`. is_pooled: a token's features are the mean of its patches, normed and projected; all pictures have
+    table_side ** 2 patches, nothing rotates, and their tokens see one another. marks: tokens around an image's (None:
+    the chat template writes them)."""
 
     num_layers: int
     hidden_size: int

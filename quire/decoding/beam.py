@@ -1,10 +1,8 @@
 """Beam search: k best continuations of a prompt, k at a time (paper §4.4, figure 9).
 
 Each step ranks all continuations: those that end among the first k become hypotheses, and the k best of the others go
-on.
-
-Results equal those of Transformers' beam search: candidates, scores of hypotheses (cumulative log-probability / length
-** length_penalty, the end token counted), and ends.
+on. Results equal those of Transformers' beam search: candidates, scores of hypotheses (cumulative log-probability /
+length ** length_penalty, the end token counted), and ends.
 """
 
 from __future__ import annotations
@@ -135,8 +133,7 @@ class BeamSearch:
 
     def expand(self) -> list[Child] | None:
         """Rank all continuations, keep those of the first `width` that end, and return those that go on: at most
-        `width`, best first, none when the search is done. Returns None if matchers have yet to answer; then it must be
-        called again."""
+        `width`, best first, none when the search is done. Returns None if matchers have yet to answer: call again."""
         length = self.beams[0].sequence.num_output_tokens + 1
         ranked = self._ranked()
         if not self._ask(ranked, length):

@@ -146,8 +146,8 @@ def propose_drafts(drafter: Drafter, sequence: Sequence, budget: int, max_chunk:
 def take_back_rejected(
     plan: StepPlan, samples: list[Sequence], token_ids: list[list[int]], kv: KVCacheManager
 ) -> dict[int, list[int]]:
-    """Correct the counts of sequences whose drafts were rejected or whose samples were discarded, and free the blocks
-    that they no longer need. Returns seq_id -> table entries kept per KV group, for sequences with freed blocks.
+    """Correct the counts of sequences with rejected drafts or discarded samples, and free blocks that they no longer
+    need. Returns seq_id -> table entries kept per KV group, for sequences with freed blocks.
 
     samples, token_ids: aligned with the plan's `sample_seq_ids`.
     """

@@ -77,7 +77,7 @@ def num_shared_tokens(request: Request) -> int:
 
 
 def waiting_siblings(request: Request) -> list[Sequence]:
-    """A request's sequences that have no slot yet and will fork from the first one; not beam slots without a beam."""
+    """Request's sequences that have no slot yet and will fork from the first one; not beam slots without a beam."""
     if request.beam_search is None:
         return list(request.pending_forks)
     beams = request.beam_search.sequences

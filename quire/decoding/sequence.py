@@ -53,10 +53,9 @@ class RequestStatus(enum.Enum):
 class Sequence:
     """Completion being generated: tokens, counters, and the handle to its KV blocks.
 
-    `num_computed_tokens` counts tokens whose KV is written by plans already made (executed or in flight);
-    `num_pending_tokens` counts tokens that such plans sample but whose values have not come back. While
-    `num_pending_drafts` (drafts of plans in flight, part of both) is not 0, both are upper bounds. The target of a step
-    is `len(token_ids) + num_pending_tokens`; there is no prefill or decode phase.
+    `num_computed_tokens` counts tokens whose KV is written by plans already made; `num_pending_tokens` counts tokens
+    that such plans sample but whose values have not come back. While `num_pending_drafts` (drafts of plans in flight,
+    part of both) is not 0, both are upper bounds. The target of a step is `len(token_ids) + num_pending_tokens`.
     """
 
     __slots__ = (

@@ -483,9 +483,8 @@ class AsyncLLM:
 
     async def sleep(self, level: int | str = 1, mode: str | None = None) -> None:
         """Free memory until `wake_up`: the KV cache, and the weights, which move to host memory on a device (level 1)
-        or are dropped (level 2). Cached prefixes are lost; requests are rejected meanwhile.
-        mode: None refuses to sleep while requests live, "abort" ends them, "wait" waits for their end.
-        Raises UserError while requests live or prefixes are registered.
+        or are dropped (level 2). Requests are rejected meanwhile. mode: None refuses to sleep while requests live,
+        "abort" ends them, "wait" waits for their end. Raises UserError while requests live or prefixes are registered.
         """
         if mode is not None:
             check_mode(mode)

@@ -269,7 +269,7 @@ class EngineCore:
 
     def _send_sampling_inputs(self, outputs: EngineOutputs) -> None:
         """Send the workers the last plan's masks of allowed tokens (sampling inputs), unless they depend on the result
-        of an earlier plan. Waits for masks for at most LATE_SECONDS; samples without a mask are discarded."""
+        of an earlier plan. Waits for masks for at most LATE_SECONDS."""
         if self._unsent is not None and (self._has_stages or len(self._in_flight) == 1):
             plan, self._unsent = self._unsent, None
             deadline = self._clock.now() + LATE_SECONDS if self.scheduler.can_discard else math.inf
@@ -282,7 +282,6 @@ class EngineCore:
             self._executor.send_sampling_inputs(inputs)
 
     def _settle(self, outputs: EngineOutputs) -> None:
-        """Ask matchers (grammars) about new tokens, wait briefly, and process their answers."""
         asked = self.scheduler.awaited()
         while True:
             self._masks.flush()
@@ -307,13 +306,11 @@ class EngineCore:
         return not self.scheduler.kv.has_transfers
 
     def _transfer(self, *, awaits_report: bool = False) -> None:
-        """Run a plan that only moves cached blocks, with nothing else in flight."""
         plan = self.scheduler.schedule_transfers(awaits_report=awaits_report)
         if plan is not None:
             self.scheduler.update(self._execute(plan).result(), self._clock.now())
 
     def _await_connector(self) -> None:
-        """Wait, within limits, until the KV connector has listed the blocks stored before the start."""
         for _ in range(FIRST_REPORTS):
             if self.scheduler.kv.knows_stored:
                 break

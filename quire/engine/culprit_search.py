@@ -1,8 +1,8 @@
 """Search for the request that kills an engine.
 
 Requests in the engine at a death become suspects, each until it gets `CLEARED_TOKENS` further tokens. After a second
-death with suspects the engine gets one group of them at a time, which each further death halves, until the group is
-cleared. A request that kills the engine alone is the culprit.
+death with suspects the engine gets one group of them at a time, which each further death halves. A request that kills
+the engine alone is the culprit.
 """
 
 from __future__ import annotations

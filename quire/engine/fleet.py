@@ -1,8 +1,7 @@
 """Ledger of requests before one or more engines.
 
-A `Fleet` is an `EngineClient` over members, engines of one configuration. For each request the ledger keeps what
-another engine needs to continue with the same tokens (`ResumePoint`), so that engines can be replaced, and requests
-routed and moved.
+A `Fleet` is an `EngineClient` over engines of one configuration. The ledger keeps what another engine needs to continue
+each request with the same tokens (`ResumePoint`), so that engines can be replaced, and requests routed and moved.
 """
 
 from __future__ import annotations
@@ -233,7 +232,6 @@ class Fleet:
         return self.members[self._router.choose(beginnings_of(request))]
 
     def _place(self, entry: Entry, member: Member | None) -> None:
-        """Move a request to another member; None: to none, until one can take it."""
         before, entry.member, entry.is_sent = entry.member, member, False
         if member is not None:
             member.entries[entry.request_id] = entry
@@ -496,8 +494,8 @@ class Fleet:
             logger.warning(text, member.name, time.monotonic() - started, len(member.entries))
 
     def _lose(self, member: Member, reason: str) -> None:
-        """Mark a member as lost until an engine of it starts; the others take its requests. Without others, ends the
-        fleet and raises EngineDeadError."""
+        """Mark a member as lost until an engine of it starts; the others take its requests. Raises EngineDeadError
+        without others."""
         with self._lock:
             death = member.death or EngineDeadError(reason)
             member.is_lost, member.num_fruitless, member.search = True, 0, CulpritSearch()

@@ -102,9 +102,9 @@ class InputProcessor:
 
     tokenizer: None if the model has none (prompts are then token ids). vocab_size: the model's, which may exceed the
     tokenizer's. max_model_len: tokens of prompt and output together. eos_token_ids: the model's; they and the
-    tokenizer's own end a sequence unless `ignore_eos`. seed: requests without a seed derive theirs from it and their
-    number. max_logprobs: limit of alternatives per token; -1: the vocabulary. takes_priorities: True if requests may
-    set a priority. pools: True for a pooling model, which generates nothing.
+    tokenizer's own end a sequence unless `ignore_eos`. seed: source of seeds that requests lack. max_logprobs: limit of
+    alternatives per token; -1: the vocabulary. takes_priorities: requests may set one. pools: True for a pooling model,
+    which generates nothing.
 
     Front ends set these attributes: `clips_max_tokens`: clip a max_tokens that does not fit, as `LLM.generate` does;
     False makes it an error (servers). `max_new_tokens`: limit of every request or None. `reasoning`: format of the
@@ -355,7 +355,6 @@ class InputProcessor:
     def _place_images(
         self, token_ids: list[int], prompt: Mapping[str, Any], params: SamplingParams, options: MediaOptions
     ) -> tuple[list[int], list[PromptImage]]:
-        """Place the images of a prompt. Raises as ImageInputs.place, and PromptTooLongError."""
         if params.truncate_prompt_tokens is not None:
             raise UserError("truncate_prompt_tokens is not supported beside images", param="truncate_prompt_tokens")
         if isinstance(self.images, NoImages):

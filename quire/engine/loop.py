@@ -26,8 +26,8 @@ def build_core(
     config: EngineConfig | None = None,
 ) -> EngineCore:
     """Build a core: resolve the options, load the model, size the cache. Raises ConfigError, ModelLoadError or
-    InsufficientMemoryError. executor: `"module:attribute"`, imported here, so that other processes never import torch.
-    make_scheduler: see EngineCore. config: resolved `options`, if known."""
+    InsufficientMemoryError. executor: `"module:attribute"`, imported here. make_scheduler: see EngineCore. config:
+    resolved `options`, if known."""
     config = resolve(options) if config is None else config
     observers = [] if config.step_log is None else [StepLog(config, config.step_log, SystemClock())]
     workers = load_target(executor)(config)

@@ -63,9 +63,9 @@ class OutputProcessor:
         """Expect updates of `request`; call before the core knows it. Raises UserError for an id in use.
 
         By default an output holds the whole request so far (all `n` completions). delta: only completions with news,
-        and their new part. Token ids and logprobs come with their step. Text comes when it is certain, maybe after its
-        token, and is never taken back. Prompt logprobs come once, with the first tokens. final_only: single, last
-        output; always so for requests ranked at the end (beam search, best_of).
+        and their new part. Token ids and logprobs come with their step. Text comes when it is certain. Prompt logprobs
+        come once, with the first tokens. final_only: a single, last output; always so for requests ranked at the end
+        (beam search, best_of).
         """
         if request.request_id in self._requests:
             raise UserError(f"request id {request.request_id!r} is already in use", param="request_id")
@@ -123,7 +123,6 @@ class OutputProcessor:
             raise _internal_error(request_id, error) from error
 
     def _fail(self, state: _RequestState, error: BaseException, processed: ProcessedOutputs) -> None:
-        """Drop a request whose output could not be made; its last output joins `processed`."""
         if is_interrupt(error):
             raise error
         request_id = state.request_id

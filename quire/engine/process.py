@@ -1,5 +1,5 @@
-"""Engine process: reads messages, drives the core, sends outputs and sleeps when idle. ProcessClient starts it,
-writes a LaunchSpec to its stdin and keeps that pipe open until the parent ends."""
+"""Engine process: reads messages, drives the core, sends outputs and sleeps when idle. ProcessClient starts it and
+writes a LaunchSpec to its stdin."""
 
 from __future__ import annotations
 

@@ -156,7 +156,6 @@ class ProcessClient(RemoteClient[EngineFailed], EngineClient):
         self._die(message)
 
     def _die(self, failed: EngineFailed) -> NoReturn:
-        """Record the first cause, remove process and directory, and raise."""
         if self._death is None:
             self._death = failed.error(self._error_id)
         self._died.set()

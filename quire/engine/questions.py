@@ -1,5 +1,4 @@
-"""Questions among the processes of a server: a session asks a service of the parent, or another session. They share
-only the sockets of a shared engine (quire/engine/shared_engine.py) with requests."""
+"""Questions among the processes of a server: a session asks a service of the parent, or another session."""
 
 from __future__ import annotations
 

@@ -107,8 +107,8 @@ class RemoteClient(ABC, Generic[Other]):
 
     @abstractmethod
     def _listen(self, has_message: bool, is_woken: bool) -> bool:
-        """Record a sign of life or its absence; returns whether a message is there. is_woken: `watched` is readable.
-        Raises the error that ended the other process."""
+        """Record a sign of life or its absence; returns whether a message is there. Raises the error that ended the
+        other process."""
 
     @abstractmethod
     def _note(self, message: Other) -> None:

@@ -82,8 +82,8 @@ class LeastLoaded:
 
 
 class PrefixAware:
-    """Sends requests with a common prefix to the replica that has it cached, unless it exceeds its share. For the
-    shortest beginning, rendezvous hashing orders the replicas, so a popular prefix spreads over as few as it needs."""
+    """Sends requests with a common prefix to the replica that has it cached, unless it exceeds its share. A popular
+    prefix spreads over as few replicas as it needs."""
 
     needs_reports = True
 

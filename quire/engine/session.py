@@ -1,5 +1,5 @@
 """Asyncio side of one engine: request streams and calls between an event loop and an EngineClient. A receiver
-thread turns tokens into text and calls the loop once per message."""
+thread turns tokens into text."""
 
 from __future__ import annotations
 
@@ -325,7 +325,7 @@ class Session:
 
     def _leave(self, stream: OutputStream) -> RequestOutput | None:
         """Drop an unfinished request here, in the core and in the metrics. Returns its last output; None if it is gone,
-        or if making the output fails; its stream then gets the error."""
+        or if making the output fails (its stream gets the error)."""
         with self._lock:
             if not self._forget(stream.key):
                 return None
@@ -416,8 +416,7 @@ class Session:
 
 
 def _receive(client: EngineClient, reference: weakref.ref[Session]) -> None:
-    """Body of the receiver thread. It holds only a weak reference between messages: an unused engine is collected,
-    which ends this thread."""
+    """Body of the receiver thread. It holds only a weak reference between messages: an unused engine is collected."""
     while True:
         try:
             outputs = client.receive()

@@ -66,9 +66,8 @@ class Sleep:
             raise EngineAsleepError("the engine is asleep: wake it up first (wake_up)")
 
     def fall_asleep(self, level: str) -> None:
-        """Sleep at `level`, "1" or "2"; level 1 may become level 2. Raises UserError, with nothing changed, while
-        requests live or prefixes are registered, and InsufficientMemoryError, awake with an empty prefix cache, if the
-        host lacks memory for the weights."""
+        """Sleep at `level`, "1" or "2"; level 1 may become level 2. Raises UserError while requests live or prefixes
+        are registered, and InsufficientMemoryError if the host lacks memory for the weights."""
         if level not in LEVELS:
             raise UserError(f"the level of sleep must be 1 or 2, not {level!r}", param="level")
         wanted = LEVELS[level]

@@ -54,9 +54,9 @@ class StepRecord(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """One step. Times are in seconds.
 
     at: hand-over of the plan, since the first one. seconds: from the hand-over, or the previous step's end if later, to
-    this step's end. gap: from the previous step's end to the hand-over, 0 if the plan came earlier: the engine's work
-    between steps, or idle time. num_carried: sequences that had a row before; if 0, `gap` may be idle time. starts,
-    tokens: plan's `start_positions` and `num_tokens`. Copies and swaps are in blocks.
+    this step's end. gap: from the previous step's end to the hand-over, 0 if the plan came earlier. num_carried:
+    sequences that had a row before; if 0, `gap` may be idle time. starts, tokens: the plan's `start_positions` and
+    `num_tokens`. Copies and swaps are in blocks.
     """
 
     step: int

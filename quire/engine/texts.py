@@ -50,8 +50,7 @@ class FrontEndTexts:
         self, reader: str, argument: str, content: Sequence[bytes], decode: Callable[[bytes | bytearray], T]
     ) -> T:
         """Call the helper's function `reader` ("module:name") with `argument` and `content`, and decode its result on
-        another thread. Cancelling drops waiting work at once, and work in progress at its end. Raises InternalError if
-        the helper dies."""
+        another thread. Cancelling drops waiting work at once. Raises InternalError if the helper dies."""
         helpers = self.helpers
         assert helpers is not None, "servers are of models that have a tokenizer"
         size = sum(map(len, content))

@@ -218,7 +218,6 @@ class RankCalls(ABC):
             return any(call.error() is not None for call in self._pending)
 
     def _die(self, reason: str) -> None:
-        """End all ranks, and fail every call."""
         with self._lock:
             if self._death is None:
                 self._death = EngineDeadError(reason)

@@ -181,7 +181,6 @@ def _hang_up(connection: Connection) -> None:
 
 
 def _abandon(processes: Sequence[subprocess.Popen[bytes]], directory: RuntimeDirectory, owner: int) -> None:
-    """End the ranks' processes and remove their directory."""
     if os.getpid() != owner:
         return  # a fork of the owner ends; the ranks are not its own
     for process in processes:

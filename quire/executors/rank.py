@@ -1,6 +1,6 @@
 """Process of one rank: runs an executor of its own, and answers each call of the engine core with a message.
 
-RankProcesses starts it, writes a RankLaunch to standard input and keeps that pipe open while it lives.
+RankProcesses starts it and writes a RankLaunch to its standard input.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ STEPS = (EXECUTE, LAUNCH, SAMPLE)
 
 class RankLaunch(msgspec.Struct):
     """Start message of the process: one line of JSON. socket_fd: socket for messages in both directions. meeting_point:
-    beginning of the names of files for the ranks' addresses, one per stage. beats_fd: write end of a pipe for beats
+    beginning of the paths of files with the ranks' addresses, one per stage. beats_fd: write end of a pipe for beats
     (quire/utils/heartbeat.py). incoming, outgoing: links to neighbouring stages."""
 
     rank: int

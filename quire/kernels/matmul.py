@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 
 ROWS = 16
-"""Rows computed at a time. torch's CPU products order additions by the number of rows, differently between processors;
-with a fixed number, each row has the same bits. Fewer rows slow prompts, more slow single tokens."""
+"""Rows computed at a time. torch's CPU products order additions by the number of rows; with a fixed number, each row
+has the same bits."""
 
 
 def padded_rows(num_rows: int) -> int:

@@ -1,5 +1,5 @@
 """Second, bounded pool of blocks in host memory, for preempted requests' KV (paper §4.5). A request moves whole: all
-its sequences, each block once. This module only decides; the plan carries the copies."""
+its sequences, each block once."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class HostPool:
             assert blocks.pending_hash is None, "a swapped sequence has a pending block"
 
     def _cached(self, sequences: Sequence[BlockTable]) -> dict[int, int]:
-        """The sequences' host blocks -> device blocks with equal content, by the prefix index."""
+        """Sequences' host blocks -> device blocks with equal content, by the prefix index."""
         found: dict[int, int] = {}
         for blocks in sequences:
             if blocks.chain is None:

@@ -136,9 +136,8 @@ def group_layers(
 
 
 def _block_sizes(counts: Mapping[LayerSpec, int], block_size: int) -> dict[LayerSpec, int]:
-    """Tokens of a block for each kind with something per token. counts: layers of each kind.
-
-    Such kinds fill their pages exactly; states add padding.
+    """Tokens of a block for each kind with something per token; such kinds fill their pages exactly. counts: layers of
+    each kind.
     """
     quanta = {spec: spec.page_bytes(block_size * spec.dealt_to) for spec in counts if spec.token_bytes}
     if not quanta:

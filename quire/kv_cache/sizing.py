@@ -88,9 +88,8 @@ def size_pool(
 ) -> KVCacheLayout:
     """Choose the numbers of blocks and return the layout. `num_blocks_override`, `kv_cache_memory` and `swap_space`
     need no `profile`. Otherwise the pool takes `memory_utilization` of the available memory (on a device: of its
-    memory), less all other uses. The swap space is DEFAULT_SWAP_SPACE, at most DEFAULT_SWAP_SHARE of free (on a device:
-    host) memory; neither exceeds what `max_num_seqs` sequences of full length use. A model without KV gets block 0
-    only.
+    memory), less all other uses. The default swap space is DEFAULT_SWAP_SPACE, at most DEFAULT_SWAP_SHARE of free host
+    memory; neither exceeds what `max_num_seqs` full sequences use. A model without KV gets block 0 only.
 
     Raises InsufficientMemoryError, with the arithmetic, when a pool has no room for one block.
     """

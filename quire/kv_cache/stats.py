@@ -118,8 +118,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """Seconds that the first worker has encoded images."""
     expert_counts: dict[int, list[int]] | None = None
     """Layer with experts -> rows that each expert has computed since the start (option `expert_counts`, in answers to
-    the call `stats`). Ranks compute the same rows, which count once; in the last layer only rows after its attention
-    count."""
+    the call `stats`). Ranks compute the same rows, which count once."""
     expert_ranks: dict[int, list[list[int]]] | None = None
     """Layer with experts -> experts on each rank now (option `enable_eplb`, in answers to the call `stats`)."""
 

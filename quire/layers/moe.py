@@ -83,7 +83,7 @@ class SharedExpert:
 class MixtureOfExperts:
     """x -> residual + shared(x) + the weighted sum of the chosen experts' results. shared: shared expert, or None.
     Ranks share each expert's inner width, or whole experts (`LayerContext.expert_placement`), and always the shared
-    expert's inner width. Router and correction are never quantised."""
+    expert's inner width."""
 
     def __init__(
         self,

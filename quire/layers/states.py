@@ -97,9 +97,9 @@ def gated_delta_rule(rule: DeltaRule, qkv: torch.Tensor, gates: torch.Tensor, st
 
 @dataclass(slots=True)
 class _Tiles:
-    """Next tokens of P sequences, up to the end of a tile of TILE rows at an absolute multiple of TILE. sequences: [P].
-    rows: [P, TILE], of the tile in its frame. tokens: [P, TILE], of the step; -1 for other rows. ends: [P], tokens
-    computed afterwards. is_last: [P], True if the step or a block ends with the tile."""
+    """Next tokens of P sequences, up to the end of a tile of TILE rows at an absolute multiple of TILE. rows: [P,
+    TILE], in the tile's frame. tokens: [P, TILE], of the step; -1 for other rows. ends: [P], tokens computed
+    afterwards. is_last: [P], True if the step or a block ends with the tile."""
 
     sequences: torch.Tensor
     rows: torch.Tensor

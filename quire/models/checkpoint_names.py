@@ -42,7 +42,7 @@ class CheckpointNames:
         """Slot of a checkpoint's tensor; None if it is not needed or belongs to other ranks (`elsewhere`). Raises
         ModelLoadError for an unknown tensor.
 
-        Biases of zeros without a slot (AutoGPTQ) are ignored, and a LayerNorm's gamma and beta are its weight and bias.
+        Biases of zeros without a slot are ignored.
         """
         own = _LAYER_NORM.sub(lambda found: found[1] + _LAYER_NORM_NAMES[found[2]], name)
         for candidate in (own, self.base + own):

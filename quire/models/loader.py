@@ -82,7 +82,7 @@ def load_model(
     group: ranks that share each layer; this process loads its part. runtime: native CPU kernels. device_layers: Triton
     kernels, in `config.dtype`. With neither: plain torch operators. stage: layers to load. progress: called as (bytes
     done, bytes in all), last with both equal. Raises ModelLoadError naming file and tensor for a checkpoint that is
-    missing, corrupt, incomplete, of another model, or too small for config.json.
+    missing, damaged or does not fit config.json.
     """
     assert runtime is None or device_layers is None, "a model computes in one way"
     files = None if load.load_format == "dummy" else find_weights(config.path, load.load_format)

@@ -184,7 +184,6 @@ def _without_drafts(weights: Iterable[tuple[str, WeightSource]]) -> Iterator[tup
 
 
 def _one_by_one(weights: Iterable[tuple[str, WeightSource]]) -> Iterator[tuple[str, WeightSource]]:
-    """Split the fused experts of Qwen 3.5 checkpoints into one matrix each."""
     for name, tensor in weights:
         fused = _FUSED.fullmatch(name)
         if fused is None or isinstance(tensor, QuantizedWeight):

@@ -66,8 +66,8 @@ def _tables(files: WeightFiles) -> Iterator[tuple[str, torch.Tensor | FileTensor
 
 
 def _digest(name: str, tensor: torch.Tensor | FileTensor, dtype: torch.dtype | None) -> bytes:
-    """Digest of shape and values, read in parts. dtype: values are converted to it first (None: unchanged). Raises
-    ModelLoadError for a tensor that is no matrix."""
+    """Digest of shape and values. dtype: values are converted to it first (None: unchanged). Raises ModelLoadError for
+    a tensor that is no matrix."""
     shape = tuple(tensor.shape)
     if len(shape) != 2:
         raise ModelLoadError(f"tensor {name!r} has shape {list(shape)}, which no table of the vocabulary has")

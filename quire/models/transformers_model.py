@@ -105,7 +105,6 @@ class TransformersModel:
     # -- what is replaced -------------------------------------------------------------------------------------------
 
     def _fill_parameters(self) -> None:
-        """Allocate parameters outside linear layers: norms, fused experts."""
         context = self._context
         for name, parameter in list(self._model.named_parameters()):
             filled = torch.empty(parameter.shape, dtype=context.dtype, device=context.device)
@@ -117,7 +116,6 @@ class TransformersModel:
             )
 
     def _fill_buffers(self) -> None:
-        """Allocate buffers, and let the class compute constants such as rotation frequencies."""
         device = self._context.device
         for prefix, module in self._model.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -168,7 +166,6 @@ class _Computed(nn.Module):
 
 
 def _without_weights(config: ModelConfig) -> PreTrainedModel:
-    """Model built from shapes alone. Raises ModelLoadError."""
     transformers = import_transformers()
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -210,8 +207,8 @@ def _conversions(model: PreTrainedModel) -> list[Any]:
 
 
 def _expert_slots(prefix: str, sources: Iterable[str], merged: torch.Tensor) -> WeightSlots:
-    """Slots of single experts. merged: [experts, rows of all sources, columns]. sources: names of an expert's tensors,
-    with * for its number."""
+    """Slots of single experts. merged: [experts, rows of all sources, columns]. sources: tensor names, with * for the
+    expert's number."""
     names = list(sources)
     rows = merged.shape[1] // len(names)
     slots: WeightSlots = {}

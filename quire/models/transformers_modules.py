@@ -67,7 +67,6 @@ class ModuleReplacement:
     # -- tables, and the matrices that share them ---------------------------------------------------------------------
 
     def _replace_tables(self, config: ModelConfig) -> None:
-        """Replace embeddings, and linear layers outside the body (the head)."""
         context, model = self._context, self._model
         tables: dict[str, tuple[LinearMethod, Any]] = {}
         for module, name in self._names.items():

@@ -106,7 +106,7 @@ class VisionEncoder(ABC):
     def encode(self, patches: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
         """Encode images. patches: [T, patch_values] float32, concatenated by `grids`, in token order. Returns per image
         [tokens, feature_size] float32: the placeholders' embeddings, then the deep-stack features for the language
-        model's first layers. An image's bits do not depend on the others. Later calls do not overwrite the result."""
+        model's first layers. An image's bits do not depend on the others."""
         found = self.begin_run(patches, grids).advance(self.config.num_layers)
         assert found is not None, "all layers are computed"
         return found

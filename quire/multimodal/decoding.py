@@ -1,7 +1,6 @@
 """Decoding of an image file, or conversion of a program's image, to pixels: [height, width, 3] uint8, RGB.
 
-The pixels equal those of Transformers' processors with Pillow. Limits apply before decoding: a few bytes may describe
-gigabytes of pixels.
+The pixels equal those of Transformers' processors with Pillow. Limits apply before decoding.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ def decode_image(data: bytes, where: str, limits: ImageLimits = DEFAULT_LIMITS, 
     """Pixels of an image file, turned by its EXIF orientation; the first frame of an animation.
 
     where: path of the field, for errors. background: colour under transparent pixels. Raises UserError for an image
-        beyond the limits, damaged or of an unsupported format or mode. The decoder's messages may hold addresses, so
-        they are left out.
+        beyond the limits, damaged or of an unsupported format or mode.
     """
     if len(data) > limits.max_bytes:
         raise too_many_bytes(where, len(data), limits)

@@ -313,7 +313,6 @@ def _object(fields: Fields, key: str) -> Fields:
 
 
 def _resample(fields: Fields, usual: int) -> int:
-    """Number of a filter. Raises ModelLoadError if unknown."""
     number = fields.integer("resample", usual, minimum=0)
     if number > 5:
         raise fields.error(f"resample {number} is no filter of Pillow's")

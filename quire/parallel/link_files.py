@@ -1,7 +1,6 @@
 """Links between the stages of a pipeline in processes of one host.
 
-A link is memory mapped by two processes, with a slot for each step under way and kernel counters (eventfd) of full and
-free slots.
+A link is memory mapped by two processes, with a slot for each step under way.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Ranks and their groups: arithmetic, without processes.
 
-Ranks are numbered with tensor parallelism fastest, then pipeline and data parallelism: the ranks that exchange most are
-neighbours, and a replica is a run of consecutive ranks.
+Ranks are numbered with tensor parallelism fastest, then pipeline and data parallelism, so a replica is a run of
+consecutive ranks.
 """
 
 from __future__ import annotations

@@ -71,7 +71,6 @@ class BraceFormat:
                 return False
 
     def _list(self, reader: TextReader, output: Output, schema: Any, depth: int) -> Steps[bool]:
-        """Read a list; see `_object`."""
         items = schema.get("items") if isinstance(schema, dict) else None
         output.arguments("[")
         separator = ""

@@ -49,7 +49,6 @@ def parse_harmony(reader: TextReader, output: Output) -> Steps[None]:
 
 
 def _begins_header(reader: TextReader) -> Steps[bool]:
-    """True if a header comes next."""
     for beginning in ("<|channel|>", "<|start|>", " to="):
         if (yield from reader.sees(beginning)):
             return True

@@ -25,7 +25,7 @@ class Thought(Enum):
 @dataclass(frozen=True)
 class Break:
     """Marker that begins a call inside reasoning if one text of each of `follows` comes after it, in order, then a
-    known tool's name in the format `named` (empty: no name). Reasoning may mention the marker."""
+    known tool's name in the format `named` (empty: no name)."""
 
     mark: str
     follows: tuple[tuple[str, ...], ...] = ()

@@ -19,8 +19,7 @@ Unpack = Callable[[torch.Tensor], QuantizedWeight]
 @dataclass(frozen=True, eq=False)
 class BlockWeight(QuantizedWeight):
     """rows: [N, bytes of a row] uint8, whole blocks with finite scales, in the mapped file or in memory. unpack: makes
-    the common form of some rows. release: called when all rows are copied; drops the file's pages from memory, which
-    come back when read again."""
+    the common form of some rows. release: called when all rows are copied; drops the file's pages from memory."""
 
     rows: torch.Tensor
     format: BlockFormatName

@@ -80,7 +80,7 @@ class PackedDeviceLinear:
     plain: computes matrices that are not quantised. weight_format: see PackedLinear. stored_bits: bits per weight, for
     estimates of memory. converts_e4m3: the device has e4m3 conversions (compute capability 8.9). rounds_activations:
     round rows of x to e4m3, with scales of their own, for products with e4m3 matrices on tensor cores, except in
-    `apply_heads`; weight_format decides for integers.
+    `apply_heads`.
     """
 
     def __init__(

@@ -91,8 +91,8 @@ def assemble(
 ) -> Iterator[tuple[str, WeightTensor]]:
     """Yield each matrix after its last part, and every other tensor as it comes.
 
-    Parts may come in any order and with other tensors between them; only incomplete matrices are held. Raises
-    ModelLoadError, naming the tensor, for parts that are missing, given twice or do not fit.
+    Parts may come in any order; only incomplete matrices are held. Raises ModelLoadError, naming the tensor, for parts
+    that are missing, given twice or do not fit.
     """
     pending: dict[str, Parts] = {}
     done: set[str] = set()

@@ -63,7 +63,7 @@ class PlainKernels:
         return np.maximum(np.array(token_ids.read(iter(())), np.int64), 0)
 
     def keep_edited(self, scores: np.ndarray, asked: Asked) -> np.ndarray:
-        """A copy of the rows that ask for log-probabilities: [N, vocab_size]."""
+        """Copy of the rows that ask for log-probabilities: [N, vocab_size]."""
         return scores[asked.indices]
 
     def process(self, scores: np.ndarray, token_ids: np.ndarray, batch: HostBatch, asked: Asked) -> np.ndarray:
@@ -136,8 +136,8 @@ class PlainKernels:
         return Ranking(is_sound, token_ids, found, ranks.numpy(), self._best_of(values.numpy(), num_top))
 
     def _best_of(self, log_probs: np.ndarray, num_top: int) -> Best:
-        """Best tokens of each row, the lowest first among equal ones, independent of other rows' requests. Not
-        valid for a row without sound values."""
+        """Best tokens of each row without NaN or plus infinity, the lowest first among equal ones, independent of other
+        rows' requests."""
         if not num_top:
             return Best(np.empty((len(log_probs), 0), np.int64), np.empty((len(log_probs), 0), np.float32))
         sound = np.where(np.isfinite(log_probs.max(axis=1, keepdims=True)), log_probs, 0)
@@ -146,8 +146,7 @@ class PlainKernels:
 
     def _best(self, scores: np.ndarray, num_best: int) -> np.ndarray:
         """The `num_best` tokens with each row's highest scores, best first, the lowest first among equal ones. scores:
-        [N, vocab_size] float32, each row with a finite score, without NaN and plus infinity. Returns [N, min(num_best,
-        vocab_size)] int64."""
+        [N, vocab_size] float32, sound rows. Returns [N, min(num_best, vocab_size)] int64."""
         num_rows, vocab_size = scores.shape
         width = min(num_best, vocab_size)
         lowest = np.partition(scores, vocab_size - width, axis=1)[:, vocab_size - width]

@@ -1,7 +1,5 @@
 """Triton kernels of a device: passes are enqueued on the current stream, without waiting. Greedy rows take two
 launches and read the logits once.
-
-Penalties keep as much permanently, from their first use.
 """
 
 from __future__ import annotations

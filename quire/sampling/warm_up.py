@@ -39,8 +39,8 @@ def warm_up(
     logits: torch.Tensor,
 ) -> None:
     """Compile a device's kernels before the first request, by sampling dummy requests in the first slots, which must be
-    free: seconds, once per machine. words: rows' words, on the device. token_table: [num_rows, capacity] int32; the
-    beginnings of its first two rows are overwritten. logits: [2, vocab_size] in the model's type; overwritten."""
+    free. words: the rows' words, on the device. token_table: [num_rows, capacity] int32; the beginnings of its first
+    two rows are overwritten. logits: [2, vocab_size] in the model's type; overwritten."""
     count = min(2, len(words))
     logits = logits[:count]
     column = torch.arange(count, dtype=torch.int32, device=logits.device)

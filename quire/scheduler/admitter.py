@@ -206,7 +206,6 @@ class Admitter:
         self._running.enter(request, sequences)
 
     def _grow_new(self, builder: PlanBuilder, leader: Sequence, num_tokens: int) -> None:
-        """Schedule the first tokens of a sequence without a request slot."""
         assert leader.blocks is not None
         start = leader.num_computed_tokens
         allocation = self._kv.allocate_slots(leader.blocks, start, start + num_tokens)

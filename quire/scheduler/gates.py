@@ -3,11 +3,10 @@
 A gate lets a request pass or defers it (`Request.deferral`). The scheduler asks the gates of `default_gates` in order,
 in three stages (`GateStage`).
 
-A deferred request keeps its place, and every pass looks at it again. Later requests may start before it but take
-nothing from it (`Reservations`): its blocks are reserved, and a later prompt must fit into the rest of the step's
-budget. Request slots are reserved too, unless it waits for something outside the engine. No later request starts while
-a preempted request is deferred. Running requests are not preempted for a deferred one. An abort, a time limit, a start
-and the deferral's deadline end it.
+A deferred request keeps its place. Later requests may start before it but take neither its blocks nor its part of the
+step's budget (`Reservations`), and its request slots only if it waits for something outside the engine. No later
+request starts while a preempted request is deferred. Running requests are not preempted for a deferred one. An abort, a
+time limit, a start and the deferral's deadline end it.
 """
 
 from __future__ import annotations
@@ -134,19 +133,15 @@ class ConstraintGate:
 
 
 def _has_matchers(request: Request) -> bool:
-    """True if a constrained request has its matchers, so it can start."""
     is_followed = not any(sequence.awaits_matcher for sequence in request.live_sequences)
     return is_followed and all(each.is_ready and each.error is None for each in first_matchers(request))
 
 
 class PendingPrefixGate:
     """Defers all but one of the requests that arrive together with the same new prefix; one computes it
-    (docs/decisions/0004-scheduling.md).
-
-    - The request waits until one live sequence (the leader) has committed a number of blocks. If it is aborted or
-    preempted, the wait is over, and the first deferred request computes the rest.
-    - A deferral never leaves a step empty.
-    - A request may be deferred again for further shared blocks.
+    (docs/decisions/0004-scheduling.md). The request waits until one live sequence (the leader) has committed a number
+    of blocks; if it ends first, the first deferred request computes the rest. A deferral never leaves a step empty, and
+    a request may be deferred again for further shared blocks.
     """
 
     reason = PENDING_PREFIX
@@ -206,8 +201,7 @@ class AsynchronousLoadGate:
 class NextPlanLoadGate:
     """Orders the copies of a request's next blocks into this plan; the request waits for it.
 
-    In the next pass it starts with a plain prefix hit. After MAX_LOADS attempts it computes the prefix. The scheduler
-    releases these blocks before it preempts a running request.
+    In the next pass it starts with a plain prefix hit. After MAX_LOADS attempts it computes the prefix.
     """
 
     reason = "load for the next plan"

@@ -23,9 +23,9 @@ from quire.step import SamplingInputs, StepPlan, StepResult
 
 
 class CachedBlocks(Protocol):
-    """KV cache as the engine core uses it. knows_stored: the KV connector has scanned the blocks stored before the
-    start. has_transfers: it has blocks to move or release, even without live requests. can_transfer: also, the next
-    transfer need not wait for an earlier one."""
+    """KV cache as the engine core uses it. knows_stored: the KV connector has listed its stored blocks.
+    has_transfers: it has blocks to move or release, even without live requests. can_transfer: also, the next transfer
+    need not wait for an earlier one."""
 
     @property
     def knows_stored(self) -> bool: ...

@@ -1,13 +1,12 @@
 """Preemption: release of running requests' KV blocks (docs/preemption.md), and the choice of victims for an earlier
 waiting request.
 
-A request that comes first in `Request.order_key` gets its share of the step's tokens before the running requests behind
-it. It may also preempt requests of a worse priority, if
+A request that comes first in `Request.order_key` may preempt requests of a worse priority, if
 
 - the victims come after it in the order and have a worse priority (equal priorities never preempt each other);
 - it lacks request slots or blocks, and the preemption frees enough of both;
 - it can start in this very step: it is not deferred, has no sample in flight, and the running requests before it leave
-some token budget.
+  some token budget.
 """
 
 from __future__ import annotations

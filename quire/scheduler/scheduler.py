@@ -1,8 +1,8 @@
 """Scheduler: chooses the tokens of the next step (continuous batching over a paged KV cache).
 
-There are no prefill and decode phases. A sequence has `num_computed_tokens` and a target: its known tokens plus those
-that plans in flight will sample. A step schedules tokens until both are equal; chunked prefill, prefix hits and
-recomputation after a preemption are then the same.
+There are no prefill and decode phases. A step schedules a sequence's tokens until `num_computed_tokens` equals its
+known tokens plus those that plans in flight will sample; chunked prefill, prefix hits and recomputation after a
+preemption are then the same.
 """
 
 from __future__ import annotations

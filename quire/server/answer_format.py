@@ -249,7 +249,6 @@ class AnswerFormat:
         return self._behind_thoughts(found)
 
     def _behind_thoughts(self, found: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
-        """The constraint `found`, made to begin after the model's reasoning."""
         reasoning, thought = self._formats.reasoning, self._thought
         if found is None or reasoning is None or self._formats.in_reasoning or thought is Thought.CLOSED:
             return found

@@ -1,7 +1,7 @@
 """Runner of batches: checks their input, answers their lines in the background, and writes their files.
 
-One API process runs all batches; it holds `runner.lock`, which the system gives to another one when it dies. The state
-on disk alone says what is left to do, so a runner that dies at any moment loses and repeats nothing.
+One API process runs all batches; it holds `runner.lock`, which another one gets when it dies. The state on disk alone
+says what is left to do, so a runner that dies loses and repeats nothing.
 """
 
 from __future__ import annotations
@@ -112,7 +112,6 @@ class BatchRunner:
             Batches(space).sweep()
 
     async def _start_next(self) -> None:
-        """Start the oldest open batch of each key that has none running."""
         busy = {owner for owner, _ in self._running.values()}
         waiting: dict[str, list[StoredBatch]] = {}
         for owner, batch_id in await self._store.in_thread(open_batches, self._store):
@@ -204,7 +203,6 @@ class _Run:
             await self._finalize()
 
     async def _enter(self, status: str) -> None:
-        """Write a status. A "cancelling" one stays until the end."""
         batch = self._batch
         if status == "finalizing" and batch.status == "cancelling":
             pass
@@ -313,7 +311,6 @@ class _Run:
         await self._store.in_thread(self._batches.clear, batch)
 
     def _split(self, answered: list[AnsweredLine]) -> tuple[str, str]:
-        """Write the output file and the error file; returns their ids, empty for a file without lines."""
         batch, path = self._batch, self._batches.path
         source = path(batch.id, "input")
         rest: Iterator[bytes] = iter(())
@@ -336,7 +333,6 @@ def _write(file: BinaryIO, data: bytes) -> None:
 
 
 async def _on_threads(store: FileStore, lines: Iterator[bytes]) -> AsyncGenerator[bytes, None]:
-    """Read lines without waiting for the disk."""
     while (line := await store.in_thread(next, lines, None)) is not None:
         yield line
 

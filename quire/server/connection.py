@@ -1,6 +1,6 @@
 """HTTP connection: uvicorn's protocol over httptools, with limits on what a client may send and hold.
 
-uvicorn limits neither heads, trailers, pipelined requests nor time, and misses a hang-up behind a pipelined request.
+uvicorn limits neither heads, trailers, pipelined requests nor time.
 """
 
 from __future__ import annotations
@@ -380,7 +380,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._linger()
 
     def _linger(self) -> None:
-        """Close the sending side, but read on for a while, so that the client sees the answer."""
         self._enter(Phase.CLOSING)
         if self.transport.can_write_eof():
             self.transport.write_eof()

@@ -121,9 +121,9 @@ async def generate(
     """Yield (prompt index, new output) until every prompt is finished. The prompts run side by side; many sequences
     take turns (quire/server/request_share.py).
 
-    Closing the generator, or an error of one prompt, ends all. Raises as ServerContext.admit does; ModelOutputError if
-    the model computes NaN or infinite logits.
-    answer_id: id that the client knows. names: the engine's field names -> the request's, for errors.
+    Closing it, or an error of one prompt, ends all. Raises as ServerContext.admit does; ModelOutputError if the model
+    computes NaN or infinite logits. answer_id: id that the client knows. names: the engine's field names -> the
+    request's, for errors.
     """
     share = share_of(context.engine.max_num_seqs)
     if params.answers_at_end and params.num_sequences > share:

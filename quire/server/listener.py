@@ -111,8 +111,7 @@ def _refusal(settings: ServerSettings, port: int, error: OSError) -> ConfigError
 
 
 def _bind_path(settings: ServerSettings, path: str) -> socket.socket:
-    """Bind a Unix socket for the process's user and group. Replaces the socket of an ended server, not of a listening
-    one."""
+    """Bind a Unix socket for the process's user and group. Replaces the socket of an ended server."""
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if Path(path).is_socket() and not _answers(path):
@@ -176,7 +175,7 @@ class CertificateWatch:
 
     def check(self, context: ssl.SSLContext) -> bool:
         """Load the files into `context` if they have changed; return whether that was done. Files that do not fit
-        together, such as a key whose certificate is still to be written, leave the context as it is."""
+        together leave the context as it is."""
         state = self._state()
         if state == self._seen:
             return False

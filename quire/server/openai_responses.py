@@ -87,8 +87,7 @@ def add_response_routes(app: FastAPI, context: ServerContext) -> None:
 
 
 def _add_create_route(app: FastAPI, context: ServerContext, kept: _Kept) -> None:
-    """Add POST /v1/responses. A client that hangs up ends its request, which is then not stored, unless it runs in the
-    background."""
+    """Add POST /v1/responses. A client that hangs up ends its request, unless it runs in the background."""
     num_stored = context.settings.max_stored_responses
 
     @app.post(_PATH)

@@ -250,7 +250,6 @@ def _listed(
     outputs: Sequence[RequestOutput],
     data: Sequence[msgspec.Struct],
 ) -> ListT:
-    """Answer with `data`, one item per text. prefix: start of the response's id."""
     return kind(
         id=new_id(prefix, body.request_id),
         created=int(time.time()),

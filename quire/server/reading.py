@@ -33,7 +33,7 @@ async def read_request(request: Request, context: ServerContext, kind: type[T]) 
     new adapter named as the model is read.
 
     Raises as `read_body`, `parse_body` and `messages_of` do; ClientDisconnectedError; UserError for a large body that
-    takes READ_SECONDS of processor time, or an unreadable adapter. A large body counts as in flight until read.
+    takes READ_SECONDS of processor time, or an unreadable adapter.
     """
     strict = context.settings.strict_fields
 

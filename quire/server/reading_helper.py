@@ -1,8 +1,7 @@
 """Reader of large request bodies in a helper process, which holds no other thread up and whose processor time is
 limited.
 
-It parses and checks the body and makes the messages; reading.py gets these as bytes, packed token ids, and the rest as
-JSON.
+It parses and checks the body and makes the messages for reading.py.
 """
 
 from __future__ import annotations

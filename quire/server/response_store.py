@@ -1,6 +1,5 @@
-"""Responses that clients can continue, in memory, limited in number and bytes; the oldest leave first. Background
-responses have entries from the start. With several API processes the parent keeps them
-(quire/server/shared_responses.py)."""
+"""Responses that clients can continue, in memory, limited in number and bytes; the oldest leave first. With several API
+processes the parent keeps them (quire/server/shared_responses.py)."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def serve(
 
     SIGTERM, SIGINT or SIGHUP drains: /health and new requests get 503; running ones finish within `shutdown_timeout`
     seconds or end with finish reason "abort"; the status is 0. A second signal exits at once (128 + its number). Status
-    1: the engine died; standard error says why.
+    1: the engine died.
 
     process: see AsyncLLM.from_options. Main thread only. Raises ConfigError, ModelLoadError or InsufficientMemoryError.
     """
@@ -171,7 +171,6 @@ class _Service:
         return status
 
     async def _drain(self) -> int:
-        """Let running requests end."""
         busy = self._engine.num_unfinished > 0
         draining = asyncio.ensure_future(self._engine.drain(self._context.settings.shutdown_timeout))
         try:

@@ -1,7 +1,6 @@
 """GET /metrics, and the middleware that counts HTTP requests.
 
-The scraper chooses only the format. prometheus_client's negotiation would also let it choose the escaping of names,
-with a default that treats colons inconsistently.
+The scraper chooses only the format.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Fit of the cost model to logged steps of a real run (docs/calibration.md): the reached share of a device's limits,
-and a step's other costs. Disturbed steps get less weight; then all times are scaled to match the sum without the worst
-hundredth. Numbers that a log does not determine keep their values."""
+and a step's other costs. Disturbed steps get less weight. Numbers that a log does not determine keep their values."""
 
 from __future__ import annotations
 
@@ -283,8 +282,8 @@ def _rescaled(values: Vector, scale: float) -> Vector:
 
 
 def _with_host(hardware: Hardware, samples: Sequence[Sample]) -> Hardware:
-    """Profile with the host's overhead fitted to the gaps before steps. Unchanged where no step waited for the host
-    (queue_depth 2)."""
+    """Profile with the host's overhead fitted to the gaps before steps; unchanged where no step waited for the
+    host."""
     rows = [(s.work.num_sequences, s.work.num_new, s.gap) for s in samples if s.gap is not None]
     if len(rows) < MIN_STEPS or sum(gap for _, _, gap in rows) <= 0:
         return hardware

@@ -1,18 +1,16 @@
 """Predicted seconds of a step: for each operator the longer of its operations at the peak and its bytes at the
 bandwidth, each limit times its factor (`quire.simulator.hardware.Factors`). Times of operators add up:
 
-- matrix products (projections, MLPs, experts, output projection): 2 operations per weight and row; weights are read
-once a step, rows are read and written. `half_rows` slows products of few rows. A mixture reads the expected number of
-distinct experts under even routing.
-- attention: chunks and single tokens apart, operations per pair of query and key, bytes of the real contexts (a chunk
-reads its context once). Latent attention expands keys and values for chunks; single tokens, and all tokens with an
-indexer, multiply queries by the stored vector. For single tokens, each run of one head's keys or values in a block
-costs the time of `run_overhead` more bytes.
+- matrix products: 2 operations per weight and row; weights are read once a step, rows are read and written. A mixture
+  reads the expected number of distinct experts under even routing.
+- attention: chunks and single tokens apart, operations per pair of query and key, bytes of the real contexts. Latent
+  attention expands keys and values for chunks; single tokens, and all tokens with an indexer, multiply queries by the
+  stored vector.
 - the rest of a layer (norms, residuals, activations) and the sampler move bytes.
-- tp > 1: two all-reduces a layer, each a latency and 2 (tp - 1) / tp of the rows' bytes over the link (between nodes:
-the network). ep > 1: in place of the second one, tokens go to their experts' devices and back.
+- tp > 1: two all-reduces a layer, each a latency and 2 (tp - 1) / tp of the rows' bytes over the link. ep > 1: in place
+  of the second one, tokens go to their experts' devices and back.
 - pp > 1: micro-batches of the step's sequences pass the stages, all as long as the largest (`step_seconds`).
-- every kernel costs `launch_overhead`, every token and sequence the profile's overheads.
+- kernels, tokens and sequences cost the profile's overheads.
 
 Host overhead and swapping run beside the device (executor.py). docs/decisions/0016-simulator.md lists what is left out.
 """
@@ -286,7 +284,6 @@ class CostModel:
         return max((rows + self._half_rows) * product.per_row, product.weights + rows * product.row_bytes)
 
     def _expert_seconds(self, tokens: float) -> float:
-        """Seconds of the routed experts of all layers on one device. tokens: of the step."""
         picks = tokens * self._picks
         touched = self._num_local_experts * (1 - math.pow(self._missed, tokens * self._replicas_together))
         by_peak = (picks + touched * self._half_rows) * self._expert.per_row
@@ -475,7 +472,6 @@ class CostModel:
 
 
 def _merged(products: Iterator[Product]) -> list[Product]:
-    """Products of one name, added up."""
     found: dict[str, Product] = {}
     for each in products:
         other = found.get(each.name, Product(each.name, 0.0, 0.0, 0.0))

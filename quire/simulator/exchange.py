@@ -26,7 +26,7 @@ class RankTraffic(NamedTuple):
 
 def exchange_of(shape: ModelShape, layout: ParallelConfig, element_bytes: int = ELEMENT_BYTES) -> RankTraffic:
     """Exchange of a layout: sums behind attention, MLPs and the embedding, gathered logits and queries, results
-    over the tokens of one rank, and hidden states. Not counted: what some families' norms over all heads exchange."""
+    over the tokens of one rank, and hidden states."""
     within = 0
     if layout.tp > 1:
         within = sum(_in_layer(layer, shape.hidden, layout) for layer in shape.layers)

@@ -1,6 +1,4 @@
-"""Jitter: the variation of equal steps on a real machine, and its duration (docs/decisions/0016-simulator.md). A
-profile may hold the distribution of measured over expected time; the share of that scatter that lasts; and the rate of
-stalls."""
+"""Jitter: the variation of equal steps on a real machine, and its duration (docs/decisions/0016-simulator.md)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Metrics of a simulated run (docs/simulator.md defines them): distributions of latencies, and a replica's state over
-time, in bounded memory. A distribution keeps its first values exactly, then counts them in bins 0.5 % wide."""
+time, in bounded memory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Synthetic workloads: lengths like those of well-known data sets, arrivals of a random process.
 
-The paper gives means for two data sets (§6.1, Fig. 11), both heavy-tailed. Lengths here are lognormal (sigma 0.85, from
-Fig. 2) with the paper's means, cut to what its models hold: 512 tokens in and 1,536 out.
+Lengths are lognormal (sigma 0.85) with the means of the paper's two data sets (§6.1, Fig. 11), cut to what its models
+hold: 512 tokens in and 1,536 out.
 
 `translation` stands for the paper's WMT16 run (§6.4): every prompt begins with the same examples before a sentence.
 `chat` stands for its chatbot (§6.5): the prompt is the last 1,024 tokens of the conversation.

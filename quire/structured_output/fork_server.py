@@ -130,7 +130,6 @@ class ForkServer:
                 self._start_masks(self._connection.descriptors.popleft(), self._connection.descriptors.popleft())
 
     def _dispatch(self) -> None:
-        """Give waiting texts to free forks, and keep spare ones."""
         if self._vocabulary is None:
             return
         for lanes in self._ranges:

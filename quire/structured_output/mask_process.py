@@ -284,7 +284,6 @@ class MaskProcess:
                 self._message_came.notify()
 
     def _take(self, work: MaskWork) -> list[Task]:
-        """Apply a message; returns its tasks."""
         with self._lock:
             self._memory.hold(work.num_slots)
             for number in work.ended_slots:
@@ -423,8 +422,7 @@ class MaskProcess:
         return seconds, error, param, num_drafts
 
     def _make_draft_masks(self, slot: Slot, scratch: MaskScratch) -> int:
-        """Make the masks after drafts, up to one that is not allowed or ends the text, or until they take long; returns
-        their number."""
+        """Make the masks after drafts, up to one that is not allowed or ends the text; returns their number."""
         assert slot.state is not None
         state, started = slot.state.copy(), time.thread_time()
         for number, (token_id, place) in enumerate(slot.drafts):

@@ -145,7 +145,6 @@ class ObjectKeywords:
             raise place.error(str(error)) from None
 
     def _merge_patterns(self) -> None:
-        """Apply the patterns that match a named property's name to it."""
         for pattern, schema in self._patterns.items():
             names = [name for name in self._properties if self._matches(pattern, name)]
             shared = self._walk.shared(schema) if len(names) > 1 else schema
@@ -160,7 +159,6 @@ class ObjectKeywords:
                 self._patterns, self._additional, self._is_for_all = {}, schema, True
 
     def _drop_empty_patterns(self) -> None:
-        """Drop patterns whose names all have properties."""
         taken = {*self._properties, *self._required}
         size = max(map(len, taken), default=0)
         for pattern in list(self._patterns) if taken else ():

@@ -124,7 +124,6 @@ class TagGrammar:
         return self._rule(f"{self._text(_string(form, 'begin'))} {self._content(form, depth)}")
 
     def _content(self, form: dict[str, Any], depth: int) -> str:
-        """Content of a tag with its end mark; free text ends at the first end mark."""
         _check_fields(form, "tag")
         content, end = form.get("content"), form.get("end", "")
         ends = end if isinstance(end, list) else [end]

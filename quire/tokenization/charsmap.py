@@ -1,6 +1,5 @@
-"""Character table of a sentencepiece model, which maps sequences such as full-width letters to usual ones.
-
-At each position the longest known sequence is replaced; other characters stay.
+"""Character table of a sentencepiece model, which maps sequences such as full-width letters to usual ones. At each
+position the longest known sequence is replaced.
 
 Format: the index's size in bytes (4 bytes), the index (a darts-clone double array of 32-bit units), and zero-terminated
 replacements.

@@ -21,9 +21,8 @@ _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 def read_chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Read templates: name -> source; "default" is the usual one, "tool_use" serves conversations with tools.
 
-    chat_template.jinja and the templates of a folder win over tokenizer_config.json (`config`); chat_template.json
-    belongs to a multimodal model's processor, and wins there except for conversations with tools. Raises
-    ModelLoadError.
+    chat_template.jinja and the templates of a folder win over tokenizer_config.json (`config`); a multimodal model's
+    chat_template.json wins there, except for conversations with tools. Raises ModelLoadError.
     """
     found = _files(path) or _stated(path, config)
     processor = _processor_template(path, config, alone=not found)

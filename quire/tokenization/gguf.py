@@ -202,7 +202,6 @@ def _sentencepiece(
 
 
 def _wordpiece(file: GGUFFile, fields: Fields, max_values: int) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
-    """BERT's tokenizer."""
     tokens, kinds = _vocabulary(file)
     check_num_values(file.path, len(tokens), max_values)
     own = [_bert_name(token, kind) for token, kind in zip(tokens, kinds, strict=True)]

@@ -126,7 +126,7 @@ class HelperLoop:
     @contextlib.contextmanager
     def _answering(self, seconds: float) -> Iterator[list[Refused]]:
         """Let the system kill this process (SIGPROF) after `seconds` of processor time, and collect no garbage
-        meanwhile; add deliberate errors to the list."""
+        meanwhile."""
         from quire.errors import QuireError
 
         refused: list[Refused] = []

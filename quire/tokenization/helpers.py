@@ -46,8 +46,8 @@ from quire.utils.sizes import format_bytes
 LONG_TEXT_CHARACTERS = 2**18
 """Length from which a helper tokenizes a text."""
 UNKNOWN_PATTERN_CHARACTERS = 2**8
-"""Same limit for a tokenizer with patterns of its own. Some take time cubic in the text or worse, until the library
-gives up after ten million attempts. The worst known takes 0.6 s for 256 characters and 34 s for 4,096."""
+"""Same limit for a tokenizer with patterns of its own. The worst known takes 0.6 s for 256 characters and 34 s for
+4,096."""
 START_SECONDS = 60.0
 """Timeout of a start."""
 GRACE_SECONDS = 1.0
@@ -293,7 +293,6 @@ class Helpers:
             helper.stop()
 
     def _run(self, work: Callable[[Helper], T], failure: Callable[[str], QuireError]) -> T:
-        """failure: makes the error for a failed process."""
         try:
             helper = self._take()
         except OSError as error:

@@ -1,7 +1,6 @@
 """Sentencepiece's BPE: repeatedly join the neighbours whose union has the highest score, the first of equals.
 
-The `tokenizers` library takes an ordered list of pairs, which gives runs of spaces, dashes or letters other pieces; so
-it gets these pieces as words.
+The `tokenizers` library, which would make other pieces, gets these pieces as words.
 """
 
 from __future__ import annotations
@@ -117,7 +116,6 @@ class PieceMerger:
             self._last_long = part, pieces
 
     def _merged(self, part: str) -> Iterator[str]:
-        """Join the characters of a part."""
         scores, size = self._scores, len(part)
         symbols, before, behind = list(part), list(range(-1, size - 1)), list(range(1, size + 1))
         candidates: list[tuple[float, int, int]] = []

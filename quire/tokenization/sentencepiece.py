@@ -80,7 +80,6 @@ def _vocabulary(model: SentencePieces) -> dict[str, int]:
 
 
 def _bpe(model: SentencePieces) -> models.BPE:
-    """BPE model for texts that `PieceMerger` has cut."""
     return models.BPE(
         vocab=_vocabulary(model),
         merges=[],

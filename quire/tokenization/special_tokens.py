@@ -151,7 +151,6 @@ def _listed(path: Path, listed: Any) -> dict[int, AddedToken]:
 
 
 def _put_over(path: Path, values: dict[str, Any]) -> None:
-    """Override `values` by special_tokens_map.json."""
     for key, value in read_optional_json(path / SPECIAL_TOKENS_FILE).items():
         if isinstance(value, dict) and key != _EXTRA:
             values[key] = _entry(path / SPECIAL_TOKENS_FILE, key, value, is_special=True)

@@ -36,8 +36,8 @@ def knows_role(tree: nodes.Template, role: str) -> bool:
 
 def adapt_message(message: dict[str, Any], *, as_parts: bool, knows_developer: bool) -> dict[str, Any]:
     """Convert a message (conversation.py) for one template. Its content becomes a string (texts joined by line feeds)
-    or, with `as_parts`, a list of parts; a tool's message stays a string unless it has images. A developer's message
-    becomes the system's if the template does not know developers. Raises ImagesRefusedError for images in a string."""
+    or, with `as_parts`, a list of parts; a tool's message stays a string unless it has images. Raises
+    ImagesRefusedError for images in a string."""
     parts = message["content"] or []
     role, has_images = message["role"], any(part["type"] in IMAGES for part in parts)
     content: Any

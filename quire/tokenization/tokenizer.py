@@ -216,7 +216,6 @@ class Tokenizer:
 
 
 def _cleaned(text: str) -> str:
-    """Apply `clean_up_tokenization_spaces` in Transformers' order."""
     for written, read in SPACES_LEFT_OUT:
         text = text.replace(written, read)
     return text
@@ -317,8 +316,8 @@ def _read_other(
 def _with_flags(
     path: Path, backend: tokenizers.Tokenizer, own: dict[str, Any], config: dict[str, Any]
 ) -> tuple[HFTokenizer, dict[str, Any]]:
-    """Add a post-processor by `add_bos_token` and `add_eos_token`. own: the files' equivalent of tokenizer_config.json,
-    which `config` and special_tokens_map.json override. Also returns the merged config."""
+    """Add a post-processor by `add_bos_token` and `add_eos_token`. own: the files' equivalent of tokenizer_config.json.
+    Also returns the merged config."""
     stated = own | config
     named = stated | read_optional_json(path / SPECIAL_TOKENS_FILE)
     entries = {name: named.get(name) for name in SPECIAL_NAMES}

@@ -1,7 +1,6 @@
 """Limits on the number and length of entries in a tokenizer's files.
 
-Values are counted before the `tokenizers` library, which takes up to 406 bytes each, reads a file. The longest entry is
-limited too.
+Values are counted before the `tokenizers` library reads a file.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _BOOT = (
 def start_interpreter(module: str, name: str, line: bytes, fds: Collection[int]) -> subprocess.Popen[bytes]:
     """Start `module`'s main() in a fresh interpreter with our search path, in its own process group. name: shown at the
     end of the command line, and its first 15 bytes in `top`. line: first line on standard input, which stays open while
-    we live. fds: inherited files. A process that has already ended is no error here."""
+    we live. fds: inherited files."""
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", _BOOT.format(module=module), json.dumps([str(each) for each in sys.path]), name],
         stdin=subprocess.PIPE,

@@ -122,8 +122,8 @@ class GGUFFile:
     """Open file, or the files of a split model, named by the first. metadata: values of the first file by key;
     arrays are placeholders, read by `strings` and `numbers`. tensors: by name, in the files' order.
 
-    The mapping is private; `release` drops the pages of a copied tensor. Views stay valid as long as they are held; a
-    context closes the file once none is.
+    The mapping is private; `release` drops the pages of a copied tensor. A context closes the file once no view is
+    held.
     """
 
     def __init__(self, path: Path) -> None:
@@ -143,7 +143,6 @@ class GGUFFile:
             raise
 
     def _open_parts(self, num_parts: int) -> None:
-        """Map the other files of a split model, and add their tensors."""
         if num_parts > MAX_PARTS:
             raise self.error(f"its model is split over {num_parts} files, and {MAX_PARTS} are supported")
         if (number := self._split_number(self.metadata, "no")) != 0:

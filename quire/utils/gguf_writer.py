@@ -98,7 +98,6 @@ class GGUFWriter:
 
 
 def _set_aside(file: int, size: int) -> None:
-    """Reserve `size` bytes for a file where the system can."""
     try:
         os.posix_fallocate(file, 0, size)
     except (OSError, AttributeError) as error:

@@ -1,8 +1,7 @@
 """Signs of life of a process: sending, hearing, and checks of progress.
 
 A thread of the process writes a byte into a pipe at every beat: the time without progress of its loop and its threads.
-It stops when the whole process is stopped (SIGSTOP, a frozen container, swapping), or a thread never releases the
-interpreter.
+It stops when the whole process is stopped, or a thread never releases the interpreter.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Numbers that several processes count, each in its own slot of a mapped file, and can sum at any time, even while a
-process is stopped. A slot outlives its process: the next owner continues it."""
+process is stopped."""
 
 from __future__ import annotations
 

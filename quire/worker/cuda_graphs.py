@@ -1,6 +1,6 @@
 """Model's forward pass on a device: eager, as one CUDA graph, or as graphs between the layers' attention.
 
-Full graphs and the largest piecewise one are captured at the start, other piecewise sizes in idle time or at first use.
+Full graphs are captured at the start, most piecewise ones in idle time or at first use.
 """
 
 from __future__ import annotations
@@ -328,8 +328,7 @@ class _Pieces(AttentionStep):
         return self._attended.view(-1)[: len(tokens) * width].view(len(tokens), width)
 
     def _between(self, method: str, layer: tuple[Any, ...], *args: Any) -> Any:
-        """End a graph with this call's input and start the next. layer: constants of the layer. args: tensors; the
-        last, the output, is returned."""
+        """End a graph with this call's input and start the next. args: tensors; the last, the output, is returned."""
         self.graphs.append(self._capture.end_capture())
         self.calls.append(_AttentionCall(method, (*layer, *(_borrowed(self._capture, value) for value in args))))
         self._capture.begin_capture()

@@ -176,8 +176,8 @@ def note_found(result: StepResult, plan: StepPlan, counts: Sequence[int], tokens
 
 def add_accepted(result: StepResult, found: SampledTokens, firsts: Sequence[int], counts: Sequence[int]) -> list[int]:
     """Add the tokens of samples with several rows to a result. firsts: first row of each, and the number of rows.
-    counts: tokens per sample. Returns indices of non-finite samples; if only a later row is non-finite, the tokens
-    before it are kept, and the next step meets it."""
+    counts: tokens per sample. Returns indices of non-finite samples; if only a later row is, the tokens before it are
+    kept."""
     unsound, nonfinite = set(found.nonfinite), []
     for index, (first, count) in enumerate(zip(firsts, counts, strict=False)):
         rows = range(first, first + count)

@@ -5,12 +5,10 @@ prediction.
 `lookup_max`).
 
 `method: suffix`: the latest `MOST_PLACES` places of the own text, and of the others, where at least the last two tokens
-occur, vote. For each match length, their majority proposes a path, one token after the other. A token's probability is
-the product of these shares; the path with the highest sum wins.
+occur, vote. For each match length, their majority proposes a path. A token's probability is the product of the shares
+up to it; the path with the highest sum wins.
 
 A prediction comes first: its place with the longest match, among several the next one after the last used.
-
-`PlainTexts` and `PlainCorpus` define the native `DraftTexts` and `Corpus`.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class ExecutionSettings:
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """A step's way to run. num_tokens, num_seqs: sizes of the prepared inputs, with padding. overlaid: layers after
+    """Step's way to run. num_tokens, num_seqs: sizes of the prepared inputs, with padding. overlaid: layers after
     which an overlay adds rows (None: no overlay). adapts: some tokens have adapters."""
 
     kind: Kind
@@ -61,7 +61,7 @@ class Execution:
 
     @property
     def captured_as(self) -> Execution:
-        """The Execution under which a captured pass for this one is kept."""
+        """Execution under which a captured pass for this one is kept."""
         return replace(self, num_seqs=1) if self.kind == "piecewise" else self
 
 
@@ -85,8 +85,8 @@ def choose_execution(
     """Choose how a step runs. num_tokens, num_seqs: sizes without padding. max_query_len: maximum new tokens of a
     sequence. is_decode: all new tokens but the first are drafts.
 
-    If every sequence has one new token (and drafts), a full graph of the next size is used, with padded sequences; else
-    piecewise graphs of the next size, with padded tokens.
+    Decode batches use a full graph of the next size, with padded sequences; others piecewise graphs, with padded
+    tokens.
     """
     if max_query_len == 1:
         size = _next(settings.full_sizes, num_seqs)

@@ -18,9 +18,9 @@ class InputBatch(NamedTuple):
     rows, starts, counts, ends: [S] int64: request slot, first computed position, number of positions, position after
     the last. query_start: [S + 1] int64: tokens of sequence s are query_start[s]:query_start[s + 1]. logits_rows: [R]
     int64, ascending, tokens whose hidden states are read (None: all T): each sequence's last, and all of a scored
-    prompt. read_start: [S + 1] int64, start of each sequence's part of the R. rows_version: batches with equal versions
-    other than 0 have equal rows. num_drafts: [S] int64, last tokens that are drafts (None: none); their hidden states,
-    and the one before, are read. overlay: rows that replace embeddings (None: none).
+    prompt. read_start: [S + 1] int64, start of each sequence's part of the R. rows_version: equal versions other than 0
+    mean equal rows. num_drafts: [S] int64, last tokens that are drafts (None: none); their hidden states, and the one
+    before, are read. overlay: rows that replace embeddings (None: none).
     """
 
     rows: np.ndarray

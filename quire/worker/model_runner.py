@@ -87,7 +87,6 @@ class Launched:
         return result
 
     def _failed(self, rows: Mapping[int, str]) -> dict[int, str]:
-        """Failures (index -> reason) of samples, from those of their rows."""
         firsts = None if self.sampled is None else self.sampled.firsts
         if firsts is None:
             return dict(rows)

@@ -143,8 +143,8 @@ class RequestState:
             self._set_tokens(fork.child, row, fork.token_ids)
 
     def _copy_parent(self, fork: SequenceFork, sampled_at: Mapping[int, int]) -> None:
-        """Copy the parent's tokens: up to the sampled position if the child is sampled in this step, none if it brought
-        its history, else all."""
+        """Copy the parent's tokens: up to the sampled position if the child is sampled in this step, else all; none if
+        it brought its history."""
         parent, child = self._row_of[fork.parent], self._row_of[fork.child]
         self.num_prompt_tokens[child] = self.num_prompt_tokens[parent]
         if fork.token_ids is None:

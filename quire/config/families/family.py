@@ -76,7 +76,7 @@ class GGUFNames:
 class Family:
     """Description of a model family's config.json. model_type, aliases: names in config.json. architectures: classes;
     GGUF files get the first. is_runnable: the engine has its layers (quire/models/registry.py) and requires their keys;
-    otherwise the family can only be planned and simulated.
+    others can only be planned and simulated.
 
     hidden_size to intermediate, embedding_width, window: keys of sizes; the first that exists counts.
     intermediate_factor: default MLP width in hidden sizes (None: the key is required for a runnable family, 4 for

@@ -282,7 +282,6 @@ class PackedMatrix:
             raise ValueError(f"{num_rows} rows from {first_row} on do not fit {self.out_features}")
 
     def _columns(self, first_row: int, count: int) -> torch.Tensor:
-        """Column indices in the packed matrix of `count` rows, from `first_row` on."""
         rows = torch.arange(first_row, first_row + count)
         if not self.gated:
             return rows

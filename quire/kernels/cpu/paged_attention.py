@@ -149,8 +149,8 @@ def move_blocks(
     sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor], pairs: Sequence[tuple[int, int]]
 ) -> None:
     """Copy blocks by (source, destination) from each page to its counterpart in other memory, on one thread without the
-    GIL. sources, destinations: contiguous uint8 [num_blocks, block bytes], equal block bytes. Raises ValueError for
-    other pages and invalid blocks."""
+    GIL. sources, destinations: contiguous uint8 [num_blocks, block bytes]. Raises ValueError for other pages and
+    invalid blocks."""
     if not pairs:
         return
     (num_sources, block_bytes), num_destinations = sources[0].shape, len(destinations[0])

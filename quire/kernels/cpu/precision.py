@@ -96,7 +96,6 @@ def _read(memory: Path) -> dict[str, str]:
 
 
 def _write(memory: Path, choices: dict[str, str]) -> None:
-    """Replace the file atomically; if that fails, the next start measures again."""
     part = memory.with_name(f"{memory.name}.{os.getpid()}")
     try:
         memory.parent.mkdir(parents=True, exist_ok=True)

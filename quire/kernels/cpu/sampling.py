@@ -18,7 +18,7 @@ Choose = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, b
 vocab_size] float32, overwritten if a row is sampled), -1 for rows with NaN, plus infinity or no finite score. It writes
 the token (0 for -1) after the row's last one in the table. rows: [R] int64, index in the columns and the table.
 lengths, num_prompt_tokens: [R] int64, tokens of the sequence; their difference and the seed determine the sample.
-table: [num_rows, capacity] int32. greedy: all temperatures are 0. Addresses of arrays from the last call are cached."""
+table: [num_rows, capacity] int32. greedy: all temperatures are 0."""
 
 
 class VocabularyKernels:

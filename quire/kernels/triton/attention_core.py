@@ -121,7 +121,7 @@ def _key_offsets(blocks, tile, TOKEN: tl.constexpr, BLOCK_SIZE: tl.constexpr, BL
 @triton.jit
 def _weigh(scores, visible, maximum, scale, cap, SOFT_CAP: tl.constexpr, MASKED: tl.constexpr):
     """Weights of a tile's keys relative to the new maximum, that maximum, and the factor of earlier sums. scale: factor
-    of scores; with a soft cap c it includes 2 log2(e) / c, so that tanh needs one power. cap: c log2(e)."""
+    of scores; with a soft cap c it includes 2 log2(e) / c. cap: c log2(e)."""
     if SOFT_CAP:
         # tanh(x) = 1 - 2 / (e^2x + 1), right at both ends.
         scores = tl.fma(-2.0, 1.0 / (tl.exp2(scores * scale) + 1.0), 1.0)
@@ -163,8 +163,8 @@ def _attend_tiles(
     PAIRS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Add the tiles that begin in [start, stop). Without MASKED, every row sees every key. PAIRS: queries, `values` and
-    `odd_values` are halves (`split_queries`)."""
+    """Add the tiles that begin in [start, stop). Without MASKED, every row sees every key. PAIRS: operands are halves
+    (`split_queries`)."""
     # Elements of a head: numbers, or pairs of them.
     WIDTH: tl.constexpr = HEAD_DIM // 2 if PAIRS else HEAD_DIM
     TOKEN: tl.constexpr = NUM_KV_HEADS * WIDTH

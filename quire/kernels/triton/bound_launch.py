@@ -1,8 +1,8 @@
 """Launches of compiled kernels without Triton's dispatch.
 
-`kernel[grid](...)` derives the compiled kernel's key at each launch and queries the driver about every pointer: 10 to
-30 us on the host. Here each call site keeps compiled kernels under a key at least as fine as Triton's and calls the
-compiled launcher directly. Unknown combinations are launched by Triton first.
+`kernel[grid](...)` derives the compiled kernel's key at each launch: 10 to 30 us on the host. Here each call site keeps
+compiled kernels under a key at least as fine as Triton's and calls the compiled launcher directly. Unknown combinations
+are launched by Triton first.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class CompiledLaunches:
 class _Kind:
     """Arguments of one combination of types. tensors, numbers: pickers for these among the open arguments (None counts
     as a number). fixed: values of the other parameters. order: maps fixed + pointers + numbers to parameter order.
-    compiled: launchers by `key`; last: the last used entry, for a quick comparison."""
+    compiled: launchers by `key`."""
 
     __slots__ = (
         "_aligned",
@@ -220,5 +220,4 @@ def _contains(settings: Iterable[object], marks: set[object]) -> bool:
 
 @cache
 def _report_launches_by_triton(version: str, reason: str) -> None:
-    """Log once per process."""
     logger.warning("Triton %s launches kernels itself, at 10 to 30 us of the host each: %s", version, reason)

@@ -204,7 +204,7 @@ def _merge_kernel(
     PARTS: tl.constexpr,
 ):
     """Program (HEADS query heads of a group: one or at least all; sequence; its token). PARTS: at least the number of
-    splits, which are loaded at once; fixed ones are merged in order."""
+    splits."""
     sequence = tl.program_id(1)
     token = tl.program_id(2)
     begin = tl.load(query_start + sequence)

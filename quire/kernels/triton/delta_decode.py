@@ -1,7 +1,6 @@
 """Gated delta rule of one new token a sequence.
 
-`linear_state.py` decodes in the tiles of prompts, bit for bit as a prompt. Here the row is computed by itself, and its
-bits differ from a prompt's.
+Unlike in `linear_state.py`, its bits differ from a prompt's.
 """
 
 from __future__ import annotations

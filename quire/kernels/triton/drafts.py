@@ -1,5 +1,5 @@
 """Drafts on a device: writing after the known tokens, acceptance, and look-up for the next step. quire/worker/drafts.py
-has the rules and the host version. For each row the arena holds the number of computed tokens and the found drafts."""
+has the rules and the host version."""
 
 from __future__ import annotations
 
@@ -199,8 +199,7 @@ def _fill(
     *arguments: int,
     **constants: int,
 ) -> torch.Tensor:
-    """Launch a kernel that writes N samples' drafts to `tables.found`, with arguments of its own. Returns the number of
-    each, [N] int32."""
+    """Launch a kernel that writes N samples' drafts to `tables.found`. Returns the number of each, [N] int32."""
     rows, firsts, ends = samples
     num_found = torch.empty_like(ends)
     places = tables.token_width, tables.found, *arguments

@@ -60,8 +60,8 @@ def _experts_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """FIRST: activation(gate) * up of x's rows, to the pair's row of out; else down of the pair's row of x, to the
-    pair's row of out in float32. WEIGHS: the pair's weight multiplies the input (FIRST) or the output."""
+    """FIRST: activation(gate) * up of x's rows, to the pair's row of out; else down of the pair's row of x, in float32.
+    WEIGHS: the pair's weight multiplies the input (FIRST) or the output."""
     tile = tl.program_id(0)
     expert = tl.load(tiles + 3 * tile).to(tl.int64)
     if expert >= 0:

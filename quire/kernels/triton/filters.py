@@ -6,11 +6,9 @@ C(v) and S(v), number and sum of the weights >= v, that weight is the larger of
     top-p: the largest v with S(v) >= p * mass;
 or min-p, if larger. C and S are monotonic, so v is found by bisecting its bits.
 
-Bisection over a whole row would read it thirty times, so `cutoff` takes the r-th largest of the row's 1,024 lane maxima
-(from `scan`; r = k or 960), which bounds a short list of weights. `collect` lists their tokens and sums all weights in
-float64. `pick_filtered` ranks the list in registers.
-
-If the list is too long or misses the share, ten to twenty passes over the row rank it, with the same result.
+To read the row once, `cutoff` takes the r-th largest of its 1,024 lane maxima (from `scan`; r = k or 960), which bounds
+a short list of weights. `collect` lists their tokens and sums all weights in float64. `pick_filtered` ranks the list in
+registers. If the list is too long or misses the share, ten to twenty passes over the row rank it.
 """
 
 from __future__ import annotations
@@ -74,7 +72,7 @@ def _num_reached(bits, amounts, low, stride, goal):
 @triton.jit
 def _largest_reached(weights, amounts, goal):
     """Largest v > 0 at which the amounts of weights >= v reach `goal`; 0 if none. weights: [N] float32 in [0, 1];
-    amounts: [N] float32, >= 0, added in float64; goal: float64."""
+    amounts: [N] float32, >= 0."""
     bits = weights.to(tl.int32, bitcast=True)
     low = tl.full([], 0, tl.int32)
     high = tl.full([], 0, tl.int32) + (ONE + 1)
@@ -253,7 +251,7 @@ def _lowest_by_passes(row, VOCAB: tl.constexpr, largest, temperature, top_k, top
 @triton.jit
 def _lowest_in_list(weights, amounts, top_k, top_p, mass, LISTED: tl.constexpr):
     """Lowest weight that top-k (0: off) and top-p keep, from a list of the largest weights, and whether the list
-    reaches the share of the whole row. weights: [LISTED] float32; amounts: the same in float64."""
+    reaches the share of the whole row."""
     lowest = tl.full([], 0.0, tl.float32)
     reaches = top_p >= 0.0
     if top_k > 0:

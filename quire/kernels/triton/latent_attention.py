@@ -138,8 +138,7 @@ def _attend_part(
     BLOCK_N: tl.constexpr,
     SELECTS: tl.constexpr,
 ):
-    """Softmax over the keys at [start, stop): maximum and sum of weights ([rows]), weighted values ([rows, DIM]).
-    SELECTS: if is_sparse, start and stop index `chosen`, which holds key positions."""
+    """Softmax over the keys at [start, stop): maximum and sum of weights ([rows]), weighted values ([rows, DIM])."""
     maximum, total, values = no_keys(queries.shape[0], DIM)
     dims, turns = tl.arange(0, DIM), tl.arange(0, ROPE_BLOCK)
     for tile in range(bound(start), bound(stop), BLOCK_N):
@@ -184,8 +183,7 @@ def _latent_kernel(
     BLOCK_N: tl.constexpr, SPLIT_KEYS: tl.constexpr, IS_SPLIT: tl.constexpr, IS_FIXED: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of tokens, GROUP heads, part); tiles with most keys come first. IS_SPLIT: parts go to [tokens,
-    heads, capacity] of part_values etc.; else a program has all keys of its rows, added in the same parts if
-    IS_FIXED."""
+    heads, capacity] of part_values etc.; else a program has all keys of its rows."""
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     sequence = find_sequence(query_start, tile, num_seqs, TOKENS)

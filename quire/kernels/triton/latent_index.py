@@ -47,8 +47,7 @@ def _prepare_kernel(
     BLOCK_SIZE: tl.constexpr,
     TURNS: tl.constexpr,
 ):
-    """Program (token; 0: its queries, rotated in place, 1: its key, to the page). The first 2 HALF elements of a head
-    rotate in pairs HALF apart."""
+    """Program (token; 0: its queries, rotated in place, 1: its key, to the page). Rotated pairs are HALF apart."""
     token = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, DIM_BLOCK)
     is_turned = dims < 2 * HALF

@@ -258,9 +258,9 @@ def _key_rows(
 def _tile_results(
     query, own_key, key, value, beta, old, is_own_new, state, updates, is_new, decay, sums, tile, count
 ):  # fmt: skip
-    """ROWS tokens of a chunk from row `tile` on: the chunk's updates including theirs, and their results. old: known
-    updates. is_own_new: [ROWS, 1], is_new: [BORDER], True for tokens with unknown updates. sums: running sums of
-    `decay`. count: rows of the chunk."""
+    """Updates of a chunk's ROWS tokens from row `tile` on, and their results. old: known updates. is_own_new: [ROWS,
+    1], is_new: [BORDER], True for tokens with unknown updates. sums: running sums of `decay`. count: rows of the chunk.
+    """
     row, own_row = tl.arange(0, BORDER), tl.arange(0, ROWS)
     own = tile + own_row
     beta = 1.0 / (tl.exp(-beta) + 1.0)
@@ -300,8 +300,8 @@ def _rule_kernel(
     KEY_LINE: tl.constexpr, VALUE_LINE: tl.constexpr, KEY_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
     INTERVAL: tl.constexpr, EPSILON: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """Program (BLOCK columns, value head, sequence). states, kept_updates, kept_keys, kept_decays: layer's pages at
-    these parts; the last three have BORDER - 1 rows per head. LEAST: sequences with fewer new tokens are left out."""
+    """Program (BLOCK columns, value head, sequence). states, kept_updates, kept_keys, kept_decays: the layer's pages at
+    these parts. LEAST: sequences with fewer new tokens are left out."""
     head, sequence = tl.program_id(1), tl.program_id(2)
     first, start, length = _step_of(query_start, seq_lens, sequence)
     if length - start < LEAST:
@@ -470,8 +470,7 @@ def gated_delta_rule(
 def _launch_rule(
     rule: DeltaRule, tensors: Sequence[torch.Tensor], states: DeviceStateStep, sizes: Mapping[str, int]
 ) -> None:
-    """Compute the step's rows by the kernels for one and for several tokens of a sequence. tensors: queries, keys and
-    values, gates, result, new keys and their decays."""
+    """Compute the step's rows by the kernels for one and for several tokens of a sequence."""
     batch, pages, table = states.batch, states.floats(rule.layer), states.tables[rule.layer]
     block = max(SMALLEST_TILE, min(COLUMNS, next_power_of_2(rule.value_dim)))
     grid = blocks_of(rule.value_dim, block), rule.num_value_heads, batch.num_seqs

@@ -17,8 +17,8 @@ LANES = 4096
 
 @triton.jit
 def _scan_lanes(row, VOCAB: tl.constexpr, chosen, LANES: tl.constexpr):
-    """Best score of each lane, its first token, sum of exponentials relative to it, number of entries above `chosen`,
-    and whether a score is non-finite."""
+    """Best score of each lane, its first token, relative sum of exponentials, number of entries above `chosen`, and
+    whether a score is non-finite."""
     lanes = tl.arange(0, LANES)
     best = tl.full([LANES], float("-inf"), tl.float32)
     best_token = tl.minimum(lanes, VOCAB)

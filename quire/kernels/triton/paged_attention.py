@@ -103,8 +103,8 @@ def _varlen_kernel(
     FIXED_KEYS: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """Program (tile of queries, key head), most keys first; tiles of one key head share its keys in L2. skipped:
-    sequences with at most this many new tokens belong to another kernel. last_seen: see DeviceBatch, with AHEAD."""
+    """Program (tile of queries, key head), most keys first. skipped: sequences with at most this many new tokens belong
+    to another kernel. last_seen: see DeviceBatch, with AHEAD."""
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     tile, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     sequence = find_sequence(query_start, tile, num_seqs, TOKENS)
@@ -156,8 +156,8 @@ def _varlen_kernel(
 class PagedAttention:
     """Causal attention of a step's tokens over their sequences' pages. query: [T, >= num_heads * head_dim], heads
     first, any row stride. pages: [num_blocks, 2, block_size, num_kv_heads, head_dim], with the step's keys and values
-    written. out: [T, num_heads * head_dim], not written for padding. group: layer's KV group. sinks: [num_heads],
-    logits without a value in each head's softmax."""
+    written. out: [T, num_heads * head_dim]. group: the layer's KV group. sinks: [num_heads], logits without a value in
+    each head's softmax."""
 
     query: torch.Tensor
     pages: torch.Tensor

@@ -48,8 +48,8 @@ def allows_warp_groups(layer: LayerAttention, pages: torch.Tensor, dtype: torch.
 @gluon.jit
 def _weights(scores, maximum, total, scale):
     """Advance the online softmax by a tile. scores: [64, BLOCK_N] float32. maximum, total: [64], before the tile.
-    scale: factor of scores, log2(e) included. Returns the tile's weights relative to the new maximum, that maximum, the
-    new total, and the factor of earlier sums."""
+    Returns the tile's weights relative to the new maximum, that maximum, the new total, and the factor of earlier sums.
+    """
     new_maximum = gl.maximum(maximum, gl.max(scores, 1) * scale)
     nothing = gl.full(scores.shape, 0.0, gl.float32, scores.type.layout)
     weights = gl.exp2(gl.fma(scores, nothing + scale, nothing - gl.expand_dims(new_maximum, 1)))
@@ -59,8 +59,7 @@ def _weights(scores, maximum, total, scale):
 
 @gluon.jit
 def _masked(scores, first_position, first_key, GROUP: gl.constexpr, SCORES: gl.constexpr):
-    """Scores with -inf for keys after a row's position. first_position: the first token's, which has GROUP rows.
-    first_key: position of the tile's first key."""
+    """Scores with -inf for keys after a row's position. first_position: the first token's. first_key: the tile's."""
     position = first_position + gl.arange(0, scores.shape[0], gl.SliceLayout(1, SCORES)) // GROUP
     key = first_key + gl.arange(0, scores.shape[1], gl.SliceLayout(0, SCORES))
     return gl.where(gl.expand_dims(key, 0) <= gl.expand_dims(position, 1), scores, float("-inf"))
@@ -69,8 +68,7 @@ def _masked(scores, first_position, first_key, GROUP: gl.constexpr, SCORES: gl.c
 @gluon.jit
 def _places(first_token, num_tokens, stride, kv_head, GROUP: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr,
             LAYOUT: gl.constexpr):  # fmt: skip
-    """[ROWS, DIM] int64: offsets of the rows' elements in queries or results. stride: elements between tokens. Rows
-    after the last token repeat its offsets."""
+    """[ROWS, DIM] int64: offsets of the rows' elements in queries or results. stride: elements between tokens."""
     row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     dims = gl.arange(0, DIM, gl.SliceLayout(0, LAYOUT))
     token = first_token + gl.minimum(row // GROUP, num_tokens - 1)
@@ -82,8 +80,8 @@ def _places(first_token, num_tokens, stride, kv_head, GROUP: gl.constexpr, ROWS:
 def _copy_tiles(pages, table, kv_head, end_key, num_tiles, keys, values, full_keys, full_values, empty_keys,
                 empty_values, NUM_KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_N: gl.constexpr,
                 DIM: gl.constexpr, STAGES: gl.constexpr, COPIED: gl.constexpr):  # fmt: skip
-    """Copying warp group: keys and values of each tile, last first, into the stages in turn. A stage's `empty` barrier:
-    both other groups have read it; `full`: the copies have arrived. end_key: number of keys that the last row sees."""
+    """Copying warp group: keys and values of each tile, last first, into the stages in turn. end_key: number of keys
+    that the last row sees."""
     TOKEN: gl.constexpr = NUM_KV_HEADS * DIM
     keys_from = pages + kv_head * DIM
     dims = gl.arange(0, DIM, gl.SliceLayout(0, COPIED))
@@ -116,10 +114,9 @@ def _step(step, weights, sums, factor, maximum, total, first_position, first_key
           full_keys, full_values, empty_keys, empty_values, turns, NUMBER: gl.constexpr, GROUP: gl.constexpr,
           BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
           num_warps: gl.constexpr):  # fmt: skip
-    """Compute this step's scores and weights while the last step's weights are multiplied with its values. step: key
-    tile counted from the last. weights: the weights of the step before, not yet multiplied. sums: [64, DIM], earlier
-    weighted values; factor: applied to them first. maximum, total: see `_weights`. Returns weights, sums, factor,
-    maximum and total for the next step."""
+    """Compute this step's scores and weights while the last step's `weights` are multiplied with its values. sums: [64,
+    DIM], earlier weighted values; factor: applied to them first. Returns weights, sums, factor, maximum and total for
+    the next step."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_N, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, DIM, 16])
     stage = step % STAGES
@@ -149,9 +146,8 @@ def _multiply(query, out, begin, first, num_tokens_of_tile, kv_head, first_posit
               out_stride, scale, queries, keys, values, full_keys, full_values, empty_keys, empty_values, turns,
               NUMBER: gl.constexpr, GROUP: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr,
               STAGES: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
-    """Multiplying warp group NUMBER: 64 of the program's rows, of which only the last two key tiles need masks. begin:
-    sequence's first token in the batch. first: program's first token in the sequence. num_tokens_of_tile,
-    first_position: program's tokens, and the first's position. num_tiles: key tiles."""
+    """Multiplying warp group NUMBER: 64 of the program's rows. begin: the sequence's first token in the batch. first:
+    the program's first token in the sequence."""
     ROWS: gl.constexpr = 64
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_N, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, DIM, 16])
@@ -209,7 +205,7 @@ def _warp_group_kernel(query, pages, out, rows, query_start, seq_lens, tables, n
                        DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
                        COPYING_REGISTERS: gl.constexpr, MULTIPLYING_REGISTERS: gl.constexpr,
                        num_warps: gl.constexpr):  # fmt: skip
-    """Program (tile of 128 query rows, key head), last tiles first. Arguments: see `paged_attention._varlen_kernel`."""
+    """Program (tile of 128 query rows, key head), last tiles first."""
     TOKENS: gl.constexpr = 128 // GROUP
     COPIED: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [num_warps, 1], [1, 0])
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)

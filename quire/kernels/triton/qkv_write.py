@@ -53,8 +53,8 @@ def _write_heads(
     SCALED: tl.constexpr,
 ):
     """Norm and rotate heads in float32, rounding once. source, target, cos, sin: [rows] pointers to each head's first
-    element and its token's first angle. HALF: elements of each rotated half; the rest is not rotated. SCALED: divide
-    results by `divisor`. Everything is loaded before stores, so source and target may be equal."""
+    element and its token's first angle. HALF: elements of each rotated half; the rest is not rotated. source and target
+    may be equal."""
     REST: tl.constexpr = HEAD_DIM - 2 * HALF
     squares = tl.zeros((inside.shape[0],), tl.float32)
     if HALF:

@@ -113,8 +113,8 @@ def round_to_e4m3(x: torch.Tensor, group_size: int) -> RoundedRows:
 
 
 def _round_to_integers(x: torch.Tensor) -> RoundedRows:
-    """Each row is multiplied by 127 over its largest magnitude and rounded to nearest, ties to even, as on a CPU. A
-    non-finite row gets a NaN scale, a zero row the scale 0."""
+    """Multiply each row by 127 over its largest magnitude and round to nearest, ties to even. A non-finite row gets a
+    NaN scale, a zero row the scale 0."""
     num_rows, width = x.shape
     codes = torch.empty(num_rows, width, dtype=torch.int8, device=x.device)
     scales = torch.empty(num_rows, 1, dtype=torch.float32, device=x.device)

@@ -1,7 +1,7 @@
 """Token choice in one pass over the logits: best token, or one sampled from the whole vocabulary. `scan` leaves
 each fixed segment's largest score, that token, and the sum of weights relative to it. `pick` chooses a segment, finds
-the token inside, and writes it to the results and the token table. Sampling inverts the cumulative distribution with
-the host's uniform number, in a fixed order, so tokens do not depend on the batch. Limit: memory bandwidth."""
+the token inside, and writes it. Sampling inverts the cumulative distribution with the host's uniform number, in a fixed
+order, so tokens do not depend on the batch. Limit: memory bandwidth."""
 
 from __future__ import annotations
 

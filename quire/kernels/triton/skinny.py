@@ -168,7 +168,7 @@ def _add_scaled(total, part, scale):
 
 @triton.jit
 def _add_group(total, w, x, ones, of_x, scale, offset, zeros, HAS_OFFSETS: tl.constexpr, ROUNDED: tl.constexpr):
-    """total + (w @ x) * scale * of_x + (ones @ x) * offset. of_x: scales of e4m3 rows for this group, else 1."""
+    """total + (w @ x) * scale * of_x + (ones @ x) * offset. of_x: scales of e4m3 rows, else 1."""
     part = _multiply(w, x, zeros, ROUNDED)
     if ROUNDED and part.dtype != tl.int32:
         part = part * of_x
@@ -293,8 +293,7 @@ def _skinny_kernel(
     BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Program (rows of the matrix, rows of x, split). With splits `out` is [splits, m, n]. DTYPE: of x before
-    rounding."""
+    """Program (rows of the matrix, rows of x, split). With splits `out` is [splits, m, n]."""
     PAIRS: tl.constexpr = FORMAT >= I4
     PART: tl.constexpr = BLOCK_K // 2 if PAIRS else BLOCK_K
     WHOLE: tl.constexpr = ROUNDED and FORMAT != E4M3

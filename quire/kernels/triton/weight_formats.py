@@ -91,8 +91,7 @@ def exponent(codes):
 
 @triton.jit
 def _add_products(a, b, accumulator, ROUNDED: tl.constexpr, PARTIAL: tl.constexpr):
-    """accumulator + a @ b for int8 (int32 sums), e4m3 (if ROUNDED) or floats. PARTIAL: number of e4m3 products that
-    tensor cores may add below float32 precision."""
+    """accumulator + a @ b for int8 (int32 sums), e4m3 (if ROUNDED) or floats."""
     if accumulator.dtype == tl.int32:
         total = tl.dot(a, b, accumulator, out_dtype=tl.int32)
     elif not ROUNDED:
@@ -219,5 +218,4 @@ def product(
 
 @triton.jit
 def _add_outer(total, sums, offset):
-    """total + sums x offset."""
     return tl.fma(tl.broadcast_to(sums[:, None], total.shape), tl.broadcast_to(offset[None, :], total.shape), total)

@@ -46,17 +46,16 @@ def _q5_1(blocks: Bytes) -> Parts:
 
 
 def _q2_k(blocks: Bytes) -> Parts:
-    """16 groups of 16: one byte each with four bits of scale (low) and subtrahend (high), 64 bytes of values, and the
-    factors of scales and subtrahends as halves. Each half of the values has 32 bytes; its quarters use successive bit
-    pairs."""
+    """16 groups of 16: one byte each with four bits of scale (low) and subtrahend (high), 64 bytes of bit pairs, and
+    the factors of scales and subtrahends as halves."""
     grid = blocks[:, :16]
     scales, offsets = halves(blocks, 80) * (grid & 15), -halves(blocks, 82) * (grid >> 4)
     return _quarters(blocks[:, 16:80]), scales, offsets
 
 
 def _q3_k(blocks: Bytes) -> Parts:
-    """16 groups of 16: 32 bytes of third bits (bit r of byte i: value i of run r of 32), 64 bytes of lower bit pairs as
-    in Q2_K, 12 bytes of six-bit scales offset by 32, and a half. Values are offset by 4."""
+    """16 groups of 16: 32 bytes of third bits, 64 bytes of lower bit pairs as in Q2_K, 12 bytes of six-bit scales
+    offset by 32, and a half. Values are offset by 4."""
     runs = np.arange(8, dtype=np.uint8)[:, None]
     third = (blocks[:, None, :32] >> runs & 1).reshape(-1, 256)
     values = (_quarters(blocks[:, 32:96]) | third << 2).view(np.int8) - np.int8(4)

@@ -129,8 +129,8 @@ def _nibbles(packed: Bytes) -> Bytes:
 
 
 def _with_even_signs(entries: Words, grid: npt.NDArray[np.uint32]) -> tuple[npt.NDArray[np.int8], Floats]:
-    """Apply signs and scales. entries: [n, 32]. grid: [n, 8], four times seven bits of signs below four of scale.
-    Returns weights [n, 256] and scales [n, 8]."""
+    """Apply signs and scales. entries: [n, 32]. grid: [n, 8], seven bits of signs four times, below the scale. Returns
+    weights [n, 256] and scales [n, 8]."""
     codes = (grid[:, :, None] >> _SEVEN_BIT_SHIFTS & 127).reshape(-1, 32)
     return _signed(entries, _sign_masks()[_even_signs()[codes]]), _HALF + (grid >> 28).astype(np.float32)
 

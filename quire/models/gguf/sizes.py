@@ -29,8 +29,7 @@ _TABLES = ("token_embd", "output")
 @dataclass(frozen=True, slots=True)
 class _Part:
     """One matrix of a file as read. kind: "integer", "float8", "mxfp4", or "plain" (floating point). in_blocks: bytes
-    in the file if it can be packed unchanged, else None. bits to has_half_scales: layout of integers; other kinds use
-    the first two."""
+    in the file if it can be packed unchanged, else None. bits to has_half_scales: layout of integers."""
 
     kind: str
     elements: int

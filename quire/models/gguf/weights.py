@@ -42,8 +42,7 @@ _CHUNK_BYTES = 2**18
 
 class GGUFWeights:
     """Weights of one GGUF file or split model. directory: the (first) file, for error messages. Plain tensors and
-    blocks packed unchanged are views of the file, whose pages are dropped after use; others are unpacked two
-    ahead."""
+    blocks that are packed unchanged are views of the file, whose pages are dropped after use; others are unpacked."""
 
     def __init__(self, path: Path) -> None:
         self.directory = path
@@ -182,7 +181,6 @@ def _weight(file: GGUFFile, entry: TensorEntry, layout: HeadLayout) -> WeightTen
 
 
 def _block_weight(file: GGUFFile, entry: TensorEntry, rows: Bytes) -> BlockWeight:
-    """Keep the blocks unchanged. Raises ModelLoadError for non-finite scales."""
     blocks = rows.reshape(-1, entry.type.num_bytes)
     for first in range(0, len(blocks), _CHUNK_BYTES // entry.type.num_bytes):
         some = blocks[first : first + _CHUNK_BYTES // entry.type.num_bytes]
@@ -220,7 +218,7 @@ def _mxfp4_weight(rows: Bytes, num_columns: int) -> Float4Weight:
 
 
 def _halves_apart(rows: Bytes, num_heads: int, name: str) -> Bytes:
-    """Move even rows before odd ones in each head: rotated pairs are neighbours in the file. rows: [n, bytes of a row];
+    """Move even rows before odd ones in each head: the file has rotated pairs as neighbours. rows: [n, bytes of a row];
     returns a copy."""
     count = len(rows)
     if count % (2 * num_heads):
@@ -247,7 +245,7 @@ def _value_rows(rows: Bytes, name: str, heads: StateHeads) -> Bytes:
 
 def _value_columns(weight: WeightTensor, heads: StateHeads) -> WeightTensor:
     """Columns for value heads in Hugging Face's order. Raises ModelLoadError if the heads do not fill the columns or
-    split groups, and for floating-point blocks."""
+    split groups."""
     if weight.shape[1] != heads.num_values * heads.value_dim:
         raise ModelLoadError(f"{heads.num_values} value heads cannot share its {weight.shape[1]} columns")
     columns = torch.from_numpy(_by_key(heads, heads.value_dim))
@@ -263,7 +261,6 @@ def _value_columns(weight: WeightTensor, heads: StateHeads) -> WeightTensor:
 
 
 def _integer_weight(rows: Bytes, block: BlockType) -> IntegerWeight:
-    """Unpack rows [n, bytes of a row]. Raises ModelLoadError for non-finite scales."""
     stored = FORMATS[block.name]
     num_rows, row_bytes = rows.shape
     num_columns = row_bytes // block.num_bytes * block.values

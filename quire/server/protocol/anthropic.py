@@ -261,7 +261,6 @@ class MessagesRequest(CountTokensRequest, kw_only=True, frozen=True):
 
 
 def _texts(content: str | list[Block], where: str) -> str | list[dict[str, str] | Picture]:
-    """Content of a text-only chat message. Raises UserError for other blocks."""
     if isinstance(content, str):
         return content
     _check_blocks(content, ("text",), where)

@@ -28,7 +28,6 @@ SUPPORTED_CHAT_FIELDS = (
     "chat_template",
     "early_stopping",
     "length_penalty",
-    "thinking_token_budget",
     "use_beam_search",
 )
 UNSUPPORTED_CHAT_FIELDS: dict[str, tuple[object, ...]] = {

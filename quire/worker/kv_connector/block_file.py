@@ -11,8 +11,8 @@
     92      4      CRC-32 of the 92 bytes before
     96      -      the pages, one after the other
 
-Numbers are little-endian. Readers compare the header with the requested block. Checksums find no forgeries: the engine
-trusts every user that can write to the directory (docs/decisions/0011-disk-tier.md).
+Numbers are little-endian. Readers compare the header with the requested block. Checksums find no forgeries
+(docs/decisions/0011-disk-tier.md).
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@
     DIR/<namespace>/<two digits>/<hash>-<group>   one block
     DIR/<namespace>/.new-<engine>-<number>        an unfinished block, renamed when complete
 
-Several engines, of the same or different models, may share a directory: a file's name identifies its content, and it
-appears complete, by a rename. The limit counts the files of all engines. A file's modification time is its block's last
-use.
+Several engines, of the same or different models, may share a directory; the limit counts the files of all. A file's
+modification time is its block's last use.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Files of OffloadConnector: transfers between host memory and files, on separate threads. A StoreReport in a step's
-result tells which transfers ended. One thread stores (and first scans the directory); NUM_LOADERS others load."""
+result tells which transfers ended."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Drafts of a head on a device (quire/worker/head_drafts.py has the host version and says what it does).
 
-Behind a step's acceptance the head computes all tokens of the step, rejected drafts too: the host does not know which
-these are, and later steps write over their keys. The device finds each sequence's last token that stays, whose result
-is kept for the row."""
+After a step's acceptance the head computes all tokens of the step, rejected drafts too, whose keys later steps write
+over. The device keeps the result for each sequence's last accepted token."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Drafts from texts on the host for a device's rows (quire/worker/finders.py has the methods).
 
 The host looks up before it knows the tokens of steps in flight. So it proposes a *path* behind the tokens that it
-knows, as long as those steps' tokens and the drafts, and the device takes the drafts from the path's part behind its
-own tokens. Where these have left the path, its drafts are rejected like other wrong ones.
+knows, and the device takes the drafts from the path's part behind its own tokens. Where these have left the path, its
+drafts are rejected like other wrong ones.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class HostTexts:
             self.are_followed[row] = False
 
     def learn(self) -> None:
-        """Append the tokens of the step before the last `num_unknown` launched ones to their rows; so all ranks know
-        the same. Rows of a step whose result was not read are followed no more."""
+        """Append the tokens of the step before the last `num_unknown` launched ones to their rows, so that all ranks
+        know the same."""
         while len(self.unread) > self.num_unknown:
             step = self.unread.popleft()
             if step is not None:

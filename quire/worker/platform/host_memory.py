@@ -22,8 +22,7 @@ RESET_TOLERANCE = 16 * 2**20
 
 def available_memory(root: Path = ROOT) -> int:
     """Bytes available to this process: the minimum of the system's and its cgroups' (v1 or v2, every level), with
-    reclaimable page cache counted as free. root: folder of /proc and /sys. Without /proc/meminfo, all physical memory
-    counts."""
+    reclaimable page cache counted as free. root: folder of /proc and /sys."""
     meminfo = root / "proc/meminfo"
     if not meminfo.exists():
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -87,7 +87,6 @@ class StreamTransfers:
                 raise IndexError(f"block {block} or host block {host_block} does not exist")
 
     def _chunks(self, pairs: Pairs) -> Iterator[Pairs]:
-        """Parts of the pairs that fit the staging buffer."""
         for start in range(0, len(pairs), self._staged_blocks):
             yield pairs[start : start + self._staged_blocks]
 

@@ -36,7 +36,7 @@ def buffer_capacity(num_words: int) -> int:
 
 class Upload:
     """Buffers of a step: `add` columns, `send` once, then `view` them on the device until the next `send`. The copy has
-    its own stream and overlaps the previous step. With enough host buffers `begin` need not wait."""
+    its own stream and overlaps the previous step."""
 
     def __init__(self, streams: DeviceStreams, num_buffers: int) -> None:
         """num_buffers: host buffers; one more than the steps in progress, or filling waits. Use it in the compute
@@ -109,7 +109,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class RoundSections:
-    """A Round's columns in the upload. destinations, values: [N]. copies: [C, 3], at most `longest` words each."""
+    """Round's columns in the upload. destinations, values: [N]. copies: [C, 3], at most `longest` words each."""
 
     destinations: Section | None
     values: Section | None
