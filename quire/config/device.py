@@ -43,10 +43,9 @@ def why_no_latents(rank: int, rope_dim: int) -> str | None:
 
 @dataclass(frozen=True)
 class DeviceConfig:
-    """Device settings. Settings of the computing device. Fields with an option's name have its meaning, resolved.
-    attention_backend: "native" (the whole model runs on the native CPU kernels), "torch" (plain operators on the CPU)
-    or "triton" (on "cuda", or on "cpu" in Triton's interpreter, for tests). cpu_isa: highest instruction set for the
-    native kernels.
+    """Settings of the computing device. Fields with an option's name have its meaning, resolved. attention_backend:
+    "native" (the whole model runs on the native CPU kernels), "torch" (plain operators on the CPU) or "triton" (on
+    "cuda", or on "cpu" in Triton's interpreter, for tests). cpu_isa: highest instruction set for the native kernels.
 
     matmul_precision: rounding of activations before they multiply bfloat16 weights, keys or values, and quantised
     weights (to 14 bits or more without AMX): "float32": none; "bfloat16"; "auto": the faster one, which the native

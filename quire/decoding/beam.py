@@ -276,7 +276,7 @@ class BlockSharing(Protocol):
 
 
 class Followed(NamedTuple):
-    """Changes by `follow` for the plan: dropped beams, copies of slots, and new tokens."""
+    """Changes to slots and tokens by `follow`."""
 
     dropped: list[Sequence]
     """Sequences of dropped beams. Their slots are released before the forks."""

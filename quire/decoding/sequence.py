@@ -294,7 +294,7 @@ class Request:
         return [sequence.swapped for sequence in self.live_sequences if sequence.swapped is not None]
 
     def stop_waiting(self) -> None:
-        """End the request's deferral, if any, and what was begun for it (a load of blocks)."""
+        """End the request's deferral, if any, and the load begun for it."""
         deferral, self.deferral = self.deferral, None
         if deferral is not None:
             deferral.cancel()

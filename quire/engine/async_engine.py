@@ -380,7 +380,7 @@ class AsyncLLM:
         cache_salt: str = "",
         lora_request: LoRARequest | None = None,
     ) -> RequestOutput:
-        """Run a pooling request and return its only output. second: second text of a pair. part: see `generate`."""
+        """Run a pooling request and return its only output. second: second text of a pair."""
         processor = await asyncio.to_thread(lambda: self.pooling)
         adapter = self.adapters.resolve(lora_request)
 

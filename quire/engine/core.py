@@ -113,8 +113,8 @@ class EngineCore:
         self.ready = self._readiness(config.model.max_model_len, layout, seconds)
 
     def computing(self) -> AbstractContextManager[object]:
-        """Context that each `step` enters by itself (inference mode, a CUDA stream); a driver of many steps enters it
-        once for all, which is quicker."""
+        """Context for a driver that calls `step` many times: entered once for all (inference mode, streams), which is
+        quicker."""
         return self._executor.computing()
 
     @property

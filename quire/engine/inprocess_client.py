@@ -21,8 +21,7 @@ from quire.utils.failures import explain
 
 class InProcessClient(EngineClient):
     """EngineClient whose core runs in this process. `receive` handles the messages sent so far and runs one step.
-    Without work it waits for a message, at most BLOCKED_SECONDS while requests wait that only an answer (of a matcher
-    or a load) can start."""
+    Without work it waits for a message, at most BLOCKED_SECONDS if a request waits for a matcher or load."""
 
     def __init__(
         self, options: EngineOptions, *, executor: str = DEFAULT_EXECUTOR, config: EngineConfig | None = None

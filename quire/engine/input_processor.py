@@ -465,8 +465,7 @@ class InputProcessor:
                 )
 
     def _resolve_seed(self, seed: int | None) -> int:
-        """Seed in [0, 2**63): the given one modulo 2**63, or one made from the engine's seed and the request's
-        number."""
+        """Seed in [0, 2**63): the given one modulo 2**63; None: from the engine's seed and the request's number."""
         number = next(self._request_numbers)
         return seed & MASK_63 if seed is not None else mix_seed(self.seed, number)
 

@@ -32,8 +32,8 @@ _SHORTEST = 1e-12
 
 
 class PoolingProcessor:
-    """Turns texts into pooling requests of one model, and their outputs into answers. pooling: its pooling
-    configuration; None: a generating model, which refuses every task."""
+    """Makes one model's pooling requests, and answers from their outputs. pooling: its pooling configuration; None: a
+    generating model, which refuses every task."""
 
     def __init__(self, inputs: InputProcessor, pooling: PoolingConfig | None, name: str, vector_size: int) -> None:
         self._inputs = inputs

@@ -69,8 +69,8 @@ class Questions:
             del self._asked[number]
 
     def answer_with(self, answer: Callable[[bytes], Awaitable[bytes]]) -> None:
-        """Answer the questions of the server's other API processes (about background responses) in the calling event
-        loop. Only the first call counts."""
+        """Answer questions of the server's other API processes in the calling event loop. Only the first call
+        counts."""
         if self._answer is None:
             self._loop, self._answer = asyncio.get_running_loop(), answer
 

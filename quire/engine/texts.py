@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class FrontEndTexts:
-    """Tokenises and renders the texts of one front end, on its threads or in a helper process."""
+    """Tokenises and renders one front end's texts, on threads or in a helper process."""
 
     def __init__(self, front_end: FrontEnd, clock: Clock | None = None) -> None:
         """clock: measures the waiting time of conversations."""

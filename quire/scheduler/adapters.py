@@ -90,8 +90,8 @@ class AdapterSlots:
         self.is_crowded = self.is_crowded or not request.is_background
 
     def take_victims(self) -> list[Request]:
-        """Running background requests with adapters, to be preempted, the last in order first. Empty unless another
-        request has found no free adapter slot (`crowded_out`) since the last call."""
+        """Running background requests with adapters, the last in order first, to preempt for a request that found no
+        free adapter slot; empty without one."""
         if not self.is_crowded:
             return []
         self.is_crowded = False

@@ -45,8 +45,8 @@ class Quote(NamedTuple):
 
 
 def quote(request: Request, kv: KVCacheManager, max_chunk: int, num_reserved_blocks: int = 0) -> Quote:
-    """Needs of a waiting request: its prefix hit, new tokens, blocks and slots. max_chunk: most tokens of a step.
-    num_reserved_blocks: blocks of requests deferred before it."""
+    """Needs of a waiting request. max_chunk: most tokens of a step. num_reserved_blocks: blocks of requests deferred
+    before it."""
     sequences, swapped, allocatable = request.live_sequences, request.swapped_blocks, kv.pool.num_allocatable
     num_cached = max_cached = num_new = 0
     if swapped:
@@ -116,8 +116,8 @@ def blocks_at_most(request: Request, kv: KVCacheManager, max_chunk: int) -> int:
 
 
 def has_room(num_blocks: int, room: int, kv: KVCacheManager, *, is_alone: bool) -> bool:
-    """True if a request that takes `num_blocks` may start in `room` blocks of the pool. Unless `is_alone` (nothing
-    runs), a share of the pool (WATERMARK) must stay free."""
+    """True if a request of `num_blocks` blocks may start in `room` blocks of the pool. Unless `is_alone` (nothing
+    runs), a share WATERMARK stays free."""
     reserve = 0 if is_alone else int(WATERMARK * kv.num_unregistered_blocks)
     return num_blocks + reserve <= room
 

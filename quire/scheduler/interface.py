@@ -111,8 +111,8 @@ class EngineScheduler(Protocol):
 
     @property
     def awaits_others(self) -> bool:
-        """True if `EngineCore.step` must call `settle`: a request's start, a sequence's next step or a beam search
-        waits for a matcher (grammar) or its mask, or an adapter's failure refuses requests."""
+        """True if `settle` is due: a start, a sequence's next step or a beam search waits for a matcher (grammar), or
+        an adapter's failure refuses requests."""
         ...
 
     def awaited(self) -> list[Matcher]:

@@ -210,7 +210,7 @@ class Scheduler:
         return inputs
 
     def update(self, result: StepResult, now: float, *, may_go_ahead: bool = False) -> list[SequenceUpdate]:
-        """Append a result's tokens, end sequences, commit full blocks, free; returns the updates for clients."""
+        """Append a result's tokens, end sequences, commit full blocks, free; returns the updates."""
         in_flight = self._in_flight.pop(result.step_id)
         plan, samples, ends = in_flight.plan, in_flight.samples, self._ends
         assert len(samples) == len(result.token_ids), "a result without a sample, or the other way round"

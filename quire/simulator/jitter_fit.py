@@ -78,9 +78,8 @@ def _normal_scores(values: Vector) -> Vector:
 
 
 def _lasting(scores: Vector, begins: Vector) -> Pairs:
-    """Fit (seconds, share): the part of step times' scatter that fades over each time in LASTING, by least squares
-    of the correlation of steps 1, 2, 4, ... apart. scores: normal scores of measured over expected time. begins:
-    seconds."""
+    """(seconds, share) of the scatter of step times that fades over each time in LASTING, by least squares of the
+    correlation of steps 1, 2, 4, ... apart. scores: normal scores. begins: seconds."""
     rows, found = [], []
     distance = 1
     while distance <= len(scores) // 8:

@@ -337,7 +337,7 @@ class MaskClient:
 
     def _make_room(self, size: int) -> bool:
         """Drop unused grammars, the least recently used first, until a new one of `size` bytes fits. False: it must
-        wait; a small or the only large one never does."""
+        wait."""
         total = size + sum(each.size for each in self._grammars.values())
         if total <= MAX_GRAMMAR_BYTES and len(self._grammars) < MAX_GRAMMARS:
             return True

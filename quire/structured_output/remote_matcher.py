@@ -173,8 +173,7 @@ class RemoteMatcher:
         return None if self.unanswered is None else Advance(self.slot, self.serial, *self.unanswered)
 
     def start_again(self, *, is_suspect: bool) -> None:
-        """Forget the masks of a mask process that is gone; MaskClient gives the matcher to the next one. is_suspect: it
-        may have ended the process."""
+        """Forget the masks of a mask process that is gone. is_suspect: it may have ended the process."""
         self.is_held = True
         if self._own_mask is None:
             self._forget_mask()

@@ -32,7 +32,7 @@ class DeviceBackend(Protocol):
     def plan(self, batch: DeviceBatch) -> AttentionStep: ...
 
     def lengths_to_compile(self, longest: int) -> tuple[tuple[int, int], ...]:
-        """Lengths to compile kernels for at the start; see TritonAttention.lengths_to_compile."""
+        """Lengths to compile kernels for; see TritonAttention.lengths_to_compile."""
         ...
 
 

@@ -127,8 +127,8 @@ class HostDrafts:
         """Keep the hidden states of a step that `follow` needs. Only called if `follows`."""
 
     def follow(self, batch: InputBatch, lengths: np.ndarray, table: np.ndarray) -> None:
-        """Compute a step's tokens with the draft head, once its samples are known. Only called if `follows`. lengths:
-        known tokens of its sequences, [S]."""
+        """Compute a step's tokens with the draft head (if `follows`), once its samples are known. lengths: known tokens
+        of its sequences, [S]."""
 
     def accept(self, chosen: Sequence[int], sources: Sequence[int]) -> list[int]:
         """Number of tokens that each sample gets: its sampled one and accepted drafts. chosen: sampled token per row,

@@ -49,7 +49,7 @@ class Place(NamedTuple):
 
 
 class PlainTexts:
-    """Texts to look drafts up in, in Python (reference of the native ones)."""
+    """Texts to look drafts up in, in Python."""
 
     def __init__(self, num_rows: int, lengths: list[int]) -> None:
         self._least = lengths[0]

@@ -467,9 +467,8 @@ def collect(
     shapes: SamplingShapes,
     filtered: int,
 ) -> None:
-    """Write to `buffers`, per segment of the vocabulary in each row with a `Feature` in `filtered`: the tokens whose
-    weight reaches the row's cutoff, their number, and the sum of all its tokens' weights. rows: row of `words` of each
-    row."""
+    """Write to `buffers`, per segment of each row with a `Feature` in `filtered`: tokens whose weight reaches the row's
+    cutoff, their number, and the sum of all weights."""
     count, vocab_size = logits.shape
     launch(
         _collect_kernel,

@@ -174,8 +174,7 @@ class DeviceDrafts:
         return DraftSections(placed, accepted, bool(plan.masked_samples))
 
     def apply(self, columns: StepColumns, sections: DraftSections, upload: Upload) -> None:
-        """Enqueue the writing of drafts to the token table, once earlier steps have sampled; corrects the start
-        positions in `columns`."""
+        """Enqueue the writing of drafts, after earlier steps' sampling; corrects the starts in `columns`."""
         self._shifts = torch.empty_like(columns.starts)
         place_drafts(
             self._arena.words,
@@ -199,11 +198,11 @@ class DeviceDrafts:
         """Compile and capture what making drafts needs."""
 
     def keep_token_ids(self, token_ids: torch.Tensor) -> None:
-        """Keep the step's tokens for the draft head. token_ids: [T] int64 of the step, at a stable address."""
+        """Keep the step's tokens for the head: [T] int64, at a stable address."""
         self._token_ids = token_ids
 
     def correct_lengths(self, lengths: torch.Tensor, sections: DraftSections, upload: Upload) -> torch.Tensor:
-        """Lengths in tokens of the sampled rows, [R], with the drafts that earlier steps rejected taken off."""
+        """Lengths of the sampled rows, [R], without drafts that earlier steps rejected."""
         assert sections.accepted is not None, "rows are sampled"
         return lengths - self._shifts.index_select(0, upload.view(sections.accepted[2]))
 
