@@ -78,7 +78,6 @@ class DeviceStateStep:
         return pages[:, : pages.shape[1] // 4 * 4].view(torch.float32)
 
     def compute_states(self, kernels: StateKernels, weights: Any, *tensors: torch.Tensor) -> None:
-        """Launch the kernels at once."""
         kernels(weights, *tensors, self)
 
 

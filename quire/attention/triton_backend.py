@@ -294,7 +294,6 @@ class DeviceLatents:
             )
 
     def layer(self, shape: LatentShape) -> tuple[LatentKernels, int]:
-        """Layer's kernels and its group."""
         group, pages = self.pages[shape.layer]
         found = self._kernels.get(shape.layer)
         if found is None:

@@ -149,7 +149,6 @@ class _Timeline:
                 self.chunk_times.append(now)
 
     def close(self) -> None:
-        """End the stream."""
         if not self.chunk_times and self.usage and self.usage.completion_tokens and self.first_choice is not None:
             self.chunk_times.append(self.first_choice)
 

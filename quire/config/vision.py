@@ -70,7 +70,6 @@ class VisionConfig:
 
     @property
     def image_tokens(self) -> int:
-        """Tokens of each image of a pooled tower."""
         return (self.table_side // self.merge_size) ** 2
 
     @property

@@ -117,7 +117,6 @@ class BeamSearch:
             beam.is_stuck |= beam.sequence is sequence
 
     def forget_candidates(self) -> None:
-        """Forget all candidates: the beams are computed again."""
         self._matchers = {}
         for beam in self.beams:
             beam.candidates = None

@@ -106,7 +106,6 @@ def note_found_drafts(samples: list[Sequence], result: StepResult) -> None:
 
 
 def count_drafts(stats: EngineStats, plan: StepPlan, result: StepResult) -> None:
-    """Count the proposed and accepted drafts of a step."""
     stats.draft_tokens_total += result.num_drafts
     counts = list(stats.accepted_drafts_by_position)  # a new list: snapshots hold the old one
     for source, token_ids in zip(plan.sample_from, result.token_ids, strict=True):

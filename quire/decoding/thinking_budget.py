@@ -106,7 +106,6 @@ class BudgetMatcher:
             self._inner.advance(asked, num_left, with_mask=with_mask, drafts=self._drafts)
 
     def follow(self, token_id: int) -> None:
-        """Count a token for the budget."""
         if self._forced:
             self._forced = self._forced[1:]
             self._is_thinking = bool(self._forced)

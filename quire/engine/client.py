@@ -42,7 +42,6 @@ class EngineClient(Protocol):
 
     @property
     def num_restarts(self) -> int:
-        """Number of restarts of the core."""
         return 0
 
     def send(self, *messages: ClientMessage) -> None:

@@ -312,7 +312,6 @@ class InputProcessor:
         return self.chat_template.write(work)
 
     def tokenise_chat(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Tokenise a text that the helper has not tokenised."""
         assert self.tokenizer is not None, "there is a text only where there is a template"
         self.check_num_tokens(text, "messages")
         return self.tokenizer.encode(text, add_special_tokens)
@@ -513,7 +512,6 @@ def mix_seed(seed: int, number: int) -> int:
 
 
 def has_images(prompt: Mapping[str, Any]) -> bool:
-    """True if a prompt brings or names images."""
     return any(prompt.get(key) for key in IMAGE_KEYS)
 
 

@@ -57,7 +57,6 @@ class OutputWindow:
         return True
 
     def release(self) -> list[SequenceUpdate]:
-        """Take the held updates."""
         held, self._held = self._held, []
         return held
 

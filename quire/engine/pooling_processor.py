@@ -228,7 +228,6 @@ class PoolingProcessor:
 
 
 def normalized(vector: list[float]) -> list[float]:
-    """Scale a vector to length 1."""
     length = max(math.sqrt(math.fsum(value * value for value in vector)), _SHORTEST)
     return [value / length for value in vector]
 

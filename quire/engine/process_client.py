@@ -79,7 +79,6 @@ class ProcessClient(RemoteClient[EngineFailed], EngineClient):
 
     @property
     def pid(self) -> int:
-        """Process id of the engine."""
         return self._process.pid
 
     @property

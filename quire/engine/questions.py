@@ -26,7 +26,6 @@ class Exchange:
         self._services, self._send = services, send
 
     def carry(self, session: int, message: Ask | QuestionAnswer) -> None:
-        """Forward a session's message."""
         if isinstance(message, QuestionAnswer):
             self._send(message.asker, message)
         elif isinstance(message.peer, str):

@@ -91,7 +91,6 @@ class RemoteClient(ABC, Generic[Other]):
         return message
 
     def _poll(self, timeout: float | None) -> EngineReady | EngineOutputs | None:
-        """Next message; None at the timeout."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             self._raise_if_dead()

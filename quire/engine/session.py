@@ -120,7 +120,6 @@ class Session:
         self._all_finished = asyncio.Event()
 
     def start(self) -> None:
-        """Start the receiver thread."""
         threading.Thread(
             target=_receive, args=(self.client, weakref.ref(self)), name="quire-receiver", daemon=True
         ).start()

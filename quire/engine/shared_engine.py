@@ -88,7 +88,6 @@ class SharedEngine:
             thread.start()
 
     def open_session(self) -> int:
-        """Open a session; returns its unique number."""
         with self._lock:
             number = next(self._numbers)
             self._sessions[number] = push_socket(self._context, self._directory.address(SESSION.format(number)))

@@ -37,7 +37,6 @@ class PendingCall:
 
     @property
     def is_answered(self) -> bool:
-        """True if every rank has answered."""
         return None not in self.answers
 
     def error(self) -> QuireError | None:

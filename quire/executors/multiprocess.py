@@ -111,7 +111,6 @@ class RankProcesses(RankCalls):
 
     @property
     def pids(self) -> list[int]:
-        """Process ids, in rank order."""
         return [process.pid for process in self._processes]
 
     def vital_signs(self) -> VitalSigns:

@@ -31,7 +31,6 @@ class SampledTokens:
         """Step -> the sequences that it samples; None: the sequence needs no token any more."""
 
     def bring(self, plan: StepPlan) -> StepPlan:
-        """Plan with all known tokens."""
         with self._lock:
             known, self._known = self._known, []
             if plan.released:
@@ -42,13 +41,11 @@ class SampledTokens:
         return msgspec.structs.replace(plan, sampled=known) if known else plan
 
     def discard(self, inputs: SamplingInputs) -> None:
-        """Forget samples that the workers discard."""
         with self._lock:
             for index in inputs.discarded:
                 self._awaited[inputs.step_id][index] = None
 
     def take(self, result: StepResult) -> None:
-        """Note the tokens of a result."""
         with self._lock:
             for seq_id, token_ids in zip(self._awaited.pop(result.step_id), result.token_ids, strict=True):
                 if seq_id is not None and token_ids:

@@ -45,12 +45,10 @@ class RegisteredPrefixes:
 
     @property
     def num_blocks(self) -> int:
-        """Number of distinct blocks."""
         return len(self._counts)
 
     @property
     def most_tokens(self) -> int:
-        """Length of the longest prefix in tokens."""
         return max([prefix.num_tokens for prefix in self], default=0)
 
     def insert(self, name: str, prefix: RegisteredPrefix) -> None:

@@ -124,7 +124,6 @@ class EngineStats(msgspec.Struct, kw_only=True):
 
 
 def add_up(snapshots: Sequence[EngineStats]) -> EngineStats:
-    """Sum of the snapshots of engines of one configuration."""
     if len(snapshots) == 1:
         return snapshots[0]
     total = EngineStats()

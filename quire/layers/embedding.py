@@ -64,7 +64,6 @@ class VocabularyProjection:
 
     @property
     def input_size(self) -> int:
-        """Size of the hidden states."""
         return self._table.shape.in_features
 
     def __call__(self, hidden: Value) -> Value:

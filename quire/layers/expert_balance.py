@@ -49,7 +49,6 @@ class BalancedExperts:
 
     @property
     def nbytes(self) -> int:
-        """Stored bytes of one expert."""
         return sum(tensor.nbytes for tensor in self._stored(0))
 
     def apply(self, move: Move) -> None:

@@ -18,7 +18,6 @@ from quire.kernels.arguments import NORM_EPSILON, TILE, ConvolutionWeights, Delt
 
 
 def short_convolution(weights: ConvolutionWeights, x: torch.Tensor, states: StateStep) -> torch.Tensor:
-    """Reference of `Operations.short_convolution`."""
     width, channels = weights.kernel.shape
     kept, num_kept = weights.inputs.blocks(states)[..., :channels], max(1, weights.num_kept)
     behind = torch.arange(-weights.num_kept, 0, device=states.starts.device)
@@ -61,7 +60,6 @@ def _windows(states: StateStep, width: int, weights: ConvolutionWeights) -> tupl
 
 
 def gated_norm(weights: GatedNormWeights, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """Reference of `Operations.gated_norm`."""
     heads = x.float().unflatten(1, (-1, weights.size))
     scale = torch.rsqrt((heads * heads).mean(-1, keepdim=True) + weights.epsilon)
     return ((heads * scale * weights.weight).flatten(1) * silu(gate.float())).to(x.dtype)

@@ -271,7 +271,6 @@ class Histogram:
         return self._cells.total(-1)
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count `value` `times` times."""
         self._own[bisect_left(self.buckets, value)] += times
         self._own[-1] += value * times
 

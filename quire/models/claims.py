@@ -60,7 +60,6 @@ def outline(config: ModelConfig) -> LoadableModel:
 
 
 def outline_context(config: ModelConfig) -> LayerContext:
-    """Context of layers on the meta device."""
     dtype = torch.float32
     plain = UnquantizedLinear(dtype)
     return LayerContext(

@@ -153,7 +153,6 @@ class NativeModel:
 
     @property
     def draft_head(self) -> NativeModel | None:
-        """Native draft head of the model; None without one."""
         head = getattr(self._model, "draft_head", None)
         return None if head is None else NativeModel(head, self._runtime)
 

@@ -82,7 +82,6 @@ class Probe:
     """Results of the last rotation, and its inputs."""
 
     def once(self) -> list[ModuleCall]:
-        """Calls of modules called once."""
         counts: dict[nn.Module, int] = {}
         for call in self.modules:
             counts[call.module] = counts.get(call.module, 0) + 1

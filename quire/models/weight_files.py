@@ -57,7 +57,6 @@ class WeightFiles:
 
     @property
     def paths(self) -> list[Path]:
-        """Files in reading order."""
         return list(self._expected)
 
     def sizes(self) -> dict[Path, int]:

@@ -16,7 +16,6 @@ from quire.multimodal.sources import Picture
 
 
 def name_key(owner: str, uuid: str) -> bytes:
-    """Key of an owner's name for a picture."""
     return hashlib.sha256(f"{len(owner)}:{owner}{uuid}".encode()).digest()
 
 

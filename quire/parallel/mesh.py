@@ -34,13 +34,11 @@ class Mesh:
         return self.sizes.num_devices
 
     def place(self, rank: int) -> Place:
-        """Coordinates of a rank."""
         rest, tp = divmod(rank, self.sizes.tp)
         dp, pp = divmod(rest, self.sizes.pp)
         return Place(dp, pp, tp)
 
     def rank(self, place: Place) -> int:
-        """Rank at these coordinates."""
         sizes = self.sizes
         return (place.dp * sizes.pp + place.pp) * sizes.tp + place.tp
 

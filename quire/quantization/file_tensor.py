@@ -25,7 +25,6 @@ class FileTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def is_floating_point(self) -> bool:

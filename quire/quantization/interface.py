@@ -32,7 +32,6 @@ class LinearShape:
 
     @property
     def width(self) -> int:
-        """Columns of the result."""
         return self.out_features // 2 if self.gated else self.out_features
 
 

@@ -537,7 +537,6 @@ def _parameter(name: str, text: str, path: str) -> dict[str, Any]:
 
 
 def statuses(operation: Operation) -> list[int]:
-    """Error statuses of a route."""
     left_out = set()
     if operation.request is None:
         left_out.add(413)

@@ -98,7 +98,6 @@ class ResponseStore:
             self.put(owner, response_id, response)
 
     def end_maker(self, maker: int, message: str) -> None:
-        """Fail the responses of a maker that has ended."""
         for (owner, response_id), begun in list(self._making.items()):
             if begun.maker == maker:
                 self.put(owner, response_id, begun.lost(message))

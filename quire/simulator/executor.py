@@ -102,7 +102,6 @@ class SimulatedExecutor:
         return []
 
     def computing(self) -> AbstractContextManager[object]:
-        """Context that does nothing."""
         return nullcontext()
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:

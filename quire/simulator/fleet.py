@@ -36,7 +36,6 @@ class ReplicaSpec:
     objectives: Mapping[str, float] = field(default_factory=dict)
 
     def build(self, number: int) -> Replica:
-        """Replica of that number, with jitter of its own."""
         settings = replace(self.settings, seed=self.settings.seed + number)
         return Replica(self.cost, settings, make_core=self.make_core, objectives=self.objectives)
 

@@ -75,7 +75,6 @@ class NormalSchema:
     """Patterns and `additionalProperties` match names of properties side by side."""
 
     def document(self) -> dict[str, Any]:
-        """One schema with its definitions."""
         root = self.root if isinstance(self.root, dict) else {"not": {}} if self.root is False else {}
         return {**root, "$defs": self.definitions} if self.definitions else root
 

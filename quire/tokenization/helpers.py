@@ -226,7 +226,6 @@ class Helper:
         return answer
 
     def _ask(self, parts: Sequence[bytes | bytearray | memoryview], waiting: Waiting, max_bytes: int) -> Answer | None:
-        """Return the answer; None if the process has ended."""
         self.is_usable = False
         try:
             parts = [part for part in (self._setup_frame, *parts) if part]

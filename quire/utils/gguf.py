@@ -179,7 +179,6 @@ class GGUFFile:
         return ModelLoadError(f"{self.path}: {message}")
 
     def strings(self, key: str) -> list[str] | None:
-        """Array of strings; None without the key."""
         found = self._strings(key)
         try:
             return None if found is None else [text.decode() for text in found]

@@ -121,7 +121,6 @@ class BlockTables:
                 self._num_entries[group, row] = count
 
     def copy(self, source: int, destination: int) -> None:
-        """Copy a row's tables."""
         for table in self._tables:
             table[destination] = table[source]
         self._num_entries[:, destination] = self._num_entries[:, source]

@@ -200,7 +200,6 @@ class ModelRunner:
         launched.copy = self._compute.copy_out(_tensors(launched))
 
     def warm_up(self) -> None:
-        """Warm up before the first plan."""
         self._compute.warm_up(self.launch)
 
     def capture_next(self) -> bool:

@@ -23,7 +23,6 @@ class PromptScores:
     slices: Sequence[Logprobs]
 
     def tensors(self) -> list[torch.Tensor]:
-        """Tensors to copy to the host."""
         return [tensor for each in self.slices for tensor in each.tensors()]
 
     def assemble(self, hosts: Iterator[torch.Tensor]) -> PromptLogprobs:

@@ -131,7 +131,6 @@ class PackedMatrix:
         return sum(tensor.nbytes for tensor in self.tensors())
 
     def tensors(self) -> list[torch.Tensor]:
-        """Tensors that hold the matrix in memory."""
         return [tensor for tensor in (*self._stored(), self.bias) if tensor is not None]
 
     def load_dense(self, rows: torch.Tensor, first_row: int = 0) -> None:

@@ -56,7 +56,6 @@ class NativeRuntime:
 
     @property
     def binary(self) -> Path:
-        """Extension module."""
         return Path(_native.__file__)
 
     def __repr__(self) -> str:

@@ -94,7 +94,6 @@ class Tiles:
 
     @property
     def settings(self) -> dict[str, int]:
-        """Launch settings of a kernel."""
         settings = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return settings | ({"maxnreg": self.max_registers} if self.max_registers else {})
 
@@ -169,7 +168,6 @@ def _fitted(shape: HeadShape, block_m: int, limits: DeviceLimits, shared_memory:
 
 
 def shared_bytes(shape: HeadShape, tiles: Tiles) -> int:
-    """Shared memory of one program."""
     buffers = tiles.num_stages - 1 if tiles.block_m < MIDDLE_ROWS else tiles.num_stages
     return (tiles.block_m + 2 * tiles.block_n * buffers) * shape.dim * shape.itemsize
 

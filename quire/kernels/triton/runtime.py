@@ -22,7 +22,6 @@ Grid: TypeAlias = tuple[int, ...]
 
 
 def blocks_of(size: int, block: int) -> int:
-    """Number of blocks that cover `size`."""
     return -(-size // block)
 
 

@@ -27,7 +27,6 @@ def weigh(scores, largest, temperature):
 
 @triton.jit
 def load_weights(row, tokens, mask, largest, temperature):
-    """Load scores and `weigh` them; 0 where masked."""
     return weigh(load_scores(row, tokens, mask), largest, temperature)
 
 

@@ -32,7 +32,6 @@ def load_float(words, COLUMN: tl.constexpr):
 
 @triton.jit
 def load_bits(words, COLUMN: tl.constexpr):
-    """Two words as a uint64."""
     low = tl.load(words + COLUMN).to(tl.uint32, bitcast=True).to(tl.uint64)
     high = tl.load(words + COLUMN + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
     return (high << 32) | low
@@ -40,5 +39,4 @@ def load_bits(words, COLUMN: tl.constexpr):
 
 @triton.jit
 def load_double(words, COLUMN: tl.constexpr):
-    """Two words as a float64."""
     return load_bits(words, COLUMN).to(tl.float64, bitcast=True)

@@ -48,7 +48,6 @@ def open_weights(config: ModelConfig) -> tuple[ModelConfig, WeightFiles]:
 
 
 def plan_tensors(config: ModelConfig, description: Description, recipe: Recipe) -> list[PlannedTensor]:
-    """Tensors of the file with their types."""
     experts = config.shape.layers[0].experts
     model = MixedModel(
         config.num_layers,

@@ -31,7 +31,6 @@ class CpuColumns:
     def __init__(
         self, num_rows: int, max_model_len: int, values: ColumnValues, drafts: HostDrafts | None = None
     ) -> None:
-        """drafts: None if plans have no drafts."""
         self.values = values
         self.drafts = drafts
         self.finder: Finder = NO_FINDER if drafts is None else drafts.finder

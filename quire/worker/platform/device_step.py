@@ -46,7 +46,6 @@ class StagedColumns:
     def __init__(
         self, arena: StateArena, sampling: SamplingRows, values: ColumnValues, drafts: DeviceDrafts | None = None
     ) -> None:
-        """drafts: None if plans have no drafts."""
         self.arena = arena
         self.drafts = drafts
         self.texts = NO_TEXTS if drafts is None else drafts.texts

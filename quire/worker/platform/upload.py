@@ -30,7 +30,6 @@ class Section:
 
 
 def buffer_capacity(num_words: int) -> int:
-    """Words of the smallest buffer for `num_words`."""
     return max(FIRST_CAPACITY, 1 << (num_words - 1).bit_length())
 
 
