@@ -40,7 +40,7 @@ class BatchShape:
 
 @dataclass(frozen=True, slots=True)
 class LatencyResult:
-    """Latencies. seconds: time of each repeat. Rates use the mean."""
+    """seconds: time of each repeat. Rates use the mean."""
 
     shape: BatchShape
     seconds: tuple[float, ...]

@@ -25,13 +25,13 @@ RAY_PLACEMENTS = ("pack", "strict_spread")
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Division of a model among devices. tp: devices that share each layer, experts and vocabulary (tensor
-    parallelism). pp: groups of them that share the layers (pipeline parallelism). dp: replicas behind a router. ep:
-    devices over which whole experts are spread (expert parallelism), a multiple of tp. If it spans several replicas,
-    they exchange tokens in every layer and each holds a share of the experts. 1: tp shares each expert. dcp: neighbours
-    among the tp devices that hold the same key head, and keep a part of each sequence's tokens each (decode context
-    parallelism); no more devices. interleave: tokens in a row that one of them keeps. redundant_experts: further copies
-    of a layer's experts, which move between the ep devices by their load (None: experts stay).
+    """tp: devices that share each layer, experts and vocabulary (tensor parallelism). pp: groups of them that share the
+    layers (pipeline parallelism). dp: replicas behind a router. ep: devices over which whole experts are spread (expert
+    parallelism), a multiple of tp. If it spans several replicas, they exchange tokens in every layer and each holds a
+    share of the experts. 1: tp shares each expert. dcp: neighbours among the tp devices that hold the same key head,
+    and keep a part of each sequence's tokens each (decode context parallelism); no more devices. interleave: tokens in
+    a row that one of them keeps. redundant_experts: further copies of a layer's experts, which move between the ep
+    devices by their load (None: experts stay).
 
     Raises ConfigError for sizes that do not fit together.
     """

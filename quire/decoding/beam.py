@@ -255,8 +255,7 @@ class BeamSearch:
         return float(cumulative / length**self._length_penalty)
 
     def _is_settled(self, best_cumulative: float, length: int) -> bool:
-        """True if the search is over: there are enough hypotheses, and no live beam is expected to beat them. length:
-        tokens, for the penalty."""
+        """True if the search is over: enough hypotheses, which no live beam is expected to beat."""
         if len(self.hypotheses) < self.width:
             return False
         if self._early_stopping is True:

@@ -93,7 +93,7 @@ class WorkerDrafts:
 
 
 def note_found_drafts(samples: list[Sequence], result: StepResult) -> None:
-    """Store in each sequence how many drafts the workers have for its next step; 0 if its record wants no trial."""
+    """Store how many drafts the workers have for each sequence's next step."""
     for index, sequence in enumerate(samples):
         num_found, record = result.found_drafts.get(index, 0), sequence.draft_record
         if num_found and (record is None or record.wants_trial(len(samples))):

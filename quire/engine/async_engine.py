@@ -139,8 +139,7 @@ class AsyncLLM:
 
     @property
     def ready(self) -> EngineReady:
-        """What the engine found at its start, such as the number of blocks; waits for it. Raises the error of a failed
-        start."""
+        """What the engine found at its start; waits for it. Raises the error of a failed start."""
         return self._session.client.ready
 
     def __repr__(self) -> str:

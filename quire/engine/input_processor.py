@@ -247,8 +247,7 @@ class InputProcessor:
         return ThinkingBudget(params.thinking_token_budget or 0, start, end, is_open)
 
     def process_prefix(self, request_id: str, prefix: Prompt, *, cache_salt: str = "") -> EngineRequest:
-        """Request that computes a prefix and registers it as `request_id`. Raises UserError for a bad prefix, as
-        `process` does."""
+        """Request that computes a prefix and registers it as `request_id`. Raises UserError as `process`."""
         content, cache_salt = split_prompt(prefix, cache_salt)
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, seed=0, detokenize=False)
         return EngineRequest(

@@ -32,7 +32,7 @@ class OutputWindow:
 
     def joined(self, outputs: EngineOutputs, *, goes_on: bool) -> EngineOutputs | None:
         """Join a step's outputs with held ones. Returns the outputs to send; None if held. goes_on: the next step
-        starts at once, so holding is worth it."""
+        starts at once."""
         if not self._seconds:
             return outputs
         now = self._clock.now()

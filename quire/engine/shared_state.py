@@ -38,7 +38,7 @@ class ControlState:
 
 
 class EngineState:
-    """State of the engine in shared memory, for all server processes."""
+    """State of the engine, in shared memory."""
 
     num_ticks = _Number(0, int)
     """Grows while the parent makes progress."""
@@ -59,7 +59,7 @@ class EngineState:
 
 
 class Loads:
-    """Load (requests, tokens, connections) of each server process, in shared memory."""
+    """Load (requests, tokens, connections) of each server process."""
 
     _NUM_CELLS = 8
     _UNFINISHED, _PENDING, _TOKENS, _PROGRESS, _PROGRESS_AT, _CLOSED, _PID, _BEAT = range(_NUM_CELLS)

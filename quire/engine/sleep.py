@@ -50,7 +50,7 @@ class Requests(Protocol):
 
 
 class Sleep:
-    """Puts the engine to sleep and wakes it. level: 0 awake, 1 or 2 asleep."""
+    """level: 0 awake, 1 or 2 asleep."""
 
     def __init__(self, executor: Executor, scheduler: Requests, finish_transfers: Callable[[], bool]) -> None:
         """finish_transfers: completes the KV connector's transfers; returns whether nothing is left."""

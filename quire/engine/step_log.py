@@ -178,8 +178,7 @@ class _Lines:
 
 
 def _record(step: _EndedStep, began: float, ended_before: float) -> StepRecord:
-    """Log line of a step. began: time at which the log's first plan was handed over. ended_before: end of the previous
-    step."""
+    """Log line of a step. began: hand-over of the log's first plan. ended_before: end of the previous step."""
     plan, handed_over, ended = step
     transfers = plan.transfers
     return StepRecord(

@@ -44,8 +44,8 @@ class ExpertNames:
 
 @dataclass(frozen=True, slots=True)
 class MixtureShape:
-    """Shape of experts. size, intermediate: dimensions of an expert. bias, router_bias: True if experts and router have
-    biases. has_correction: the checkpoint has a bias for the choice. weighs_input: see ExpertWeights."""
+    """size, intermediate: dimensions of an expert. bias, router_bias: True if experts and router have biases.
+    has_correction: the checkpoint has a bias for the choice. weighs_input: see ExpertWeights."""
 
     size: int
     intermediate: int

@@ -25,8 +25,8 @@ SourceT = TypeVar("SourceT", bound=WeightSource)
 
 @dataclass(frozen=True)
 class CheckpointNames:
-    """Names of a family's tensors in checkpoints. base: prefix (with its dot) that checkpoints of the headless model
-    leave out. surplus: pattern of tensors in old checkpoints that no model needs."""
+    """base: prefix (with its dot) that checkpoints of the headless model leave out. surplus: pattern of tensors in old
+    checkpoints that no model needs."""
 
     base: str
     surplus: re.Pattern[str]

@@ -55,8 +55,8 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 
 
 class Extras(NamedTuple):
-    """Optional parts of a loaded model. expert_counts: counters of the rows that experts compute (None: off). adapters:
-    model's adapters (None: off). balancer: collects layers whose experts change their ranks (None: they stay)."""
+    """expert_counts: counters of the rows that experts compute (None: off). adapters: model's adapters (None: off).
+    balancer: collects layers whose experts change their ranks (None: they stay)."""
 
     expert_counts: ExpertCounters | None = None
     adapters: ModelAdapters | None = None

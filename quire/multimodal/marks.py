@@ -21,8 +21,7 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True)
 class ImageMarks:
-    """Tokens around images. begin, end: tokens before and after an image's. lines: tokens of 1, 2 ... newlines, each
-    one token."""
+    """begin, end: tokens before and after an image's. lines: tokens of 1, 2 ... newlines, each one token."""
 
     begin: int
     end: int

@@ -53,8 +53,8 @@ def ready(result: Result) -> Deferred[Result]:
 
 
 class SampledTokens(NamedTuple):
-    """Results of sampling. token_ids: [R], aligned with the batch. logprobs, candidates: by batch index, where
-    requested. nonfinite: indices of rows with NaN or infinite logits; they have token 0 and nothing else."""
+    """token_ids: [R], aligned with the batch. logprobs, candidates: by batch index, where requested. nonfinite: indices
+    of rows with NaN or infinite logits; they have token 0 and nothing else."""
 
     token_ids: Sequence[int]
     logprobs: dict[int, TokenLogprobs]

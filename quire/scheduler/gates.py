@@ -129,7 +129,7 @@ class ConstraintGate:
         return Deferral(self.reason, 0, lambda: not _has_matchers(request), reserves_slots=False)
 
     def forget(self, request: Request) -> None:
-        """Do nothing: the gate keeps no state."""
+        """Do nothing: no state is kept."""
 
 
 def _has_matchers(request: Request) -> bool:
@@ -162,7 +162,7 @@ class PendingPrefixGate:
         return Deferral(self.reason, quote.num_blocks, lambda: kv.is_pending_in(*found))
 
     def forget(self, request: Request) -> None:
-        """Do nothing: the gate keeps no state."""
+        """Do nothing: no state is kept."""
 
 
 class AsynchronousLoadGate:

@@ -123,7 +123,7 @@ class Matching:
         return answered
 
     def take_refused(self) -> list[tuple[Request, UserError]]:
-        """Requests that cannot start under their constraints, with reasons. Those that can are watched no more."""
+        """Requests that cannot start under their constraints, with reasons. Startable ones are dropped."""
         refused, left = [], []
         for request in self.starting:
             if request.status is RequestStatus.FINISHED:
@@ -142,8 +142,8 @@ class Matching:
         return all(sequence.goes_ahead for sequence, _, _ in self.asked)
 
     def awaited(self) -> list[Matcher]:
-        """Usually quick matchers, for which a step waits: of sequences whose tokens the next step may not compute
-        before the answer, and once those of each new request."""
+        """Matchers that a step may wait for, as most are quick: of sequences whose tokens the next step must not
+        compute before the answer, and once those of new requests."""
         new, self._new = self._new, []
         asked = [sequence.matcher for sequence, _, _ in self.asked if not sequence.goes_ahead]
         return new + [matcher for matcher in asked if matcher is not None and not matcher.is_slow]

@@ -298,8 +298,8 @@ class Scheduler:
         return self.matching.awaited() + [matcher for matcher in beams if not matcher.is_slow]
 
     def settle(self, now: float) -> tuple[list[SequenceUpdate], list[tuple[str, UserError]]]:
-        """Take the matchers' answers: append tokens that a grammar forces, end finished sequences, and end requests
-        that cannot start under their constraints."""
+        """Append tokens that a grammar forces, end finished sequences, and end requests that cannot start under their
+        constraints."""
         updates = self._ends.settle(self.matching, now)
         refused: list[tuple[Request, UserError]] = []
         if self.matching.starting or self._adapters.refused:

@@ -46,7 +46,7 @@ class ReplicaState(msgspec.Struct):
 
 
 class PrefixCacheReset(msgspec.Struct):
-    """Result of a cache reset. num_blocks: blocks that held a prefix."""
+    """num_blocks: blocks that held a prefix."""
 
     status: str
     num_blocks: int
@@ -68,8 +68,7 @@ class AbortRequest(RequestStruct, kw_only=True, frozen=True):
 
 
 class ServerInfo(msgspec.Struct):
-    """Facts about the server. config: engine's configuration; text on request. start_seconds: duration of each
-    phase of the start."""
+    """config: engine's configuration; text on request. start_seconds: duration of each phase of the start."""
 
     version: str
     config: dict[str, Any] | str
@@ -123,7 +122,7 @@ def _add_pause_routes(app: FastAPI, context: ServerContext) -> None:
     @app.post("/pause")
     @admin
     async def pause(request: Request, mode: str = "abort", clear_cache: str = "true") -> Response:
-        """Pause the engine: start no request until it resumes; see AsyncLLM.pause."""
+        """Pause the engine; see AsyncLLM.pause."""
         context.check_alive()
         check_mode(mode)
         await run_until_disconnect(request.receive, engine.pause(mode, clear_cache=truth("clear_cache", clear_cache)))

@@ -320,7 +320,7 @@ class ChoiceText:
 
 
 def to_delta(delta: OutputDelta, *, has_functions: bool = False) -> Delta:
-    """Piece of a chat stream. has_functions: use OpenAI's old `function_call`."""
+    """has_functions: use OpenAI's old `function_call`."""
     reasoning = delta.reasoning or None
     if has_functions:
         pieces = delta.tool_calls

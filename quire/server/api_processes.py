@@ -91,8 +91,7 @@ def serve_with_processes(
 
 @dataclass(slots=True)
 class _Process:
-    """One API process, as its parent sees it. num_given: connections handed over. num_stopped: successive checks that
-    found the process stopped."""
+    """num_given: connections handed over. num_stopped: successive checks that found the process stopped."""
 
     slot: int
     session: int
@@ -274,7 +273,7 @@ class _Parent:
         self._changed.set()
 
     def _note_stats(self, steps: StepTokens, stats: EngineStats) -> None:
-        """Keep the engine's snapshot and count its tokens. Runs on the engine's threads."""
+        """Keep the engine's snapshot. Runs on the engine's threads."""
         self._stats = stats
         steps.record(stats)
 

@@ -39,7 +39,7 @@ class AnyResponse(Protocol):
 
 
 class ResponseProgress(NamedTuple):
-    """Events of a response so far. has_ended: `events` includes the last one."""
+    """has_ended: `events` includes the last one."""
 
     events: list[bytes]
     has_ended: bool

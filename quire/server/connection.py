@@ -254,7 +254,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def close_behind(self, cycle: RequestResponseCycle) -> None:
-        """Close the connection after an answer (cycle), or after its request if that still arrives."""
+        """Close after an answer, or after its request if that still arrives."""
         if cycle is self._running and self.phase is Phase.BODY:
             self._closes_behind_request = True
         else:

@@ -117,8 +117,7 @@ class ServerContext:
         return [name for name in names if may_use(name)]
 
     async def meet(self, model: str) -> None:
-        """Register a named adapter from disk, as ServedAdapters.meet; ignores names that this request's client may not
-        use."""
+        """Call ServedAdapters.meet, except for names that this request's client may not use."""
         if may_use(model):
             await self.adapters.meet(model)
 

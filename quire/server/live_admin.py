@@ -25,7 +25,7 @@ _formatter = logging.Formatter()
 
 
 class LogLine(msgspec.Struct, frozen=True):
-    """Line of the log. number: counts from 1. time: Unix time in seconds."""
+    """number: counts from 1. time: Unix time in seconds."""
 
     number: int
     time: float
@@ -73,7 +73,7 @@ class LogTail(logging.Handler):
 
 
 class AbortLive(RequestStruct, kw_only=True, frozen=True):
-    """Body of /debug/abort. request_id: request's id in /debug/kv, or an answer's."""
+    """request_id: request's id in /debug/kv, or an answer's."""
 
     request_id: str
 

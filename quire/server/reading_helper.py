@@ -101,17 +101,17 @@ class Found(msgspec.Struct, tag=True):
 
 
 def read(argument: str, body: bytes) -> bytes:
-    """Parse a body (for `read_request`); runs in the helper."""
+    """Parse a body (for `read_request`)."""
     return _answered(lambda: _read(msgspec.json.decode(argument, type=How), body))
 
 
 def go_on(argument: str, content: bytes) -> bytes:
-    """Join stored and sent items (for `read_continuation`); runs in the helper."""
+    """Join stored and sent items (for `read_continuation`)."""
     return _answered(lambda: Found.of_input(*msgspec.json.decode(argument, type=Continuation).join(content)))
 
 
 def names(_argument: str, body: bytes) -> bytes:
-    """List field names (for `read_names`), in `unknown`; runs in the helper."""
+    """List field names (for `read_names`), in `unknown`."""
     return _answered(lambda: Found(b"", names_of(body), [], []))
 
 

@@ -234,7 +234,7 @@ def begin_turn(
     asked: AskedRoute,
     ends_with_context: bool = False,
 ) -> Turn:
-    """Admit a request and begin its answer. asked, ends_with_context: see ChatAnswer. Raises ApiError."""
+    """Admit the request. asked, ends_with_context: see ChatAnswer. Raises ApiError."""
 
     def answer() -> ChatAnswer:
         return ChatAnswer(context, body, header_id(request), ends_with_context=ends_with_context, asked=asked)
@@ -245,7 +245,7 @@ def begin_turn(
 def begin_completion(
     context: ServerContext, request: Request, body: CompletionRequest, names: dict[str, str], *, ends_with_context: bool
 ) -> Turn:
-    """Admit a request of one prompt, without a chat template, and begin its answer. Raises ApiError."""
+    """Admit a request of one prompt, without a chat template. Raises ApiError."""
 
     def answer() -> CompletionAnswer:
         return CompletionAnswer(context, body, header_id(request), ends_with_context=ends_with_context)

@@ -16,9 +16,9 @@ from quire.sampling_params import MAX_BEAM_WIDTH, MAX_N
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request of a trace. arrival: seconds from the start. n: sequences of parallel sampling. beam_width: 0: no
-    beam search. prefix_tokens: leading input tokens that all requests of `prefix_group` share. If they share all, each
-    request is a turn of a conversation, and its output belongs to the next turn's input."""
+    """arrival: seconds from the start. n: sequences of parallel sampling. beam_width: 0: no beam search. prefix_tokens:
+    leading input tokens that all requests of `prefix_group` share. If they share all, each request is a turn of a
+    conversation, and its output belongs to the next turn's input."""
 
     arrival: float
     input_tokens: int

@@ -87,9 +87,9 @@ def _table(mean: float, longest: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Arrivals:
-    """Random arrival times. rate: requests per second; `inf`: all at once. burstiness: shape of the gamma distribution
-    of the gaps; 1 is a Poisson process, below 1 burstier, above 1 more even. The stream ends after `duration` seconds
-    or `num_requests`; one of them is required."""
+    """rate: requests per second; `inf`: all at once. burstiness: shape of the gamma distribution of the gaps; 1 is a
+    Poisson process, below 1 burstier, above 1 more even. The stream ends after `duration` seconds or `num_requests`;
+    one of them is required."""
 
     rate: float
     burstiness: float = 1.0

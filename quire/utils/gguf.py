@@ -95,8 +95,8 @@ OTHER_TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Place and shape of a tensor. shape: outermost dimension first, as in torch (the file lists the innermost first).
-    start, num_bytes: place of its data in its file. part: file of a split model."""
+    """shape: outermost dimension first, as in torch (the file lists the innermost first). start, num_bytes: place of
+    its data in its file. part: file of a split model."""
 
     name: str
     shape: tuple[int, ...]

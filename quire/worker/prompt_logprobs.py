@@ -35,8 +35,7 @@ class PromptScores:
 
 
 class PromptScorer:
-    """Computes the logprobs that requests want of their prompts. slice_rows: maximum positions whose logits exist at
-    once."""
+    """Computes prompt logprobs. slice_rows: maximum positions whose logits exist at once."""
 
     def __init__(self, compute: StepCompute, requests: RequestState, slice_rows: int) -> None:
         self._compute = compute

@@ -59,7 +59,7 @@ def _computes(
 
 
 class Worker:
-    """One rank's worker: owns the model, the pools and the request state, and runs plans."""
+    """One rank's worker: owns the model, the pools and the request state."""
 
     def __init__(
         self,

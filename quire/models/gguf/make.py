@@ -28,8 +28,7 @@ from quire.utils.gguf_writer import GGUFWriter, PlannedTensor, Value
 
 @dataclass(frozen=True)
 class Recipe:
-    """Choices for a GGUF file's types. mix: name of `MIXES`. importance: per column; None: equal. importance_from:
-    its file, for errors."""
+    """mix: name of `MIXES`. importance: per column; None: equal. importance_from: its file, for errors."""
 
     mix: str
     importance: Importance | None = None

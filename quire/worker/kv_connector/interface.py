@@ -49,7 +49,7 @@ class WorkerConnector:
 
 
 class NoWorkerConnector(WorkerConnector):
-    """Worker's half of the KV cache without a connector: does nothing."""
+    """Worker's half without a KV connector: does nothing."""
 
     def begin_plan(self, plan: StepPlan) -> None:
         transfers = plan.transfers
