@@ -72,7 +72,6 @@ def c_compiler() -> str | None:
 
 
 def library_path() -> list[Path]:
-    """Directories of `LD_LIBRARY_PATH`."""
     return [Path(part) for part in os.environ.get("LD_LIBRARY_PATH", "").split(":") if part]
 
 

@@ -106,5 +106,4 @@ class TokenColumns(NamedTuple):
     hidden: torch.Tensor | None = None
 
     def without(self, name: str) -> TokenColumns:
-        """Copy without one of `others`."""
         return self._replace(others={key: column for key, column in self.others.items() if key != name})

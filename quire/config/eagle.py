@@ -59,7 +59,7 @@ class EagleConfig:
 
     @property
     def width(self) -> int:
-        """Elements read of a token."""
+        """Elements that the head reads of a token's hidden states."""
         return self.read_size * max(1, len(self.layers))
 
 

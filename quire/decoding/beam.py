@@ -84,7 +84,6 @@ class BeamSearch:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """Sequences that hold a live beam."""
         return [beam.sequence for beam in self.beams]
 
     @property

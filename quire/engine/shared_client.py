@@ -19,7 +19,6 @@ class SharedClient(RemoteClient[EngineFailed | Ask | QuestionAnswer | Ended]):
     """EngineClient of one server process among several that share an engine."""
 
     def __init__(self, directory: Path, session: int, state: SharedState) -> None:
-        """directory: location of the sockets."""
         wake_reader, self._wake_writer = os.pipe()
         received = EngineReady | EngineOutputs | EngineFailed | Ask | QuestionAnswer | Ended
         super().__init__(f"ipc://{directory / SESSION.format(session)}", received, wake_reader)

@@ -149,7 +149,7 @@ class Workers(Protocol):
         ...
 
     def vital_signs(self) -> VitalSigns:
-        """See `Executor.vital_signs`."""
+        """Signs of life of all ranks; see `Executor.vital_signs`."""
         ...
 
     def close(self) -> None:

@@ -64,7 +64,7 @@ class RayRank:
         )
 
     def answer(self, message: bytes) -> bytes:
-        """RankCall -> its RankAnswer."""
+        """Run an encoded RankCall; returns its encoded RankAnswer."""
         assert self._rank is not None, "begin comes before the first call"
         self._progress.is_idle = False
         self._progress.turn()
@@ -74,7 +74,7 @@ class RayRank:
             self._progress.is_idle = True
 
     def beat(self) -> int:
-        """Byte of Progress."""
+        """Rank's progress as a byte (Progress)."""
         return self._progress.byte()
 
     def live(self) -> None:

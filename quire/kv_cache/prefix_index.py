@@ -22,7 +22,6 @@ class PrefixIndex:
     """hash -> block id. A block has at most one hash, a hash at most one block (the first computed)."""
 
     def __init__(self, num_blocks: int) -> None:
-        """num_blocks: bound of the ids."""
         self._block_of: dict[bytes, int] = {}
         self._hash_of: list[bytes | None] = [None] * num_blocks
 

@@ -24,7 +24,6 @@ class RegisteredPrefix:
 
 class RegisteredPrefixes:
     def __init__(self, block_size: int) -> None:
-        """block_size: tokens of a hash block."""
         self._block_size = block_size
         self._registered: dict[str, RegisteredPrefix] = {}
         self._by_parent: dict[bytes, list[RegisteredPrefix]] = {}

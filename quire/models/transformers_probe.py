@@ -88,7 +88,7 @@ class Probe:
         return [call for call in self.modules if counts[call.module] == 1]
 
     def note(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        """Forward hook."""
+        """Record a module's call (forward hook)."""
         if len(inputs) == 1 and isinstance(inputs[0], torch.Tensor) and isinstance(output, torch.Tensor):
             self.modules.append(ModuleCall(module, Seen.of(inputs[0]), Seen.of(output)))
 

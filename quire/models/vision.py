@@ -38,7 +38,6 @@ class EncoderRun(ABC):
     """Images on their way through a tower; their grids separate the patches."""
 
     def __init__(self, tower: VisionTower, patches: torch.Tensor, grids: Sequence[Grid]) -> None:
-        """patches: see VisionEncoder.encode."""
         self._tower = tower
         self._grids = grids
         self._layer = 0
@@ -260,7 +259,7 @@ class VisionTower:
         return found, [blended(table, places, shares).to(self.context.dtype)]
 
     def load_weights(self, weights: Iterable[tuple[str, WeightSource]]) -> None:
-        """See CausalLM.load_weights."""
+        """Load the tower's weights; see CausalLM.load_weights."""
         surplus = re.compile(r"rotary_pos_emb\.inv_freq$|embeddings\.position_ids$|^head\.")
         fill_slots(self.slots, CheckpointNames("", surplus), weights)
 

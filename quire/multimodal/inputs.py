@@ -139,7 +139,6 @@ class ImageInputs:
         return ready
 
     def _encoded(self, features: Mapping[str, Any], picture: Picture) -> ReadyImage:
-        """Image of features that the caller computed."""
         where = picture.where
         if not self.media.takes_features:
             raise UserError(

@@ -170,7 +170,6 @@ class Output:
         self._held = []
 
     def take(self) -> OutputDelta:
-        """Return the output since the last `take`."""
         delta = OutputDelta("".join(self._reasoning), "".join(self._content), self._pieces)
         self._reasoning, self._content, self._pieces = [], [], []
         return delta

@@ -155,7 +155,6 @@ class TextReader:
             yield
 
     def unread(self, text: str) -> None:
-        """Undo the last read of `text`."""
         assert self._text.endswith(text, 0, self._position)
         self._position -= len(text)
 

@@ -54,7 +54,6 @@ class IntegerWeight(QuantizedWeight):
 
     @property
     def num_groups(self) -> int:
-        """Groups per row."""
         return self.shape[1] // self.group_size
 
     @property

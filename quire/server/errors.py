@@ -178,7 +178,6 @@ def api_error(
 
 
 def invalid_request(message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> ApiError:
-    """Client error: 400 or the status given."""
     return api_error(status, message, code, param=param)
 
 

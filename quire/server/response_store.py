@@ -107,7 +107,6 @@ class ResponseStore:
         return self._making.get(key) or self._entries.get(key)
 
     def remove(self, owner: str, response_id: str) -> bool:
-        """Drop a response; returns True if there was one."""
         key = (owner, response_id)
         begun, entry = self._making.pop(key, None), self._entries.pop(key, None)
         if entry is not None:

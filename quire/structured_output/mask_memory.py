@@ -54,7 +54,7 @@ class MaskMemory:
         self.hold(MIN_SLOTS)
 
     def hold(self, num_slots: int) -> None:
-        """Make room for slots."""
+        """Grow the memory to `num_slots` slots."""
         if num_slots <= self.num_slots:
             return
         size = BOARD_BYTES + num_slots * self._stride

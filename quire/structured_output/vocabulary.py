@@ -25,7 +25,7 @@ class Vocabulary:
     def __init__(
         self, tokens: Sequence[bytes], special_ids: Sequence[int], eos_ids: Sequence[int], tokenizer: Tokenizer
     ) -> None:
-        """eos_ids: at least one."""
+        """eos_ids: end-of-sequence tokens, at least one."""
         self.tokens = tokens
         self.special_token_ids = list(special_ids)
         self.eos_token_id = eos_ids[0]

@@ -80,7 +80,6 @@ class AdapterLoads:
         return ended
 
     def reserved_bytes(self) -> int:
-        """Maximum memory of the adapters in bytes."""
         return self._adapters.reserved_bytes()
 
     def close(self) -> None:

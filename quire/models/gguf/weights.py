@@ -53,7 +53,6 @@ class GGUFWeights:
 
     @property
     def paths(self) -> list[Path]:
-        """Files in the order of their parts."""
         return parts_of(self.directory)
 
     def stream(

@@ -216,7 +216,6 @@ class ChatBatchRequest(ChatRequest, kw_only=True, frozen=True):
 
     @property
     def conversations(self) -> list[ChatRequest]:
-        """One request for each, with its own id."""
         fields = {name: getattr(self, name) for name in ChatRequest.__struct_fields__}
         return [ChatRequest(**{**fields, "messages": each, "request_id": None}) for each in self.messages]
 
