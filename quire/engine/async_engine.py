@@ -139,7 +139,7 @@ class AsyncLLM:
 
     @property
     def ready(self) -> EngineReady:
-        """What the engine found at its start; waits for it. Raises the error of a failed start."""
+        """Facts that the engine found at its start; waits for it. Raises the error of a failed start."""
         return self._session.client.ready
 
     def __repr__(self) -> str:

@@ -21,7 +21,7 @@ class EngineClient(Protocol):
 
     @property
     def ready(self) -> EngineReady:
-        """What the core found at its start; waits for it. Raises the error of a failed start: ConfigError,
+        """Facts that the core found at its start; waits for it. Raises the error of a failed start: ConfigError,
         ModelLoadError, InsufficientMemoryError, or EngineDeadError with the cause."""
         ...
 

@@ -122,7 +122,7 @@ class Fleet:
 
     @property
     def _first_ready(self) -> EngineReady:
-        """What the first member's first engine found at its start; waits for them."""
+        """Facts that the first engine of the first member found at its start; waits for it."""
         first = self.members[0]
         assert first.client is not None
         return first.ready or first.client.ready
