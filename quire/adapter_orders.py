@@ -6,7 +6,7 @@ import msgspec
 
 
 class AdapterRef(msgspec.Struct, array_like=True, frozen=True):
-    """An adapter's directory and content."""
+    """Adapter's directory and content."""
 
     path: str
     """Directory in PEFT's layout."""

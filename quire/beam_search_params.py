@@ -79,7 +79,7 @@ class BeamSearchOutput:
 
 
 class TokenDecoder(Protocol):
-    """The tokenizer's decoding method."""
+    """Tokenizer's decoding method."""
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str: ...
 

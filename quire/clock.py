@@ -18,7 +18,7 @@ class SystemClock:
 
 
 class VirtualClock:
-    """A clock that only `advance` moves, for tests and the simulator."""
+    """Clock that only `advance` moves, for tests and the simulator."""
 
     def __init__(self, start: float = 0.0) -> None:
         self._now = start

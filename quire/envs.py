@@ -72,7 +72,6 @@ def c_compiler() -> str | None:
 
 
 def library_path() -> list[Path]:
-    """Directories of `LD_LIBRARY_PATH`."""
     return [Path(part) for part in os.environ.get("LD_LIBRARY_PATH", "").split(":") if part]
 
 
@@ -133,7 +132,7 @@ def notify_socket() -> str | None:
 
 def take_passed_sockets() -> int:
     """Remove systemd's `LISTEN_PID`, `LISTEN_FDS` and `LISTEN_FDNAMES`, so that no child takes the sockets; return the
-    number of sockets that are passed to this process, from descriptor 3 on."""
+    number of sockets passed to this process, from descriptor 3 on."""
     pid, count = os.environ.pop("LISTEN_PID", ""), os.environ.pop("LISTEN_FDS", "")
     os.environ.pop("LISTEN_FDNAMES", None)
     return int(count) if pid == str(os.getpid()) and count.isdecimal() else 0

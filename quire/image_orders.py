@@ -16,13 +16,13 @@ class ImagePlace(msgspec.Struct, array_like=True, frozen=True):
 
 
 class EncodeSlice(msgspec.Struct, array_like=True, frozen=True):
-    """The next layers of one image's encoding. An image's slices follow one another; the next image begins after its
+    """Next layers of one image's encoding. An image's slices follow one another; the next image begins after its
     last."""
 
     key: bytes
     num_layers: int
     image: PromptImage | None
-    """The image, set with the first layers."""
+    """Image, set with the first layers."""
 
 
 class ImageOrders(msgspec.Struct, array_like=True):

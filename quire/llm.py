@@ -56,10 +56,10 @@ class ChatOptions(CallOptions, total=False):
 
 
 class LLM(OfflineEngine):
-    """An engine for batches of prompts. Several can live in one process; each is used by one thread at a time. Also a
+    """Engine for batches of prompts. Several can live in one process; each is used by one thread at a time. Also a
     context manager.
 
-    model: a directory in Hugging Face layout, a GGUF file, a hub id, or "bundled". engine_options: see
+    model: directory in Hugging Face layout, a GGUF file, a hub id, or "bundled". engine_options: see
     `quire.config.options`. Raises ConfigError, ModelLoadError or InsufficientMemoryError.
     """
 

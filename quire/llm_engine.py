@@ -22,7 +22,7 @@ from quire.sampling_params import RequestOutputKind, SamplingParams
 
 
 class LLMEngine(OfflineEngine):
-    """An engine that does one step a call, in the caller's thread. Arguments and errors are those of `LLM`."""
+    """Engine that does one step a call, in the caller's thread. Arguments and errors are those of `LLM`."""
 
     def __init__(self, model: str = BUNDLED_MODEL, **engine_options: Unpack[EngineKeywords]) -> None:
         self._open(EngineOptions.from_keywords({"model": model, **engine_options}))

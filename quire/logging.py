@@ -44,14 +44,14 @@ def set_log_format(name: str) -> None:
 
 
 def make_handler() -> logging.Handler:
-    """A handler that writes to standard error in the format of `QUIRE_LOG_FORMAT`."""
+    """Handler that writes to standard error in the format of `QUIRE_LOG_FORMAT`."""
     handler = _Handler(sys.stderr)
     handler.setFormatter(_make_formatter())
     return handler
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    """A handler that reports before the next record how many records were lost."""
+    """Handler that reports before the next record how many records were lost."""
 
     _num_lost = 0
 

@@ -10,10 +10,10 @@ from quire.errors import UserError
 
 
 class LoRARequest(msgspec.Struct, frozen=True):
-    """An adapter; fields and their order are vLLM's. Invalid values raise UserError.
+    """Adapter; fields and their order are vLLM's. Invalid values raise UserError.
 
     lora_name: any name. lora_int_id: number above 0; later calls with it mean its first adapter, unless `load_inplace`.
-    lora_path: a directory in PEFT's layout, or a hub id. base_model_name: `parent` in /v1/models. load_inplace: read
+    lora_path: directory in PEFT's layout, or a hub id. base_model_name: `parent` in /v1/models. load_inplace: read
     the directory again and replace the number's adapter.
     """
 

@@ -1,4 +1,4 @@
-"""The common part of LLM and LLMEngine: start, control calls, shutdown."""
+"""Common part of LLM and LLMEngine: start, control calls, shutdown."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ class OfflineEngine:
         return self._client.ready
 
     def get_tokenizer(self) -> UserTokenizer:
-        """The tokenizer, with Transformers' methods. Raises UserError when the model has none."""
+        """Tokenizer, with Transformers' methods. Raises UserError when the model has none."""
         return user_tokenizer(self.tokenizer, self._input_processor)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The model's generation_config.json over SamplingParams()."""
+        """Model's generation_config.json over SamplingParams()."""
         return SamplingParams(**self.model_config.sampling_defaults)
 
     def stats(self) -> dict[str, Any]:

@@ -32,7 +32,7 @@ class SequenceUpdate(msgspec.Struct, array_like=True, gc=False):
     """(cumulative log-probability, score) of a beam-search hypothesis, which comes whole, with its end. An end without
     it: no hypothesis has this index."""
     pooled: list[float] | None = None
-    """A pooled request's vector (float32), set with the end."""
+    """Pooled request's vector (float32), set with the end."""
     drafts: tuple[int, int] | None = None
     """(drafts that the step computed, drafts accepted); None: the step had no drafts."""
 

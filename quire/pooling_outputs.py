@@ -10,7 +10,7 @@ OutputT = TypeVar("OutputT")
 
 @dataclass(slots=True)
 class PoolingOutput:
-    """The vector, or the scores of the labels."""
+    """Vector, or the scores of the labels."""
 
     data: list[float]
 

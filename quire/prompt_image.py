@@ -6,7 +6,7 @@ import msgspec
 
 
 class ReadyImage(msgspec.Struct, frozen=True, array_like=True):
-    """A decoded and resized image, or the features that a client computed of one."""
+    """Decoded and resized image, or the features that a client computed of one."""
 
     grid: tuple[int, int, int]
     """Number of frames, rows and columns of tokens."""
@@ -33,7 +33,7 @@ class ReadyImage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PromptImage(ReadyImage, frozen=True, array_like=True):
-    """An image in a prompt, where a run of placeholder tokens stands for it."""
+    """Image in a prompt, where a run of placeholder tokens stands for it."""
 
     start: int
 

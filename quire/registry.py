@@ -1,4 +1,4 @@
-"""A table from names to implementations that are imported on first use."""
+"""A table from names to implementations imported on first use."""
 
 from __future__ import annotations
 

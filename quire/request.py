@@ -33,7 +33,7 @@ class ResumePoint(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A validated, tokenised request. Only the input processor makes them; nothing downstream checks them again.
+    """Validated, tokenised request. Only the input processor makes them; nothing downstream checks them again.
     Requests share prefix-cache entries only if their salts, columns, images and contents of adapters are equal."""
 
     request_id: str
@@ -70,7 +70,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     images: list[PromptImage] = []
     """Images in the order of the prompt."""
     is_processed: bool = False
-    """A logits processor sees the tokens one by one, so the request has no drafts."""
+    """Logits processor sees the tokens one by one, so the request has no drafts."""
     prediction: list[int] = []
     """Tokens that the caller expects; drafts may come from them."""
     adapter: AdapterRef | None = None

@@ -113,7 +113,7 @@ class SamplingParams(
     min_p: float = 0.0
     """Least probability of a token, as a share of the likeliest one's, after `top_p`."""
     presence_penalty: float = 0.0
-    """Logit subtracted from each token that was generated before, from -2 to 2."""
+    """Logit subtracted from each token generated before, from -2 to 2."""
     frequency_penalty: float = 0.0
     """Logit subtracted from a token for each time it was generated before, from -2 to 2."""
     repetition_penalty: float = 1.0
@@ -129,7 +129,7 @@ class SamplingParams(
     logit_bias: dict[int, float] | None = None
     """Token id -> value added to its logit."""
     allowed_token_ids: list[int] | None = None
-    """The only tokens that may be generated. None: all."""
+    """Only tokens that may be generated. None: all."""
     ignore_eos: bool = False
     max_tokens: int | None = 16
     """Limit of a completion's tokens. None: up to the model's context."""
@@ -142,9 +142,9 @@ class SamplingParams(
     prompt_logprobs: int | None = None
     """Alternatives reported beside each prompt token, with the values of `logprobs`."""
     truncate_prompt_tokens: int | None = None
-    """Prompt tokens that are kept. -1: as many as fit with max_tokens; None: all."""
+    """Prompt tokens kept. -1: as many as fit with max_tokens; None: all."""
     truncation_side: str | None = None
-    """Side of the prompt that is cut: "left" (also None), which keeps its last tokens, or "right"."""
+    """Side of the prompt cut: "left" (also None), which keeps its last tokens, or "right"."""
     repetition_detection: RepetitionDetectionParams | None = None
     """Rule that ends a completion which repeats itself. None: no rule."""
     timeout_s: float | None = None

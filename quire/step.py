@@ -108,7 +108,7 @@ class TokenValues(msgspec.Struct, array_like=True, frozen=True):
 
 
 class NewSequence(msgspec.Struct, array_like=True):
-    """A sequence that gets a request slot: new, or resumed after a preemption."""
+    """Sequence that gets a request slot: new, or resumed after a preemption."""
 
     seq_id: int
     token_ids: list[int]
@@ -192,7 +192,7 @@ class StepPlan(msgspec.Struct, array_like=True):
     images: ImageOrders | None = None
 
     num_drafts: list[int] = []
-    """Drafts among the last of `num_tokens`, at most, per scheduled sequence; empty: no drafts. Only a sequence that is
+    """Drafts among the last of `num_tokens`, at most, per scheduled sequence; empty: no drafts. Only a sequence
     sampled from its own logits has drafts."""
     drafts: dict[int, list[int]] = {}
     """seq_id -> drafts that the scheduler proposes. The workers propose those of other sequences with `num_drafts`."""

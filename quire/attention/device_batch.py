@@ -15,7 +15,7 @@ from quire.attention.interface import StateStep
 
 
 class HostColumns(NamedTuple):
-    """The host's knowledge of a batch's S sequences, without padding. query_start: [S + 1]. starts: [S], positions of
+    """Host's knowledge of a batch's S sequences, without padding. query_start: [S + 1]. starts: [S], positions of
     the first new tokens; an upper bound with drafts. num_drafts: [S], number of draft tokens (None: none)."""
 
     query_start: np.ndarray
@@ -78,7 +78,6 @@ class DeviceStateStep:
         return pages[:, : pages.shape[1] // 4 * 4].view(torch.float32)
 
     def compute_states(self, kernels: StateKernels, weights: Any, *tensors: torch.Tensor) -> None:
-        """Launch the kernels at once."""
         kernels(weights, *tensors, self)
 
 
@@ -87,7 +86,7 @@ StateKernels: TypeAlias = Callable[..., None]
 
 
 class DeviceStates(Protocol):
-    """A device's step for layers with states."""
+    """Device's step for layers with states."""
 
     def compute_states(self, kernels: StateKernels, weights: Any, *tensors: torch.Tensor) -> None:
         """Launch an operation's kernels over the step's states. tensors: contiguous inputs, then the output."""
@@ -107,5 +106,4 @@ class TokenColumns(NamedTuple):
     hidden: torch.Tensor | None = None
 
     def without(self, name: str) -> TokenColumns:
-        """A copy without one of `others`."""
         return self._replace(others={key: column for key, column in self.others.items() if key != name})

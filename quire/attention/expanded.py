@@ -15,14 +15,14 @@ from quire.attention.interface import AttentionBatch
 from quire.kernels.arguments import ExpansionRule, LatentExpansion, LatentShape
 
 PIECE_KEYS = 1024
-"""Keys that are expanded together."""
+"""Keys expanded together."""
 TILE_ROWS = 128
 """Queries whose scores are in memory together, for all heads of a part."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A sequence whose tokens in a step are expanded. sequence: index in the batch; tokens: its tokens in the step;
+    """Sequence whose tokens in a step are expanded. sequence: index in the batch; tokens: its tokens in the step;
     start: position of the first."""
 
     sequence: int

@@ -67,7 +67,7 @@ IndexInputs: TypeAlias = tuple[AnyValue, AnyValue, AnyValue]
 
 
 class AttentionStep:
-    """A planned step with the attention operations of layers; a back end implements those that its models use. Values
+    """Planned step with the attention operations of layers; a back end implements those that its models use. Values
     are rows of the T tokens, as tensors or placeholders, and may be overwritten. rotation: result of
     `Operations.rotation`, or None. A token sees the positions of its sequence up to its own, or up to
     `AttentionBatch.last_seen`, through the block table; an encoder's token sees its whole sequence."""

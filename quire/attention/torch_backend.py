@@ -215,7 +215,7 @@ class TorchAttentionStep(AttentionStep):
 
 
 class _Split(NamedTuple):
-    """A step in two parts. prompts: expanded sequences. tokens: indices of the other tokens; rest: their step, None
+    """Step in two parts. prompts: expanded sequences. tokens: indices of the other tokens; rest: their step, None
     without them."""
 
     prompts: Sequence[Prompt]

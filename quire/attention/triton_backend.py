@@ -294,7 +294,6 @@ class DeviceLatents:
             )
 
     def layer(self, shape: LatentShape) -> tuple[LatentKernels, int]:
-        """A layer's kernels and its group."""
         group, pages = self.pages[shape.layer]
         found = self._kernels.get(shape.layer)
         if found is None:
@@ -306,7 +305,7 @@ class DeviceLatents:
 
 
 class TritonEncoderStep(AttentionStep):
-    """A bidirectional step."""
+    """Bidirectional step."""
 
     def __init__(self, query_start: torch.Tensor) -> None:
         """query_start: [S + 1] int32, see DeviceBatch."""
@@ -318,11 +317,11 @@ class TritonEncoderStep(AttentionStep):
 
 
 class TritonEncoder:
-    """A device's attention back end without a pool. Sequences are in a batch from their first token on."""
+    """Device's attention back end without a pool. Sequences are in a batch from their first token on."""
 
     def plan(self, batch: DeviceBatch) -> TritonEncoderStep:
         return TritonEncoderStep(batch.query_start)
 
     def lengths_to_compile(self, longest: int) -> tuple[tuple[int, int], ...]:
-        """A single pair: the encoder kernel has one kind of tiles."""
+        """Single pair: the encoder kernel has one kind of tiles."""
         return ((1, longest),)

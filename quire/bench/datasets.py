@@ -86,7 +86,7 @@ _WORDS = (
 
 
 def as_text(spec: PromptSpec) -> PromptSpec:
-    """The prompt in words, one for each token id, so that a shared prefix stays shared."""
+    """Prompt in words, one for each token id, so that a shared prefix stays shared."""
     if spec.token_ids is None:
         return spec
     words = " ".join(_WORDS[token_id % len(_WORDS)] for token_id in spec.token_ids)
@@ -94,7 +94,7 @@ def as_text(spec: PromptSpec) -> PromptSpec:
 
 
 def as_messages(spec: PromptSpec, images: Sequence[str] = ()) -> PromptSpec:
-    """The prompt as one user message, after images of these URLs."""
+    """Prompt as one user message, after images of these URLs."""
     if spec.messages is not None:
         return spec
     content: Any = as_text(spec).text
@@ -122,7 +122,7 @@ class RandomImages:
         return cls(LengthRange.parse(count, "--images", minimum=0), pairs)
 
     def draw(self, rng: random.Random) -> list[str]:
-        """The pictures of one request, as data URLs of JPEGs. Raises UserError without Pillow."""
+        """Pictures of one request, as data URLs of JPEGs. Raises UserError without Pillow."""
         try:
             from PIL import Image
         except ImportError:

@@ -75,7 +75,7 @@ class Distribution:
     percentiles: Mapping[float, float]
 
     def scaled(self, factor: float) -> dict[str, float]:
-        """A flat mapping (`mean`, `median`, `std`, `min`, `max`, `p50` ...), every value times `factor`."""
+        """Flat mapping (`mean`, `median`, `std`, `min`, `max`, `p50` ...), every value times `factor`."""
         values = {name: getattr(self, name) for name in ("mean", "median", "std", "min", "max")}
         values |= {f"p{percent:g}": value for percent, value in self.percentiles.items()}
         return {name: value * factor for name, value in values.items()}
@@ -110,7 +110,7 @@ def summarize_values(
 
 @dataclass(frozen=True, slots=True)
 class ServingReport:
-    """A whole run. Rates are per second of `duration`: first request sent to last output chunk."""
+    """Whole run. Rates are per second of `duration`: first request sent to last output chunk."""
 
     duration: float
     num_requests: int

@@ -24,7 +24,7 @@ Timer = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class BatchShape:
-    """The batch of `latency`: the same shape in every repeat, with fresh random tokens, so no prefix repeats."""
+    """Batch of `latency`: the same shape in every repeat, with fresh random tokens, so no prefix repeats."""
 
     batch_size: int
     input_len: int
@@ -111,7 +111,7 @@ def measure_throughput(
     predicted: Sequence[list[int]] = (),
     timer: Timer = time.perf_counter,
 ) -> ThroughputResult:
-    """Submit all prompts at once and wait for the last token. predicted: the output of each, for an oracle."""
+    """Submit all prompts at once and wait for the last token. predicted: output of each, for an oracle."""
     elapsed, outputs = _timed(generate, prompts, ignore_eos=ignore_eos, predicted=predicted, timer=timer)
     texts = [list(output.outputs[0].token_ids) for output in outputs]
     assert not predicted or texts == list(predicted), "drafts change no token"

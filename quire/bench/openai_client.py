@@ -1,4 +1,4 @@
-"""A light client for OpenAI-compatible servers: one streaming request in, one timeline out."""
+"""Light client for OpenAI-compatible servers: one streaming request in, one timeline out."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class _Chunk(msgspec.Struct):
 
 
 class _RequestError(Exception):
-    """An error with the reason that the report counts."""
+    """Error with the reason that the report counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def authorization(api_key: str | None) -> dict[str, str]:
 
 
 def open_client(settings: ClientSettings, *, timeout: float) -> httpx.AsyncClient:
-    """A client without a limit on connections. timeout: seconds without a byte after which a request fails."""
+    """Client without a limit on connections. timeout: seconds without a byte after which a request fails."""
     return httpx.AsyncClient(
         base_url=settings.base_url,
         headers=settings.headers,
@@ -149,7 +149,6 @@ class _Timeline:
                 self.chunk_times.append(now)
 
     def close(self) -> None:
-        """End the stream."""
         if not self.chunk_times and self.usage and self.usage.completion_tokens and self.first_choice is not None:
             self.chunk_times.append(self.first_choice)
 

@@ -1,4 +1,4 @@
-"""The engine's options as flags, shared by commands that start an engine."""
+"""Engine's options as flags, shared by commands that start an engine."""
 
 from __future__ import annotations
 

@@ -74,7 +74,6 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def known_flags(self) -> Collection[str]:
-        """Flags in all spellings."""
         return self._option_string_actions.keys()
 
     def error(self, message: str) -> NoReturn:

@@ -45,7 +45,7 @@ HELP: dict[str, str] = {
 
 
 def add_sampling_flags(parser: Parser, defaults: Mapping[str, Any], *, skip: tuple[str, ...] = ()) -> None:
-    """Add a flag for each field of SamplingParams. defaults: the command's own."""
+    """Add a flag for each field of SamplingParams. defaults: command's own."""
     skip = (*skip, *PYTHON_ONLY)
     add_struct_flags(parser, SamplingParams, HELP, title="sampling options", skip=skip, defaults=defaults)
 

@@ -40,7 +40,6 @@ class Speed:
 
 
 def predict(plan: MemoryPlan, cost: CostModel) -> tuple[Speed, ...]:
-    """Predicted speed at each length of the plan."""
     return tuple(
         Speed(
             num_tokens=entry.num_tokens,

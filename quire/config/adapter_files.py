@@ -52,7 +52,7 @@ def content_digest(directory: Path) -> bytes:
 
 
 def open_adapter(path: str, limits: AdaptersConfig) -> AdapterRef:
-    """The adapter in a directory or a GGUF file. Raises UserError for one that the engine does not take. Workers check
+    """Adapter in a directory or a GGUF file. Raises UserError for one that the engine does not take. Workers check
     at load time that its tensors fit the model."""
     directory = Path(os.path.abspath(os.path.expanduser(path)))
     try:

@@ -1,4 +1,4 @@
-"""The adapter slice."""
+"""Adapter slice."""
 
 from __future__ import annotations
 

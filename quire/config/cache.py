@@ -1,4 +1,4 @@
-"""The KV-cache slice."""
+"""KV-cache slice."""
 
 from __future__ import annotations
 

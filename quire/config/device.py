@@ -1,4 +1,4 @@
-"""The device slice."""
+"""Device slice."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ def why_no_latents(rank: int, rope_dim: int) -> str | None:
 
 @dataclass(frozen=True)
 class DeviceConfig:
-    """Device settings. Fields with an option's name have its meaning, resolved. attention_backend: "native" (the whole
-    model runs on the native CPU kernels), "torch" (plain operators on the CPU) or "triton" (on "cuda", or on "cpu" in
-    Triton's interpreter, for tests). cpu_isa: highest instruction set for the native kernels.
+    """Settings of the computing device. Fields with an option's name have its meaning, resolved. attention_backend:
+    "native" (the whole model runs on the native CPU kernels), "torch" (plain operators on the CPU) or "triton" (on
+    "cuda", or on "cpu" in Triton's interpreter, for tests). cpu_isa: highest instruction set for the native kernels.
 
     matmul_precision: rounding of activations before they multiply bfloat16 weights, keys or values, and quantised
     weights (to 14 bits or more without AMX): "float32": none; "bfloat16"; "auto": the faster one, which the native
     kernels find at the start. Plain operators and devices multiply in the model's dtype, which is then the value here;
     "fp8": a device multiplies FP8 weights with activations rounded to FP8 row by row.
 
-    platform: the worker's half (quire/worker/platform/choice.py). collectives: transport of tensors between a model's
+    platform: worker's half (quire/worker/platform/choice.py). collectives: transport of tensors between a model's
     ranks (quire/parallel/choice.py).
     """
 

@@ -67,7 +67,7 @@ def draft_options(
     backend: str,
     overrides: Mapping[str, Any] | None = None,
 ) -> EngineOptions:
-    """The draft model's options. Its keys and values have the types of `model`. backend: attention backend of `model`.
+    """Draft model's options. Its keys and values have the types of `model`. backend: attention backend of `model`.
     overrides: keys of a head's config.json; a head is as long as the model."""
     given: dict[str, Any] = {
         "model": chosen.name,

@@ -34,12 +34,12 @@ _USUAL_OF_ALL = MappingProxyType({"hidden_size": 4096, "num_attention_heads": 32
 
 @dataclass(frozen=True)
 class EagleConfig:
-    """A head for drafts with a checkpoint of its own.
+    """Head for drafts with a checkpoint of its own.
 
-    method: one of EAGLE_METHODS. layers: the model's layers whose inputs a head of "eagle3" reads; empty: it reads the
+    method: one of EAGLE_METHODS. layers: model's layers whose inputs a head of "eagle3" reads; empty: it reads the
     model's results. read_size: elements of each. vocab_size: rows of its embedding, the model's. draft_vocab_size:
-    tokens that it can guess. norm_before_residual: its layer adds the normalised hidden state. norm_before_fc: a norm
-    over all that it reads. fc_norm: a norm over each. norm_output: its next guess takes normalised results.
+    tokens that it can guess. norm_before_residual: its layer adds the normalised hidden state. norm_before_fc: norm
+    over all that it reads. fc_norm: norm over each. norm_output: its next guess takes normalised results.
     """
 
     method: str
@@ -59,7 +59,7 @@ class EagleConfig:
 
     @property
     def width(self) -> int:
-        """Elements that are read of a token."""
+        """Elements that the head reads of a token's hidden states."""
         return self.read_size * max(1, len(self.layers))
 
 
@@ -79,7 +79,7 @@ def head_method(raw: Mapping[str, Any]) -> str:
 
 
 def head_values(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The config.json of a model whose layer the head has. Raises ModelLoadError for heads with other layers."""
+    """config.json of a model whose layer the head has. Raises ModelLoadError for heads with other layers."""
     inner = raw.get("transformer_layer_config")
     is_inner = isinstance(inner, Mapping)
     found = dict(inner) if isinstance(inner, Mapping) else dict(raw)
@@ -164,7 +164,7 @@ def fitting_head(head: ModelConfig, eagle: EagleConfig, model: ModelConfig, long
 
 
 def with_verifier(options: EngineOptions) -> EngineOptions:
-    """The options of the model that a `speculators` checkpoint is for, with that checkpoint as its head for drafts,
+    """Options of the model that a `speculators` checkpoint is for, with that checkpoint as its head for drafts,
     where `options.model` is one; else the options themselves. Keys of `speculative_config` that are given stay."""
     raw = read_directory_config(options.model, options.revision, options.download_dir)
     stated = raw.get(_SPECULATORS)

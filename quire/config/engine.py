@@ -1,4 +1,4 @@
-"""The configuration of one engine: its slices. Components take the slice they use, not the whole. Fields of slices that
+"""Configuration of one engine: its slices. Components take the slice they use, not the whole. Fields of slices that
 have an option's name have its meaning (`EngineOptions`)."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The keywords of `LLM`, `LLMEngine` and `AsyncLLM`, for editors and type checkers."""
+"""Keywords of `LLM`, `LLMEngine` and `AsyncLLM`, for editors and type checkers."""
 
 from __future__ import annotations
 

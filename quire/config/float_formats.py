@@ -40,7 +40,7 @@ def mxfp4(fields: Fields) -> QuantizationConfig:
 
 def compressed_floats(scheme: Fields, weights: Fields, layout: str) -> QuantizationConfig:
     """Float formats of compressed-tensors. scheme: the one group of `config_groups`. weights: its weight settings.
-    layout: the checkpoint's format."""
+    layout: checkpoint's format."""
     known_text(weights, "type", ("float",))
     if weights.values.get("dynamic"):
         raise unsupported(weights, "dynamic weights")

@@ -1,4 +1,4 @@
-"""A model's sampling defaults: generation_config.json and the user's overrides."""
+"""Model's sampling defaults: generation_config.json and the user's overrides."""
 
 from __future__ import annotations
 

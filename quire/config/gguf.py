@@ -1,4 +1,4 @@
-"""A GGUF file's metadata as a Hugging Face config.json. Metadata keys begin with the architecture's name
+"""GGUF file's metadata as a Hugging Face config.json. Metadata keys begin with the architecture's name
 ("llama.block_count"); tensors have short names ("blk.0.attn_q.weight")."""
 
 from __future__ import annotations
@@ -94,14 +94,14 @@ class StateHeads:
 
 
 class Described(NamedTuple):
-    """config: a model's config.json, read or made from metadata. pooling: method that a GGUF file names."""
+    """config: model's config.json, read or made from metadata. pooling: method that a GGUF file names."""
 
     config: dict[str, Any]
     pooling: Method | None = None
 
 
 def read_gguf(path: Path) -> Described:
-    """The model of a GGUF file. Raises ModelLoadError for unsupported models and methods of pooling, and for metadata
+    """Model of a GGUF file. Raises ModelLoadError for unsupported models and methods of pooling, and for metadata
     that is missing, absurd or contradicts the tensors."""
     with GGUFFile(path) as file:
         keys = _Keys(file)

@@ -25,7 +25,7 @@ _INVOCATION = "adapter.alora.invocation_tokens"
 
 @dataclass(frozen=True)
 class GGUFAdapter:
-    """names: of the architecture. entries: a module's A and B, by module (Hugging Face's name)."""
+    """names: of the architecture. entries: module's A and B, by module (Hugging Face's name)."""
 
     config: PeftConfig
     names: GGUFNames

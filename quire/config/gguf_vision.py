@@ -1,4 +1,4 @@
-"""A vision tower's GGUF file (llama.cpp's mmproj) as parts of a Hugging Face config.json and
+"""Vision tower's GGUF file (llama.cpp's mmproj) as parts of a Hugging Face config.json and
 preprocessor_config.json."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SECOND_FRAME = "v.patch_embd.weight.1"
 
 
 class Tower(NamedTuple):
-    """Vision tower of a GGUF file. vision: `vision_config`. processor: preprocessor_config.json. architecture: the
+    """Vision tower of a GGUF file. vision: `vision_config`. processor: preprocessor_config.json. architecture:
     language model's."""
 
     vision: dict[str, Any]
@@ -38,7 +38,7 @@ class Tower(NamedTuple):
 
 
 def find_mmproj(model: Path) -> Path | None:
-    """The tower's file beside a GGUF model; None if there is none or several."""
+    """Tower's file beside a GGUF model; None if there is none or several."""
     found = [path for path in model.parent.glob(f"*{SUFFIX}") if is_mmproj(path)]
     return found[0] if len(found) == 1 else None
 
@@ -118,7 +118,7 @@ def _qwen3_keys(file: GGUFFile, prefix: str) -> dict[str, Any]:
 
 
 def with_tower(config: Mapping[str, Any], model: Path, path: Path) -> dict[str, Any]:
-    """The config.json of the GGUF file `model` with its tower in `path`. Raises ModelLoadError if they do not belong
+    """config.json of the GGUF file `model` with its tower in `path`. Raises ModelLoadError if they do not belong
     together."""
     tower = read_tower(path)
     if tower.architecture not in config["architectures"]:

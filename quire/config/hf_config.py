@@ -1,4 +1,4 @@
-"""The ModelConfig of a model's name: find or fetch the directory or GGUF file, read its configuration, check it."""
+"""ModelConfig of a model's name: find or fetch the directory or GGUF file, read its configuration, check it."""
 
 from __future__ import annotations
 
@@ -146,13 +146,13 @@ def load_model_config(
 
 
 def read_config(name: str, revision: str | None = None, download_dir: str | None = None) -> dict[str, Any]:
-    """The config.json of any model, also of an unknown architecture. Fetches no weights. Raises ModelLoadError."""
+    """config.json of any model, also of an unknown architecture. Fetches no weights. Raises ModelLoadError."""
     found = find_model(name, revision=revision, config_only=True, download_dir=download_dir)
     return _read_described(_described(found)).config
 
 
 def read_directory_config(name: str, revision: str | None = None, download_dir: str | None = None) -> dict[str, Any]:
-    """The config.json of a model's directory; {} for a GGUF file."""
+    """config.json of a model's directory; {} for a GGUF file."""
     found = _described(find_model(name, revision=revision, config_only=True, download_dir=download_dir))
     return {} if found.is_file() else _read_described(found).config
 
@@ -199,7 +199,7 @@ def _read_described(path: Path) -> Described:
 
 
 def _with_tower(described: Described, path: Path, asked: str | None) -> tuple[Described, Path | None]:
-    """A GGUF model with its vision tower, and the tower's file (None: no tower). asked: the user's file; None: the one
+    """GGUF model with its vision tower, and the tower's file (None: no tower). asked: the user's file; None: the one
     beside the model, if it is this model's."""
     if not path.is_file():
         if asked is not None:
@@ -239,7 +239,7 @@ def _vision(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _image_token_id(config: Mapping[str, Any], architecture: str) -> int | None:
-    """The placeholder of images; Gemma's older files have another key, or leave its usual value out."""
+    """Placeholder of images; Gemma's older files have another key, or leave its usual value out."""
     usual = 262_144 if architecture == "Gemma3ForCausalLM" and VISION_CONFIG in config else None
     found = (_token_id(config, key) for key in ("image_token_id", "image_token_index"))
     return next((token_id for token_id in found if token_id is not None), usual)
@@ -353,7 +353,7 @@ def _max_model_len(wanted: int | None, longest: int, usual: int) -> int:
 
 def _eos_token_ids(path: Path, fields: Fields, overrides: Mapping[str, Any]) -> tuple[int, ...]:
     """End-of-sequence ids of generation_config.json, or of config.json if that file or its key is absent. overrides:
-    the user's keys for generation_config.json."""
+    user's keys for generation_config.json."""
     generation_file = path / "generation_config.json"
     generation = Fields({**read_optional_json(generation_file), **overrides}, str(generation_file))
     if generation.values.get("eos_token_id") is not None:

@@ -44,7 +44,7 @@ def read_optional_json(path: Path) -> dict[str, Any]:
 
 
 def shown(value: Any) -> str:
-    """A value for error messages; long ones are cut."""
+    """Value for error messages; long ones are cut."""
     return _shorten.repr(value)
 
 
@@ -71,7 +71,7 @@ class Fields:
         return None if self.values.get(key) is None else self.integer(key, minimum=minimum, maximum=maximum)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number greater than zero."""
+        """Finite number greater than zero."""
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
             raise self.error(f"{key} must be a number greater than zero, not {shown(value)}")
@@ -99,7 +99,7 @@ class Fields:
         return value
 
     def numbers(self, key: str, length: int) -> tuple[float, ...]:
-        """A list of `length` numbers greater than zero."""
+        """List of `length` numbers greater than zero."""
         value = self._get(key, None)
         if not isinstance(value, list) or len(value) != length:
             raise self.error(f"{key} must be a list of {length} numbers")

@@ -1,4 +1,4 @@
-"""The weight-loading slice."""
+"""Weight-loading slice."""
 
 from __future__ import annotations
 

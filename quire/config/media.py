@@ -1,4 +1,4 @@
-"""The slice of images: their number, processing and permitted sources."""
+"""Slice of images: their number, processing and permitted sources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Facts about a model that are known before any tensor exists."""
+"""Facts about a model known before any tensor exists."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ CACHE_SCALE_BYTES = {"int8": 4}
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A model, read from its Hugging Face `config.json` or its GGUF file's metadata.
+    """Model, read from its Hugging Face `config.json` or its GGUF file's metadata.
 
-    name: the user's text (path, hub id or `bundled`). path: local directory, or the GGUF file. architecture: the entry
+    name: user's text (path, hub id or `bundled`). path: local directory, or the GGUF file. architecture: entry
     of `architectures` in the model registry. shape: sizes, layer by layer, with dtypes and positions as in config.json,
     unresolved. dtype: resolved dtype of weights that are not quantised. kv_cache_dtype: resolved dtype of stored keys
     and values (a key of CACHE_DTYPE_BYTES). max_model_len: most tokens (prompt + output) of a sequence. eos_token_ids:

@@ -47,7 +47,7 @@ class AttentionShape:
     all heads share (multi-head latent attention); "state" a state of fixed size per sequence; "none" nothing. key_dim,
     value_dim: elements of a head's key (for "latent" with its rotated part) and value. window: tokens of a "sliding"
     window or of a chunk. latent_dim: elements that "latent" keeps per token: compressed keys and values, and the
-    rotated part. latent_rank: the compressed ones. index_heads, index_dim, index_top: an indexer's heads beside
+    rotated part. latent_rank: compressed ones. index_heads, index_dim, index_top: indexer's heads beside
     "latent", elements of its key per token, and tokens that it chooses to be read (0: no indexer). conv_channels,
     conv_inputs: "state": channels of the short convolution, and inputs kept of each, beside the state: a matrix key_dim
     x value_dim for each of num_kv_heads value heads. spare_inputs: further inputs kept, so that this number of drafts
@@ -112,7 +112,8 @@ class AttentionShape:
         return read * self.token_elements()
 
     def matrix_bytes(self, tp: int = 1) -> int:
-        """Bytes of a sequence's state itself on one of `tp` ranks, the least that a decoding step reads."""
+        """Bytes of a layer's recurrent state of one sequence on one of `tp` ranks, without its kept rows and
+        convolution inputs; every decoding step reads it. 0 for attention."""
         if self.kind != "state":
             return 0
         return STATE_BYTES * max(1, self.num_kv_heads // tp) * self.key_dim * line_elements(self.value_dim)
@@ -136,7 +137,7 @@ def line_elements(count: int) -> int:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts that replaces an MLP. num_active: experts per token. intermediate: width of an expert.
+    """Mixture of experts that replaces an MLP. num_active: experts per token. intermediate: width of an expert.
     shared_intermediate: total width of the experts that every token passes."""
 
     num_experts: int
@@ -147,7 +148,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """projections: the attention's matrices. intermediate: width of the MLP. experts: its replacement. is_gated: an MLP
+    """projections: attention's matrices. intermediate: width of the MLP. experts: its replacement. is_gated: an MLP
     or expert has three matrices, not two. num_vectors: elements of norms, biases, sinks and convolutions."""
 
     attention: AttentionShape
@@ -282,7 +283,7 @@ class ModelShape:
         )
 
     def with_spare_inputs(self, count: int) -> ModelShape:
-        """The shape whose states keep `count` more convolution inputs, so that `count` tokens can be taken back."""
+        """Shape whose states keep `count` more convolution inputs, so that `count` tokens can be taken back."""
 
         def spared(layer: LayerShape) -> LayerShape:
             kept = layer.attention

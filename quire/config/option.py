@@ -1,4 +1,4 @@
-"""The record of one option, which stands at its field of EngineOptions or ServerSettings. Flags, help and documents are
+"""Record of one option, which stands at its field of EngineOptions or ServerSettings. Flags, help and documents are
 made from it."""
 
 from __future__ import annotations

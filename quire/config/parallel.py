@@ -78,7 +78,7 @@ class ParallelConfig:
 
 
 def parallel_config(options: EngineOptions) -> ParallelConfig:
-    """The ranks of one replica. Raises ConfigError for sizes that do not fit together."""
+    """Ranks of one replica. Raises ConfigError for sizes that do not fit together."""
     for kind in ("tensor", "pipeline", "data", "decode_context"):
         positive(f"{kind}_parallel_size", getattr(options, f"{kind}_parallel_size"))
     run = positive("cp_kv_cache_interleave_size", options.cp_kv_cache_interleave_size)
@@ -231,7 +231,7 @@ def expert_placement(options: EngineOptions, model: ModelConfig) -> str | None:
 
 
 def read_balance(options: EngineOptions) -> ExpertBalance | None:
-    """The options `enable_eplb` and `eplb_config`; None: experts stay. Raises ConfigError for a wrong name or value."""
+    """Options `enable_eplb` and `eplb_config`; None: experts stay. Raises ConfigError for a wrong name or value."""
     name, given = "eplb_config", options.eplb_config or {}
     balance = converted(name, given, ExpertBalance, ExpertBalance.__dataclass_fields__)
     for field in ("window_size", "step_interval"):

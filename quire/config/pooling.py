@@ -42,7 +42,7 @@ _ACTIVATIONS = {"Identity": None, "Tanh": "tanh", "ReLU": "relu", "GELU": "gelu"
 
 @dataclass(frozen=True)
 class DenseModule:
-    """A linear layer over pooled vectors. folder: folder of its weights, beside the model's. activation: "tanh", a name
+    """Linear layer over pooled vectors. folder: folder of its weights, beside the model's. activation: "tanh", a name
     of `kernels/activation.py`, or None."""
 
     folder: str
@@ -54,7 +54,7 @@ class DenseModule:
 
 @dataclass(frozen=True)
 class PoolingConfig:
-    """A pooling model's settings. task: "embed" makes a vector, "classify" the logits of `labels`. method: pooled
+    """Pooling model's settings. task: "embed" makes a vector, "classify" the logits of `labels`. method: pooled
     states: the last token's, the first's ("cls"), or the mean of all. normalize: default of scaling a vector to length
     1. dense: layers that the vector passes before that. activation: from logits to probabilities. dimensions: lengths
     to which a vector may be cut (Matryoshka); if empty, `any_dimensions` permits every length or none. prompt: text

@@ -220,7 +220,7 @@ def _adapters(options: EngineOptions, model: ModelConfig) -> AdaptersConfig:
 
 
 def _completed(options: EngineOptions, is_accelerated: bool) -> tuple[str, ModelConfig]:
-    """The attention back end, and the model with all options on its computation."""
+    """Attention back end, and the model with all options on its computation."""
     backend, model = _backend_and_model(options, is_accelerated)
     model = replace(model, quantization=_quantization(options, model, backend))
     model = replace(model, activation_bits=_activation_bits(options, model, backend))
@@ -248,7 +248,7 @@ def _speculation(
 
 
 def _backend_and_model(options: EngineOptions, is_accelerated: bool) -> tuple[str, ModelConfig]:
-    """The attention back end, and the model, whose dtypes depend on it. On a CPU "auto" is the native back end if it
+    """Attention back end, and the model, whose dtypes depend on it. On a CPU "auto" is the native back end if it
     can compute the model."""
     asked = "triton" if is_accelerated else choice("attention_backend", options.attention_backend, BACKENDS)
     dtype = choice("dtype", options.dtype, DTYPES)

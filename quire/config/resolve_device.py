@@ -1,4 +1,4 @@
-"""Resolution of device options: the device, the settings that follow from it, and checks of what it cannot do yet."""
+"""Resolution of device options: device, the settings that follow from it, and checks of what it cannot do yet."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def choose_device(options: EngineOptions) -> tuple[str, bool]:
 
 
 def triton_model(options: EngineOptions, model: ModelConfig) -> ModelConfig:
-    """The model for the Triton back end, where "auto" keeps keys and values in the weights' dtype. Raises ConfigError
+    """Model for the Triton back end, where "auto" keeps keys and values in the weights' dtype. Raises ConfigError
     for features that this back end lacks."""
     if options.kv_cache_dtype == "int8":
         raise ConfigError(

@@ -20,7 +20,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True)
 class RopeDefaults:
-    """A family's RoPE settings where config.json has none. theta: base. share: rotated part of each head. turns_part:
+    """Family's RoPE settings where config.json has none. theta: base. share: rotated part of each head. turns_part:
     config.json may set another part. local_theta: base of windowed layers, which have settings of their own (None: all
     layers rotate alike). local_key: key of that base outside of them. skips_rotation: `no_rope_layers` or
     `no_rope_layer_interval` names layers without rotation. types: supported types. renamed: other names of types.
@@ -41,7 +41,7 @@ class RopeDefaults:
     mrope_interleaved: bool = False
 
     def rotated_layers(self, config: Fields, num_layers: int) -> tuple[bool, ...]:
-        """True for each layer that is rotated. Raises ModelLoadError for an incomplete list."""
+        """True for each layer rotated. Raises ModelLoadError for an incomplete list."""
         if not self.skips_rotation:
             return (True,) * num_layers
         listed = config.values.get("no_rope_layers")

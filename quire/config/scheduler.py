@@ -1,4 +1,4 @@
-"""The scheduling slice."""
+"""Scheduling slice."""
 
 from __future__ import annotations
 

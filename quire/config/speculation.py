@@ -1,4 +1,4 @@
-"""The slice of drafts: guessed tokens that a step verifies."""
+"""Slice of drafts: guessed tokens that a step verifies."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class SpeculationConfig:
 
     @property
     def draft(self) -> ModelConfig | None:
-        """The draft model, once its config.json was read."""
+        """Draft model, once its config.json was read."""
         return None if self.draft_model is None else self.draft_model.model
 
     @property
@@ -194,7 +194,7 @@ _SUFFIX_KEYS = MappingProxyType(
 
 
 class _Given(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The option as the caller writes it. quire/config/speculation_keys.py lists keys of single methods, without
+    """Option as the caller writes it. quire/config/speculation_keys.py lists keys of single methods, without
     effect, or with one permitted value."""
 
     num_speculative_tokens: int | None = None

@@ -1,4 +1,4 @@
-"""The slice of structured outputs, for every request."""
+"""Slice of structured outputs, for every request."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class StructuredOutputsConfig:
         return config
 
     def apply(self, params: StructuredOutputsParams) -> StructuredOutputsParams:
-        """A request's constraint with the engine's settings."""
+        """Request's constraint with the engine's settings."""
         if not (self.disable_any_whitespace or self.disable_additional_properties):
             return params
         return msgspec.structs.replace(

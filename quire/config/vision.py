@@ -1,4 +1,4 @@
-"""The vision tower in config.json (`vision_config`)."""
+"""Vision tower in config.json (`vision_config`)."""
 
 from __future__ import annotations
 
@@ -70,7 +70,6 @@ class VisionConfig:
 
     @property
     def image_tokens(self) -> int:
-        """Tokens of each image of a pooled tower."""
         return (self.table_side // self.merge_size) ** 2
 
     @property
@@ -140,7 +139,7 @@ class EncoderCosts:
         )
 
     def layer_tokens(self, grid: tuple[int, int, int]) -> int:
-        """Text tokens that cost about as much as one layer for an image. grid: the image's frames, rows and columns of
+        """Text tokens that cost about as much as one layer for an image. grid: image's frames, rows and columns of
         tokens."""
         frames, rows, columns = grid
         of_frame = rows * columns * self.patches
@@ -173,7 +172,7 @@ def check_whole_images(config: EngineConfig) -> None:
 
 
 def read_vision(architecture: str, values: Mapping[str, Any], hidden_size: int, where: str) -> VisionConfig:
-    """Read a tower's sizes. architecture: name in VISION_TOWERS. hidden_size: the language model's. Raises
+    """Read a tower's sizes. architecture: name in VISION_TOWERS. hidden_size: language model's. Raises
     ModelLoadError with the key that is missing, wrong or not supported."""
     fields = Fields(values, f"{where}: {VISION_CONFIG}")
     kind = VISION_TOWERS[architecture]

@@ -61,7 +61,6 @@ def owners_of(kv: KVSnapshot) -> dict[int, list[Owner]]:
 
 
 def blocks_of(request: RequestView) -> set[int]:
-    """Physical blocks of a request, each once."""
     return {block for s in request.sequences for table in s.tables for block in table if block}
 
 

@@ -49,7 +49,6 @@ class RecentRequests:
         self._ended: deque[EndedRequest] = deque(maxlen=KEPT)
 
     def note(self, output: RequestOutput, progress: RequestProgress, now: float) -> None:
-        """output: the request's last output."""
         self._ended.appendleft(_ended(output, progress, now))
 
     def recent(self) -> Recent:

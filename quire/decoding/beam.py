@@ -1,4 +1,4 @@
-"""Beam search: the k best continuations of a prompt, k at a time (paper §4.4, figure 9).
+"""Beam search: k best continuations of a prompt, k at a time (paper §4.4, figure 9).
 
 Each step ranks all continuations: those that end among the first k become hypotheses, and the k best of the others go
 on. Results equal those of Transformers' beam search: candidates, scores of hypotheses (cumulative log-probability /
@@ -24,7 +24,7 @@ NO_CANDIDATES = Candidates([], [])
 
 @dataclass(slots=True)
 class Beam:
-    """A live beam. Its tokens and blocks are in its sequence."""
+    """Live beam. Its tokens and blocks are in its sequence."""
 
     sequence: Sequence
     cumulative_logprob: float = 0.0
@@ -37,7 +37,7 @@ class Beam:
 
 
 class Child(NamedTuple):
-    """A live beam of the next step, one token longer."""
+    """Live beam of the next step, one token longer."""
 
     parent: Beam
     token_id: int
@@ -48,7 +48,7 @@ class Child(NamedTuple):
 
 
 class Hypothesis(NamedTuple):
-    """A finished continuation."""
+    """Finished continuation."""
 
     token_ids: list[int]
     """Generated tokens, including the one that ended it."""
@@ -84,7 +84,6 @@ class BeamSearch:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """Sequences that hold a live beam."""
         return [beam.sequence for beam in self.beams]
 
     @property
@@ -102,33 +101,32 @@ class BeamSearch:
         return next((position for position, (one, other) in pairs if one != other), len(first))
 
     def offer(self, sequence: Sequence, candidates: Candidates) -> bool:
-        """Take one beam's candidates. Returns True when all beams have theirs and `expand` is due."""
+        """Take the candidates (likeliest next tokens) of one beam. Returns True when all beams have theirs and `expand`
+        is due."""
         for beam in self.beams:
             if beam.sequence is sequence:
                 beam.candidates = NO_CANDIDATES if beam.is_stuck else candidates
         return self.has_candidates
 
     def give_up(self, sequence: Sequence, reason: str) -> None:
-        """End a beam that has no next token; the last beam ends the search. reason: reported if the search has no
-        hypothesis then."""
+        """End a beam whose constraint allows no next token; the last beam ends the search. reason: reported if the
+        search has no hypothesis then."""
         self._why_stuck = reason
         for beam in self.beams:
             beam.is_stuck |= beam.sequence is sequence
 
     def forget_candidates(self) -> None:
-        """Forget all candidates: the beams are computed again."""
         self._matchers = {}
         for beam in self.beams:
             beam.candidates = None
 
     @property
     def has_candidates(self) -> bool:
-        """True if all beams have their candidates."""
         return all(beam.candidates is not None for beam in self.beams)
 
     @property
     def awaited(self) -> list[Matcher]:
-        """Matchers that `expand` waits for."""
+        """Matchers (grammars) whose answers `expand` waits for."""
         return [matcher for matcher in self._matchers.values() if not matcher.is_ready]
 
     def expand(self) -> list[Child] | None:
@@ -256,7 +254,7 @@ class BeamSearch:
         return float(cumulative / length**self._length_penalty)
 
     def _is_settled(self, best_cumulative: float, length: int) -> bool:
-        """True if there are enough hypotheses and no live beam is expected to beat them."""
+        """True if the search is over: enough hypotheses, which no live beam is expected to beat."""
         if len(self.hypotheses) < self.width:
             return False
         if self._early_stopping is True:
@@ -275,7 +273,7 @@ class BlockSharing(Protocol):
 
 
 class Followed(NamedTuple):
-    """Result of `follow`, for the plan."""
+    """Changes to slots and tokens by `follow`."""
 
     dropped: list[Sequence]
     """Sequences of dropped beams. Their slots are released before the forks."""

@@ -75,7 +75,7 @@ class WorkerDrafts:
         self._numbers = [number for _, number in by_batch_size]
         self._adapts = adapts
         self._mean = FIRST_MEAN
-        """Accepted drafts per trial expected of a new sequence: the mean of earlier sequences."""
+        """Accepted drafts per trial expected of a new sequence: mean of earlier sequences."""
 
     def propose(self, sequence: Sequence, limit: int, batch_size: int) -> Drafts:
         if self._ends:
@@ -93,7 +93,7 @@ class WorkerDrafts:
 
 
 def note_found_drafts(samples: list[Sequence], result: StepResult) -> None:
-    """Note which sequences of a result have drafts on the workers."""
+    """Store how many drafts the workers have for each sequence's next step."""
     for index, sequence in enumerate(samples):
         num_found, record = result.found_drafts.get(index, 0), sequence.draft_record
         if num_found and (record is None or record.wants_trial(len(samples))):
@@ -106,7 +106,6 @@ def note_found_drafts(samples: list[Sequence], result: StepResult) -> None:
 
 
 def count_drafts(stats: EngineStats, plan: StepPlan, result: StepResult) -> None:
-    """Count the proposed and accepted drafts of a step."""
     stats.draft_tokens_total += result.num_drafts
     counts = list(stats.accepted_drafts_by_position)  # a new list: snapshots hold the old one
     for source, token_ids in zip(plan.sample_from, result.token_ids, strict=True):
@@ -119,7 +118,8 @@ def count_drafts(stats: EngineStats, plan: StepPlan, result: StepResult) -> None
 
 
 def take_masked_drafts(sequence: Sequence) -> None:
-    """Keep the drafts of a constrained sequence that agree with the tokens that its matcher forced."""
+    """Keep a constrained sequence's drafts behind the tokens that its grammar forced; none if they disagree with
+    these."""
     assert sequence.matcher is not None, "it has answered"
     sequence.draft_token_ids = drafts_behind(sequence.matcher.forced, sequence.draft_token_ids)
     sequence.num_found_drafts = len(sequence.draft_token_ids)
@@ -173,7 +173,8 @@ def take_back_rejected(
 
 
 def take_back_token(sequence: Sequence, kv: KVCacheManager) -> dict[int, list[int]]:
-    """Let a sequence with a discarded sample compute its last token again. Returns the same as `take_back_rejected`."""
+    """Let a sequence compute its last token again, as the workers dropped its sample for lack of a mask. Returns the
+    same as `take_back_rejected`."""
     if sequence.blocks is None:
         sequence.num_computed_tokens -= sequence.swapped is not None
         return {}

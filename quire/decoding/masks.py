@@ -45,18 +45,19 @@ class Matcher(Protocol):
 
     @property
     def error(self) -> UserError | None:
-        """Reason why the sequence cannot go on: the constraint does not compile, or takes too much work."""
+        """Reason why the sequence cannot go on: the constraint does not compile, or takes too much work; None: it
+        can."""
         ...
 
     @property
     def num_accepted(self) -> int:
-        """Leading tokens of the last `advance` that the constraint allows. If fewer than all, the sequence ends before
-        the next one."""
+        """Number of leading tokens of the last `advance` that the constraint allows. If fewer than all, the sequence
+        ends before the next one."""
         ...
 
     @property
     def forced(self) -> SequenceOf[int]:
-        """Accepted tokens after those of the last `advance`: each is the only one that may follow."""
+        """Tokens accepted after those of the last `advance`, each the only one that the grammar allowed."""
         ...
 
     @property
@@ -85,13 +86,13 @@ class Matcher(Protocol):
         ...
 
     def goes_on_behind(self, token_id: int) -> bool:
-        """True if the token is known from this constraint's sequences, where nothing was forced after it and it ended
-        none. May be called at any time."""
+        """True if the token occurred in sequences of this constraint and neither ended one nor forced further tokens.
+        May be called at any time."""
         ...
 
     @property
     def has_mask(self) -> bool:
-        """True if `mask` and `draft_masks` return at once."""
+        """True if the mask has come: `mask` and `draft_masks` return at once."""
         ...
 
     def mask(self) -> bytes | None:
@@ -156,7 +157,7 @@ class MaskSource(Protocol):
 
 
 class Foreseen(NamedTuple):
-    """Token that a step in flight will sample because its mask allows no other."""
+    """Token that a started step will sample, because its mask allows no other."""
 
     token_id: int
     mask: bytes
@@ -170,7 +171,7 @@ def mask_of(token_ids: Iterable[int], num_bytes: int) -> bytes:
 
 
 def drafts_behind(forced: SequenceOf[int], drafts: SequenceOf[int]) -> list[int]:
-    """Drafts that remain after certain tokens; none if they disagree."""
+    """Drafts after the `forced` tokens, which they must begin with; else none."""
     count = len(forced)
     return list(drafts[count:]) if list(drafts[:count]) == list(forced) else []
 

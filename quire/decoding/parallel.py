@@ -69,7 +69,7 @@ def _resume(sequences: list[Sequence], point: ResumePoint) -> None:
 
 
 def num_shared_tokens(request: Request) -> int:
-    """Known tokens that the first live sequence computes for all; all its own if it is alone."""
+    """Number of known tokens that the first live sequence computes for all; all its own if it is alone."""
     if request.beam_search is not None:
         return request.beam_search.num_shared_tokens
     sequences = request.live_sequences
@@ -77,7 +77,7 @@ def num_shared_tokens(request: Request) -> int:
 
 
 def waiting_siblings(request: Request) -> list[Sequence]:
-    """Sequences without a row that will fork from the first one; not beam slots without a beam."""
+    """Request's sequences that have no slot yet and will fork from the first one; not beam slots without a beam."""
     if request.beam_search is None:
         return list(request.pending_forks)
     beams = request.beam_search.sequences

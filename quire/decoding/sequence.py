@@ -1,4 +1,4 @@
-"""A request and its sequences in the scheduler: tokens, counters, and handles to KV blocks."""
+"""Request and its sequences in the scheduler: tokens, counters, and handles to KV blocks."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ PENDING_PREFIX = "pending prefix"
 
 
 class Deferral(NamedTuple):
-    """A gate's decision that a waiting request may not start yet (quire/scheduler/gates.py)."""
+    """Gate's decision that a waiting request may not start yet (quire/scheduler/gates.py)."""
 
     reason: str
-    """The gate's `reason`."""
+    """Gate's `reason`."""
     reserved_blocks: int
     """Blocks of the pool reserved for the request meanwhile."""
     is_pending: Callable[[], bool]
@@ -51,7 +51,7 @@ class RequestStatus(enum.Enum):
 
 
 class Sequence:
-    """A completion being generated: tokens, counters, and the handle to its KV blocks.
+    """Completion being generated: tokens, counters, and the handle to its KV blocks.
 
     `num_computed_tokens` counts tokens whose KV is written by plans already made; `num_pending_tokens` counts tokens
     that such plans sample but whose values have not come back. While `num_pending_drafts` (drafts of plans in flight,
@@ -115,7 +115,7 @@ class Sequence:
         self.blocks: BlockTable | None = None
         """Handle to the KV blocks; None while waiting or preempted."""
         self.swapped: BlockTable | None = None
-        """The same handle while the blocks are in the host pool: their `num_computed_tokens` need not be recomputed."""
+        """Same handle while the blocks are in the host pool: their `num_computed_tokens` need not be recomputed."""
         self.chain: HashChain | None = None
         """Hashes of the known full blocks; kept through a preemption."""
         self.num_unsent_tokens = 0
@@ -144,7 +144,7 @@ class Sequence:
 
 
 class Request:
-    """A request and its sequences, which are scheduled, preempted and resumed together.
+    """Request and its sequences, which are scheduled, preempted and resumed together.
 
     Until the prompt is computed the scheduler has only the first live sequence, from which the others fork (paper
     §4.4); those of a beam search are beam slots, of which empty ones come last.
@@ -208,7 +208,7 @@ class Request:
     ) -> None:
         """arrival_time: seconds of the engine's Clock. arrival_number: orders requests of the same instant. order_time:
         arrival time for the fair order (quire/scheduler/fair_order.py); None: `arrival_time`. priority_seconds: see
-        SchedulerConfig. constraint: on the generated tokens."""
+        SchedulerConfig. constraint: on the generated tokens; None: none."""
         self.request_id = request.request_id
         self.prompt_token_ids = request.prompt_token_ids
         self.num_prompt_tokens = len(request.prompt_token_ids)
@@ -294,7 +294,7 @@ class Request:
         return [sequence.swapped for sequence in self.live_sequences if sequence.swapped is not None]
 
     def stop_waiting(self) -> None:
-        """End the request's deferral and its work, if any."""
+        """End the request's deferral, if any, and the load begun for it."""
         deferral, self.deferral = self.deferral, None
         if deferral is not None:
             deferral.cancel()

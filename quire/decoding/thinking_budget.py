@@ -1,4 +1,4 @@
-"""A limit on the tokens of a model's thoughts: at the limit, the end mark of the thoughts is forced.
+"""Limit on the tokens of a model's thoughts: at the limit, the end mark of the thoughts is forced.
 
 It is a constraint (quire/decoding/masks.py) around the request's own, if any.
 """
@@ -15,7 +15,7 @@ from quire.sampling_params import ThinkingBudget
 
 
 class BudgetConstraint:
-    """Implements Constraint. inner: the request's own; None: it has none."""
+    """Implements Constraint. inner: request's own; None: it has none."""
 
     def __init__(self, inner: Constraint | None, budget: ThinkingBudget, vocab_size: int) -> None:
         self._inner = inner
@@ -46,7 +46,7 @@ class BudgetMatcher:
         self._num_asked = 0
         """Number of tokens of the last `advance`."""
         self._own: list[int] = []
-        """Tokens of the mark that were forced after them."""
+        """Tokens of the mark forced after them."""
         self._num_followed = 0
         """Tokens forced by the inner matcher after those, which count for the budget."""
         self._drafts: list[int] = []
@@ -106,7 +106,6 @@ class BudgetMatcher:
             self._inner.advance(asked, num_left, with_mask=with_mask, drafts=self._drafts)
 
     def follow(self, token_id: int) -> None:
-        """Count a token for the budget."""
         if self._forced:
             self._forced = self._forced[1:]
             self._is_thinking = bool(self._forced)

@@ -20,8 +20,8 @@ LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class KnownAdapters:
-    """Thread-safe registry. An adapter is read when first named, or again with `load_inplace`. A request carries the
-    digest of what was read; later changes of the files do not affect it."""
+    """Thread-safe registry of LoRA adapters by name. An adapter is read when first named, or again with `load_inplace`.
+    A request carries the digest of what was read; later changes of the files do not affect it."""
 
     def __init__(self, config: AdaptersConfig) -> None:
         self._config = config
@@ -31,7 +31,7 @@ class KnownAdapters:
         self._last_number = 0
 
     def refuse(self) -> None:
-        """Raise UserError for an engine without adapters."""
+        """Raise UserError if the engine takes no adapters."""
         if not self._config.is_on:
             raise UserError("lora_request needs an engine with enable_lora=True", param="lora_request")
 
@@ -61,7 +61,7 @@ class KnownAdapters:
         return ref
 
     def each(self, lora_request: LoRARequests, count: int) -> list[AdapterRef | None]:
-        """One adapter for each of `count` requests. Raises as `resolve`."""
+        """One adapter for each of `count` requests. Raises UserError as `resolve`."""
         if isinstance(lora_request, str) or not isinstance(lora_request, Sequence):
             return [self.resolve(lora_request)] * count
         if len(lora_request) != count:
@@ -69,7 +69,7 @@ class KnownAdapters:
         return [self.resolve(one) for one in lora_request]
 
     def forget(self, number: int) -> bool:
-        """Remove a number; returns whether it was known. Running requests are not affected."""
+        """Remove the adapter with this number; returns whether it was known. Running requests are not affected."""
         with self._lock:
             return self._by_number.pop(number, None) is not None
 
@@ -96,7 +96,7 @@ class KnownAdapters:
             self._by_name[name] = request
 
     def known(self, name: str) -> tuple[LoRARequest, AdapterRef]:
-        """The adapter of a known name. Raises KeyError."""
+        """Adapter of a known name. Raises KeyError."""
         with self._lock:
             request = self._by_name[name]
             return request, self._by_number[request.lora_int_id][1]
@@ -108,7 +108,7 @@ class KnownAdapters:
             self._by_name[name], self._by_number[request.lora_int_id] = request, (request, ref)
 
     def _request(self, name: str, path: str, base_model_name: str | None) -> LoRARequest:
-        """Request of a name, with the name's number or a new one."""
+        """LoRARequest that stands for a name; an unknown name gets a new number."""
         known = self._by_name.get(name)
         if known is None:
             number = self._last_number = max(self._last_number, max(self._by_number, default=0)) + 1

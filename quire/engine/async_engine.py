@@ -139,7 +139,7 @@ class AsyncLLM:
 
     @property
     def ready(self) -> EngineReady:
-        """Facts found during the start; waits for the start to end. Raises the error of a failed start."""
+        """Facts that the engine found at its start; waits for it. Raises the error of a failed start."""
         return self._session.client.ready
 
     def __repr__(self) -> str:
@@ -168,12 +168,12 @@ class AsyncLLM:
 
     @property
     def input_processor(self) -> InputProcessor:
-        """Checks and tokenises prompts. Waits as `ready` does."""
+        """Processor that checks and tokenises prompts. Waits for the engine's start."""
         return self._front_end.input_processor
 
     @property
     def adapters(self) -> KnownAdapters:
-        """Adapters that calls and requests have named."""
+        """Registry of the LoRA adapters that calls and requests have named."""
         return self._front_end.adapters
 
     @property
@@ -202,7 +202,7 @@ class AsyncLLM:
 
     @property
     def dead_error(self) -> EngineDeadError:
-        """A new error with the cause of death. Only valid if `errored`."""
+        """New exception that names the cause of death. Only valid if `errored`."""
         death = self._session.death
         assert death is not None, "the engine is not dead"
         return death.again()
@@ -239,23 +239,24 @@ class AsyncLLM:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests begun and not ended, including those being tokenised or with outputs left to read."""
+        """Number of requests begun and not ended in this process, including those being tokenised or with outputs left
+        to read."""
         return self._session.num_unfinished
 
     @property
     def num_pending(self) -> int:
-        """Requests that run, wait or are being prepared, over all processes that share the engine (also in the figures
-        below). A finished request does not count, even with outputs left to read."""
+        """Number of requests that run, wait or are being prepared, over all processes that share the engine (also in
+        the figures below). A finished request does not count, even with outputs left to read."""
         return self._session.num_pending
 
     @property
     def num_running(self) -> int:
-        """Requests in the engine's running queue, as last reported."""
+        """Number of running requests, as the engine last reported."""
         return self._session.control.num_running
 
     @property
     def num_queued_tokens(self) -> int:
-        """Prompt tokens of the engine's requests that have no output token yet."""
+        """Total prompt tokens of the requests that have no output token yet."""
         return self._session.num_queued_tokens
 
     @property
@@ -278,8 +279,8 @@ class AsyncLLM:
         **options: Unpack[PoolingOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield outputs as they come, the last one with `finished`, or as `sampling_params.output_kind` says. delta:
-        see OutputProcessor.add_request. priority: lower is earlier (docs/scheduling.md). part: delays a checked request
-        until its turn. options: see PoolingOptions.
+        see OutputProcessor.add_request. priority: lower is earlier (docs/scheduling.md). part: place among several
+        requests of one caller, which start in turn. options: see PoolingOptions.
 
         Leaving the iterator, or cancelling the task that awaits it, aborts the request. Raises UserError for a bad
         prompt or an id in use (before anything runs), EngineDeadError when the engine dies, EngineUnresponsiveError
@@ -378,7 +379,7 @@ class AsyncLLM:
         cache_salt: str = "",
         lora_request: LoRARequest | None = None,
     ) -> RequestOutput:
-        """Run a pooling request and return its last output."""
+        """Run a pooling request and return its only output. second: second text of a pair."""
         processor = await asyncio.to_thread(lambda: self.pooling)
         adapter = self.adapters.resolve(lora_request)
 
@@ -418,12 +419,12 @@ class AsyncLLM:
 
     @property
     def sleep_level(self) -> int:
-        """Level of sleep; 0 while awake."""
+        """Level of sleep, 1 or 2; 0 while awake."""
         return self._session.control.sleep_level
 
     @property
     def pauses(self) -> bool:
-        """True while a front end has paused the engine."""
+        """True while a caller in any process has paused the engine."""
         return self._session.control.pauses
 
     @property

@@ -21,7 +21,7 @@ class EngineClient(Protocol):
 
     @property
     def ready(self) -> EngineReady:
-        """Facts found during the start; waits for the start to end. Raises the error of a failed start: ConfigError,
+        """Facts that the core found at its start; waits for it. Raises the error of a failed start: ConfigError,
         ModelLoadError, InsufficientMemoryError, or EngineDeadError with the cause."""
         ...
 
@@ -32,7 +32,7 @@ class EngineClient(Protocol):
 
     @property
     def stopped(self) -> int | None:
-        """The rank whose process is stopped (SIGSTOP), or ENGINE_STOPPED; None: none is."""
+        """Rank whose process is stopped (SIGSTOP), or ENGINE_STOPPED; None: none is."""
         return None
 
     @property
@@ -42,7 +42,6 @@ class EngineClient(Protocol):
 
     @property
     def num_restarts(self) -> int:
-        """Number of restarts of the core."""
         return 0
 
     def send(self, *messages: ClientMessage) -> None:
@@ -60,7 +59,7 @@ class EngineClient(Protocol):
 
 
 def cause_of_death(error: BaseException) -> EngineDeadError:
-    """The error for all requests when the receiver's thread ends with `error`."""
+    """EngineDeadError for all requests, made from the `error` that ended the receiver's thread."""
     if isinstance(error, EngineDeadError):
         return error
     if isinstance(error, QuireError):  # the error of a failed start

@@ -1,4 +1,4 @@
-"""The engine core: schedule, execute, update. It knows no HTTP, text or torch, and reads time only from its Clock."""
+"""Engine core: schedule, execute, update. It knows no HTTP, text or torch, and reads time only from its Clock."""
 
 from __future__ import annotations
 
@@ -113,7 +113,8 @@ class EngineCore:
         self.ready = self._readiness(config.model.max_model_len, layout, seconds)
 
     def computing(self) -> AbstractContextManager[object]:
-        """Context for a driver that calls `step` many times; see `Executor.computing`."""
+        """Context for a driver that calls `step` many times: entered once for all (inference mode, streams), which is
+        quicker."""
         return self._executor.computing()
 
     @property
@@ -149,7 +150,8 @@ class EngineCore:
         return None
 
     def step(self) -> EngineOutputs:
-        """End expired requests, plan and start steps until the queue is full, then process the oldest result."""
+        """End expired requests, plan and start steps until as many as allowed are running, then process the oldest's
+        result."""
         self._is_stepping = True
         began = self._clock.now()
         updates, self._ended = self._ended + self.scheduler.expire(began), []
@@ -266,8 +268,8 @@ class EngineCore:
                 self._send_sampling_inputs(outputs)
 
     def _send_sampling_inputs(self, outputs: EngineOutputs) -> None:
-        """Send the last plan its sampling inputs, unless they depend on the result of an earlier plan. Waits for masks
-        for at most LATE_SECONDS."""
+        """Send the workers the last plan's masks of allowed tokens (sampling inputs), unless they depend on the result
+        of an earlier plan. Waits for masks for at most LATE_SECONDS."""
         if self._unsent is not None and (self._has_stages or len(self._in_flight) == 1):
             plan, self._unsent = self._unsent, None
             deadline = self._clock.now() + LATE_SECONDS if self.scheduler.can_discard else math.inf
@@ -296,7 +298,7 @@ class EngineCore:
             self._rejections.append(RequestRejected(request_id, error.message, error.param))
 
     def _finish_transfers(self) -> bool:
-        """Store and send what is left in the KV connector; returns whether nothing is left."""
+        """Run the KV connector's remaining transfers; returns whether nothing is left."""
         for _ in range(LAST_TRANSFERS):
             if not self.scheduler.kv.has_transfers:
                 return True

@@ -14,8 +14,8 @@ CLEARED_TOKENS = 16
 
 
 class CulpritSearch:
-    """State of the search, guarded by its owner's lock. A position is the token count of a request's longest
-    sequence."""
+    """Search for the request that kills engine after engine. Its owner's lock guards it. A position is the token count
+    of a request's longest sequence."""
 
     def __init__(self) -> None:
         self._suspects: dict[str, int] = {}
@@ -27,7 +27,7 @@ class CulpritSearch:
 
     @property
     def is_searching(self) -> bool:
-        """True while requests are held back."""
+        """True while suspects are kept from the engine."""
         return bool(self._tried)
 
     @property
@@ -76,7 +76,7 @@ class CulpritSearch:
         return True
 
     def _try_next(self) -> None:
-        """Try the next group; without one, the search ends."""
+        """Give the engine the next group of suspects; without one, the search ends."""
         while self._groups and not self._tried:
             self._suspects = self._groups.pop(0)
             self._tried = list(self._suspects)

@@ -1,4 +1,4 @@
-"""The interpreter of an engine process before its LaunchSpec. A command starts it before its own imports, so that both
+"""Interpreter of an engine process before its LaunchSpec. A command starts it before its own imports, so that both
 import in parallel."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ LOCAL_EXECUTOR = "quire.executors.local"
 
 
 class EngineProcess:
-    """A process that runs `quire.engine.boot`; leaving its context kills it unless it got a LaunchSpec."""
+    """Process that runs `quire.engine.boot`; leaving its context kills it unless it got a LaunchSpec."""
 
     def __init__(self, name: str = "engine", imports: Sequence[str] = ()) -> None:
         """name: process title after "quire: ". imports: modules that the process imports while it waits."""
@@ -32,7 +32,7 @@ class EngineProcess:
             os.close(self.child_fd)
 
     def tell(self, spec: bytes) -> None:
-        """Send a LaunchSpec. Then the caller owns the process and `alive_fd`."""
+        """Send a LaunchSpec. Then ending the process and closing `alive_fd` are the caller's."""
         self._is_told = True
         write_line(self.popen, spec)
 

@@ -1,4 +1,4 @@
-"""A ledger of requests before one or more engines.
+"""Ledger of requests before one or more engines.
 
 A `Fleet` is an `EngineClient` over engines of one configuration. The ledger keeps what another engine needs to continue
 each request with the same tokens (`ResumePoint`), so that engines can be replaced, and requests routed and moved.
@@ -63,8 +63,8 @@ Parts = defaultdict[int, EngineOutputs]
 
 @dataclass(slots=True)
 class OpenCall:
-    """A call with answers still open. asked: the call as sent to the members. session, call_id: the caller's call.
-    waiting: members that owe an answer."""
+    """Control call that some members have not answered yet. asked: call as sent to the members. session, call_id:
+    caller's call. waiting: members that owe an answer."""
 
     asked: Call
     session: int
@@ -122,7 +122,7 @@ class Fleet:
 
     @property
     def _first_ready(self) -> EngineReady:
-        """Facts of the first member's first engine; waits for them."""
+        """Facts that the first engine of the first member found at its start; waits for it."""
         first = self.members[0]
         assert first.client is not None
         return first.ready or first.client.ready
@@ -135,7 +135,8 @@ class Fleet:
 
     @property
     def stopped(self) -> int | None:
-        """As `silence`: with hung engines ended, only if every engine that is up has a stopped process."""
+        """Rank whose process is stopped (SIGSTOP), or ENGINE_STOPPED; None: none. If hung engines are ended, only
+        if every engine that is up has one."""
         found = [member.client.stopped for member in self.members if member.is_up and member.client is not None]
         if self._ends_hung and None in found:
             return None
@@ -293,7 +294,8 @@ class Fleet:
             self._settle(member, CallResult(0, 1), REPLICA_CALLS)
 
     def _settle(self, member: Member, result: CallResult | None = None, methods: Container[str] | None = None) -> None:
-        """Answer a member's open calls of some methods (None: all); result None: the member has no answer."""
+        """Answer the open calls to a member with `result` (None: without an answer). methods: only calls of these;
+        None: all."""
         parts = Parts(EngineOutputs)
         for opened in list(self._open.values()):
             if methods is None or opened.asked.method in methods:
@@ -302,7 +304,7 @@ class Fleet:
             self._arrived.put(parts)
 
     def _answer(self, opened: OpenCall, member: Member, result: CallResult | None, parts: Parts) -> None:
-        """Record a member's answer; the last one completes the call."""
+        """Record a member's answer to a call in `parts`; the last one completes the call."""
         if member.number not in opened.waiting:
             return
         opened.waiting.discard(member.number)
@@ -317,7 +319,7 @@ class Fleet:
             parts[opened.session].results.append(msgspec.structs.replace(result, call_id=opened.call_id))
 
     def _combined(self, opened: OpenCall) -> CallResult:
-        """The members' answers as one; the first error wins."""
+        """One answer to a control call from the answers of all members; the first error wins."""
         results = list(opened.results.values())
         wrong = next((result for result in results if result.error is not None), None)
         if wrong is not None or len(self.members) == 1 or (results and results[0].kv is not None):
@@ -356,7 +358,7 @@ class Fleet:
             self._end(error)
 
     def _pump(self, member: Member, deadline: float | None) -> Parts | None:
-        """A member's next outputs, starting its engine if needed; None at the deadline."""
+        """Member's next outputs by session, after starting its engine if it has none; None at the deadline."""
         while True:
             self._raise_if_over()
             try:

@@ -74,7 +74,8 @@ class FrontEnd:
 
     @property
     def input_processor(self) -> InputProcessor:
-        """Checks and tokenises prompts. Waits for the core, whose KV cache limits the prompt length."""
+        """Processor that checks and tokenises prompts. Waits for the core's start, whose KV cache limits the prompt
+        length."""
         with self._making:
             if self._input_processor is None:
                 self._input_processor = InputProcessor(

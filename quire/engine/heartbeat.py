@@ -61,7 +61,6 @@ T = TypeVar("T")
 
 
 def takes_long(message: ClientMessage) -> bool:
-    """True if a message is one of LONG_CALLS."""
     return isinstance(message, Call) and message.method in LONG_CALLS
 
 

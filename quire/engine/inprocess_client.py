@@ -1,4 +1,4 @@
-"""An EngineClient whose core runs in the caller's thread: for offline use, notebooks and tests."""
+"""EngineClient whose core runs in the caller's thread: for offline use, notebooks and tests."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from quire.utils.failures import explain
 
 
 class InProcessClient(EngineClient):
-    """EngineClient in this process. `receive` handles the messages sent so far and runs one step. Without work it waits
-    for a message, with blocked requests at most BLOCKED_SECONDS."""
+    """EngineClient whose core runs in this process. `receive` handles the messages sent so far and runs one step.
+    Without work it waits for a message, at most BLOCKED_SECONDS if a request waits for a matcher or load."""
 
     def __init__(
         self, options: EngineOptions, *, executor: str = DEFAULT_EXECUTOR, config: EngineConfig | None = None

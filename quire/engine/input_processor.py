@@ -39,7 +39,7 @@ from quire.tokenization.tokenizer import Tokenizer, check_unicode
 
 MAX_STOP_CHARACTERS = 16_384
 PROMPT_TAIL = 64
-"""Tokens at the end of a prompt that are searched for an open reasoning mark."""
+"""Tokens at the end of a prompt searched for an open reasoning mark."""
 PIECE_TOKENS = 2**16
 GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
 MASK_64 = 2**64 - 1
@@ -83,14 +83,14 @@ PREDICTION_TAIL = 16
 
 
 class RenderedChat(NamedTuple):
-    """A rendered conversation: text and token ids, including image placeholders."""
+    """Rendered conversation: text and token ids, including image placeholders."""
 
     text: str
     token_ids: list[int]
     images: Sequence[PromptImage] = ()
 
     def prompt(self) -> TokensPrompt:
-        """The prompt for `InputProcessor.process`."""
+        """Prompt for `InputProcessor.process`."""
         found: TokensPrompt = {"prompt_token_ids": self.token_ids, "prompt": self.text}
         if self.images:
             found["multi_modal_data"] = PlacedImages(self.images)
@@ -158,7 +158,7 @@ class InputProcessor:
         add_special_tokens: bool = True,
         adapter: AdapterRef | None = None,
     ) -> EngineRequest:
-        """The request for the engine core. priority: -MAX_PRIORITY to MAX_PRIORITY, lower is earlier.
+        """Request for the engine core. priority: -MAX_PRIORITY to MAX_PRIORITY, lower is earlier.
         add_special_tokens: for texts. Raises UserError with `param` set, or PromptTooLongError."""
         if self._pools:
             raise UserError("this model gives vectors or scores of texts, and generates none (runner='pooling')")
@@ -228,7 +228,7 @@ class InputProcessor:
         return token_ids[-self.prediction_tail :] + predicted[: self.max_model_len]
 
     def _thinking_budget(self, params: SamplingParams, token_ids: list[int]) -> ThinkingBudget:
-        """The budget with the model's reasoning marks. Raises UserError if they are unknown."""
+        """Thinking budget of a request, with the model's reasoning marks. Raises UserError if these are unknown."""
         form, tokenizer = self.reasoning, self.tokenizer
         if form is None or tokenizer is None:
             raise UserError(
@@ -247,7 +247,7 @@ class InputProcessor:
         return ThinkingBudget(params.thinking_token_budget or 0, start, end, is_open)
 
     def process_prefix(self, request_id: str, prefix: Prompt, *, cache_salt: str = "") -> EngineRequest:
-        """Request that computes a prefix and registers it as `request_id`. Raises as `process`."""
+        """Request that computes a prefix and registers it as `request_id`. Raises UserError as `process`."""
         content, cache_salt = split_prompt(prefix, cache_salt)
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, seed=0, detokenize=False)
         return EngineRequest(
@@ -271,7 +271,8 @@ class InputProcessor:
         return self.with_images(rendered, self._prepared(inputs, pictures, conversation.media))
 
     def image_inputs_of(self, pictures: Sequence[Picture]) -> ImageInputs | None:
-        """The model's image inputs; None without pictures. Raises UserError if the model takes no images, or fewer."""
+        """Model's image inputs; None without pictures. Raises UserError if the model takes no images, or fewer than
+        these."""
         if not pictures:
             return None
         if isinstance(self.images, NoImages):
@@ -289,8 +290,8 @@ class InputProcessor:
         return RenderedChat(rendered.text, token_ids, placed)
 
     def prepare_chat(self, conversation: Conversation) -> Conversion:
-        """Helper's job that renders a conversation. Raises UserError if the model has no template, and as
-        ChatTemplate.prepare."""
+        """Prepare the rendering of a conversation, for a helper process. Raises UserError if the model has no template,
+        and as ChatTemplate.prepare."""
         template, tokenizer = self.chat_template, self.tokenizer
         if template is None or tokenizer is None:
             raise UserError("chat needs a tokenizer, and this model has none", param="messages")
@@ -310,7 +311,6 @@ class InputProcessor:
         return self.chat_template.write(work)
 
     def tokenise_chat(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Tokenise a text that the helper has not tokenised."""
         assert self.tokenizer is not None, "there is a text only where there is a template"
         self.check_num_tokens(text, "messages")
         return self.tokenizer.encode(text, add_special_tokens)
@@ -321,7 +321,7 @@ class InputProcessor:
             self.chat_template.helpers.close()
 
     def _tokens(self, content: str | Sequence[int], params: SamplingParams, add_special_tokens: bool) -> list[int]:
-        """The prompt's tokens: checked, truncated to `truncate_prompt_tokens`, with room for one new token."""
+        """Prompt's tokens: checked, truncated to `truncate_prompt_tokens`, and short enough for one new token."""
         keep = params.truncate_prompt_tokens
         if isinstance(content, str):
             if self.tokenizer is None:
@@ -463,7 +463,7 @@ class InputProcessor:
                 )
 
     def _resolve_seed(self, seed: int | None) -> int:
-        """Seed in [0, 2**63)."""
+        """Seed in [0, 2**63): the given one modulo 2**63; None: from the engine's seed and the request's number."""
         number = next(self._request_numbers)
         return seed & MASK_63 if seed is not None else mix_seed(self.seed, number)
 
@@ -511,7 +511,6 @@ def mix_seed(seed: int, number: int) -> int:
 
 
 def has_images(prompt: Mapping[str, Any]) -> bool:
-    """True if a prompt brings or names images."""
     return any(prompt.get(key) for key in IMAGE_KEYS)
 
 

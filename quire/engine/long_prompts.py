@@ -38,7 +38,7 @@ def encode_message(encoder: msgspec.msgpack.Encoder, message: SessionMessage) ->
 
 
 def send_parts(socket: zmq.Socket[bytes], parts: Sequence[bytes]) -> None:
-    """Send one message without waiting, or copying its long parts."""
+    """Send one message without waiting, and without copying its long parts."""
     socket.send_multipart(parts, zmq.NOBLOCK, copy=max(map(len, parts)) < UNCOPIED_BYTES)
 
 
@@ -80,7 +80,8 @@ class ArrivingPrompts:
         return complete
 
     def _abort(self, abort: Abort) -> bool:
-        """Drop a request that is here, or keep the abort of one of its sequences. Returns whether it was here."""
+        """Apply an abort to a request whose prompt is still decoded; one of a single sequence is kept until then.
+        Returns whether there was such a request."""
         for number, arrival in enumerate(self._arrivals):
             if arrival.message.request.request_id == abort.request_id:
                 if abort.index is None:

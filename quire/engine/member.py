@@ -1,4 +1,4 @@
-"""A member of a fleet (quire/engine/fleet.py): one engine and its successors, with the ledger entries of their
+"""Member of a fleet (quire/engine/fleet.py): one engine and its successors, with the ledger entries of their
 requests."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WATCH_SECONDS = 1.0
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A live request or registered prefix. name: the caller's id. arrival: time.monotonic(). generated: token ids by
+    """Live request or registered prefix. name: caller's id. arrival: time.monotonic(). generated: token ids by
     sequence; a beam search reports only at its end. ended: indices of finished sequences."""
 
     request: EngineRequest
@@ -72,7 +72,7 @@ class Entry:
             self.ended.add(update.index)
 
     def resumed(self) -> AddRequest:
-        """The request with its resume point, for another engine."""
+        """Request with its resume point, for another engine."""
         generated = self.generated
         if self.request.params.use_beam_search:  # a beam search reports only at its end, so it starts again
             generated = [[] for _ in range(self.request.params.num_sequences)]
@@ -82,7 +82,7 @@ class Entry:
 
 
 class Member:
-    """State of a member; the fleet's lock guards it."""
+    """One engine of a fleet: its process, requests and open calls. The fleet's lock guards it."""
 
     def __init__(self, number: int, start: StartEngine, hung_engine_timeout: float) -> None:
         """hung_engine_timeout: seconds of silence (quire/engine/heartbeat.py) after which the engine is killed; 0:
@@ -102,7 +102,7 @@ class Member:
         """Last death; None again once the next engine is ready."""
         self.search = CulpritSearch()
         self.entries: dict[str, Entry] = {}
-        """The ledger's requests on this member."""
+        """Ledger's requests on this member."""
         self.num_fruitless = 0
         """Deaths since the last token."""
         self.num_restarts = 0
@@ -114,17 +114,18 @@ class Member:
 
     @property
     def silence(self) -> float:
-        """Seconds without a sign of life; 0 without an engine."""
+        """Seconds since the engine last made progress; 0 without an engine."""
         return self.client.silence if self.is_up and self.client is not None else 0.0
 
     @property
     def takes_new(self) -> bool:
-        """True if a new request would start here at once."""
+        """True if the engine is up, wanted and not silent, and searches for no culprit: a new request would start at
+        once."""
         return self.is_up and self.is_wanted and not self.search.is_searching and self.silence < SILENCE_LIMIT
 
     @property
     def counted(self) -> EngineStats:
-        """Statistics of all engines so far. Without a current one, the member's requests count as waiting."""
+        """Statistics of all engines so far. While no engine is up, all its requests count as waiting."""
         now = self.stats or EngineStats(num_waiting=len(self.entries), num_preempted=len(self.entries))
         return carry_over(self.stats_before, now)
 

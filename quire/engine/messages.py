@@ -63,7 +63,7 @@ class CallResult(msgspec.Struct, array_like=True):
 
 
 class RequestRejected(msgspec.Struct, array_like=True):
-    """A request that the core rejects: it can never fit in the KV cache, or the core sleeps. is_culprit: it has killed
+    """Request that the core rejects: it can never fit in the KV cache, or the core sleeps. is_culprit: it has killed
     one core after the other (quire/engine/culprit_search.py)."""
 
     request_id: str
@@ -73,7 +73,7 @@ class RequestRejected(msgspec.Struct, array_like=True):
     is_culprit: bool = False
 
     def error(self) -> QuireError:
-        """The exception for the caller."""
+        """Exception to raise at the request's caller."""
         if self.is_culprit:
             summary = "the engine died whenever it ran this request, which is not tried again"
             return InternalError(self.message, summary=summary)
@@ -160,7 +160,8 @@ class EngineFailed(msgspec.Struct, tag="failed", array_like=True):
     """Identifies the failure in the log; empty if it was not logged."""
 
     def error(self, error_id: str = "") -> QuireError:
-        """The exception, of its own class if quire.errors has it. error_id: used if the message has none."""
+        """Exception to raise, of the failure's own class if quire.errors has it. error_id: used if the message has
+        none."""
         if not self.is_user_error or self.error_type == EngineDeadError.__name__:
             return EngineDeadError(self.message, summary=self.summary, error_id=self.error_id or error_id)
         return named_error(self.error_type, self.message, self.param)

@@ -18,7 +18,7 @@ class CoreObserver:
     ends the engine."""
 
     def allocated(self, layout: KVCacheLayout, backend: str) -> None:
-        """The KV cache is allocated; first event. backend: the executor's description of itself."""
+        """The KV cache is allocated; first event. backend: executor's description of itself."""
 
     def executes(self, plan: StepPlan) -> StepEnd | None:
         """The executor is about to get a plan. Returns a callback for the plan's end, or None."""

@@ -1,4 +1,4 @@
-"""A fleet (quire/engine/fleet.py) as options ask for it: engines in processes of their own."""
+"""Fleet (quire/engine/fleet.py) as options ask for it: engines in processes of their own."""
 
 from __future__ import annotations
 

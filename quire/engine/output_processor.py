@@ -29,7 +29,7 @@ from quire.utils.failures import explain
 
 @dataclass(slots=True)
 class FailedRequest:
-    """A request whose output could not be made (text, logprobs). last: final output with metrics, without content."""
+    """Request whose output could not be made (text, logprobs). last: final output with metrics, without content."""
 
     request_id: str
     error: InternalError
@@ -364,7 +364,7 @@ class _SequenceState:
             self.mark_finished(update.finish_reason, update.stop_reason)
 
     def _repeats(self, repetition: RepetitionDetector, token_id: int) -> bool:
-        """Count a token; returns whether a repetition ended the sequence."""
+        """Add a token to the RepetitionDetector; returns whether a repetition ended the sequence."""
         self._num_tokens += 1
         if not repetition.push(token_id) or self._num_tokens < self._params.min_tokens:
             return False
@@ -385,7 +385,8 @@ class _SequenceState:
         return reason is FinishReason.ABORT, reason is not FinishReason.ERROR, -self._cumulative_logprob
 
     def _show(self, text: str) -> bool:
-        """Append the certain part of a token's text; returns whether a stop string ended the sequence."""
+        """Append a token's text, without an end that may belong to a stop string; returns whether a stop string ended
+        the sequence."""
         if self._stops is None:
             if text:
                 self._text.append(text)
@@ -408,7 +409,7 @@ class _SequenceState:
         return self._output(text, list(self._token_ids), None if self._logprobs is None else list(self._logprobs))
 
     def delta(self) -> CompletionOutput:
-        """Output since the last call."""
+        """Completion with the text, tokens and logprobs since the last call."""
         self.has_news = False
         text, token_ids, logprobs = "".join(self._text), self._token_ids, self._logprobs
         self._text, self._token_ids, self._logprobs = [], [], None if logprobs is None else []

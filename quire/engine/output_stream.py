@@ -28,7 +28,7 @@ MAX_SEPARATE = 32
 class OutputStream:
     """Outputs of one request until its consumer takes them, on one event loop.
 
-    request_id: the caller's. key: the engine's id of the request, never reused. delta: outputs queue separately up to
+    request_id: the caller's. key: engine's id of the request, never reused. delta: outputs queue separately up to
     MAX_SEPARATE and are merged beyond. Otherwise a newer output replaces the older.
     """
 
@@ -74,7 +74,6 @@ class OutputStream:
             self._consumer.set_result(None)
 
     async def last(self) -> RequestOutput:
-        """Await the last output."""
         while not (output := await self.get()).finished:
             pass
         return output
@@ -174,7 +173,7 @@ class StatsListener:
     """Observer, on the event loop, of everything that enters and leaves the engine. Override the methods you need."""
 
     def record_request(self, request_id: str, request: EngineRequest, text: str | None) -> None:
-        """A request is about to be sent to the core, on its own task. request_id: the caller's. text: the prompt's
+        """A request is about to be sent to the core, on its own task. request_id: the caller's. text: prompt's
         text, if given."""
 
     def record_rejected(self, request_id: str) -> None:
@@ -189,8 +188,8 @@ class StatsListener:
 
 @dataclass(slots=True)
 class Delivery:
-    """Deliveries from one core message. outputs, failures: by request stream. results: by call. last_outputs (of failed
-    requests), rejected (ids) and stats: for listeners."""
+    """Outputs, errors and answers from one message of the core. outputs, failures: by request stream. results: by call.
+    last_outputs (of failed requests), rejected (ids) and stats: for listeners."""
 
     outputs: list[tuple[OutputStream, RequestOutput]] = field(default_factory=list)
     failures: list[tuple[OutputStream, QuireError]] = field(default_factory=list)
@@ -200,7 +199,7 @@ class Delivery:
     stats: EngineStats | None = None
 
     def hand_over(self, listeners: Iterable[StatsListener]) -> None:
-        """Deliver on the event loop, streams and calls first."""
+        """Hand all to streams and calls, then to listeners; runs on the event loop."""
         for stream, output in self.outputs:
             stream.put(output)
         for stream, error in self.failures:
@@ -219,7 +218,6 @@ class Delivery:
 
 
 async def last_only(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:
-    """Yield only the last output."""
     async with contextlib.aclosing(outputs):
         async for output in outputs:
             if output.finished:

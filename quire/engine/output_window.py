@@ -18,7 +18,7 @@ STATS_SECONDS = 0.05
 
 class OutputWindow:
     """Holds tokens back for at most `seconds` (a share of it for few sequences; 0: never), judged by the last step's
-    duration. First tokens, ends and requests with EngineRequest.each_step are sent at once, with all that is held."""
+    duration. First tokens, ends and requests with EngineRequest.each_step are sent at once, with all held."""
 
     def __init__(self, seconds: float, clock: Clock) -> None:
         self._seconds = seconds
@@ -57,7 +57,6 @@ class OutputWindow:
         return True
 
     def release(self) -> list[SequenceUpdate]:
-        """Return the held updates, for the caller to send."""
         held, self._held = self._held, []
         return held
 

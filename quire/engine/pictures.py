@@ -38,7 +38,7 @@ _VIDEOS = msgspec.msgpack.Decoder(ReadyVideo)
 
 
 class Names(Protocol):
-    """Named pictures of this process or another."""
+    """Pictures that clients have named, in this process or another."""
 
     async def put(self, name: bytes, image: Any) -> None: ...
 
@@ -83,7 +83,7 @@ class Pictures:
         self._video_thread.shutdown(wait=False)
 
     async def of_prompt(self, prompt: Prompt, owner: str) -> Prompt:
-        """The prompt with its images ready. owner: client that named them. Raises UserError naming the image."""
+        """Prompt with its images ready. owner: client that named them. Raises UserError naming the image."""
         if not isinstance(prompt, Mapping) or isinstance(prompt.get("multi_modal_data"), PlacedImages):
             return prompt
         inputs = (await asyncio.to_thread(lambda: self._front_end.input_processor)).images

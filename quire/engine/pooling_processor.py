@@ -32,8 +32,8 @@ _SHORTEST = 1e-12
 
 
 class PoolingProcessor:
-    """Processor for one model. pooling: its pooling configuration; None: a generating model, which refuses every
-    task."""
+    """Makes one model's pooling requests, and answers from their outputs. pooling: its pooling configuration; None: a
+    generating model, which refuses every task."""
 
     def __init__(self, inputs: InputProcessor, pooling: PoolingConfig | None, name: str, vector_size: int) -> None:
         self._inputs = inputs
@@ -51,7 +51,7 @@ class PoolingProcessor:
         return () if self._pooling is None else self._pooling.labels
 
     def with_prompt(self, text: str) -> str:
-        """The text after the model's default prompt, if it has one."""
+        """Text after the model's default prompt, if it has one."""
         return text if not text or self._pooling is None else self._pooling.prompt + text
 
     def tokens_behind(self, name: str, text: str, truncate: int | None) -> list[int]:
@@ -87,7 +87,7 @@ class PoolingProcessor:
         priority: int = 0,
         cache_salt: str = "",
     ) -> EngineRequest:
-        """The request for the core. second: second text of a pair. Raises UserError with `param` set, or
+        """Request for the core. second: second text of a pair. Raises UserError with `param` set, or
         PromptTooLongError."""
         inputs, pooling = self._inputs, self._pooling
         assert pooling is not None, "check_task comes first"
@@ -185,7 +185,7 @@ class PoolingProcessor:
     # -- results ----------------------------------------------------------------------------------------------------
 
     def vector(self, output: RequestOutput, params: PoolingParams) -> list[float]:
-        """The requested vector from the last output. Raises ModelOutputError if the model computed NaN or infinity."""
+        """Requested vector from the last output. Raises ModelOutputError if the model computed NaN or infinity."""
         pooling = self._pooling
         assert pooling is not None, "the request was checked"
         raise_if_nonfinite(output)
@@ -228,7 +228,6 @@ class PoolingProcessor:
 
 
 def normalized(vector: list[float]) -> list[float]:
-    """Scale a vector to length 1."""
     length = max(math.sqrt(math.fsum(value * value for value in vector)), _SHORTEST)
     return [value / length for value in vector]
 

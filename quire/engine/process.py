@@ -1,4 +1,4 @@
-"""The engine process: reads messages, drives the core, sends outputs and sleeps when idle. ProcessClient starts it and
+"""Engine process: reads messages, drives the core, sends outputs and sleeps when idle. ProcessClient starts it and
 writes a LaunchSpec to its stdin."""
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _IDLE_SECONDS = 1.0
 
 
 class Channel:
-    """The process's two sockets and its wake-up for signals, for the main thread only."""
+    """Process's two sockets and its wake-up for signals, for the main thread only."""
 
     def __init__(self, directory: RuntimeDirectory) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -58,7 +58,8 @@ class Channel:
         self._poller.register(self._wakeup, zmq.POLLIN)
 
     def wait(self, seconds: float) -> None:
-        """Sleep until a message or signal arrives, at most `seconds`; returns at once while messages await decoding."""
+        """Sleep until a message or signal arrives, at most `seconds`; returns at once while parts of a long prompt wait
+        to be decoded."""
         ready = dict(self._poller.poll(0 if self._arrivals else int(1000 * seconds)))
         if self._wakeup.fileno() in ready:
             self._wakeup.recv(64)
@@ -87,7 +88,7 @@ class Channel:
 
 
 class StopFlag:
-    """Set by SIGTERM: the process finishes its work and exits."""
+    """Flag that SIGTERM sets: the process finishes its work and exits."""
 
     def __init__(self) -> None:
         self.is_set = False
@@ -103,7 +104,7 @@ class StopFlag:
 
 
 def main(line: bytes) -> None:
-    """Run the process. line: a LaunchSpec as JSON."""
+    """Run the process. line: LaunchSpec as JSON."""
     stop = StopFlag()
     stop.install()
     spec = msgspec.json.decode(line, type=LaunchSpec)

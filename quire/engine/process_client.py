@@ -1,4 +1,4 @@
-"""An EngineClient whose core runs in its own process: msgpack over two one-way sockets in a private directory."""
+"""EngineClient whose core runs in its own process: msgpack over two one-way sockets in a private directory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _EXIT_SECONDS = 5.0
 
 
 class LaunchSpec(msgspec.Struct):
-    """Second line of the process's stdin, which stays open while the parent lives."""
+    """Orders to the engine process: second line of its stdin, which stays open while the parent lives."""
 
     options: EngineOptions
     executor: str
@@ -61,7 +61,7 @@ class ProcessClient(RemoteClient[EngineFailed], EngineClient):
         process: EngineProcess | None = None,
     ) -> None:
         """executor: `"module:attribute"` of a callable from EngineConfig to Executor, imported by the process. name:
-        process title after "quire: ". process: a waiting process; None: start one."""
+        process title after "quire: ". process: waiting process; None: start one."""
         self._directory = RuntimeDirectory.create(envs.runtime_directory())
         process = EngineProcess(name) if process is None else process
         process.tell(msgspec.json.encode(LaunchSpec(options, executor, str(self._directory.path), process.child_fd)))
@@ -79,7 +79,6 @@ class ProcessClient(RemoteClient[EngineFailed], EngineClient):
 
     @property
     def pid(self) -> int:
-        """Process id of the engine."""
         return self._process.pid
 
     @property

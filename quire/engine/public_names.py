@@ -37,7 +37,7 @@ def described(options: EngineOptions) -> str:
 
 
 def user_tokenizer(tokenizer: Tokenizer | None, inputs: InputProcessor) -> UserTokenizer:
-    """A tokenizer with the methods of Transformers' ones. Raises UserError if there is none."""
+    """Tokenizer with the methods of Transformers' ones. Raises UserError if there is none."""
     if tokenizer is None:
         raise UserError("this model has no tokenizer")
 
@@ -48,7 +48,6 @@ def user_tokenizer(tokenizer: Tokenizer | None, inputs: InputProcessor) -> UserT
 
 
 def missing(engine: object, name: str) -> AttributeError:
-    """The error for a name that an engine lacks."""
     kind = type(engine)
     known = [each for each in dir(kind) if not each.startswith("_")]
     why = f": {REASONS[name]}" if name in REASONS else nearest_name(name, known)

@@ -15,7 +15,8 @@ logger = get_logger(__name__)
 
 
 class Exchange:
-    """The parent's half: forwards questions and answers without keeping state."""
+    """Parent process's half of questions between server processes: forwards questions and answers without keeping
+    state."""
 
     def __init__(
         self, services: Mapping[str, Callable[[int, bytes], bytes]], send: Callable[[int, Ask | QuestionAnswer], bool]
@@ -25,7 +26,6 @@ class Exchange:
         self._services, self._send = services, send
 
     def carry(self, session: int, message: Ask | QuestionAnswer) -> None:
-        """Forward a session's message."""
         if isinstance(message, QuestionAnswer):
             self._send(message.asker, message)
         elif isinstance(message.peer, str):
@@ -43,7 +43,7 @@ class Exchange:
 
 
 class Questions:
-    """A session's half: its questions, and answers to those of other sessions."""
+    """Server process's half: asks its own questions, and answers those of other sessions."""
 
     def __init__(self, send: Callable[[Ask | QuestionAnswer], None]) -> None:
         """send: to the parent; raises EngineDeadError."""
@@ -56,8 +56,8 @@ class Questions:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def ask(self, peer: str | int, payload: bytes) -> bytes | None:
-        """Ask a service of the parent or another session; None if it ended or failed. Raises EngineDeadError if the
-        engine or the parent is gone."""
+        """Ask `peer`, a service of the parent process (by name) or another API process (by number); None if it ended or
+        failed. Raises EngineDeadError if the engine or the parent is gone."""
         number, self._loop = next(self._numbers), asyncio.get_running_loop()
         future: asyncio.Future[bytes | None] = self._loop.create_future()
         self._asked[number] = peer, future
@@ -68,12 +68,13 @@ class Questions:
             del self._asked[number]
 
     def answer_with(self, answer: Callable[[bytes], Awaitable[bytes]]) -> None:
-        """Answer other sessions' questions in the calling event loop. Only the first call counts."""
+        """Answer questions of the server's other API processes in the calling event loop. Only the first call
+        counts."""
         if self._answer is None:
             self._loop, self._answer = asyncio.get_running_loop(), answer
 
     def hear(self, message: Ask | QuestionAnswer | Ended | EngineDeadError) -> None:
-        """Handle a message of the parent, or the engine's death, in any thread."""
+        """Handle a message of the parent or the engine's death; any thread may call this."""
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the process is about to end
                 self._loop.call_soon_threadsafe(self._take, message)

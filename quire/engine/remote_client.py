@@ -23,7 +23,7 @@ Other = TypeVar("Other")
 
 
 def pull_socket(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
-    """An inbound socket without a queue limit."""
+    """Inbound socket without a queue limit."""
     socket = context.socket(zmq.PULL)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.bind(address)
@@ -31,7 +31,7 @@ def pull_socket(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.So
 
 
 def push_socket(context: zmq.Context[zmq.Socket[bytes]], address: str | None = None) -> zmq.Socket[bytes]:
-    """An outbound socket that never blocks; unconnected without an address."""
+    """Outbound socket that never blocks; unconnected without an address."""
     socket = context.socket(zmq.PUSH)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.LINGER, 0)
@@ -91,7 +91,6 @@ class RemoteClient(ABC, Generic[Other]):
         return message
 
     def _poll(self, timeout: float | None) -> EngineReady | EngineOutputs | None:
-        """Next message; None at the timeout."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             self._raise_if_dead()
@@ -112,7 +111,7 @@ class RemoteClient(ABC, Generic[Other]):
 
     @abstractmethod
     def _note(self, message: Other) -> None:
-        """Handle a message that is not for the front end."""
+        """Handle a message that is neither readiness nor outputs."""
 
     def _raise_if_dead(self) -> None:
         if self._death is not None:

@@ -1,4 +1,4 @@
-"""A front end's view of its requests: owner, backlog, and requests that run as several engine requests in turns."""
+"""Front end's view of its requests: owner, backlog, and requests that run as several engine requests in turns."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Backlog:
         self.num_tokens += num_tokens
 
     def note_progress(self, keys: Iterable[str]) -> None:
-        """Record that the prompts of these requests are computed."""
+        """Remove these requests, whose prompts are computed, and count their tokens for the rate."""
         if self._prompts:
             now = self._clock.now()
             num_tokens = sum(self.discard(key) for key in keys)
@@ -82,12 +82,12 @@ class RequestPart(Protocol):
         ...
 
     def end_turn(self) -> None:
-        """Release the turn; also called if the part never ran."""
+        """Let the next part take its turn; also called if the part never ran."""
         ...
 
 
 class Preparations:
-    """Requests being tokenised or with waiting parts. Each counts once."""
+    """Requests being tokenised or with waiting parts. A request of several parts counts once."""
 
     def __init__(self) -> None:
         self._num_waiting: Counter[object] = Counter()
@@ -110,7 +110,8 @@ class Preparations:
 
 @contextlib.asynccontextmanager
 async def turn_of(part: RequestPart | None, request: EngineRequest) -> AsyncGenerator[EngineRequest, None]:
-    """Await the turn of `part`, yield the request for the engine, and end the turn. None: no waiting."""
+    """Await the turn of `part`, yield the request for the engine, and end the turn. part None: the request starts at
+    once."""
     if part is None:
         yield request
         return

@@ -73,7 +73,6 @@ class LeastLoaded:
         return self.send(chosen)
 
     def send(self, replica: int) -> int:
-        """Count a request for `replica` and return it."""
         self.loads[replica] += 1
         return replica
 

@@ -1,4 +1,4 @@
-"""The asyncio side of one engine: request streams and calls between an event loop and an EngineClient. A receiver
+"""Asyncio side of one engine: request streams and calls between an event loop and an EngineClient. A receiver
 thread turns tokens into text."""
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _PARAMETERS = {
 
 
 Unsent = tuple[AddRequest, Callable[[QuireError], None]]
-"""A request, and the callback for an error in sending it."""
+"""Request, and the callback for an error in sending it."""
 
 
 class Outbox:
@@ -120,7 +120,6 @@ class Session:
         self._all_finished = asyncio.Event()
 
     def start(self) -> None:
-        """Start the receiver thread."""
         threading.Thread(
             target=_receive, args=(self.client, weakref.ref(self)), name="quire-receiver", daemon=True
         ).start()
@@ -206,7 +205,7 @@ class Session:
                     self._leave(stream)
 
     async def run_prefix(self, process: Callable[[str], EngineRequest]) -> str:
-        """Compute and keep a prefix; returns its name. process: makes the request from the name, on another thread. A
+        """Compute and keep a prefix; returns its id. process: makes the request from the id, on another thread. A
         cancelled call registers nothing."""
         self._check_open()
         self._bind_loop()
@@ -273,7 +272,7 @@ class Session:
     # On the event loop.
 
     def _bind_loop(self) -> asyncio.AbstractEventLoop:
-        """Bind to the running loop. Requests of a loop that was closed are aborted."""
+        """Bind to the running loop. Requests of a loop closed are aborted."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             if self._loop is not None and self.num_unfinished:
@@ -325,7 +324,7 @@ class Session:
 
     def _leave(self, stream: OutputStream) -> RequestOutput | None:
         """Drop an unfinished request here, in the core and in the metrics. Returns its last output; None if it is gone,
-        or if its output fails."""
+        or if making the output fails (its stream gets the error)."""
         with self._lock:
             if not self._forget(stream.key):
                 return None
@@ -392,7 +391,7 @@ class Session:
         self._post(delivery)
 
     def die(self, cause: EngineDeadError) -> None:
-        """Fail everything that waits, and all later calls. The first cause counts."""
+        """Fail all open requests and calls, and later ones, with EngineDeadError. The first cause counts."""
         delivery = Delivery()
         with self._lock:
             if self.death is None:

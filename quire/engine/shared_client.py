@@ -1,4 +1,4 @@
-"""An EngineClient for an engine of another process that several front ends share (quire/engine/shared_engine.py)."""
+"""EngineClient for an engine of another process that several front ends share (quire/engine/shared_engine.py)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from quire.errors import EngineDeadError
 
 
 class SharedClient(RemoteClient[EngineFailed | Ask | QuestionAnswer | Ended]):
-    """One front end's session."""
+    """EngineClient of one server process among several that share an engine."""
 
     def __init__(self, directory: Path, session: int, state: SharedState) -> None:
-        """directory: location of the sockets."""
         wake_reader, self._wake_writer = os.pipe()
         received = EngineReady | EngineOutputs | EngineFailed | Ask | QuestionAnswer | Ended
         super().__init__(f"ipc://{directory / SESSION.format(session)}", received, wake_reader)

@@ -45,8 +45,8 @@ _STOP = b""
 
 
 class SharedEngine:
-    """Engine that several server processes share. After `start`, two threads serve the sessions: one carries messages
-    to the fleet, one its outputs."""
+    """Parent's side of an engine that several server processes share. After `start`, two threads serve the sessions:
+    one carries messages to the fleet, one its outputs."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class SharedEngine:
         on_change: Callable[[], None],
     ) -> None:
         """directory: location of the sockets. services: see Exchange. on_stats: gets each snapshot. on_change: called
-        when the engine is ready and when it has ended. All run on threads."""
+        when the engine is ready and when it has ended. These run on threads of this class."""
         self._fleet = fleet
         self._directory = directory
         self._state = state
@@ -88,7 +88,6 @@ class SharedEngine:
             thread.start()
 
     def open_session(self) -> int:
-        """Open a session; returns its unique number."""
         with self._lock:
             number = next(self._numbers)
             self._sessions[number] = push_socket(self._context, self._directory.address(SESSION.format(number)))
@@ -214,7 +213,7 @@ class SharedEngine:
     def _send(
         self, session: int, message: EngineReady | EngineOutputs | EngineFailed | Ask | QuestionAnswer | Ended
     ) -> bool:
-        """Send unless the session has ended; returns whether it is there."""
+        """Send a message unless the session has ended; returns whether it was sent."""
         with self._lock:
             socket = self._sessions.get(session)
             if socket is not None:

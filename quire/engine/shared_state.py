@@ -28,7 +28,7 @@ class _Number(Generic[T]):
 
 @dataclass(slots=True)
 class ControlState:
-    """A front end's knowledge of the engine. num_running: requests in the last snapshot."""
+    """Front end's knowledge of the engine. num_running: requests in the last snapshot."""
 
     is_asleep: bool = False
     sleep_level: int = 0
@@ -38,7 +38,7 @@ class ControlState:
 
 
 class EngineState:
-    """State of the engine, for all processes."""
+    """State of the engine, in shared memory."""
 
     num_ticks = _Number(0, int)
     """Grows while the parent makes progress."""
@@ -59,7 +59,7 @@ class EngineState:
 
 
 class Loads:
-    """Load of each process."""
+    """Load (requests, tokens, connections) of each server process."""
 
     _NUM_CELLS = 8
     _UNFINISHED, _PENDING, _TOKENS, _PROGRESS, _PROGRESS_AT, _CLOSED, _PID, _BEAT = range(_NUM_CELLS)
@@ -81,7 +81,7 @@ class Loads:
         own[self._CLOSED], own[self._BEAT] = num_closed, self._now()
 
     def take_slot(self, slot: int, pid: int) -> None:
-        """Reset a slot for a new process."""
+        """Reset a slot's numbers for a new process with this pid."""
         cells = self._cells.slots[slot]
         for place in range(self._NUM_CELLS):
             cells[place] = 0.0

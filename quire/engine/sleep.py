@@ -36,7 +36,7 @@ class Cache(Protocol):
 
 
 class Requests(Protocol):
-    """Requests and prefixes, as the scheduler has them."""
+    """Interface to the scheduler's requests and registered prefixes."""
 
     @property
     def kv(self) -> Cache: ...
@@ -134,6 +134,5 @@ class Pause:
         self._scheduler.hold_new(True)
 
     def end(self) -> None:
-        """End the pause. Idempotent."""
         self.scope, self.stops_all = "", False
         self._scheduler.hold_new(False)

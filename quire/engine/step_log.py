@@ -30,7 +30,7 @@ Entry = TypeVar("Entry")
 
 
 class StepLogHeader(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """First line of the log. weights: storage type of the layers' matrices. backend: the executor's description of
+    """First line of the log. weights: storage type of the layers' matrices. backend: executor's description of
     itself."""
 
     version: int
@@ -146,7 +146,7 @@ class _EndedStep(NamedTuple):
 
 
 class _Lines:
-    """A file of JSON lines. A full disk ends the log, not the engine."""
+    """File of JSON lines. A full disk ends the log, not the engine."""
 
     def __init__(self, path: Path) -> None:
         self._encoder = msgspec.json.Encoder()
@@ -178,7 +178,7 @@ class _Lines:
 
 
 def _record(step: _EndedStep, began: float, ended_before: float) -> StepRecord:
-    """began: hand-over of the log's first plan. ended_before: end of the previous step."""
+    """Log line of a step. began: hand-over of the log's first plan. ended_before: end of the previous step."""
     plan, handed_over, ended = step
     transfers = plan.transfers
     return StepRecord(

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class FrontEndTexts:
-    """Work on the texts of one front end."""
+    """Tokenises and renders one front end's texts, on threads or in a helper process."""
 
     def __init__(self, front_end: FrontEnd, clock: Clock | None = None) -> None:
         """clock: measures the waiting time of conversations."""
@@ -74,8 +74,8 @@ class FrontEndTexts:
         return await self.off_loop(len(text), work)
 
     async def render(self, conversation: Conversation) -> RenderedChat:
-        """Render and tokenise a conversation in a helper. Cancelling drops waiting work and ends a tokenising helper.
-        Raises as InputProcessor.render_chat, and QuireError after too long a wait."""
+        """Render and tokenise a conversation in a helper. Cancelling drops waiting work, and ends a helper that is
+        tokenising. Raises as InputProcessor.render_chat, and QuireError after too long a wait."""
         inputs = self._front_end.input_processor
         pictures = conversation.messages.pictures
         takes = inputs.image_inputs_of(pictures)

@@ -26,7 +26,7 @@ the failed rank, and are ended."""
 
 
 class PendingCall:
-    """A call that went to every rank. decode: decodes an answer's body. answers: in rank order, None: not yet."""
+    """Call that went to every rank. decode: decodes an answer's body. answers: in rank order, None: not yet."""
 
     def __init__(self, method: str, decode: Callable[[msgspec.Raw], Any], num_ranks: int) -> None:
         self.method = method
@@ -37,7 +37,6 @@ class PendingCall:
 
     @property
     def is_answered(self) -> bool:
-        """True if every rank has answered."""
         return None not in self.answers
 
     def error(self) -> QuireError | None:

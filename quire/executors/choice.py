@@ -1,4 +1,4 @@
-"""The executor of a configuration."""
+"""Executor of a configuration."""
 
 from __future__ import annotations
 

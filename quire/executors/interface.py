@@ -28,7 +28,7 @@ class VitalSigns(NamedTuple):
 
 
 class StepFuture(Protocol):
-    """The future result of a plan: a `concurrent.futures.Future`, or one that is completed only when it is asked."""
+    """Future result of a plan: `concurrent.futures.Future`, or one completed only when it is asked."""
 
     def done(self) -> bool: ...
 
@@ -122,13 +122,13 @@ class Executor(Protocol):
 
 @runtime_checkable
 class KeepsTime(Protocol):
-    """An executor with a clock other than the system's for its engine."""
+    """Executor whose engine uses the executor's clock, not the system's."""
 
     agreed_clock: Clock
 
 
 class Workers(Protocol):
-    """The ranks of one model over any transport. Every call goes to all of them, in the same order."""
+    """Ranks of one model over any transport. Every call goes to all of them, in the same order."""
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of `Executor` (not `execute`) on every rank; the results in rank order. Raises the first rank's
@@ -136,8 +136,8 @@ class Workers(Protocol):
         ...
 
     def execute(self, plan: StepPlan) -> Future[list[StepResult]]:
-        """Start a plan on every rank. The results are in rank order; of all but the first of those that sample without
-        tokens and vectors, of which there is a checksum."""
+        """Start a plan on every rank. Results are in rank order: whole from the first rank that samples, from the
+        others without tokens and vectors, with a checksum of these."""
         ...
 
     def send_sampling_inputs(self, inputs: SamplingInputs) -> None:
@@ -149,7 +149,7 @@ class Workers(Protocol):
         ...
 
     def vital_signs(self) -> VitalSigns:
-        """See `Executor.vital_signs`."""
+        """Signs of life of all ranks; see `Executor.vital_signs`."""
         ...
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 
 
 class Unsent(NamedTuple):
-    """A plan that lacks its sampling inputs. launched: the worker's pending step, which is the result as well; on a
+    """Plan that lacks its sampling inputs. launched: worker's pending step, which is the result as well; on a
     thread, the future of that."""
 
     step_id: int
@@ -56,7 +56,7 @@ class LocalExecutor:
         self._thread = WorkerThread("quire-worker") if self._mode == "thread" else None
         self._worker: Worker | None = Worker(config, platform, columns, overlays)
         self._unsent: Unsent | None = None
-        """The last plan, while it lacks its sampling inputs."""
+        """Last plan, while it lacks its sampling inputs."""
 
     def load_model(self) -> list[LayerSpec]:
         return self._call(self._live_worker().load_model)

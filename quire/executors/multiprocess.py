@@ -53,7 +53,6 @@ class Links:
         return (self._behind[group[place - 1]] if place else None), self._behind.get(rank)
 
     def close(self) -> None:
-        """Idempotent."""
         while self._behind:
             self._behind.popitem()[1].close()
 
@@ -112,7 +111,6 @@ class RankProcesses(RankCalls):
 
     @property
     def pids(self) -> list[int]:
-        """Process ids, in rank order."""
         return [process.pid for process in self._processes]
 
     def vital_signs(self) -> VitalSigns:

@@ -1,4 +1,4 @@
-"""The process of one rank: runs an executor of its own, and answers each call of the engine core with a message.
+"""Process of one rank: runs an executor of its own, and answers each call of the engine core with a message.
 
 RankProcesses starts it and writes a RankLaunch to its standard input.
 """
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 JOIN = "join"
-"""The first call: its answer says that all ranks have met."""
+"""First call: its answer says that all ranks have met."""
 EXECUTE = "execute"
 LAUNCH, SAMPLE = "launch", "sample"
 """Replacement of EXECUTE for a plan that expects sampling inputs: runs the forward pass now, and samples when they
@@ -61,14 +61,14 @@ class RankLaunch(msgspec.Struct):
     outgoing: LinkFiles | None = None
 
     def ends(self, stage: int) -> RankEnds:
-        """Connections of this rank to the others. stage: the rank's stage."""
+        """Connections of this rank to the others. stage: rank's stage."""
         return RankEnds(Path(f"{self.meeting_point}{stage}"), self.incoming, self.outgoing)
 
 
 class RankEnds(NamedTuple):
-    """A rank's ways to other ranks. meeting_point: `join_group`'s, for its stage's ranks. collectives: a name of GROUPS
-    (None: the configuration's). incoming, outgoing: see RankLaunch. network: the place where ranks of neighbouring
-    stages meet, if they have no such links."""
+    """Rank's connections to other ranks. meeting_point: `join_group`'s, for its stage's ranks. collectives: name of
+    GROUPS (None: the configuration's). incoming, outgoing: see RankLaunch. network: place where ranks of
+    neighbouring stages meet, if they have no such links."""
 
     meeting_point: Path | NetworkMeeting
     incoming: LinkFiles | None = None
@@ -78,7 +78,7 @@ class RankEnds(NamedTuple):
 
 
 class RankCall(msgspec.Struct, array_like=True):
-    """Call of a rank's executor. body: a StepPlan to `execute` or `launch`, SamplingInputs to `sample`; for any other
+    """Call of a rank's executor. body: StepPlan to `execute` or `launch`, SamplingInputs to `sample`; for any other
     method its arguments, in the format of quire/executors/wire.py."""
 
     method: str
@@ -94,7 +94,7 @@ class RankError(msgspec.Struct, array_like=True):
 
 
 class RankAnswer(msgspec.Struct, array_like=True):
-    """Result of a call. body: a StepResult, or the method's result."""
+    """Result of a call. body: StepResult, or the method's result."""
 
     body: msgspec.Raw
     error: RankError | None = None
@@ -102,7 +102,7 @@ class RankAnswer(msgspec.Struct, array_like=True):
 
 NOTHING = msgspec.Raw(encode(None))
 Outcome: TypeAlias = StepFuture | msgspec.Raw | BaseException
-"""A plan's result, which may be to come; another call's result; or an exception."""
+"""Plan's result, which may be to come; another call's result; or an exception."""
 
 
 def main() -> None:

@@ -31,7 +31,6 @@ class SampledTokens:
         """Step -> the sequences that it samples; None: the sequence needs no token any more."""
 
     def bring(self, plan: StepPlan) -> StepPlan:
-        """The plan with all known tokens."""
         with self._lock:
             known, self._known = self._known, []
             if plan.released:
@@ -42,13 +41,11 @@ class SampledTokens:
         return msgspec.structs.replace(plan, sampled=known) if known else plan
 
     def discard(self, inputs: SamplingInputs) -> None:
-        """Forget samples that the workers discard."""
         with self._lock:
             for index in inputs.discarded:
                 self._awaited[inputs.step_id][index] = None
 
     def take(self, result: StepResult) -> None:
-        """Note the tokens of a result."""
         with self._lock:
             for seq_id, token_ids in zip(self._awaited.pop(result.step_id), result.token_ids, strict=True):
                 if seq_id is not None and token_ids:
@@ -90,7 +87,7 @@ class RankedExecutor:
         return self._of_first_ranks("expert_ranks")
 
     def computing(self) -> AbstractContextManager[object]:
-        """An empty context: the ranks are other processes."""
+        """Empty context: the ranks are other processes."""
         return nullcontext()
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:
@@ -147,7 +144,7 @@ class RankedExecutor:
 
 
 def alike(specs: Sequence[list[LayerSpec]]) -> list[LayerSpec]:
-    """The layers' specs common to all ranks. Raises QuireError if ranks disagree."""
+    """Layers' specs common to all ranks. Raises QuireError if ranks disagree."""
     first, *others = specs
     if any(each != first for each in others):
         raise QuireError("the ranks disagree on what the layers keep in the KV cache")
@@ -155,7 +152,7 @@ def alike(specs: Sequence[list[LayerSpec]]) -> list[LayerSpec]:
 
 
 def slowest(costs: Sequence[PreemptionCosts]) -> PreemptionCosts:
-    """The slowest rank's costs: a step ends when every rank's does."""
+    """Largest of each cost over the ranks: a step ends when every rank's does."""
     return PreemptionCosts(
         seconds_per_block=max(each.seconds_per_block for each in costs),
         seconds_per_token=max(each.seconds_per_token for each in costs),
@@ -187,7 +184,7 @@ def reduce_profiles(profiles: Sequence[MemoryProfile]) -> MemoryProfile:
 
 
 def agree(results: Sequence[StepResult]) -> StepResult:
-    """The first rank's result, with the failures of all. results: from the ranks that sample. Raises QuireError if the
+    """First rank's result, with the failures of all. results: from the ranks that sample. Raises QuireError if the
     checksum of another rank differs."""
     first, *others = results
     for rank, other in enumerate(others, start=1):

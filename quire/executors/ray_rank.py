@@ -1,4 +1,4 @@
-"""The actor of one rank: runs an executor of its own, in a process that Ray starts on one of its nodes."""
+"""Actor of one rank: runs an executor of its own, in a process that Ray starts on one of its nodes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class RayRank:
         )
 
     def answer(self, message: bytes) -> bytes:
-        """RankCall -> its RankAnswer."""
+        """Run an encoded RankCall; returns its encoded RankAnswer."""
         assert self._rank is not None, "begin comes before the first call"
         self._progress.is_idle = False
         self._progress.turn()
@@ -74,7 +74,7 @@ class RayRank:
             self._progress.is_idle = True
 
     def beat(self) -> int:
-        """A byte of Progress."""
+        """Rank's progress as a byte (Progress)."""
         return self._progress.byte()
 
     def live(self) -> None:

@@ -99,7 +99,6 @@ class RayRanks(RankCalls):
 
     @property
     def hosts(self) -> Sequence[RankHost]:
-        """Hosts in rank order."""
         return self._hosts
 
     def _place(self, num_threads: int, strategy: str) -> list[Any]:

@@ -45,7 +45,7 @@ def encode(value: object) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """The value given to `encode`; mappings come back as dictionaries."""
+    """Value given to `encode`; mappings come back as dictionaries."""
     return _restored(msgspec.msgpack.decode(data))
 
 

@@ -27,7 +27,7 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
 
 
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    """The tanh approximation of gelu, computed in float32."""
+    """Tanh approximation of gelu, computed in float32."""
     wide = x.float()
     inner = (wide * wide * wide * 0.044715 + wide) * _SQRT_2_OVER_PI
     return (0.5 * wide * (torch.tanh(inner) + 1.0)).to(x.dtype)

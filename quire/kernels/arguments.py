@@ -80,7 +80,7 @@ class LayerAttention:
 
     @property
     def stored_scale(self) -> float:
-        """Factor of q·k for keys as stored."""
+        """Factor of q·k for keys as stored (e4m3: cache_scale included)."""
         return self.scale * self.cache_scale.key
 
     @property
@@ -153,7 +153,7 @@ class ExpansionRule:
 
 @dataclass(frozen=True, slots=True)
 class LatentExpansion:
-    """A layer's matrices between latents and heads, for models that expand prompts.
+    """Layer's matrices between latents and heads, for models that expand prompts.
 
     nope_dim: unrotated elements of a head's key; value_dim: elements of its value. absorb: queries [T, num_heads *
     nope_dim] -> [T, num_heads * rank]. values: attended vectors [T, num_heads * rank] -> [T, num_heads * value_dim].
@@ -198,7 +198,7 @@ NORM_EPSILON = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """A float32 tensor of `shape` at `offset` bytes in the pages of `layer`."""
+    """Float32 tensor of `shape` at `offset` bytes in the pages of `layer`."""
 
     layer: int
     offset: int

@@ -67,7 +67,6 @@ def experts(
 def add_experts(
     parts: torch.Tensor, routing: torch.Tensor, residual: torch.Tensor, *, weighs_input: bool
 ) -> torch.Tensor:
-    """See `Operations.add_experts`."""
     top_k = routing.shape[1] // 2
     out = _added(parts.unflatten(1, (top_k, -1)), routing[:, top_k:], weighs_input=weighs_input)
     return residual + out.to(residual.dtype)

@@ -14,7 +14,7 @@ Value: TypeAlias = Union["torch.Tensor", "Buffer"]
 """[T, width], or the placeholder of such a matrix."""
 
 AnyValue: TypeAlias = Any
-"""A Value, Indices or ReadRows argument of an operation, in its back end's own kind, the same for all values of a
+"""Value, Indices or ReadRows argument of an operation, in its back end's own kind, the same for all values of a
 model."""
 
 Indices: TypeAlias = Union["torch.Tensor", "RecordedIndices"]

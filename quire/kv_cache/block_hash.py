@@ -44,7 +44,7 @@ class HashChain:
         """hashes[0] is the root's, hashes[i + 1] block i's."""
 
     def extend(self, token_ids: Sequence[int], num_blocks: int) -> None:
-        """Hash blocks up to `num_blocks`; `token_ids` must have their tokens."""
+        """Hash the sequence's first `num_blocks` blocks; `token_ids` must have their tokens."""
         hashes, size, extra_keys = self.hashes, self._block_size, self._extra_keys
         first = len(hashes) - 1
         if num_blocks <= first:
@@ -69,7 +69,7 @@ class HashChain:
         return self.hashes[block + 1]
 
     def num_shared(self, other: HashChain) -> int:
-        """Leading blocks that both chains have, in logarithmic time."""
+        """Number of leading blocks with equal hashes in both chains, in logarithmic time."""
         mine, others = self.hashes, other.hashes
         known = range(1, min(len(mine), len(others)))
         return bisect.bisect_left(known, True, key=lambda block: mine[block] != others[block])

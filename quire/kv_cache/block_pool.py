@@ -1,4 +1,4 @@
-"""The pool of physical blocks: ids, reference counts, allocation and eviction (paper §4.2, §4.4)."""
+"""Pool of physical blocks: ids, reference counts, allocation and eviction (paper §4.2, §4.4)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class BlockPool:
 
     @property
     def num_allocatable(self) -> int:
-        """Free and evictable blocks."""
+        """Number of free and evictable blocks."""
         return len(self._free) + len(self._evictable)
 
     @property

@@ -4,7 +4,7 @@ from quire.kv_cache.block_hash import HashChain
 
 
 class BlockTable:
-    """The block tables of one sequence, one per group: logical index -> physical block. Owned by the manager."""
+    """Block tables of one sequence, one per group: logical index -> physical block. Owned by the manager."""
 
     __slots__ = (
         "capacity",
@@ -27,7 +27,7 @@ class BlockTable:
         self.is_background = False
         """True if its sequence is of a background request: others do not wait for its blocks."""
         self.num_committed = 0
-        """Leading hash blocks that were offered to the prefix index."""
+        """Leading hash blocks offered to the prefix index."""
         self.pending_hash: bytes | None = None
         """Hash of the next block to offer, if its tokens are known."""
         self.tail_shared = False

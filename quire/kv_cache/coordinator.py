@@ -21,18 +21,18 @@ UNLIMITED = 2**62
 
 
 class GroupManager(Protocol):
-    """A sequence's use of one KV group's blocks."""
+    """Sequence's use of one KV group's blocks."""
 
     block_size: int
     keeps_all: bool
-    """A sequence keeps every block until it ends."""
+    """Sequence keeps every block until it ends."""
 
     def first_needed_block(self, position: int) -> int:
         """First logical block that queries from `position` on read; earlier ones can be released."""
         ...
 
     def longest_hit(self, index: Findable, hashes: Sequence[bytes], num_blocks: int) -> int:
-        """Longest hit of at most `num_blocks` blocks (hashes[i] is block i's)."""
+        """Blocks of the longest prefix hit, at most `num_blocks` (hashes[i] is block i's)."""
         ...
 
     def most_blocks(self, num_tokens: int, max_chunk: int) -> int:
@@ -65,7 +65,7 @@ class Coordinator:
         return sum(manager.most_blocks(num_tokens, max_chunk) for manager in self.managers)
 
     def num_kept_blocks(self, num_tokens: int) -> int:
-        """Full blocks of `num_tokens` tokens in the groups that keep every block of a sequence."""
+        """Number of full blocks of `num_tokens` tokens, over the KV groups that keep every block of a sequence."""
         return sum(num_tokens // manager.block_size for manager in self.managers if manager.keeps_all)
 
     def blocks_of_siblings(self, num_shared: int, lengths: Sequence[int], max_chunk: int) -> int:
@@ -80,7 +80,7 @@ class Coordinator:
         return total
 
     def num_slots(self, tables: Sequence[Sequence[int]]) -> int:
-        """Tokens that block tables have room for in every group."""
+        """Number of tokens that a sequence's block tables have room for in every group."""
         sizes = [len(table) * manager.block_size for table, manager in zip(tables, self.managers, strict=True)]
         return min(sizes, default=UNLIMITED)
 
@@ -90,8 +90,8 @@ class Coordinator:
         return all(len(table) == -(-num_tokens // manager.block_size) for table, manager in pairs)
 
     def agreed_hit(self, indexes: Sequence[Findable], hashes: Sequence[bytes], num_tokens: int) -> int:
-        """Tokens of the longest prefix hit, of at most `num_tokens` tokens, that all groups have. hashes[i + 1] is hash
-        block i's."""
+        """Number of tokens of the longest prefix hit, of at most `num_tokens` tokens, that all groups have. hashes[i +
+        1] is hash block i's."""
         if len(self.managers) == 1:
             (manager,), (index,) = self.managers, indexes
             return manager.longest_hit(index, hashes[1:], num_tokens // self.hash_block_size) * self.hash_block_size

@@ -23,7 +23,7 @@ class Deal:
         return found
 
     def keeps(self, positions: np.ndarray) -> np.ndarray:
-        """True for this rank's positions."""
+        """True at each position whose token this rank keeps."""
         found: np.ndarray = positions // self.run % self.num_ranks == self.rank
         return found
 

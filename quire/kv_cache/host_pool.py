@@ -1,4 +1,4 @@
-"""A second, bounded pool of blocks in host memory, for preempted requests' KV (paper §4.5). A request moves whole: all
+"""Second, bounded pool of blocks in host memory, for preempted requests' KV (paper §4.5). A request moves whole: all
 its sequences, each block once."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from quire.kv_cache.prefix_index import PrefixIndex
 
 
 class Footprint(NamedTuple):
-    """Costs of swapping a request."""
+    """Costs of swapping a request, in blocks."""
 
     num_blocks_out: int
     """Distinct blocks to copy to the host."""
@@ -123,7 +123,7 @@ class HostPool:
         return id(blocks) in self._swapped
 
     def footprint(self, sequences: Sequence[BlockTable]) -> Footprint:
-        """Costs of swapping a request that is on the device."""
+        """Costs of swapping a request that is on the device, in blocks."""
         distinct = _distinct_blocks(sequences)
         owned = dict.fromkeys(distinct, 0)
         for block in _blocks(sequences):
@@ -146,7 +146,7 @@ class HostPool:
             assert blocks.pending_hash is None, "a swapped sequence has a pending block"
 
     def _cached(self, sequences: Sequence[BlockTable]) -> dict[int, int]:
-        """Host block -> device block with equal content in the prefix index."""
+        """Sequences' host blocks -> device blocks with equal content, by the prefix index."""
         found: dict[int, int] = {}
         for blocks in sequences:
             if blocks.chain is None:

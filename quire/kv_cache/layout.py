@@ -47,7 +47,7 @@ class KVGroup:
 
 @dataclass(frozen=True)
 class KVCacheLayout:
-    """The pool: `num_blocks` blocks (block 0 reserved) of `layers_per_group` pages. block_size: tokens of a kernels'
+    """Pool: `num_blocks` blocks (block 0 reserved) of `layers_per_group` pages. block_size: tokens of a kernels'
     block (the option), of which groups' block sizes are multiples. layers_per_group: pages of a block, in the largest
     pipeline stage. num_host_blocks: blocks in host memory, numbered from 1, for swapped requests."""
 
@@ -59,7 +59,7 @@ class KVCacheLayout:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page, padding included."""
+        """Bytes of a page (one layer's part of a block), padding included."""
         return page_bytes(self.groups)
 
     @property
@@ -81,7 +81,7 @@ class KVCacheLayout:
 
     @property
     def sequence_block(self) -> int:
-        """Tokens of a sequence that share a block, at least, those on other ranks included."""
+        """Least number of tokens of a sequence that share a block, those on other ranks included."""
         return min((self.entry_tokens(group) for group in self.token_groups), default=self.block_size)
 
     def entry_tokens(self, group: KVGroup) -> int:
@@ -94,7 +94,7 @@ class KVCacheLayout:
 
 
 def page_bytes(groups: Sequence[KVGroup]) -> int:
-    """Bytes of a page: the largest that a group uses, aligned if groups differ."""
+    """Bytes of a page of the pool: the most that one layer of a group uses, aligned if groups differ."""
     sizes = {group.page_bytes for group in groups} or {0}
     return max(sizes) if len(sizes) == 1 else _aligned(max(sizes))
 

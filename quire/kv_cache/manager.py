@@ -1,4 +1,4 @@
-"""The KV cache manager, the scheduler's interface to the KV cache. Block ids are opaque to the scheduler. Every call
+"""KV cache manager, the scheduler's interface to the KV cache. Block ids are opaque to the scheduler. Every call
 either succeeds or changes nothing."""
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class KVCacheManager:
     # -- looking up -------------------------------------------------------------------------------------------------
 
     def new_chain(self, salt: str, extra_keys: Mapping[int, tuple[bytes, ...]] = NO_KEYS) -> HashChain | None:
-        """The hash chain of a new sequence; None without caching."""
+        """Hash chain of a new sequence; None without caching."""
         return HashChain(self.hash_block_size, salt, extra_keys) if self.enable_prefix_caching else None
 
     def match_prefix(self, chain: HashChain | None, token_ids: Sequence[int], max_tokens: int) -> int:
@@ -73,8 +73,8 @@ class KVCacheManager:
     def find_pending(
         self, chain: HashChain | None, num_cached_tokens: int, max_tokens: int
     ) -> tuple[BlockTable, int] | None:
-        """(the sequence that computes the block right after a hit, leading hash blocks that it shares with the chain).
-        num_cached_tokens: result of `match_prefix` for the same `max_tokens`."""
+        """Find a computation to wait for: (the sequence that computes the block right after a hit, leading hash blocks
+        that it shares with the chain). num_cached_tokens: result of `match_prefix` for the same `max_tokens`."""
         step = self.groups.hit_size // self.hash_block_size
         block, limit = num_cached_tokens // self.groups.hit_size, max_tokens // self.groups.hit_size
         if chain is None or block >= limit:
@@ -85,13 +85,15 @@ class KVCacheManager:
         return leader, min(limit, leader.chain.num_shared(chain) // step) * step
 
     def is_pending_in(self, blocks: BlockTable, num_blocks: int) -> bool:
-        """True while a live sequence has not committed all of its first `num_blocks` hash blocks."""
+        """True while the sequence of `blocks` lives and has not yet computed all of its first `num_blocks` hash
+        blocks."""
         return blocks.pending_hash is not None and blocks.num_committed < num_blocks
 
     def room_after_match(
         self, chain: HashChain | None, num_tokens: int, token_ids: Sequence[int] = ()
     ) -> tuple[int, int]:
-        """(allocatable blocks left after `allocate_prefix` with this hit, blocks that the hit holds for good)."""
+        """(allocatable blocks left after `allocate_prefix` with this hit, blocks that the hit owns and that no later
+        step releases)."""
         free, held = self.pool.num_allocatable, 0
         if chain is not None and num_tokens:
             for size, table in zip(self._sizes, self._hit_tables(chain, num_tokens, token_ids), strict=True):
@@ -109,7 +111,7 @@ class KVCacheManager:
         return {block for table in tables for block in table if block != NULL_BLOCK}
 
     def num_freed_by(self, sequences: Iterable[BlockTable], kept: set[int]) -> int:
-        """Blocks, without those in `kept`, that freeing these sequences leaves without owners."""
+        """Number of blocks, without those in `kept`, that freeing these sequences leaves without owners."""
         owners: Counter[int] = Counter()
         for blocks in sequences:
             for table in blocks.tables:
@@ -219,7 +221,7 @@ class KVCacheManager:
         return kept
 
     def fork(self, parent: BlockTable, num_tokens: int) -> BlockTable:
-        """A sequence that shares the parent's blocks of its first `num_tokens` tokens (its whole tables)."""
+        """Sequence that shares the parent's blocks of its first `num_tokens` tokens (its whole tables)."""
         assert self.groups.fits(parent.tables, num_tokens), "fork in the middle of a table"
         for table in parent.tables:
             for block in table:
@@ -238,7 +240,8 @@ class KVCacheManager:
         return child
 
     def cache_blocks(self, blocks: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
-        """Offer full, computed blocks (positions below `num_computed`, tokens known) to the prefix index."""
+        """Make a sequence's full blocks below position `num_computed` findable in the prefix index; their tokens must
+        be known."""
         chain = blocks.chain
         num_full = num_computed // self.hash_block_size
         if chain is None or num_full <= blocks.num_committed:
@@ -261,7 +264,7 @@ class KVCacheManager:
 
     def swap_out(self, sequences: Sequence[BlockTable], num_computed: Sequence[int]) -> list[tuple[int, int]] | None:
         """Move a request's sequences to the host pool. num_computed: tokens of each with KV to move. Returns (device
-        block, host block) pairs to copy, or None without room. The device blocks are free at once. Until `swap_in` the
+        block, host block) pairs to copy; None without room. The device blocks are free at once. Until `swap_in` the
         sequences may only be freed."""
         for blocks, position in zip(sequences, num_computed, strict=True):
             self._release_unneeded(blocks, position)
@@ -313,7 +316,7 @@ class KVCacheManager:
 
     @property
     def knows_stored(self) -> bool:
-        """True after the KV connector's scan of what was stored before the start."""
+        """True after the KV connector's scan of the blocks stored before the start."""
         return self.connector.is_ready
 
     @property
@@ -404,12 +407,13 @@ class KVCacheManager:
 
     @property
     def num_used_slots(self) -> int:
-        """Slots of used blocks: one for each token that a block has room for; a block of states has one, always
-        full."""
+        """Number of token slots of used blocks: one for each token that a block has room for; a block of states has
+        one, always full."""
         return sum(map(mul, self.pool.num_used_of, self._slots_of_block))
 
     def num_always_shared(self, chain: HashChain, token_ids: Sequence[int]) -> int:
-        """Blocks that a prompt never allocates, because it starts with a whole registered prefix. chain: a new one."""
+        """Number of blocks that a prompt never allocates, because it starts with a whole registered prefix. chain:
+        new one."""
         if not self.enable_prefix_caching or not self._registered.num_blocks:
             return 0
         max_tokens = min(len(token_ids) - 1, self._registered.most_tokens)
@@ -492,7 +496,7 @@ class KVCacheManager:
         blocks.tables = []
 
     def _release_unneeded(self, blocks: BlockTable, start: int, *, is_late: bool = False) -> None:
-        """Release the blocks that no query from `start` on reads. is_late: keep those that plans in flight fill."""
+        """Release the blocks that no query from `start` on reads. is_late: keep those that started plans still fill."""
         for group in self._releasing:
             table, first_held = blocks.tables[group], blocks.first_held[group]
             first_needed = min(self.groups.managers[group].first_needed_block(start), len(table))

@@ -1,4 +1,4 @@
-"""The prefix index: blocks by content, and the sequences about to compute one.
+"""Prefix index: blocks by content, and the sequences about to compute one.
 
 Each live sequence has at most one pending block: its first full block with known tokens that it has not offered yet,
 which a prompt that shares it finds right after its hit.
@@ -14,7 +14,7 @@ from quire.kv_cache.block_table import BlockTable
 
 class Findable(Protocol):
     def find(self, block_hash: bytes) -> int | None:
-        """A block with this content."""
+        """Number of a block with this content; None: there is none."""
         ...
 
 
@@ -22,7 +22,6 @@ class PrefixIndex:
     """hash -> block id. A block has at most one hash, a hash at most one block (the first computed)."""
 
     def __init__(self, num_blocks: int) -> None:
-        """num_blocks: bound of the ids."""
         self._block_of: dict[bytes, int] = {}
         self._hash_of: list[bytes | None] = [None] * num_blocks
 
@@ -66,7 +65,7 @@ class PendingBlocks:
     """hash -> sequence that computes the block (the first of several)."""
 
     def __init__(self, stride: int) -> None:
-        """stride: hash blocks of a pending block, at whose end every KV group has a full block."""
+        """stride: hash blocks of a pending block; every KV group has a full block at its end."""
         self._owners: dict[bytes, BlockTable] = {}
         self._stride = stride
 

@@ -24,7 +24,6 @@ class RegisteredPrefix:
 
 class RegisteredPrefixes:
     def __init__(self, block_size: int) -> None:
-        """block_size: tokens of a hash block."""
         self._block_size = block_size
         self._registered: dict[str, RegisteredPrefix] = {}
         self._by_parent: dict[bytes, list[RegisteredPrefix]] = {}
@@ -45,12 +44,10 @@ class RegisteredPrefixes:
 
     @property
     def num_blocks(self) -> int:
-        """Number of distinct blocks."""
         return len(self._counts)
 
     @property
     def most_tokens(self) -> int:
-        """Length of the longest prefix in tokens."""
         return max([prefix.num_tokens for prefix in self], default=0)
 
     def insert(self, name: str, prefix: RegisteredPrefix) -> None:

@@ -28,7 +28,7 @@ class DeviceShare:
 
 @dataclass(frozen=True)
 class MemoryProfile:
-    """The worker's measurements after loading the weights, in bytes. available: free memory before the profiling pass
+    """Worker's measurements after loading the weights, in bytes. available: free memory before the profiling pass
     (on a CPU the smaller of the system's available memory and the cgroup's limit minus its use). activations: peak
     growth in one forward pass of dummy data at the full token budget. device: set if the pools are in different
     memories."""
@@ -54,7 +54,7 @@ class MemoryProfile:
         return self.free - device_pool if self.device is None else self.device.host_available
 
     def budget(self, utilization: float, swap_space: int) -> tuple[int, str]:
-        """(bytes for the pool, their arithmetic)."""
+        """(bytes for the pool, text that shows how they were computed)."""
         rest = f"{format_bytes(self.activations)} activations"
         if self.device is None:
             swap = f" - {format_bytes(swap_space)} swap space" if swap_space else ""
@@ -128,7 +128,7 @@ def size_pool(
 
 
 def most_useful_blocks(groups: tuple[KVGroup, ...], max_num_seqs: int, max_model_len: int) -> int:
-    """Blocks that `max_num_seqs` sequences of full length can use."""
+    """Number of blocks that `max_num_seqs` sequences of full length can use."""
     return max_num_seqs * sum(-(-max_model_len // group.block_size) for group in groups)
 
 

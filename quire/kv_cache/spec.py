@@ -16,7 +16,7 @@ from quire.config.model_shape import AttentionShape, LayerShape
 
 @dataclass(frozen=True)
 class _KeyValueSpec:
-    """A key and a value of each token. dtype_bytes: bytes of a stored element. scale_bytes: bytes of the scale of each
+    """Key and a value of each token. dtype_bytes: bytes of a stored element. scale_bytes: bytes of the scale of each
     token's key, and of its value, in each head."""
 
     dealt_to: ClassVar[int] = 1
@@ -100,7 +100,7 @@ class LatentSpec:
 
 @dataclass(frozen=True)
 class StateSpec:
-    """A recurrent layer's state of fixed size. num_bytes: bytes of a page, with one sequence's state in one layer; only
+    """Recurrent layer's state of fixed size. num_bytes: bytes of a page, with one sequence's state in one layer; only
     the layer knows its content (quire/layers/functional.py)."""
 
     kind: ClassVar[str] = "state"
@@ -114,7 +114,7 @@ class StateSpec:
         return self.num_bytes
 
     def page_shape(self, block_size: int) -> tuple[int, ...]:
-        """Bytes, for arrays of several dtypes."""
+        """[bytes], because a page holds arrays of several dtypes."""
         return (self.num_bytes,)
 
 

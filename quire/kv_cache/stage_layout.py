@@ -9,12 +9,12 @@ from quire.kv_cache.layout import KVCacheLayout, KVGroup
 
 
 def pages_of(groups: Sequence[KVGroup], layers: range) -> list[int]:
-    """Pages of a block that some of these layers use."""
+    """Number of a block's pages that at least one of these layers uses."""
     return sorted({page for group in groups for page, layer in enumerate(group.layers) if layer in layers})
 
 
 def most_pages(groups: Sequence[KVGroup], stages: Sequence[range]) -> int:
-    """Pages of a block in the stage with the most. stages: layers of each stage."""
+    """Number of a block's pages in the pipeline stage that has the most. stages: layers of each stage."""
     return max(len(pages_of(groups, layers)) for layers in stages)
 
 

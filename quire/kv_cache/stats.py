@@ -15,7 +15,7 @@ NAMES = ("running_adapters", "waiting_adapters")
 
 
 class Load(NamedTuple):
-    """The statistics that take constant time, with EngineStats' fields, for callers that read them after every step."""
+    """Statistics that take constant time, with EngineStats' fields, for callers that read them after every step."""
 
     num_running: int
     num_waiting: int
@@ -124,7 +124,6 @@ class EngineStats(msgspec.Struct, kw_only=True):
 
 
 def add_up(snapshots: Sequence[EngineStats]) -> EngineStats:
-    """Sum of the snapshots of engines of one configuration."""
     if len(snapshots) == 1:
         return snapshots[0]
     total = EngineStats()
@@ -159,7 +158,7 @@ def _add_up_counts(counts: Sequence[dict[int, list[int]]]) -> dict[int, list[int
 
 
 def carry_over(before: EngineStats | None, stats: EngineStats) -> EngineStats:
-    """A snapshot whose counters continue those of `before`, from an engine that has ended."""
+    """Snapshot whose counters continue those of `before`, from an engine that has ended."""
     if before is None:
         return stats
     counters = (name for name in EngineStats.__struct_fields__ if name.endswith("_total"))

@@ -30,7 +30,7 @@ class Part:
 @dataclass(eq=False, slots=True)
 class AdapterStack:
     """Adapters of one linear layer, by slot. in_features, in_start: this rank's inputs. in_whole: inputs over all
-    ranks. parts: outputs by checkpoint matrix. pieces: the parts that share one A and B. is_interleaved: True if gate
+    ranks. parts: outputs by checkpoint matrix. pieces: parts that share one A and B. is_interleaved: True if gate
     and up alternate by PANEL columns in the product; known once the weights are loaded."""
 
     in_features: int
@@ -77,7 +77,7 @@ class AdapterStorage(Protocol):
         ...
 
     def step(self, slots: torch.Tensor, rows: torch.Tensor | None) -> Any:
-        """`Adapters.step` for slots, [T]; None if no token has an adapter. rows: the read tokens (None: all)."""
+        """`Adapters.step` for slots, [T]; None if no token has an adapter. rows: read tokens (None: all)."""
         ...
 
     def steps_so_far(self) -> Callable[[], None]:
@@ -155,7 +155,7 @@ class Adapters:
             self.storage.attach(stack)
 
     def begin(self, slots: Indices | None, rows: ReadRows | None) -> None:
-        """Start a pass. slots: [T] (None: no token has an adapter, and the pass costs nothing more). rows: the read
+        """Start a pass. slots: [T] (None: no token has an adapter, and the pass costs nothing more). rows: read
         tokens."""
         if not isinstance(slots, torch.Tensor):
             self._step = slots
@@ -207,7 +207,7 @@ class AdapterPlace:
         return self.stack.in_features + sum(self.stack.parts[part].local for part in parts)
 
     def ordered(self, order: torch.Tensor) -> AdapterPlace:
-        """The same target for a checkpoint with rows permuted by `order`."""
+        """Same target for a checkpoint with rows permuted by `order`."""
         return AdapterPlace(self.stack, self.piece, order)
 
     def load(self, storage: AdapterStorage, slot: int, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:

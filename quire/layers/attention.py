@@ -1,4 +1,4 @@
-"""The attention block: projections around one call of the attention back end."""
+"""Attention block: projections around one call of the attention back end."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Attention:
         step: AttentionStep,
         rows: ReadRows | None,
     ) -> Value:
-        """The call after its first product. projected: queries, keys and values."""
+        """Call after its first product. projected: queries, keys and values."""
         attended = step.attend(self._heads, projected, rotation)
         if rows is not None:
             attended = self._operations.gather_rows(attended, rows)

@@ -45,7 +45,7 @@ class ForwardBatch(NamedTuple):
     def having(
         self, hidden: Value | None = None, overlay: Overlay[Any] | None = None, taps: tuple[int, ...] = ()
     ) -> ForwardBatch:
-        """A copy with these optional fields."""
+        """Copy with these optional fields."""
         return self._replace(hidden=hidden, overlay=overlay, taps=taps, version=0)
 
     @property
@@ -55,7 +55,7 @@ class ForwardBatch(NamedTuple):
 
     @property
     def grid_positions(self) -> Sequence[Indices]:
-        """The two GRID_POSITIONS columns, [T] each; empty for models without them."""
+        """Two GRID_POSITIONS columns, [T] each; empty for models without them."""
         return [self.columns[name] for name in GRID_POSITIONS if name in self.columns]
 
 

@@ -26,7 +26,7 @@ class LayerContext:
     CACHE_DTYPE_BYTES. group: ranks that share each layer. operations: computes everything but linear maps and
     attention. linear, vocabulary, positions: storage methods of linear layers, vocabulary matrices, and position
     tables (and other unquantised matrices, such as routers). expert_counts: counters of the experts' rows, or None.
-    cache_scales: scales of an fp8 cache by layer, registered by layers with keys and values. adapters: the model's
+    cache_scales: scales of an fp8 cache by layer, registered by layers with keys and values. adapters: model's
     adapters, or None. stage: layers that this rank computes. expert_placement: distribution of whole experts over
     ranks (None: each rank has a slice of every expert). balancer: moves experts between ranks (None: they stay where
     they are). dealt_to: neighbouring ranks with the same key heads, each
@@ -50,7 +50,7 @@ class LayerContext:
     dealt_to: int = 1
 
     def replicated(self) -> LayerContext:
-        """A copy for layers that every rank computes entirely."""
+        """Copy for layers that every rank computes entirely."""
         return replace(self, group=SINGLE_RANK)
 
 

@@ -15,7 +15,7 @@ from quire.layers.adapters import PANEL, AdapterStack, LowRank
 
 
 class Event(Protocol):
-    """A point in a stream."""
+    """Point in a stream."""
 
     def synchronize(self) -> None:
         """Wait on the host."""
@@ -33,13 +33,13 @@ class LoadStreams(Protocol):
         ...
 
     def record(self) -> Event:
-        """The current point in the context's stream."""
+        """Current point in the context's stream."""
         ...
 
 
 @dataclass(eq=False, slots=True)
 class DeviceMatrices:
-    """A layer's adapters for the kernels. starts: by piece, its start in a slot of `matrices.b`."""
+    """Layer's adapters for the kernels. starts: by piece, its start in a slot of `matrices.b`."""
 
     matrices: AdapterMatrices
     starts: list[int]

@@ -10,7 +10,7 @@ from quire.quantization.interface import LinearMethod, LinearShape
 
 
 class Embedding:
-    """A table of `num_rows` vectors of `size`, stored by `method`. Each rank holds ceil(num_rows / ranks) rows, the
+    """Table of `num_rows` vectors of `size`, stored by `method`. Each rank holds ceil(num_rows / ranks) rows, the
     last ones possibly fewer. Raises ConfigError if one would hold none."""
 
     def __init__(self, num_rows: int, size: int, method: LinearMethod, context: LayerContext) -> None:
@@ -64,7 +64,6 @@ class VocabularyProjection:
 
     @property
     def input_size(self) -> int:
-        """Size of the hidden states."""
         return self._table.shape.in_features
 
     def __call__(self, hidden: Value) -> Value:

@@ -18,7 +18,7 @@ from quire.parallel.expert_placement import Move, Placement, balanced, busiest, 
 from quire.parallel.interface import ProcessGroup
 
 BYTES_A_STEP = 32 << 20
-"""Bytes of experts that are sent before one step; one move is made in any case."""
+"""Bytes of experts sent before one step; one move is made in any case."""
 LARGEST_SHARE = Fraction(95, 100)
 """Rows of the busiest rank after a change, as a share of those before, up to which it pays."""
 
@@ -49,7 +49,6 @@ class BalancedExperts:
 
     @property
     def nbytes(self) -> int:
-        """Stored bytes of one expert."""
         return sum(tensor.nbytes for tensor in self._stored(0))
 
     def apply(self, move: Move) -> None:
@@ -84,7 +83,7 @@ class BalancedExperts:
 
 
 class ExpertBalancer:
-    """The layers whose experts change their ranks, and when."""
+    """Layers whose experts change their ranks, and when."""
 
     def __init__(self, config: ExpertBalance) -> None:
         self._config = config

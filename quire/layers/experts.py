@@ -17,6 +17,5 @@ class ExpertCounters:
     num_rows: torch.Tensor | None = None
 
     def add_layer(self, num_experts: int, device: torch.device) -> RowCounts:
-        """Add zeroed counters for a layer."""
         self.by_layer.append(torch.zeros(num_experts, dtype=torch.int64, device=device))
         return RowCounts(self.by_layer[-1], self.num_rows)

@@ -28,7 +28,7 @@ from quire.quantization.interface import LinearShape
 NORM_EPSILON = 1e-6
 """Epsilon of the norms over compressed vectors in every model."""
 EXPANDED_HEADS = 16
-"""Heads that are expanded together."""
+"""Heads expanded together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +248,7 @@ class LatentAttention:
 
 
 class _HeadMatrices:
-    """A matrix [out_features, in_features] per local head."""
+    """Matrix [out_features, in_features] per local head."""
 
     def __init__(self, in_features: int, out_features: int, num_heads: int, context: LayerContext) -> None:
         self._linear = context.linear
@@ -292,7 +292,7 @@ class ExpandedHeads:
 
 
 class _LatentMatrix:
-    """A matrix [out_features, rank]."""
+    """Matrix [out_features, rank]."""
 
     def __init__(self, rank: int, out_features: int, context: LayerContext) -> None:
         self._linear = context.linear

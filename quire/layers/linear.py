@@ -192,7 +192,7 @@ def side_by_side(left: WeightSlot, right: WeightSlot) -> WeightSlot:
 
 
 class LocalRows:
-    """A matrix [out_features, in_features] that is not shared."""
+    """Matrix [out_features, in_features] that is not shared."""
 
     def __init__(self, in_features: int, out_features: int, context: LayerContext, *, bias: bool = False) -> None:
         self._linear = context.linear

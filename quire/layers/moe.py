@@ -1,4 +1,4 @@
-"""Mixtures of experts: a router, experts of which each token uses a few, and a shared expert."""
+"""Mixtures of experts: router, experts of which each token uses a few, and a shared expert."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from quire.quantization.interface import LinearShape
 class ExpertNames:
     """Checkpoint names of a mixture's tensors. router: module with the router's "weight" (and "bias"). gate, up, down:
     matrices of an expert, under `experts.<number>.`. fused_gate_up, fused_down: tensors of all experts instead, with
-    "_bias" after them for biases. transposed: fused matrices are [in, out]; turned: they may be, by their shape.
-    interleaved: rows of fused gate and up alternate. correction: bias for the choice. shared, shared_gate: shared
-    expert and its gate."""
+    "_bias" after them for biases. transposed: fused matrices are [in, out]. turned: either way round, told by their
+    shape. interleaved: rows of fused gate and up alternate. correction: bias added to the router's scores only
+    to choose experts. shared, shared_gate: shared expert and its gate."""
 
     router: str = "gate"
     experts: str = "experts"
@@ -211,7 +211,7 @@ class MixtureOfExperts:
         load_one: Callable[[int, str, WeightTensor, bool], None],
         matrix: tuple[int, ...] = (),
     ) -> Callable[[WeightSource], None]:
-        """Loader of a tensor of all experts, one part at a time. matrix: an expert's shape, [out, in]."""
+        """Loader of a tensor of all experts, one part at a time. matrix: expert's shape, [out, in]."""
 
         def load(tensor: WeightSource) -> None:
             for expert in self._places:
@@ -242,7 +242,7 @@ class MixtureOfExperts:
 
 
 def _placement(context: LayerContext, count: int) -> Placement:
-    """The first placement of `count` whole experts. Raises ConfigError if a rank would hold none."""
+    """First placement of `count` whole experts. Raises ConfigError if a rank would hold none."""
     size = context.group.size
     if count < size:
         raise ConfigError(
@@ -255,5 +255,5 @@ def _placement(context: LayerContext, count: int) -> Placement:
 
 
 def unquantized(context: LayerContext) -> LayerContext:
-    """A copy for small unquantised matrices that every rank computes entirely."""
+    """Copy for small unquantised matrices that every rank computes entirely."""
     return replace(context.replicated(), linear=context.positions)

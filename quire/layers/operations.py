@@ -131,7 +131,7 @@ class Operations(Protocol):
         ...
 
     def all_gather(self, group: ProcessGroup, x: AnyValue, width: int) -> Value:
-        """The ranks' x side by side, [T, width]; each has ceil(width / ranks) columns, the last ones possibly fewer."""
+        """Ranks' x side by side, [T, width]; each has ceil(width / ranks) columns, the last ones possibly fewer."""
         ...
 
     def norm_shares(self, group: ProcessGroup, norms: Sequence[NormWeights], x: AnyValue) -> Value:
@@ -152,7 +152,6 @@ class SharedOperations:
     """Operations that torch computes alike on every device."""
 
     def norm(self, weights: NormWeights, x: torch.Tensor) -> torch.Tensor:
-        """See Operations.norm."""
         raise NotImplementedError
 
     def norm_columns(self, weights: NormWeights, x: torch.Tensor, start: int) -> torch.Tensor:
@@ -209,13 +208,11 @@ class SharedOperations:
 
 
 def gather_columns(group: ProcessGroup, width: int, x: torch.Tensor) -> torch.Tensor:
-    """`Operations.all_gather` in torch."""
     padded = F.pad(x, (0, -(-width // group.size) - x.shape[1]))
     return group.all_gather(padded, dim=1)[:, :width]
 
 
 def norm_shares(group: ProcessGroup, norms: Sequence[NormWeights], x: torch.Tensor) -> torch.Tensor:
-    """`Operations.norm_shares` in torch."""
     parts = x.split([*(norm.size for norm in norms), x.shape[1] - sum(norm.size for norm in norms)], dim=1)
     wide = [part.float() for part in parts[: len(norms)]]
     squares = torch.cat([(part * part).mean(-1, keepdim=True) for part in wide], dim=1)

@@ -116,7 +116,7 @@ def _yarn_magnitude(config: RopeConfig, factor: float) -> float:
 
 
 def yarn_factor(factor: float, weight: float) -> float:
-    """YaRN's factor of queries and keys for a context `factor` times the trained one. weight: the model's (`mscale`,
+    """YaRN's factor of queries and keys for a context `factor` times the trained one. weight: model's (`mscale`,
     `mscale_all_dim`)."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 

@@ -18,7 +18,6 @@ from quire.kernels.arguments import NORM_EPSILON, TILE, ConvolutionWeights, Delt
 
 
 def short_convolution(weights: ConvolutionWeights, x: torch.Tensor, states: StateStep) -> torch.Tensor:
-    """Reference of `Operations.short_convolution`."""
     width, channels = weights.kernel.shape
     kept, num_kept = weights.inputs.blocks(states)[..., :channels], max(1, weights.num_kept)
     behind = torch.arange(-weights.num_kept, 0, device=states.starts.device)
@@ -61,7 +60,6 @@ def _windows(states: StateStep, width: int, weights: ConvolutionWeights) -> tupl
 
 
 def gated_norm(weights: GatedNormWeights, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """Reference of `Operations.gated_norm`."""
     heads = x.float().unflatten(1, (-1, weights.size))
     scale = torch.rsqrt((heads * heads).mean(-1, keepdim=True) + weights.epsilon)
     return ((heads * scale * weights.weight).flatten(1) * silu(gate.float())).to(x.dtype)
@@ -114,7 +112,7 @@ class _Tiles:
 
 
 def _tiles(states: StateStep, device: torch.device) -> Iterator[_Tiles]:
-    """The step's tokens: each sequence's first tile, then each second one, and so on."""
+    """Step's tokens: each sequence's first tile, then each second one, and so on."""
     places = states.starts.tolist()
     ends = [start + last - first for start, (first, last) in zip(places, pairwise(states.query_start), strict=True)]
     left = [index for index, (place, end) in enumerate(zip(places, ends, strict=True)) if place < end]
@@ -148,7 +146,6 @@ class _Frames:
 
     @classmethod
     def load(cls, rule: DeltaRule, states: StateStep) -> _Frames:
-        """Frames before the step."""
         blocks = _read_blocks(states, rule.layer)
         is_kept = torch.arange(STATE_BORDER, device=blocks.device) < (states.starts % STATE_BORDER)[:, None]
         is_kept = is_kept.to(blocks.device)[:, None]

@@ -19,7 +19,7 @@ from quire.sampling_params import SamplingParams
 
 State = TypeVar("State")
 Tensor: TypeAlias = Any
-"""A torch.Tensor, not imported: front ends import processors without torch."""
+"""Torch.Tensor, not imported: front ends import processors without torch."""
 
 
 class MoveDirectionality(Enum):
@@ -48,7 +48,7 @@ class BatchUpdate:
 
 
 class LogitsProcessor(ABC):
-    """A processor of all rows that it concerns in a step."""
+    """Base of operators' processors: one object changes the logits of all rows that it concerns, in every step."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
@@ -63,7 +63,7 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:
-        """vllm_config: the engine's configuration (quire/config/engine.py). device: the logits' device."""
+        """vllm_config: engine's configuration (quire/config/engine.py). device: logits' device."""
 
     @abstractmethod
     def apply(self, logits: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class LogitsProcessor(ABC):
 
 
 class AdapterLogitsProcessor(LogitsProcessor):
-    """A processor of functions for one row each; subclasses choose the function of a request."""
+    """Processor of functions for one row each; subclasses choose the function of a request."""
 
     def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:
         self.req_info: dict[int, Callable[[Tensor], Tensor]] = {}

@@ -1,4 +1,4 @@
-"""A watermark by green lists, and its detector: a stateless logits processor. A secret key gives each token a part of
+"""Watermark by green lists, and its detector: a stateless logits processor. A secret key gives each token a part of
 the vocabulary, its green list. A watermarked request gets a bonus for the tokens of the preceding token's list. An
 unmarked text has green tokens by chance; `z_score` measures the distance from that (Kirchenbauer et al., 2023).
 

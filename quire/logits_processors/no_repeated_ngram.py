@@ -44,7 +44,7 @@ def _size(params: SamplingParams) -> Any:
 
 
 class _Row:
-    """The n-grams of one sequence: tokens that followed each n - 1 tokens."""
+    """N-grams of one sequence: tokens that followed each n - 1 tokens."""
 
     def __init__(self, params: SamplingParams, prompt: list[int] | None, output: list[int]) -> None:
         self._size = int(_size(params))

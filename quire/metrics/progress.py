@@ -42,7 +42,7 @@ class RequestProgress:
         self._last_times: dict[int, float] = {}
 
     def observe_tokens(self, completion: CompletionOutput, now: float) -> float | None:
-        """Count a delta; return the mean time between its tokens, or None for the first."""
+        """Count a delta; return the mean time between its tokens; None for the first."""
         count, index = len(completion.token_ids), completion.index
         if not count:
             return None

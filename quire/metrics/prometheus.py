@@ -1,4 +1,4 @@
-"""The engine's metrics for Prometheus, one registry per server (names: quire/metrics/families.py).
+"""Engine's metrics for Prometheus, one registry per server (names: quire/metrics/families.py).
 
 A scrape reads counters and gauges from the engine's last snapshot; requests and outputs feed the histograms.
 """
@@ -109,7 +109,6 @@ class EngineMetrics(Collector, StatsListener):
             self.params_max_tokens.observe(request.max_tokens)
 
     def record_rejection(self, reason: str) -> None:
-        """reason: one of REJECTIONS."""
         self._rejections.count(reason)
 
     def outcomes(self) -> dict[str, int]:
@@ -272,7 +271,6 @@ class Histogram:
         return self._cells.total(-1)
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count `value` `times` times."""
         self._own[bisect_left(self.buckets, value)] += times
         self._own[-1] += value * times
 

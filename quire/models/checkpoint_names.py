@@ -39,7 +39,7 @@ class CheckpointNames:
         return cls(family.checkpoint_base, re.compile(family.checkpoint_surplus + head))
 
     def find(self, name: str, slots: Collection[str], elsewhere: Collection[str], tensor: WeightSource) -> str | None:
-        """The slot of a checkpoint's tensor; None if it is not needed or belongs to other ranks (`elsewhere`). Raises
+        """Slot of a checkpoint's tensor; None if it is not needed or belongs to other ranks (`elsewhere`). Raises
         ModelLoadError for an unknown tensor.
 
         Biases of zeros without a slot are ignored.
@@ -65,7 +65,7 @@ _PLAIN = re.compile(r"lm_head\.|model\.(?:layers|embed_tokens|norm)\.")
 def language_tensors(
     tensors: Iterable[tuple[str, SourceT]], where: object, draft_prefix: str = ""
 ) -> Iterator[tuple[str, SourceT]]:
-    """The language model's tensors in a multimodal checkpoint, under the names that they have in a text-only one:
+    """Language model's tensors in a multimodal checkpoint, under the names that they have in a text-only one:
     `language_model.model.X`, `model.language_model.X` and `model.X`. The others are skipped, with a line in the log.
     where: the checkpoint, for the log. draft_prefix: prefix of the draft head's tensors; "" without one."""
     skipped: Counter[str] = Counter()
@@ -83,7 +83,7 @@ def language_tensors(
 
 
 def vision_tensors(tensors: Iterable[tuple[str, SourceT]]) -> Iterator[tuple[str, SourceT]]:
-    """The vision tower's tensors in a multimodal checkpoint, under the tower's own names."""
+    """Vision tower's tensors in a multimodal checkpoint, under the tower's own names."""
     for name, tensor in tensors:
         own = _VISUAL.fullmatch(name)
         if own is not None:

@@ -55,12 +55,11 @@ def check_dummy(config: ModelConfig, available: int) -> None:
 
 
 def outline(config: ModelConfig) -> LoadableModel:
-    """The model on the meta device; its slots describe a checkpoint."""
+    """Model on the meta device; its slots describe a checkpoint."""
     return build_model(config, outline_context(config))
 
 
 def outline_context(config: ModelConfig) -> LayerContext:
-    """The context of layers on the meta device."""
     dtype = torch.float32
     plain = UnquantizedLinear(dtype)
     return LayerContext(

@@ -29,5 +29,5 @@ def read_activation(config: ModelConfig) -> str:
 
 
 def usual_rope(config: ModelConfig) -> RopeConfig:
-    """The rotation of all layers, for families that rotate every layer alike."""
+    """Rotation of all layers, for families that rotate every layer alike."""
     return read_rope(model_fields(config), config.head_dim, ARCHITECTURES[config.architecture].rope)

@@ -41,7 +41,7 @@ class DecoderLayer(Protocol):
         ...
 
     def cache_spec(self) -> LayerSpec:
-        """The layer's KV-cache spec."""
+        """Layer's KV-cache spec."""
         ...
 
     def slots(self) -> WeightSlots:
@@ -50,7 +50,7 @@ class DecoderLayer(Protocol):
 
 
 class Decoder:
-    """A model as a list of layers. Rows enter as embeddings, or as the previous stage's hidden states, and leave
+    """Model as a list of layers. Rows enter as embeddings, or as the previous stage's hidden states, and leave
     through a final norm."""
 
     columns: tuple[str, ...] = ()
@@ -95,11 +95,11 @@ class Decoder:
         return [layer.cache_spec() for layer in self._layers]
 
     def tables(self) -> tuple[Embedding, OutputHead]:
-        """The embedding and the output projection, for a head for drafts that has none of its own."""
+        """Embedding and the output projection, for a head for drafts that has none of its own."""
         return self._tokens, self._head
 
     def stage(self, numbers: range) -> Self:
-        """A view that runs only these layers, with this model's weights and KV-cache layers. Stages after the first
+        """View that runs only these layers, with this model's weights and KV-cache layers. Stages after the first
         take `ForwardBatch.hidden`, which all but the last return."""
         view = copy(self)
         view._numbers, view._is_end = numbers, self._is_end and numbers.stop == len(self._layers)
@@ -167,7 +167,7 @@ class Decoder:
 
 
 class TextDecoder(Decoder):
-    """A decoder with embedding, final norm and vocabulary projection; tensors named as in LLaMA's checkpoints."""
+    """Decoder with embedding, final norm and vocabulary projection; tensors named as in LLaMA's checkpoints."""
 
     def __init__(
         self,
@@ -240,7 +240,7 @@ class LlamaLayer(PreNormLayer):
         self._mlp, self._mlp_slots = self.make_mlp(config, context, layer)
 
     def make_mlp(self, config: ModelConfig, context: LayerContext, layer: int) -> tuple[FeedForward, WeightSlots]:
-        """The MLP or its replacement, and its slots by their names inside the layer."""
+        """MLP or its replacement, and its slots by their names inside the layer."""
         fields, family = model_fields(config), ARCHITECTURES[config.architecture]
         width, activation = fields.integer("intermediate_size"), read_activation(config)
         mlp = GatedMLP(config.hidden_size, width, activation, bias=family.mlp_bias.read(fields), context=context)

@@ -186,7 +186,6 @@ def latent_heads(config: ModelConfig) -> LatentHeads:
 
 
 def expansion_rule(config: ModelConfig) -> ExpansionRule:
-    """Rule by which layers expand prompts."""
     heads = latent_heads(config)
     return ExpansionRule.of(heads.rank, heads.nope_dim, heads.value_dim)
 

@@ -50,7 +50,7 @@ class DenseStyle:
     norms, norm: names and class of a layer's norms. attention_scale: factor of q·k (None: 1 / sqrt(head_dim)).
     attention_cap, logits_cap: soft caps of scores and logits (None: off). embedding_factor, residual_factor,
     logits_factor: factors of embeddings, of a block's result before the residual is added, and of logits. activation:
-    the MLP's (None: `hidden_act`). head_norm: norm of query and key heads in rotated layers (None: see the family).
+    MLP's (None: `hidden_act`). head_norm: norm of query and key heads in rotated layers (None: see the family).
     length_scale: scale of queries in layers without rotation. make_mlp: factory of an MLP replacement.
     """
 
@@ -165,7 +165,7 @@ class DenseLayer:
 
 
 class DenseDecoder(TextDecoder):
-    """A decoder of DenseLayers with one style and a rotation (or none) per layer."""
+    """Decoder of DenseLayers with one style and a rotation (or none) per layer."""
 
     def __init__(self, config: ModelConfig, context: LayerContext, style: DenseStyle = LLAMA_STYLE) -> None:
         fields, family = model_fields(config), ARCHITECTURES[config.architecture]

@@ -1,4 +1,4 @@
-"""A vision tower on a device, by Triton kernels."""
+"""Vision tower on a device, by Triton kernels."""
 
 from __future__ import annotations
 

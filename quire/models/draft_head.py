@@ -85,12 +85,12 @@ class DraftHead(Decoder):
 
 
 def with_draft_layers(config: ModelConfig) -> ModelConfig:
-    """The configuration with the draft head's layers after the model's."""
+    """Configuration with the draft head's layers after the model's."""
     shape = config.shape
     return replace(config, shape=replace(shape, layers=shape.layers + shape.draft_layers))
 
 
 def first_guess(model: CausalLM) -> CausalLM:
-    """The draft head with the layer of its first guess."""
+    """Draft head with the layer of its first guess."""
     found: CausalLM = model.draft_head.guess(0)  # type: ignore[attr-defined]
     return found

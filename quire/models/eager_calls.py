@@ -13,7 +13,7 @@ from quire.kernels.value import Value
 from quire.quantization.interface import LinearMethod
 
 Layer = Callable[[Value], Value]
-"""A layer over any kind of values: [T, width] -> [T, another width]."""
+"""Layer over any kind of values: [T, width] -> [T, another width]."""
 Compute = Callable[[torch.Tensor], Sequence[torch.Tensor]]
 """[T, width] -> results of several layers; rows need not be contiguous."""
 Lookup = Callable[[torch.Tensor], torch.Tensor]
@@ -35,13 +35,14 @@ class EagerCalls(Protocol):
     """True if attention rotates queries and keys."""
 
     def layers(self, layers: Sequence[Layer], first: Layer | None = None) -> Compute:
-        """Function that computes the results of `layers`. first: a layer before them, whose result comes first."""
+        """Function that computes the results of `layers`. first: layer before them, whose result comes first."""
         ...
 
     def lookup(self, method: LinearMethod, parameters: Any) -> Lookup: ...
 
     def attention(self, heads: HeadWeights, behind: Sequence[Layer]) -> Attend:
-        """behind: layers applied to the attention's result."""
+        """Function that computes attention and the layers behind it. behind: layers applied to the attention's
+        result."""
         ...
 
     def release(self) -> None:

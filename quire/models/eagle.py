@@ -110,7 +110,7 @@ class EagleHead(Decoder):
         tables: tuple[Embedding, OutputHead],
         context: LayerContext,
     ) -> None:
-        """stored: names of the checkpoint's tensors (`head_tensors`). tables: the model's embedding and output head,
+        """stored: names of the checkpoint's tensors (`head_tensors`). tables: model's embedding and output head,
         used for missing ones. Raises ModelLoadError for a head that does not fit the model's."""
         size, epsilon = config.hidden_size, model_fields(config).number("rms_norm_eps", 1e-6)
         self._eagle, self._size = eagle, size

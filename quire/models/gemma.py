@@ -36,7 +36,7 @@ def gemma2(config: ModelConfig, context: LayerContext) -> DenseDecoder:
 
 
 class ImageDecoder(DenseDecoder):
-    """A decoder in which an image's tokens see one another."""
+    """Decoder in which an image's tokens see one another."""
 
     columns = (LAST_SEEN,)
 

@@ -23,7 +23,7 @@ class LoadableModel(Protocol):
 
 
 class CausalLM(Protocol):
-    """A decoder-only language model over a flat batch of tokens, without batch dimension or padding."""
+    """Decoder-only language model over a flat batch of tokens, without batch dimension or padding."""
 
     @property
     def columns(self) -> Sequence[str]:

@@ -55,8 +55,8 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 
 
 class Extras(NamedTuple):
-    """expert_counts: counters of the rows that experts compute (None: off). adapters: the model's adapters (None:
-    off). balancer: collects layers whose experts change their ranks (None: they stay)."""
+    """expert_counts: counters of the rows that experts compute (None: off). adapters: model's adapters (None: off).
+    balancer: collects layers whose experts change their ranks (None: they stay)."""
 
     expert_counts: ExpertCounters | None = None
     adapters: ModelAdapters | None = None
@@ -361,7 +361,7 @@ def _named_errors(files: WeightFiles | GGUFWeights) -> Iterator[None]:
 
 
 def checkpoint_tensors(files: WeightFiles, config: ModelConfig, report: Progress) -> Tensors:
-    """The language model's tensors in a directory, under the model's names."""
+    """Language model's tensors in a directory, under the model's names."""
     tensors = files.stream(report)
     if config.is_multimodal:
         tensors = language_tensors(tensors, files.directory, ARCHITECTURES[config.architecture].draft_prefix)

@@ -1,4 +1,4 @@
-"""A model whose layers are recorded once and then run as native programs."""
+"""Model whose layers are recorded once and then run as native programs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LINE_ELEMENTS = 16
 
 
 class BoundRun(NamedTuple):
-    """A program bound to the memory of one ForwardBatch version, and its result. Later decodes in the same memory reuse
+    """Program bound to the memory of one ForwardBatch version, and its result. Later decodes in the same memory reuse
     it without calling torch."""
 
     version: int
@@ -49,7 +49,7 @@ class BoundRun(NamedTuple):
 
 
 class BoundHead(NamedTuple):
-    """The head's program bound to one tensor of hidden states."""
+    """Head's program bound to one tensor of hidden states."""
 
     hidden: torch.Tensor
     run: Callable[[], None]
@@ -72,7 +72,7 @@ PLAIN, EXPANDED = Variant(), Variant(expands=True)
 
 
 class Body(NamedTuple):
-    """A recorded variant. states: plans of the layers with recurrent states (None: no such layers). overlay: forwards
+    """Recorded variant. states: plans of the layers with recurrent states (None: no such layers). overlay: forwards
     to a run's overlay."""
 
     program: RecordedProgram
@@ -148,12 +148,11 @@ class NativeModel:
 
     @property
     def decoder(self) -> Decoder:
-        """The model whose layers are recorded."""
+        """Model whose layers are recorded."""
         return self._model
 
     @property
     def draft_head(self) -> NativeModel | None:
-        """Native draft head of the model; None without one."""
         head = getattr(self._model, "draft_head", None)
         return None if head is None else NativeModel(head, self._runtime)
 

@@ -138,7 +138,7 @@ def _empty_rows(num_rows: int, width: int) -> torch.Tensor:
 
 
 def _aligned_rows(x: torch.Tensor) -> torch.Tensor:
-    """The same rows, each aligned to a cache line."""
+    """Same rows, each aligned to a cache line."""
     num_rows, width = x.shape
     if x.stride() == (_stride(width), 1):
         return x

@@ -1,4 +1,4 @@
-"""A vision tower whose layers are recorded once and then run as native programs."""
+"""Vision tower whose layers are recorded once and then run as native programs."""
 
 from __future__ import annotations
 
@@ -68,7 +68,6 @@ class NativeRun(EncoderRun):
     def __init__(
         self, tower: VisionTower, run: Callable[..., torch.Tensor], patches: torch.Tensor, grids: Sequence[Grid]
     ) -> None:
-        """run: NativeVision.run."""
         self._run = run
         super().__init__(tower, patches, grids)
 
@@ -77,7 +76,7 @@ class NativeRun(EncoderRun):
         is_narrow = tower.context.dtype == torch.bfloat16
         self._steps = [NativeEncoder(is_narrow).plan(batch) for batch in inputs.attention_batches]
         self._rotation: list[torch.Tensor] = []
-        """The rotation, if any."""
+        """Rotation, if any."""
         if not tower.config.is_pooled:
             self._rotation.append(torch.cat((inputs.angles.cos(), inputs.angles.sin()), dim=1))
         self._x, self._spare = _rows(len(patches), size), _rows(len(patches), size)

@@ -10,7 +10,7 @@ from quire.models.decoder import LlamaLike
 
 
 class ScoreHead:
-    """The linear layer `score`, without bias."""
+    """Linear layer `score`, without bias."""
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         assert config.pooling is not None, "a classifier pools"

@@ -147,7 +147,7 @@ def _dense_block(config: ModelConfig, context: LayerContext) -> tuple[FeedForwar
 
 
 class HybridDecoder(TextDecoder):
-    """A decoder of HybridLayers; only attention layers use rotary positions."""
+    """Decoder of HybridLayers; only attention layers use rotary positions."""
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         ropes = [usual_rope(config)] * config.num_layers

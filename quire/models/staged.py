@@ -1,4 +1,4 @@
-"""A pipeline stage as a model: some of the layers, with links for incoming and outgoing hidden states."""
+"""Pipeline stage as a model: some of the layers, with links for incoming and outgoing hidden states."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class StagedModel:
     """CausalLM over one stage. Every pass, dummy ones too, runs on all stages in the same order."""
 
     def __init__(self, model: CausalLM, stage: Stage, hidden_size: int, dtype: torch.dtype) -> None:
-        """model: the stage's layers. hidden_size, dtype: properties of the hidden states between stages."""
+        """model: stage's layers. hidden_size, dtype: properties of the hidden states between stages."""
         self._model = model
         self._stage = stage
         self._hidden_size = hidden_size

@@ -11,7 +11,7 @@ MAX_NAME_LENGTH = 1024
 
 PLAIN = frozenset({torch.float32, torch.float16, torch.bfloat16})
 WIDE = torch.float64
-"""Dtype that is converted to float32."""
+"""Dtype converted to float32."""
 INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool})
 EIGHT_BIT_FLOATS = frozenset({torch.float8_e4m3fn, torch.float8_e8m0fnu})
 """Further dtypes in parts of quantised matrices."""

@@ -38,7 +38,7 @@ _Own = list[tuple[Layer, list[tuple[nn.Module, Columns]]]]
 
 
 class ModuleReplacement:
-    """Replaces modules of a model that was built from shapes alone."""
+    """Replaces modules of a model built from shapes alone."""
 
     def __init__(
         self, model: PreTrainedModel, config: ModelConfig, context: LayerContext, calls: EagerCalls, refused: str
@@ -182,7 +182,7 @@ class ModuleReplacement:
 
 
 class Steps:
-    """The current step, and its rotations."""
+    """Step that modules run for, and its rotations."""
 
     def __init__(self) -> None:
         self._running: AttentionStep | None = None

@@ -1,4 +1,4 @@
-"""A run of a Transformers model on shapes, which finds its attentions' parameters and the modules with a common
+"""Run of a Transformers model on shapes, which finds its attentions' parameters and the modules with a common
 input."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PROBE_TOKENS = 3
 
 @dataclass(eq=False, slots=True)
 class Seen:
-    """A tensor at one moment; later writes make another value."""
+    """Tensor at one moment of the observed run; later writes make another value."""
 
     tensor: torch.Tensor
     version: int
@@ -74,7 +74,7 @@ class ModuleCall:
 
 @dataclass(slots=True)
 class Probe:
-    """Observed calls, in order."""
+    """Calls of a Transformers model's modules that a run on shapes observed, in order."""
 
     attention: list[AttentionCall] = field(default_factory=list)
     modules: list[ModuleCall] = field(default_factory=list)
@@ -82,14 +82,13 @@ class Probe:
     """Results of the last rotation, and its inputs."""
 
     def once(self) -> list[ModuleCall]:
-        """Calls of modules that were called once."""
         counts: dict[nn.Module, int] = {}
         for call in self.modules:
             counts[call.module] = counts.get(call.module, 0) + 1
         return [call for call in self.modules if counts[call.module] == 1]
 
     def note(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        """Forward hook."""
+        """Record a module's call (forward hook)."""
         if len(inputs) == 1 and isinstance(inputs[0], torch.Tensor) and isinstance(output, torch.Tensor):
             self.modules.append(ModuleCall(module, Seen.of(inputs[0]), Seen.of(output)))
 
@@ -115,7 +114,7 @@ class Probe:
         softcap: float | None = None,
         **keywords: object,
     ) -> torch.Tensor:
-        """Stand-in for attention: records the call. Raises ModelLoadError."""
+        """Record a call of attention; returns a result of the right shape. Raises ModelLoadError."""
         if keywords.get("is_causal") is False or getattr(module, "is_causal", True) is False:
             raise ModelLoadError("its attention is not causal")
         if keywords.get("s_aux") is not None:

@@ -38,7 +38,6 @@ class EncoderRun(ABC):
     """Images on their way through a tower; their grids separate the patches."""
 
     def __init__(self, tower: VisionTower, patches: torch.Tensor, grids: Sequence[Grid]) -> None:
-        """patches: see VisionEncoder.encode."""
         self._tower = tower
         self._grids = grids
         self._layer = 0
@@ -85,7 +84,7 @@ class EncoderRun(ABC):
 
 
 class VisionEncoder(ABC):
-    """A tower with its weights."""
+    """Tower with its weights."""
 
     def __init__(self, tower: VisionTower) -> None:
         self._tower = tower
@@ -169,7 +168,7 @@ def _mlp_slots(mlp: GatedMLP | MLP) -> WeightSlots:
 
 
 class Merger:
-    """Two linear layers from a token's patches to its features, after a norm. norms_merged: the norm covers a token's
+    """Two linear layers from a token's patches to its features, after a norm. norms_merged: norm covers a token's
     merged patches, not each patch."""
 
     def __init__(self, config: VisionConfig, context: LayerContext, *, norms_merged: bool) -> None:
@@ -199,7 +198,7 @@ class Merger:
 
 
 class PooledMerger(Merger):
-    """A linear layer from the mean of a token's patches to its features, after a norm. Each patch is normed before."""
+    """Linear layer from the mean of a token's patches to its features, after a norm. Each patch is normed before."""
 
     norms_merged = False
 
@@ -260,7 +259,7 @@ class VisionTower:
         return found, [blended(table, places, shares).to(self.context.dtype)]
 
     def load_weights(self, weights: Iterable[tuple[str, WeightSource]]) -> None:
-        """See CausalLM.load_weights."""
+        """Load the tower's weights; see CausalLM.load_weights."""
         surplus = re.compile(r"rotary_pos_emb\.inv_freq$|embeddings\.position_ids$|^head\.")
         fill_slots(self.slots, CheckpointNames("", surplus), weights)
 

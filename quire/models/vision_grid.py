@@ -38,7 +38,7 @@ class GridInputs:
 
 
 def attention_batch(query_start: torch.Tensor) -> AttentionBatch:
-    """Frames or windows as sequences without a KV pool. query_start: see GridInputs."""
+    """Batch whose sequences are frames or windows, without a KV pool. query_start: see GridInputs."""
     lengths = query_start.diff()
     sequences = torch.arange(len(lengths)).repeat_interleave(lengths)
     positions = torch.arange(int(query_start[-1])) - query_start[sequences]
@@ -46,7 +46,7 @@ def attention_batch(query_start: torch.Tensor) -> AttentionBatch:
 
 
 def grid_inputs(grids: Sequence[Grid], config: VisionConfig) -> GridInputs:
-    """Inputs for concatenated images."""
+    """GridInputs of concatenated images. grids: patches per frame, row and column."""
     merge_size, half = config.merge_size, config.head_dim // 2
     parts = [_frame(rows, columns, merge_size, config.table_side) for _, rows, columns in grids]
     coordinates, places, shares = (
@@ -85,7 +85,7 @@ def _windows(grids: Sequence[Grid], merge: int, side: int) -> tuple[torch.Tensor
 
 
 def copied_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A host tensor on the device, which the host does not wait for."""
+    """Host tensor on the device, which the host does not wait for."""
     return tensor if device.type == tensor.device.type else tensor.pin_memory().to(device, non_blocking=True)
 
 

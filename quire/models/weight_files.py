@@ -57,7 +57,6 @@ class WeightFiles:
 
     @property
     def paths(self) -> list[Path]:
-        """Files in reading order."""
         return list(self._expected)
 
     def sizes(self) -> dict[Path, int]:
@@ -94,7 +93,7 @@ class WeightFiles:
 
 
 def whole_tensors(tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same tensors, read into memory."""
+    """Same tensors, read into memory."""
     for name, tensor in tensors:
         yield name, tensor.read() if isinstance(tensor, FileTensor) else tensor
 

@@ -66,7 +66,7 @@ def decode_image(data: bytes, where: str, limits: ImageLimits = DEFAULT_LIMITS, 
 
 
 def read_pixels(image: Any, where: str, limits: ImageLimits = DEFAULT_LIMITS, *, background: Color = WHITE) -> Pixels:
-    """Pixels of a program's image: a Pillow image, or an array (or tensor) of uint8, [height, width, channels] or
+    """Pixels of a program's image: Pillow image, or an array (or tensor) of uint8, [height, width, channels] or
     [channels, height, width] with 1, 3 or 4 channels. EXIF orientation is ignored, as by Transformers. Raises
     UserError."""
     if _is_pillow(image):

@@ -45,7 +45,7 @@ _PERSISTENT = "persistent"
 def read_features(
     given: Mapping[str, Any], where: str, feature_size: int, merge_size: int, *, is_whole: bool
 ) -> ReadyImage:
-    """An image of these features. given: an object with `image_embeds`, [tokens, feature_size], and `image_grid_thw`,
+    """Image of these features. given: an object with `image_embeds`, [tokens, feature_size], and `image_grid_thw`,
     three numbers of patches; each in base64, or an array or tensor of a program. where: path of the field, for errors.
     merge_size: patches on a side of a token. is_whole: see ReadyImage. Raises UserError for another shape and for
     values that are not finite."""

@@ -48,7 +48,7 @@ NO_OPTIONS = MediaOptions()
 
 @dataclass(frozen=True)
 class NoImages:
-    """Substitute for ImageInputs if the model gets no images. reason: the cause."""
+    """Substitute for ImageInputs if the model gets no images. reason: cause."""
 
     reason: str = TEXT_ALONE
 
@@ -139,7 +139,6 @@ class ImageInputs:
         return ready
 
     def _encoded(self, features: Mapping[str, Any], picture: Picture) -> ReadyImage:
-        """An image of features that the caller computed."""
         where = picture.where
         if not self.media.takes_features:
             raise UserError(

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 MOST_LINES = 31
-"""Newlines of the longest token that is looked for."""
+"""Newlines of the longest token looked for."""
 LINES_AROUND = 2
 """Newlines before and after an image's tokens."""
 
 
 class Encoder(Protocol):
-    """Part of a tokenizer."""
+    """Tokenizer's method that encodes text."""
 
     def encode(self, text: str, add_special_tokens: bool = ...) -> list[int]: ...
 
@@ -37,7 +37,7 @@ class ImageMarks:
         return cls(begin, end, lines)
 
     def written(self, token_ids: Sequence[int], image_token: int, counts: Sequence[int]) -> list[int]:
-        """A prompt with an image's tokens behind each `begin`, and the newlines and `end` around them, as if its text
+        """Prompt with an image's tokens behind each `begin`, and the newlines and `end` around them, as if its text
         had been tokenised with them. counts: tokens of each image, one for each `begin`."""
         lengths = {token: count for count, token in self.lines.items()}
         found: list[int] = []

@@ -16,7 +16,6 @@ from quire.multimodal.sources import Picture
 
 
 def name_key(owner: str, uuid: str) -> bytes:
-    """Key of an owner's name for a picture."""
     return hashlib.sha256(f"{len(owner)}:{owner}{uuid}".encode()).digest()
 
 
@@ -31,7 +30,7 @@ class NamedPictures:
         self._num_bytes = 0
 
     def put(self, name: bytes, image: Any, digest: bytes = b"") -> None:
-        """Give a name to a picture, in place of its former one. image: a file's bytes, or a program's picture, which is
+        """Give a name to a picture, in place of its former one. image: file's bytes, or a program's picture, which is
         copied. digest: the file's, for `holds`."""
         image, size = (image, len(image)) if isinstance(image, bytes) else _copied(image)
         size += ENTRY_BYTES
@@ -47,7 +46,6 @@ class NamedPictures:
                 self._num_bytes -= dropped
 
     def picture_of(self, name: bytes) -> Any:
-        """Picture of the name, or None."""
         with self._lock:
             found = self._kept.get(name)
             if found is None:
@@ -71,7 +69,6 @@ class NamedPictures:
 
 
 def unknown_name(picture: Picture) -> UserError:
-    """Error for an unknown name."""
     return UserError(
         f"{picture.where}: no picture is known by the uuid {picture.uuid!r:.100}: this client has sent none, or it was "
         f"forgotten; send it again",

@@ -36,7 +36,6 @@ def image_keys(images: Sequence[PromptImage], block_size: int) -> Iterator[tuple
 def add_image_keys(
     keys: MutableMapping[int, tuple[bytes, ...]], images: Sequence[PromptImage], block_size: int
 ) -> None:
-    """Add `image_keys` to the blocks' other keys."""
     for block, key in image_keys(images, block_size):
         keys[block] = (*keys.get(block, ()), key)
 

@@ -121,7 +121,7 @@ def _picture_of_features(part: Mapping[str, Any], where: str) -> Picture:
 
 
 def checked_uuid(uuid: object, where: str) -> str | None:
-    """A client's name for a picture; None: it has none. Raises UserError."""
+    """Client's name for a picture; None: it has none. Raises UserError."""
     if uuid is None:
         return None
     if not isinstance(uuid, str) or not 1 <= len(uuid) <= MAX_UUID:

@@ -13,7 +13,7 @@ from quire.prompt_image import ReadyImage
 
 
 class ReadyVideo(msgspec.Struct, frozen=True, array_like=True):
-    """A decoded video: parts of a few frames, each computed as an image, and their times."""
+    """Decoded video: parts of a few frames, each computed as an image, and their times."""
 
     parts: list[ReadyImage]
     seconds: list[float]
@@ -42,7 +42,7 @@ class VideoMarks:
     tokenizer: Encoder | None
 
     def written(self, token_ids: list[int], videos: Sequence[ReadyVideo], where: str) -> list[int]:
-        """A prompt with all parts' placeholders. token_ids: with one placeholder a video, perhaps between `begin` and
+        """Prompt with all parts' placeholders. token_ids: with one placeholder a video, perhaps between `begin` and
         `end`, or with all. Raises UserError for placeholders that do not match."""
         counts = [part.num_tokens for video in videos for part in video.parts]
         num_places = token_ids.count(self.token_id)

@@ -1,4 +1,4 @@
-"""The collectives of a configuration."""
+"""Collectives of a configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranks that share a model's layers."""
+"""Ranks that share a model's layers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class ProcessGroup(Protocol):
-    """A fixed set of ranks. All of them call the collectives in the same order, with tensors of the same shape and
+    """Fixed set of ranks. All of them call the collectives in the same order, with tensors of the same shape and
     dtype; results are new tensors, or the argument if there is one rank."""
 
     @property
@@ -30,11 +30,11 @@ class ProcessGroup(Protocol):
         ...
 
     def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """The ranks' tensors side by side along `dim`, in rank order."""
+        """Ranks' tensors side by side along `dim`, in rank order."""
         ...
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        """The tensor of rank `source`."""
+        """Tensor of rank `source`."""
         ...
 
     def barrier(self) -> None:

@@ -16,7 +16,7 @@ KINDS = ("tp", "dcp", "pp", "dp", "ep")
 
 @dataclass(frozen=True)
 class Place:
-    """A rank's coordinates, each from 0."""
+    """Rank's coordinates, each from 0."""
 
     dp: int
     pp: int
@@ -25,7 +25,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The ranks of one model, 0 <= rank < num_ranks."""
+    """Ranks of one model, 0 <= rank < num_ranks."""
 
     sizes: ParallelConfig
 
@@ -34,13 +34,11 @@ class Mesh:
         return self.sizes.num_devices
 
     def place(self, rank: int) -> Place:
-        """The coordinates of a rank."""
         rest, tp = divmod(rank, self.sizes.tp)
         dp, pp = divmod(rest, self.sizes.pp)
         return Place(dp, pp, tp)
 
     def rank(self, place: Place) -> int:
-        """The rank at these coordinates."""
         sizes = self.sizes
         return (place.dp * sizes.pp + place.pp) * sizes.tp + place.tp
 
@@ -55,7 +53,6 @@ class Mesh:
         return tuple(sorted(self._groups(kind)))
 
     def group_of(self, rank: int, kind: str) -> tuple[int, ...]:
-        """The rank's group of that kind."""
         return next(group for group in self.groups(kind) if rank in group)
 
     def _groups(self, kind: str) -> Iterator[tuple[int, ...]]:

@@ -16,7 +16,7 @@ from quire.parallel.torch_dist import COLLECTIVE_TIMEOUT, GlooGroup, NetworkMeet
 SPINS = 2000
 """Polls of another rank's word before a rank sleeps, some tens of microseconds."""
 CROWDED_SPINS = 50
-"""The same if ranks outnumber cores."""
+"""Same if ranks outnumber cores."""
 
 
 class SharedMemoryGroup(GlooGroup):

@@ -8,7 +8,7 @@ from quire.parallel.interface import ProcessGroup
 
 
 class SingleRank:
-    """ProcessGroup of one rank."""
+    """ProcessGroup of one rank: collectives return their inputs."""
 
     rank = 0
     size = 1

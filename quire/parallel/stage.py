@@ -26,11 +26,11 @@ class Link(Protocol):
         ...
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The next tensor, when it has come, valid until `release`."""
+        """Next tensor, when it has come, valid until `release`."""
         ...
 
     def release(self) -> None:
-        """Give up the tensor that was received last."""
+        """Give up the tensor received last."""
         ...
 
 
@@ -52,13 +52,13 @@ class SharedMemoryLink:
         os.eventfd_write(self._files.full, 1)
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The next tensor, when it has come: a view of its slot, valid until `release`."""
+        """Next tensor, when it has come: a view of its slot, valid until `release`."""
         os.eventfd_read(self._files.full)
         num_bytes = dtype.itemsize * torch.Size(shape).numel()
         return self._turn()[:num_bytes].view(dtype).view(shape)
 
     def release(self) -> None:
-        """Free the slot that was received last."""
+        """Free the slot received last."""
         os.eventfd_write(self._files.free, 1)
 
     def _turn(self) -> torch.Tensor:
@@ -96,7 +96,7 @@ class NetworkLink:
 
 @dataclass(frozen=True)
 class Stage:
-    """The run of a model's layers on this rank, by their numbers. count: stages of the model. incoming, outgoing: links
+    """Run of a model's layers on this rank, by their numbers. count: stages of the model. incoming, outgoing: links
     from the stage before and to the next one (None: this is the first, or the last)."""
 
     number: int = 0
@@ -124,4 +124,4 @@ class Stage:
 
 
 WHOLE_MODEL = Stage()
-"""The only stage of a model without a pipeline."""
+"""Only stage of a model without a pipeline."""

@@ -18,7 +18,7 @@ COLLECTIVE_TIMEOUT = timedelta(hours=1)
 
 @dataclass(frozen=True)
 class NetworkMeeting:
-    """The place where ranks of several hosts exchange their addresses: a store on the first one. address: this rank's,
+    """Place where ranks of several hosts exchange their addresses: a store on the first one. address: this rank's,
     reachable from the others. Neither store nor collectives authenticate: the network must be private."""
 
     store: Any
@@ -42,7 +42,7 @@ class NetworkMeeting:
         return port
 
     def of(self, name: str) -> NetworkMeeting:
-        """The place of some of the ranks, beside those of other names."""
+        """Place of some of the ranks, beside those of other names."""
         library: Any = torch.distributed
         return NetworkMeeting(library.PrefixStore(name, self.store), self.address)
 

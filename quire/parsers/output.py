@@ -140,7 +140,7 @@ class Output:
             sink.append(text)
 
     def begin_call(self, name: str, identifier: str | None = None) -> None:
-        """identifier: the model's id; None for a random one."""
+        """identifier: model's id; None for a random one."""
         self._held = []
         self.num_calls += 1
         if not self._is_full:
@@ -170,7 +170,6 @@ class Output:
         self._held = []
 
     def take(self) -> OutputDelta:
-        """Return the output since the last `take`."""
         delta = OutputDelta("".join(self._reasoning), "".join(self._content), self._pieces)
         self._reasoning, self._content, self._pieces = [], [], []
         return delta

@@ -109,7 +109,7 @@ class PythonicFormat:
 
 
 def _expression(reader: TextReader) -> Steps[tuple[str, str]]:
-    """An argument's text and the "," or ")" after it, "" at the end of the text."""
+    """Argument's text and the "," or ")" after it, "" at the end of the text."""
     parts: list[str] = []
     depth = 0
     while True:

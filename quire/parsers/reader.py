@@ -61,7 +61,7 @@ class TextReader:
         self.is_ended = True
 
     def until(self, markers: Markers, sink: Sink, *, drops_part: bool = False) -> Steps[str | None]:
-        """Pass the text up to the first marker to `sink`; read and return the marker, or None at the end. drops_part:
+        """Pass the text up to the first marker to `sink`; read and return the marker; None at the end. drops_part:
         drop part of a marker at the end."""
         while True:
             found = markers.search(self._text, self._position)
@@ -155,7 +155,6 @@ class TextReader:
             yield
 
     def unread(self, text: str) -> None:
-        """Undo the last read of `text`."""
         assert self._text.endswith(text, 0, self._position)
         self._position -= len(text)
 

@@ -41,7 +41,7 @@ class BlockWeight(QuantizedWeight):
         return self.unpacked().dequantize()
 
     def unpacked(self) -> QuantizedWeight:
-        """The same matrix in the common form of its numbers."""
+        """Same matrix in the common form of its numbers."""
         unpacked = self.unpack(self.rows)
         self.release()
         return unpacked

@@ -31,7 +31,7 @@ FORMATS = {
 def quantized_weights(
     tensors: Iterable[tuple[str, torch.Tensor]], config: QuantizationConfig | None
 ) -> Iterator[tuple[str, WeightTensor]]:
-    """A checkpoint's tensors with each quantised matrix assembled under one name; other tensors pass through. Raises
+    """Checkpoint's tensors with each quantised matrix assembled under one name; other tensors pass through. Raises
     ModelLoadError like `assemble`."""
     if config is None or config.checkpoint_format is None:
         return iter(tensors)

@@ -1,4 +1,4 @@
-"""A tensor of a checkpoint's file, read in parts."""
+"""Tensor of a checkpoint's file, read in parts."""
 
 from __future__ import annotations
 
@@ -25,18 +25,16 @@ class FileTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def is_floating_point(self) -> bool:
         return self.dtype.is_floating_point
 
     def t(self) -> FileTensor:
-        """The transposed matrix; nothing is read."""
+        """Transposed matrix; nothing is read."""
         return replace(self, shape=self.shape[::-1], transposed=not self.transposed)
 
     def read(self) -> torch.Tensor:
-        """Read the whole tensor."""
         tensor = self.read_whole()
         return tensor.t() if self.transposed else tensor
 

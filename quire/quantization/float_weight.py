@@ -24,9 +24,9 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -
 """Values by code."""
 MX_GROUP, NV_GROUP = 32, 16
 NAN_SIZE = 0x7F
-"""The e4m3 NaN code, without its sign."""
+"""E4m3 NaN code, without its sign."""
 NAN_EXPONENT = 0xFF
-"""The e8m0 NaN code."""
+"""E8m0 NaN code."""
 EXPONENT_BIAS = 127
 
 

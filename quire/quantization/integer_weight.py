@@ -1,4 +1,4 @@
-"""A matrix of small integers with scales: the common form of checkpoints and quantisers with integers."""
+"""Matrix of small integers with scales: common form of checkpoints and quantisers with integers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,6 @@ class IntegerWeight(QuantizedWeight):
 
     @property
     def num_groups(self) -> int:
-        """Groups per row."""
         return self.shape[1] // self.group_size
 
     @property
@@ -114,10 +113,10 @@ class IntegerWeight(QuantizedWeight):
 
 
 WeightTensor = torch.Tensor | QuantizedWeight
-"""A matrix of a checkpoint: a plain tensor, or quantised."""
+"""Matrix of a checkpoint: a plain tensor, or quantised."""
 
 WeightSource = WeightTensor | FileTensor
-"""A WeightTensor, or its place in a file."""
+"""WeightTensor, or its place in a file."""
 
 LoadWeight = Callable[[WeightSource], object]
 

@@ -32,12 +32,11 @@ class LinearShape:
 
     @property
     def width(self) -> int:
-        """Columns of the result."""
         return self.out_features // 2 if self.gated else self.out_features
 
 
 class LinearMethod(Protocol):
-    """A way to store and multiply the weights of a linear layer."""
+    """Way to store and multiply the weights of a linear layer."""
 
     def create(self, shape: LinearShape) -> Parameters:
         """Allocate "weight" and, if the shape has one, "bias". Every row of both must be loaded."""
@@ -69,7 +68,7 @@ class LinearMethod(Protocol):
         ...
 
     def activate(self, parameters: Parameters, products: AnyValue) -> Value:
-        """The rest of `apply`: products -> [T, shape.width]. May overwrite the products."""
+        """Rest of `apply`: products -> [T, shape.width]. May overwrite the products."""
         ...
 
     def lookup(self, parameters: Parameters, indices: AnyValue, onto: AnyValue | None = None) -> Value:

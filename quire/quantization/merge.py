@@ -15,7 +15,7 @@ from quire.quantization.quantized_weight import QuantizedWeight
 
 
 def merge_rows(parts: Sequence[QuantizedWeight]) -> Sequence[QuantizedWeight] | None:
-    """The same weights with the same bits, group size and presence of offsets (a checkpoint may store the projections
+    """Same weights with the same bits, group size and presence of offsets (a checkpoint may store the projections
     of one layer differently). None if no such format exists: integers beside floats, groups that do not divide each
     other, columns in different orders (act-order)."""
     parts = [part.unpacked() if isinstance(part, BlockWeight) else part for part in parts]

@@ -22,7 +22,7 @@ ROUNDED_BITS = 8
 
 
 def runs_of_blocks(parts: Sequence[QuantizedWeight]) -> list[list[QuantizedWeight]]:
-    """The stacked parts of a matrix in runs, each packed as a matrix: blocks of different formats apart; one run if
+    """Stacked parts of a matrix in runs, each packed as a matrix: blocks of different formats apart; one run if
     there are parts other than blocks."""
     runs: list[list[QuantizedWeight]] = []
     last = None

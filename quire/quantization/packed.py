@@ -58,12 +58,12 @@ class PackedParameters:
 
     @property
     def matrix(self) -> PackedMatrix | None:
-        """The only matrix; None until the format of the weights is known."""
+        """Only matrix; None until the format of the weights is known."""
         assert len(self.matrices) < 2, "a matrix in several formats has no single one"
         return self.matrices[0] if self.matrices else None
 
     def stored(self) -> list[torch.Tensor]:
-        """The tensors in memory that kernels read, once all are loaded."""
+        """Tensors in memory that kernels read, once all are loaded."""
         return [tensor for matrix, _ in _native_matrices(self) for tensor in matrix.tensors()]
 
 

@@ -181,7 +181,6 @@ class PackedDeviceLinear:
         return apply_experts(matrices, x, routing, residual, *gated, batch_invariant=self._plain.batch_invariant)
 
     def stored_bytes(self, shape: Sequence[int]) -> int:
-        """Bytes without the scales."""
         return self._plain.stored_bytes(shape) if len(shape) == 1 else math.prod(shape) * self._stored_bits // 8
 
     def _rounds_for(self, stack: DeviceStack) -> bool:

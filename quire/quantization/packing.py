@@ -17,7 +17,6 @@ def unpack_rows(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def per_word(bits: int) -> int:
-    """Fields per word."""
     return WORD_BITS // bits
 
 

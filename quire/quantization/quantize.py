@@ -63,7 +63,7 @@ def quantize_rows(
     """Quantise [N, K] of any floating dtype.
 
     8 bits: symmetric, one scale per group from its largest magnitude (group_size None: per row); the same bits on each
-    device. 4 bits: a scale and an offset per group of `fitting_group_size(K, group_size)`, chosen for a small squared
+    device. 4 bits: scale and an offset per group of `fitting_group_size(K, group_size)`, chosen for a small squared
     error and rounded to float16 in groups that allow it.
 
     name: the tensor's name for errors (None: the caller adds it). fit: 4-bit rounding (None: `fit_groups`). Raises

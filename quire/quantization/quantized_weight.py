@@ -16,7 +16,7 @@ BLOCK_ELEMENTS = 2**20
 
 
 class QuantizedWeight(ABC):
-    """A matrix of small numbers with scales for groups of input features; in some formats also a stack of such
+    """Matrix of small numbers with scales for groups of input features; in some formats also a stack of such
     matrices, one per expert of a layer."""
 
     @property
@@ -30,7 +30,7 @@ class QuantizedWeight(ABC):
 
     @abstractmethod
     def columns(self, start: int, length: int) -> Self:
-        """A view of some input features, fewer than all. Raises ModelLoadError if the part cuts through a group."""
+        """View of some input features, fewer than all. Raises ModelLoadError if the part cuts through a group."""
 
     @abstractmethod
     def dequantize(self) -> torch.Tensor:

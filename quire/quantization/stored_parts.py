@@ -20,7 +20,7 @@ HALF = PAIRED // 2
 
 @dataclass(frozen=True, slots=True)
 class StoredParts:
-    """matrix: the stacked parts, as a stack of one. column_order: column k of it belongs to input feature
+    """matrix: stacked parts, as a stack of one. column_order: column k of it belongs to input feature
     column_order[k]; None: to k."""
 
     matrix: StoredMatrix

@@ -27,7 +27,6 @@ class PlainParameters:
     bias: torch.Tensor | None
 
     def stored(self) -> list[torch.Tensor]:
-        """The tensors in memory."""
         return [self.weight] if self.bias is None else [self.weight, self.bias]
 
 

@@ -29,7 +29,7 @@ class WeightFormat:
     activation_bits: int = 0
 
     def quantize(self, tensor: torch.Tensor, fit: Fit | None = None) -> QuantizedWeight:
-        """A plain matrix in this format; `bits` is not 0. fit: see `quantize_rows`."""
+        """Plain matrix in this format; `bits` is not 0. fit: see `quantize_rows`."""
         if not self.small_floats:
             return quantize_rows(tensor, self.bits, self.group_size, fit=fit)
         return quantize_float8(tensor) if self.bits == EIGHT_BITS else quantize_mxfp4(tensor)

@@ -23,7 +23,7 @@ class SampleBatch(NamedTuple, Generic[Array]):
 
     @property
     def num_generated(self) -> Array:
-        """[R]: index of the generated token being chosen."""
+        """[R]: number of tokens that each row has generated before this one."""
         return self.lengths - self.num_prompt_tokens
 
 

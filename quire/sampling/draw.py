@@ -50,7 +50,7 @@ def _in_blocks(weights: np.ndarray) -> np.ndarray:
 
 
 def _first_above(cumulative: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Index of each row's first entry above its target, at most the one that reaches the total."""
+    """Index of each row's first entry above its target, at most the first that reaches the row's total."""
     above = (cumulative <= targets[:, None]).sum(axis=1)
     last = (cumulative < cumulative[:, -1:]).sum(axis=1)
     return np.minimum(above, last)

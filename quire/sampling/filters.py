@@ -52,7 +52,8 @@ def _lowest_ranked(weights: np.ndarray, totals: np.ndarray, top_k: np.ndarray, t
 def _lowest_of_largest(
     weights: np.ndarray, width: int, totals: np.ndarray, limits: np.ndarray, top_p: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(`_lowest_ranked` from the `width` largest weights, [R] bool: True if they suffice)."""
+    """(smallest weights that top-k and top-p keep, found among the `width` largest, [R]; True where these suffice,
+    [R])."""
     vocab_size = weights.shape[1]
     largest = np.partition(weights, vocab_size - width, axis=1)[:, vocab_size - width :]
     largest.sort(axis=1)

@@ -1,4 +1,4 @@
-"""A platform's part of the sampler: one method for each pass."""
+"""Platform's part of the sampler: one method for each pass."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SamplingKernels(Protocol[Array]):
         ...
 
     def apply_penalties(self, scores: Array, batch: SampleBatch[Array], used: int) -> None:
-        """Apply repetition, then presence and frequency penalties."""
+        """Apply repetition, then presence and frequency penalties. used: see `set_aside`."""
         ...
 
     def ban_stop_tokens(self, scores: Array, batch: SampleBatch[Array]) -> None:
@@ -62,7 +62,7 @@ class SamplingKernels(Protocol[Array]):
         ...
 
     def keep_edited(self, scores: Array, asked: Asked) -> Array:
-        """The scores before `choose`, for `process`."""
+        """Scores before `choose`, for `process`."""
         ...
 
     def process(self, scores: Array, token_ids: Array, batch: SampleBatch[Array], asked: Asked) -> Array:
@@ -86,7 +86,7 @@ class SamplingKernels(Protocol[Array]):
         ...
 
     def rank_beams(self, scores: Array, batch: SampleBatch[Array], beams: Asked) -> Deferred[Best]:
-        """The best tokens of each beam, the lowest first among equal scores: the most that a beam asks for, or the
+        """Best tokens of each beam, the lowest first among equal scores: most that a beam asks for, or the
         whole vocabulary. Not valid for a beam without sound scores."""
         ...
 

@@ -122,7 +122,7 @@ class SharedLists:
         """Identity of a list -> (the list, so that its identity stays unique; its words; its rows)."""
 
     def set(self, row: int, source: Collection[Any]) -> bool:
-        """Replace the list of `row`; an empty one clears it. True: a change."""
+        """Replace the list of `row`; an empty one clears it. Returns True if it changed."""
         had_one = self.clear(row)
         if not source:
             return had_one
@@ -134,7 +134,7 @@ class SharedLists:
         return True
 
     def clear(self, row: int) -> bool:
-        """Remove the list of `row`. False: it had none."""
+        """Remove the list of `row`. Returns False if it had none."""
         key = self._key_of_row.pop(row, None)
         if key is None:
             return False
@@ -161,7 +161,7 @@ def _bias_words(bias: Mapping[int, float]) -> np.ndarray:
 
 
 def _banned_words(sequences: Sequence[Sequence[int]]) -> np.ndarray:
-    """Number of sequences; an entry for each; their prefixes."""
+    """Words of a list of banned sequences: their number, an entry for each, their prefixes."""
     entries: list[int] = []
     prefixes: list[int] = []
     for sequence in sequences:

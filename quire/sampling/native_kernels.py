@@ -1,4 +1,4 @@
-"""The native kernels of a CPU: one call per batch, whatever its rows ask for. Rules other than masks are the plain
+"""Native kernels of a CPU: one call per batch, whatever its rows ask for. Rules other than masks are the plain
 kernels'."""
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class NativeKernels(PlainKernels):
 
 
 def _joined(parts: Sequence[tuple[np.ndarray, Ranking]]) -> Ranking:
-    """Rankings of parts of the rows, given by their places, as one."""
+    """One Ranking from several. parts: (indices of its rows in the result, Ranking)."""
     places = np.concatenate([place for place, _ in parts])
     width = max(ranking.best.token_ids.shape[1] for _, ranking in parts)
     best = [[np.pad(column, ((0, 0), (0, width - column.shape[1]))) for column in ranking.best] for _, ranking in parts]

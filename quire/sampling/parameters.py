@@ -35,7 +35,7 @@ class Feature:
     TOKEN_MASK = 1 << 11
     """Feature of a batch, never of a row: masks come with the step."""
     PROCESSED = 1 << 12
-    """A logits processor concerns the row."""
+    """Logits processor concerns the row."""
 
 
 PENALTIES = Feature.REPETITION_PENALTY | Feature.OUTPUT_PENALTIES
@@ -72,7 +72,7 @@ def _temperature(sampling: SequenceSampling) -> float:
 
 
 class ParameterColumn(NamedTuple):
-    """A parameter: type on the host, type in a device row (None: host only), value."""
+    """Parameter: type on the host, type in a device row (None: host only), value."""
 
     name: str
     dtype: type[np.generic]
@@ -98,7 +98,7 @@ COLUMNS = (
 """top_k: 0 is off; at most 2**31 - 1, above any vocabulary. top_p: 1 is off."""
 
 ROW_DTYPE: np.dtype[Any] = np.dtype([(column.name, column.word_dtype) for column in COLUMNS if column.word_dtype])
-"""A row on a device, in 32-bit words. A 64-bit number takes two, the lower half first."""
+"""Row on a device, in 32-bit words. A 64-bit number takes two, the lower half first."""
 NUM_WORDS = ROW_DTYPE.itemsize // 4
 WORD_OF = {name: offset // 4 for name, (_, offset, *_) in (ROW_DTYPE.fields or {}).items()}
 """Column -> its first word in a device row."""

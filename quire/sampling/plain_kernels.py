@@ -1,4 +1,4 @@
-"""The plain kernels: NumPy on the scores, torch for log-probabilities; the reference for the others, with the same bits
+"""Plain kernels: NumPy on the scores, torch for log-probabilities; the reference for the others, with the same bits
 for a row in any batch."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class PlainKernels:
         self._rows = rows
 
     def set_aside(self, logits: torch.Tensor, used: int, asked: Asked | None) -> tuple[np.ndarray, np.ndarray]:
-        """(the logits themselves, a copy of the asking rows [N, vocab_size])."""
+        """(the logits themselves, a copy of the rows that ask for log-probabilities, [N, vocab_size])."""
         scores = logits.numpy()
         return scores, scores if asked is None else scores[asked.indices]
 
@@ -63,7 +63,7 @@ class PlainKernels:
         return np.maximum(np.array(token_ids.read(iter(())), np.int64), 0)
 
     def keep_edited(self, scores: np.ndarray, asked: Asked) -> np.ndarray:
-        """A copy of the asking rows: [N, vocab_size]."""
+        """Copy of the rows that ask for log-probabilities: [N, vocab_size]."""
         return scores[asked.indices]
 
     def process(self, scores: np.ndarray, token_ids: np.ndarray, batch: HostBatch, asked: Asked) -> np.ndarray:
@@ -112,7 +112,7 @@ class PlainKernels:
         return ready(Best(token_ids, np.take_along_axis(scores, token_ids, axis=1)))
 
     def _choose(self, scores: np.ndarray, batch: HostBatch, used: int) -> np.ndarray:
-        """[R] int64: tokens, -1 for rows that are not sound."""
+        """[R] int64: tokens, -1 for rows with NaN, plus infinity or no finite score."""
         if not used & Feature.RANDOM:
             token_ids = _best_of_row(scores)
         elif not used & Feature.GREEDY:
@@ -136,7 +136,8 @@ class PlainKernels:
         return Ranking(is_sound, token_ids, found, ranks.numpy(), self._best_of(values.numpy(), num_top))
 
     def _best_of(self, log_probs: np.ndarray, num_top: int) -> Best:
-        """The best tokens of each sound row, the lowest first among equal ones, independent of other rows' requests."""
+        """Best tokens of each row without NaN or plus infinity, the lowest first among equal ones, independent of other
+        rows' requests."""
         if not num_top:
             return Best(np.empty((len(log_probs), 0), np.int64), np.empty((len(log_probs), 0), np.float32))
         sound = np.where(np.isfinite(log_probs.max(axis=1, keepdims=True)), log_probs, 0)
@@ -187,12 +188,13 @@ class PlainKernels:
 
 
 def log_probabilities(logits: np.ndarray) -> torch.Tensor:
-    """logits: [N, vocab_size] float32. Returns a new tensor of that shape."""
+    """Log-softmax of logits, [N, vocab_size] float32, in a new tensor."""
     return torch.log_softmax(torch.from_numpy(logits), dim=-1, dtype=torch.float32)
 
 
 def _best_of_row(scores: np.ndarray) -> np.ndarray:
-    """Token of each row's highest score, the lowest of equal ones; -1 for unsound rows."""
+    """Token of each row's highest score, the lowest of equal ones; -1 for rows with NaN, plus infinity or no finite
+    score."""
     token_ids = scores.argmax(axis=1)
     # NumPy's argmax stops at a NaN, so checking the winner checks the row.
     token_ids[~np.isfinite(scores[np.arange(len(scores)), token_ids])] = -1

@@ -1,4 +1,4 @@
-"""The operator's logits processors in the sampler: the rows of each, and its calls."""
+"""Operator's logits processors in the sampler: the rows of each, and its calls."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ logger = get_logger(__name__)
 
 
 class ProcessorRows(Protocol):
-    """The processors of one worker, and the rows that they concern."""
+    """Processors of one worker, and the rows that they concern."""
 
     def set(self, row: int, params: SamplingParams) -> bool:
-        """Begin a sequence in a row. True: a processor concerns it."""
+        """Begin a sequence in a row. Returns True if a processor concerns it."""
         ...
 
     def apply(self, scores: Any, batch: SampleBatch[Any], temperature: np.ndarray | None) -> dict[int, str]:
@@ -52,7 +52,7 @@ NO_PROCESSORS = NoProcessors()
 
 
 def make_processors(config: EngineConfig) -> ProcessorRows:
-    """An engine's processors, for one worker. Raises ConfigError for one that cannot be made."""
+    """Engine's processors, for one worker. Raises ConfigError for one that cannot be made."""
     kinds = load_processors(config.logits_processors)
     if not kinds:
         return NO_PROCESSORS
@@ -60,7 +60,7 @@ def make_processors(config: EngineConfig) -> ProcessorRows:
 
 
 class ProcessedRow:
-    """A sequence in a row, with its tokens [0, n) in the token table. A sequence that lost tokens gets a new entry."""
+    """Sequence in a row, with its tokens [0, n) in the token table. A sequence that lost tokens gets a new entry."""
 
     __slots__ = ("output", "params", "prompt")
 
@@ -71,7 +71,7 @@ class ProcessedRow:
 
 
 class _Processor:
-    """A processor and its batch: entries by row."""
+    """Processor and its batch: entries by row."""
 
     def __init__(self, kind: type[LogitsProcessor], config: object, device: torch.device) -> None:
         self.kind = kind
@@ -160,7 +160,7 @@ class LoadedProcessors:
         return failed
 
     def _follow(self, batch: SampleBatch[Any]) -> dict[int, ProcessedRow]:
-        """Index -> entry of the batch's sequences, with their tokens up to the last."""
+        """Batch index -> entry of the rows that processors concern, with all tokens known so far."""
         lengths, prompts, table = batch.lengths.tolist(), batch.num_prompt_tokens.tolist(), batch.token_table
         found = {}
         for index, row in enumerate(batch.rows_host.tolist()):
@@ -180,7 +180,8 @@ class LoadedProcessors:
 def _process(
     each: _Processor, logits: torch.Tensor, mine: list[int], entries: list[ProcessedRow], divisor: torch.Tensor | None
 ) -> None:
-    """Let a processor change its rows. mine: their indices. divisor: temperatures, [len(mine)]."""
+    """Let a processor change its rows of the logits. mine: their indices. divisor: temperatures to divide them by,
+    [len(mine)]."""
     order = [mine[place] for place in each.take(entries)]
     is_whole = divisor is None and order == list(range(len(logits)))
     given = logits if is_whole else logits[order]

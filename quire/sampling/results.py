@@ -63,15 +63,15 @@ class SampledTokens(NamedTuple):
 
 
 class ListedLogprobs(NamedTuple):
-    """values: difference of each listed token's logit to the chosen token's, whose log-probability is in the ranking;
-    the logits themselves if not normalized."""
+    """Log-probabilities of tokens that requests name. values: difference of each listed token's logit to the chosen
+    token's, whose log-probability is in the ranking; the logits themselves if not normalized."""
 
     values: Deferred[np.ndarray]
     listed: Listed
     normalized: bool
 
     def add_to(self, entries: Sequence[TokenLogprobs], hosts: Iterator[torch.Tensor]) -> None:
-        """entries: results of the rows that ask for log-probabilities."""
+        """Add the listed tokens to `entries`, results of the rows that ask for log-probabilities."""
         found = self.values.read(hosts)
         if self.normalized:
             chosen = np.array([entry.logprobs[0] for entry in entries], np.float32)
@@ -139,8 +139,8 @@ class Logprobs(NamedTuple):
         return self.ranking.tensors
 
     def assemble(self, hosts: Sequence[torch.Tensor] = ()) -> list[TokenLogprobs]:
-        """hosts: copies of `tensors` on the host. Raises NonFiniteLogitsError with the indices of rows that are not
-        sound."""
+        """hosts: copies of `tensors` on the host. Raises NonFiniteLogitsError with the indices of rows with NaN or plus
+        infinity."""
         ranking = self.ranking.read(iter(hosts))
         bad = np.flatnonzero(~ranking.is_sound)
         if bad.size:

@@ -1,4 +1,4 @@
-"""The batched sampler: the order of its passes, which the kernels implement."""
+"""Batched sampler: the order of its passes, which the kernels implement."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Sampler(Generic[Array]):
     def __init__(
         self, rows: SamplingRows, kernels: SamplingKernels[Array], logprobs_mode: str = "raw_logprobs"
     ) -> None:
-        """kernels: bound to `rows`. logprobs_mode: source of log-probabilities or logits: the model ("raw_logprobs",
+        """kernels: bound to `rows`. logprobs_mode: source of log-probabilities or logits: model ("raw_logprobs",
         "raw_logits") or the distribution drawn from ("processed_logprobs", "processed_logits")."""
         self._rows = rows
         self._reports_processed = logprobs_mode.startswith("processed")

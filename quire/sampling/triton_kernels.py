@@ -1,4 +1,4 @@
-"""The Triton kernels of a device: passes are enqueued on the current stream, without waiting. Greedy rows take two
+"""Triton kernels of a device: passes are enqueued on the current stream, without waiting. Greedy rows take two
 launches and read the logits once.
 """
 
@@ -45,7 +45,7 @@ class TritonKernels:
         self._counts = torch.zeros((0, 0), dtype=torch.int32, device=words.device)
 
     def set_aside(self, logits: torch.Tensor, used: int, asked: Asked | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores are a float32 copy if log-probabilities need the logits or these have 16 bits."""
+        """The scores are a float32 copy if log-probabilities need the logits or these have 16 bits."""
         changes = used & (EDITS | Feature.CANDIDATES)
         if changes and (logits.dtype != torch.float32 or asked is not None):
             return logits.to(torch.float32, copy=True), logits
@@ -98,11 +98,11 @@ class TritonKernels:
         return token_ids.tensors[0][:, 0]
 
     def keep_edited(self, scores: torch.Tensor, asked: Asked) -> torch.Tensor:
-        """The scores themselves, which `choose` does not change."""
+        """Scores themselves, which `choose` does not change."""
         return scores
 
     def process(self, scores: torch.Tensor, token_ids: torch.Tensor, batch: DeviceBatch, asked: Asked) -> torch.Tensor:
-        """[R, vocab_size] float32, undefined in rows that do not ask."""
+        """[R, vocab_size] float32, undefined in rows that do not ask for log-probabilities."""
         processed = torch.empty_like(scores, dtype=torch.float32) if scores.dtype != torch.float32 else scores
         features = (Feature.LOGPROBS, Feature.FILTERS)
         lanes = self._shapes.lanes

@@ -1,4 +1,4 @@
-"""The scheduler's view of adapters: the workers' slots, and the requests that wait for a load.
+"""Scheduler's view of adapters: the workers' slots, and the requests that wait for a load.
 
 A slot is reused only while no running request uses it. A request whose adapter is not loaded waits (AdapterGate) while
 others start.
@@ -24,7 +24,7 @@ PATIENCE = 1.0
 
 
 class AdapterSlots:
-    """The workers' slots 1 to num_slots, and the adapters in them by digest."""
+    """Workers' slots 1 to num_slots, and the adapters in them by digest."""
 
     def __init__(self, running: RunningSet, config: AdaptersConfig = NO_ADAPTERS) -> None:
         self._running = running
@@ -44,7 +44,7 @@ class AdapterSlots:
         """True if a request waits for adapters of running background requests, which are preempted in the next pass."""
 
     def slot_of(self, adapter: AdapterRef) -> int | None:
-        """The adapter's slot, which becomes the most recently used; None: not loaded."""
+        """Adapter's slot, which becomes the most recently used; None: not loaded."""
         slot = self._held.pop(adapter.digest, None)
         if slot is not None:
             self._held[adapter.digest] = slot
@@ -76,12 +76,12 @@ class AdapterSlots:
         return self._in_use
 
     def is_least_used(self, adapter: AdapterRef) -> bool:
-        """True if it has the fewest running sequences of all adapters in use."""
+        """True if the adapter has the fewest running sequences of all adapters in use."""
         used = self.in_use()
         return adapter.digest == min(used, key=lambda digest: used[digest], default=b"")
 
     def has_room(self, adapter: AdapterRef) -> bool:
-        """True if a request with this adapter may start: at most `max_loras` adapters run at a time."""
+        """True if a request with this adapter may start: it runs already, or fewer than `max_loras` adapters do."""
         used = self.in_use()
         return adapter.digest in used or len(used) < self._config.max_running
 
@@ -90,7 +90,8 @@ class AdapterSlots:
         self.is_crowded = self.is_crowded or not request.is_background
 
     def take_victims(self) -> list[Request]:
-        """Running background requests with adapters, the last in order first, if a request waits for their adapters."""
+        """Running background requests with adapters, the last in order first, to preempt for a request that found no
+        free adapter slot; empty without one."""
         if not self.is_crowded:
             return []
         self.is_crowded = False
@@ -102,7 +103,8 @@ class AdapterSlots:
         return bool(self._free) or any(digest not in used for digest in self._held)
 
     def take_orders(self, *, may_wait: bool) -> AdapterOrders | None:
-        """The next plan's adapter orders. may_wait: the plan has nothing else, and none is in flight."""
+        """Next plan's adapter orders. may_wait: the workers may wait until a load ends, as there is nothing else to
+        compute."""
         orders, self._orders = self._orders, []
         if not orders and not (may_wait and self._loading):
             return None

@@ -45,7 +45,8 @@ class Quote(NamedTuple):
 
 
 def quote(request: Request, kv: KVCacheManager, max_chunk: int, num_reserved_blocks: int = 0) -> Quote:
-    """Blocks that a waiting request would take. num_reserved_blocks: blocks of requests deferred before it."""
+    """Needs of a waiting request. max_chunk: most tokens of a step. num_reserved_blocks: blocks of requests deferred
+    before it."""
     sequences, swapped, allocatable = request.live_sequences, request.swapped_blocks, kv.pool.num_allocatable
     num_cached = max_cached = num_new = 0
     if swapped:
@@ -115,13 +116,14 @@ def blocks_at_most(request: Request, kv: KVCacheManager, max_chunk: int) -> int:
 
 
 def has_room(num_blocks: int, room: int, kv: KVCacheManager, *, is_alone: bool) -> bool:
-    """True if a request that takes `num_blocks` may start in `room` blocks of the pool."""
+    """True if a request of `num_blocks` blocks may start in `room` blocks of the pool. Unless `is_alone` (nothing
+    runs), a share WATERMARK stays free."""
     reserve = 0 if is_alone else int(WATERMARK * kv.num_unregistered_blocks)
     return num_blocks + reserve <= room
 
 
 def blocks_in_use(request: Request, kv: KVCacheManager, max_chunk: int) -> int:
-    """Blocks of a request when all its known tokens, and one more per sequence, are computed."""
+    """Pool blocks of a request when all its known tokens, and one more per sequence, are computed."""
     sequences = request.live_sequences
     # A beam slot without a beam still has its last beam's tokens: count it like the first beam.
     known = [len((sequences[0] if request.beam_search else sequence).token_ids) for sequence in sequences]
@@ -142,7 +144,7 @@ class PrefixRegistration:
 
     @property
     def num_usable(self) -> int:
-        """Blocks that registered prefixes neither hold nor reserve."""
+        """Number of blocks that registered prefixes neither hold nor reserve."""
         return self._kv.num_unregistered_blocks - sum(self._reserved.values())
 
     def longest_sequence(self, limit: int) -> int:
@@ -179,5 +181,5 @@ class PrefixRegistration:
         self._reserved[prefix.request_id] = num_reserved
 
     def release(self, prefix: Request) -> None:
-        """Drop the reservation of a prefix that is registered or has ended."""
+        """Drop the reservation of a prefix registered or has ended."""
         del self._reserved[prefix.request_id]

@@ -1,4 +1,4 @@
-"""The admitter: starts waiting requests, in order, beside the running sequences of one plan."""
+"""Admitter: starts waiting requests, in order, beside the running sequences of one plan."""
 
 from __future__ import annotations
 
@@ -168,7 +168,8 @@ class Admitter:
         return fits
 
     def _start(self, builder: PlanBuilder, request: Request, num_cached: int, num_tokens: int, now: float) -> None:
-        """Run a request's first sequence with its prefix hit, and schedule `num_tokens` of it."""
+        """Run a request's first sequence: `num_cached` tokens come from the prefix cache, the next `num_tokens` from
+        this step."""
         leader = request.live_sequences[0]
         if request.beam_search is not None:
             request.beam_search.forget_candidates()
@@ -195,7 +196,7 @@ class Admitter:
             request.num_lost_tokens = 0
 
     def _resume(self, builder: PlanBuilder, request: Request) -> None:
-        """Run a swapped request, whose blocks the workers copy back beside this step."""
+        """Run a swapped request, whose blocks the workers copy back during this step."""
         sequences, copies = swap_in(request, self._kv)
         builder.swap_in += copies
         for sequence in sequences:

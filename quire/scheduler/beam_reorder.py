@@ -14,7 +14,8 @@ from quire.step import Candidates, SequenceFork
 
 
 class BeamReorder:
-    """Copies of slots to other slots, and replacements of sampled tokens, for the next plan."""
+    """Pending changes of beam slots for the next plan: copies of slots to other slots, and replacements of sampled
+    tokens."""
 
     def __init__(self) -> None:
         self._reorders: dict[int, SequenceFork] = {}
@@ -35,7 +36,7 @@ class BeamReorder:
         self, samples: list[Sequence], candidates: Mapping[int, Candidates], running: RunningSet, kv: BlockSharing
     ) -> tuple[list[Request], list[int]]:
         """Distribute a step's candidates (keyed by place in `samples`), and reorder each search that has all of them.
-        Returns as `decide`."""
+        Returns ended requests and pending forks as `decide`."""
         for position, sequence in enumerate(samples):
             search = sequence.request.beam_search
             if search is None:
@@ -55,8 +56,8 @@ class BeamReorder:
         return not (self._reorders or self._token_overrides)
 
     def decide(self, running: RunningSet, kv: BlockSharing) -> tuple[list[Request], list[int]]:
-        """Reorder the searches whose matchers have answered. Returns (requests whose search has ended, beam slots to
-        release)."""
+        """Reorder the beam searches whose matchers (grammars) have accepted or refused their candidates. Returns
+        (requests whose search has ended, beam slots to release)."""
         ended: list[Request] = []
         released: list[int] = []
         undecided, self.undecided = self.undecided, []
@@ -78,7 +79,8 @@ class BeamReorder:
         return ended, released
 
     def forget(self, sequence: Sequence) -> bool:
-        """Drop the pending changes of a sequence that loses its slot. False: the workers do not know the slot yet."""
+        """Drop the pending changes of a sequence that loses its slot. Returns False if the workers do not know the slot
+        yet."""
         self._token_overrides.pop(sequence.seq_id, None)
         return self._reorders.pop(sequence.seq_id, None) is None
 

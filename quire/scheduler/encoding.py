@@ -1,4 +1,4 @@
-"""The scheduler's view of images: encoded ones, and the layers that each plan encodes.
+"""Scheduler's view of images: encoded ones, and the layers that each plan encodes.
 
 An image is encoded in slices of the tower's layers. A sequence stops before an unencoded image; a request that would
 begin with one waits in the queue (ImageGate). The workers keep features until a plan drops them.
@@ -20,13 +20,13 @@ ENCODING = "encoding image"
 
 
 class Wanted:
-    """An image, and the live requests that need it and have not read it yet."""
+    """Image, and the live requests that need it and have not computed its tokens yet."""
 
     def __init__(self, image: PromptImage) -> None:
         self.key, self.grid, self.num_tokens = image.key, image.grid, image.num_tokens
         self.is_encoded = image.is_encoded
         self.image: PromptImage | None = image
-        """The image; None: the workers have its pixels."""
+        """Image; None: the workers have its pixels."""
         self.requests: dict[Request, None] = {}
         self.num_layers = 0
         """Ordered layers."""
@@ -45,15 +45,15 @@ class ImageEncodings:
         self._wanted: dict[bytes, Wanted] = {}
         """Images whose encoding has not begun."""
         self._current: Wanted | None = None
-        """The image with some of its layers ordered."""
+        """Image with some of its layers ordered."""
         self._reads: set[bytes] = set()
         """Keys of images that this pass's plan reads."""
         self.num_begun = 0
         """Number of images whose first layers were ordered so far."""
 
     def limit(self, request: Request, start: int, end: int) -> int:
-        """The end of tokens [start, end) that can be computed now: before the first unencoded image, which is then
-        requested, and before one that is whole and does not end there."""
+        """End of the tokens from `start` that can be computed now, at most `end`. It lies before the first unencoded
+        image, which is then requested, and never inside an image that one step must compute (`is_whole`)."""
         for image in request.images:
             if image.start >= end:
                 break
@@ -71,13 +71,14 @@ class ImageEncodings:
         return end
 
     def awaits_budget(self, request: Request, start: int, num_tokens: int) -> bool:
-        """True if a whole image begins at position `start`, and these tokens are fewer than its own."""
+        """True if an image that one step must compute (`is_whole`) begins at position `start` and has more than
+        `num_tokens` tokens."""
         return any(
             image.is_whole and image.start == start and image.num_tokens > num_tokens for image in request.images
         )
 
     def await_first(self, request: Request, start: int) -> bytes | None:
-        """Request the unencoded image at position `start` and return its key."""
+        """Request the unencoded image at position `start`; returns its key, None if there is none."""
         for image in request.images:
             if image.start <= start < image.end and image.key not in self._kept:
                 self._want(image, request)
@@ -134,7 +135,7 @@ class ImageEncodings:
         current.requests[request] = None
 
     def _next(self, reads: set[bytes], dropped: list[bytes], *, is_idle: bool) -> Wanted | None:
-        """The image whose layers are ordered next. dropped: receives the images that make room."""
+        """Image whose layers are ordered next. dropped: receives the images that make room."""
         if self._current is not None:
             if self._current.requests:
                 return self._current
@@ -150,8 +151,8 @@ class ImageEncodings:
     def _make_room(
         self, num_tokens: int, order_key: OrderKey, reads: set[bytes], dropped: list[bytes], *, is_idle: bool
     ) -> bool:
-        """Make room for an image beside images that the plan reads and unread ones of earlier requests. False: no
-        room."""
+        """Make room for an image of `num_tokens` features beside images that the plan reads and unread ones of earlier
+        requests. False: no room."""
         assert self._costs is not None, "requests have images"
         room = self._costs.cache_tokens - sum(kept.num_tokens for kept in self._kept.values())
         victims = []

@@ -73,7 +73,8 @@ class Ends:
         return self.end_requests(expired, FinishReason.TIMEOUT, now)
 
     def end_nonfinite(self, in_flight: InFlight, seq_ids: list[int], now: float) -> list[SequenceUpdate]:
-        """End the requests of sequences with non-finite logits, and remove their blocks from the prefix cache."""
+        """End the requests of sequences whose logits hold NaN or infinity, and remove their blocks from the prefix
+        cache."""
         requests = live_requests(in_flight.sequences + in_flight.samples, seq_ids)
         for request in requests:
             for sequence in request.live_sequences:
@@ -81,8 +82,8 @@ class Ends:
         return self.end_requests(requests, FinishReason.ERROR, now)
 
     def end_unmatched(self, sequence: Sequence, reason: str) -> None:
-        """End a sequence that cannot continue under its constraint; `report_unmatched` reports it. A beam is given up,
-        and its search continues with the others."""
+        """End a sequence that cannot continue under its constraint; `report_unmatched` reports it. Of a beam search
+        only this beam ends."""
         search = sequence.request.beam_search
         if search is not None:
             search.give_up(sequence, reason)
@@ -96,7 +97,8 @@ class Ends:
             self.end(sequence.request, [sequence], FinishReason.ERROR)
 
     def take_foreseen(self, sequence: Sequence, token_ids: list[int]) -> None:
-        """Check a plan's sample whose token was known and reported before. token_ids: the result's tokens."""
+        """Check that a sample is the token that the constraint forced, which was reported before; otherwise end the
+        sequence. token_ids: result's tokens."""
         assert sequence.foreseen is not None
         expected, sequence.foreseen = sequence.foreseen.token_id, None
         if sequence.finish_reason is None and token_ids != [expected]:
@@ -116,8 +118,8 @@ class Ends:
     # -- in their time ----------------------------------------------------------------------------------------------
 
     def settle(self, matching: Matching, now: float) -> list[SequenceUpdate]:
-        """Continue the beam searches and sequences whose matchers have answered: append forced tokens, end finished
-        ones. The caller then removes ended sequences from the running ones."""
+        """Continue the beam searches and sequences whose matchers (grammars) have answered: append tokens that the
+        grammar forces, end finished sequences. The caller then removes ended sequences from the running ones."""
         updates: list[SequenceUpdate] = []
         if self._changes.beam_reorder.undecided:
             ended, released = self._changes.beam_reorder.decide(self._running, self._kv)
@@ -150,14 +152,14 @@ class Ends:
         return updates
 
     def finish_in_time(self, sequence: Sequence, update: SequenceUpdate, now: float) -> None:
-        """End a sequence with its last token, and record it in its update."""
+        """Finish a sequence whose last token ends it, and record the reason and the request's times in its update."""
         update.ends_in_text = ends_in_text(sequence, update.new_token_ids[-1])
         update.finish_reason, update.stop_reason = reason = finish_reason(sequence, update.new_token_ids[-1])
         self.finish(sequence, reason[0])
         report_times(update, sequence.request, now)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """End one sequence, and with the last one its request."""
+        """End a sequence and free its blocks; a request ends with its last sequence."""
         sequence.finish_reason = reason
         sequence.matcher = None
         request = sequence.request

@@ -43,17 +43,17 @@ class GateStage(enum.IntEnum):
 
 
 class Gate(Protocol):
-    """One reason to wait."""
+    """One reason why a waiting request may not start yet."""
 
     reason: str
     stage: GateStage
 
     def check(self, request: Request, quote: Quote, now: float) -> Deferral | None:
-        """The deferral of the request; None: it passes. A request is asked again when its deferral has ended."""
+        """Deferral of the request; None: it passes. A request is asked again when its deferral has ended."""
         ...
 
     def forget(self, request: Request) -> None:
-        """Drop a request that starts or has ended; not called at a preemption."""
+        """Drop what the gate keeps of a request that starts or has ended; not called at a preemption."""
         ...
 
 
@@ -129,7 +129,7 @@ class ConstraintGate:
         return Deferral(self.reason, 0, lambda: not _has_matchers(request), reserves_slots=False)
 
     def forget(self, request: Request) -> None:
-        """Keep nothing."""
+        """Do nothing: no state is kept."""
 
 
 def _has_matchers(request: Request) -> bool:
@@ -162,7 +162,7 @@ class PendingPrefixGate:
         return Deferral(self.reason, quote.num_blocks, lambda: kv.is_pending_in(*found))
 
     def forget(self, request: Request) -> None:
-        """Keep nothing."""
+        """Do nothing: no state is kept."""
 
 
 class AsynchronousLoadGate:
@@ -228,7 +228,7 @@ class NextPlanLoadGate:
 
 
 def _begin_load(reason: str, kv: KVCacheManager, found: Lookup, quote: Quote, now: float) -> Deferral:
-    """Load a lookup's blocks into blocks that are deducted from the request's needs."""
+    """Begin to load found blocks into newly allocated ones, which count as part of the request's needs."""
     num_before = kv.pool.num_allocatable
     load = kv.connector.allocated(found, kv.transfer_blocks.allocate(found))
     num_reserved = max(0, quote.num_blocks - (num_before - kv.pool.num_allocatable))

@@ -38,8 +38,9 @@ class InFlight(msgspec.Struct, frozen=True):
         return any(_awaits_mask(self.samples[index]) for index in self.plan.masked_samples)
 
     def sampling_inputs(self) -> tuple[SamplingInputs, list[tuple[Sequence, UserError]]]:
-        """The expected masks, and the sequences that cannot continue under their constraints. Called when all earlier
-        results are known. Samples without masks become `discarded` and are no longer pending."""
+        """Masks of tokens that constraints allow, and the sequences that cannot continue, with reasons. Called when all
+        earlier results are known. The workers drop samples whose mask is missing (`discarded`); they are computed
+        again."""
         masks: dict[int, bytes] = {}
         draft_masks: dict[int, list[bytes]] = {}
         failed, discarded = [], []
@@ -65,7 +66,7 @@ class InFlight(msgspec.Struct, frozen=True):
         return SamplingInputs(self.plan.step_id, masks, discarded, draft_masks), failed
 
     def commit(self, kv: KVCacheManager) -> None:
-        """Offer the blocks that this step filled to the prefix index."""
+        """Make the blocks that this step filled findable by their content (prefix index)."""
         for sequence, blocks, end in self.filled:
             if sequence.blocks is blocks:
                 num_known = len(sequence.token_ids)
@@ -86,6 +87,6 @@ def _awaits_mask(sequence: Sequence) -> bool:
 
 
 def _next_mask(sequence: Sequence) -> bytes | None:
-    """`Matcher.mask`; a beam whose text is complete can only end."""
+    """Mask of the tokens that may come next; if a beam's text is complete, of the end tokens alone."""
     matcher = matcher_of(sequence)
     return matcher.mask_of(*sequence.request.eos_token_ids) if matcher.is_finished else matcher.mask()

@@ -23,7 +23,7 @@ from quire.step import SamplingInputs, StepPlan, StepResult
 
 
 class CachedBlocks(Protocol):
-    """The KV cache as the engine core uses it. knows_stored: the KV connector has listed its stored blocks.
+    """KV cache as the engine core uses it. knows_stored: the KV connector has listed its stored blocks.
     has_transfers: it has blocks to move or release, even without live requests. can_transfer: also, the next transfer
     need not wait for an earlier one."""
 
@@ -83,20 +83,20 @@ class EngineScheduler(Protocol):
         ...
 
     def schedule(self, now: float) -> StepPlan | None:
-        """The next step; None when nothing can be computed now (idle, or waiting for results)."""
+        """Next step; None when nothing can be computed now (idle, or waiting for results)."""
         ...
 
     def schedule_transfers(self, *, awaits_report: bool = False) -> StepPlan | None:
-        """A plan of the KV connector's transfers alone. awaits_report: return a plan in any case; its result comes with
+        """Plan of the KV connector's transfers alone. awaits_report: return a plan in any case; its result comes with
         the connector's next report."""
         ...
 
     def sampling_inputs(self, plan: StepPlan) -> SamplingInputs:
-        """The second message of a plan in flight that expects one, when all earlier results are known."""
+        """Masks for a plan at the workers that waits for them (`masked_samples`). All earlier results must be known."""
         ...
 
     def awaits_masks(self, plan: StepPlan) -> bool:
-        """True while masks of a plan in flight are missing; `settle` is due with each answer."""
+        """True while masks for a plan at the workers are missing; call `settle` at each answer."""
         ...
 
     @property
@@ -106,12 +106,13 @@ class EngineScheduler(Protocol):
 
     @property
     def awaits_answers(self) -> bool:
-        """True while matchers have not answered."""
+        """True while a matcher (grammar) has not yet judged a sequence's new tokens."""
         ...
 
     @property
     def awaits_others(self) -> bool:
-        """True while `settle` is due for sequences that do not go ahead of their matchers, or for refused requests."""
+        """True if `settle` is due: a start, a sequence's next step or a beam search waits for a matcher (grammar), or
+        an adapter's failure refuses requests."""
         ...
 
     def awaited(self) -> list[Matcher]:
@@ -119,12 +120,13 @@ class EngineScheduler(Protocol):
         ...
 
     def settle(self, now: float) -> tuple[list[SequenceUpdate], list[tuple[str, UserError]]]:
-        """Continue with the matchers' answers; returns updates, and (id, reason) of refused requests."""
+        """Continue the sequences whose matchers have answered; returns updates, and (id, reason) of refused
+        requests."""
         ...
 
     def update(self, result: StepResult, now: float, *, may_go_ahead: bool = False) -> list[SequenceUpdate]:
-        """Process the result of the oldest plan in flight. may_go_ahead: the next plan may compute new tokens before
-        matchers have answered for them."""
+        """Process the result of the oldest plan at the workers. may_go_ahead: the next plan may compute new tokens
+        before matchers have answered for them."""
         ...
 
     def unregister_prefix(self, name: str) -> int:
@@ -141,7 +143,7 @@ class EngineScheduler(Protocol):
         ...
 
     def current_load(self) -> Load:
-        """The statistics that take constant time."""
+        """Statistics that take constant time."""
         ...
 
     def snapshot(self, now: float) -> KVSnapshot: ...

@@ -53,7 +53,7 @@ class Matching:
         self, sampled: Iterable[Sampled], in_flight: InFlight, ends: Ends, kv: KVCacheManager, may_go_ahead: bool
     ) -> list[Sampled]:
         """Append the samples of constrained sequences and ask their matchers; `Scheduler.settle` continues with the
-        answers. Returns the other samples."""
+        answers. Returns the samples of unconstrained sequences."""
         others, discarded, has_drafts = [], in_flight.discarded, bool(in_flight.plan.num_drafts)
         for sample in sampled:
             sequence, new_ids, token_logprobs = sample
@@ -76,7 +76,8 @@ class Matching:
     def _ask(
         self, sequence: Sequence, token_ids: list[int], logprobs: list[TokenLogprobs] | None, *, may_go_ahead: bool
     ) -> None:
-        """Ask a sequence's matcher about its new tokens. may_go_ahead: the next step may compute them meanwhile."""
+        """Ask a sequence's matcher about its new tokens. may_go_ahead: the next step may compute them before the
+        answer."""
         matcher, request = sequence.matcher, sequence.request
         assert matcher is not None
         sequence.awaits_matcher = True
@@ -95,7 +96,8 @@ class Matching:
         self.asked.append((sequence, token_ids, logprobs))
 
     def note_late(self, sequence: Sequence) -> None:
-        """Keep a sequence with a discarded sample out of steps until its mask is there."""
+        """Keep a sequence out of steps until its mask is there; the workers have dropped its last sample for lack of
+        one."""
         sequence.goes_ahead = False
         if not sequence.awaits_matcher:
             sequence.awaits_matcher = True
@@ -136,12 +138,12 @@ class Matching:
         return refused
 
     def all_go_ahead(self) -> bool:
-        """True if the next step computes the tokens of all questions before the answers."""
+        """True if the next step computes all tokens that matchers are still judging."""
         return all(sequence.goes_ahead for sequence, _, _ in self.asked)
 
     def awaited(self) -> list[Matcher]:
-        """Matchers that a step may wait for, as they are quick as a rule: of sequences that do not go ahead, and once
-        those of each new request."""
+        """Matchers that a step may wait for, as most are quick: of sequences whose tokens the next step must not
+        compute before the answer, and once those of new requests."""
         new, self._new = self._new, []
         asked = [sequence.matcher for sequence, _, _ in self.asked if not sequence.goes_ahead]
         return new + [matcher for matcher in asked if matcher is not None and not matcher.is_slow]
@@ -153,7 +155,7 @@ def first_matchers(request: Request) -> list[Matcher]:
 
 
 def matcher_of(sequence: Sequence) -> Matcher:
-    """The sequence's matcher, made for its first mask."""
+    """Sequence's matcher, made for its first mask."""
     request = sequence.request
     if sequence.matcher is None:
         assert request.first_matcher is not None, "only samples under a constraint have masks"

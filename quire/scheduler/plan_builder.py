@@ -1,4 +1,4 @@
-"""A plan under construction: token budget and columns of one scheduling pass, with rollback."""
+"""Plan under construction: token budget and columns of one scheduling pass, with rollback."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class PlanBuilder:
         self.swap_out: list[tuple[int, int]] = []
         self.swap_in: list[tuple[int, int]] = []
         self.resumed: list[tuple[Sequence, BlockTable, int]] = []
-        """Sequences that are swapped in, with their blocks and numbers of computed tokens."""
+        """Sequences swapped in, with their blocks and numbers of computed tokens."""
         self.forked: list[tuple[Sequence, list[Sequence]]] = []
 
     def grow(self, sequence: Sequence, allocation: BlockAllocation) -> None:
@@ -91,7 +91,7 @@ class PlanBuilder:
 
     @property
     def is_idle(self) -> bool:
-        """True if the plan runs, encodes and swaps nothing; a swapped sequence without copies counts as swapping."""
+        """True if the plan runs, encodes and swaps nothing; a sequence that swaps in without copies counts."""
         plan = self.plan
         return not (self.sequences or plan.new_sequences or self.swap_out or self.swap_in or plan.images)
 
@@ -101,8 +101,8 @@ class PlanBuilder:
         self.place(sequence, sequence.num_computed_tokens, num_tokens, known)
 
     def place(self, sequence: Sequence, start: int, num_tokens: int, known: int) -> None:
-        """`schedule` with counters that the caller has read. start: computed tokens. known: the sequence's tokens,
-        those in flight included."""
+        """Same as `schedule`, with counters that the caller has read. start: computed tokens. known: sequence's
+        tokens, those that earlier plans will sample included."""
         self.sequences.append(sequence)
         self.start_positions.append(start)
         self.num_tokens.append(num_tokens)
@@ -123,7 +123,7 @@ class PlanBuilder:
                 self.plan.masked_samples.append(len(self.samples) - 1)
 
     def append_forced(self, sequence: Sequence) -> None:
-        """Send the last tokens of a sequence, which the workers have not sampled."""
+        """Put into the plan the tokens that the constraint forced on a sequence: the workers have not sampled them."""
         self.plan.appended[sequence.seq_id] = sequence.token_ids[-sequence.num_unsent_tokens :]
         sequence.num_unsent_tokens = 0
 
@@ -145,8 +145,8 @@ class PlanBuilder:
             self.filled.append((sequence, sequence.blocks, sequence.num_computed_tokens))
 
     def place_steady(self, running: list[Sequence], index: int) -> int:
-        """`place` the sequences from `index` on, up to the first that needs a decision (`Sequence.fast_path_until`);
-        returns its index."""
+        """`place` the sequences from `index` on, one token each, up to the first that may need a new block, drafts or
+        an end (`Sequence.fast_path_until`); returns its index."""
         starts = []
         for place in range(index, len(running)):
             sequence = running[place]
@@ -179,8 +179,8 @@ class PlanBuilder:
             self.plan.masked_samples.append(len(self.samples) - 1)
 
     def fork(self, parent: Sequence, kv: KVCacheManager) -> None:
-        """Fork the siblings of the last entry's sequence after this step's forward pass. Siblings without output sample
-        from its logits."""
+        """Order forks of `parent`, the last entry, after this step: its request's other sequences copy its slot. Those
+        without output sample from its logits."""
         batch_index = len(self.sequences) - 1
         children = []
         for child, fork in fork_siblings(parent, kv):
@@ -230,8 +230,8 @@ class PlanBuilder:
         return undone
 
     def order_transfers(self, kv: KVCacheManager, *, may_wait: bool, awaits_report: bool) -> None:
-        """Add the KV connector's orders at the end of the pass. may_wait: the plan has nothing else, and none is in
-        flight. awaits_report: wait for a report in any case."""
+        """Add the KV connector's orders at the end of the pass. may_wait: the workers may wait for a transfer, as there
+        is nothing else to compute. awaits_report: they must wait for a report."""
         kv.transfer_blocks.release()
         transfers = kv.connector.orders(may_allocate=not self.resumed)
         if may_wait and not (transfers is not None and transfers.swap_in):
@@ -242,11 +242,11 @@ class PlanBuilder:
         self.plan.transfers = transfers
 
     def in_flight(self) -> InFlight:
-        """The scheduler's data on the built plan, until its result comes."""
+        """Scheduler's data on the built plan, until its result comes."""
         return InFlight(self.plan, self.sequences, self.filled, self.samples, self.forked, self.resumed, [])
 
     def build(self, changes: PlanChanges) -> StepPlan:
-        """The plan, which carries and clears the changes since the last one."""
+        """Plan, which carries and clears the changes since the last one."""
         plan = self.plan
         if self.swap_out or self.swap_in:
             transfers = plan.transfers = plan.transfers or HostTransfers()

@@ -36,12 +36,13 @@ class Choice(Protocol):
     """Rule for swapping a victim rather than recomputing it; depends on its arguments alone."""
 
     def __call__(self, footprint: Footprint, num_recomputed_tokens: int) -> bool:
-        """True to swap. num_recomputed_tokens: tokens to recompute, without certain prefix hits."""
+        """True to swap, False to recompute. num_recomputed_tokens: tokens to recompute, less those surely in the prefix
+        cache."""
         ...
 
 
 def choice(mode: str, costs: PreemptionCosts | None) -> Choice:
-    """The rule of a preemption mode; "auto" needs costs."""
+    """Rule of a preemption mode (swap or recompute); "auto" needs costs."""
     match mode:
         case "recompute":
             return lambda _footprint, _num_tokens: False
@@ -65,7 +66,8 @@ class Cheaper:
 
 
 def release_blocks(request: Request, kv: KVCacheManager, prefers_swap: Choice) -> list[tuple[int, int]] | None:
-    """Move a victim's blocks to the host, or drop them. Returns the plan's copies, or None when they were dropped."""
+    """Move a victim's blocks to the host, or drop them. Returns the (device, host) copies for the plan; None when
+    they were dropped."""
     copies = swap_out(request, kv, prefers_swap)
     if copies is None:
         request.num_lost_tokens += computed_tokens(request)
@@ -129,7 +131,7 @@ NO_PREEMPTION = PreemptionPlan([], 0)
 
 
 def comes_before_running(request: Request, running: list[Sequence]) -> bool:
-    """True if the first waiting request comes before a running one and has no sample in flight."""
+    """True if the first waiting request comes before a running one and no earlier plan still samples for it."""
     if not running or running[-1].request.order_key < request.order_key:
         return False
     return not any(sequence.num_pending_tokens for sequence in request.live_sequences)

@@ -12,7 +12,7 @@ from quire.step import PromptLogprobs
 
 
 def report_times(update: SequenceUpdate, request: Request, now: float, *, can_wait: bool = False) -> None:
-    """Add the prefix hit and the times to an update with a first token or an end. can_wait: it has neither."""
+    """Add the prefix hit and the times to an update with a first token or an end. can_wait: the update has neither."""
     started = request.first_scheduled_time
     update.num_cached_tokens = request.num_cached_tokens or 0
     update.timing = RequestTiming(
@@ -92,7 +92,8 @@ def attach_prompt_logprobs(
 
 
 def ends_in_text(sequence: Sequence, token_id: int) -> bool:
-    """True if the last token of a sequence at its constraint's end belongs to the text."""
+    """True if `token_id`, the last token of an ended sequence, belongs to its text: it completed the constraint, and is
+    no end token."""
     is_text = sequence.matcher is not None and sequence.matcher.ends_in_text
     return is_text and token_id not in sequence.request.end_token_ids
 

@@ -24,7 +24,7 @@ class RunningSet:
 
     @property
     def num_slots(self) -> int:
-        """Taken and reserved request slots."""
+        """Number of taken and reserved request slots."""
         return len(self.sequences) + self.num_reserved
 
     def enter(self, request: Request, sequences: list[Sequence]) -> None:
@@ -44,7 +44,8 @@ class RunningSet:
         self.num_reserved -= len(children)
 
     def replace_beams(self, search: BeamSearch, former: list[Sequence], num_reserved: int) -> None:
-        """Replace the beams of a search. former: sequences that ran. num_reserved: reservations until now."""
+        """Replace the beams of a search. former: beams that ran. num_reserved: slots reserved for its further
+        beams."""
         if former:
             position = self.sequences.index(former[0])
             self.sequences[position : position + len(former)] = search.running_sequences
@@ -71,7 +72,7 @@ class RunningSet:
 
 
 class Collections(NamedTuple):
-    """The scheduler's requests and counters. requests: all requests by id; each waits or runs."""
+    """Scheduler's requests and counters. requests: all requests by id; each waits or runs."""
 
     requests: dict[str, Request]
     waiting: RequestQueue

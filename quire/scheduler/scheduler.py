@@ -1,4 +1,4 @@
-"""The scheduler: chooses the tokens of the next step (continuous batching over a paged KV cache).
+"""Scheduler: chooses the tokens of the next step (continuous batching over a paged KV cache).
 
 There are no prefill and decode phases. A step schedules a sequence's tokens until `num_computed_tokens` equals its
 known tokens plus those that plans in flight will sample; chunked prefill, prefix hits and recomputation after a
@@ -66,8 +66,8 @@ class Scheduler:
         adapters: AdaptersConfig = NO_ADAPTERS,
         encoder: EncoderCosts | None = None,
     ) -> None:
-        """preemption_costs: needed by the preemption mode "auto". gates: replace `default_gates`. drafter: for workers
-        that verify drafts. encoder: costs of the image tower; None: no images."""
+        """preemption_costs: only needed by the preemption mode "auto". gates: replace `default_gates`. drafter: for
+        workers that verify drafts. encoder: costs of the image tower; None: no images."""
         self.kv = kv
         self._max_chunk = min(config.max_prefill_chunk or 2**62, config.max_num_batched_tokens)
         self._limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, self._max_chunk, config.whole_prompts)
@@ -199,7 +199,7 @@ class Scheduler:
         return self._in_flight[plan.step_id].awaits_masks
 
     def sampling_inputs(self, plan: StepPlan) -> SamplingInputs:
-        """Masks that a plan in flight expects. A sample without its mask is discarded."""
+        """Masks for a plan at the workers; they drop samples whose mask is missing."""
         in_flight = self._in_flight[plan.step_id]
         inputs, failed = in_flight.sampling_inputs()
         for sequence in in_flight.discarded:
@@ -210,7 +210,7 @@ class Scheduler:
         return inputs
 
     def update(self, result: StepResult, now: float, *, may_go_ahead: bool = False) -> list[SequenceUpdate]:
-        """Append tokens, end sequences, commit full blocks, free."""
+        """Append a result's tokens, end sequences, commit full blocks, free; returns the updates."""
         in_flight = self._in_flight.pop(result.step_id)
         plan, samples, ends = in_flight.plan, in_flight.samples, self._ends
         assert len(samples) == len(result.token_ids), "a result without a sample, or the other way round"
@@ -250,8 +250,8 @@ class Scheduler:
     def _take_tokens(
         self, sampled: Iterable[Sampled], updates: list[SequenceUpdate], now: float, *, has_drafts: bool
     ) -> None:
-        """Append sampled tokens to their sequences, and end complete ones. has_drafts: some tokens may be accepted
-        drafts."""
+        """Append sampled tokens to their sequences, and end complete ones. has_drafts: a sequence may have several new
+        tokens (accepted drafts)."""
         any_finished = bool(updates)
         num_tokens = sum([len(update.new_token_ids) for update in updates]) - len(updates) if updates else 0
         for sequence, new_ids, token_logprobs in sampled:
@@ -298,7 +298,8 @@ class Scheduler:
         return self.matching.awaited() + [matcher for matcher in beams if not matcher.is_slow]
 
     def settle(self, now: float) -> tuple[list[SequenceUpdate], list[tuple[str, UserError]]]:
-        """Append forced tokens, end finished sequences, and end requests that cannot start under their constraints."""
+        """Append tokens that a grammar forces, end finished sequences, and end requests that cannot start under their
+        constraints."""
         updates = self._ends.settle(self.matching, now)
         refused: list[tuple[Request, UserError]] = []
         if self.matching.starting or self._adapters.refused:
@@ -314,8 +315,8 @@ class Scheduler:
     # -- parts of a step --------------------------------------------------------------------------------------------
 
     def _schedule_running(self, builder: PlanBuilder, num_reserved: int) -> bool:
-        """Schedule tokens for the running sequences in order; True after a preemption. num_reserved: tokens that
-        sequences behind the first waiting request leave to it."""
+        """Schedule tokens for the running sequences in order; True after a preemption. num_reserved: tokens kept for
+        the first waiting request by running sequences behind it in the order."""
         running = self._running.sequences
         index = builder.place_steady(running, 0)
         if index == len(running):  # in most steps

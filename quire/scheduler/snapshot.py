@@ -1,4 +1,4 @@
-"""A snapshot of the KV cache on request: every block's state, and every live sequence's block tables, as plain data for
+"""Snapshot of the KV cache on request: every block's state, and every live sequence's block tables, as plain data for
 the live page, `quire top` and `GET /debug/kv` (docs/live-view.md)."""
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class ServedAdapters:
     def __init__(
         self, engine: AsyncLLM, directory: str | None, base_names: Sequence[str], shared: SharedNames | None = None
     ) -> None:
-        """directory: folder of adapters that are loaded when a request first names them. shared: names known to the
+        """directory: folder of adapters loaded when a request first names them. shared: names known to the
         other API processes, if any. Raises ConfigError."""
         self._engine = engine
         self._directory = None if directory is None else Path(directory).expanduser().resolve()
@@ -104,8 +104,8 @@ class ServedAdapters:
         return self._engine.adapters.named(name)
 
     async def meet(self, name: str) -> None:
-        """Read the adapter from the directory if it is there and not yet known. Raises UserError if it cannot be
-        read."""
+        """Register the adapter `name` of the directory (`lora_dir`), if it is there and not known yet. Raises UserError
+        if it cannot be read."""
         if self._directory is None or name in self._base_names or self.find(name) is not None:
             return
         path = self._directory / name
@@ -141,7 +141,7 @@ class ServedAdapters:
                 raise
 
     async def unload(self, name: str) -> None:
-        """Raises ApiError (404) for an unknown adapter."""
+        """Forget the adapter of this name. Raises ApiError (404) if it is unknown."""
         async with self._changing:
             if self.find(name) is None:
                 raise invalid_request(
@@ -151,7 +151,8 @@ class ServedAdapters:
             self._shared.change(partial(_forget, name))
 
     def _publish(self, name: str, known: Literal["replace", "refuse", "keep"]) -> None:
-        """known: action if another process has named it meanwhile; "refuse" raises UserError."""
+        """Tell the other API processes of an adapter. known: action if another process has named it meanwhile; "refuse"
+        raises UserError."""
         request, ref = self._engine.adapters.known(name)
 
         def put(names: Names) -> None:

@@ -68,7 +68,7 @@ class AbortRequest(RequestStruct, kw_only=True, frozen=True):
 
 
 class ServerInfo(msgspec.Struct):
-    """config: the engine's; text on request. start_seconds: duration of each phase of the start."""
+    """config: engine's configuration; text on request. start_seconds: duration of each phase of the start."""
 
     version: str
     config: dict[str, Any] | str
@@ -122,7 +122,7 @@ def _add_pause_routes(app: FastAPI, context: ServerContext) -> None:
     @app.post("/pause")
     @admin
     async def pause(request: Request, mode: str = "abort", clear_cache: str = "true") -> Response:
-        """See AsyncLLM.pause."""
+        """Pause the engine; see AsyncLLM.pause."""
         context.check_alive()
         check_mode(mode)
         await run_until_disconnect(request.receive, engine.pause(mode, clear_cache=truth("clear_cache", clear_cache)))
@@ -157,7 +157,7 @@ def _add_cache_routes(app: FastAPI, context: ServerContext) -> None:
     @app.post("/reset_encoder_cache")
     @admin
     async def reset_nothing() -> Response:
-        """Do nothing: vLLM's route."""
+        """Do nothing: the route is vLLM's."""
         context.check_alive()
         return Response()
 
@@ -223,8 +223,8 @@ def _add_sleep_routes(app: FastAPI, context: ServerContext) -> None:
     @app.post("/sleep")
     @admin
     async def sleep(request: Request, level: str = "1", mode: str = "abort") -> Response:
-        """level: 1 keeps the weights in host memory, 2 drops them, 0 only pauses. mode: see AsyncLLM.sleep; "keep" is
-        400 while requests live."""
+        """Free the engine's memory. level: 1 keeps the weights in host memory, 2 drops them, 0 only pauses. mode: see
+        AsyncLLM.sleep; "keep" is 400 while requests live."""
         context.check_alive()
         check_mode(mode)
         work = engine.pause(mode) if level == "0" else engine.sleep(level, mode)

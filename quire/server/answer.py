@@ -1,4 +1,4 @@
-"""Base of all generating endpoints: the route, and the fields of an answer that are known before it begins."""
+"""Base of all generating endpoints: the route, and the fields of an answer known before it begins."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Answer(ABC, Generic[Body]):
 
     @property
     def ineffective_fields(self) -> list[str]:
-        """Known fields of the request that have no effect on this server."""
+        """Names of known request fields without effect on this server."""
         is_idle = bool(self._body.include_metrics) and not self._context.settings.enable_per_request_metrics
         return self._ineffective + (["include_metrics"] if is_idle else [])
 

@@ -171,7 +171,7 @@ class AnswerFormat:
         return delta
 
     def num_calls(self, completion: CompletionOutput) -> int:
-        """Tool calls read so far."""
+        """Number of tool calls read so far."""
         parser = self._parsers.get(completion.index)
         return 0 if parser is None else parser.num_calls
 
@@ -182,7 +182,7 @@ class AnswerFormat:
 
     @property
     def num_reasoning_tokens(self) -> int | None:
-        """Reasoning tokens of all completions; None if the model does not reason."""
+        """Number of reasoning tokens of all completions; None if the model does not reason."""
         if self._formats.reasoning is None:
             return None
         return sum(counter.num_tokens for counter in self._counters.values())
@@ -277,7 +277,7 @@ class AnswerFormat:
 
 
 def _held(form: Form, found: StructuredOutputsParams | None = None) -> StructuredOutputsParams:
-    """found: constraint whose other options are kept."""
+    """Constraint that holds an answer to a form. found: constraint whose other options are kept."""
     tag = {"format": form}
     if found is None:
         return StructuredOutputsParams(structural_tag=tag)

@@ -52,7 +52,7 @@ class AnswerSize:
             )
 
     def planned(self, num_sequences: int, max_tokens: int) -> None:
-        """Count the maximum number of generated tokens."""
+        """Count the most tokens that `num_sequences` may generate, `max_tokens` each. Raises UserError."""
         if self._is_streamed:
             return
         total = self._known + num_sequences * max_tokens * self._bytes_per_token

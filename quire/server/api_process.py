@@ -49,7 +49,7 @@ PACKET_BYTES = 65536
 
 
 class ApiLaunch(msgspec.Struct):
-    """Launch message: a line of JSON on standard input, which stays open while the parent lives. settings: this
+    """Launch message: line of JSON on standard input, which stays open while the parent lives. settings: this
     process's share. slot: its place in the shared numbers. preloads: register the prefixes of `preload_prefix`."""
 
     options: EngineOptions
@@ -63,17 +63,17 @@ class ApiLaunch(msgspec.Struct):
 
 
 class Connection(msgspec.Struct, tag="connection", array_like=True):
-    """The parent's message of an accepted connection, sent with its descriptor."""
+    """Parent's message of an accepted connection, sent with its descriptor."""
 
 
 class Drain(msgspec.Struct, tag="drain", array_like=True):
-    """The parent's order to refuse new requests, and to reply `Drained` when none is left or `seconds` have passed."""
+    """Parent's order to refuse new requests, and to reply `Drained` when none is left or `seconds` have passed."""
 
     seconds: float
 
 
 class Leave(msgspec.Struct, tag="leave", array_like=True):
-    """The parent's order to close connections and exit."""
+    """Parent's order to close connections and exit."""
 
 
 class Serving(msgspec.Struct, tag="serving", array_like=True):

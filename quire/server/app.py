@@ -1,4 +1,4 @@
-"""The HTTP application: routes, middleware and error handlers around one engine."""
+"""HTTP application: routes, middleware and error handlers around one engine."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _UNFINISHED = ("queued", "in_progress")
 
 
 class AnyResponse(Protocol):
-    """Response, stored or in the making. is_streamed: it has events to `follow`."""
+    """Response, stored or in the making. is_streamed: its events can be read (`follow`)."""
 
     @property
     def is_streamed(self) -> bool: ...
@@ -46,7 +46,7 @@ class ResponseProgress(NamedTuple):
 
 
 async def follow(progress: Callable[[int], Awaitable[ResponseProgress]], first: int) -> AsyncGenerator[bytes, None]:
-    """progress: returns the events from a given number on."""
+    """Yield events as they come. progress: returns the events from a given number on."""
     has_ended = False
     while not has_ended:
         events, has_ended = await progress(first)
@@ -180,7 +180,7 @@ class BackgroundResponses:
     async def start(
         self, owner: str, answer: ResponseAnswer, conversation: Listing, *, keeps_events: bool
     ) -> BackgroundResponse:
-        """Raises ApiError: 400 for an id in use, 429 if the store is full."""
+        """Start to make a response. Raises ApiError: 400 for an id in use, 429 if the store is full."""
         response_id = answer.body.id
         response = BackgroundResponse(answer, conversation, keeps_events=keeps_events)
         match await self._store.begin_response(owner, response_id, response.begun(self._store.maker)):

@@ -51,7 +51,7 @@ class ResponseElsewhere:
     """AnyResponse of another process; read from the store if its maker no longer has it."""
 
     def __init__(self, store: Responses, owner: str, response_id: str, begun: StoredResponse) -> None:
-        """begun: the response's entry in the store."""
+        """begun: response's entry in the store."""
         assert begun.maker is not None
         self._store, self._maker = store, begun.maker
         self._key = owner, response_id
@@ -110,7 +110,7 @@ async def find_anywhere(
 
 
 async def answer_question(background: BackgroundResponses, payload: bytes) -> bytes:
-    """Answer the question of a ResponseElsewhere."""
+    """Answer another process's question about a response that this one is making."""
     question = msgspec.msgpack.decode(payload, type=_Body | _Follow | _Cancel | _Settle | _Delete)
     response = background.find_response(question.owner, question.response_id)
     answer: bytes | ResponseProgress | None = None

@@ -68,8 +68,8 @@ class ChatAnswer(Answer[ChatRequest]):
         weight: AnswerSize | None = None,
         asked: AskedRoute | None = None,
     ) -> None:
-        """ends_with_context: cut max_tokens that exceed the context instead of refusing them. weight: weight of this
-        and other answers together. asked: derived from the body if None."""
+        """ends_with_context: cut max_tokens that exceed the context instead of refusing them. weight: AnswerSize that
+        this and other answers share. asked: derived from the body if None."""
         super().__init__(context, body, header_id)
         self._asked = asked or AskedRoute("chat_completions", is_streamed=body.stream)
         self._ends_with_context = ends_with_context
@@ -226,7 +226,7 @@ class ChatAnswer(Answer[ChatRequest]):
         self.weigh_plan()
 
     def weigh_plan(self, num_answers: int = 1) -> None:
-        """Refuse `num_answers` like this one if they may be too large together."""
+        """Raise UserError if `num_answers` like this one may be too large together."""
         limit, longest = self._params.max_tokens, self._context.engine.ready.max_model_len
         if limit is not None:
             self.weight.planned(num_answers * self._params.num_sequences, min(longest, limit))

@@ -25,7 +25,7 @@ MAX_NUM_PIPELINED = 16
 MAX_PIPELINED_BYTES = 64 * 1024
 """Limits of pipelined requests kept during an answer; beyond them the connection ends after it."""
 MAX_DISCARDED_BYTES = 64 * 2**20
-"""Bytes dropped of a request that was answered early."""
+"""Bytes dropped of a request answered early."""
 MIN_READ_BYTES = 64 * 1024
 """Bytes of an answer that a client must read within the write timeout."""
 LINGER_SECONDS = 2.0
@@ -44,7 +44,7 @@ class Phase(enum.IntEnum):
     ANSWER = 3
     """The application answers a request that has arrived in full."""
     CLOSING = 4
-    """The client reads the refusal; its data is dropped."""
+    """Client reads the refusal; its data is dropped."""
 
 
 @dataclass(frozen=True, slots=True)

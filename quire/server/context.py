@@ -117,7 +117,7 @@ class ServerContext:
         return [name for name in names if may_use(name)]
 
     async def meet(self, model: str) -> None:
-        """See ServedAdapters.meet; ignores names that this request's client may not use."""
+        """Call ServedAdapters.meet, except for names that this request's client may not use."""
         if may_use(model):
             await self.adapters.meet(model)
 
@@ -182,7 +182,7 @@ class ServerContext:
 
 
 def may_use(model: str) -> bool:
-    """True if this request's client may use the model or adapter."""
+    """True if this request's client may use the model or adapter of this name."""
     client = CLIENT.get()
     return client is None or client.models is None or model in client.models
 

@@ -161,7 +161,7 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def named(self, names: Mapping[str, str]) -> ApiError:
-        """See UserError.named."""
+        """The error with the request's field names; see UserError.named."""
         message, param = in_terms(self.detail.message, self.detail.param, names)
         return ApiError(self.status, msgspec.structs.replace(self.detail, message=message, param=param), self.headers)
 
@@ -178,7 +178,6 @@ def api_error(
 
 
 def invalid_request(message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> ApiError:
-    """Client error: 400 or the status given."""
     return api_error(status, message, code, param=param)
 
 
@@ -230,7 +229,7 @@ def _see_log(error_id: str) -> str:
 
 
 def error_body(error: ApiError, scope: Scope) -> bytes:
-    """JSON body of an error. scope: the request's ASGI scope; its path and server decide the shape."""
+    """JSON body of an error. scope: request's ASGI scope; its path and server decide the shape."""
     path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
     if path == MESSAGES_PATH or path.startswith(MESSAGES_PATH + "/"):
         kind = _MESSAGES_ERROR_TYPES.get(error.status, "invalid_request_error")

@@ -51,7 +51,7 @@ class _Check:
         self.unknown: set[str] = set()
 
     def visit(self, value: Any, kinds: Structs, path: str, pattern: str) -> None:
-        """Check an object, or the objects of a list. path: its place in the request. pattern: the path without
+        """Check an object, or the objects of a list. path: its place in the request. pattern: path without
         indices."""
         if isinstance(value, dict):
             known, nested = _shape(kinds)
@@ -112,7 +112,7 @@ class _Check:
 
 
 def check_entries(num_entries: int, path: str) -> None:
-    """Raise ApiError (400) for too many list entries. path: list named in the error."""
+    """Raise ApiError (400) for more than MAX_ENTRIES list entries. path: list named in the error."""
     if num_entries > MAX_ENTRIES:
         message = f"the lists of the request have more than {MAX_ENTRIES} entries, those of {path} among them"
         raise invalid_request(message, param=path)

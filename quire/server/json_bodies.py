@@ -24,7 +24,7 @@ IN_FLIGHT = "quire.body_in_flight"
 
 @contextlib.contextmanager
 def in_flight(scope: Scope) -> Iterator[None]:
-    """Keep counting a body as in flight, though it has been read."""
+    """Keep counting a body's bytes against the limit of unprocessed bodies, though it has been read."""
     body: _BodyInFlight | None = scope.get(IN_FLIGHT)
     if body is not None:
         body.is_kept = True

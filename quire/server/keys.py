@@ -57,7 +57,7 @@ class KeyRing:
     """Keys that a server accepts. With no key, or only admins' keys, clients need none."""
 
     def __init__(self, clients: dict[str, Client], anyone: Client) -> None:
-        """clients: by key. anyone: client of a server without keys."""
+        """clients: by key. anyone: rights of a client without a key, if the server needs none."""
         self._clients = [(_digest(key.encode()), client) for key, client in clients.items()]
         self._anyone = anyone
         self.has_admin_keys = any(client.is_admin for client in clients.values())

@@ -115,7 +115,7 @@ class Charge:
 
 
 def names_owner(cache_salt: str | None) -> str:
-    """The owner of the names that a request has for pictures: its key and its salt. cache_salt: the request's own."""
+    """The owner of the names that a request has for pictures: its key and its salt. cache_salt: request's own."""
     return f"{OWNER.get()}:{client_salt(cache_salt)}"
 
 

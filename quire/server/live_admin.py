@@ -73,7 +73,7 @@ class LogTail(logging.Handler):
 
 
 class AbortLive(RequestStruct, kw_only=True, frozen=True):
-    """request_id: a request's id in /debug/kv, or an answer's."""
+    """request_id: request's id in /debug/kv, or an answer's."""
 
     request_id: str
 

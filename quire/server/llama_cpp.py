@@ -263,7 +263,7 @@ class _LlamaAnswer:
 
 
 def _at(fields: dict[str, Any], path: str) -> Any:
-    """Value at a path such as `timings/prompt_n`, or None."""
+    """Value at a path such as `timings/prompt_n`, None: absent."""
     value: Any = fields
     for name in path.split("/"):
         value = value.get(name) if isinstance(value, dict) else None

@@ -22,7 +22,7 @@ STARTED_SECONDS = 0.005
 
 @contextlib.asynccontextmanager
 async def serving_metrics(context: ServerContext, settings: ServerSettings, listener: Listener) -> AsyncIterator[None]:
-    """Serve the metrics on `listener`, with the connection limits of `settings`, until the context ends. Raises
+    """Serve /metrics on `listener`, with the connection limits of `settings`, until the context ends. Raises
     ConfigError if another server has taken the address."""
     listener.listen()
     app = FastAPI(openapi_url=None)

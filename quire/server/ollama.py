@@ -92,7 +92,7 @@ def add_ollama_routes(app: FastAPI, context: ServerContext) -> None:
 
 
 def tagged(name: str) -> str:
-    """Name of a model in Ollama's lists."""
+    """Model name in Ollama's lists: with ":latest" unless it has a tag."""
     return name if ":" in name.rpartition("/")[2] else name + OLLAMA_TAG
 
 
@@ -211,7 +211,7 @@ class _ChatForm:
         self._num_calls = 0
 
     def piece(self, event: Event) -> OllamaResponse | None:
-        """Line for the event, or None if there is nothing to send."""
+        """Line for the event; None if there is nothing to send."""
         segment = event.segment
         if segment is None:
             return None

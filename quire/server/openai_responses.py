@@ -133,7 +133,8 @@ def _add_read_routes(app: FastAPI, kept: _Kept) -> None:
         include: list[str] = Query([]),  # noqa: B008 - FastAPI's way to read a list
         include_obfuscation: str = "false",
     ) -> Response:
-        """include, include_obfuscation: no effect; the response is complete anyway."""
+        """Return a response, or with `stream` its events after number `starting_after`. include, include_obfuscation:
+        no effect; the response is complete anyway."""
         is_streamed = truth("stream", stream)
         if starting_after is not None and not is_streamed:
             raise invalid_request("starting_after is only allowed together with stream=true", param="starting_after")
@@ -188,6 +189,6 @@ def _add_end_routes(app: FastAPI, kept: _Kept) -> None:
 
     @app.post(_PATH + "/{response_id}/cancel")
     async def cancel(request: Request, response_id: str) -> Response:
-        """End a response that is being made in the background; return a finished one unchanged."""
+        """End a response being made in the background; return a finished one unchanged."""
         found = await kept.find_response(request, response_id)
         return Response(await found.cancel(), media_type="application/json")

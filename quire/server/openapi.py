@@ -186,10 +186,10 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
 
 class Operation(NamedTuple):
     """Method of a path. response: None for an empty body. request: None if no body is read. parameters: name ->
-    description, for query and path. is_public: needs no key. is_admins: needs an admin's key. is_queued: requests wait
-    for a place in the batch. names_model: 404 for an unknown model, or thing. is_list: the response is a list of
-    `response`. or_response: alternative shape. is_form: the body is multipart/form-data. has_quota: 429 at the quota of
-    a key. answers_bytes: the response is a file."""
+    description, for query and path. is_public: needs no key. is_admins: needs an admin's key. is_queued: requests run
+    on the engine, so 429 and 503 are possible. names_model: 404 for an unknown model, or thing. is_list: the response
+    is a list of `response`. or_response: alternative shape. is_form: the body is multipart/form-data. has_quota: 429 at
+    the quota of a key. answers_bytes: the response is a file."""
 
     summary: str
     response: type[msgspec.Struct] | None
@@ -458,7 +458,7 @@ def add_openapi_route(app: FastAPI) -> None:
 def api_description(
     existing: Collection[tuple[str, str]] | None = None, keys: KeyRing | None = None, model: str = "MODEL"
 ) -> dict[str, Any]:
-    """OpenAPI 3.1 document of these (method, path) pairs; None: all. keys: the server's keys, if any. model: name in
+    """OpenAPI 3.1 document of these (method, path) pairs; None: all. keys: server's keys, if any. model: name in
     examples."""
     operations = {key: each for key, each in OPERATIONS.items() if existing is None or key in existing}
     structs = [
@@ -537,7 +537,6 @@ def _parameter(name: str, text: str, path: str) -> dict[str, Any]:
 
 
 def statuses(operation: Operation) -> list[int]:
-    """Error statuses of a route."""
     left_out = set()
     if operation.request is None:
         left_out.add(413)

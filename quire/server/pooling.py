@@ -199,7 +199,7 @@ async def _scores(
 
 
 async def _shortened(context: ServerContext, texts: list[str], max_tokens: int) -> list[str]:
-    """Cut texts to `max_tokens` tokens; 0: no limit."""
+    """Texts cut to `max_tokens` tokens; 0: no limit."""
     if not max_tokens:
         return texts
     return await asyncio.to_thread(context.tokenizer.beginnings, texts, max_tokens)

@@ -38,7 +38,8 @@ OF_IDS = ("prompt", "input", "tokens")
 
 
 class How(msgspec.Struct):
-    """Instructions for parsing a body. kind: "module:name" of its struct. strict: refuse unknown fields."""
+    """Instructions to the helper for parsing a body. kind: "module:name" of its struct. strict: refuse unknown
+    fields."""
 
     kind: str
     strict: bool
@@ -100,17 +101,17 @@ class Found(msgspec.Struct, tag=True):
 
 
 def read(argument: str, body: bytes) -> bytes:
-    """Read a body for `read_request`."""
+    """Parse a body (for `read_request`)."""
     return _answered(lambda: _read(msgspec.json.decode(argument, type=How), body))
 
 
 def go_on(argument: str, content: bytes) -> bytes:
-    """Join items for `read_continuation`."""
+    """Join stored and sent items (for `read_continuation`)."""
     return _answered(lambda: Found.of_input(*msgspec.json.decode(argument, type=Continuation).join(content)))
 
 
 def names(_argument: str, body: bytes) -> bytes:
-    """List field names for `read_names`, in `unknown`."""
+    """List field names (for `read_names`), in `unknown`."""
     return _answered(lambda: Found(b"", names_of(body), [], []))
 
 

@@ -45,7 +45,7 @@ class Turns:
         self.has_ended = True
 
     async def take(self, num_places: int) -> None:
-        """Wait for `num_places` (at most the share) at once. Cancellation takes none."""
+        """Wait for `num_places` (at most the share) at once. A cancelled call takes none."""
         if not self._waiting and num_places <= self._num_free:
             self._num_free -= num_places
             return

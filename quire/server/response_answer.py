@@ -45,7 +45,7 @@ _encoder = msgspec.json.Encoder()
 
 
 class ResponseAnswer:
-    """keep: called with the whole response before the client sees its end."""
+    """Response of /v1/responses being made. keep: called with the whole response before the client sees its end."""
 
     def __init__(
         self,
@@ -94,7 +94,8 @@ class ResponseAnswer:
         return await self._end()
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """Yield the events. After the first one, an error becomes an event. A background response begins at once."""
+        """Yield server-sent events. After the first one, an error becomes an event. A background response yields
+        "created" and "queued" before the engine starts it."""
         begun = self._request.background
         if begun:
             yield self._event("response.created", response=self.body)
@@ -206,7 +207,8 @@ class ResponseAnswer:
         )
 
     def stored(self, conversation: Listing) -> StoredResponse:
-        """Finished response with its conversation for the next one."""
+        """Record of the finished response for the store, with all items that a later `previous_response_id` continues
+        from. conversation: items before the answer."""
         said = self.body.output or [OutputMessage(f"msg_{self.body.id[5:]}_0", [OutputText("")], "completed")]
         added = [listed(item, item.id or "") for item in msgspec.convert(msgspec.to_builtins(said), list[InputItem])]
         can_continue = self.body.status in ("completed", "incomplete")

@@ -22,7 +22,7 @@ def response_event(name: str, number: int, /, **fields: Any) -> bytes:
 
 
 class StoredResponse(NamedTuple):
-    """Response and its conversation. body: the response as JSON. items: conversation up to the response's end.
+    """Response and its conversation. body: response as JSON. items: conversation up to the response's end.
     can_continue: it ended normally. events: stream of a background response, empty if lost. maker: session of the API
     process still making it; the other fields then date from its beginning."""
 
@@ -82,7 +82,7 @@ class ResponseStore:
             self.num_bytes -= oldest.num_bytes
 
     def begin_response(self, owner: str, response_id: str, response: StoredResponse) -> ResponseRejection | None:
-        """Register a response that `response.maker` begins."""
+        """Register a response that `response.maker` begins; returns the reason if it is refused."""
         if (owner, response_id) in self._making:
             return ResponseRejection.IN_USE
         num_bytes = sum(each.items.num_bytes for each in self._making.values()) + response.items.num_bytes
@@ -98,7 +98,6 @@ class ResponseStore:
             self.put(owner, response_id, response)
 
     def end_maker(self, maker: int, message: str) -> None:
-        """Fail the responses of a maker that has ended."""
         for (owner, response_id), begun in list(self._making.items()):
             if begun.maker == maker:
                 self.put(owner, response_id, begun.lost(message))
@@ -108,7 +107,6 @@ class ResponseStore:
         return self._making.get(key) or self._entries.get(key)
 
     def remove(self, owner: str, response_id: str) -> bool:
-        """Return True if there was one."""
         key = (owner, response_id)
         begun, entry = self._making.pop(key, None), self._entries.pop(key, None)
         if entry is not None:
@@ -134,7 +132,7 @@ class Responses(Protocol):
     async def remove(self, owner: str, response_id: str) -> bool: ...
 
     async def ask(self, maker: int, question: bytes) -> bytes | None:
-        """Ask another maker. Returns None if it has ended or could not answer."""
+        """Ask another process that makes responses. Returns None if it has ended or could not answer."""
 
     def answer_with(self, answer: Callable[[bytes], Awaitable[bytes]]) -> None:
         """Answer the questions of other processes with `answer`. Call in the event loop."""

@@ -10,7 +10,7 @@ from quire.server.request_share import Turns
 
 
 class Work(NamedTuple):
-    """Engine requests of an answer, by id, and their turns."""
+    """Engine requests of an answer, by id, and their turns (request_share.py)."""
 
     names: list[str]
     turns: Turns

@@ -437,7 +437,6 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return BODY_BYTES if self.max_body_size is None else parse_bytes(self.max_body_size, param="max_body_size")
 
     def max_body_bytes_of(self, *, takes_images: bool) -> int:
-        """Limit of a request body in bytes."""
         if self.max_body_size is None and takes_images:
             return min(BODY_BYTES_WITH_IMAGES, self.max_total_body_bytes)
         return self.max_body_bytes

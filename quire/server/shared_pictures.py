@@ -1,4 +1,4 @@
-"""The pictures that clients of several API processes have named, which the parent has: the messages about them."""
+"""Pictures that clients of several API processes have named, which the parent has: the messages about them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from quire.errors import InternalError
 from quire.multimodal.named import NamedPictures
 
 PICTURES = "pictures"
-"""The parent's service that keeps named pictures."""
+"""Parent's service that keeps named pictures."""
 
 
 class _Holds(msgspec.Struct, tag="holds"):
-    """Ask before `_Put`, so that a file that the parent has is not sent again."""
+    """Question whether the parent has a file; `_Put` sends it only if not."""
 
     name: bytes
     digest: bytes
@@ -62,7 +62,7 @@ class ParentsNames:
 
 
 class PictureService:
-    """The parent's half. Several threads call its methods."""
+    """Parent's half. Several threads call its methods."""
 
     def __init__(self, pictures: NamedPictures) -> None:
         self._pictures = pictures

@@ -81,7 +81,7 @@ class ParentsResponses:
 
 
 class ResponseService:
-    """The parent's half. Several threads call it."""
+    """Parent's half. Several threads call it."""
 
     def __init__(self, store: ResponseStore) -> None:
         self._store = store

@@ -40,7 +40,7 @@ class HostRules:
         self._machine: frozenset[str] | None = None
 
     async def allow(self, name: str) -> bool:
-        """name: Host header in lower case, without port, brackets and final dot."""
+        """True if the rules admit a host. name: Host header in lower case, without port, brackets and final dot."""
         if self._allows_any or name in self._names or name.endswith(self._suffixes) or _is_loopback(name):
             return True
         if self._is_loopback:

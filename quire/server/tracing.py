@@ -75,7 +75,7 @@ class TraceParents:
 
 
 def parent_of(headers: Headers) -> Context | None:
-    """Trace context of W3C headers, or None if absent or invalid."""
+    """Trace context of W3C headers; None if absent or invalid."""
     from opentelemetry.trace import get_current_span
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 

@@ -91,7 +91,7 @@ class Turn:
     """Turn being generated. Its fields are complete when `events` has ended."""
 
     def __init__(self, answer: ChatAnswer | CompletionAnswer, names: dict[str, str]) -> None:
-        """names: see `chat_body`."""
+        """names: the chat endpoint's field names -> the request's."""
         self._answer, self._names = answer, names
         self.response_id = answer.engine_id
         """Unique id, even for a repeated X-Request-Id."""

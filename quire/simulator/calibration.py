@@ -73,7 +73,7 @@ SCALED_UP = ("launch_overhead", "token_overhead", "sequence_overhead", "new_sequ
 
 @dataclass(frozen=True)
 class Sample:
-    """A logged step. gap: seconds on the host before it; None if they may be idle time. at: seconds from the log's
+    """Logged step. gap: seconds on the host before it; None if they may be idle time. at: seconds from the log's
     first step. follows_idle: no step ran for IDLE_SECONDS before it."""
 
     work: StepWork
@@ -95,7 +95,7 @@ class Errors:
 
 @dataclass(frozen=True)
 class Fit:
-    """hardware: the profile with the fitted numbers. told: names of the numbers that the log determines."""
+    """hardware: profile with the fitted numbers. told: names of the numbers that the log determines."""
 
     hardware: Hardware
     told: frozenset[str]
@@ -107,7 +107,7 @@ class Fit:
 
 
 def samples_of(records: Sequence[StepRecord], windows: Windows) -> list[Sample]:
-    """Samples of steps that computed something and did not swap, nor followed swapping."""
+    """Samples of steps that computed something and did not swap, nor followed one that swapped."""
     found = []
     was_swapping = False
     for record in records[FEWEST_ROWS:]:
@@ -127,7 +127,7 @@ def work_of(record: StepRecord, windows: Windows) -> StepWork:
 
 
 def plan_of(record: StepRecord) -> StepPlan:
-    """A plan with the columns of the logged one; it does not say which sequences are new."""
+    """StepPlan with the columns of the logged one; it does not say which sequences are new."""
     return StepPlan(
         step_id=record.step,
         seq_ids=list(range(len(record.tokens))),
@@ -187,7 +187,7 @@ def calibrate(
 
 
 def with_values(hardware: Hardware, values: Vector) -> Hardware:
-    """The profile with other numbers, in the order of PARAMETERS."""
+    """Profile with other numbers, in the order of PARAMETERS."""
     named = {parameter.name: float(value) for parameter, value in zip(PARAMETERS, values, strict=True)}
     others: dict[str, Any] = {
         name: 0.0 if value <= 2 * NO_TIME else value for name, value in named.items() if name not in FACTORS
@@ -282,7 +282,7 @@ def _rescaled(values: Vector, scale: float) -> Vector:
 
 
 def _with_host(hardware: Hardware, samples: Sequence[Sample]) -> Hardware:
-    """The profile with the host's overhead fitted to the gaps before steps; unchanged where no step waited for the
+    """Profile with the host's overhead fitted to the gaps before steps; unchanged where no step waited for the
     host."""
     rows = [(s.work.num_sequences, s.work.num_new, s.gap) for s in samples if s.gap is not None]
     if len(rows) < MIN_STEPS or sum(gap for _, _, gap in rows) <= 0:
@@ -318,7 +318,7 @@ def _errors(measured: Vector, predicted: Vector) -> Errors:
 
 
 def _evenly(samples: Sequence[Sample], count: int) -> list[Sample]:
-    """At most `count` samples, half of them steps with chunks."""
+    """At most `count` samples, evenly chosen, half of them steps that compute prompt tokens."""
     chunks = [sample for sample in samples if sample.work.num_chunks]
     rest = [sample for sample in samples if not sample.work.num_chunks]
     most = max(count // 2, count - len(rest))

@@ -73,7 +73,7 @@ class Precision:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """The matrix products of one name on one device. Seconds at the peak per row; seconds of bytes: once a step (the
+    """Matrix products of one name on one device. Seconds at the peak per row; seconds of bytes: once a step (the
     weights), and per row."""
 
     name: str
@@ -84,9 +84,9 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class AttentionCost:
-    """Attention of the layers of one kind on one device, in seconds. At the peak: per pair of a chunk's token and a
-    position, and per position of a single token. Of bytes: per position that a chunk or a single token reads, and per
-    token of a chunk."""
+    """Cost of attention of the layers of one kind on one device, in seconds. At the peak: per pair of a chunk's token
+    and a position, and per position of a single token. Of bytes: per position that a chunk or a single token reads, and
+    per token of a chunk."""
 
     chunk_pair: float
     decode_pair: float
@@ -162,7 +162,7 @@ class CostModel:
     def step_seconds(self, work: StepWork, *, overlapped: bool = False) -> float:
         """Seconds from the first kernel of a step to its results. With pp > 1 the step's sequences are cut into m
         micro-batches that pass the stages. A single step takes (m + pp - 1) times the longest stage, with the best m.
-        overlapped: the next step is in flight, so a step takes m >= pp stages."""
+        overlapped: the next step follows at once, so a step takes m >= pp stages."""
         pp = self.layout.pp
         if pp == 1:
             return self._stage_seconds(work)
@@ -221,7 +221,8 @@ class CostModel:
 
     @property
     def weight_bytes_per_device(self) -> float:
-        """Weight bytes of the largest pipeline stage, with a table of the vocabulary at each end."""
+        """Weight bytes of the largest pipeline stage, with a vocabulary table (embedding, output) in the first and the
+        last."""
         shape, layout, precision = self.shape, self.layout, self.precision
         tables = shape.embedding_parameters * (1 if shape.is_tied or layout.pp > 1 else 2)
         all_tables = shape.embedding_parameters * (1 if shape.is_tied else 2)
@@ -301,7 +302,8 @@ class CostModel:
     # -- operators --------------------------------------------------------------------------------------------------
 
     def _product(self, name: str, weights: float, width: float, layers: float, dtype: str) -> Product:
-        """weights: elements on this device in one layer. width: elements of a row, read and written."""
+        """Product of one name over `layers`. weights: elements on this device in one layer. width: elements of a row,
+        read and written."""
         rate = self.hardware.peak(dtype) * self.hardware.factors.compute
         return Product(
             name,
@@ -353,7 +355,7 @@ class CostModel:
         self._exchange = self._moe_layers * self._exchange_seconds(experts.num_active) / layout.tp if whole else 0.0
 
     def _exchange_seconds(self, picks: int) -> float:
-        """Seconds of one token in one layer to its experts and back."""
+        """Seconds to send one token to its experts' devices and back, in one layer. picks: its routed experts."""
         hardware, factor = self.hardware, self.hardware.factors.link
         there = min(self._row_size, max(1.0, DTYPE_BYTES[self.precision.experts or self.precision.weights]))
         num_bytes = self.shape.hidden * (there + self._row_size)

@@ -13,7 +13,7 @@ ELEMENT_BYTES = 4
 
 
 class RankTraffic(NamedTuple):
-    """Bytes that a rank gives for one token that is sampled. within: to the ranks with which it shares layers, in all
+    """Bytes that a rank gives for one token sampled. within: to the ranks with which it shares layers, in all
     stages together. between: to the next stages."""
 
     within: int
@@ -25,7 +25,7 @@ class RankTraffic(NamedTuple):
 
 
 def exchange_of(shape: ModelShape, layout: ParallelConfig, element_bytes: int = ELEMENT_BYTES) -> RankTraffic:
-    """The exchange of a layout: sums behind attention, MLPs and the embedding, gathered logits and queries, results
+    """Exchange of a layout: sums behind attention, MLPs and the embedding, gathered logits and queries, results
     over the tokens of one rank, and hidden states."""
     within = 0
     if layout.tp > 1:

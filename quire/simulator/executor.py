@@ -1,4 +1,4 @@
-"""An executor without a device: plans in, made-up tokens out, while a virtual clock advances by predicted seconds
+"""Executor without a device: plans in, made-up tokens out, while a virtual clock advances by predicted seconds
 (docs/simulator.md). `execute` moves the clock by the host's overhead, and taking a result moves it to the end of its
 step. Swapping runs beside the model over the host link; the next plan waits for it (quire/step.py).
 """
@@ -25,7 +25,7 @@ from quire.step import Candidates, SamplingInputs, StepPlan, StepResult
 
 
 class SimulatedFuture(Future[StepResult]):
-    """A result that is ready at a moment of the virtual clock; `result` moves the clock there. Other methods do not
+    """Result that is ready at a moment of the virtual clock; `result` moves the clock there. Other methods do not
     work."""
 
     def __init__(self, clock: VirtualClock, ready: float, result: StepResult) -> None:
@@ -64,7 +64,7 @@ class SimulatedExecutor:
         return device_specs(self._cost.shape, self._cost.precision.kv, self._cost.layout)
 
     def profile(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:
-        """The device's memory without weights, and estimated activations."""
+        """Device's memory without weights, and estimated activations."""
         weights = int(self._cost.weight_bytes_per_device)
         return MemoryProfile(
             available=int(self._cost.hardware.memory) - weights,
@@ -81,7 +81,7 @@ class SimulatedExecutor:
         self._swap_seconds = copies * hardware.pcie_latency + layout.block_bytes / bandwidth
 
     def measure_preemption_costs(self) -> PreemptionCosts:
-        """Predicted seconds of a block's copy, and of a token in a long chunk."""
+        """Predicted seconds of a block's copy, and of one token of a long prompt."""
         num_tokens = 1024
         chunk = StepWork(num_tokens=num_tokens, num_sequences=1, num_chunks=1)
         kinds = len(self._cost.windows)
@@ -102,7 +102,6 @@ class SimulatedExecutor:
         return []
 
     def computing(self) -> AbstractContextManager[object]:
-        """A context that does nothing."""
         return nullcontext()
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:

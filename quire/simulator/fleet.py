@@ -36,7 +36,6 @@ class ReplicaSpec:
     objectives: Mapping[str, float] = field(default_factory=dict)
 
     def build(self, number: int) -> Replica:
-        """The replica of that number, with jitter of its own."""
         settings = replace(self.settings, seed=self.settings.seed + number)
         return Replica(self.cost, settings, make_core=self.make_core, objectives=self.objectives)
 
@@ -98,7 +97,7 @@ def _beginnings(request: TraceRequest) -> tuple[str, ...]:
 
 
 def merged(results: Sequence[Metrics]) -> Metrics:
-    """The metrics of all replicas as one; the arguments stay unchanged."""
+    """Metrics of all replicas as one; the arguments stay unchanged."""
     total = Metrics()
     for result in results:
         total.merge(result)

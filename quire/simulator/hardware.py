@@ -133,7 +133,7 @@ def read_profile(path: Path) -> Hardware:
 
 
 def from_json(name: str, entry: Mapping[str, Any]) -> Hardware:
-    """A profile from its JSON entry. Raises UserError for unknown or missing keys and wrong values."""
+    """Profile from its JSON entry. Raises UserError for unknown or missing keys and wrong values."""
     values = dict(entry)
     factors, jitter = values.pop("factors", {}), values.pop("jitter", {})
     try:

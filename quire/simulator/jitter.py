@@ -103,7 +103,7 @@ class DrawnScatter:
 
 
 class _Table:
-    """A distribution as a function of a normal variable."""
+    """Distribution as a function of a normal variable."""
 
     def __init__(self, pairs: Pairs) -> None:
         self._ends = [NormalDist().inv_cdf(level) for level, _ in pairs[:-1]]

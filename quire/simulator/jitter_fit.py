@@ -47,7 +47,8 @@ def fit_jitter(measured: Vector, expected: Vector, begins: Vector, has_chunks: F
 
 
 def _stalls(seconds: Vector, worked: float) -> Pairs:
-    """(length in seconds, rate per second) of stalls; empty if they are few."""
+    """(length in seconds, rate per second) of stalls; empty if they are few. worked: seconds of work on single
+    tokens."""
     ordered = np.sort(seconds)
     parts = np.array_split(ordered, min(NUM_STALLS, len(ordered) // FEWEST)) if len(ordered) >= FEWEST else []
     return tuple((float(part.mean()), len(part) / worked) for part in parts)
@@ -77,7 +78,8 @@ def _normal_scores(values: Vector) -> Vector:
 
 
 def _lasting(scores: Vector, begins: Vector) -> Pairs:
-    """Shares of LASTING, by least squares of the correlation of steps at doubling distances in the log."""
+    """(seconds, share) of the scatter of step times that fades over each time in LASTING, by least squares of the
+    correlation of steps 1, 2, 4, ... apart. scores: normal scores. begins: seconds."""
     rows, found = [], []
     distance = 1
     while distance <= len(scores) // 8:

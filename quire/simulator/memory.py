@@ -1,4 +1,4 @@
-"""A device's memory: weights, activations, and the rest for the KV cache."""
+"""Device's memory: weights, activations, and the rest for the KV cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.utils.sizes import format_bytes
 LOGIT_BYTES = 4
 PART_BYTES = 4
 NUM_LOGIT_COPIES = 3
-"""The sampler's copies of the logits: computed, filtered and sorted."""
+"""Sampler's copies of the logits: computed, filtered and sorted."""
 
 
 def activation_bytes(cost: CostModel, max_num_batched_tokens: int, max_num_seqs: int) -> int:

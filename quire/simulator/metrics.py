@@ -21,7 +21,7 @@ LATENCIES = ("ttft", "tpot", "latency", "normalized_latency")
 
 
 class MergedDistribution:
-    """Distribution of one quantity with values of at least 0. Replicas' merge."""
+    """Distribution of one quantity with values of at least 0. Those of replicas can be merged."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -100,7 +100,7 @@ def _middle(number: int) -> float:
 
 @dataclass(slots=True)
 class Moments:
-    """Time integrals over a bin of a time series, and its counts."""
+    """One bin of a time series: integrals over time of the state, and counts of events."""
 
     seconds: float = 0.0
     running: float = 0.0
@@ -119,7 +119,7 @@ class Moments:
 
 
 class TimeSeries:
-    """A replica's state in bins of equal width, which doubles when there are too many."""
+    """Replica's state in bins of equal width, which doubles when there are too many."""
 
     def __init__(self, width: float = 1.0) -> None:
         self.width = width
@@ -214,7 +214,7 @@ class Metrics:
     """Integral of the share of blocks in use over `step_seconds`."""
     num_blocks: int = 0
     stats: EngineStats = field(default_factory=EngineStats)
-    """The engine's counters; merged replicas have the sums of those that only grow."""
+    """Engine's counters; merged replicas have the sums of those that only grow."""
 
     def merge(self, other: Metrics) -> None:
         for name, distribution in other.latencies.items():
@@ -229,7 +229,7 @@ class Metrics:
 
     @property
     def mean_running(self) -> float:
-        """Mean running requests while a step is on its way (Fig. 13)."""
+        """Mean number of running requests, over the time in which steps run (Fig. 13)."""
         return self.running_seconds / self.step_seconds if self.step_seconds else 0.0
 
     @property

@@ -29,7 +29,7 @@ def check_matplotlib() -> None:
 
 @contextmanager
 def figure(path: Path, *, rows: int = 1, title: str = "") -> Iterator[list[Any]]:
-    """Axes of a figure that is written to `path` when the block ends, one below the other. Raises UserError when
+    """Axes of a figure written to `path` when the block ends, one below the other. Raises UserError when
     matplotlib is missing or the file cannot be written."""
     check_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg

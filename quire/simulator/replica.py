@@ -66,7 +66,8 @@ class Record:
 
     @property
     def tpot(self) -> float | None:
-        """None for a single token, and for a beam search, whose tokens all come at its end."""
+        """Mean seconds per output token after the first. None for a single token, and for a beam search, which reports
+        all at its end."""
         if self.num_tokens < 2 or self.request.beam_width:
             return None
         return (self.finish - self.first_token) / (self.num_tokens - 1)
@@ -78,7 +79,7 @@ class Record:
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """The EngineOptions that affect scheduling, with a GPU's defaults. kv_cache_memory: bytes on each device; None:
+    """EngineOptions that affect scheduling, with a GPU's defaults. kv_cache_memory: bytes on each device; None:
     gpu_memory_utilization of its memory, less weights and activations. swap_space: host bytes for each device. seed:
     seed of the device's jitter."""
 
@@ -100,7 +101,7 @@ class EngineSettings:
     seed: int = 0
 
     def config(self, cost: CostModel) -> EngineConfig:
-        """The engine's configuration for a model's shape. Raises InsufficientMemoryError when it does not fit,
+        """Engine's configuration for a model's shape. Raises InsufficientMemoryError when it does not fit,
         ConfigError for a max_model_len above the model's."""
         shape = cost.shape
         longest = self.max_model_len or shape.max_model_len
@@ -186,7 +187,7 @@ class Observer:
 
 
 class Replica:
-    """An engine core that gets requests in the order of arrival and runs up to a given moment."""
+    """Engine core that gets requests in the order of arrival and runs up to a given moment."""
 
     def __init__(
         self,
@@ -272,7 +273,7 @@ class Replica:
         return 0
 
     def finish_run(self) -> Metrics:
-        """The metrics, after a check that no request and no block is left."""
+        """Metrics, after a check that no request and no block is left."""
         stats = self.core.stats()
         assert not self._live, f"{len(self._live)} requests never ended"
         assert stats.num_used_blocks == stats.num_registered_blocks == 0, "blocks are in use, and no request is here"

@@ -1,4 +1,4 @@
-"""A scenario: a whole simulation except the rate."""
+"""Scenario: a whole simulation except the rate."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RequestSource(Protocol):
 
 @dataclass(frozen=True)
 class TraceSource:
-    """A trace file. Other rates stretch its arrivals evenly."""
+    """Trace file. Other rates stretch its arrivals evenly."""
 
     path: Path
 
@@ -52,7 +52,7 @@ class TraceSource:
 
 @dataclass(frozen=True)
 class SyntheticSource:
-    """A workload of `quire.simulator.workloads`. n, beam_width: the same for every request."""
+    """Workload of `quire.simulator.workloads`. n: parallel samples, beam_width: 0 for none; both for every request."""
 
     name: str
     arrivals: Arrivals
@@ -70,7 +70,8 @@ class SyntheticSource:
 
 @dataclass(frozen=True)
 class Scenario:
-    """objectives: name of LATENCIES -> seconds, each for `percentile` percent of the requests."""
+    """Simulation of a workload without its rate. objectives: name of LATENCIES -> seconds, each for `percentile`
+    percent of the requests."""
 
     source: RequestSource
     cost: CostModel

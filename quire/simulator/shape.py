@@ -37,6 +37,6 @@ def find_shape(name: str, revision: str | None = None) -> ModelShape:
 
 @cache
 def built_in() -> Mapping[str, Mapping[str, Any]]:
-    """Name -> config.json."""
+    """Models whose sizes Quire brings: name -> config.json."""
     found: dict[str, dict[str, Any]] = json.loads(BUILT_IN.read_text("utf-8"))
     return found

@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Point:
-    """One layout at one rate. tpot: mean seconds. tokens_per_second: output of all devices."""
+    """Result of one layout at one request rate. tpot: mean seconds. tokens_per_second: output of all devices."""
 
     layout: ParallelConfig
     rate: float
@@ -45,7 +45,7 @@ class Point:
 
     @property
     def interactivity(self) -> float:
-        """Tokens per second of one user."""
+        """Output tokens per second that one user sees."""
         return 1 / self.tpot if self.tpot else float("inf")
 
     @property
@@ -178,7 +178,7 @@ def _cost(scenario: Scenario, layout: ParallelConfig) -> CostModel:
 
 
 def _lowest_rate(scenario: Scenario) -> float:
-    """Rate at which one request keeps a replica busy half of the time."""
+    """Requests per second at which single requests keep a replica busy half of the time."""
     outputs = [request.output_tokens for request in itertools.islice(scenario.source.requests(None), SAMPLE)]
     if not outputs:
         raise UserError("no request arrives: take a longer duration", param="duration")

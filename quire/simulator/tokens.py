@@ -101,7 +101,7 @@ class Streams:
 
 
 def is_turn(new: NewSequence) -> bool:
-    """True if a whole prompt is a group's run, with one sample."""
+    """True if a new sequence is a turn of a conversation: its whole prompt is a group's run, with one sample."""
     first, last = new.token_ids[0], new.token_ids[new.num_prompt_tokens - 1]
     return (
         first >= GROUP_TOKENS and last - first == new.num_prompt_tokens - 1 and new.sampling.params.num_sequences == 1
@@ -109,7 +109,7 @@ def is_turn(new: NewSequence) -> bool:
 
 
 def _uniform(*values: int) -> float:
-    """A number above 0 and at most 1, equal for equal values in every process (integer hashes are)."""
+    """A number above 0 and at most 1 from a hash, equal for equal values in every process."""
     mixed = hash(values) & _WORD  # hashes of neighbouring numbers are not independent
     mixed ^= mixed >> 33
     mixed = mixed * _MULTIPLIER & _WORD

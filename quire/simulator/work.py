@@ -1,4 +1,4 @@
-"""The work of one plan, as numbers for the cost model."""
+"""Work of one plan, as numbers for the cost model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from quire.step import HostTransfers, StepPlan
 
 
 class ChunkTokens(NamedTuple):
-    """Attention of a token to earlier positions of its own chunk of `size`."""
+    """Window of chunked attention: a token reads its own stretch of `size` positions, up to itself (no prefill
+    chunk)."""
 
     size: int
 
@@ -21,7 +22,7 @@ Windows = Sequence[int | ChunkTokens | None]
 
 
 class StepWork(msgspec.Struct, kw_only=True):
-    """The work of one step. Lists have one entry for each distinct window of the model. decode_context: positions that
+    """Work of one step. Lists have one entry for each distinct window of the model. decode_context: positions that
     sequences with one token read. prefill_context: positions that chunks read, once for all tokens. prefill_pairs:
     pairs of a chunk's token and a position up to its own."""
 
@@ -42,11 +43,11 @@ class StepWork(msgspec.Struct, kw_only=True):
     """Blocks that go to the host."""
     num_swapped_in: int = 0
     waits_for_swap: bool = False
-    """The plan hands out blocks that it also saves: writes to them wait for the copies."""
+    """Plan hands out blocks that it also saves: writes to them wait for the copies."""
 
     @classmethod
     def of(cls, plan: StepPlan, windows: Windows = (None,)) -> StepWork:
-        """Sums over the plan's columns; windows and chunks cost a Python loop each."""
+        """Work of a plan: sums over its columns. windows: see `windows_of`."""
         starts, counts = plan.start_positions, plan.num_tokens
         num_tokens, num_sequences = sum(counts), len(counts)
         none = [0] * len(windows)

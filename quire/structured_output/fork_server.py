@@ -1,4 +1,4 @@
-"""The fork server: a process with the model's vocabulary and no threads. Its forks rehearse texts (rehearsal.py) or
+"""Fork server: a process with the model's vocabulary and no threads. Its forks rehearse texts (rehearsal.py) or
 make masks (mask_process.py) over the shared vocabulary, and end with it."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NUM_SPARE = 2
 
 
 class Rehearsal:
-    """A fork that rehearses, or waits for a text."""
+    """Fork that rehearses, or waits for a text."""
 
     def __init__(self, pid: int, connection: FrameConnection) -> None:
         self.pid = pid

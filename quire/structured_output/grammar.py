@@ -31,7 +31,7 @@ NO_TOKENS: Mapping[str, int] = MappingProxyType({})
 
 
 def write_grammar(params: StructuredOutputsParams, special_tokens: Mapping[str, int] = NO_TOKENS) -> str:
-    """The grammar as text, equal for equal params; only llguidance can check it. special_tokens: texts that the model
+    """Grammar as text, equal for equal params; only llguidance can check it. special_tokens: texts that the model
     writes as one token -> ids. Raises UserError for a too large constraint, or invalid JSON."""
     name = next(name for name in CONSTRAINTS if getattr(params, name) not in (None, False))
     try:
@@ -76,7 +76,7 @@ def _check_lengths(params: StructuredOutputsParams) -> None:
 
 
 def json_text(value: str | dict[str, Any] | bool) -> str:
-    """A schema as JSON. Raises ValueError for a text that is too large or not JSON."""
+    """Schema as JSON. Raises ValueError for a text that is too large or not JSON."""
     text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
     if len(text) > MAX_GRAMMAR_CHARACTERS:
         raise ValueError(f"it has {len(text)} characters, more than {MAX_GRAMMAR_CHARACTERS}")
@@ -84,7 +84,7 @@ def json_text(value: str | dict[str, Any] | bool) -> str:
 
 
 def read_object(value: str | dict[str, Any], what: str) -> dict[str, Any]:
-    """A JSON object, given as such or as text. Raises ValueError."""
+    """JSON object, given as such or as text. Raises ValueError."""
     try:
         found = parse_schema(json_text(value))
     except json.JSONDecodeError as error:
@@ -153,7 +153,7 @@ def _behind(preamble: Preamble, grammar: str, special_tokens: Mapping[str, int])
 
 
 def to_lark(grammar: str) -> str:
-    """A grammar in Lark's syntax, translated from EBNF if necessary."""
+    """Grammar in Lark's syntax, translated from EBNF if necessary."""
     return ebnf.to_lark(grammar) if ebnf.is_ebnf(grammar) else grammar
 
 

@@ -36,7 +36,7 @@ MAX_COUNT = 2**31
 """Bound of counts that no text reaches."""
 TYPES = ("null", "boolean", "number", "string", "array", "object")
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
-"""Formats that are followed. Others are annotations, as the specification says of unknown ones."""
+"""Formats followed. Others are annotations, as the specification says of unknown ones."""
 _DAY = (
     "(?:[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|"
     "1[0-9]|2[0-8]))|(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29)"
@@ -66,7 +66,7 @@ LATER = {
 
 @dataclass
 class NormalSchema:
-    """A document in normal form. definitions: schemas by name under `#/$defs/`. has_digits: some part is `$digits`."""
+    """Document in normal form. definitions: schemas by name under `#/$defs/`. has_digits: some part is `$digits`."""
 
     root: Any
     definitions: dict[str, Any] = field(default_factory=dict)
@@ -75,7 +75,6 @@ class NormalSchema:
     """Patterns and `additionalProperties` match names of properties side by side."""
 
     def document(self) -> dict[str, Any]:
-        """One schema with its definitions."""
         root = self.root if isinstance(self.root, dict) else {"not": {}} if self.root is False else {}
         return {**root, "$defs": self.definitions} if self.definitions else root
 
@@ -317,7 +316,7 @@ class Normaliser:
         return {"enum": plain} if plain else False
 
     def _constant(self, value: Any) -> Any:
-        """The value, or a `_Schema` if llguidance would change numbers in it. Raises ValueError."""
+        """Value, or a `_Schema` if llguidance would change numbers in it. Raises ValueError."""
         if isinstance(value, str):
             if len(value) > MAX_LITERAL:
                 raise ValueError(f"has a text of {len(value)} characters, more than {MAX_LITERAL}")
@@ -428,7 +427,7 @@ class Normaliser:
         self._found.has_patterns = True
 
     def matcher(self, pattern: str, node: patterns.Node) -> patterns.PatternMatcher:
-        """Matcher of a pattern. Raises ValueError if the pattern is too large."""
+        """Matcher of a pattern, made once. Raises ValueError if the pattern is too large."""
         if pattern not in self._matchers:
             self._matchers[pattern] = patterns.PatternMatcher(node, self._budget)
         return self._matchers[pattern]

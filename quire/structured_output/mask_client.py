@@ -1,4 +1,4 @@
-"""The engine core's side of the mask process: collects questions, takes answers, and replaces a process that has died
+"""Engine core's side of the mask process: collects questions, takes answers, and replaces a process that has died
 or hangs."""
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ MASK_SECONDS = 5.0
 """Longest wait of `await_mask` in seconds."""
 MAX_DEATHS = 5
 DEATH_SECONDS = 60.0
-"""An idle mask process's deaths in DEATH_SECONDS beyond which all matchers fail."""
+"""Idle mask process's deaths in DEATH_SECONDS beyond which all matchers fail."""
 
 
 @dataclass(slots=True)
@@ -293,7 +293,7 @@ class MaskClient:
         matcher.slot = self.take_slot(matcher)
 
     def take_slot(self, matcher: RemoteMatcher) -> int:
-        """A slot for another mask of a matcher, which frees it at its end."""
+        """Slot for another mask of a matcher, which frees it at its end."""
         if not self._free_slots:
             more = max(MIN_SLOTS, self._num_slots)
             self._free_slots = list(range(self._num_slots, self._num_slots + more))
@@ -336,7 +336,8 @@ class MaskClient:
         return number
 
     def _make_room(self, size: int) -> bool:
-        """Drop unused grammars, the least recently used first, until a new one has room. False: no room."""
+        """Drop unused grammars, the least recently used first, until a new one of `size` bytes fits. False: it must
+        wait."""
         total = size + sum(each.size for each in self._grammars.values())
         if total <= MAX_GRAMMAR_BYTES and len(self._grammars) < MAX_GRAMMARS:
             return True

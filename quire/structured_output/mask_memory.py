@@ -54,7 +54,7 @@ class MaskMemory:
         self.hold(MIN_SLOTS)
 
     def hold(self, num_slots: int) -> None:
-        """Make room for slots."""
+        """Grow the memory to `num_slots` slots."""
         if num_slots <= self.num_slots:
             return
         size = BOARD_BYTES + num_slots * self._stride
@@ -90,7 +90,7 @@ class MaskMemory:
 
 
 class MaskScratch:
-    """A thread's memory for masks, and the clock of its work. Not the slot itself, because a sequence may end while its
+    """Thread's memory for masks, and the clock of its work. Not the slot itself, because a sequence may end while its
     mask is made, and its slot be reused."""
 
     def __init__(self, num_bytes: int) -> None:

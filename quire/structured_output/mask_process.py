@@ -1,4 +1,4 @@
-"""The mask process: a fork of the fork server that compiles rehearsed grammars and makes the masks of an engine's
+"""Mask process: a fork of the fork server that compiles rehearsed grammars and makes the masks of an engine's
 sequences. The engine core sends one message a step (`MaskWork`) and gets answers (`Done`); the masks lie in shared
 memory."""
 
@@ -67,7 +67,7 @@ NO_DRAFTS: list[tuple[int, int]] = []
 
 
 class Slot:
-    """A sequence. Its work is done in order, one piece at a time."""
+    """Sequence. Its work is done in order, one piece at a time."""
 
     def __init__(self, number: int, charge: int, seconds: float, compiled: Compiled) -> None:
         """seconds: known processor time of a mask."""
@@ -165,7 +165,7 @@ class SlowTasks:
 
 
 class MaskProcess:
-    """Slots, grammars and tasks, under one lock that is held for moments only."""
+    """Slots, grammars and tasks, under one lock held for moments only."""
 
     def __init__(
         self, connection: socket.socket, memory: MaskMemory, vocabulary: LLTokenizer, shape: MaskShape
@@ -235,7 +235,7 @@ class MaskProcess:
         self._memory.note_work(thread, -1, 0.0)
 
     def _next_task(self, thread: int) -> Task | None:
-        """The next quick task of the leading thread. Called under the lock."""
+        """Next quick task of the leading thread. Called under the lock."""
         tasks, leads = self._firsts or self._masks, self._leader == thread
         if not leads and self._began:
             return None
@@ -440,7 +440,7 @@ class MaskProcess:
         return len(slot.drafts)
 
     def _take_done(self) -> Done | None:
-        """The message to send, under the lock; `_send` must follow."""
+        """Message to send, under the lock; `_send` must follow."""
         if self._firsts or (self._masks and not self._answers):
             return None
         answers, self._answers = self._answers, []

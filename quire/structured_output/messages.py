@@ -79,7 +79,7 @@ class Outcome(msgspec.Struct):
 
 
 class Verdict(msgspec.Struct, tag=True):
-    """A message of the fork server. is_final: the text always has this outcome."""
+    """Message of the fork server. is_final: the text always has this outcome."""
 
     job: int
     outcome: Outcome
@@ -123,7 +123,7 @@ class Advance(msgspec.Struct, array_like=True):
 
 
 class Grammar(msgspec.Struct, array_like=True):
-    """A rehearsed grammar. compile_seconds, seconds: see Outcome."""
+    """Rehearsed grammar. compile_seconds, seconds: see Outcome."""
 
     number: int
     text: str
@@ -144,7 +144,7 @@ class MaskWork(msgspec.Struct, array_like=True):
 
 
 class MatcherAnswer(msgspec.Struct, array_like=True):
-    """An answer, with `serial` of its question and attributes of `quire.decoding.masks.Matcher`. only: the one possible
+    """Answer, with `serial` of its question and attributes of `quire.decoding.masks.Matcher`. only: the one possible
     next token; -1: see the mask. is_free: all tokens are possible. is_masked: the mask is there, or `mask_error` says
     why not. seconds: processor time. error: why the matcher cannot continue. num_draft_masks: masks after drafts; -1:
     they and the mask come with `Masked`."""
@@ -179,7 +179,7 @@ class Masked(msgspec.Struct, array_like=True):
 
 
 class Done(msgspec.Struct, array_like=True):
-    """A message of the mask process. Answers come before masks of the same matchers."""
+    """Message of the mask process. Answers come before masks of the same matchers."""
 
     answers: Sequence[MatcherAnswer]
     masks: Sequence[Masked]

@@ -68,7 +68,7 @@ Node = Characters | Anchor | PatternSequence | PatternChoice | Repetition
 
 
 class UnknownSyntaxError(ValueError):
-    """An expression with flags of Rust's or Python's, which ECMA-262 lacks."""
+    """Expression with flags of Rust's or Python's, which ECMA-262 lacks."""
 
 
 def parse(pattern: str) -> Node:

@@ -89,7 +89,6 @@ class _Graph:
             self._needs[node].append(roots[name])
 
     def solved(self) -> list[bool]:
-        """True for each node that holds."""
         users: list[list[int]] = [[] for _ in self._needs]
         num_open = []
         for node, needs in enumerate(self._needs):

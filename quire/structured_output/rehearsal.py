@@ -1,4 +1,4 @@
-"""A rehearsal: a fork compiles one text and makes its first mask, under limits of the kernel."""
+"""Rehearsal: a fork compiles one text and makes its first mask, under limits of the kernel."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def start_matcher(vocabulary: LLTokenizer, text: str) -> LLMatcher:
 
 
 def rehearse(connection: socket.socket, vocabulary: LLTokenizer, limits: RehearsalLimits) -> None:
-    """The work of a fork: wait for a Try and answer with an Outcome, unless the kernel ends it."""
+    """Work of a fork: wait for a Try and answer with an Outcome, unless the kernel ends it."""
     limit(resource.RLIMIT_CORE, 0)
     be_silent(0, 1, 2)
     frames = BlockingReader(connection).read()

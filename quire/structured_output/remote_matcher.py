@@ -1,4 +1,4 @@
-"""The engine core's constraints and matchers, whose results the mask process computes."""
+"""Engine core's constraints and matchers, whose results the mask process computes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UNKNOWN, GOES_ON, STOPS = 0, 1, 4
 
 
 class ConstraintText:
-    """A text that live requests name. Its rehearsal is cancelled with the last of them."""
+    """Text that live requests name. Its rehearsal is cancelled with the last of them."""
 
     def __init__(self, service: ConstraintService, text: str, behind: bytearray | None = None) -> None:
         """behind: record of earlier requests (see the attribute)."""
@@ -173,7 +173,7 @@ class RemoteMatcher:
         return None if self.unanswered is None else Advance(self.slot, self.serial, *self.unanswered)
 
     def start_again(self, *, is_suspect: bool) -> None:
-        """Note that its mask process is gone. is_suspect: it may be the cause."""
+        """Forget the masks of a mask process that is gone. is_suspect: it may have ended the process."""
         self.is_held = True
         if self._own_mask is None:
             self._forget_mask()

@@ -19,7 +19,7 @@ _CHARACTER = r'[^"\\\x00-\x1f\x7f]|\\["\\bfnrt]|\\u00(?:0[0-7bBeEfF]|1[0-9a-fA-F
 
 
 def json_document(schema: NormalSchema, options: dict[str, Any]) -> dict[str, Any]:
-    """A schema with its options (`x-guidance`). schema: has no `$digits`, and is changed."""
+    """Schema with its options (`x-guidance`). schema: has no `$digits`, and is changed."""
     if schema.has_patterns or any(map(_needs_plain_names, (schema.root, *schema.definitions.values()))):
         options = options | {"json_allowed_escapes": ESCAPES}
     else:
@@ -158,7 +158,7 @@ class LarkWriter:
         return self._rule(f'"{{" {self._members(items, extra, low, high)} "}}"')
 
     def _patterned(self, found: dict[str, Any], named: list[str], additional: Any) -> str:
-        """A member whose name matches a pattern. Raises ValueError if the name could be one of `named`."""
+        """Member whose name matches a pattern. Raises ValueError if the name could be one of `named`."""
         [pattern, part], *others = found.items()
         if others or additional is not False or _holds_any(pattern, named, self._budget):
             raise ValueError(

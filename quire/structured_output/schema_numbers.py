@@ -116,7 +116,7 @@ class SchemaNumbers:
         return None if found is None or found.rstrip("0") != "1" else len(found) - 1
 
     def schema(self) -> Any:
-        """A schema of numbers alone. Raises ValueError for what cannot be followed."""
+        """Schema of numbers alone. Raises ValueError for what cannot be followed."""
         return self._of_integers() if self.is_integer else self._of_numbers()
 
     def integer_bounds(self) -> tuple[int | None, int | None]:
@@ -193,7 +193,7 @@ def check_merges(found: list[SchemaNumbers]) -> None:
 
 
 def _bound(value: Decimal | None, exclusive: Decimal | None, is_exclusive: bool, sign: int) -> Bound | None:
-    """The narrower bound. is_exclusive: draft 4's flag on `value`. sign: 1 for the lower bound."""
+    """Narrower bound. is_exclusive: draft 4's flag on `value`. sign: 1 for the lower bound."""
     found = None if value is None else Bound(value, is_exclusive)
     if exclusive is None:
         return found
@@ -215,7 +215,7 @@ def _narrower(first: Bound | None, second: Bound | None, sign: int) -> Bound | N
 
 
 def _integer(bound: Bound, sign: int) -> int:
-    """The first integer inside. sign: 1 for the lower bound."""
+    """First integer inside. sign: 1 for the lower bound."""
     found = int(bound.value.to_integral_value(ROUND_CEILING if sign > 0 else ROUND_FLOOR))
     return found + sign if bound.is_exclusive and bound.value == found else found
 
@@ -241,7 +241,7 @@ def _plain(value: Decimal) -> int | float:
 
 
 def _multiple(step: Fraction) -> int | float:
-    """The multiple as llguidance reads it: a double, times ten until it is an integer."""
+    """Multiple as llguidance reads it: a double, times ten until it is an integer."""
     value, exponent = float(step), 0
     plain = value
     while value != int(value) and exponent < 20:
@@ -253,7 +253,7 @@ def _multiple(step: Fraction) -> int | float:
 
 
 def constant(value: Any) -> Any:
-    """A schema of one number, or the number itself if llguidance writes its digits."""
+    """Schema of one number, or the number itself if llguidance writes its digits."""
     number = decimal_of(value)
     if not number:
         return 0

@@ -17,7 +17,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 class ObjectKeywords:
-    """`walk` normalises the parts."""
+    """Keywords of objects in a schema. `walk` normalises their parts."""
 
     def __init__(self, walk: Normaliser, given: dict[str, Any], place: SchemaPlace, *, closed: bool) -> None:
         self._walk = walk

@@ -26,7 +26,7 @@ LISTED = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 
 @dataclass
 class Resource:
-    """A schema with its own base URI, or the document."""
+    """Schema with its own base URI, or the document."""
 
     uri: str
     node: Any

@@ -1,4 +1,4 @@
-"""The state of one sequence under its constraint, in the mask process."""
+"""State of one sequence under its constraint, in the mask process."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class SequenceState:
         self._held_back = shape.end_bits if ignore_eos else 0
         self._allowed = None if allowed is None else bits(allowed)
         self._certain: deque[int] = deque()
-        """The only tokens that may follow."""
+        """Only tokens that may follow."""
         self._is_certainty_known = False
         self._num_unmasked = TOKENS_A_MASK
         self.is_finished = self.ends_in_text = False
@@ -96,7 +96,7 @@ class SequenceState:
         return found
 
     def certain_token(self) -> int:
-        """The only possible next token; NO_TOKEN: there are several, or the mask decides."""
+        """Only possible next token; NO_TOKEN: there are several, or the mask decides."""
         if self._mark or self.is_finished:
             return NO_TOKEN
         if not self._certain and not self._is_certainty_known:
@@ -129,7 +129,7 @@ class SequenceState:
         return self._allowed is None or bool(self._allowed >> token_id & 1)
 
     def _narrowed(self, mask: int) -> int:
-        """The mask restricted by the request's other fields. Raises UserError if no token is left."""
+        """Mask restricted by the request's other fields. Raises UserError if no token is left."""
         mask = mask & ~self._held_back or mask
         if self._allowed is not None and not mask & self._allowed:
             raise UserError(

@@ -1,4 +1,4 @@
-"""The constraint service of one engine: the engine core's side of the processes that compile constraints and make
+"""Constraint service of one engine: the engine core's side of the processes that compile constraints and make
 masks.
 
 A client's text, which may take any time and memory, is first rehearsed in a fork under limits (fork_server.py);
@@ -64,8 +64,8 @@ class ConstraintService:
         limits: RehearsalLimits = LIMITS,
         module: str = FORK_SERVER,
     ) -> None:
-        """options: name the tokenizer, whose end-of-sequence token ends a text like eos_token_ids. module: module with
-        the fork server's `main`."""
+        """options: name the tokenizer; its own end-of-sequence token ends a text too. limits: time and memory of each
+        constraint's trial compilation. module: module with the fork server's `main`."""
         self._limits = limits
         self._module = module
         self._setup = ForkServerSetup(options, vocab_size, list(eos_token_ids), -1, limits)
@@ -259,7 +259,7 @@ class Known(NamedTuple):
 
 @dataclass(slots=True)
 class Job:
-    """A rehearsal, and the matchers that wait for it. deadline: time.monotonic()."""
+    """Rehearsal, and the matchers that wait for it. deadline: time.monotonic()."""
 
     text: weakref.ref[ConstraintText]
     client: str

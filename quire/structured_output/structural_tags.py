@@ -53,7 +53,7 @@ class TagGrammar:
         """Further grammars in Lark's syntax, by name."""
 
     def start(self, tag: dict[str, Any], behind: str = "") -> str:
-        """The grammar in Lark's syntax. behind: name of a grammar for the text after the tag."""
+        """Grammar in Lark's syntax. behind: name of a grammar for the text after the tag."""
         form = tag.get("format")
         if form is None:
             form = _from_structures(tag)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(eq=False, slots=True)
 class RehearsalText:
-    """A text to rehearse. deadline: time.monotonic(). lane: lane of its next try. was_killed: something other than the
+    """Text to rehearse. deadline: time.monotonic(). lane: lane of its next try. was_killed: something other than the
     limits has ended a try, which is repeated once."""
 
     number: int
@@ -28,7 +28,7 @@ class RehearsalTurns:
         self._lanes[job.lane].setdefault(job.client, deque()).append(job)
 
     def take(self, lanes: range) -> RehearsalText | None:
-        """The next job of the first of these lanes that has one."""
+        """Next job of the first of these lanes that has one."""
         for lane in lanes:
             clients = self._lanes[lane]
             if clients:

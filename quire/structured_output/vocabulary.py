@@ -1,4 +1,4 @@
-"""A model's tokens for llguidance."""
+"""Model's tokens for llguidance."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FIRST_TEXTS = ("", "\n")
 
 
 class Vocabulary:
-    """A tokenizer as `llguidance.LLTokenizer` expects it. `tokens`: bytes by token id, empty for ids that no text may
+    """Tokenizer as `llguidance.LLTokenizer` expects it. `tokens`: bytes by token id, empty for ids that no text may
     use."""
 
     is_tokenizer_wrapper = True
@@ -25,7 +25,7 @@ class Vocabulary:
     def __init__(
         self, tokens: Sequence[bytes], special_ids: Sequence[int], eos_ids: Sequence[int], tokenizer: Tokenizer
     ) -> None:
-        """eos_ids: at least one."""
+        """eos_ids: end-of-sequence tokens, at least one."""
         self.tokens = tokens
         self.special_token_ids = list(special_ids)
         self.eos_token_id = eos_ids[0]

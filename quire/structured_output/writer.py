@@ -1,4 +1,4 @@
-"""The front end's half of structured outputs: from a request's StructuredOutputsParams to a grammar's text, which the
+"""Front end's half of structured outputs: from a request's StructuredOutputsParams to a grammar's text, which the
 engine core has compiled (service.py) or refuses."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class GrammarWriter:
     """Writes constraints as grammars, and keeps the most recently used. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
-        """vocab_size: the model's tokens, perhaps fewer than the tokenizer's."""
+        """vocab_size: model's tokens, perhaps fewer than the tokenizer's."""
         self.config = StructuredOutputsConfig()
         """Settings for every constraint; engines set them before the first."""
         self._tokenizer = tokenizer

@@ -112,7 +112,7 @@ def messages_of(
 
 
 def text_of_part(part: Any, where: str) -> str:
-    """Text of a request's part: a string, or an object with a type. Raises UserError with the path."""
+    """Text of a request's part: string, or an object with a type. Raises UserError with the path."""
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping):

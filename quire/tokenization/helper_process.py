@@ -153,7 +153,7 @@ class HelperLoop:
             signal.setitimer(signal.ITIMER_PROF, 0)
 
     def _open_tokenizer(self) -> Tokenizer:
-        """The engine's tokenizer. Raises InternalError if its files have changed."""
+        """Engine's tokenizer. Raises InternalError if its files have changed."""
         if self._tokenizer is None:
             from quire.config.options import EngineOptions
             from quire.errors import InternalError

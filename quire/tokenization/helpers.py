@@ -49,7 +49,7 @@ from quire.utils.sizes import format_bytes
 LONG_TEXT_CHARACTERS = 2**18
 """Length from which a helper tokenizes a text."""
 UNKNOWN_PATTERN_CHARACTERS = 2**8
-"""The same limit for a tokenizer with patterns of its own. The worst known takes 0.6 s for 256 characters and 34 s for
+"""Same limit for a tokenizer with patterns of its own. The worst known takes 0.6 s for 256 characters and 34 s for
 4,096."""
 START_SECONDS = 60.0
 """Timeout of a start."""
@@ -265,7 +265,6 @@ class Helper:
         return answer
 
     def _ask(self, parts: Sequence[bytes | bytearray | memoryview], waiting: Waiting, max_bytes: int) -> Answer | None:
-        """Return the answer, or None if the process has ended."""
         self.is_usable = False
         try:
             parts = [part for part in (self._setup_frame, *parts) if part]

@@ -31,7 +31,7 @@ _OTHER = "\u263a"
 
 
 def family_of(tokenizer: Tokenizer) -> tuple[str, ...] | None:
-    """The family in FAMILIES whose tokens the tokenizer has; None if the model does not infill."""
+    """Family in FAMILIES whose tokens the tokenizer has; None if the model does not infill."""
 
     def is_known(family: tuple[str, ...]) -> bool:
         return all(part in (TEXT, SUFFIX) or tokenizer.token_to_id(part) is not None for part in family)

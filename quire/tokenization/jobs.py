@@ -44,7 +44,6 @@ class TemplateLimits(msgspec.Struct, frozen=True):
 
     @property
     def max_conversation_bytes(self) -> int:
-        """Maximum size of a conversation in bytes."""
         return self.memory // 8
 
 

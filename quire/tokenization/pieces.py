@@ -109,7 +109,6 @@ class WholePieces:
         self._backend = backend
 
     def decode(self, token_ids: list[int]) -> str:
-        """Decode with special tokens."""
         return str(self._backend.decode(token_ids, skip_special_tokens=False))
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -30,7 +30,6 @@ def wants_parts(tree: nodes.Template) -> bool:
 
 
 def knows_role(tree: nodes.Template, role: str) -> bool:
-    """True if the template mentions the role."""
     return any(constant.value == role for constant in tree.find_all(nodes.Const))
 
 

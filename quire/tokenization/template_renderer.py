@@ -98,7 +98,7 @@ class TemplateRenderer:
         return CompiledTemplate(self._environment.from_string(tree), wants_parts(tree), knows_role(tree, "developer"))
 
     def _render(self, template: CompiledTemplate, request: Render, messages: list[dict[str, Any]]) -> str | None:
-        """Rendered text, or None if too long."""
+        """Rendered text; None if too long."""
         as_parts = template.wants_parts if request.content_format == "auto" else request.content_format == "openai"
         max_characters = request.max_characters
         final = None

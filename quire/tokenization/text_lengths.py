@@ -1,4 +1,4 @@
-"""Limits of texts that are refused before tokenization."""
+"""Limits of texts refused before tokenization."""
 
 from __future__ import annotations
 

@@ -172,7 +172,6 @@ class Tokenizer:
     def detokenizer(
         self, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()
     ) -> IncrementalDetokenizer:
-        """Token-by-token decoder for one completion of `prompt_token_ids`."""
         return IncrementalDetokenizer(self.pieces, self._skipped(skip_special_tokens), prompt_token_ids)
 
     def token_text(self, token_id: int) -> str:

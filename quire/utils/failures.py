@@ -1,4 +1,4 @@
-"""An exception explained in one line, for the user who started the process."""
+"""Exception explained in one line, for the user who started the process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NO_THREAD = ("can't start new thread", "resource temporarily unavailable")
 
 
 def explain(error: BaseException) -> str:
-    """The cause if it is a system limit; else the exception's class and message."""
+    """Cause if it is a system limit; else the exception's class and message."""
     text = str(error)
     number = getattr(error, "errno", None)
     if number in (errno.EMFILE, errno.ENFILE) or "too many open files" in text.lower():
@@ -27,7 +27,7 @@ def explain(error: BaseException) -> str:
 
 
 def one_line(text: str) -> str:
-    """The text on one line, cut, with control characters escaped."""
+    """Text on one line, cut, with control characters escaped."""
     words = " ".join(text[: 2 * MAX_LINE].split())
     line = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in words)
     return line if len(line) <= MAX_LINE and len(text) <= 2 * MAX_LINE else line[:MAX_LINE] + " ..."

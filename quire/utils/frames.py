@@ -16,7 +16,7 @@ READ_BYTES = 2**16
 
 
 class Waiting(Protocol):
-    """A time limit of a connection's next operations."""
+    """Time limit of a connection's next operations."""
 
     def apply(self, connection: socket.socket) -> None:
         """Prepare for a read. Raises TimeoutError after the limit."""
@@ -28,7 +28,7 @@ class Waiting(Protocol):
 
 
 class Deadline:
-    """The moment in `seconds` from now."""
+    """Moment in `seconds` from now."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
@@ -46,7 +46,7 @@ class Deadline:
 
 
 def encode_frame(message: msgspec.Struct) -> bytearray:
-    """A message with its header. Raises TypeError, OverflowError, RecursionError or UnicodeEncodeError for values that
+    """Message with its header. Raises TypeError, OverflowError, RecursionError or UnicodeEncodeError for values that
     msgpack lacks."""
     frame = bytearray()
     _ENCODER.encode_into(message, frame, HEADER.size)
@@ -67,7 +67,7 @@ class FrameReader:
         self._held = b""
 
     def read(self, max_bytes: int, waiting: Waiting | None = None) -> bytes | bytearray | None:
-        """The next message, or None at the end of the connection. Raises ValueError for more than `max_bytes`,
+        """Next message; None at the end of the connection. Raises ValueError for more than `max_bytes`,
         TimeoutError after the limit."""
         while len(self._held) < HEADER.size:
             if waiting is not None:

@@ -108,7 +108,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class _Array:
-    """An array that is not decoded: `count` elements of the type from `start` on."""
+    """Array that is not decoded: `count` elements of the type from `start` on."""
 
     type: int
     count: int
@@ -119,7 +119,7 @@ class _Array:
 
 
 class GGUFFile:
-    """An open file, or the files of a split model, named by the first. metadata: values of the first file by key;
+    """Open file, or the files of a split model, named by the first. metadata: values of the first file by key;
     arrays are placeholders, read by `strings` and `numbers`. tensors: by name, in the files' order.
 
     The mapping is private; `release` drops the pages of a copied tensor. A context closes the file once no view is
@@ -179,7 +179,6 @@ class GGUFFile:
         return ModelLoadError(f"{self.path}: {message}")
 
     def strings(self, key: str) -> list[str] | None:
-        """An array of strings; None without the key."""
         found = self._strings(key)
         try:
             return None if found is None else [text.decode() for text in found]
@@ -202,7 +201,7 @@ class GGUFFile:
         return list(struct.unpack_from(f"<{array.count}{_SCALARS[array.type]}", self._maps[0], array.start))
 
     def data(self, entry: TensorEntry) -> memoryview:
-        """A tensor's bytes in the mapping, which must not be written."""
+        """Tensor's bytes in the mapping, which must not be written."""
         return memoryview(self._maps[entry.part])[entry.start : entry.start + entry.num_bytes]
 
     def release(self, entry: TensorEntry) -> None:
@@ -260,7 +259,7 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def find_gguf(directory: Path) -> Path | None:
-    """The GGUF file of a directory, of a split model the first; not a vision tower's. Raises ModelLoadError for several
+    """GGUF file of a directory, of a split model the first; not a vision tower's. Raises ModelLoadError for several
     models."""
     found = sorted(path for path in directory.glob(f"*{SUFFIX}") if path.is_file() and not is_mmproj(path))
     if len(found) > 1 and found != parts_of(found[0]):
@@ -299,7 +298,7 @@ class _HeaderReader:
         return values
 
     def tensors(self, values: dict[str, Any]) -> dict[str, TensorEntry]:
-        """The table, with places in the file. Raises ModelLoadError for data outside the file, off the alignment or
+        """Table, with places in the file. Raises ModelLoadError for data outside the file, off the alignment or
         overlapping."""
         alignment = values.get("general.alignment", DEFAULT_ALIGNMENT)
         if type(alignment) is not int or not 8 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):

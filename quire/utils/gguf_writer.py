@@ -36,7 +36,7 @@ class PlannedTensor:
 
 
 class GGUFWriter:
-    """A file being written. `partial` is its place until `finish`, named as a GGUF file, with a readable header."""
+    """File being written. `partial` is its place until `finish`, named as a GGUF file, with a readable header."""
 
     def __init__(self, path: Path, metadata: Mapping[str, Value], tensors: Sequence[PlannedTensor]) -> None:
         """Write the header and reserve room for all tensors. Raises UserError."""

@@ -35,7 +35,7 @@ IDLE = 255
 
 
 class Heartbeat:
-    """The observer's side: time without a beat. Thread-safe. Only time that the observer has seen counts, `MAX_GAP` at
+    """Observer's side: time without a beat. Thread-safe. Only time that the observer has seen counts, `MAX_GAP` at
     most between two looks."""
 
     def __init__(self, clock: Clock | None = None) -> None:
@@ -119,13 +119,13 @@ def decode_beats(beats: bytes) -> float | None:
 
 
 def encode_stopped(rank: int) -> int:
-    """The byte that names a stopped rank, one of IDLE - FIRST_STOPPED."""
+    """Byte that names a stopped rank, one of IDLE - FIRST_STOPPED."""
     assert FIRST_STOPPED + rank < IDLE, "the byte of an idle process"
     return FIRST_STOPPED + rank
 
 
 def decode_stopped(beats: bytes) -> int | None:
-    """The rank that the last of some beats names as stopped; None: it names none."""
+    """Rank that the last of some beats names as stopped; None: it names none."""
     return beats[-1] - FIRST_STOPPED if LONGEST < beats[-1] < IDLE else None
 
 

@@ -1,4 +1,4 @@
-"""A private directory for one engine process's sockets, removed after any kind of death. Parent and child lock it while
+"""Private directory for one engine process's sockets, removed after any kind of death. Parent and child lock it while
 they live; the parent removes it, else the child or the next engine on this machine."""
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class RuntimeDirectory:
         return cls(path, lock)
 
     def address(self, name: str) -> str:
-        """The zmq address of a socket in this directory."""
+        """zmq address of a socket in this directory."""
         return f"ipc://{self.path / name}"
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""An HTTP connection from the terminal to a server: certificates, API key, and a clear line for each failure."""
+"""HTTP connection from the terminal to a server: certificates, API key, and a clear line for each failure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ServerGoneError(QuireError):
 
 
 class ServerConnection:
-    """A client of one server. Every failure is a QuireError of one line."""
+    """Client of one server. Every failure is a QuireError of one line."""
 
     def __init__(
         self, url: str, api_key: str | None, *, timeout: float, cacert: str | None = None, is_insecure: bool = False

@@ -18,7 +18,7 @@ _NUMBER_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """The same numbers (float64, initially 0) in every slot. Only a slot's process writes `own`; any may write
+    """Same numbers (float64, initially 0) in every slot. Only a slot's process writes `own`; any may write
     `common`, under `Numbers.lock` where it matters."""
 
     own: memoryview[float]
@@ -62,7 +62,7 @@ class Numbers:
         return cls(mmap.mmap(file, num_slots * SLOT_BYTES), num_slots, slot, file)
 
     def allocate(self, count: int) -> Cells:
-        """The next `count` numbers of each slot."""
+        """Next `count` numbers of each slot."""
         begin, end = self._num_used_bytes, self._num_used_bytes + count * _NUMBER_BYTES
         if end > SLOT_BYTES:
             raise ValueError(f"{count} numbers do not fit into a slot: {SLOT_BYTES - begin} bytes are left")

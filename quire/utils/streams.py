@@ -20,7 +20,7 @@ PIECE_BYTES = select.PIPE_BUF
 
 
 class GuardedFile(io.FileIO):
-    """A file descriptor for writing. `write` never raises OSError, and waits at most PATIENCE_SECONDS."""
+    """File descriptor for writing. `write` never raises OSError, and waits at most PATIENCE_SECONDS."""
 
     def __init__(self, fd: int) -> None:
         super().__init__(fd, "w", closefd=False)

@@ -6,7 +6,7 @@ from quire.errors import ConfigError
 
 
 def read_text_file(path: str, *, param: str) -> str:
-    """The file's UTF-8 text. Raises ConfigError if it is unreadable, not UTF-8 or empty."""
+    """File's UTF-8 text. Raises ConfigError if it is unreadable, not UTF-8 or empty."""
     try:
         text = Path(path).read_bytes().decode("utf-8")
     except OSError as error:

@@ -44,7 +44,6 @@ def random_uuid() -> str:
 
 
 def init_logger(name: str) -> logging.Logger:
-    """Logger of a module."""
     return get_logger(name)
 
 

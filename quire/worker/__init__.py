@@ -1,4 +1,4 @@
-"""The worker: one device's share of the model and of the KV cache."""
+"""Worker: one device's share of the model and of the KV cache."""
 
 from quire import envs
 

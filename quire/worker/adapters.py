@@ -1,4 +1,4 @@
-"""The worker's half of LoRA adapters: loading on a separate thread, beside steps."""
+"""Worker's half of LoRA adapters: loading on a separate thread, beside steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOTHING_HELD: Mapping[int, AdapterRef] = MappingProxyType({})
 
 
 class NoAdapterLoads:
-    """Adapter loads of a model without adapters."""
+    """AdapterLoads of a model without adapters: loads nothing."""
 
     held = NOTHING_HELD
 
@@ -39,10 +39,10 @@ class NoAdapterLoads:
 
 
 class AdapterLoads:
-    """Adapter loads of one model."""
+    """Loader of one model's adapters, which plans start."""
 
     def __init__(self, adapters: ModelAdapters, held: Mapping[int, AdapterRef]) -> None:
-        """held: adapters of the previous model, loaded again here. Raises ModelLoadError."""
+        """held: adapters that slots held before a sleep, loaded again here. Raises ModelLoadError."""
         self._adapters = adapters
         self._thread = ThreadPoolExecutor(1, "adapters", initializer=partial(torch.set_num_threads, 1))
         self._loading: dict[int, Future[None]] = {}
@@ -53,7 +53,7 @@ class AdapterLoads:
 
     def begin_plan(self, plan: StepPlan) -> None:
         """Start the plan's loads of adapters, and wait for those whose first rows it brings. Raises ModelLoadError for
-        a load that failed only here."""
+        a load that failed on this rank alone."""
         for slot, adapter in () if plan.adapters is None else plan.adapters.loads:
             self.held.pop(slot, None)
             self._orders[slot] = adapter
@@ -80,7 +80,6 @@ class AdapterLoads:
         return ended
 
     def reserved_bytes(self) -> int:
-        """Maximum memory of the adapters in bytes."""
         return self._adapters.reserved_bytes()
 
     def close(self) -> None:

@@ -13,7 +13,8 @@ from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout
 
 class TableShape(NamedTuple):
     """Shape of a KV group's table. block_size: tokens per entry, those of other ranks included. kernel_blocks: entries
-    per block. has_slots: True if each token has a slot; else an entry is a state. deal: tokens that this rank keeps."""
+    per block. has_slots: True if each token has a slot; else an entry is a state. deal: share of the tokens that this
+    rank keeps (None: all)."""
 
     block_size: int
     kernel_blocks: int = 1
@@ -21,11 +22,11 @@ class TableShape(NamedTuple):
     deal: Deal = ALL_TOKENS
 
     def width(self, num_tokens: int) -> int:
-        """Entries for `num_tokens` tokens, in whole blocks."""
+        """Number of entries for `num_tokens` tokens, rounded up to whole blocks."""
         return -(-num_tokens // (self.block_size * self.kernel_blocks)) * self.kernel_blocks
 
     def entries(self, block_ids: Sequence[int]) -> Sequence[int] | np.ndarray:
-        """Entries of some blocks, in order."""
+        """Table entries (numbers of kernel blocks) of some blocks, in order."""
         if self.kernel_blocks == 1:
             return block_ids
         first = np.array(block_ids, np.int32)[:, None] * self.kernel_blocks
@@ -71,7 +72,7 @@ class BlockTables:
 
     @property
     def arrays(self) -> tuple[np.ndarray, ...]:
-        """The tables, per group, for kernels."""
+        """Tables, per group, for kernels."""
         return self._tables
 
     @property
@@ -79,12 +80,12 @@ class BlockTables:
         return len(self._tables)
 
     def num_entries(self, row: int) -> list[int]:
-        """Entries of a row's tables, per group."""
+        """Number of entries in a row's table, per KV group."""
         counts: list[int] = self._num_entries[:, row].tolist()
         return counts
 
     def room(self, rows: np.ndarray) -> np.ndarray:
-        """Positions of each row that have slots in all groups, [R]."""
+        """Number of positions of each row with slots in all KV groups, [R]."""
         sizes = np.array([shape.block_size if shape.has_slots else 0 for shape in self.shapes])
         kept = np.flatnonzero(sizes)
         found: np.ndarray = np.min(self._num_entries[kept][:, rows] * sizes[kept, None], axis=0)
@@ -120,7 +121,6 @@ class BlockTables:
                 self._num_entries[group, row] = count
 
     def copy(self, source: int, destination: int) -> None:
-        """Copy all tables of row `source` to row `destination`."""
         for table in self._tables:
             table[destination] = table[source]
         self._num_entries[:, destination] = self._num_entries[:, source]
@@ -138,7 +138,7 @@ class BlockTables:
         ]
 
     def written(self, rows: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> list[int]:
-        """Blocks of all groups that hold positions starts .. ends - 1 of `rows` (all [S] int64)."""
+        """Block ids, over all KV groups, that hold positions starts .. ends - 1 of `rows` (all [S] int64)."""
         blocks = []
         for table, shape in zip(self._tables, self.shapes, strict=True):
             first = starts // shape.block_size

@@ -30,7 +30,7 @@ class Rule(IntEnum):
     kernels/triton/rows.py."""
 
     ROW = 0
-    """The row's value."""
+    """Row's value."""
     SHIFTED = 1
     """Position plus the row's value."""
     REACHED = 2
@@ -56,7 +56,7 @@ ADAPTER_SLOTS: set by the scheduler."""
 
 
 class ColumnValues:
-    """The C columns that one model reads, and the rows' values. names: in the model's order. rules: [C] int32. rows:
+    """C columns that one model reads, and the rows' values. names: in the model's order. rules: [C] int32. rows:
     [num_rows, C] int64. listed: values without a rule."""
 
     def __init__(self, table: Sequence[Column], names: Sequence[str], num_rows: int) -> None:

@@ -1,4 +1,4 @@
-"""The model's forward pass on a device: eager, as one CUDA graph, or as graphs between the layers' attention.
+"""Model's forward pass on a device: eager, as one CUDA graph, or as graphs between the layers' attention.
 
 Full graphs are captured at the start, most piecewise ones in idle time or at first use.
 """
@@ -32,7 +32,7 @@ class DeviceBackend(Protocol):
     def plan(self, batch: DeviceBatch) -> AttentionStep: ...
 
     def lengths_to_compile(self, longest: int) -> tuple[tuple[int, int], ...]:
-        """See TritonAttention.lengths_to_compile."""
+        """Lengths to compile kernels for; see TritonAttention.lengths_to_compile."""
         ...
 
 
@@ -127,7 +127,7 @@ class CudaGraphRunner:
         overlay: RowOverlay | None = None,
     ) -> ForwardResult[torch.Tensor]:
         """Run one forward pass over inputs prepared at the execution's sizes. rows: [R], the rows to return (None:
-        all); captured passes compute all. overlay: the step's overlay, which excludes full graphs. Returns hidden
+        all); captured passes compute all. overlay: step's overlay, which excludes full graphs. Returns hidden
         states [R, hidden] and taps; the next call may overwrite them. Padded rows are undefined."""
         if self._num_rows is not None:
             self._num_rows.copy_(batch.query_start[-1:])
@@ -207,7 +207,7 @@ class CudaGraphRunner:
     def _try_capture(
         self, capture: GraphCapture, key: Execution, batch: DeviceBatch, columns: TokenColumns
     ) -> _CapturedPass | None:
-        """Captured pass; None if memory has run out."""
+        """Captured pass of this size; None if memory has run out."""
         try:
             with capturing(capture):
                 if key.kind == "full":
@@ -244,7 +244,7 @@ class _CapturedPass(Protocol):
 
 @dataclass(frozen=True)
 class _FullPass:
-    """inputs: addresses at capture."""
+    """Captured pass of one size as a single graph. inputs: addresses at capture."""
 
     graph: Graph
     inputs: tuple[int, ...]
@@ -256,7 +256,7 @@ class _FullPass:
 
 @dataclass(frozen=True)
 class _AttentionCall:
-    """A call between two pieces, on shared memory: of the attention step, the state step or the overlay."""
+    """Call between two pieces, on shared memory: of the attention step, the state step or the overlay."""
 
     method: str
     args: tuple[Any, ...]
@@ -283,7 +283,8 @@ class _PiecewisePass:
 
 
 class _Pieces(AttentionStep):
-    """Stand-in for attention, states and overlay during capture of pieces: each call ends one piece."""
+    """Stand-in for attention, states and overlay during capture: each of their calls ends one graph and begins the
+    next."""
 
     def __init__(self, capture: GraphCapture, attended: torch.Tensor, layers: tuple[int, ...]) -> None:
         """attended: [max tokens, H * D], output of every layer's attention. layers: layers after which an overlay adds
@@ -327,7 +328,7 @@ class _Pieces(AttentionStep):
         return self._attended.view(-1)[: len(tokens) * width].view(len(tokens), width)
 
     def _between(self, method: str, layer: tuple[Any, ...], *args: Any) -> Any:
-        """End a piece with this call's input and start the next. args: tensors; the last, the output, is returned."""
+        """End a graph with this call's input and start the next. args: tensors; the last, the output, is returned."""
         self.graphs.append(self._capture.end_capture())
         self.calls.append(_AttentionCall(method, (*layer, *(_borrowed(self._capture, value) for value in args))))
         self._capture.begin_capture()

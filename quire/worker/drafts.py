@@ -1,4 +1,4 @@
-"""The worker's half of drafts: finds drafts for a sequence's next step and accepts those of this step. A draft is
+"""Worker's half of drafts: finds drafts for a sequence's next step and accepts those of this step. A draft is
 accepted if it equals the token sampled at its position, so drafts never change a sequence's tokens."""
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ PATIENCE, STRIDE = 64, 4
 
 
 class Placed(NamedTuple):
-    """Start positions and token counts of a step's S sequences, and how many of the last tokens are drafts, which are
-    in the token table."""
+    """Start positions and token counts of a step's S sequences, and the number of each one's last tokens that are
+    drafts (already in the token table)."""
 
     starts: Sequence[int]
     counts: Sequence[int]
@@ -82,7 +82,8 @@ class HostDrafts:
         """Next steps without drafts that do not look up."""
 
     def place(self, plan: StepPlan, requests: RequestState) -> Placed:
-        """Write the plan's drafts, or found ones, after the known tokens of their sequences."""
+        """Write the plan's drafts, or those found by this rank, into the token table after their sequences' known
+        tokens."""
         starts, counts, num_drafts = list(plan.start_positions), list(plan.num_tokens), [0] * len(plan.seq_ids)
         self._placed = {}
         for index, seq_id in enumerate(plan.seq_ids):
@@ -118,20 +119,20 @@ class HostDrafts:
         return tokens
 
     def make(self, batch: InputBatch, table: np.ndarray) -> bool:
-        """Make the batch's missing drafts, after its block copies. Returns whether tokens of the batch changed in the
-        token table."""
+        """Compute the batch's missing drafts with a draft model or head, after its block copies. Returns whether tokens
+        of the batch changed in the token table."""
         return False
 
     def keep_results(self, result: ForwardResult[torch.Tensor]) -> None:
-        """Keep what `follow` needs of a step's forward pass, if `follows`."""
+        """Keep the hidden states of a step that `follow` needs. Only called if `follows`."""
 
     def follow(self, batch: InputBatch, lengths: np.ndarray, table: np.ndarray) -> None:
-        """Process a step with known samples, if `follows`. lengths: current tokens of its sequences,
-        [S]."""
+        """Compute a step's tokens with the draft head (if `follows`), once its samples are known. lengths: known tokens
+        of its sequences, [S]."""
 
     def accept(self, chosen: Sequence[int], sources: Sequence[int]) -> list[int]:
-        """Tokens that each sample gets. chosen: sampled token per row, -1 without a finite score, which ends the
-        sequence's step. sources: indices of the samples in the batch."""
+        """Number of tokens that each sample gets: its sampled one and accepted drafts. chosen: sampled token per row,
+        -1 without a finite score, which ends the sequence's step. sources: indices of the samples in the batch."""
         found, first = [], 0
         for source in sources:
             drafts = self._placed.get(source, ())
@@ -144,15 +145,15 @@ class HostDrafts:
         return found
 
     def tokens_of(self, rows: np.ndarray) -> list[list[int]]:
-        """Result of the last look-up for rows, [R, max drafts]."""
+        """Drafts of rows from the last `look_up`, [R, max drafts]."""
         tokens: list[list[int]] = self._drafts[rows].tolist()
         return tokens
 
     def look_up(
         self, rows: np.ndarray, ends: np.ndarray, table: np.ndarray, needed: Sequence[int] = ()
     ) -> list[int] | None:
-        """Find drafts for rows of `ends` + 1 tokens. Returns the number for each row; None if there are none. needed:
-        indices of rows whose drafts must be known now (`tokens_of`)."""
+        """Find drafts in texts for rows with `ends` + 1 tokens. Returns their number for each row; None: no row has
+        any. needed: indices of rows whose drafts must be known now (`tokens_of`)."""
         if not self.finder.find_drafts(table, rows, ends + 1, self._drafts, self._counts):
             self._num_fruitless += 1
             self.num_skipped = STRIDE - 1 if self._num_fruitless >= PATIENCE else 0

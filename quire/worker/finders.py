@@ -47,7 +47,7 @@ class Finder(Protocol):
         ...
 
     def rewrite(self, row: int, position: int) -> None:
-        """Report that the row's tokens from `position` on have changed."""
+        """Note that the row's tokens from `position` on have changed."""
         ...
 
     def end_text(self, row: int, token_ids: np.ndarray) -> None:
@@ -111,7 +111,7 @@ class Texts(Protocol):
         drafts: np.ndarray,
         counts: np.ndarray,
     ) -> int:
-        """Look up by `method: ngram`, with runs from the index's least length to `most` tokens."""
+        """Look up by `method: ngram`, matching from the index's least length to `most` last tokens."""
         ...
 
     def find_likely(
@@ -184,7 +184,7 @@ class Corpora:
     """Ended outputs by scope. Eviction depends only on the order of requests, so all ranks evict the same."""
 
     def __init__(self, make_corpus: MakeCorpus, max_texts: int, max_bytes: int = CORPORA_BYTES) -> None:
-        """max_texts: per scope; 0: keep nothing."""
+        """max_texts: per scope; 0: keep nothing. max_bytes: of all texts."""
         self.max_texts = max_texts
         self._make_corpus = make_corpus
         self._max_bytes = max_bytes
@@ -243,7 +243,7 @@ class CustomFinder(NoFinder):
 
 
 def run_lengths(least: int, most: int) -> list[int]:
-    """At most MOST_LENGTHS run lengths from `least` to `most`, both included."""
+    """At most MOST_LENGTHS numbers of last tokens to match, from `least` to `most`, both included."""
     count = min(MOST_LENGTHS, most - least + 1)
     if count == 1:
         return [least]

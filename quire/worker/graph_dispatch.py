@@ -19,9 +19,10 @@ MOST_DRAFT_TOKENS = 128
 
 @dataclass(frozen=True, slots=True)
 class ExecutionSettings:
-    """Sizes of passes. full_sizes: sequence counts that decode batches are padded to. piecewise_sizes: token counts
-    that other batches are padded to. Both ascend and may be empty. draft_rows: tokens per sequence with drafts in a
-    full graph (0: none). adapts: some steps have tokens with adapters, and these have graphs of their own."""
+    """Sizes that passes are captured at and padded to. full_sizes: sequence counts that decode batches are padded to.
+    piecewise_sizes: token counts that other batches are padded to. Both ascend and may be empty. draft_rows: tokens per
+    sequence with drafts in a full graph (0: none). adapts: some steps have tokens with adapters, and these have graphs
+    of their own."""
 
     full_sizes: tuple[int, ...] = ()
     piecewise_sizes: tuple[int, ...] = ()
@@ -44,14 +45,13 @@ class ExecutionSettings:
         return [*plain, *(replace(each, adapts=True) for each in plain)] if self.adapts else plain
 
     def without_full(self) -> ExecutionSettings:
-        """Settings without full graphs."""
         return replace(self, full_sizes=())
 
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """num_tokens, num_seqs: sizes of the prepared inputs, with padding. overlaid: layers after which an overlay adds
-    rows (None: no overlay). adapts: some tokens have adapters."""
+    """Step's way to run. num_tokens, num_seqs: sizes of the prepared inputs, with padding. overlaid: layers after
+    which an overlay adds rows (None: no overlay). adapts: some tokens have adapters."""
 
     kind: Kind
     num_tokens: int
@@ -61,7 +61,7 @@ class Execution:
 
     @property
     def captured_as(self) -> Execution:
-        """Key among the captured passes."""
+        """Execution under which a captured pass for this one is kept."""
         return replace(self, num_seqs=1) if self.kind == "piecewise" else self
 
 

@@ -44,7 +44,8 @@ class HeadDrafts(HostDrafts):
         *,
         has_states: bool,
     ) -> None:
-        """reads: hidden states for the head. backends: the head's. longest: maximum tokens of a sequence."""
+        """reads: hidden states for the head. backends: over the head's layers. longest: maximum tokens of a
+        sequence."""
         super().__init__(tables.num_rows, config.max_drafts, NO_FINDER, has_states=has_states)
         self._head = head
         self.taps, self.reads_all = reads.taps, not reads.taps
@@ -56,7 +57,7 @@ class HeadDrafts(HostDrafts):
         self._columns = ColumnValues(STEP_COLUMNS, head.columns, tables.num_rows)
         """Columns of plain texts, without adapters and images."""
         self._results = torch.zeros(tables.num_rows, head.output_size)
-        """The head's result for the last token but one of each row."""
+        """Head's result for the last token but one of each row."""
         self._known = np.zeros(tables.num_rows, np.int64)
         """Tokens of each row at that result."""
         self._unknown: list[int] = []
@@ -117,7 +118,8 @@ class HeadDrafts(HostDrafts):
         return counts.tolist() if counts.any() else None
 
     def _guess(self, rows: np.ndarray, lengths: np.ndarray, counts: np.ndarray, table: np.ndarray) -> None:
-        """Make `counts` drafts after the `lengths` known tokens of distinct rows, in the token table too; all [R]."""
+        """Make `counts` drafts after the `lengths` known tokens of distinct rows (all [R]), and write them to the token
+        table."""
         results, number = self._results[rows], 0
         while len(rows):
             tokens = self._head.compute_logits(results).argmax(1).numpy()
@@ -134,7 +136,7 @@ class HeadDrafts(HostDrafts):
                 results = self._run(batch, results, None, table)
 
     def _run(self, batch: InputBatch, hidden: torch.Tensor, read: np.ndarray | None, table: np.ndarray) -> torch.Tensor:
-        """The head's results for the tokens `read` of a batch (None: all). hidden: [T, size]."""
+        """Head's results for the tokens `read` of a batch (None: all). hidden: [T, size]."""
         from quire.worker.platform.cpu_inputs import prepare_inputs
 
         followers, attention = prepare_inputs(batch, table[:, 1:], self._tables)

@@ -49,7 +49,6 @@ class ImageOverlays:
         return seconds
 
     def weight_bytes(self) -> int:
-        """Bytes of the tower's parameters."""
         return self.encoder.weight_bytes()
 
     def working_bytes(self, max_tokens: int) -> int:

@@ -36,25 +36,25 @@ class InputBatch(NamedTuple):
 
     @classmethod
     def of(cls, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> InputBatch:
-        """A batch whose T tokens are all read."""
+        """Batch whose T tokens are all read."""
         query_start = np.zeros(len(rows) + 1, np.int64)
         np.cumsum(counts, out=query_start[1:])
         return cls(rows, starts, counts, starts + counts, query_start, None, query_start)
 
     @classmethod
     def of_plan(cls, rows: np.ndarray, starts: Sequence[int], counts: Sequence[int]) -> InputBatch:
-        """See `of`, from a plan's numbers."""
+        """Same as `of`, for lists of numbers from a plan."""
         return cls.of(rows, np.array(starts, np.int64), np.array(counts, np.int64))
 
     @classmethod
     def dummy_prompts(cls, num_tokens: int, longest: int) -> InputBatch:
-        """New sequences of `longest` tokens; the last may be shorter."""
+        """Batch for profiling: `num_tokens` in new sequences of `longest` tokens, the last maybe shorter."""
         starts = np.arange(0, num_tokens, longest)
         return cls.of(np.arange(len(starts)), np.zeros_like(starts), np.minimum(num_tokens - starts, longest))
 
     @classmethod
     def dummy_decodes(cls, num_seqs: int, longest: int) -> InputBatch:
-        """One new token each, the last of `longest`."""
+        """Batch for profiling: one new token of each sequence, the last of `longest`."""
         return cls.of(np.arange(num_seqs), np.full(num_seqs, longest - 1), np.ones(num_seqs, np.int64))
 
     @property
@@ -63,7 +63,7 @@ class InputBatch(NamedTuple):
 
     @property
     def num_read(self) -> int:
-        """R, the number of rows read."""
+        """R, the number of tokens whose hidden states are read."""
         return int(self.read_start[-1])
 
     @property

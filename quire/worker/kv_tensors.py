@@ -28,8 +28,8 @@ def allocate_pages(layout: KVCacheLayout) -> list[torch.Tensor]:
 
 
 def prefault(pages: Sequence[torch.Tensor], num_threads: int) -> None:
-    """Back the pool's memory now, before prompts need it. Raises InsufficientMemoryError if the pool exceeds the
-    available memory."""
+    """Write to the pool's memory, so that the system provides it now. Raises InsufficientMemoryError if the pool
+    exceeds the available memory."""
     total, available = sum(page.nbytes for page in pages), available_memory()
     if total > available:
         raise InsufficientMemoryError(
@@ -56,7 +56,7 @@ def _reserve(layout: KVCacheLayout, num_blocks: int, purpose: str, option: str) 
 
 
 def layer_pages(pages: Sequence[torch.Tensor], layout: KVCacheLayout, dtype: torch.dtype) -> dict[int, torch.Tensor]:
-    """The pool as each layer that keeps tokens uses it: [kernel blocks, *spec.page_shape(layout.block_size)] of
+    """Pool as each layer that keeps tokens uses it: [kernel blocks, *spec.page_shape(layout.block_size)] of
     `dtype`; a pool block is `layout.kernel_blocks` kernel blocks."""
     views: dict[int, torch.Tensor] = {}
     for group in layout.token_groups:
@@ -69,7 +69,7 @@ def layer_pages(pages: Sequence[torch.Tensor], layout: KVCacheLayout, dtype: tor
 
 
 def state_pages(pages: Sequence[torch.Tensor], layout: KVCacheLayout) -> dict[int, torch.Tensor]:
-    """The pool as each layer with states uses it: [num_blocks, page bytes] uint8, without padding."""
+    """Pool as each layer with states uses it: [num_blocks, page bytes] uint8, without padding."""
     return {
         layer: page[:, : group.page_bytes]
         for group in layout.state_groups

@@ -31,7 +31,7 @@ class BlockTransfers(Protocol):
 
 
 class NoTransfers:
-    """BlockTransfers without a host pool."""
+    """BlockTransfers of a worker without a host pool: refuses every copy."""
 
     def start(self, swap_out: Pairs, swap_in: Pairs) -> None:
         assert not swap_out, "a plan swaps, and there is no host pool"

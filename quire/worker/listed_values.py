@@ -26,7 +26,7 @@ class ListedValues:
         values: np.ndarray,
     ) -> None:
         """Set a row's lists. lists: per column (None: none). ruled: maps row values of the first tokens, [tokens, C],
-        to token values, [C, tokens]. values: the row's values, [C], which apply after the lists."""
+        to token values, [C, tokens]. values: row's values, [C], which apply after the lists."""
         count = max((own.end for own in lists if own is not None), default=0)
         self._put(row, None)
         if count:

@@ -13,7 +13,7 @@ DESCRIPTION = "loading weights (MiB)"
 
 
 class LoadProgress:
-    """Progress callback of `load_model` and context manager that removes the bar. The first report gives the total."""
+    """Progress callback of `load_model` and context manager that removes the bar. The first report says the total."""
 
     def __init__(self) -> None:
         self._bars = ExitStack()

@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from quire.worker.request_state import RequestState
 
 MOST_BEHIND = 16
-"""Maximum tokens of a sequence without drafts that are computed together."""
+"""Maximum tokens of a sequence without drafts computed together."""
 FRESH = 2**62
 """Computed tokens of a row whose keys and values come from elsewhere."""
 
 
 def layers_of(layout: KVCacheLayout, layers: range) -> KVCacheLayout:
-    """The pool's layout for a model with some of its layers, numbered from 0."""
+    """Pool's layout for a model with some of its layers, numbered from 0."""
     groups = tuple(
         replace(group, layers=tuple(each - layers.start if each in layers else FOREIGN_LAYER for each in group.layers))
         for group in layout.groups
@@ -57,7 +57,7 @@ class ModelDrafts(HostDrafts):
         *,
         has_states: bool,
     ) -> None:
-        """backends: the draft model's. vocab_size: the main model's."""
+        """backends: over the draft model's layers. vocab_size: vocabulary of the main model."""
         super().__init__(tables.num_rows, config.max_drafts, NO_FINDER, has_states=has_states)
         own, self._model = draft_model.config, draft_model.model
         self._tables = tables
@@ -122,7 +122,7 @@ class ModelDrafts(HostDrafts):
         return counts.tolist() if counts.any() else None
 
     def _reached(self, rows: np.ndarray, starts: np.ndarray, table: np.ndarray) -> np.ndarray:
-        """First positions, at most `starts`, that the model has not computed."""
+        """First position of each row that the draft model has not computed, at most `starts`, [R]."""
         reached = np.minimum(self._computed[rows], starts)
         first, ends = self._first[rows], np.minimum(self._first[rows] + self._num_fed[rows], starts)
         while True:
@@ -169,7 +169,7 @@ class ModelDrafts(HostDrafts):
         return self._model.forward(self._backends.forward_batch(token_ids, attention, rows, columns)).hidden
 
     def _likeliest(self, hidden: torch.Tensor) -> np.ndarray:
-        """[R, size] -> [R] int64."""
+        """Likeliest tokens after hidden states: [R, size] -> [R] int64."""
         logits = self._model.compute_logits(hidden)[:, : self._other_size]
         tokens: np.ndarray = logits.argmax(1).numpy()
         return tokens

@@ -1,4 +1,4 @@
-"""The model runner: plans in, results out, in the order of effects that `quire.step` documents. `launch` does not wait
+"""Model runner: plans in, results out, in the order of effects that `quire.step` documents. `launch` does not wait
 for the device; `Launched.collect` waits for the step's result."""
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ logger = get_logger(__name__)
 
 @dataclass(slots=True)
 class Launched:
-    """A started step. sampled: rows of `samples`. accepted: drafts to keep. pooled: vectors, [P, width]. copy: transfer
-    of the tensors of `samples`, `accepted`, `pooled`, then `scores`; None: nothing was computed. error: from sampling
-    that awaited its inputs."""
+    """Started step. sampled: rows of `samples`. accepted: drafts to keep. pooled: vectors of pooling requests, [P,
+    width]. copy: transfer of the tensors of `samples`, `accepted`, `pooled`, then `scores`; None: nothing was computed.
+    error: from sampling that awaited its inputs."""
 
     plan: StepPlan
     samples: Samples | None = None
@@ -94,7 +94,7 @@ class Launched:
 
 
 class Computed(NamedTuple):
-    """A step after its forward pass. hidden: [R, hidden size], the rows read."""
+    """Step after its forward pass. hidden: [R, hidden size], hidden states of the read tokens."""
 
     launched: Launched
     step: ComputeStep
@@ -128,7 +128,7 @@ class ModelRunner:
         self._prompt_scorer = PromptScorer(compute, requests, max(1, compute.prompt_logits_elements // vocab_size))
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Start one plan. If it expects sampling inputs, it is sampled when they come."""
+        """Start one plan. If it expects masks (sampling inputs), it is sampled when they come."""
         assert self._unsampled is None, f"step {plan.step_id} is launched before the last one was sampled"
         requests, transfers = self._requests, self._transfers
         transfers.wait()
@@ -172,7 +172,7 @@ class ModelRunner:
         return launched
 
     def sample(self, inputs: SamplingInputs) -> None:
-        """Sample the step that awaits these inputs."""
+        """Sample the launched step that awaits these masks."""
         computed, self._unsampled = self._unsampled, None
         assert computed is not None, f"no step awaits the sampling inputs of step {inputs.step_id}"
         try:
@@ -200,7 +200,6 @@ class ModelRunner:
         launched.copy = self._compute.copy_out(_tensors(launched))
 
     def warm_up(self) -> None:
-        """Warm up before the first plan."""
         self._compute.warm_up(self.launch)
 
     def capture_next(self) -> bool:

@@ -11,8 +11,9 @@ from quire.worker.finders import NO_TOKENS, NoFinder
 
 
 class Oracle(NoFinder):
-    """Finder that knows the texts. A request's `prediction` is its whole text, prompt and output. Each draft is the
-    token of that text with probability `rate`, else another one; which it is depends on seed, text and position."""
+    """Finder of drafts that knows the texts to come. A request's `prediction` is its whole text, prompt and output.
+    Each draft is the token of that text with probability `rate`, else another one; which it is depends on seed, text
+    and position."""
 
     def __init__(self, num_rows: int, rate: float, seed: int, vocab_size: int) -> None:
         self._rate, self._seed, self._vocab_size = rate, seed, vocab_size
@@ -27,7 +28,7 @@ class Oracle(NoFinder):
         self._texts[destination] = self._texts[source]
 
     def padded_text(self, row: int, width: int) -> np.ndarray:
-        """The row's drafts by position, [width] int32, -1 where none is known."""
+        """Row's drafts by position, [width] int32, -1 where none is known."""
         found, text = np.full(width, -1, np.int32), self._texts[row][:width]
         found[: len(text)] = text
         return found

@@ -14,15 +14,16 @@ from quire.worker.input_batch import InputBatch
 
 
 class StepOverlay(NamedTuple):
-    """rows: [O] int64, ascending, indices into the step's T tokens. embeddings, behind: see RowOverlay, on the model's
-    device. `behind` has the same layers in all steps: each set of layers is a separate pass."""
+    """Vectors that replace embeddings in a step. rows: [O] int64, ascending, indices into the step's T tokens.
+    embeddings, behind: see RowOverlay, on the model's device. `behind` has the same layers in all steps: each set of
+    layers is a separate pass."""
 
     rows: np.ndarray
     embeddings: torch.Tensor
     behind: Mapping[int, torch.Tensor]
 
     def over(self, rows: torch.Tensor) -> RowOverlay:
-        """Input of a forward pass. rows: this overlay's rows on the model's device."""
+        """Overlay for a forward pass. rows: `self.rows` on the model's device."""
         return RowOverlay(rows, self.embeddings, self.behind)
 
 
@@ -30,6 +31,6 @@ class OverlaySource(Protocol):
     """Source of a step's overlay."""
 
     def of_step(self, plan: StepPlan, batch: InputBatch) -> StepOverlay | None:
-        """Overlay for this step's tokens, or None. batch: the plan's sequences at the computed positions. Called once
+        """Overlay for this step's tokens, or None. batch: plan's sequences at the computed positions. Called once
         per plan, in order."""
         ...

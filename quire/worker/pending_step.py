@@ -1,4 +1,4 @@
-"""A launched plan and its result, for which callers wait."""
+"""Launched plan and its result, for which callers wait."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quire.step import StepResult
 
 
 class PendingStep:
-    """A StepFuture (quire/executors/interface.py) without locks: one thread launches, and one thread asks for results.
+    """StepFuture (quire/executors/interface.py) without locks: one thread launches, and one thread asks for results.
     `result` and `exception` wait for the device; after a failed step, `result` raises QuireError."""
 
     __slots__ = ("_callbacks", "_collect", "_error", "_previous", "_result", "_step_id")
@@ -21,7 +21,7 @@ class PendingStep:
         previous: PendingStep | None,
         error: BaseException | None = None,
     ) -> None:
-        """collect: waits for the result or raises. previous: the step launched before. error: from a plan that was not
+        """collect: waits for the result or raises. previous: step launched before. error: from a plan that was not
         fully launched."""
         self._step_id = step_id
         self._collect = collect

@@ -33,7 +33,7 @@ class PlainCorpus:
 
 
 class Place(NamedTuple):
-    """A place that drafts may come from. behind: the tokens after it. matched: number of tokens before it that equal
+    """Place that drafts may come from. behind: tokens after it. matched: number of tokens before it that equal
     the sequence's end. is_own: True if it is in the sequence's own text, which the drafts continue."""
 
     behind: list[int]
@@ -41,7 +41,7 @@ class Place(NamedTuple):
     is_own: bool
 
     def token_at(self, path: list[int]) -> int:
-        """Token after `path`; -1 beyond the text."""
+        """Token that followed here after the drafts `path`; -1 beyond the text."""
         at = len(path)
         if at < len(self.behind):
             return self.behind[at]
@@ -49,7 +49,7 @@ class Place(NamedTuple):
 
 
 class PlainTexts:
-    """Texts in Python."""
+    """Texts to look drafts up in, in Python."""
 
     def __init__(self, num_rows: int, lengths: list[int]) -> None:
         self._least = lengths[0]
@@ -149,7 +149,7 @@ def latest_places(text: np.ndarray, tail: np.ndarray, depth: int, most: int, *, 
 
 
 def copied(place: Place, width: int) -> list[int]:
-    """Tokens after a place in the sequence's own text."""
+    """Next `width` tokens after a place in the sequence's own text, which they may continue."""
     path: list[int] = []
     while len(path) < width:
         path.append(place.token_at(path))
@@ -157,7 +157,7 @@ def copied(place: Place, width: int) -> list[int]:
 
 
 def likeliest(voting: list[Place], depth: int, factor: float, least: float, width: int) -> list[int]:
-    """The path with the highest score. voting: places with longer matches first."""
+    """Path with the highest score. voting: places with longer matches first."""
     best, chosen = 0.0, []
     counts = sorted({place.matched for place in voting}, reverse=True)
     for number, most_matched in enumerate(counts):

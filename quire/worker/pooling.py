@@ -40,7 +40,7 @@ def pooling_batch(batch: InputBatch, method: Method) -> InputBatch:
 
 
 def pooled_rows(plan: StepPlan, batch: InputBatch, method: Method) -> PooledRows:
-    """Places of the pooled samples' rows among those read."""
+    """Indices of the pooled samples' rows among the read hidden states."""
     sources = np.array([plan.sample_from[index] for index in plan.pooled], np.int64)
     starts, ends = batch.read_start[sources], batch.read_start[sources + 1]
     if method == "mean":
@@ -63,8 +63,8 @@ def pool_rows(hidden: torch.Tensor, rows: PooledRows, model: CausalLM, *, has_he
 
 
 def add_pooled(result: StepResult, plan: StepPlan, vectors: np.ndarray, nonfinite: Sequence[int]) -> list[int]:
-    """Add vectors, [P, width], to a result with the other samples' tokens. nonfinite: indices of tokens with non-finite
-    logits. Returns indices of all non-finite samples."""
+    """Add vectors, [P, width], to a result with the other samples' tokens. nonfinite: indices of token samples with
+    non-finite logits. Returns indices of all non-finite samples."""
     generated = generated_samples(plan)
     token_ids: list[list[int]] = [[] for _ in plan.sample_seq_ids]
     for index, tokens in zip(generated, result.token_ids, strict=True):

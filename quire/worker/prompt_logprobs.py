@@ -23,7 +23,6 @@ class PromptScores:
     slices: Sequence[Logprobs]
 
     def tensors(self) -> list[torch.Tensor]:
-        """Tensors to copy to the host."""
         return [tensor for each in self.slices for tensor in each.tensors()]
 
     def assemble(self, hosts: Iterator[torch.Tensor]) -> PromptLogprobs:
@@ -36,7 +35,7 @@ class PromptScores:
 
 
 class PromptScorer:
-    """slice_rows: maximum positions whose logits exist at once."""
+    """Computes prompt logprobs. slice_rows: maximum positions whose logits exist at once."""
 
     def __init__(self, compute: StepCompute, requests: RequestState, slice_rows: int) -> None:
         self._compute = compute

@@ -16,9 +16,9 @@ from quire.worker.platform.interface import RequestColumns
 
 
 class RequestState:
-    """lengths: tokens of each sequence, including one that a step in progress will sample. num_prompt_tokens:
-    [num_rows] int64, see NewSequence. tables, sampling: block tables and sampling parameters on the host. columns: read
-    by kernels. rows_version: version of the last result of `rows_of`."""
+    """State of all sequences with a request slot (row). lengths: tokens of each sequence, including one that a step in
+    progress will sample. num_prompt_tokens: [num_rows] int64, see NewSequence. tables, sampling: block tables and
+    sampling parameters on the host. columns: read by kernels. rows_version: version of the last result of `rows_of`."""
 
     def __init__(self, tables: BlockTables, sampling: SamplingRows, columns: RequestColumns) -> None:
         num_rows = tables.num_rows
@@ -46,7 +46,8 @@ class RequestState:
         return self._row_of[seq_id]
 
     def rows_of(self, seq_ids: Sequence[int]) -> np.ndarray:
-        """[len(seq_ids)] int64. `rows_version` stays for the same sequences as in the last call."""
+        """Request slots of sequences, [len(seq_ids)] int64. `rows_version` stays for the same sequences as in the last
+        call."""
         if self._asked != seq_ids:
             self._rows = np.fromiter(map(self._row_of.__getitem__, seq_ids), np.int64, len(seq_ids))
             self._asked = list(seq_ids)

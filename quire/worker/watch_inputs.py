@@ -67,7 +67,8 @@ class WatchingLinear(UnquantizedLinear):
         return experts(weights, x, routing, residual, product)
 
     def means(self) -> dict[str, torch.Tensor]:
-        """[columns] float32 by tensor name; matrices without inputs, such as unchosen experts, are left out."""
+        """Mean square of each input column, [columns] float32, by tensor name; matrices without inputs, such as
+        unchosen experts, are left out."""
         return {name: (sums / self._rows[key]).float() for key, sums in self._sums.items() for name in self._names[key]}
 
     def _watch(self, parameters: PlainParameters, x: torch.Tensor) -> None:
@@ -79,8 +80,8 @@ class WatchingLinear(UnquantizedLinear):
 def watch_inputs(
     config: ModelConfig, files: WeightFiles, token_ids: Sequence[int], report: Progress
 ) -> dict[str, torch.Tensor]:
-    """Mean squares by Hugging Face's names, over the text in chunks of CHUNK_TOKENS, with the whole model in float32.
-    Raises ModelLoadError."""
+    """Importance matrices by Hugging Face's tensor names: mean squares of inputs over the text in chunks of
+    CHUNK_TOKENS, with the whole model in float32. Raises ModelLoadError."""
     linear, plain = WatchingLinear(), UnquantizedLinear(torch.float32)
     context = LayerContext(
         dtype=torch.float32,

@@ -59,7 +59,7 @@ def _computes(
 
 
 class Worker:
-    """Owner of the model, the pools and the request state."""
+    """One rank's worker: owns the model, the pools and the request state."""
 
     def __init__(
         self,
@@ -227,7 +227,7 @@ class Worker:
 
     @_computes
     def send_sampling_inputs(self, inputs: SamplingInputs) -> None:
-        """Sample the last step, which awaits these inputs. Errors go to the step; interrupts are raised."""
+        """Sample the last launched step, which awaits these masks. Errors go to the step; interrupts are raised."""
         assert self._runner is not None, "allocate comes before launch"
         if self._last is not None and not self._last.has_failed:
             self._runner.sample(inputs)

@@ -97,7 +97,7 @@ def known_values(values: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 
 
 def with_usual_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The configuration of a model that Transformers computes, completed with usual values."""
+    """Configuration of a model that Transformers computes, completed with usual values."""
     family = _family_of(values)
     return values if family is None else {**family.usual_values, **values}
 

@@ -18,7 +18,7 @@ Layer = tuple[AttentionShape, tuple[Matrix, ...], int]
 
 @dataclass(frozen=True)
 class Bias:
-    """A linear layer's bias: the value of `key` in config.json, else `default`."""
+    """Linear layer's bias: the value of `key` in config.json, else `default`."""
 
     key: str = ""
     default: bool = False
@@ -69,7 +69,6 @@ class GGUFNames:
 
     @property
     def has_experts(self) -> bool:
-        """True if the layers have experts."""
         return any(EXPERT in place for place in self.layer.values())
 
 
@@ -107,13 +106,13 @@ class Family:
     state_layer: makes a layer with a state from the configuration and the hidden size. state_layers: True for each such
     layer without `layer_types`, from the configuration and the number of layers.
 
-    usual_values: keys that are read besides sizes and rotation, with the defaults of Transformers' class. Other keys
+    usual_values: keys read besides sizes and rotation, with the defaults of Transformers' class. Other keys
     are ignored, as in Transformers. Empty (families that are not run, encoders): all keys are read. nullable: keys of
     usual_values for which null means "none". renamed: other names of keys -> keys; the other name counts. refused:
     unsupported keys that change results -> values that change nothing.
 
     checkpoint_base: prefix that checkpoints of the bare model omit. checkpoint_surplus: pattern of tensors to ignore.
-    draft_prefix: prefix of a draft head's tensors. draft_layer: name of a tensor of a draft head that is stored as the
+    draft_prefix: prefix of a draft head's tensors. draft_layer: name of a tensor of a draft head stored as the
     layer after the last.
     """
 
@@ -389,7 +388,7 @@ class Family:
 
 
 def first(fields: Fields, *keys: str, default: int | None = None, maximum: int = MAX_WIDTH) -> int:
-    """The integer under the first existing key; 0 only where that is the default."""
+    """Integer under the first existing key; 0 only where that is the default."""
     for key in keys:
         if fields.values.get(key) is not None:
             return fields.integer(key, minimum=0 if default == 0 else 1, maximum=maximum)

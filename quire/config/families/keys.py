@@ -42,7 +42,7 @@ def known_keys(family: Family) -> frozenset[str]:
 
 
 def honoured(values: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
-    """A family's keys and values. A decoder gets its known keys under their usual names, completed with usual values;
+    """Family's keys and values. A decoder gets its known keys under their usual names, completed with usual values;
     others get everything. Raises ModelLoadError with the key for an unsupported one, and for null where a value is
     needed."""
     fields, is_decoder = Fields(values, where), bool(family.usual_values)

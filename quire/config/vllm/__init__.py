@@ -40,7 +40,7 @@ KEYWORDS: Mapping[str, VllmFlag] = MappingProxyType({**FLAGS, **{entry.name: ent
 
 
 def translate(entry: VllmFlag, value: Any, spelled: str) -> tuple[dict[str, Any], str | None]:
-    """Translate a flag or keyword to (our option and its value, if any; a note, if any). spelled: the name as the user
+    """Translate a flag or keyword to (our option and its value, if any; a note, if any). spelled: name as the user
     wrote it. Raises ConfigError for refused ones."""
     is_harmless = value is None or any(type(each) is type(value) and each == value for each in _alike(entry.harmless))
     if entry.fate == REFUSED and not is_harmless:

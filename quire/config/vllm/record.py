@@ -45,12 +45,12 @@ class VllmFlag:
 
 
 def to(name: str, kind: str, target: str = "", why: str = "", **more: Any) -> VllmFlag:
-    """A flag with its meaning. target: our name, if different."""
+    """Flag with its meaning. target: our name, if different."""
     return VllmFlag(name, kind, MEANT, target or name, why, **more)
 
 
 def so(name: str, kind: str, why: str, *harmless: Any, **more: Any) -> VllmFlag:
-    """A flag that asks for what always holds. harmless: values that fit; others are noted."""
+    """Flag that asks for what always holds. harmless: values that fit; others are noted."""
     return VllmFlag(name, kind, MEANT, None, why, harmless=harmless, **more)
 
 
@@ -60,5 +60,5 @@ def noted(name: str, kind: str, why: str, *harmless: Any, **more: Any) -> VllmFl
 
 
 def refused(name: str, kind: str, why: str, *harmless: Any, **more: Any) -> VllmFlag:
-    """A flag whose effect is not available. harmless: its default, mostly."""
+    """Flag whose effect is not available. harmless: its default, mostly."""
     return VllmFlag(name, kind, REFUSED, None, why, harmless=harmless, **more)

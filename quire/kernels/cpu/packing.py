@@ -29,7 +29,7 @@ _BYTES_OF_A_THREAD = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """A GGUF block format: `values` values in `num_bytes` bytes, with a scale per `group_size` values, or a scale code
+    """GGUF block format: `values` values in `num_bytes` bytes, with a scale per `group_size` values, or a scale code
     in super-blocks. centre: value that stands for zero, if scales have no offsets."""
 
     type: WeightType
@@ -63,7 +63,7 @@ BLOCK_LAYOUTS = {
 
 
 class PackedMatrix:
-    """A weight [out_features, in_features] in panels of 32 rows; unloaded parts are zero.
+    """Weight [out_features, in_features] in panels of 32 rows; unloaded parts are zero.
 
     gated: gate rows come first, then as many up rows; out_features counts both. group_size (integers and 8-bit floats):
     inputs that share a scale; None: all (4-bit floats: set by the format). integer_activations: kernels round
@@ -131,7 +131,6 @@ class PackedMatrix:
         return sum(tensor.nbytes for tensor in self.tensors())
 
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors in memory."""
         return [tensor for tensor in (*self._stored(), self.bias) if tensor is not None]
 
     def load_dense(self, rows: torch.Tensor, first_row: int = 0) -> None:
@@ -237,13 +236,13 @@ class PackedMatrix:
         self.column_order = order
 
     def dequantize(self) -> torch.Tensor:
-        """The matrix as float32 [out_features, in_features], columns in input order."""
+        """Matrix as float32 [out_features, in_features], columns in input order."""
         rows = torch.empty(self.out_features, self.in_features)
         _native.unpack_rows(self.as_native(), rows.data_ptr(), self.in_features, 0, self.out_features)
         return rows
 
     def as_native(self, *, interleaved: bool = False) -> _native.PackedWeight:
-        """The matrix for kernels, which hold its addresses: it must outlive them. interleaved: gate and up rows
+        """Matrix for kernels, which hold its addresses: it must outlive them. interleaved: gate and up rows
         alternate by 16, in `padded_columns` rows."""
         if not interleaved:
             return self._describe(self.out_features, self.gated, *self._stored())
@@ -297,7 +296,7 @@ class HalfScaleMatrix(PackedMatrix):
 
 
 class BlockMatrix(HalfScaleMatrix):
-    """A matrix with GGUF's blocks unchanged, in panel order. format: a key of BLOCK_LAYOUTS."""
+    """Matrix with GGUF's blocks unchanged, in panel order. format: key of BLOCK_LAYOUTS."""
 
     def __init__(
         self,

@@ -49,7 +49,7 @@ def check_index(num_heads: int, dim: int, top: int) -> None:
 
 
 def block_bytes(block_size: int, num_kv_heads: int, head_dim: int, cache_dtype: str) -> int:
-    """Bytes of a layer's block; equals `AttentionSpec.page_bytes`. cache_dtype: a key of CACHE_TYPES. Raises
+    """Bytes of a layer's block; equals `AttentionSpec.page_bytes`. cache_dtype: key of CACHE_TYPES. Raises
     ConfigError for unsupported shapes."""
     check_shape(block_size, num_kv_heads, num_kv_heads, head_dim)
     return _native.block_bytes(block_size, num_kv_heads, head_dim, CACHE_TYPES[cache_dtype])

@@ -1,4 +1,4 @@
-"""The faster precision of products with bfloat16 weights, if the user leaves it open. Known processors are listed;
+"""Faster precision of products with bfloat16 weights, if the user leaves it open. Known processors are listed;
 others are measured once and remembered, so that every start gives the same bits."""
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ GATHER = "gather"
 
 @dataclass(eq=False, slots=True)
 class Buffer:
-    """A matrix of float32 rows. area: number of its memory (ARENA: the recorder assigns a place). stride: elements
+    """Matrix of float32 rows. area: number of its memory (ARENA: the recorder assigns a place). stride: elements
     between rows."""
 
     recorder: Recorder
@@ -47,7 +47,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class RecordedIndices:
-    """A column of the step's tokens plus `shift`. column: TOKEN_IDS, SLOT_POSITIONS, then the model's other columns."""
+    """Column of the step's tokens plus `shift`. column: TOKEN_IDS, SLOT_POSITIONS, then the model's other columns."""
 
     recorder: Recorder
     column: int
@@ -59,7 +59,7 @@ class RecordedIndices:
 
 @dataclass(frozen=True, slots=True)
 class RecordedRows:
-    """The rows of a step that are read."""
+    """Rows of a step read."""
 
     recorder: Recorder
 
@@ -103,7 +103,7 @@ class Recorder:
     """Layers whose states the calls use, in the order of a run's plan."""
 
     def external(self, width: int, stride: int) -> Buffer:
-        """A buffer in the next area, whose memory each run brings."""
+        """Buffer in the next area, whose memory each run brings."""
         self.num_areas += 1
         return Buffer(self, width, self.num_areas - 1, stride)
 
@@ -145,7 +145,7 @@ class Recorder:
         return self.state_layers.index(layer)
 
     def gather(self, x: Buffer) -> Buffer:
-        """The read rows of `x`, in its place. Everything recorded later has only these rows."""
+        """Read rows of `x`, in its place. Everything recorded later has only these rows."""
         assert not x.is_gathered, "rows are gathered once"
         self.has_gathered = True
         out = self._output(x.width, {})
@@ -224,7 +224,6 @@ def _rows_at(address: int, num_rows: int, width: int, stride: int) -> torch.Tens
 
 
 def address_of(vector: torch.Tensor | None) -> int:
-    """Address of a vector; 0 for None."""
     if vector is None:
         return 0
     assert vector.dtype == torch.float32, "kernels take float32 vectors"
@@ -239,7 +238,7 @@ def rounded_rows(num_rows: int) -> int:
 
 def fuse_norms(calls: Sequence[KernelCall], results: Sequence[Buffer]) -> list[KernelCall]:
     """Merge a norm into the linear layer that is its only reader: the same bits with less memory traffic. results:
-    buffers that are kept."""
+    buffers kept."""
     num_readers = _count_readers(calls)
     fused: list[KernelCall] = []
     for call in calls:
@@ -256,7 +255,7 @@ def fuse_norms(calls: Sequence[KernelCall], results: Sequence[Buffer]) -> list[K
 
 def fuse_adapters(calls: Sequence[KernelCall], results: Sequence[Buffer]) -> list[KernelCall]:
     """Let a linear layer add its adapters' results itself, before its activation.
-    results: buffers that are kept."""
+    results: buffers kept."""
     num_readers = _count_readers(calls)
     fused: list[KernelCall] = []
     for call in calls:
@@ -301,7 +300,7 @@ def _activates(call: KernelCall, linear: KernelCall, num_readers: Counter[Buffer
 
 def hand_over_rows(calls: Sequence[KernelCall], results: Sequence[Buffer]) -> list[KernelCall]:
     """Mark linear layers whose only reader is the next one, so that kernels may write its layout.
-    results: buffers that are kept."""
+    results: buffers kept."""
     num_readers = _count_readers(calls)
     handed = list(calls)
     for place, (call, following) in enumerate(pairwise(calls)):
@@ -409,7 +408,7 @@ class FirstRows:
 
 
 class RecordedProgram:
-    """A program over an arena. One run at a time."""
+    """Program over an arena. One run at a time."""
 
     def __init__(
         self,
@@ -453,7 +452,7 @@ class RecordedProgram:
         read_rows: torch.Tensor | None = None,
         states: _native.StatePlan | None = None,
     ) -> Callable[[], None]:
-        """A function that runs the program repeatedly over the memory of these arguments. Valid while the caller keeps
+        """Function that runs the program repeatedly over the memory of these arguments. Valid while the caller keeps
         them and shared working memory does not grow."""
         addresses = [0 if column is None else column.data_ptr() for column in columns]
         areas = [self._arena.address, *(rows.data_ptr() for rows in externals)]

@@ -1,4 +1,4 @@
-"""A worker's native runtime: instruction set and thread pool."""
+"""Worker's native runtime: instruction set and thread pool."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class NativeRuntime:
         self._versions = itertools.count(1)
 
     def next_version(self) -> int:
-        """A new version for memory of step inputs (ForwardBatch)."""
+        """New version for memory of step inputs (ForwardBatch)."""
         return next(self._versions)
 
     @property
@@ -56,7 +56,6 @@ class NativeRuntime:
 
     @property
     def binary(self) -> Path:
-        """The extension module."""
         return Path(_native.__file__)
 
     def __repr__(self) -> str:

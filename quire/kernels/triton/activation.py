@@ -68,7 +68,7 @@ def _activation_kernel(x, out, x_stride, width, KIND: tl.constexpr, GATED: tl.co
 
 def activation(x: torch.Tensor, name: str, *, gated: bool) -> torch.Tensor:
     """activation(x) or activation(gate) * up: [T, width] in x's dtype, computed in float32. x: [T, width], or [T, 2 *
-    width], gate first; rows may be strided. name: a key of KINDS."""
+    width], gate first; rows may be strided. name: key of KINDS."""
     num_rows, columns = x.shape
     width = columns // 2 if gated else columns
     out = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)

@@ -94,14 +94,13 @@ class Tiles:
 
     @property
     def settings(self) -> dict[str, int]:
-        """Launch settings of a kernel."""
         settings = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return settings | ({"maxnreg": self.max_registers} if self.max_registers else {})
 
 
 @dataclass(frozen=True, slots=True)
 class SplitPlan:
-    """A run of the split kernel. tokens: maximum new tokens of its sequences. num_programs: programs per sequence and
+    """Run of the split kernel. tokens: maximum new tokens of its sequences. num_programs: programs per sequence and
     key head. capacity: splits per sequence and key head in the scratch. min_keys: minimum keys of a split."""
 
     tiles: Tiles
@@ -156,7 +155,7 @@ def _float32_tiles(shape: HeadShape) -> Tiles:
 
 
 def _fitted(shape: HeadShape, block_m: int, limits: DeviceLimits, shared_memory: int) -> Tiles:
-    """The most keys per tile, then stages, that fit."""
+    """Tiles with the most keys, then stages, that fit the shared memory."""
     block_m = max(block_m, _power(shape.group))
     # Four or eight warps: a warp holds at least 16 rows, and 64 rows of 256 sums are too many for four warps.
     num_warps = 8 if block_m >= ROWS or (block_m == MIDDLE_ROWS and shape.dim > 128) else 4
@@ -169,7 +168,6 @@ def _fitted(shape: HeadShape, block_m: int, limits: DeviceLimits, shared_memory:
 
 
 def shared_bytes(shape: HeadShape, tiles: Tiles) -> int:
-    """Shared memory of one program."""
     buffers = tiles.num_stages - 1 if tiles.block_m < MIDDLE_ROWS else tiles.num_stages
     return (tiles.block_m + 2 * tiles.block_n * buffers) * shape.dim * shape.itemsize
 
@@ -197,7 +195,7 @@ def num_splits(num_programs: int, max_seq_len: int, block_n: int, slots: int) ->
 
 
 def split_plan(shape: HeadShape, num_seqs: int, max_seq_len: int, limits: DeviceLimits) -> SplitPlan:
-    """Fastest split plan for `num_seqs` sequences."""
+    """SplitPlan with the lowest estimated time for `num_seqs` sequences."""
     tiles = split_tiles(shape, limits)
     slots = resident_programs(shape, tiles, limits) * limits.num_multiprocessors
     splits = num_splits(num_seqs * shape.num_kv_heads, max_seq_len, tiles.block_n, slots)

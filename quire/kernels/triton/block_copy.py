@@ -105,7 +105,7 @@ _TRITON_WORDS = {torch.int32: tl.int32, torch.int16: tl.int16, torch.int8: tl.in
 
 
 def _word(*tables: PageTable) -> torch.dtype:
-    """Widest word that divides all strides."""
+    """Widest integer type that divides all strides (bytes)."""
     for word in _TRITON_WORDS:
         if all(size % word.itemsize == 0 for table in tables for size in (table.block_bytes, table.page_bytes)):
             return word

@@ -24,7 +24,7 @@ logger = get_logger(__name__)
 ALIGNMENT = 16
 """Alignment in bytes, and factor of integers, that Triton specialises on."""
 Launcher: TypeAlias = tuple[Callable[..., object], tuple[Any, ...]]
-"""A launcher and its settings: called as (three grid sizes, stream, *settings, one argument per parameter; compile-time
+"""Launcher and its settings: called as (three grid sizes, stream, *settings, one argument per parameter; compile-time
 ones are ignored)."""
 _BELOW = ALIGNMENT - 1
 _POINTERS_OF = torch.Tensor.data_ptr
@@ -46,7 +46,7 @@ class CompiledLaunches:
     __slots__ = ("_fixed", "_kinds", "_last", "_open", "_parameters", "is_tritons")
 
     def __init__(self, kernel: Any, fixed: Mapping[str, Any], constants: Mapping[str, Any]) -> None:
-        """kernel: a JITFunction. The rest is as for BoundKernel."""
+        """kernel: JITFunction. The rest is as for BoundKernel."""
         self._parameters = list(kernel.params)
         self._fixed: dict[int, Any] = {}
         self._open: list[int] = []
@@ -185,7 +185,7 @@ def _picker(indices: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ..
 
 
 def launcher_of(compiled: Any, num_parameters: int) -> Launcher:
-    """Launcher of a CompiledKernel that was launched once. Raises UnknownLauncherError."""
+    """Launcher of a CompiledKernel launched once. Raises UnknownLauncherError."""
     launcher, handed = compiled.run, list[tuple[Any, ...]]()
     if getattr(launcher, "global_scratch_size", 0) or getattr(launcher, "profile_scratch_size", 0):
         raise UnknownLauncherError("kernels want scratch memory, which Triton allocates for each launch")

@@ -1,4 +1,4 @@
-"""The gated delta rule of one new token a sequence.
+"""Gated delta rule of one new token a sequence.
 
 Unlike in `linear_state.py`, its bits differ from a prompt's.
 """

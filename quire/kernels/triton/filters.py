@@ -214,7 +214,7 @@ def _listed_tokens(
     SEGMENT: tl.constexpr,
     LISTED: tl.constexpr,
 ):
-    """The row's listed tokens by segment, [LISTED] int32, -1 after the last; and their number."""
+    """Row's listed tokens by segment, [LISTED] int32, -1 after the last; and their number."""
     places = tl.arange(0, LISTED)
     segments = tl.arange(0, SEGMENTS)
     # One load for all counts: separate loads would each wait for memory.
@@ -467,7 +467,8 @@ def collect(
     shapes: SamplingShapes,
     filtered: int,
 ) -> None:
-    """List the tokens that reach the cutoff in each segment of each filtered row, and sum all weights."""
+    """Write to `buffers`, per segment of each row with a `Feature` in `filtered`: tokens whose weight reaches the row's
+    cutoff, their number, and the sum of all weights."""
     count, vocab_size = logits.shape
     launch(
         _collect_kernel,

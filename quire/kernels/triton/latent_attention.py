@@ -409,7 +409,7 @@ class LatentKernels:
         selected: torch.Tensor | None = None,
     ) -> None:
         """See `AttentionStep.attend_latent`. Inputs are contiguous; queries are rotated in place. out: [T, num_heads *
-        rank]. group: the layer's KV group. Padding rows are not written."""
+        rank]. group: layer's KV group. Padding rows are not written."""
         query, turned_query, latent, turned_key = inputs
         self.prepare(turned_query, latent, turned_key, rotation, batch, group)
         self.attend_written(query, turned_query, out, batch, group, selected)

@@ -202,7 +202,7 @@ def select_keys(
     selected: torch.Tensor,
 ) -> None:
     """See `AttentionStep.select_keys`: rotate, write the keys to their pages, choose the keys that each token reads.
-    inputs: contiguous; queries are rotated in place. pages: [num_blocks, block_size, latent_width + dim]. group: the
+    inputs: contiguous; queries are rotated in place. pages: [num_blocks, block_size, latent_width + dim]. group:
     layer's KV group. selected: [T, top] int32; only rows of tokens with more than `top` visible keys are written."""
     query, key, weights = inputs
     slots, tables = batch.slot_mapping[group], batch.block_tables[group]

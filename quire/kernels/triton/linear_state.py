@@ -35,7 +35,7 @@ ROWS = tl.constexpr(TILE)
 
 @triton.jit
 def _step_of(query_start, seq_lens, sequence):
-    """A sequence's first token in the step, and its token counts before and after."""
+    """Sequence's first token in the step, and its token counts before and after."""
     first = tl.load(query_start + sequence)
     length = tl.load(seq_lens + sequence)
     return first, length - (tl.load(query_start + sequence + 1) - first), length
@@ -513,7 +513,7 @@ def _launch_rule(
 
 
 def _part(pages: torch.Tensor, part: StatePart) -> torch.Tensor:
-    """A layer's pages from a part's first element on."""
+    """Layer's pages from a part's first element on."""
     return pages[:, part.offset // 4 :]
 
 

@@ -41,7 +41,7 @@ def _scan_lanes(row, VOCAB: tl.constexpr, chosen, LANES: tl.constexpr):
 
 @triton.jit
 def _next_of_lane(row, VOCAB: tl.constexpr, lane, score, token, LANES: tl.constexpr, DEPTH: tl.constexpr):
-    """The lane's best entry after (score, token), by falling score, then rising token."""
+    """Lane's best entry after (score, token), by falling score, then rising token."""
     tokens = lane + LANES * tl.arange(0, DEPTH)
     scores = load_scores(row, tokens, tokens < VOCAB)
     is_behind = (scores < score) | ((scores == score) & (tokens > token))
@@ -151,7 +151,7 @@ def rank(
     *,
     normalized: bool,
 ) -> None:
-    """The best tokens of each row, best first, ties by token id.
+    """Best tokens of each row, best first, ties by token id.
 
     logits: [N, vocab_size], bfloat16, float16 or float32, contiguous rows. targets: [N] int32, a token per row.
     normalized: values are log-probabilities, else logits. rows: [N] int32, words: parameter table; with `feature` != 0,

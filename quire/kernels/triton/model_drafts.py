@@ -29,7 +29,7 @@ def _begin_kernel(starts, query_start, num_drafts, sources, counts, own_starts, 
 def begin_pass(
     step: StepColumns, num_drafts: torch.Tensor, sources: torch.Tensor, query_start: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Find where P sequences of a step begin in a pass over their last known tokens. step: the step's S sequences, with
+    """Find where P sequences of a step begin in a pass over their last known tokens. step: step's S sequences, with
     the device's own starts. All int32. num_drafts: [S], drafts among each one's last tokens. sources: [P], indices into
     the step. query_start: [P + 1], of the pass. Returns starts of the pass, and numbers of known tokens, [P]."""
     num_passed = len(sources)
@@ -66,9 +66,9 @@ def write_guesses(
     starts: torch.Tensor,
     place: int,
 ) -> None:
-    """Write draft number `place` of G rows behind their known tokens, or an oracle's token in its place. rows, ends: at
-    least [G] int32, request slots and numbers of known tokens. guesses: [G] int64. starts: at least [G] int32, output:
-    positions of these drafts."""
+    """Write draft number `place` of G rows behind their known tokens, or a recorded text's (an oracle's) token in its
+    place. rows, ends: at least [G] int32, request slots and numbers of known tokens. guesses: [G] int64. starts: at
+    least [G] int32, output: positions of these drafts."""
     num_guesses = len(guesses)
     grid = (blocks_of(num_guesses, SEQUENCES),)
     places = tables.token_width, tables.texts, place, num_guesses

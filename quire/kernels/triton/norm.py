@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm over rows, optionally of a sum that is written back; sums of what ranks have gathered. Limit:
+"""RMSNorm and LayerNorm over rows, optionally of a sum written back; sums of what ranks have gathered. Limit:
 memory bandwidth. One program computes a row, so its bits depend only on its width."""
 
 from __future__ import annotations

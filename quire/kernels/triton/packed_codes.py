@@ -16,7 +16,7 @@ _SPREAD = """
 
 
 def _text(body: str, num_results: int, *, low: str, high: str) -> str:
-    """A block of PTX. low, high: how the input's bytes 0 and 1, or 2 and 3, enter halves of a word."""
+    """Block of PTX. low, high: how the input's bytes 0 and 1, or 2 and 3, enter halves of a word."""
     spread = _SPREAD.replace("$IN", f"${num_results}").replace("LOW", low).replace("HIGH", high)
     return f"{{ .reg .b32 low, high, t, u, one, two; {spread}{body} }}"
 

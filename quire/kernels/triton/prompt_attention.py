@@ -258,7 +258,7 @@ def _warp_group_kernel(query, pages, out, rows, query_start, seq_lens, tables, n
 
 
 class WarpGroupAttention:
-    """The kernel for one layer and its pages if `allows_warp_groups`; used like `VarlenAttention`."""
+    """Kernel for one layer and its pages if `allows_warp_groups`; used like `VarlenAttention`."""
 
     def __init__(self, layer: LayerAttention, pages: torch.Tensor, tiles: Tiles) -> None:
         group = layer.num_heads // layer.num_kv_heads

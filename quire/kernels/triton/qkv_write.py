@@ -190,7 +190,7 @@ def prepare_heads(
 
 
 class _WriteKernel:
-    """The kernel over one layer's pages. num_heads: query heads, 0 leaves them unchanged. half: angles per token, 0 for
+    """Kernel over one layer's pages. num_heads: query heads, 0 leaves them unchanged. half: angles per token, 0 for
     no rotation."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The fastest product with quantised matrices for a number of rows. A row's last bits depend on the range of the row
+"""Fastest product with quantised matrices for a number of rows. A row's last bits depend on the range of the row
 count; `matmul` is the same for all."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def skinny_tiles(m: int, matrix: StoredMatrix, *, rounds_activations: bool) -> S
 
 
 def many_tiles(tiles: ProductTiles, matrix: StoredMatrix) -> ProductTiles:
-    """Tiles for MEDIUM rows or more with both operands of 8 bits. tiles: the usual ones."""
+    """Tiles for MEDIUM rows or more with both operands of 8 bits. tiles: usual ones."""
     return tiles if matrix.kind == E4M3.value else ProductTiles(128, 256, tiles.block_k, 8, 3)
 
 

@@ -24,7 +24,7 @@ COLUMNS = 1024
 
 @triton.jit
 def _best(values, taken, index, SIZE: tl.constexpr):
-    """The largest value that is not taken, and its index: of equal ones the lowest."""
+    """Largest value that is not taken, and its index: of equal ones the lowest."""
     open_values = tl.where(taken, -float("inf"), values)
     best = tl.max(open_values, 0)
     return best, tl.min(tl.where((open_values == best) & (taken == 0), index, SIZE), 0)

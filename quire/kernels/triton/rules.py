@@ -104,7 +104,7 @@ def _banned_kernel(
 
 @triton.jit(do_not_specialize=["saved_stride"])
 def _gather_kernel(scores, rows, lists, saved, scores_stride, saved_stride, SAVES: tl.constexpr, BLOCK: tl.constexpr):
-    """Save the scores of allowed tokens, or restore them. saved: a line per row of `scores`, because rows may share a
+    """Save the scores of allowed tokens, or restore them. saved: line per row of `scores`, because rows may share a
     list."""
     index = tl.program_id(0).to(tl.int64)
     begin, size = _list_of(lists, tl.load(rows + index).to(tl.int64), ALLOWED)
@@ -164,7 +164,7 @@ def ban_sequences(scores: torch.Tensor, rows: torch.Tensor, histories: Histories
 
 
 def keep_allowed(scores: torch.Tensor, rows: torch.Tensor, lists: torch.Tensor, longest: int) -> None:
-    """Make other tokens impossible in rows with allowed tokens. longest: tokens of their longest list."""
+    """Make all but the allowed tokens impossible, in rows that list some. longest: tokens of their longest list."""
     saved = torch.empty(len(rows), longest, dtype=torch.float32, device=scores.device)
     vocab_size, stride = scores.shape[1], scores.stride(0)
     grid = (len(rows), 8)

@@ -22,7 +22,6 @@ Grid: TypeAlias = tuple[int, ...]
 
 
 def blocks_of(size: int, block: int) -> int:
-    """Number of blocks that cover `size`."""
     return -(-size // block)
 
 
@@ -48,7 +47,7 @@ def launch(kernel: Any, grid: Grid, /, *args: Any, **constants: Any) -> None:
 
 
 class BoundKernel:
-    """A kernel with its compile-time and other fixed arguments. Calling it with a grid and the remaining arguments, in
+    """Kernel with its compile-time and other fixed arguments. Calling it with a grid and the remaining arguments, in
     order, is `kernel[grid](...)`. Fixed tensors stay alive and must not move."""
 
     __slots__ = ("_compiled", "_fixed", "_open", "constants", "kernel")
@@ -80,7 +79,7 @@ class BoundKernel:
 
 
 def bind(kernel: Any, fixed: Mapping[str, Any], /, **constants: Any) -> BoundKernel:
-    """A BoundKernel for callers that launch repeatedly."""
+    """BoundKernel for callers that launch repeatedly."""
     return BoundKernel(kernel, fixed, constants)
 
 
@@ -91,7 +90,7 @@ def _unfixed(kernel: Any, **constants: Any) -> BoundKernel:
 
 @contextmanager
 def recorded_launches(recorder: LaunchRecorder | None) -> Iterator[None]:
-    """Send launches of this thread to `recorder` (None: run them)."""
+    """Send launches of this thread to `recorder` (None: run as usual)."""
     token = _RECORDER.set(recorder)
     try:
         yield
@@ -132,5 +131,5 @@ def narrow(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def bound(scalar):
-    """The scalar as `range` accepts it for a bound computed on the device."""
+    """Scalar in a form that `range` accepts as a bound."""
     return int((scalar + tl.zeros((1,), tl.int32)).handle.data[0]) if INTERPRETED else scalar

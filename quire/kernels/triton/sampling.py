@@ -1,4 +1,4 @@
-"""Token choice in one pass over the logits: the best token, or one sampled from the whole vocabulary. `scan` leaves
+"""Token choice in one pass over the logits: best token, or one sampled from the whole vocabulary. `scan` leaves
 each fixed segment's largest score, that token, and the sum of weights relative to it. `pick` chooses a segment, finds
 the token inside, and writes it. Sampling inverts the cumulative distribution with the host's uniform number, in a fixed
 order, so tokens do not depend on the batch. Limit: memory bandwidth."""

@@ -27,7 +27,6 @@ def weigh(scores, largest, temperature):
 
 @triton.jit
 def load_weights(row, tokens, mask, largest, temperature):
-    """Weights, 0 where masked."""
     return weigh(load_scores(row, tokens, mask), largest, temperature)
 
 

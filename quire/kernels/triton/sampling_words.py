@@ -21,19 +21,17 @@ MIN_TOKENS = tl.constexpr(WORD_OF["min_tokens"])
 
 @triton.jit
 def load_integer(words, COLUMN: tl.constexpr):
-    """An integer parameter of a row. words: pointer to the row's first word."""
+    """Integer parameter of a row. words: pointer to the row's first word."""
     return tl.load(words + COLUMN)
 
 
 @triton.jit
 def load_float(words, COLUMN: tl.constexpr):
-    """Load one word as a float32."""
     return tl.load(words + COLUMN).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def load_bits(words, COLUMN: tl.constexpr):
-    """Two words as a uint64."""
     low = tl.load(words + COLUMN).to(tl.uint32, bitcast=True).to(tl.uint64)
     high = tl.load(words + COLUMN + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
     return (high << 32) | low
@@ -41,5 +39,4 @@ def load_bits(words, COLUMN: tl.constexpr):
 
 @triton.jit
 def load_double(words, COLUMN: tl.constexpr):
-    """Two words as a float64."""
     return load_bits(words, COLUMN).to(tl.float64, bitcast=True)

@@ -229,7 +229,7 @@ def _scaled_rows(result, of_row, scale_at, offset_at, HAS_OFFSETS: tl.constexpr)
 
 @triton.jit
 def _columns(SLICES: tl.constexpr, PART: tl.constexpr, BLOCK_K: tl.constexpr):
-    """A step's columns (or those of low nibbles): first of each slice, and all."""
+    """Step's columns (or those of low nibbles): first of each slice, and all."""
     if SLICES == 1:
         first = 0
         columns = tl.arange(0, PART)

@@ -1,4 +1,4 @@
-"""Weight matrices for kernels: floating point, or small codes that are widened in registers. Products of codes are
+"""Weight matrices for kernels: floating point, or small codes widened in registers. Products of codes are
 exact, and summed in float32 in one order, before the group's scale applies."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LEAST_K = 16
 
 @dataclass(frozen=True, slots=True)
 class StoredMatrix:
-    """A matrix, or a stack of `count`, on a device. codes: [count, rows, columns] of PLAIN's dtype, int8 (I8),
+    """Matrix, or a stack of `count`, on a device. codes: [count, rows, columns] of PLAIN's dtype, int8 (I8),
     float8_e4m3fn or its bits as uint8 (E4M3: bits if the hardware does not convert); paired formats: [count, rows, runs
     * 32] uint8, runs = columns / 64 rounded up. scales: [count, rows, groups], float32; uint8 codes for MXFP4 (e8m0)
     and NVFP4 (e4m3); None for PLAIN. group_size: columns per group, 0: the row. offsets: [count, rows, groups] float32

@@ -1,4 +1,4 @@
-"""The scheduler's half of a KV connector: it knows the cached blocks outside the device, orders their transfers, and
+"""Scheduler's half of a KV connector: it knows the cached blocks outside the device, orders their transfers, and
 processes the reports of the worker's half (docs/decisions/0028-kv-connector.md).
 
 Loading a prefix: `lookup` extends a hit; TransferBlocks allocates device blocks for it; `allocated` names them to the
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Lookup(NamedTuple):
-    """A prefix hit that continues in the KV connector."""
+    """Prefix hit that continues in the KV connector."""
 
     num_blocks: int
     """Leading hash blocks of the prompt, those on the device included."""
@@ -64,15 +64,15 @@ class KVConnector:
 
     @property
     def must_wait(self) -> bool:
-        """True if a request, or the next order, waits for the end of a transfer that TransferBlocks does not know."""
+        """True if a request, or the next order, waits for a transfer of the connector alone (not of device blocks)."""
         return False
 
     def lookup(
         self, chain: HashChain | None, num_cached_tokens: int, max_tokens: int, *, asynchronous: bool
     ) -> Lookup | None:
         """Extension of a hit of `num_cached_tokens` (result of `match_prefix` for the same `max_tokens`) by the
-        connector's blocks; None below MIN_BLOCKS more. asynchronous: include blocks that cannot be there for the next
-        plan."""
+        connector's blocks; None if these are fewer than MIN_BLOCKS. asynchronous: include blocks that cannot be there
+        for the next plan."""
         return None
 
     def allocated(self, found: Lookup, load: DeviceLoad) -> PendingLoad:
@@ -96,13 +96,13 @@ class KVConnector:
         raise AssertionError("a worker without a KV connector has nothing to report")
 
     def offer(self, key: BlockKey) -> None:
-        """Note a block that entered the device's prefix index; it may be copied."""
+        """Note a block that entered the device's prefix index; the connector may copy it."""
 
     def reuse(self, group: int, hashes: Iterable[bytes]) -> None:
         """Note blocks hit on the device, which the connector may have dropped as unused."""
 
     def forget(self, key: BlockKey) -> None:
-        """Do not find this content again before it was computed anew."""
+        """Drop a block's content: `lookup` finds it only when it has been computed anew."""
 
     def reset(self) -> None:
         """Clear all content."""

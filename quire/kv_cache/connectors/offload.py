@@ -1,4 +1,4 @@
-"""The KV connector to host memory and disk (docs/decisions/0011-disk-tier.md). It decides on copies and owns their
+"""KV connector to host memory and disk (docs/decisions/0011-disk-tier.md). It decides on copies and owns their
 blocks; the worker executes the plan's copies and file accesses, from disk first to the host.
 
 Host blocks without an owner (a swapped sequence, a transfer or a deferred request) are evictable.
@@ -79,7 +79,7 @@ class OffloadConnector(KVConnector):
         self._loading: dict[int, BlockKey] = {}
         self._loading_to: dict[BlockKey, int] = {}
         self._void: set[BlockKey] = set()
-        """Content that was removed from the cache while it was being stored or loaded."""
+        """Content removed from the cache while it was being stored or loaded."""
         self._fetches: dict[Fetch, None] = {}
         self._waiters: dict[int, list[Fetch]] = {}
         """Host block that is being loaded -> fetches that wait for it."""
@@ -113,12 +113,12 @@ class OffloadConnector(KVConnector):
 
     @property
     def num_busy(self) -> int:
-        """Host blocks shared by a transfer or a waiting request."""
+        """Number of host blocks that a transfer or a waiting request holds."""
         return len(self._wanted_blocks().union(self._storing))
 
     @property
     def num_loadable(self) -> int:
-        """Limit of blocks that a fetch can bring from disk now."""
+        """Maximum number of blocks that a fetch can bring from disk now."""
         held = len(self._wanted_blocks())
         wanted = sum(len(fetch.wanted) for fetch in self._fetches)
         return max(0, min(self._max_loading - held, self._host.num_allocatable) - wanted)
@@ -196,7 +196,7 @@ class OffloadConnector(KVConnector):
         return self._num_declined % RETRY == 0
 
     def fetch(self, keys: Sequence[BlockKey]) -> Fetch:
-        """Bring blocks from disk to the host, and hold those that are there, until `drop`."""
+        """Bring blocks from disk to the host, and keep those already there from eviction, until `drop`."""
         fetch = Fetch(self)
         for key in keys:
             block = self.find(key)
@@ -397,7 +397,7 @@ class DiskIndex:
         return key[1] in self._hashes[key[0]]
 
     def insert(self, keys: Iterable[BlockKey]) -> None:
-        """Keys of groups that the engine lacks (a foreign file) are ignored."""
+        """Add blocks. Keys of KV groups that the engine lacks (a foreign file) are ignored."""
         for group, block_hash in keys:
             if group < len(self._hashes):
                 self._hashes[group].add(block_hash)

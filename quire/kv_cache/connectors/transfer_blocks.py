@@ -86,7 +86,7 @@ class TransferBlocks:
         max_tokens: int,
         is_stored: Callable[[BlockKey], bool],
     ) -> Lookup | None:
-        """Length of a hit when all blocks that are stored or arriving are loaded; None below MIN_BLOCKS more.
+        """Hit that loading all stored or arriving blocks would give; None if it is less than MIN_BLOCKS longer.
         num_cached_tokens: result of `match_prefix` for at least `max_tokens`."""
         if chain is None:
             return None
@@ -110,7 +110,7 @@ class TransferBlocks:
         return key in self._arriving
 
     def num_taken(self, found: Lookup) -> int:
-        """Allocatable blocks that `allocate` takes."""
+        """Number of allocatable blocks that `allocate` takes for a lookup."""
         hits = (self._indexes[group].find(block_hash) for group, block_hash in found.on_device)
         num_evictable = sum(block is not None and self._pool.is_evictable(block) for block in hits)
         return num_evictable + sum(key not in self._arriving for key in found.to_load)
@@ -139,7 +139,8 @@ class TransferBlocks:
         return load
 
     def end_load(self, number: int, *, is_loaded: bool) -> None:
-        """End a load. is_loaded: the block holds the requested content. Ended loads are ignored."""
+        """End a block's load. is_loaded: the block holds the requested content (else the load failed). Ended loads are
+        ignored."""
         arrival = self._arrivals.pop(number, None)
         if arrival is None:
             return
@@ -180,8 +181,8 @@ class TransferBlocks:
             self._held = []
 
     def release(self) -> bool:
-        """Release the requests' shares from the pass before; started requests have shares of their own. Returns False
-        if there were none."""
+        """Release blocks loaded for requests before this pass; requests that started own them already. Returns False if
+        there were none."""
         if not self._due:
             return False
         for block in reversed(self._due):
@@ -190,7 +191,7 @@ class TransferBlocks:
         return True
 
     def forget(self, key: BlockKey) -> None:
-        """Keep arriving content out of the prefix index."""
+        """Keep this content out of the prefix index when it arrives."""
         number = self._arriving.pop(key, None)
         if number is not None:
             self._arrivals[number].is_void = True
@@ -224,7 +225,7 @@ class TransferBlocks:
 
     @property
     def is_transferring(self) -> bool:
-        """True if transfers are under way that end with a report."""
+        """True if transfers have been ordered whose report has not come."""
         return bool(self._sending) or len(self._arrivals) > len(self._in_this_plan)
 
     def check(self, owners: dict[int, int]) -> None:
@@ -245,7 +246,7 @@ class TransferBlocks:
 
 
 class _View:
-    """Contents of a KV group on the device and elsewhere, for `agreed_hit`."""
+    """Contents of a KV group on the device and elsewhere, as a prefix index for `agreed_hit`."""
 
     def __init__(self, blocks: TransferBlocks, group: int, is_stored: Callable[[BlockKey], bool]) -> None:
         self._blocks = blocks

@@ -20,7 +20,7 @@ _LOW_HALVES, _HALF_BITS = np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(4)
 class BlockFormat:
     """One block format. bits, group_size, has_offsets: the integer weight made from it. has_half_scales: True if blocks
     store each group's scale and offset in half precision; in other formats these are products, which need float32.
-    half_places: byte positions of half-precision numbers in a block that is packed as it is. unpack: see
+    half_places: byte positions of half-precision numbers in a block packed as it is. unpack: see
     `quire.models.gguf.blocks`."""
 
     bits: int

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def _q8_0(blocks: Bytes) -> Parts:
-    """Scale, 32 signed bytes."""
+    """Float16 scale, then 32 signed bytes."""
     return _side_by_side(blocks[:, 2:]).view(np.int8), halves(blocks, 0), None
 
 
@@ -124,8 +124,8 @@ def _runs(packed: Bytes) -> Bytes:
 
 
 def _group_grid(blocks: Bytes) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """Scales and offsets of eight groups: two halves (factors of scales and subtrahends), then 12 bytes with six bits
-    of each per group."""
+    """Scales and offsets (negative, added to the products) of eight groups, [B, 8] each, from two float16 factors and
+    12 bytes: six bits of scale and six of minimum per group."""
     first, second, last = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = np.concatenate((first & 63, (last & 15) | first >> 6 << 4), axis=1)
     subtrahends = np.concatenate((second & 63, last >> 4 | second >> 6 << 4), axis=1)

@@ -21,7 +21,7 @@ TYPES: Mapping[str, BlockType] = {block.name: block for block in BLOCK_TYPES.val
 NUMBERS: Mapping[str, int] = {block.name: number for number, block in BLOCK_TYPES.items()}
 """Type number by name."""
 WORKING_VALUES = 2**17
-"""Weights that are searched at once."""
+"""Weights searched at once."""
 _LARGEST_HALF = 65504.0
 _TABLE = torch.from_numpy(NONLINEAR).float()
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 STRETCHES = 20
-"""Number of scales that are tried, a tenth of a code apart at the largest weight."""
+"""Number of scales tried, a tenth of a code apart at the largest weight."""
 TINY = 1e-30
 
 
@@ -118,7 +118,7 @@ def nearest(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 def _stronger(
     values: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, best: torch.Tensor, most: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The better scale of the best so far and the fit for `values`, and its gain: reduction of the squared error."""
+    """Better scale of the best so far and the fit for `values`, and its gain: reduction of the squared error."""
     weighted = weights * values
     sum_xq, sum_qq = (weighted * x).sum(1), (weighted * values).sum(1).clamp(min=TINY)
     gain = sum_xq * sum_xq / sum_qq

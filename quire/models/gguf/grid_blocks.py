@@ -39,7 +39,8 @@ def _iq4_xs(blocks: Bytes) -> Parts:
 
 
 def _iq2_xxs(blocks: Bytes) -> Parts:
-    """Scale, then eight bytes per group: four entries, and 32 bits with their signs and four bits of scale."""
+    """Float16 scale, then eight bytes per group of 32 weights: four grid indices of a byte each, and 32 bits: four
+    times seven bits of signs below four bits of scale."""
     pairs = blocks[:, 2:].view("<u4").reshape(-1, 8, 2)
     entries = np.ascontiguousarray(pairs[:, :, 0]).view(np.uint8)
     values, steps = _with_even_signs(words("IQ2_XXS", _TWO_BITS)[entries], pairs[:, :, 1])

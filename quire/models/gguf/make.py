@@ -28,7 +28,7 @@ from quire.utils.gguf_writer import GGUFWriter, PlannedTensor, Value
 
 @dataclass(frozen=True)
 class Recipe:
-    """mix: a name of `MIXES`. importance: per column; None: equal. importance_from: its file, for errors."""
+    """mix: name of `MIXES`. importance: per column; None: equal. importance_from: its file, for errors."""
 
     mix: str
     importance: Importance | None = None
@@ -47,7 +47,6 @@ def open_weights(config: ModelConfig) -> tuple[ModelConfig, WeightFiles]:
 
 
 def plan_tensors(config: ModelConfig, description: Description, recipe: Recipe) -> list[PlannedTensor]:
-    """Tensors of the file with their types."""
     experts = config.shape.layers[0].experts
     model = MixedModel(
         config.num_layers,
@@ -128,7 +127,7 @@ def _placed(
 
 
 def _as_file_has(tensor: torch.Tensor, name: str, config: ModelConfig, description: Description) -> torch.Tensor:
-    """The tensor in the file's layout: rotated pairs interleaved and norms offset, if the architecture asks for it."""
+    """Tensor in the file's layout: rotated pairs interleaved and norms offset, if the architecture asks for it."""
     names, own = description.names, name.split(".")[-2]
     heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}.get(own)
     if names.interleaved and heads is not None:

@@ -20,7 +20,7 @@ _JOINED = (
     ("ffn_gate_shexp", "ffn_up_shexp"),
     ("ssm_beta", "ssm_alpha"),
 )
-"""Tensors of a layer that are packed as one matrix."""
+"""Tensors of a layer packed as one matrix."""
 _VECTOR_BYTES = 4
 _TABLES = ("token_embd", "output")
 """Vocabulary tables; quantising at load leaves them at eight bits."""

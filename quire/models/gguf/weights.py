@@ -48,12 +48,11 @@ class GGUFWeights:
         self.directory = path
         self.current: Path | None = path
         self.header: GGUFFile | None = None
-        """The file as it was read last, closed."""
+        """File as it was read last, closed."""
         self._reading = path
 
     @property
     def paths(self) -> list[Path]:
-        """Files in the order of their parts."""
         return parts_of(self.directory)
 
     def stream(
@@ -312,7 +311,7 @@ heads."""
 
 
 def read_gguf_matrices(path: Path, heads: tuple[int, int]) -> dict[str, dict[str, torch.Tensor]]:
-    """A and B by Hugging Face's module name. heads: the model's query and key heads. Raises ModelLoadError."""
+    """A and B by Hugging Face's module name. heads: model's query and key heads. Raises ModelLoadError."""
     with GGUFFile(path) as file:
         adapter = read_gguf_adapter(file)
         found = {}

@@ -51,7 +51,7 @@ class Source(msgspec.Struct, frozen=True):
     NO_EFFECT: ClassVar[frozenset[str]] = MESSAGE_NO_EFFECT
 
     def picture(self, where: str) -> Picture:
-        """The image of this source. Raises UserError for an unsupported source or invalid data."""
+        """Image of this source. Raises UserError for an unsupported source or invalid data."""
         check_type(self.type, ("base64", "url"), f"{where}: sources of images")
         if self.type == "url":
             return Picture.of_url(self.url, f"{where}.url")
@@ -191,7 +191,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, frozen=True):
     }
 
     def ignored(self, *, reasons: bool) -> list[str]:
-        """Given fields without effect. reasons: the server separates the model's reasoning."""
+        """Given fields without effect. reasons: server separates the model's reasoning."""
         budget = self.thinking is not None and self.thinking.budget_tokens is not None
         return ["thinking.budget_tokens"] if budget and not reasons else []
 
@@ -225,7 +225,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, frozen=True):
 
     @property
     def chat_messages(self) -> list[dict[str, Any]]:
-        """Input of `messages_of`. Raises UserError."""
+        """Chat-completion messages of the request, the system prompt first. Raises UserError."""
         found: list[dict[str, Any]] = []
         if self.system:
             found.append({"role": "system", "content": _texts(self.system, "system")})

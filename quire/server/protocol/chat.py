@@ -28,7 +28,6 @@ SUPPORTED_CHAT_FIELDS = (
     "chat_template",
     "early_stopping",
     "length_penalty",
-    "thinking_token_budget",
     "use_beam_search",
 )
 UNSUPPORTED_CHAT_FIELDS: dict[str, tuple[object, ...]] = {
@@ -46,7 +45,7 @@ MAX_CONVERSATIONS = 1024
 class TemplateInputs(NamedTuple):
     """Inputs of a chat template. documents: for retrieval. source: template instead of the model's. options: further
     variables. mm_processor_kwargs, media_io_kwargs: image options, if the server allows them in requests. cache_salt:
-    the request's own."""
+    request's own."""
 
     documents: list[dict[str, Any]] | None = None
     source: str | None = None
@@ -132,7 +131,7 @@ class ChatRequest(ToolFields, kw_only=True, frozen=True):
 
     @property
     def with_tools(self) -> ChatRequest:
-        """The request with `functions` as `tools`, at most one of which is called."""
+        """Request with `functions` as `tools`, at most one of which is called."""
         if not self.functions:
             return self
         choice = self.function_call
@@ -147,7 +146,7 @@ class ChatRequest(ToolFields, kw_only=True, frozen=True):
 
     @property
     def chat_messages(self) -> list[dict[str, Any]]:
-        """Input of `messages_of`."""
+        """Chat-completion messages of the request, for `messages_of`."""
         messages = with_tool_calls(self.messages) if self.functions else self.messages
         return [message.to_dict() for message in messages]
 
@@ -217,7 +216,6 @@ class ChatBatchRequest(ChatRequest, kw_only=True, frozen=True):
 
     @property
     def conversations(self) -> list[ChatRequest]:
-        """One request for each, with its own id."""
         fields = {name: getattr(self, name) for name in ChatRequest.__struct_fields__}
         return [ChatRequest(**{**fields, "messages": each, "request_id": None}) for each in self.messages]
 

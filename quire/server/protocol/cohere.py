@@ -46,7 +46,7 @@ class CohereEmbedRequest(PooledFields, kw_only=True, frozen=True):
 
 
 class CohereEmbeddings(msgspec.Struct, rename={"floats": "float"}):
-    """Vectors in each requested form. binary, ubinary: a bit for each element, set unless negative; eight per number,
+    """Vectors in each requested form. binary, ubinary: bit for each element, set unless negative; eight per number,
     the highest bit first; `binary` subtracts 128."""
 
     floats: list[list[float]] | UnsetType = UNSET

@@ -74,7 +74,7 @@ UNSUPPORTED_FIELDS: dict[str, tuple[object, ...]] = {
     "use_beam_search": (False,),
     "watermarking": (False,),
 }
-"""Known fields of OpenAI and vLLM that are refused -> harmless values, which are accepted."""
+"""Known fields of OpenAI and vLLM refused -> harmless values, which are accepted."""
 
 
 class PromptTokensDetails(msgspec.Struct):

@@ -29,7 +29,7 @@ NO_PROMPT = "Either prompt or prompt_embeds must be provided and non-empty."
 
 
 class CompletionRequest(SamplingFields, kw_only=True, frozen=True):
-    """prompt: a string, token ids, a list of strings or a list of token-id lists.
+    """prompt: string, token ids, a list of strings or a list of token-id lists.
     max_tokens: 0 is allowed with `echo`: score the prompt and generate nothing.
     logprobs: number of alternatives besides the chosen token.
     best_of: completions to generate; the n with the highest cumulative log-probability are returned.

@@ -48,7 +48,7 @@ class FileDeleted(msgspec.Struct):
 
 
 class FileUpload(msgspec.Struct):
-    """Fields of an upload, which is multipart/form-data. file: the content. expires_after: as `expires_after[anchor]`
+    """Fields of an upload, which is multipart/form-data. file: content. expires_after: as `expires_after[anchor]`
     (`created_at`) and `expires_after[seconds]`."""
 
     file: str

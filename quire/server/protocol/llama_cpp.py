@@ -94,7 +94,7 @@ class SamplerFields(RequestStruct, kw_only=True, frozen=True):
     repeat_last_n: Int32 | None = None
 
     def sampler_fields(self, usual: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-        """Fields of a chat or completion. usual: the API's defaults. defaults: the model's, which win."""
+        """Fields of a chat or completion. usual: API's defaults. defaults: the model's, which win."""
         names = ("temperature", "top_k", "top_p", "min_p", "stop", "presence_penalty", "frequency_penalty")
         found: dict[str, Any] = {name: value for name, value in usual.items() if name not in defaults}
         found |= {name: value for name in names if (value := getattr(self, name)) is not None}
@@ -127,11 +127,11 @@ class LlamaFields(SamplerFields, kw_only=True, frozen=True):
 
     @property
     def noted(self) -> list[str]:
-        """Fields without effect: the penalty covers all tokens, not just the last ones."""
+        """Given fields without effect: the penalty covers all tokens, not just the last ones."""
         return ["repeat_last_n"] if (self.repeat_last_n or 0) > 0 else []
 
     def to_completion(self, prompt: str | list[int], defaults: Mapping[str, Any], longest: int) -> dict[str, Any]:
-        """Body of the completion. defaults: the model's. longest: context length in tokens."""
+        """Body of the completion. defaults: the model's sampling parameters. longest: context length in tokens."""
         found = self.sampler_fields(SAMPLING, defaults)
         if self.ignore_eos is not None:
             found["ignore_eos"] = self.ignore_eos
@@ -190,7 +190,8 @@ class LlamaEmbeddingRequest(PooledFields, kw_only=True, frozen=True):
 
 
 class LlamaTimings(msgspec.Struct):
-    """Numbers of tokens and milliseconds: from the cache, of the prompt, and after the first token."""
+    """Tokens, milliseconds and tokens per second. cache_n: prompt tokens from the cache. prompt: others, until the
+    first token. predicted: all generated tokens, in the time from the first to the last."""
 
     cache_n: int
     prompt_n: int

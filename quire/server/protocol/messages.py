@@ -120,7 +120,7 @@ class ChatMessage(msgspec.Struct, frozen=True, gc=False):
         return "\n".join(text_of_part(part, "content") for part in content if picture_of(part, "content") is None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Input of `messages_of`."""
+        """Message as `messages_of` reads it, a chat completion's."""
         content: Any = self.content
         if isinstance(content, list):
             content = [part if isinstance(part, str) else part.to_dict() for part in content]
@@ -143,7 +143,7 @@ class ChatMessage(msgspec.Struct, frozen=True, gc=False):
 
 class ReadMessages(list[Any]):
     """Messages of a parsed body (quire/server/reading.py): `found` has all of them; the list has only the last, for a
-    large body without text unless the answer repeats it."""
+    large body, without its text unless the answer repeats it."""
 
     def __init__(self, last: Any, found: conversation.Messages) -> None:
         super().__init__([last])

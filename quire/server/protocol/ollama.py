@@ -86,7 +86,8 @@ class OllamaOptions(SamplerFields, kw_only=True, frozen=True):
         return ["options.repeat_last_n"] if (self.repeat_last_n or 0) > 0 else []
 
     def sampling(self, defaults: Mapping[str, Any], longest: int) -> dict[str, Any]:
-        """Fields of a chat or completion. defaults: the model's. longest: context length in tokens."""
+        """Fields of a chat or completion. defaults: the model's sampling parameters. longest: context length in
+        tokens."""
         limit = self.num_predict if (self.num_predict or 0) > 0 else longest
         return self.sampler_fields(SAMPLING, defaults) | {"max_tokens": limit}
 
@@ -117,7 +118,7 @@ class OllamaFields(RequestStruct, kw_only=True, frozen=True):
             raise UserError("top_logprobs is only allowed together with logprobs", param="top_logprobs")
 
     def to_fields(self, model: str, defaults: Mapping[str, Any], longest: int) -> dict[str, Any]:
-        """Fields common to chats and completions. model: the served name."""
+        """Fields common to chats and completions. model: the served name. defaults, longest: see `to_chat`."""
         found = {"model": model, **self.options.sampling(defaults, longest)}
         if self.format == "json":
             found["response_format"] = {"type": "json_object"}
@@ -127,7 +128,8 @@ class OllamaFields(RequestStruct, kw_only=True, frozen=True):
         return found
 
     def to_chat(self, model: str, defaults: Mapping[str, Any], longest: int) -> dict[str, Any]:
-        """Body of the chat completion, without messages."""
+        """Body of the chat completion, without messages. defaults: model's sampling parameters. longest: context
+        length in tokens, the limit of an answer without `num_predict`."""
         found = self.to_fields(model, defaults, longest)
         if self.logprobs:
             found |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
@@ -188,8 +190,8 @@ class OllamaChatRequest(OllamaFields, kw_only=True, frozen=True):
 
     @property
     def chat_messages(self) -> list[dict[str, Any]]:
-        """Input of `messages_of`. Calls get ids of the length that Mistral's templates require. Results without an id
-        belong to the calls before them, by name or in order."""
+        """Chat-completion messages of the request. Calls get ids of the length that Mistral's templates require.
+        Results without an id belong to the calls before them, by name or in order."""
         found: list[dict[str, Any]] = []
         waiting: dict[str, str] = {}
         number = 0
@@ -258,7 +260,7 @@ class OllamaGenerateRequest(OllamaFields, kw_only=True, frozen=True):
 
     @property
     def chat_messages(self) -> list[dict[str, Any]]:
-        """Input of `messages_of`."""
+        """Prompt as chat-completion messages, after `system`."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         content = image_parts(self.images, self.prompt, "images")
         return [*system, {"role": "user", "content": content}]

@@ -49,7 +49,7 @@ class PoolingFields(PooledFields, kw_only=True, frozen=True):
     }
 
     def params(self, **more: Any) -> PoolingParams:
-        """Parameters for the engine. more: parameters of one route."""
+        """Parameters for the engine. more: parameters that only one route has."""
         cut = self.truncate_prompt_tokens
         return PoolingParams(truncate_prompt_tokens=cut, use_activation=self.use_activation, **more)
 
@@ -77,7 +77,6 @@ class InputFields(PoolingFields, kw_only=True, frozen=True):
 
     @property
     def field_name(self) -> str:
-        """Name of the field with the texts."""
         return "input" if self.messages is None else "messages"
 
     def params(self, **more: Any) -> PoolingParams:
@@ -229,7 +228,7 @@ class PoolingItem(msgspec.Struct):
 
 
 class ClassificationItem(msgspec.Struct):
-    """label: the most probable. probs: probability of each label."""
+    """label: most probable. probs: probability of each label."""
 
     index: int
     label: str

@@ -169,7 +169,7 @@ class ListedItems(msgspec.Struct, tag=True):
 
     @classmethod
     def of(cls, given: list[InputItem], before: Sequence[Any] = ()) -> ListedItems:
-        """before: listed items of the earlier conversation."""
+        """Listing of parsed items `given`. before: listed items of the earlier conversation."""
         name = secrets.token_hex(16)  # occurs nowhere in the items, needs no escapes
         added = [listed(item, input_item_id(item, name, index)) for index, item in enumerate(given)]
         return cls(_encoder.encode([*before, *added]), len(before) + len(added), name)
@@ -200,7 +200,7 @@ class ReadInput(str):
 
 
 class StoredItems(NamedTuple):
-    """Conversation up to the end of a response. added: the answer's items, a JSON list."""
+    """Conversation up to the end of a response. added: answer's items, a JSON list."""
 
     before: Listing = Listing()
     added: bytes = b"[]"

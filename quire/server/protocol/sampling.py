@@ -70,7 +70,8 @@ class SamplingFields(StructuredFields, kw_only=True, frozen=True):
             raise UserError("stream_options is only allowed together with stream", param="stream_options")
 
     def check_listed(self, asks: bool) -> None:
-        """asks: the request asks for log-probabilities."""
+        """Raise UserError for `logprob_token_ids` without log-probabilities. asks: the request asks for
+        log-probabilities."""
         if self.logprob_token_ids is not None and not asks:
             raise UserError("logprob_token_ids is only allowed together with logprobs", param="logprob_token_ids")
 

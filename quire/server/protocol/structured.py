@@ -77,14 +77,13 @@ class StructuredFields(SharedFields, kw_only=True, frozen=True):
 
     @property
     def constraint_field(self) -> str:
-        """Field that sets the constraint."""
         form = self.response_format
         if form is not None and (form.type != "text" or form.schema is not None):
             return "response_format"
         return next((f"guided_{name}" for name in self._guided()), "structured_outputs")
 
     def to_structured_outputs(self) -> StructuredOutputsParams | None:
-        """The constraint, if any. Raises UserError with the given field."""
+        """Constraint, if any. Raises UserError with the given field."""
         try:
             found = [options for options in self._options() if options]
             if len(found) > 1:

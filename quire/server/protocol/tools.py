@@ -44,7 +44,7 @@ class Tool(msgspec.Struct, frozen=True):
         check_type(self.type, ("function",), "tools")
 
     def to_dict(self) -> dict[str, Any]:
-        """Input of the chat template: vLLM's fields, absent ones as None."""
+        """Tool for the chat template: vLLM's fields, absent ones as None."""
         function: dict[str, Any] = {
             "name": self.function.name,
             "description": self.function.description,
@@ -140,7 +140,7 @@ class ToolFields(SamplingFields, kw_only=True, frozen=True):
 
     @property
     def choice_mode(self) -> str:
-        """Mode: none, auto, required or function."""
+        """Mode of tool_choice: none, auto, required or function."""
         if not self.tools:
             return "none"
         choice = self.tool_choice

@@ -1,4 +1,4 @@
-"""The directory of the disk tier: paths of blocks, bytes in use, and eviction.
+"""Directory of the disk tier: paths of blocks, bytes in use, and eviction.
 
     DIR/lock                                      held by the engine that evicts
     DIR/<namespace>/<two digits>/<hash>-<group>   one block
@@ -51,7 +51,7 @@ def require_writable(directory: Path) -> None:
 
 
 class StoredBlock(NamedTuple):
-    """A block's file. used: time of the last store or load, in seconds since the epoch. size: bytes."""
+    """Block's file. used: time of the last store or load, in seconds since the epoch. size: bytes."""
 
     used: float
     size: int
@@ -62,7 +62,8 @@ class CacheDirectory:
     """One engine's view of a directory. `path_of` is thread-safe; one thread uses the rest."""
 
     def __init__(self, path: Path, limit: int, namespace: bytes) -> None:
-        """limit: bytes. Creates the directories. Raises ConfigError (`kv_offload_dir`) if nothing can be stored."""
+        """limit: maximum bytes of all files. Creates the directories. Raises ConfigError (`kv_offload_dir`) if nothing
+        can be stored."""
         self.path = path
         self.limit = limit
         self.own = path / namespace.hex()
@@ -83,7 +84,7 @@ class CacheDirectory:
         return self.own / name[:2] / f"{name}-{group}"
 
     def new_path(self) -> Path:
-        """A unique path for a file that is later renamed."""
+        """Unique path for a file that is later renamed."""
         self._number += 1
         return self.own / f"{_NEW}{self._name}-{self._number}"
 
@@ -97,7 +98,7 @@ class CacheDirectory:
                 yield key
 
     def has_room(self) -> bool:
-        """True if a block can be stored without `make_room`, which limit / 8 bytes of stores make necessary."""
+        """True if a block can be stored without `make_room`, which is due again after limit / 8 stored bytes."""
         return self.num_bytes <= self.limit and self._written <= self.limit // 8
 
     def count_stored(self, num_bytes: int) -> None:
@@ -180,7 +181,7 @@ def _remove_if_stale(entry: os.DirEntry[str]) -> None:
 
 
 class _Lock:
-    """A non-blocking advisory lock; the system drops it when its process ends."""
+    """Non-blocking advisory lock; the system drops it when its process ends."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

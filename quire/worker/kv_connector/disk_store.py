@@ -25,7 +25,7 @@ MAX_KEYS_IN_REPORT = 16384
 """Maximum keys per report; later reports carry the rest."""
 SMOOTHING = 0.1
 MAX_FULL_STORES = 64
-"""Stores that are skipped after the disk was full."""
+"""Stores skipped after the disk was full."""
 
 HostPages = Callable[[int], Sequence[Buffer]]
 """Host block -> its writable pages."""
@@ -37,7 +37,8 @@ class DiskStore:
     it."""
 
     def __init__(self, directory: Path, limit: int, layout: BlockFileLayout, host_pages: HostPages) -> None:
-        """Raises ConfigError if nothing can be stored in `directory`, or `limit` is below one block."""
+        """limit: bytes of all files. Raises ConfigError if nothing can be stored in `directory`, or `limit` is below
+        one block."""
         if limit < layout.file_bytes:
             raise ConfigError(
                 f"kv_offload_size ({format_bytes(limit)}) is less than one block ({format_bytes(layout.file_bytes)})",
@@ -216,7 +217,7 @@ class DiskStore:
 
 
 def smoothed(mean: float, value: float) -> float:
-    """Exponential mean; mean 0: `value` is the first."""
+    """Exponential mean with `value` added; mean 0: `value` is the first."""
     return value if mean == 0.0 else mean + SMOOTHING * (value - mean)
 
 

@@ -1,4 +1,4 @@
-"""The worker's half of a KV connector: moves blocks as the scheduler's half orders
+"""Worker's half of a KV connector: moves blocks as the scheduler's half orders
 (quire/kv_cache/connectors/interface.py) and reports ended transfers."""
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ class WorkerConnector:
             self.wait_layer(layer)
 
     def end_plan(self, plan: StepPlan) -> TransferReport | None:
-        """Note that the model has run a whole plan. Returns the report for its result, or None without news."""
+        """Note that the model has run a whole plan. Returns the report for its result; None without news."""
         for layer in self.layers:
             self.save_layer(layer)
         return self.finished(plan)
 
     def start_load(self, plan: StepPlan) -> None:
-        """Start the plan's loads, after the copies of all earlier plans were started."""
+        """Start the plan's loads of blocks; the copies of all earlier plans have been started."""
 
     def wait_layer(self, layer: int) -> None:
-        """Make this plan's computation of a layer wait for earlier loads of it."""
+        """Make a layer's computation in this plan wait until loads of that layer have ended."""
 
     def save_layer(self, layer: int) -> None:
         """Called when the plan's work on a layer is computed or enqueued."""
@@ -49,7 +49,7 @@ class WorkerConnector:
 
 
 class NoWorkerConnector(WorkerConnector):
-    """The worker's half without a KV connector."""
+    """Worker's half without a KV connector: does nothing."""
 
     def begin_plan(self, plan: StepPlan) -> None:
         transfers = plan.transfers

@@ -1,4 +1,4 @@
-"""The worker's half of OffloadConnector: loads from disk start with a plan, stores after its copies; its result reports
+"""Worker's half of OffloadConnector: loads from disk start with a plan, stores after its copies; its result reports
 ended transfers."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quire.worker.kv_connector.interface import PATIENCE, WorkerConnector
 from quire.worker.kv_transfer import BlockTransfers
 
 TIMED_TOKENS = 64
-"""Minimum tokens of a step that is timed to estimate the seconds per prompt token."""
+"""Minimum tokens of a step timed to estimate the seconds per prompt token."""
 CLOSE_SECONDS = 3.0
 """Maximum seconds that closing waits for stores."""
 
@@ -78,7 +78,7 @@ def offload_worker(
 
 
 class HostBlocks:
-    """Host memory for the DiskStore: callable from a host block to its pages."""
+    """Host memory for the DiskStore: called with a host block's number, it returns the block's pages."""
 
     def __init__(self, pages: Sequence[torch.Tensor]) -> None:
         """pages[j]: [num_blocks, page bytes] uint8, on the CPU."""

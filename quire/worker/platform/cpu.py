@@ -1,4 +1,4 @@
-"""The CPU platform: native kernels or plain torch operators."""
+"""CPU platform: native kernels or plain torch operators."""
 
 from __future__ import annotations
 
@@ -102,7 +102,8 @@ class CpuPlatform:
         return "thread" if queue_depth > 1 else "inline"  # torch releases the interpreter while it computes
 
     def computing(self) -> AbstractContextManager[object]:
-        """torch's number of threads is per calling thread, and another engine in this process may have changed it."""
+        """Context with the right number of torch's threads, which is per calling thread; another engine may have
+        changed it."""
         if torch.get_num_threads() != self._num_threads:
             torch.set_num_threads(self._num_threads)
         return torch.inference_mode()

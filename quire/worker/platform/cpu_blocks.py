@@ -21,7 +21,8 @@ BlockMover: TypeAlias = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]
 
 
 def block_copier(pages: Sequence[torch.Tensor], runtime: NativeRuntime | None) -> BlockCopier:
-    """pages[j]: [num_blocks, page bytes] uint8. runtime: native kernels; None: torch."""
+    """Function that copies blocks inside the pool. pages[j]: [num_blocks, page bytes] uint8. runtime: native kernels;
+    None: torch."""
     if runtime is None or not pages:
         return lambda copies: copy_blocks(pages, copies)
     from quire.kernels.cpu import paged_attention
@@ -38,7 +39,7 @@ def copy_blocks(pages: Sequence[torch.Tensor], copies: Pairs) -> None:
 
 
 def block_mover(runtime: NativeRuntime | None) -> BlockMover:
-    """runtime: native kernels; None: torch."""
+    """Function that copies blocks between pages. runtime: native kernels; None: torch."""
     if runtime is None:
         return move_blocks
     from quire.kernels.cpu import paged_attention

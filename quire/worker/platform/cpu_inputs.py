@@ -31,7 +31,6 @@ class CpuColumns:
     def __init__(
         self, num_rows: int, max_model_len: int, values: ColumnValues, drafts: HostDrafts | None = None
     ) -> None:
-        """drafts: None if plans have no drafts."""
         self.values = values
         self.drafts = drafts
         self.finder: Finder = NO_FINDER if drafts is None else drafts.finder
@@ -141,7 +140,7 @@ class StepInputs(Protocol):
 
 
 class PlainInputs(NamedTuple):
-    """StepInputs in NumPy."""
+    """StepInputs gathered by NumPy, without the native kernels."""
 
     columns: CpuColumns
     tables: BlockTables

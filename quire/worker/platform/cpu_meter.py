@@ -33,7 +33,7 @@ BackendFactory = Callable[[KVCacheLayout, Sequence[torch.Tensor]], CacheBackends
 
 
 class CpuMeter:
-    """MemoryMeter for a CPU."""
+    """Measures a CPU's memory in bytes, to size the pools (MemoryMeter)."""
 
     def __init__(
         self,
@@ -43,8 +43,8 @@ class CpuMeter:
         samples_tokens: bool = True,
         deal: Deal = ALL_TOKENS,
     ) -> None:
-        """samples_tokens: True if the largest step samples for every sequence; False for pooling models. deal: tokens
-        that this rank keeps."""
+        """samples_tokens: True if the largest step samples for every sequence; False for pooling models. deal: share of
+        the tokens that this rank keeps (None: all)."""
         self._make_backends = make_backends
         self._make_sampling_kernels = make_sampling_kernels
         self._samples_tokens = samples_tokens
@@ -55,7 +55,8 @@ class CpuMeter:
 
     def step_bytes(self, model: CausalLM, limits: StepLimits, estimate: int) -> int | None:
         """Measure the growth of resident memory in a forward pass over the token budget in the fewest sequences, then
-        logits and random sampling for the most sequences. Measured on PROFILED_TOKENS and PROFILED_ROWS and scaled."""
+        logits and random sampling for the most sequences. Measured with PROFILED_TOKENS and PROFILED_ROWS at most, and
+        scaled up. None: not measurable."""
         num_tokens = min(limits.max_num_tokens, PROFILED_TOKENS)
         num_rows = min(limits.max_num_rows, PROFILED_ROWS)
         prompt = InputBatch.dummy_prompts(num_tokens, min(num_tokens, limits.longest))

@@ -32,7 +32,7 @@ class NoCopy:
 
 
 class CpuCompute:
-    """StepCompute for a CPU."""
+    """Computes plans on a CPU (StepCompute)."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class CpuCompute:
 
 
 class CpuStep(NamedTuple):
-    """ComputeStep for a CPU."""
+    """One plan in progress on a CPU (ComputeStep)."""
 
     compute: CpuCompute
     plan: StepPlan

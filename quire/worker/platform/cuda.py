@@ -1,4 +1,4 @@
-"""The GPU platform: model, KV cache and request state are on the device; plans are enqueued and results awaited
+"""GPU platform: model, KV cache and request state are on the device; plans are enqueued and results awaited
 later."""
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class CudaPlatform:
         progress: Progress | None = None,
         extras: Extras = NO_EXTRAS,
     ) -> CausalLM:
-        """A model on this device; see `load_model` of the loader."""
+        """Model on this device; see `load_model` of the loader."""
         return load_model(model, load, group, progress=progress, device_layers=self._layers, extras=extras)
 
     @property
@@ -322,7 +322,7 @@ class CudaPlatform:
         names: Sequence[str],
         capture: GraphCapture | None,
     ) -> DeviceDrafts | None:
-        """names: the draft model's step columns."""
+        """names: draft model's step columns."""
         speculation, scheduler, draft = self._config.speculation, self._config.scheduler, self.draft_model
         if not speculation.max_drafts:
             return None

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 
 class Proposal(NamedTuple):
-    """Tokens that the host proposes for a sequence. most: how many drafts come of them. start: number of the sequence's
-    tokens before them; drafts begin behind those that it has by then."""
+    """Tokens that the host proposes for a sequence. most: most drafts to take from them. start: number of the
+    sequence's tokens before them; drafts begin behind those that it has by then."""
 
     token_ids: list[int]
     most: int
@@ -57,7 +57,7 @@ NO_TEXTS = NoTexts()
 
 @dataclass(frozen=True, slots=True)
 class PassSections:
-    """A draft model's pass at the start of a step. batch: its P sequences; starts and ends are upper bounds. columns:
+    """Draft model's pass at the start of a step. batch: its P sequences; starts and ends are upper bounds. columns:
     in the upload, request slots, indices into the step, [P], `InputBatch.query_start`, and tokens whose hidden states
     are read. num_guessing: number of its first sequences that get more than 0, 1, ... drafts."""
 
@@ -68,8 +68,8 @@ class PassSections:
 
 @dataclass(frozen=True, slots=True)
 class DraftSections:
-    """A step's draft data in the upload: arguments of `place_drafts`, and of `accept_drafts` (None: nothing is sampled)
-    with the sources of sampled rows. tells_tokens: the host needs the drafts that are found. made: pass of a draft
+    """Step's draft data in the upload: arguments of `place_drafts`, and of `accept_drafts` (None: nothing is sampled)
+    with the sources of sampled rows. tells_tokens: the host needs the drafts found. made: pass of a draft
     model or head. followed: step that a head follows; sequences of it that have samples of their own, [S]. num_ready:
     drafts for each sample's next step, where the host knows. texts: samples in texts on the host."""
 
@@ -111,7 +111,7 @@ class DeviceDrafts:
         self._token_ids = torch.zeros(0, dtype=torch.int64, device=arena.words.device)
 
     def place(self, plan: StepPlan, requests: RequestState) -> Placed:
-        """Number of drafts per sequence; only the device knows the start positions."""
+        """Number of drafts per sequence; start positions are upper bounds, which the device corrects."""
         counts, num_drafts = list(plan.num_tokens), list(plan.num_drafts or [0] * len(plan.seq_ids))
         self._given = {}
         for index, (seq_id, start) in enumerate(zip(plan.seq_ids, plan.start_positions, strict=True)):
@@ -132,12 +132,13 @@ class DeviceDrafts:
         return Placed(plan.start_positions, counts, np.array(num_drafts, np.int64))
 
     def _proposal(self, plan: StepPlan, seq_id: int, row: int) -> Proposal | None:
-        """Drafts of a sequence, in `row`, that the host knows (None: the device has them)."""
+        """Drafts that the host proposes for a sequence in `row`; None: it knows none, the device may have found
+        some."""
         given = plan.drafts.get(seq_id)
         return None if given is None else Proposal(given, len(given))
 
     def _pending(self, seq_id: int) -> int:
-        """Planned drafts of a sequence in flight."""
+        """Number of drafts of a sequence in plans whose results are not known yet."""
         return sum(each.get(seq_id, 0) for each in self._in_flight)
 
     def _most_behind_tokens(self, num_tokens: int) -> int:
@@ -150,7 +151,7 @@ class DeviceDrafts:
         """Reset a row that starts as a copy of another."""
 
     def stage(self, plan: StepPlan, batch: InputBatch, samples: SampleRows | None, upload: Upload) -> DraftSections:
-        """Add the kernels' inputs to a step's upload."""
+        """Add the draft kernels' inputs to a step's upload."""
         num_seqs = len(batch.rows)
         num_drafts = np.zeros(num_seqs, np.int64) if batch.num_drafts is None else batch.num_drafts
         given, given_at, given_from = [0], np.full(num_seqs, -1), np.full(num_seqs, NOT_COMPUTED)
@@ -173,7 +174,7 @@ class DeviceDrafts:
         return DraftSections(placed, accepted, bool(plan.masked_samples))
 
     def apply(self, columns: StepColumns, sections: DraftSections, upload: Upload) -> None:
-        """Enqueue the writing of drafts after earlier steps' sampling; corrects `columns`."""
+        """Enqueue the writing of drafts, after earlier steps' sampling; corrects the starts in `columns`."""
         self._shifts = torch.empty_like(columns.starts)
         place_drafts(
             self._arena.words,
@@ -188,20 +189,20 @@ class DeviceDrafts:
         """Enqueue the making of drafts, after `apply` and block copies."""
 
     def keep_results(self, result: ForwardResult[torch.Tensor]) -> None:
-        """Keep what `follow` needs of a step's forward pass."""
+        """Keep the hidden states of a step that `follow` needs."""
 
     def follow(self, columns: StepColumns, sections: DraftSections, upload: Upload) -> None:
-        """Enqueue what follows a step's acceptance."""
+        """Enqueue the draft head's pass over the step's tokens, after their acceptance."""
 
     def prepare(self, max_num_tokens: int) -> None:
         """Compile and capture what making drafts needs."""
 
     def keep_token_ids(self, token_ids: torch.Tensor) -> None:
-        """token_ids: [T] int64 of the step, at a stable address."""
+        """Keep the step's tokens for the head: [T] int64, at a stable address."""
         self._token_ids = token_ids
 
     def correct_lengths(self, lengths: torch.Tensor, sections: DraftSections, upload: Upload) -> torch.Tensor:
-        """Actual lengths of the sampled rows, [R]."""
+        """Lengths of the sampled rows, [R], without drafts that earlier steps rejected."""
         assert sections.accepted is not None, "rows are sampled"
         return lengths - self._shifts.index_select(0, upload.view(sections.accepted[2]))
 
@@ -220,7 +221,7 @@ class DeviceDrafts:
     def _find(
         self, samples: tuple[torch.Tensor, torch.Tensor, torch.Tensor], sections: DraftSections
     ) -> Sequence[Deferred[Any]]:
-        """Numbers of drafts for the samples' next step, and, where told, their tokens."""
+        """Numbers of drafts for the samples' next step, and, where masks are expected, their tokens."""
         arena, (rows, firsts, _) = self._arena, samples
         if self.oracle is not None:
             results = [recall_drafts(arena.words, arena.drafts, samples)]

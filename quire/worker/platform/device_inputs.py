@@ -17,7 +17,7 @@ from quire.worker.platform.upload import Section, Upload
 
 
 def add_columns(batch: InputBatch, upload: Upload, values: ColumnValues) -> list[Section]:
-    """Add the batch to the upload: the fields of StepColumns, in order."""
+    """Add the batch to the upload; returns the places of StepColumns' fields, in order."""
     columns = (batch.rows, batch.starts, batch.query_start, *(values.listed.of_batch(batch) or ()))
     return [upload.add(column) for column in columns]
 
@@ -94,7 +94,7 @@ class DeviceInputs:
         return self._buffers.others[self._names.index(LAST_SEEN), :num_tokens]
 
     def padding(self, num_seqs: int, num_tokens: int) -> tuple[DeviceBatch, TokenColumns]:
-        """The same tensors for a padding-only batch, for graph capture."""
+        """Same tensors for a padding-only batch, for graph capture."""
         none = np.zeros(0, np.int64)
         batch = InputBatch.of(none, none, none)
         empty = torch.zeros(1, dtype=torch.int32, device=self._arena.words.device)

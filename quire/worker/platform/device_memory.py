@@ -1,4 +1,4 @@
-"""A device's memory: sizes, peaks, the pools' pages, and errors with needed and free bytes."""
+"""Device's memory: sizes, peaks, the pools' pages, and errors with needed and free bytes."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class CudaMemory:
 
 
 class HostMemory:
-    """The host as the device, in Triton's interpreter."""
+    """Host as the device, in Triton's interpreter."""
 
     is_measured = False
 
@@ -108,7 +108,8 @@ def make_memory(device: torch.device) -> DeviceMemory:
 
 
 def allocate_device_pages(layout: KVCacheLayout, memory: DeviceMemory, device: torch.device) -> list[torch.Tensor]:
-    """`layers_per_group` zeroed tensors [num_blocks, page bytes] uint8. Raises InsufficientMemoryError."""
+    """`layers_per_group` zeroed tensors [num_blocks, page bytes] uint8. Raises InsufficientMemoryError if they do not
+    fit."""
     if device.type == "cpu":
         return allocate_pages(layout)
     shape = (layout.num_blocks, layout.block_bytes // layout.layers_per_group)

@@ -29,7 +29,7 @@ from quire.worker.sample_rows import SampleRows
 from quire.worker.warm_up import warm_up_attention
 
 MOST_ROWS = 2
-"""Tokens of a sequence in most passes: the last one, and maybe a draft that was accepted."""
+"""Tokens of a sequence in most passes: the last one, and maybe a draft accepted."""
 
 
 class DraftPasses(NamedTuple):
@@ -63,7 +63,7 @@ class DraftPasses(NamedTuple):
         return self.runner.run(execution, inputs, tokens._replace(hidden=hidden), rows).hidden
 
     def likeliest(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[G, size] -> [G] int64."""
+        """Likeliest tokens after hidden states: [G, size] -> [G] int64."""
         return self.model.compute_logits(hidden)[:, : self.other_size].argmax(1)
 
     def prepare(self, max_num_seqs: int, max_num_tokens: int) -> None:
@@ -98,7 +98,7 @@ class MadeDrafts(DeviceDrafts):
         return max(0, min(self._arena.drafts.max_drafts, self._passes.longest - num_tokens))
 
     def _num_ready(self, plan: StepPlan, samples: SampleRows | None) -> list[int]:
-        """Drafts that each sample's next step may have."""
+        """Number of drafts that each sample's next step may have."""
         if samples is None:
             return []
         firsts = np.arange(len(samples.rows) + 1) if samples.firsts is None else samples.firsts
@@ -110,7 +110,8 @@ class MadeDrafts(DeviceDrafts):
         ]
 
     def _stage_guesses(self, own: InputBatch, sources: np.ndarray, wanted: np.ndarray, upload: Upload) -> PassSections:
-        """Add a pass to the upload. sources: [P], indices into the step. wanted: [P], drafts, descending."""
+        """Add a draft model's pass over `own` to the upload. sources: [P], its sequences' indices in the step. wanted:
+        [P], drafts to guess, descending."""
         num_guessing = [int((wanted > number).sum()) for number in range(int(wanted[0]))]
         read = own.query_start[1 : 1 + max(1, *num_guessing[:1], 1)] - 1
         columns = [upload.add(column) for column in (own.rows, sources, own.query_start, read)]

@@ -41,12 +41,11 @@ Launch = Callable[[StepPlan], object]
 
 
 class StagedColumns:
-    """RequestColumns in the arena; the step that takes `writes` writes them."""
+    """RequestColumns in device memory (the arena); changes are staged until a step writes them."""
 
     def __init__(
         self, arena: StateArena, sampling: SamplingRows, values: ColumnValues, drafts: DeviceDrafts | None = None
     ) -> None:
-        """drafts: None if plans have no drafts."""
         self.arena = arena
         self.drafts = drafts
         self.texts = NO_TEXTS if drafts is None else drafts.texts
@@ -119,7 +118,7 @@ class StagedColumns:
 
 
 class DeviceCompute:
-    """StepCompute for a device."""
+    """Computes plans on a GPU (StepCompute)."""
 
     def __init__(
         self,
@@ -133,7 +132,7 @@ class DeviceCompute:
         *,
         has_head: bool,
     ) -> None:
-        """pages: the device pool (None: no pool). has_head: pooled samples go through `CausalLM.compute_logits`."""
+        """pages: device pool (None: no pool). has_head: pooled samples go through `CausalLM.compute_logits`."""
         self.prepare: Callable[[Launch], None] | None = None
         self.samples = True
         self.has_drafts = columns.drafts is not None
@@ -186,14 +185,14 @@ class DeviceCompute:
         return self.passes.capture_next(self.padding)
 
     def padding(self, execution: Execution) -> tuple[DeviceBatch, TokenColumns]:
-        """A padding-only batch of an execution's size."""
+        """Padding-only batch of an execution's size."""
         return self.inputs.padding(execution.num_seqs, execution.num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
-    """ComputeStep for a device. Sections are places in the upload; columns, sampled: in the order of StepColumns and
-    `SampleRows.columns`."""
+    """One plan in progress on a GPU. Sections are places in the upload. columns: fields of StepColumns, in order;
+    sampled: `SampleRows.columns`."""
 
     compute: DeviceCompute
     batch: InputBatch

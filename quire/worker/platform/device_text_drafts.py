@@ -44,7 +44,7 @@ class SampledTexts:
 
 class HostTexts:
     """Tokens of a device's rows as far as the host knows them. known: [num_rows], number of first tokens known. owners:
-    [num_rows], changed with a row's sequence. are_followed: [num_rows], rows that are looked up."""
+    [num_rows], changed with a row's sequence. are_followed: [num_rows], rows looked up."""
 
     def __init__(self, num_rows: int, width: int, finder: Finder, num_unknown: int, *, follows_all: bool) -> None:
         """width: most tokens of a row. num_unknown: steps whose tokens are unknown when one is launched. follows_all:
@@ -103,8 +103,8 @@ class HostTexts:
             self.are_followed[row] = False
 
     def learn(self) -> None:
-        """Append known samples to their rows: those of a step behind which `num_unknown` others were launched, so that
-        all ranks know the same."""
+        """Append the tokens of the step before the last `num_unknown` launched ones to their rows, so that all ranks
+        know the same."""
         while len(self.unread) > self.num_unknown:
             step = self.unread.popleft()
             if step is not None:
@@ -154,7 +154,7 @@ class DeviceTextDrafts(DeviceDrafts):
         return super().place(plan, requests)
 
     def _look_up(self, plan: StepPlan, seq_ids: Sequence[int], rows: np.ndarray) -> None:
-        """Find the paths of the coming step's samples: of sequences `seq_ids`, in `rows`, [N]."""
+        """Find likely next tokens (paths) for the samples of the coming step: sequences `seq_ids`, in `rows`, [N]."""
         masked = {plan.sample_seq_ids[index] for index in plan.masked_samples}
         texts, self._is_looked_up = self._texts, True
         texts.learn()

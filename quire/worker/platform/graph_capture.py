@@ -38,7 +38,7 @@ class GraphCapture(Protocol):
         ...
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A view that does not keep the memory alive."""
+        """View of a tensor that does not keep its memory alive."""
         ...
 
 

@@ -57,7 +57,7 @@ class RequestColumns(Protocol):
     def write_tokens(self, row: int, position: int, token_ids: Sequence[int]) -> None: ...
 
     def copy_tokens(self, source: int, destination: int, num_tokens: int) -> None:
-        """Copy the first tokens of row `source` to row `destination`."""
+        """Copy a row's first tokens."""
         ...
 
     def begin_text(self, row: int, num_tokens: int, scope: str, prediction: Sequence[int]) -> None:
@@ -65,7 +65,7 @@ class RequestColumns(Protocol):
         ...
 
     def copy_text(self, source: int, destination: int, num_tokens: int) -> None:
-        """Start such a text in row `destination` with the first tokens of row `source`."""
+        """Start a text for draft look-up with the first tokens of another row."""
         ...
 
     def end_text(self, row: int, num_tokens: int) -> None:
@@ -77,7 +77,7 @@ class RequestColumns(Protocol):
         ...
 
     def copy_blocks(self, source: int, destination: int, group: int, num_entries: int) -> None:
-        """Copy the first entries of a row's block table to another row."""
+        """Copy the first entries of a row's block table."""
         ...
 
     def write_sampling(self, row: int) -> None:
@@ -89,7 +89,7 @@ class RequestColumns(Protocol):
         ...
 
     def copy_values(self, source: int, destination: int) -> None:
-        """Copy a row's step-column values to another row."""
+        """Copy a row's step-column values."""
         ...
 
     def place_drafts(self, plan: StepPlan, requests: RequestState) -> Placed:
@@ -116,18 +116,18 @@ class ComputeStep(Protocol):
         ...
 
     def sample(self, hidden: torch.Tensor, samples: SampleRows, masks: TokenMasks | None) -> Samples:
-        """Sample a token for each row, within its mask, and write it to the row."""
+        """Sample a token for each row, of those that its mask allows, and write it to the token table."""
         ...
 
     def accept(
         self, hidden: torch.Tensor, samples: Samples | None, sampled: SampleRows | None, requests: RequestState
     ) -> Accepted:
-        """Accept drafts that were sampled as well, and find drafts for the next step. hidden: result of `forward`.
+        """Accept drafts that equal the sampled tokens, and find drafts for the next step. hidden: result of `forward`.
         samples, sampled: None if nothing is sampled. Only called if `StepCompute.has_drafts`."""
         ...
 
     def pool(self, hidden: torch.Tensor, pooled: PooledRows) -> Deferred[np.ndarray]:
-        """Pooled samples, [P, width] float32. pooled: the argument to `stage`."""
+        """Vectors of pooling requests, [P, width] float32, when they have come. pooled: argument to `stage`."""
         ...
 
 
@@ -213,11 +213,11 @@ class MemoryMeter(Protocol):
         ...
 
     def device_share(self, model: CausalLM, limits: StepLimits, available: int, activations: int) -> DeviceShare | None:
-        """Uses of a separate device's memory, in bytes; None for a CPU."""
+        """Bytes of a separate device's memory by use, which leaves the rest to the pool; None for a CPU."""
         ...
 
     def dummy_pass(self, model: CausalLM, limits: StepLimits, batch: InputBatch) -> Callable[[], torch.Tensor]:
-        """A forward pass over a dummy batch with a small pool, to measure; it returns hidden states."""
+        """Forward pass over a dummy batch with a small pool, to measure; it returns hidden states."""
         ...
 
 
@@ -232,8 +232,8 @@ class HeadInputs(NamedTuple):
 
 
 class DraftModel(NamedTuple):
-    """A draft model, or a draft head, with layers after the model's in the KV cache. meter: measures its memory; None
-    for a head, whose activations are estimated. head: a head's inputs (None: it is a model)."""
+    """Draft model, or a draft head, with layers after the model's in the KV cache. meter: measures its memory; None
+    for a head, whose activations are estimated. head: head's inputs (None: it is a model)."""
 
     config: ModelConfig
     model: CausalLM
@@ -299,11 +299,11 @@ class Platform(Protocol):
     def meter(self) -> MemoryMeter: ...
 
     def allocate_pages(self, layout: KVCacheLayout) -> list[torch.Tensor]:
-        """The device pool: zeroed [num_blocks, page bytes] uint8 each. Raises InsufficientMemoryError."""
+        """Device pool: zeroed [num_blocks, page bytes] uint8 each. Raises InsufficientMemoryError."""
         ...
 
     def allocate_host_pool(self, layout: KVCacheLayout) -> HostBlockTensors:
-        """Host memory for swapped blocks. Raises InsufficientMemoryError."""
+        """Memory on the host for the blocks of swapped sequences. Raises InsufficientMemoryError."""
         ...
 
     def make_transfers(self, pages: Sequence[torch.Tensor], host_pool: HostBlockTensors) -> BlockTransfers: ...
@@ -322,10 +322,10 @@ class Platform(Protocol):
         ...
 
     def offload_weights(self, model: CausalLM, encoder: VisionEncoder | None) -> DeviceWeights | None:
-        """Move the weights of both to the host and free device memory; None if they are on the host. Raises
-        InsufficientMemoryError with nothing changed."""
+        """Move the weights of the model and its encoder to the host and free device memory; None on a CPU, where they
+        are already. Raises InsufficientMemoryError with nothing changed."""
         ...
 
     def release_reserve(self) -> None:
-        """Free memory kept in reserve."""
+        """Return memory that the allocator holds unused."""
         ...

@@ -69,7 +69,8 @@ class NativeColumns(CpuColumns):
     def input_batch(
         self, rows: np.ndarray, starts: Sequence[int], counts: Sequence[int], rows_version: int
     ) -> InputBatch:
-        """Batch of a step (`InputBatch.of`). Raises ValueError for accesses outside the tables or the pool."""
+        """Batch of a step whose tokens are all read (`InputBatch.of`). Raises ValueError for accesses outside the
+        tables or the pool."""
         if self._batch.rows_version != rows_version or not rows_version:
             self._native.set_rows(rows)
             num_seqs = len(rows)
@@ -110,7 +111,7 @@ class NativeColumns(CpuColumns):
         return self._forward_batch._replace(logits_rows=logits_rows, version=0)
 
     def _view(self, num_seqs: int, num_tokens: int) -> ForwardBatch:
-        """Input of a step of this size, with a new version."""
+        """Input of a step of this size, with a new version (ForwardBatch.version)."""
         token_ids, positions, sequence_index, *slots = (torch.from_numpy(each[:num_tokens]) for each in self._tokens)
         names = self.values.names
         slots, others = slots[: len(slots) - len(names)], slots[len(slots) - len(names) :]

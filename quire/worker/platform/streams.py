@@ -1,4 +1,4 @@
-"""A device's streams: compute, block transfers, input copies, result copies and loads of adapters. On a GPU these are
+"""Device's streams: compute, block transfers, input copies, result copies and loads of adapters. On a GPU these are
 CUDA streams, ordered by events; in Triton's interpreter everything has run when a call returns."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from quire.worker.platform.interface import PendingCopy
 
 
 class StreamEvent(Protocol):
-    """A point in a stream."""
+    """Point in a stream."""
 
     def wait(self) -> None:
         """Order later work in the current context after the event; the host continues."""
@@ -48,7 +48,7 @@ class DeviceStreams(Protocol):
         ...
 
     def record(self) -> StreamEvent:
-        """The current point in the context's stream."""
+        """Current point in the context's stream."""
         ...
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -109,7 +109,7 @@ class CudaStreams:
 
 
 class CudaCopy:
-    """PendingCopy on a GPU."""
+    """Copy from a GPU to pinned host memory, in progress (PendingCopy)."""
 
     def __init__(self, event: StreamEvent, hosts: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         self._event = event
@@ -153,7 +153,7 @@ class HostStreams:
 
 
 class PassedEvent:
-    """An event that has passed."""
+    """Event that has passed."""
 
     def wait(self) -> None:
         """Does nothing."""
@@ -163,7 +163,7 @@ class PassedEvent:
 
 
 class HostCopy:
-    """PendingCopy on the host."""
+    """PendingCopy whose tensors are on the host already."""
 
     def __init__(self, hosts: list[torch.Tensor]) -> None:
         self._hosts = hosts

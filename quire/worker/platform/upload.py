@@ -23,14 +23,13 @@ NUM_DEVICE_BUFFERS = 2
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A column of the upload: start in words, and shape."""
+    """Place of one column in the upload: its first int32 word, and its shape."""
 
     start: int
     shape: tuple[int, ...]
 
 
 def buffer_capacity(num_words: int) -> int:
-    """Words of the smallest buffer for `num_words`."""
     return max(FIRST_CAPACITY, 1 << (num_words - 1).bit_length())
 
 
@@ -85,7 +84,7 @@ class Upload:
         copied.wait()
 
     def view(self, section: Section) -> torch.Tensor:
-        """An added column on the device, int32."""
+        """Added column on the device, int32."""
         size = math.prod(section.shape)
         return self._devices[self._device_turn][section.start : section.start + size].view(section.shape)
 
@@ -100,7 +99,7 @@ class Upload:
 
 @dataclass(slots=True)
 class Round:
-    """Independent writes, then independent copies."""
+    """Row changes that one kernel launch applies: independent writes, then independent copies."""
 
     offsets: list[int] = field(default_factory=list)
     values: list[np.ndarray | Sequence[int]] = field(default_factory=list)
@@ -109,7 +108,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class RoundSections:
-    """A round in an upload. destinations, values: [N]. copies: [C, 3], at most `longest` words each."""
+    """Round's columns in the upload. destinations, values: [N]. copies: [C, 3], at most `longest` words each."""
 
     destinations: Section | None
     values: Section | None
