@@ -147,7 +147,8 @@ def _names(requests: Iterable[Request]) -> list[str]:
 
 class AdapterGate:
     """Defers a request with an adapter until the workers hold it and fewer than `max_loras` other adapters run. Once a
-    request has waited PATIENCE for others to end, no request of the least used running adapter starts."""
+    request has waited PATIENCE for others to end, no request of the least used running adapter starts. For a background
+    request, no other one waits like this."""
 
     reason = LOADING
     stage = GateStage.BEGIN
@@ -155,7 +156,9 @@ class AdapterGate:
     def __init__(self, slots: AdapterSlots) -> None:
         self._slots = slots
         self._crowded_out: dict[str, float] = {}
-        """Request that waits for other adapters' requests -> its first wait, earliest first."""
+        """Live request that waits for other adapters' requests -> its first wait, earliest first."""
+        self._lines: dict[str, float] = {}
+        """The same for background requests."""
 
     def check(self, request: Request, quote: Quote, now: float) -> Deferral | None:
         slots, adapter = self._slots, request.adapter
@@ -165,26 +168,35 @@ class AdapterGate:
         if slot is None:
             if slots.is_loading(adapter) or slots.begin_load(adapter):
                 return Deferral(self.reason, 0, lambda: slots.is_loading(adapter), reserves_slots=False)
-            self._crowded_out.setdefault(request.request_id, now)
-            slots.crowded_out(request)
+            self._note_wait(request, now)
             return Deferral(self.reason, 0, lambda: not slots.has_idle_slot(), reserves_slots=False)
         if not slots.has_room(adapter):
-            self._crowded_out.setdefault(request.request_id, now)
-            slots.crowded_out(request)
+            self._note_wait(request, now)
             return Deferral(self.reason, 0, lambda: not slots.has_room(adapter), reserves_slots=False)
-        if self._has_to_drain(adapter, now) and request.status is not RequestStatus.PREEMPTED:
+        if self._has_to_drain(request, adapter, now) and request.status is not RequestStatus.PREEMPTED:
             return Deferral(
                 self.reason,
                 0,
-                lambda: bool(self._crowded_out) and slots.is_least_used(adapter),
+                lambda: bool(self._waits_before(request)) and slots.is_least_used(adapter),
                 reserves_slots=False,
             )
         request.adapter_slot = slot
         return None
 
-    def _has_to_drain(self, adapter: AdapterRef, now: float) -> bool:
-        since = next(iter(self._crowded_out.values()), now)
+    def _note_wait(self, request: Request, now: float) -> None:
+        waits = self._lines if request.is_background else self._crowded_out
+        waits.setdefault(request.request_id, now)
+        self._slots.crowded_out(request)
+
+    def _waits_before(self, request: Request) -> list[float]:
+        """First waits, the earliest of each kind, for which this request may have to wait."""
+        kinds = (self._crowded_out, self._lines) if request.is_background else (self._crowded_out,)
+        return [next(iter(waits.values())) for waits in kinds if waits]
+
+    def _has_to_drain(self, request: Request, adapter: AdapterRef, now: float) -> bool:
+        since = min(self._waits_before(request), default=now)
         return now - since >= PATIENCE and self._slots.is_least_used(adapter)
 
     def forget(self, request: Request) -> None:
         self._crowded_out.pop(request.request_id, None)
+        self._lines.pop(request.request_id, None)
