@@ -22,8 +22,12 @@ from tests.server.conftest import Served, serving
 KEYS = '[one]\nkey = "one"\n[two]\nkey = "two"\n[few]\nkey = "few"\nrequests_per_minute = 2\n'
 
 
+UNSET = "unset"
+
+
 def line(number: int, url: str = "/v1/completions", **body: Any) -> bytes:
-    body = {"prompt": f"={number}", "max_tokens": 9, **body}
+    """UNSET: leave a field out."""
+    body = {name: value for name, value in {"prompt": f"={number}", "max_tokens": 9, **body}.items() if value != UNSET}
     return json.dumps({"custom_id": f"r{number}", "method": "POST", "url": url, "body": body}).encode() + b"\n"
 
 
@@ -158,6 +162,25 @@ async def test_another_keys_files_do_not_exist(served: Served) -> None:
             await attempt
     assert (await two.files.list()).data == (await two.batches.list()).data == []
     assert (await ended(one, batch.id)).status == "completed"
+
+
+async def test_responses_of_lines_belong_to_their_key(served: Served) -> None:
+    one, two = client_of(served), client_of(served, "two")
+    before = await one.responses.create(model="tiny", input="=before")
+
+    async def answered(client: openai.AsyncOpenAI) -> Any:
+        fields = {"input": "=line", "previous_response_id": before.id, "prompt": UNSET, "max_tokens": UNSET}
+        batch = await begin(client, line(0, "/v1/responses", **fields), endpoint="/v1/responses")
+        return await ended(client, batch.id)
+
+    found = await answered(one)
+    [answer] = await results(one, found.output_file_id)
+    response_id = answer["response"]["body"]["id"]
+    assert (await one.responses.retrieve(response_id)).previous_response_id == before.id
+    with pytest.raises(openai.NotFoundError):
+        await two.responses.retrieve(response_id)
+    [error] = await results(two, (await answered(two)).error_file_id)
+    assert error["error"]["code"] == "previous_response_not_found"
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "a\r\nX: y", "<b>.html", "ü.jsonl", ""])
