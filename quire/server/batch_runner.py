@@ -78,38 +78,48 @@ class BatchRunner:
         """Wait until no other process runs batches; then run them."""
         path = self._store.directory / "runner.lock"
         while True:
-            with held(path, makes=True) as is_free:
-                if is_free:
-                    await self._run_all()
+            try:
+                with held(path, makes=True) as is_free:
+                    if is_free:
+                        await self._run_all()
+            except Exception:
+                logger.exception("batches: the runner goes on in %g s", DISK_SECONDS)
+                await asyncio.sleep(DISK_SECONDS)
             await asyncio.sleep(POLL_SECONDS)
 
     async def _run_all(self) -> None:
-        next_sweep = 0.0
-        loop = asyncio.get_running_loop()
+        sweeping = asyncio.ensure_future(self._sweep_all())
         try:
             while True:
                 try:
-                    if loop.time() >= next_sweep:
-                        next_sweep = loop.time() + SWEEP_SECONDS
-                        await self._store.in_thread(self._sweep)
                     await self._start_next()
-                except OSError:
-                    logger.exception("batches: the directory of files fails")
+                except Exception:
+                    logger.exception("batches: the directory of files fails; they go on in %g s", DISK_SECONDS)
+                    await asyncio.sleep(DISK_SECONDS)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(POLL_SECONDS):
                         await self._news.wait()
                 self._news.clear()
         finally:
-            tasks = [task for _, task in self._running.values()]
+            tasks = [sweeping, *(task for _, task in self._running.values())]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _sweep(self) -> None:
-        for owner in self._store.owners():
-            space = self._store.space(owner)
-            space.sweep()
-            Batches(space).sweep()
+    async def _sweep_all(self) -> None:
+        """Sweep each key's files from time to time; an error of one key's holds up no other's."""
+        while True:
+            for owner in await self._store.in_thread(self._store.owners):
+                try:
+                    await self._store.in_thread(self._sweep, owner)
+                except Exception:
+                    logger.exception("files: a sweep fails")
+            await asyncio.sleep(SWEEP_SECONDS)
+
+    def _sweep(self, owner: str) -> None:
+        space = self._store.space(owner)
+        space.sweep()
+        Batches(space).sweep()
 
     async def _start_next(self) -> None:
         """Start the oldest open batch of each key that has none running."""
@@ -117,11 +127,16 @@ class BatchRunner:
         waiting: dict[str, list[StoredBatch]] = {}
         for owner, batch_id in await self._store.in_thread(open_batches, self._store):
             if owner not in busy:
-                batch = await self._store.in_thread(Batches(self._store.space(owner)).read, batch_id)
+                batches = Batches(self._store.space(owner))
+                try:
+                    batch = await self._store.in_thread(batches.read, batch_id)
+                except OSError as error:
+                    self._store.tell_once(batches.path(batch_id, "json"), error)
+                    continue
                 if batch is not None:
                     waiting.setdefault(owner, []).append(batch)
-        for owner, batches in waiting.items():
-            first = min(batches, key=lambda batch: (batch.created_ns, batch.id))
+        for owner, found in waiting.items():
+            first = min(found, key=lambda batch: (batch.created_ns, batch.id))
             task = asyncio.ensure_future(self._guarded(owner, first))
             self._running[first.id] = owner, task
             task.add_done_callback(partial(self._note_end, first.id))

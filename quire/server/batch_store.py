@@ -132,11 +132,12 @@ class Batches:
         return found
 
     def read(self, batch_id: str) -> StoredBatch | None:
-        """The record, with the mark of a cancellation applied; None: there is none."""
-        content = read_or_none(self.path(batch_id, "json"))
-        if content is None:
+        """The record, with the mark of a cancellation applied; None: there is none that can be read."""
+        path = self.path(batch_id, "json")
+        content = read_or_none(path)
+        found = None if content is None else self._store.decode(path, content, StoredBatch)
+        if found is None:
             return None
-        found = msgspec.json.decode(content, type=StoredBatch)
         mark = None if found.has_ended else read_or_none(self.path(batch_id, "cancel"))
         if mark is not None and found.status in ("validating", "in_progress"):
             found.status = "cancelling"
@@ -183,8 +184,10 @@ class Batches:
             names = os.listdir(self._directory)
             known = {name.removesuffix(".json") for name in names if name.endswith(".json")}
             for name in names:
-                if name.rpartition(".")[0] not in known:
-                    (self._directory / name).unlink(missing_ok=True)
+                path = self._directory / name
+                is_lost = path.suffix == ".json" and self._store.is_outlived(path) and self.read(path.stem) is None
+                if is_lost or name.rpartition(".")[0] not in known:
+                    path.unlink(missing_ok=True)
             prefix = f"{self._space.owner}."
             for name in os.listdir(self._store.open_directory):
                 if name.startswith(prefix) and name.removeprefix(prefix) not in known:

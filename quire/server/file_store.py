@@ -29,8 +29,11 @@ from typing import ParamSpec, TypeVar
 import msgspec
 
 from quire.errors import ConfigError
+from quire.logging import get_logger
 from quire.server.errors import ApiError, invalid_request, overloaded, unavailable
-from quire.server.protocol.files import FileObject
+from quire.server.protocol.files import MOST_EXPIRY, FileObject
+
+logger = get_logger(__name__)
 
 FILE_ID = re.compile(r"file-[a-z0-9-]{1,63}-[0-9a-f]{32}")
 OWNER = re.compile(r"[0-9a-f]{64}|anyone")
@@ -84,6 +87,8 @@ class FileStore:
         self._threads = ThreadPoolExecutor(NUM_THREADS, "quire: files")
         self._records: dict[str, StoredFile] = {}
         """Records read from disk; a record never changes."""
+        self._told: set[Path] = set()
+        """Files that cannot be read, as the log says."""
         try:
             for part in (directory, directory / "keys", directory / "open"):
                 part.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -121,8 +126,27 @@ class FileStore:
             content = read_or_none(path)
             if content is None:
                 return None
-            found = self._records[path.name] = msgspec.json.decode(content, type=StoredFile)
+            found = self.decode(path, content, StoredFile)
+            if found is not None:
+                self._records[path.name] = found
         return found
+
+    def decode(self, path: Path, content: bytes, kind: type[T]) -> T | None:
+        """The record in a file's content; None, which the log tells, for a damaged one or one of another version."""
+        try:
+            return msgspec.json.decode(content, type=kind)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            self.tell_once(path, error)
+            return None
+
+    def tell_once(self, path: Path, error: Exception) -> None:
+        if path not in self._told:
+            self._told.add(path)
+            logger.error("files: %s cannot be read, and is left out: %s", path, error)
+
+    def is_outlived(self, path: Path) -> bool:
+        """True if a file is older than anything here is kept."""
+        return path.stat().st_mtime < self.clock() - MOST_EXPIRY
 
     def forget(self, path: Path) -> None:
         self._records.pop(path.name, None)
@@ -216,7 +240,7 @@ class Space:
                 file_id, _, kind = name.rpartition(".")
                 if kind == "json":
                     record = self._record(self.files / name)
-                    if record is not None and record.expires_at <= now:
+                    if record.expires_at <= now if record is not None else self.store.is_outlived(self.files / name):
                         self._remove(file_id)
                 elif kind != "data" or f"{file_id}.json" not in names:
                     (self.files / name).unlink(missing_ok=True)
@@ -256,9 +280,7 @@ class IncomingFile:
         if self.num_bytes + len(data) > self._num_reserved:
             raise too_large(self._num_reserved)
         with no_room_is_told():
-            left = memoryview(data)
-            while left:
-                left = left[os.write(self._file, left) :]
+            _write_all(self._file, data)
         self.num_bytes += len(data)
 
     def keep(self, filename: str, purpose: str, life: int) -> StoredFile:
@@ -320,7 +342,7 @@ def write_whole(path: Path, content: bytes) -> None:
     file = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         try:
-            os.write(file, content)
+            _write_all(file, content)
             os.fsync(file)
         finally:
             os.close(file)
@@ -333,6 +355,12 @@ def write_whole(path: Path, content: bytes) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def _write_all(file: int, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(file, left) :]
 
 
 def read_or_none(path: Path) -> bytes | None:

@@ -1,0 +1,110 @@
+"""Records of files and batches on disk: damage, quotas, sweeps."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.server import batch_runner, file_store
+from quire.server.batch_store import Batches
+from quire.server.errors import ApiError
+from quire.server.file_store import FileStore, Quotas, Space, StoredFile, write_whole
+from quire.server.protocol.files import MOST_EXPIRY, BatchRequest
+from tests.server.conftest import serving
+from tests.server.test_files import begin, client_of, ended, line, requests, settings_of
+
+OWNER = "a" * 64
+
+
+class Clock:
+    now = 2.0e9
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def space(tmp_path: Path, clock: Clock) -> Space:
+    return FileStore(tmp_path / "files", "x", Quotas(10_000, 5000, 10, 5), clock).space(OWNER)
+
+
+def put(space: Space, content: bytes = b"abc") -> StoredFile:
+    upload = space.begin_upload(len(content))
+    try:
+        upload.write(content)
+        return upload.keep("name", "batch", 3600)
+    finally:
+        upload.close()
+
+
+def order(file: StoredFile) -> BatchRequest:
+    return BatchRequest(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+
+
+def test_a_record_is_written_whole_by_a_disk_that_takes_little_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.write
+    monkeypatch.setattr(file_store.os, "write", lambda file, data: real(file, data[:3]))
+    write_whole(tmp_path / "record", b"0123456789")
+    assert (tmp_path / "record").read_bytes() == b"0123456789"
+
+
+def test_damaged_records_are_left_out_and_leave_at_last(space: Space, clock: Clock) -> None:
+    files, batches = [put(space), put(space)], Batches(space)
+    made = [batches.create(order(file)) for file in files]
+    (space.files / f"{files[0].id}.json").write_bytes(b"")
+    space.store.forget(space.files / f"{files[0].id}.json")
+    batches.path(made[0].id, "json").write_bytes(b'{"id":')
+    assert [each.id for each in space.list_files()] == [files[1].id]
+    assert [each.id for each in batches.list_batches()] == [made[1].id]
+    for wrong, name in ((space.find_file, files[0].id), (batches.find_batch, made[0].id)):
+        with pytest.raises(ApiError):
+            wrong(name)
+    for path in space.directory.rglob("*.json"):
+        os.utime(path, (clock.now, clock.now))
+    space.sweep()
+    batches.sweep()
+    assert batches.path(made[0].id, "json").exists(), "a server of another version may still read it"
+    clock.now += MOST_EXPIRY + 1
+    space.sweep()
+    batches.sweep()
+    batches.sweep()
+    assert [path.name for path in space.directory.rglob(f"*{made[0].id}*")] == []
+    assert list(space.files.iterdir()) == []
+    assert all(made[0].id not in name for name in os.listdir(space.store.open_directory))
+
+
+async def test_the_runner_outlives_any_error(model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = iter([RuntimeError("one"), ValueError("two"), OSError("three")])
+
+    def failing(function: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
+            if (error := next(errors, None)) is not None:
+                raise error
+            return function(*arguments, **named)
+
+        return call
+
+    for name in ("held", "open_batches"):
+        monkeypatch.setattr(batch_runner, name, failing(getattr(batch_runner, name)))
+    monkeypatch.setattr(batch_runner, "DISK_SECONDS", 0.01)
+    monkeypatch.setattr(batch_runner, "POLL_SECONDS", 0.01)
+    async with serving(model_path, settings_of(tmp_path), live=True) as served:
+        client = client_of(served)
+        other = client_of(served, "two")
+        damaged = await begin(other, line(0))
+        [path] = (tmp_path / "files").rglob(f"{damaged.id}.json")
+        path.write_bytes(b"{")
+        served.context.start()
+        assert (await ended(client, (await begin(client, requests(2))).id)).status == "completed"
+        assert next(errors, None) is None
+        served.context.drain()
