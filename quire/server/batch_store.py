@@ -119,7 +119,7 @@ class Batches:
                 self._space.find_file(found.id, "input_file_id")
                 raise
             self.open_mark(batch.id).touch(mode=0o600)
-            self.write(batch)
+            self._write(batch)
         return batch
 
     def find_batch(self, batch_id: str) -> StoredBatch:
@@ -153,6 +153,10 @@ class Batches:
         return sorted(found, key=lambda each: (each.created_ns, each.id))
 
     def write(self, batch: StoredBatch) -> None:
+        with self._space.lock():  # a sweep takes half-written files for remains
+            self._write(batch)
+
+    def _write(self, batch: StoredBatch) -> None:
         write_whole(self.path(batch.id, "json"), msgspec.json.encode(batch))
 
     def cancel(self, batch_id: str) -> StoredBatch:
@@ -161,7 +165,7 @@ class Batches:
         if found.has_ended:
             raise _ended(found)
         if found.status in ("validating", "in_progress"):
-            with no_room_is_told():
+            with self._space.lock(), no_room_is_told():
                 write_whole(self.path(batch_id, "cancel"), str(int(self._store.clock())).encode())
         return self.find_batch(batch_id)
 

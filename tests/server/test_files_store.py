@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from quire.server import batch_runner, file_store
+from quire.server import batch_runner, batch_store, file_store
 from quire.server.batch_store import Batches
 from quire.server.errors import ApiError
-from quire.server.file_store import FileStore, Quotas, Space, StoredFile, write_whole
+from quire.server.file_store import FileStore, Quotas, Space, StoredFile, held, write_whole
 from quire.server.protocol.files import MOST_EXPIRY, BatchRequest
 from tests.server.conftest import serving
 from tests.server.test_files import begin, client_of, ended, line, requests, settings_of
@@ -81,6 +81,24 @@ def test_damaged_records_are_left_out_and_leave_at_last(space: Space, clock: Clo
     assert [path.name for path in space.directory.rglob(f"*{made[0].id}*")] == []
     assert list(space.files.iterdir()) == []
     assert all(made[0].id not in name for name in os.listdir(space.store.open_directory))
+
+
+def test_nothing_is_swept_while_it_is_written(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = []
+
+    def write(path: Path, content: bytes) -> None:
+        with held(space.directory / "lock") as is_free:
+            assert not is_free, "a sweep removes what is half written"
+        written.append(path.suffix)
+        write_whole(path, content)
+
+    monkeypatch.setattr(file_store, "write_whole", write)
+    monkeypatch.setattr(batch_store, "write_whole", write)
+    batches, file = Batches(space), put(space)
+    batch = batches.create(order(file))
+    batches.write(batch)
+    assert batches.cancel(batch.id).status == "cancelling"
+    assert written == [".json", ".json", ".json", ".cancel"]
 
 
 async def test_the_runner_outlives_any_error(model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
