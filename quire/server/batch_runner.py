@@ -310,6 +310,7 @@ class _Run:
             if batch.completed + batch.failed != published:
                 published = batch.completed + batch.failed
                 await self._store.in_thread(self._batches.write, batch)
+                self._num_left_bytes = await self._store.in_thread(self._room)  # uploads take some
 
     async def _finalize(self) -> None:
         """Write the files of results, under ids that are fixed before: after a crash they are written again."""

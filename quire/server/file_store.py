@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Quotas:
-    """Limits of one key. max_bytes: total of its files and arriving uploads."""
+    """Limits of one key. max_bytes: total of its files, arriving uploads, and what its batches keep."""
 
     max_bytes: int
     max_file_bytes: int
@@ -176,12 +176,14 @@ class Space:
     def list_files(self) -> list[StoredFile]:
         """Live files, the earliest first."""
         now = self.store.clock()
+        found = (each for each in self._all_files() if each.expires_at > now)
+        return sorted(found, key=lambda each: (each.created_ns, each.id))
+
+    def _all_files(self) -> list[StoredFile]:
+        """Files that are on disk, expired ones too."""
         with contextlib.suppress(FileNotFoundError):
             paths = [self.files / name for name in os.listdir(self.files) if name.endswith(".json")]
-            found = [record for path in paths if (record := self._record(path)) is not None]
-            return sorted(
-                (each for each in found if each.expires_at > now), key=lambda each: (each.created_ns, each.id)
-            )
+            return [record for path in paths if (record := self._record(path)) is not None]
         return []
 
     def find_file(self, file_id: str, param: str = "file_id") -> StoredFile:
@@ -203,17 +205,28 @@ class Space:
             self._remove(file_id)
 
     def num_used_bytes(self) -> int:
-        """Bytes of files and reserved ones of uploads. Call under the lock."""
+        """Bytes on disk and reserved ones of uploads. Call under the lock."""
         reserved = sum(int(name.partition(".")[2]) for name in os.listdir(self.incoming))
-        return reserved + sum(each.num_bytes for each in self.list_files())
+        return reserved + sum(each.num_bytes for each in self._all_files()) + self._num_batch_bytes()
+
+    def _num_batch_bytes(self) -> int:
+        """Bytes of results so far, and of batches' input whose file is gone."""
+        total = 0
+        with os.scandir(self.batches) as entries:
+            for entry in entries:
+                is_journal, is_input = entry.name.endswith(".journal"), entry.name.endswith(".input")
+                with contextlib.suppress(FileNotFoundError):  # its batch has ended this instant
+                    if is_journal or (is_input and entry.stat().st_nlink == 1):
+                        total += entry.stat().st_size
+        return total
 
     def begin_upload(self, num_bytes: int) -> IncomingFile:
-        """Reserve a file of at most `num_bytes`. Raises ApiError: 413 for a too large file and a full quota."""
+        """Reserve a file of at most `num_bytes`. Raises ApiError: 413 for a too large file and 429 for a full quota."""
         quotas = self.store.quotas
         if num_bytes > quotas.max_file_bytes:
             raise too_large(quotas.max_file_bytes)
         with self.lock():
-            num_files = len(self.list_files()) + len(os.listdir(self.incoming))
+            num_files = len(self._all_files()) + len(os.listdir(self.incoming))
             if num_files >= quotas.max_files:
                 raise over_quota(f"this API key has {num_files} files, of at most {quotas.max_files} (--max-files)")
             used = self.num_used_bytes()

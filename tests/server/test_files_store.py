@@ -101,6 +101,31 @@ def test_nothing_is_swept_while_it_is_written(space: Space, monkeypatch: pytest.
     assert written == [".json", ".json", ".json", ".cancel"]
 
 
+def test_what_batches_keep_counts(space: Space) -> None:
+    batches, file = Batches(space), put(space, b"a" * 4000)
+    batch = batches.create(order(file))
+    assert space.num_used_bytes() == 4000
+    space.delete_file(file.id)
+    assert space.num_used_bytes() == 4000, "the batch's link keeps the content"
+    batches.path(batch.id, "journal").write_bytes(b"b" * 3000)
+    assert space.num_used_bytes() == 7000
+    with pytest.raises(ApiError, match="7000 bytes"):
+        put(space, b"a" * 3001)
+    put(space, b"a" * 3000)
+    with pytest.raises(ApiError, match="10000 bytes"):
+        batches.create(order(space.list_files()[0]))
+    batches.clear(batch)
+    assert space.num_used_bytes() == 3000
+
+
+def test_expired_files_count_until_they_leave(space: Space, clock: Clock) -> None:
+    put(space, b"a" * 4000)
+    clock.now += 3601
+    assert (space.list_files(), space.num_used_bytes()) == ([], 4000)
+    space.sweep()
+    assert space.num_used_bytes() == 0
+
+
 async def test_the_runner_outlives_any_error(model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     errors = iter([RuntimeError("one"), ValueError("two"), OSError("three")])
 
