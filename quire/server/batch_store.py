@@ -16,7 +16,15 @@ from pathlib import Path
 import msgspec
 
 from quire.server.errors import ApiError, invalid_request
-from quire.server.file_store import FileStore, Space, no_room_is_told, over_quota, read_or_none, write_whole
+from quire.server.file_store import (
+    FILES_PER_BATCH,
+    FileStore,
+    Space,
+    no_room_is_told,
+    over_quota,
+    read_or_none,
+    write_whole,
+)
 from quire.server.protocol.files import (
     MOST_EXPIRY,
     BatchError,
@@ -105,10 +113,10 @@ class Batches:
             output_life=body.output_expires_after.seconds if body.output_expires_after else MOST_EXPIRY,
         )
         with self._space.lock(), no_room_is_told():
-            prefix = f"{self._space.owner}."
-            num_open = sum(name.startswith(prefix) for name in os.listdir(self._store.open_directory))
+            num_open = self._space.num_open_batches()
             if num_open >= quotas.max_open_batches:
                 raise over_quota(f"this API key has {num_open} open batches, as many as it may (--max-open-batches)")
+            self._space.check_num_files(FILES_PER_BATCH)
             used = self._space.num_used_bytes()
             if used >= quotas.max_bytes:
                 raise over_quota(f"this API key's files have {used} bytes, of {quotas.max_bytes} (--files-quota)")

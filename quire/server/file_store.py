@@ -43,6 +43,8 @@ BATCH_PURPOSE, OUTPUT_PURPOSE = "batch", "batch_output"
 RETRY_SECONDS = 10
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
+FILES_PER_BATCH = 2
+"""Most files of results of a batch."""
 NUM_THREADS = 8
 MAX_RECORDS = 100_000
 """Records that a process remembers."""
@@ -53,7 +55,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Quotas:
-    """Limits of one key. max_bytes: total of its files, arriving uploads, and what its batches keep."""
+    """Limits of one key. max_bytes: total of its files, arriving uploads, and what its batches keep. max_files:
+    includes those that its open batches may make."""
 
     max_bytes: int
     max_file_bytes: int
@@ -220,15 +223,29 @@ class Space:
                         total += entry.stat().st_size
         return total
 
+    def num_open_batches(self) -> int:
+        prefix = f"{self.owner}."
+        return sum(name.startswith(prefix) for name in os.listdir(self.store.open_directory))
+
+    def check_num_files(self, num_more: int) -> None:
+        """Raise ApiError (429) unless there may be more files besides those that are there, arrive, or are to come of
+        open batches. Call under the lock."""
+        num_arriving = sum(not name.endswith(".0") for name in os.listdir(self.incoming))  # .0: results, counted below
+        num_files = len(self._all_files()) + num_arriving + FILES_PER_BATCH * self.num_open_batches()
+        most = self.store.quotas.max_files
+        if num_files + num_more > most:
+            raise over_quota(
+                f"this API key has {num_files} files, of at most {most} (--max-files), with {FILES_PER_BATCH} for each "
+                "open batch: delete some"
+            )
+
     def begin_upload(self, num_bytes: int) -> IncomingFile:
         """Reserve a file of at most `num_bytes`. Raises ApiError: 413 for a too large file and 429 for a full quota."""
         quotas = self.store.quotas
         if num_bytes > quotas.max_file_bytes:
             raise too_large(quotas.max_file_bytes)
         with self.lock():
-            num_files = len(self._all_files()) + len(os.listdir(self.incoming))
-            if num_files >= quotas.max_files:
-                raise over_quota(f"this API key has {num_files} files, of at most {quotas.max_files} (--max-files)")
+            self.check_num_files(1)
             used = self.num_used_bytes()
             if used + num_bytes > quotas.max_bytes:
                 raise over_quota(

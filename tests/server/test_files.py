@@ -212,7 +212,7 @@ async def test_ids_are_never_paths(served: Served, file_id: str) -> None:
 
 
 async def test_quotas_are_checked_before_the_disk(model_path: Path, tmp_path: Path) -> None:
-    limits = {"max_file_size": "1KiB", "files_quota": "4KiB", "max_files": 3, "max_open_batches": 1}
+    limits = {"max_file_size": "1KiB", "files_quota": "4KiB", "max_files": 4, "max_open_batches": 1}
     async with serving(model_path, settings_of(tmp_path, **limits), live=True) as served:
         client = client_of(served)
         with pytest.raises(openai.APIStatusError) as caught:
@@ -221,12 +221,13 @@ async def test_quotas_are_checked_before_the_disk(model_path: Path, tmp_path: Pa
         with pytest.raises(openai.APIStatusError) as caught:
             await upload(client, b"a" * 1100)
         assert caught.value.status_code == 413
-        files = [await upload(client, line(number)) for number in range(3)]
-        with pytest.raises(openai.RateLimitError, match="3 files, of at most 3"):
-            await upload(client, line(3))
+        files = [await upload(client, line(number)) for number in range(4)]
+        with pytest.raises(openai.RateLimitError, match="4 files, of at most 4"):
+            await upload(client, line(4))
         assert len(list((tmp_path / "files").rglob("incoming/*"))) == 0
         await upload(client_of(served, "two"), line(3))
-        await client.files.delete(files[0].id)
+        for file in (files[0], files[3]):  # a batch makes up to two
+            await client.files.delete(file.id)
         begun = {"endpoint": "/v1/completions", "completion_window": "24h"}
         batch = await client.batches.create(input_file_id=files[1].id, **begun)
         with pytest.raises(openai.RateLimitError, match="1 open batches"):

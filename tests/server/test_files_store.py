@@ -126,6 +126,18 @@ def test_expired_files_count_until_they_leave(space: Space, clock: Clock) -> Non
     assert space.num_used_bytes() == 0
 
 
+def test_files_of_results_count_before_they_are_made(space: Space) -> None:
+    batches, file = Batches(space), put(space)
+    made = [batches.create(order(file)) for _ in range(4)]
+    put(space)
+    with pytest.raises(ApiError, match="10 files, of at most 10"):
+        put(space)
+    batches.clear(made[0])
+    put(space)
+    with pytest.raises(ApiError, match="9 files, of at most 10"):
+        batches.create(order(file))
+
+
 async def test_the_runner_outlives_any_error(model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     errors = iter([RuntimeError("one"), ValueError("two"), OSError("three")])
 
