@@ -40,7 +40,7 @@ class InvalidLineError(Exception):
 
     def __init__(self, message: str, code: str = "invalid_batch_line", custom_id: str | None = None) -> None:
         super().__init__(message)
-        self.message, self.code, self.custom_id = message[:1000], code, custom_id
+        self.message, self.code, self.custom_id = message[:600], code, custom_id
 
 
 @dataclass(frozen=True)
@@ -202,9 +202,9 @@ async def _ask(client: httpx.AsyncClient, request: BatchLine, pace: Pace) -> htt
 
 def _problem(request: BatchLine) -> str | None:
     if request.method.upper() != "POST":
-        return f"the method must be POST, not {request.method!r}"
+        return f"the method must be POST, not {request.method!r:.100}"
     if request.url not in PATHS:
-        return f"the url must be one of {', '.join(PATHS)}, not {request.url!r}"
+        return f"the url must be one of {', '.join(PATHS)}, not {request.url!r:.100}"
     if _is_asked(request, "stream"):
         return "a batch is not streamed (stream must be false)"
     if request.url == "/v1/responses" and _is_asked(request, "background"):

@@ -90,6 +90,8 @@ class FileStore:
         self._threads = ThreadPoolExecutor(NUM_THREADS, "quire: files")
         self._records: dict[str, StoredFile] = {}
         """Records read from disk; a record never changes."""
+        self.batch_times: dict[str, int] = {}
+        """Batch id -> its creation in Unix time, in nanoseconds."""
         self._told: set[Path] = set()
         """Files that cannot be read, as the log says."""
         try:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire.server import batch_runner, batch_store, file_store
+from quire.server.batch_check import check_input
 from quire.server.batch_store import Batches
 from quire.server.errors import ApiError
-from quire.server.file_store import FileStore, Quotas, Space, StoredFile, held, write_whole
+from quire.server.file_store import FileStore, Quotas, Space, StoredFile, held, read_or_none, write_whole
 from quire.server.protocol.files import MOST_EXPIRY, BatchRequest
 from tests.server.conftest import serving
 from tests.server.test_files import begin, client_of, ended, line, requests, settings_of
@@ -20,7 +22,8 @@ OWNER = "a" * 64
 
 
 class Clock:
-    now = 2.0e9
+    def __init__(self) -> None:
+        self.now = time.time()
 
     def __call__(self) -> float:
         return self.now
@@ -65,7 +68,7 @@ def test_damaged_records_are_left_out_and_leave_at_last(space: Space, clock: Clo
     space.store.forget(space.files / f"{files[0].id}.json")
     batches.path(made[0].id, "json").write_bytes(b'{"id":')
     assert [each.id for each in space.list_files()] == [files[1].id]
-    assert [each.id for each in batches.list_batches()] == [made[1].id]
+    assert [each.id for each in batches.read_all(batches.list_known())] == [made[1].id]
     for wrong, name in ((space.find_file, files[0].id), (batches.find_batch, made[0].id)):
         with pytest.raises(ApiError):
             wrong(name)
@@ -136,6 +139,38 @@ def test_files_of_results_count_before_they_are_made(space: Space) -> None:
     put(space)
     with pytest.raises(ApiError, match="9 files, of at most 10"):
         batches.create(order(file))
+
+
+def test_a_list_reads_its_page_alone(space: Space, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches, file = Batches(space), put(space)
+    made = []
+    for _ in range(4):
+        made.append(batches.create(order(file)).id)
+        clock.now -= 1  # the last made is the earliest
+    assert [each.id for each in batches.list_known()] == made[::-1]
+    num_read = []
+    monkeypatch.setattr(batch_store, "read_or_none", lambda path: num_read.append(path) or read_or_none(path))
+    assert [each.id for each in batches.read_all(batches.list_known()[:2])] == [made[3], made[2]]
+    batches.sweep()
+    assert len([path for path in num_read if path.suffix == ".json"]) == 2
+
+
+def test_the_oldest_ended_records_leave(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches, file = Batches(space), put(space)
+    made = [batches.create(order(file)) for _ in range(3)]
+    made[1].status = "completed"
+    batches.write(made[1])
+    monkeypatch.setattr(batch_store, "MAX_KEPT_BATCHES", 3)
+    last = batches.create(order(file))
+    assert {each.id for each in batches.list_known()} == {made[0].id, made[2].id, last.id}
+
+
+def test_errors_of_lines_are_short(tmp_path: Path) -> None:
+    wrong = [line(0, "/" + "u" * 9000), line(1).replace(b"POST", b"m" * 9000)]
+    (tmp_path / "in").write_bytes(b"".join(wrong))
+    _, errors = check_input(tmp_path / "in", "/v1/completions", 10**6)
+    assert [each.line for each in errors] == [1, 2]
+    assert all(len(each.message) <= 600 for each in errors)
 
 
 async def test_the_runner_outlives_any_error(model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
