@@ -43,6 +43,8 @@ MAX_LINE_BYTES_AT_ONCE = 64 * 2**20
 """Bytes of lines that are being answered, of one batch."""
 MOST_RETRY_SECONDS = 30.0
 QUOTA_EXCEEDED = "file_quota_exceeded"
+_ENDING = ("cancelling", "finalizing")
+"""Statuses in which no line is answered any more."""
 _RETRIED = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE)
 
 
@@ -55,8 +57,8 @@ class BatchRunner:
         self._cells = cells
         self._places = asyncio.Semaphore(share_of(context.engine.max_num_seqs))
         self._task: asyncio.Task[None] | None = None
-        self._running: dict[str, tuple[str, asyncio.Task[None]]] = {}
-        """Batch id -> owner and task."""
+        self._running: dict[str, tuple[str | None, asyncio.Task[None]]] = {}
+        """Batch id -> owner and task. None: the batch is only ended, beside another one of its owner."""
         self._news = asyncio.Event()
 
     def num_lines(self) -> int:
@@ -122,24 +124,34 @@ class BatchRunner:
         Batches(space).sweep()
 
     async def _start_next(self) -> None:
-        """Start the oldest open batch of each key that has none running."""
-        busy = {owner for owner, _ in self._running.values()}
-        waiting: dict[str, list[StoredBatch]] = {}
-        for owner, batch_id in await self._store.in_thread(open_batches, self._store):
-            if owner not in busy:
-                batches = Batches(self._store.space(owner))
-                try:
-                    batch = await self._store.in_thread(batches.read, batch_id)
-                except OSError as error:
-                    self._store.tell_once(batches.path(batch_id, "json"), error)
+        """Start the oldest open batch of each key that has none running, and batches that only have to be ended."""
+        running = set(self._running)  # before records are read: one that ends meanwhile is read too early
+        answering = {owner for owner, _ in self._running.values()}
+        for owner, batch in await self._store.in_thread(self._read_open):
+            if batch.id in running:
+                continue
+            only_ends = batch.status in _ENDING or batch.has_ended or self._store.clock() >= batch.expires_at
+            if not only_ends:
+                if owner in answering:
                     continue
-                if batch is not None:
-                    waiting.setdefault(owner, []).append(batch)
-        for owner, found in waiting.items():
-            first = min(found, key=lambda batch: (batch.created_ns, batch.id))
-            task = asyncio.ensure_future(self._guarded(owner, first))
-            self._running[first.id] = owner, task
-            task.add_done_callback(partial(self._note_end, first.id))
+                answering.add(owner)
+            task = asyncio.ensure_future(self._guarded(owner, batch))
+            self._running[batch.id] = None if only_ends else owner, task
+            task.add_done_callback(partial(self._note_end, batch.id))
+
+    def _read_open(self) -> list[tuple[str, StoredBatch]]:
+        """(owner, batch) of all batches that have not ended, the oldest first."""
+        found = []
+        for owner, batch_id in open_batches(self._store):
+            batches = Batches(self._store.space(owner))
+            try:
+                batch = batches.read(batch_id)
+            except OSError as error:
+                self._store.tell_once(batches.path(batch_id, "json"), error)
+                continue
+            if batch is not None:
+                found.append((owner, batch))
+        return sorted(found, key=lambda each: (each[1].created_ns, each[1].id))
 
     def _note_end(self, batch_id: str, task: asyncio.Task[None]) -> None:
         del self._running[batch_id]
