@@ -152,3 +152,35 @@ def test_no_live_request_of_an_adapter_waits_for_a_crowded_out_line(num_slots: i
     deferral = adapters.check(adapters.request("a"), 9.0)
     assert (deferral is None) is is_background
     assert adapters.check(adapters.request("a", is_background=True), 9.0) is not None
+
+
+@pytest.mark.parametrize("num_slots", [2, 3])
+def test_a_line_leaves_its_adapter_once_no_live_request_uses_it(num_slots: int) -> None:
+    adapters = Adapters(2, num_slots)
+    adapters.load("abc"[:num_slots])
+    first, _, line = adapters.run("a"), adapters.run("b"), adapters.run("a", is_background=True)
+    waiting = adapters.request("c")
+    assert adapters.check(waiting) is not None
+    assert adapters.slots.take_victims() == [], "it would free no adapter"
+    other = adapters.request("b", is_background=True)
+    deferral = adapters.check(other)
+    assert deferral is not None, "no line takes an adapter that a live request waits for"
+    adapters.running.leave(first)
+    assert adapters.slots.take_victims() == [line]
+    adapters.running.leave(line)
+    adapters.gate.forget(waiting)
+    assert not deferral.is_pending()
+    assert adapters.check(other) is None
+
+
+def test_a_paused_engine_takes_no_adapter_from_a_line() -> None:
+    """The live request cannot start, and the pause may wait for the line."""
+    adapters = Adapters(1, 2)
+    adapters.load("ab")
+    line = adapters.run("a", is_background=True)
+    assert adapters.check(adapters.request("b")) is not None
+    adapters.slots.holds_new = True
+    assert adapters.slots.take_victims() == []
+    assert adapters.check(line) is None
+    adapters.slots.holds_new = False
+    assert adapters.slots.take_victims() == [line]
