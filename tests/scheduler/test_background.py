@@ -7,7 +7,7 @@ import pytest
 from quire.adapter_orders import AdapterRef
 from quire.config.adapters import AdaptersConfig
 from quire.decoding.parallel import create_sequences
-from quire.decoding.sequence import Deferral, Request
+from quire.decoding.sequence import Deferral, Request, RequestStatus
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
 from quire.scheduler.adapters import AdapterGate, AdapterSlots
@@ -184,3 +184,16 @@ def test_a_paused_engine_takes_no_adapter_from_a_line() -> None:
     assert adapters.check(line) is None
     adapters.slots.holds_new = False
     assert adapters.slots.take_victims() == [line]
+
+
+@pytest.mark.parametrize("is_background", [False, True])
+@pytest.mark.parametrize("reserves_slots", [False, True])
+def test_a_preempted_line_that_waits_holds_up_no_other(is_background: bool, reserves_slots: bool) -> None:
+    driver = CoreDriver(make_config())
+    driver.add("waits", prompt(4), max_tokens=2, is_background=is_background)
+    driver.add("next", prompt(4), max_tokens=2, is_background=True)
+    request = driver.scheduler._requests["waits"]
+    request.status = RequestStatus.PREEMPTED
+    request.deferral = Deferral("adapter", 0, lambda: True, reserves_slots=reserves_slots)
+    driver.step()
+    assert running(driver) == (["next"] if is_background and not reserves_slots else [])
