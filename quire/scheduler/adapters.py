@@ -40,8 +40,12 @@ class AdapterSlots:
         self._counted = -1
         """Version of the running set that `_in_use` counts."""
         self.num_loads = 0
-        self.is_crowded = False
-        """True if a request waits for adapters of running background requests, which are preempted in the next pass."""
+        self.crowded_out: dict[str, float] = {}
+        """Live request that waits for other adapters' requests -> its first wait, earliest first."""
+        self.holds_new = False
+        """True while the engine is paused: none of these can start."""
+        self._searched = -1
+        """Version of the running set in which `take_victims` has found all."""
 
     def slot_of(self, adapter: AdapterRef) -> int | None:
         """Adapter's slot, which becomes the most recently used; None: not loaded."""
@@ -85,18 +89,24 @@ class AdapterSlots:
         used = self.in_use()
         return adapter.digest in used or len(used) < self._config.max_running
 
-    def crowded_out(self, request: Request) -> None:
-        """Note a request that waits for other adapters' running requests."""
-        self.is_crowded = self.is_crowded or not request.is_background
+    @property
+    def makes_room(self) -> bool:
+        """True while background requests leave their adapters to a live request."""
+        return bool(self.crowded_out) and not self.holds_new
 
     def take_victims(self) -> list[Request]:
-        """Running background requests with adapters, the last in order first, to preempt for a request that found no
-        free adapter slot; empty without one."""
-        if not self.is_crowded:
+        """Running background requests, the last in order first, whose adapters no live request uses, while one waits
+        for adapters."""
+        if not self.makes_room or self._searched == self._running.version:
             return []
-        self.is_crowded = False
+        self._searched = self._running.version
         requests = dict.fromkeys(each.request for each in reversed(self._running.sequences))
-        return [each for each in requests if each.is_background and each.adapter is not None]
+        live = {each.adapter.digest for each in requests if each.adapter is not None and not each.is_background}
+        return [
+            each
+            for each in requests
+            if each.is_background and each.adapter is not None and each.adapter.digest not in live
+        ]
 
     def has_idle_slot(self) -> bool:
         used = self.in_use()
@@ -149,44 +159,50 @@ def _names(requests: Iterable[Request]) -> list[str]:
 
 class AdapterGate:
     """Defers a request with an adapter until the workers hold it and fewer than `max_loras` other adapters run. Once a
-    request has waited PATIENCE for others to end, no request of the least used running adapter starts."""
+    request has waited PATIENCE for others to end, no request of the least used running adapter starts. For a background
+    request, only others of its kind wait like this; while a live one waits, no background request with an adapter
+    starts."""
 
     reason = LOADING
     stage = GateStage.BEGIN
 
     def __init__(self, slots: AdapterSlots) -> None:
         self._slots = slots
-        self._crowded_out: dict[str, float] = {}
-        """Request that waits for other adapters' requests -> its first wait, earliest first."""
+        self._lines: dict[str, float] = {}
+        """As `AdapterSlots.crowded_out`, for background requests."""
 
     def check(self, request: Request, quote: Quote, now: float) -> Deferral | None:
         slots, adapter = self._slots, request.adapter
         if adapter is None:
             return None
+        if request.is_background and slots.makes_room:
+            return Deferral(self.reason, 0, lambda: slots.makes_room, reserves_slots=False)
         slot = slots.slot_of(adapter)
         if slot is None:
             if slots.is_loading(adapter) or slots.begin_load(adapter):
                 return Deferral(self.reason, 0, lambda: slots.is_loading(adapter), reserves_slots=False)
-            self._crowded_out.setdefault(request.request_id, now)
-            slots.crowded_out(request)
+            self._waits_beside(request).setdefault(request.request_id, now)
             return Deferral(self.reason, 0, lambda: not slots.has_idle_slot(), reserves_slots=False)
         if not slots.has_room(adapter):
-            self._crowded_out.setdefault(request.request_id, now)
-            slots.crowded_out(request)
+            self._waits_beside(request).setdefault(request.request_id, now)
             return Deferral(self.reason, 0, lambda: not slots.has_room(adapter), reserves_slots=False)
-        if self._has_to_drain(adapter, now) and request.status is not RequestStatus.PREEMPTED:
+        if self._has_to_drain(request, adapter, now) and request.status is not RequestStatus.PREEMPTED:
             return Deferral(
                 self.reason,
                 0,
-                lambda: bool(self._crowded_out) and slots.is_least_used(adapter),
+                lambda: bool(self._waits_beside(request)) and slots.is_least_used(adapter),
                 reserves_slots=False,
             )
         request.adapter_slot = slot
         return None
 
-    def _has_to_drain(self, adapter: AdapterRef, now: float) -> bool:
-        since = next(iter(self._crowded_out.values()), now)
+    def _waits_beside(self, request: Request) -> dict[str, float]:
+        """Waits of its kind."""
+        return self._lines if request.is_background else self._slots.crowded_out
+
+    def _has_to_drain(self, request: Request, adapter: AdapterRef, now: float) -> bool:
+        since = next(iter(self._waits_beside(request).values()), now)
         return now - since >= PATIENCE and self._slots.is_least_used(adapter)
 
     def forget(self, request: Request) -> None:
-        self._crowded_out.pop(request.request_id, None)
+        self._waits_beside(request).pop(request.request_id, None)

@@ -103,14 +103,17 @@ class Reservations:
         self.num_slots = 0
         self.num_blocks = 0
         self.has_preempted = False
-        """True if one of the requests was preempted: then no later request starts."""
+        """True if one of the requests was preempted, unless it is in the background and waits for something outside
+        the engine: then no later request starts."""
 
     def __bool__(self) -> bool:
         return self.num_requests > 0
 
     def reserve(self, request: Request) -> None:
         assert request.deferral is not None
-        self.has_preempted |= request.status is RequestStatus.PREEMPTED
+        if request.status is RequestStatus.PREEMPTED:
+            # One in the background may wait for as long as live requests want its adapter.
+            self.has_preempted |= request.deferral.reserves_slots or not request.is_background
         self.num_requests += 1
         self.num_slots += len(request.live_sequences) if request.deferral.reserves_slots else 0
         self.num_blocks += request.deferral.reserved_blocks

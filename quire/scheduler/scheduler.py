@@ -126,7 +126,7 @@ class Scheduler:
         return self._ends.end_requests(ended, FinishReason.ABORT, now)
 
     def hold_new(self, is_held: bool) -> None:
-        self._admitter.holds_new = is_held
+        self._admitter.holds_new = self._adapters.holds_new = is_held
 
     def expire(self, now: float) -> list[SequenceUpdate]:
         expired = self._deadlines.expired(now)

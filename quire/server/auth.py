@@ -30,7 +30,7 @@ Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
 
 class LineOwner(NamedTuple):
-    """Client whose batch a request is a line of. owner: see `owner_of`."""
+    """Client whose batch a request is a line of. owner: see `owner_of`; empty without a key."""
 
     client: Client
     owner: str
@@ -94,7 +94,7 @@ def _enter_line(request: Request, line: LineOwner) -> None:
     request.state.client = line.client
     CLIENT.set(line.client)
     CLIENT_NAME.set(line.client.name)
-    OWNER.set(line.owner)
+    OWNER.set(owner_of(request))
     CALLER.set(f"batches of {line.client.name}")  # takes turns with the client's other requests
     IN_BACKGROUND.set(True)
 
@@ -143,7 +143,10 @@ def _is_local(request: Request) -> bool:
 
 
 def owner_of(request: Request) -> str:
-    """Digest of the request's key. Clients without a key share one."""
+    """Digest of the request's key, for a line of a batch its client's. Clients without a key share one."""
+    line = request.scope.get(LINE_OWNER)
+    if line is not None and line.owner:
+        return str(line.owner)
     return hashlib.sha256(_given_key(request).encode("latin-1")).hexdigest()
 
 

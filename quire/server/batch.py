@@ -8,6 +8,7 @@ import uuid
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 import msgspec
@@ -15,13 +16,23 @@ from starlette.types import ASGIApp
 
 from quire.server.batch_lines import BYTE_ORDER_MARK, BatchLine, BatchResponse, BatchResult, custom_id_of
 from quire.server.errors import error_type
-from quire.server.openapi import OPERATIONS
+from quire.server.openapi import OPERATIONS, Operation
 
 PATHS = tuple(path for (_, path), operation in OPERATIONS.items() if operation.is_queued)
 MALFORMED = "malformed_batch_line"
 """Error code for a line that is not a request."""
 DUPLICATE = "duplicate_custom_id"
+NO_JSON = "answer_is_not_json"
+"""Error code for a line whose answer, such as raw bytes, does not fit into a result."""
 _HOST = "http://localhost"
+
+
+def _is_streamed_by_default(operation: Operation) -> bool:
+    fields = msgspec.structs.fields(operation.request) if operation.request is not None else ()
+    return any(each.name == "stream" and each.default is True for each in fields)
+
+
+_STREAMED = {path for (_, path), operation in OPERATIONS.items() if _is_streamed_by_default(operation)}
 
 
 class InvalidLineError(Exception):
@@ -29,7 +40,7 @@ class InvalidLineError(Exception):
 
     def __init__(self, message: str, code: str = "invalid_batch_line", custom_id: str | None = None) -> None:
         super().__init__(message)
-        self.message, self.code, self.custom_id = message[:1000], code, custom_id
+        self.message, self.code, self.custom_id = message[:600], code, custom_id
 
 
 @dataclass(frozen=True)
@@ -151,14 +162,34 @@ async def _answer(client: httpx.AsyncClient, line: bytes, custom_ids: set[str], 
     answer = await _ask(client, request, pace)
     response = BatchResponse(answer.status_code, answer.headers.get("x-request-id", result_id))
     if answer.status_code == httpx.codes.OK:
-        response.body = msgspec.Raw(answer.content)
+        if (body := _json_line(answer.content)) is None:
+            message = "the answer is not one JSON value, as a result's body must be"
+            return BatchResult(result_id, custom_id, response, _error(message, NO_JSON))
+        response.body = msgspec.Raw(body)
         return BatchResult(result_id, custom_id, response)
+    return BatchResult(result_id, custom_id, response, _error_in(answer))
+
+
+def _error_in(answer: httpx.Response) -> dict[str, Any]:
+    """Error of an answer in any API's form; Ollama's is a text."""
     found = msgspec.json.decode(answer.content)
-    return BatchResult(result_id, custom_id, response, found.get("error", found))
+    error = found.get("error", found) if isinstance(found, dict) else found
+    return error if isinstance(error, dict) else {"message": str(error), "type": error_type(answer.status_code)}
+
+
+def _json_line(content: bytes) -> bytes | None:
+    """The content as JSON on one line; None: it is not one JSON value."""
+    try:
+        msgspec.json.decode(content, type=msgspec.Raw)
+        return msgspec.json.format(content, indent=-1) if b"\n" in content else content
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
 
 
 async def _ask(client: httpx.AsyncClient, request: BatchLine, pace: Pace) -> httpx.Response:
     """Send the request until its answer stands."""
+    if request.url in _STREAMED:
+        request.body.setdefault("stream", msgspec.Raw(b"false"))
     content = msgspec.json.encode(request.body)
     while True:
         async with pace.places or contextlib.nullcontext():
@@ -171,9 +202,9 @@ async def _ask(client: httpx.AsyncClient, request: BatchLine, pace: Pace) -> htt
 
 def _problem(request: BatchLine) -> str | None:
     if request.method.upper() != "POST":
-        return f"the method must be POST, not {request.method!r}"
+        return f"the method must be POST, not {request.method!r:.100}"
     if request.url not in PATHS:
-        return f"the url must be one of {', '.join(PATHS)}, not {request.url!r}"
+        return f"the url must be one of {', '.join(PATHS)}, not {request.url!r:.100}"
     if _is_asked(request, "stream"):
         return "a batch is not streamed (stream must be false)"
     if request.url == "/v1/responses" and _is_asked(request, "background"):

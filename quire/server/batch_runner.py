@@ -43,6 +43,8 @@ MAX_LINE_BYTES_AT_ONCE = 64 * 2**20
 """Bytes of lines that are being answered, of one batch."""
 MOST_RETRY_SECONDS = 30.0
 QUOTA_EXCEEDED = "file_quota_exceeded"
+_ENDING = ("cancelling", "finalizing")
+"""Statuses in which no line is answered any more."""
 _RETRIED = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE)
 
 
@@ -55,8 +57,8 @@ class BatchRunner:
         self._cells = cells
         self._places = asyncio.Semaphore(share_of(context.engine.max_num_seqs))
         self._task: asyncio.Task[None] | None = None
-        self._running: dict[str, tuple[str, asyncio.Task[None]]] = {}
-        """Batch id -> owner and task."""
+        self._running: dict[str, tuple[str | None, asyncio.Task[None]]] = {}
+        """Batch id -> owner and task. None: the batch is only ended, beside another one of its owner."""
         self._news = asyncio.Event()
 
     def num_lines(self) -> int:
@@ -78,52 +80,78 @@ class BatchRunner:
         """Wait until no other process runs batches; then run them."""
         path = self._store.directory / "runner.lock"
         while True:
-            with held(path, makes=True) as is_free:
-                if is_free:
-                    await self._run_all()
+            try:
+                with held(path, makes=True) as is_free:
+                    if is_free:
+                        await self._run_all()
+            except Exception:
+                logger.exception("batches: the runner goes on in %g s", DISK_SECONDS)
+                await asyncio.sleep(DISK_SECONDS)
             await asyncio.sleep(POLL_SECONDS)
 
     async def _run_all(self) -> None:
-        next_sweep = 0.0
-        loop = asyncio.get_running_loop()
+        sweeping = asyncio.ensure_future(self._sweep_all())
         try:
             while True:
                 try:
-                    if loop.time() >= next_sweep:
-                        next_sweep = loop.time() + SWEEP_SECONDS
-                        await self._store.in_thread(self._sweep)
                     await self._start_next()
-                except OSError:
-                    logger.exception("batches: the directory of files fails")
+                except Exception:
+                    logger.exception("batches: the directory of files fails; they go on in %g s", DISK_SECONDS)
+                    await asyncio.sleep(DISK_SECONDS)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(POLL_SECONDS):
                         await self._news.wait()
                 self._news.clear()
         finally:
-            tasks = [task for _, task in self._running.values()]
+            tasks = [sweeping, *(task for _, task in self._running.values())]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _sweep(self) -> None:
-        for owner in self._store.owners():
-            space = self._store.space(owner)
-            space.sweep()
-            Batches(space).sweep()
+    async def _sweep_all(self) -> None:
+        """Sweep each key's files from time to time; an error of one key's holds up no other's."""
+        while True:
+            for owner in await self._store.in_thread(self._store.owners):
+                try:
+                    await self._store.in_thread(self._sweep, owner)
+                except Exception:
+                    logger.exception("files: a sweep fails")
+            await asyncio.sleep(SWEEP_SECONDS)
+
+    def _sweep(self, owner: str) -> None:
+        space = self._store.space(owner)
+        space.sweep()
+        Batches(space).sweep()
 
     async def _start_next(self) -> None:
-        busy = {owner for owner, _ in self._running.values()}
-        waiting: dict[str, list[StoredBatch]] = {}
-        for owner, batch_id in await self._store.in_thread(open_batches, self._store):
-            if owner not in busy:
-                batch = await self._store.in_thread(Batches(self._store.space(owner)).read, batch_id)
-                if batch is not None:
-                    waiting.setdefault(owner, []).append(batch)
-        for owner, batches in waiting.items():
-            first = min(batches, key=lambda batch: (batch.created_ns, batch.id))
-            task = asyncio.ensure_future(self._guarded(owner, first))
-            self._running[first.id] = owner, task
-            task.add_done_callback(partial(self._note_end, first.id))
+        """Start the oldest open batch of each key that has none running, and batches that only have to be ended."""
+        running = set(self._running)  # before records are read: one that ends meanwhile is read too early
+        answering = {owner for owner, _ in self._running.values()}
+        for owner, batch in await self._store.in_thread(self._read_open):
+            if batch.id in running:
+                continue
+            only_ends = batch.status in _ENDING or batch.has_ended or self._store.clock() >= batch.expires_at
+            if not only_ends:
+                if owner in answering:
+                    continue
+                answering.add(owner)
+            task = asyncio.ensure_future(self._guarded(owner, batch))
+            self._running[batch.id] = None if only_ends else owner, task
+            task.add_done_callback(partial(self._note_end, batch.id))
+
+    def _read_open(self) -> list[tuple[str, StoredBatch]]:
+        """(owner, batch) of all batches that have not ended, the oldest first."""
+        found = []
+        for owner, batch_id in open_batches(self._store):
+            batches = Batches(self._store.space(owner))
+            try:
+                batch = batches.read(batch_id)
+            except OSError as error:
+                self._store.tell_once(batches.path(batch_id, "json"), error)
+                continue
+            if batch is not None:
+                found.append((owner, batch))
+        return sorted(found, key=lambda each: (each[1].created_ns, each[1].id))
 
     def _note_end(self, batch_id: str, task: asyncio.Task[None]) -> None:
         del self._running[batch_id]
@@ -293,6 +321,7 @@ class _Run:
             if batch.completed + batch.failed != published:
                 published = batch.completed + batch.failed
                 await self._store.in_thread(self._batches.write, batch)
+                self._num_left_bytes = await self._store.in_thread(self._room)  # uploads take some
 
     async def _finalize(self) -> None:
         """Write the files of results, under ids that are fixed before: after a crash they are written again."""

@@ -11,12 +11,23 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from quire.server.errors import ApiError, invalid_request
-from quire.server.file_store import FileStore, Space, no_room_is_told, over_quota, read_or_none, write_whole
+from quire.server.file_store import (
+    FILES_PER_BATCH,
+    MAX_RECORDS,
+    FileStore,
+    Space,
+    no_room_is_told,
+    over_quota,
+    read_or_none,
+    write_whole,
+)
 from quire.server.protocol.files import (
     MOST_EXPIRY,
     BatchError,
@@ -76,6 +87,11 @@ class StoredBatch(msgspec.Struct, kw_only=True):
         return msgspec.structs.replace(found, **{f"{status}_at": at for status, at in self.times.items()})
 
 
+class KnownBatch(NamedTuple):
+    created_ns: int
+    id: str
+
+
 class Batches:
     """Batches of one key."""
 
@@ -105,10 +121,10 @@ class Batches:
             output_life=body.output_expires_after.seconds if body.output_expires_after else MOST_EXPIRY,
         )
         with self._space.lock(), no_room_is_told():
-            prefix = f"{self._space.owner}."
-            num_open = sum(name.startswith(prefix) for name in os.listdir(self._store.open_directory))
+            num_open = self._space.num_open_batches()
             if num_open >= quotas.max_open_batches:
                 raise over_quota(f"this API key has {num_open} open batches, as many as it may (--max-open-batches)")
+            self._space.check_num_files(FILES_PER_BATCH)
             used = self._space.num_used_bytes()
             if used >= quotas.max_bytes:
                 raise over_quota(f"this API key's files have {used} bytes, of {quotas.max_bytes} (--files-quota)")
@@ -119,7 +135,7 @@ class Batches:
                 self._space.find_file(found.id, "input_file_id")
                 raise
             self.open_mark(batch.id).touch(mode=0o600)
-            self.write(batch)
+            self._write(batch)
         return batch
 
     def find_batch(self, batch_id: str) -> StoredBatch:
@@ -132,26 +148,44 @@ class Batches:
         return found
 
     def read(self, batch_id: str) -> StoredBatch | None:
-        """The record, with the mark of a cancellation applied; None: there is none."""
-        content = read_or_none(self.path(batch_id, "json"))
-        if content is None:
+        """The record, with the mark of a cancellation applied; None: there is none that can be read."""
+        path = self.path(batch_id, "json")
+        content = read_or_none(path)
+        found = None if content is None else self._store.decode(path, content, StoredBatch)
+        if found is None:
             return None
-        found = msgspec.json.decode(content, type=StoredBatch)
         mark = None if found.has_ended else read_or_none(self.path(batch_id, "cancel"))
         if mark is not None and found.status in ("validating", "in_progress"):
             found.status = "cancelling"
             found.times["cancelling"] = int(mark or 0) or int(self._store.clock())
         return found
 
-    def list_batches(self) -> list[StoredBatch]:
-        """All batches, the earliest first."""
+    def list_known(self) -> list[KnownBatch]:
+        """All batches, the earliest first. Each record is read once, for its time of creation."""
         names: list[str] = []
         with contextlib.suppress(FileNotFoundError):
             names = [name.removesuffix(".json") for name in os.listdir(self._directory) if name.endswith(".json")]
-        found = [batch for name in names if BATCH_ID.fullmatch(name) and (batch := self.read(name)) is not None]
-        return sorted(found, key=lambda each: (each.created_ns, each.id))
+        found = [self._known(name) for name in names if BATCH_ID.fullmatch(name)]
+        return sorted(each for each in found if each is not None)
+
+    def _known(self, batch_id: str) -> KnownBatch | None:
+        times = self._store.batch_times
+        if batch_id not in times:
+            if (batch := self.read(batch_id)) is None:
+                return None
+            if len(times) >= MAX_RECORDS:
+                times.clear()
+            times[batch_id] = batch.created_ns
+        return KnownBatch(times[batch_id], batch_id)
+
+    def read_all(self, known: Sequence[KnownBatch]) -> list[StoredBatch]:
+        return [batch for each in known if (batch := self.read(each.id)) is not None]
 
     def write(self, batch: StoredBatch) -> None:
+        with self._space.lock():  # a sweep takes half-written files for remains
+            self._write(batch)
+
+    def _write(self, batch: StoredBatch) -> None:
         write_whole(self.path(batch.id, "json"), msgspec.json.encode(batch))
 
     def cancel(self, batch_id: str) -> StoredBatch:
@@ -160,7 +194,7 @@ class Batches:
         if found.has_ended:
             raise _ended(found)
         if found.status in ("validating", "in_progress"):
-            with no_room_is_told():
+            with self._space.lock(), no_room_is_told():
                 write_whole(self.path(batch_id, "cancel"), str(int(self._store.clock())).encode())
         return self.find_batch(batch_id)
 
@@ -169,36 +203,50 @@ class Batches:
 
     def clear(self, batch: StoredBatch) -> None:
         """Remove what an ended batch no longer needs."""
+        self._clear(batch.id)
+
+    def _clear(self, batch_id: str) -> None:
         for kind in ("journal", "input", "cancel"):
-            self.path(batch.id, kind).unlink(missing_ok=True)
-        self.open_mark(batch.id).unlink(missing_ok=True)
+            self.path(batch_id, kind).unlink(missing_ok=True)
+        self.open_mark(batch_id).unlink(missing_ok=True)
 
     def sweep(self) -> None:
         """Remove records of batches that ended long ago, and what belongs to no batch."""
-        limit = self._store.clock() - MOST_EXPIRY
-        for batch in self.list_batches():
-            if batch.has_ended and batch.expires_at < limit:
-                self._drop(batch)
         with self._space.lock():  # a batch is made under it
             names = os.listdir(self._directory)
             known = {name.removesuffix(".json") for name in names if name.endswith(".json")}
             for name in names:
                 if name.rpartition(".")[0] not in known:
                     (self._directory / name).unlink(missing_ok=True)
+                elif name.endswith(".json") and self._store.is_outlived(self._directory / name):
+                    self._drop_outlived(name.removesuffix(".json"))
             prefix = f"{self._space.owner}."
             for name in os.listdir(self._store.open_directory):
                 if name.startswith(prefix) and name.removeprefix(prefix) not in known:
                     (self._store.open_directory / name).unlink(missing_ok=True)
 
-    def _drop_oldest(self) -> None:
-        found = self.list_batches()
-        ended = [batch for batch in found if batch.has_ended]
-        for batch in ended[: max(0, len(found) - MAX_KEPT_BATCHES + 1)]:
-            self._drop(batch)
+    def _drop_outlived(self, batch_id: str) -> None:
+        """Remove a record that ended long ago, or cannot be read."""
+        batch = self.read(batch_id)
+        if batch is None or (batch.has_ended and batch.expires_at < self._store.clock() - MOST_EXPIRY):
+            self._drop(batch_id)
 
-    def _drop(self, batch: StoredBatch) -> None:
-        self.clear(batch)
-        self.path(batch.id, "json").unlink(missing_ok=True)
+    def _drop_oldest(self) -> None:
+        """Make room for one more record."""
+        known = self.list_known()
+        num_left = len(known) - MAX_KEPT_BATCHES + 1
+        for each in known:
+            if num_left <= 0:
+                return
+            batch = self.read(each.id)
+            if batch is not None and batch.has_ended:
+                self._drop(each.id)
+                num_left -= 1
+
+    def _drop(self, batch_id: str) -> None:
+        self._clear(batch_id)
+        self.path(batch_id, "json").unlink(missing_ok=True)
+        self._store.batch_times.pop(batch_id, None)
 
 
 def open_batches(store: FileStore) -> list[tuple[str, str]]:

@@ -29,8 +29,11 @@ from typing import ParamSpec, TypeVar
 import msgspec
 
 from quire.errors import ConfigError
+from quire.logging import get_logger
 from quire.server.errors import ApiError, invalid_request, overloaded, unavailable
-from quire.server.protocol.files import FileObject
+from quire.server.protocol.files import MOST_EXPIRY, FileObject
+
+logger = get_logger(__name__)
 
 FILE_ID = re.compile(r"file-[a-z0-9-]{1,63}-[0-9a-f]{32}")
 OWNER = re.compile(r"[0-9a-f]{64}|anyone")
@@ -40,6 +43,8 @@ BATCH_PURPOSE, OUTPUT_PURPOSE = "batch", "batch_output"
 RETRY_SECONDS = 10
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
+FILES_PER_BATCH = 2
+"""Most files of results of a batch."""
 NUM_THREADS = 8
 MAX_RECORDS = 100_000
 """Records that a process remembers."""
@@ -50,7 +55,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Quotas:
-    """Limits of one key. max_bytes: total of its files and arriving uploads."""
+    """Limits of one key. max_bytes: total of its files, arriving uploads, and what its batches keep. max_files:
+    includes those that its open batches may make."""
 
     max_bytes: int
     max_file_bytes: int
@@ -84,6 +90,10 @@ class FileStore:
         self._threads = ThreadPoolExecutor(NUM_THREADS, "quire: files")
         self._records: dict[str, StoredFile] = {}
         """Records read from disk; a record never changes."""
+        self.batch_times: dict[str, int] = {}
+        """Batch id -> its creation in Unix time, in nanoseconds."""
+        self._told: set[Path] = set()
+        """Files that cannot be read, as the log says."""
         try:
             for part in (directory, directory / "keys", directory / "open"):
                 part.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -121,8 +131,27 @@ class FileStore:
             content = read_or_none(path)
             if content is None:
                 return None
-            found = self._records[path.name] = msgspec.json.decode(content, type=StoredFile)
+            found = self.decode(path, content, StoredFile)
+            if found is not None:
+                self._records[path.name] = found
         return found
+
+    def decode(self, path: Path, content: bytes, kind: type[T]) -> T | None:
+        """The record in a file's content; None, which the log tells, for a damaged one or one of another version."""
+        try:
+            return msgspec.json.decode(content, type=kind)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            self.tell_once(path, error)
+            return None
+
+    def tell_once(self, path: Path, error: Exception) -> None:
+        if path not in self._told:
+            self._told.add(path)
+            logger.error("files: %s cannot be read, and is left out: %s", path, error)
+
+    def is_outlived(self, path: Path) -> bool:
+        """True if a file is older than anything here is kept."""
+        return path.stat().st_mtime < self.clock() - MOST_EXPIRY
 
     def forget(self, path: Path) -> None:
         self._records.pop(path.name, None)
@@ -152,12 +181,14 @@ class Space:
     def list_files(self) -> list[StoredFile]:
         """Live files, the earliest first."""
         now = self.store.clock()
+        found = (each for each in self._all_files() if each.expires_at > now)
+        return sorted(found, key=lambda each: (each.created_ns, each.id))
+
+    def _all_files(self) -> list[StoredFile]:
+        """Files that are on disk, expired ones too."""
         with contextlib.suppress(FileNotFoundError):
             paths = [self.files / name for name in os.listdir(self.files) if name.endswith(".json")]
-            found = [record for path in paths if (record := self._record(path)) is not None]
-            return sorted(
-                (each for each in found if each.expires_at > now), key=lambda each: (each.created_ns, each.id)
-            )
+            return [record for path in paths if (record := self._record(path)) is not None]
         return []
 
     def find_file(self, file_id: str, param: str = "file_id") -> StoredFile:
@@ -179,19 +210,44 @@ class Space:
             self._remove(file_id)
 
     def num_used_bytes(self) -> int:
-        """Bytes of files and reserved ones of uploads. Call under the lock."""
+        """Bytes on disk and reserved ones of uploads. Call under the lock."""
         reserved = sum(int(name.partition(".")[2]) for name in os.listdir(self.incoming))
-        return reserved + sum(each.num_bytes for each in self.list_files())
+        return reserved + sum(each.num_bytes for each in self._all_files()) + self._num_batch_bytes()
+
+    def _num_batch_bytes(self) -> int:
+        """Bytes of results so far, and of batches' input whose file is gone."""
+        total = 0
+        with os.scandir(self.batches) as entries:
+            for entry in entries:
+                is_journal, is_input = entry.name.endswith(".journal"), entry.name.endswith(".input")
+                with contextlib.suppress(FileNotFoundError):  # its batch has ended this instant
+                    if is_journal or (is_input and entry.stat().st_nlink == 1):
+                        total += entry.stat().st_size
+        return total
+
+    def num_open_batches(self) -> int:
+        prefix = f"{self.owner}."
+        return sum(name.startswith(prefix) for name in os.listdir(self.store.open_directory))
+
+    def check_num_files(self, num_more: int) -> None:
+        """Raise ApiError (429) unless there may be more files besides those that are there, arrive, or are to come of
+        open batches. Call under the lock."""
+        num_arriving = sum(not name.endswith(".0") for name in os.listdir(self.incoming))  # .0: results, counted below
+        num_files = len(self._all_files()) + num_arriving + FILES_PER_BATCH * self.num_open_batches()
+        most = self.store.quotas.max_files
+        if num_files + num_more > most:
+            raise over_quota(
+                f"this API key has {num_files} files, of at most {most} (--max-files), with {FILES_PER_BATCH} for each "
+                "open batch: delete some"
+            )
 
     def begin_upload(self, num_bytes: int) -> IncomingFile:
-        """Reserve a file of at most `num_bytes`. Raises ApiError: 413 for a too large file and a full quota."""
+        """Reserve a file of at most `num_bytes`. Raises ApiError: 413 for a too large file and 429 for a full quota."""
         quotas = self.store.quotas
         if num_bytes > quotas.max_file_bytes:
             raise too_large(quotas.max_file_bytes)
         with self.lock():
-            num_files = len(self.list_files()) + len(os.listdir(self.incoming))
-            if num_files >= quotas.max_files:
-                raise over_quota(f"this API key has {num_files} files, of at most {quotas.max_files} (--max-files)")
+            self.check_num_files(1)
             used = self.num_used_bytes()
             if used + num_bytes > quotas.max_bytes:
                 raise over_quota(
@@ -216,7 +272,7 @@ class Space:
                 file_id, _, kind = name.rpartition(".")
                 if kind == "json":
                     record = self._record(self.files / name)
-                    if record is not None and record.expires_at <= now:
+                    if record.expires_at <= now if record is not None else self.store.is_outlived(self.files / name):
                         self._remove(file_id)
                 elif kind != "data" or f"{file_id}.json" not in names:
                     (self.files / name).unlink(missing_ok=True)
@@ -256,9 +312,7 @@ class IncomingFile:
         if self.num_bytes + len(data) > self._num_reserved:
             raise too_large(self._num_reserved)
         with no_room_is_told():
-            left = memoryview(data)
-            while left:
-                left = left[os.write(self._file, left) :]
+            _write_all(self._file, data)
         self.num_bytes += len(data)
 
     def keep(self, filename: str, purpose: str, life: int) -> StoredFile:
@@ -320,7 +374,7 @@ def write_whole(path: Path, content: bytes) -> None:
     file = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         try:
-            os.write(file, content)
+            _write_all(file, content)
             os.fsync(file)
         finally:
             os.close(file)
@@ -333,6 +387,12 @@ def write_whole(path: Path, content: bytes) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def _write_all(file: int, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(file, left) :]
 
 
 def read_or_none(path: Path) -> bytes | None:

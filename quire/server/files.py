@@ -160,8 +160,9 @@ def _add_batch_routes(app: FastAPI, context: ServerContext, store: FileStore, ru
     @app.get(BATCHES)
     @takes_query("limit", "after")
     async def list_batches(request: Request) -> Response:
-        found = await store.in_thread(Batches(space_of(request, store)).list_batches)
-        page, has_more = _page(request, found, LISTED_BATCHES, MAX_LISTED_BATCHES)
+        batches = Batches(space_of(request, store))
+        known, has_more = _page(request, await store.in_thread(batches.list_known), LISTED_BATCHES, MAX_LISTED_BATCHES)
+        page = await store.in_thread(batches.read_all, known)
         ids = (page[0].id, page[-1].id) if page else (None, None)
         return json_response(BatchList([each.to_object() for each in page], has_more, *ids))
 

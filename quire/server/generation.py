@@ -161,8 +161,7 @@ async def generate(
 
     def placed(number: int, output: RequestOutput) -> tuple[int, RequestOutput]:
         raise_if_nonfinite(output)
-        if in_background and any(each.finish_reason == FinishReason.ABORT for each in output.outputs):
-            raise unavailable("a line of a batch was ended early")  # it is asked again
+        check_line(output, in_background=in_background)
         index = number // per_prompt
         charge.count((request_id, index), output)
         if per_prompt > 1:
@@ -184,6 +183,12 @@ async def generate(
                         yield placed(number, output)
     except UserError as error:
         raise error.named(names) from None
+
+
+def check_line(output: RequestOutput, *, in_background: bool) -> None:
+    """Raise ApiError (503), after which it is asked again, for a line of a batch that was ended early."""
+    if in_background and any(each.finish_reason == FinishReason.ABORT for each in output.outputs):
+        raise unavailable("a line of a batch was ended early")
 
 
 def _part_ids(request_id: str, num_prompts: int, per_prompt: int) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 from fastapi import FastAPI, Request, Response
 
+from quire.engine.request_part import IN_BACKGROUND
 from quire.errors import UserError
 from quire.outputs import RequestOutput
 from quire.pooling_params import PoolingParams
@@ -19,7 +20,7 @@ from quire.server.body import report_ignored
 from quire.server.context import ServerContext, new_id
 from quire.server.disconnect import run_until_disconnect
 from quire.server.errors import invalid_request
-from quire.server.generation import render_chat
+from quire.server.generation import check_line, render_chat
 from quire.server.limits import Charge, client_salt
 from quire.server.protocol.pooling import (
     POOLING_TASKS,
@@ -215,6 +216,7 @@ async def run_texts(
     share = share_of(context.engine.max_num_seqs)
     turns = Turns(share) if len(texts) > share else None
     priority = body.priority if context.engine.takes_priorities else 0
+    in_background = IN_BACKGROUND.get()
 
     async def one(index: int, prompt: str | list[int], second: str | None) -> RequestOutput:
         part = None if turns is None else PromptPart(turns, 0, 1)
@@ -230,6 +232,7 @@ async def run_texts(
             )
         except UserError as error:
             raise error.named(dict.fromkeys(("prompt", "prompt_token_ids"), names[index])) from None
+        check_line(output, in_background=in_background)
         charge.count(index, output)
         return output
 

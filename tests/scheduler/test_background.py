@@ -7,7 +7,7 @@ import pytest
 from quire.adapter_orders import AdapterRef
 from quire.config.adapters import AdaptersConfig
 from quire.decoding.parallel import create_sequences
-from quire.decoding.sequence import Request
+from quire.decoding.sequence import Deferral, Request, RequestStatus
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
 from quire.scheduler.adapters import AdapterGate, AdapterSlots
@@ -95,34 +95,105 @@ def test_clients_take_turns_in_the_background() -> None:
     assert [name for name, _ in driver.finished] == ["a1", "b1", "a2", "a3"]
 
 
-@pytest.mark.parametrize("is_background", [False, True])
-@pytest.mark.parametrize("num_slots", [1, 2])
-def test_adapters_of_background_requests_make_room(num_slots: int, is_background: bool) -> None:
-    set_ = RunningSet()
-    slots = AdapterSlots(set_, AdaptersConfig(1, 16, num_slots))
-    gate = AdapterGate(slots)
+class Adapters:
+    """Gate of adapters over a running set. Each adapter has a slot of `num_slots`; `max_running` run at a time."""
 
-    def request(name: str, *, is_background: bool) -> Request:
-        adapter = AdapterRef(f"/{name}", name.encode())
+    def __init__(self, max_running: int, num_slots: int) -> None:
+        self.running = RunningSet()
+        self.slots = AdapterSlots(self.running, AdaptersConfig(max_running, 16, num_slots))
+        self.gate = AdapterGate(self.slots)
+        self._numbers = iter(range(999))
+
+    def request(self, adapter: str, *, is_background: bool = False) -> Request:
         source = EngineRequest(
-            request_id=name, prompt_token_ids=[1], params=SamplingParams(), max_tokens=1, seed=0, adapter=adapter,
-            is_background=is_background,
+            request_id=f"{adapter}{next(self._numbers)}", prompt_token_ids=[1], params=SamplingParams(), max_tokens=1,
+            seed=0, adapter=AdapterRef(f"/{adapter}", adapter.encode()), is_background=is_background,
         )  # fmt: skip
         found = Request(source, 0.0)
         create_sequences(found, source, iter(range(9)))
         return found
 
-    def load(request: Request) -> None:
-        assert gate.check(request, None, 0.0) is not None  # type: ignore[arg-type]
-        orders = slots.take_orders(may_wait=False)
-        assert orders is not None
-        slots.update([(orders.loads[0][0], "")], [])
+    def load(self, adapters: str) -> None:
+        for adapter in adapters:
+            self.slots.begin_load(AdapterRef(f"/{adapter}", adapter.encode()))
+            orders = self.slots.take_orders(may_wait=False)
+            assert orders is not None
+            self.slots.update([(orders.loads[0][0], "")], [])
 
-    line, other = request("a", is_background=True), request("b", is_background=is_background)
-    load(line)
-    set_.enter(line, line.sequences)
-    if num_slots == 2:
-        load(other)
-    assert gate.check(other, None, 0.0) is not None  # type: ignore[arg-type]
-    assert slots.take_victims() == ([] if is_background else [line])
-    assert slots.take_victims() == []
+    def run(self, adapter: str, *, is_background: bool = False) -> Request:
+        request = self.request(adapter, is_background=is_background)
+        self.running.enter(request, request.sequences)
+        self.gate.forget(request)
+        return request
+
+    def check(self, request: Request, now: float = 0.0) -> Deferral | None:
+        return self.gate.check(request, None, now)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_adapters_of_background_requests_make_room(num_slots: int) -> None:
+    for is_background in (False, True):
+        adapters = Adapters(1, num_slots)
+        adapters.load("ab"[:num_slots])
+        line = adapters.run("a", is_background=True)
+        assert adapters.check(adapters.request("b", is_background=is_background)) is not None
+        assert adapters.slots.take_victims() == ([] if is_background else [line])
+        assert adapters.slots.take_victims() == []
+
+
+@pytest.mark.parametrize("num_slots", [2, 3])
+@pytest.mark.parametrize("is_background", [False, True])
+def test_no_live_request_of_an_adapter_waits_for_a_crowded_out_line(num_slots: int, is_background: bool) -> None:
+    adapters = Adapters(2, num_slots)
+    adapters.load("abc"[:num_slots])
+    for name in "abb":
+        adapters.run(name)
+    assert adapters.check(adapters.request("c", is_background=is_background)) is not None
+    deferral = adapters.check(adapters.request("a"), 9.0)
+    assert (deferral is None) is is_background
+    assert adapters.check(adapters.request("a", is_background=True), 9.0) is not None
+
+
+@pytest.mark.parametrize("num_slots", [2, 3])
+def test_a_line_leaves_its_adapter_once_no_live_request_uses_it(num_slots: int) -> None:
+    adapters = Adapters(2, num_slots)
+    adapters.load("abc"[:num_slots])
+    first, _, line = adapters.run("a"), adapters.run("b"), adapters.run("a", is_background=True)
+    waiting = adapters.request("c")
+    assert adapters.check(waiting) is not None
+    assert adapters.slots.take_victims() == [], "it would free no adapter"
+    other = adapters.request("b", is_background=True)
+    deferral = adapters.check(other)
+    assert deferral is not None, "no line takes an adapter that a live request waits for"
+    adapters.running.leave(first)
+    assert adapters.slots.take_victims() == [line]
+    adapters.running.leave(line)
+    adapters.gate.forget(waiting)
+    assert not deferral.is_pending()
+    assert adapters.check(other) is None
+
+
+def test_a_paused_engine_takes_no_adapter_from_a_line() -> None:
+    """The live request cannot start, and the pause may wait for the line."""
+    adapters = Adapters(1, 2)
+    adapters.load("ab")
+    line = adapters.run("a", is_background=True)
+    assert adapters.check(adapters.request("b")) is not None
+    adapters.slots.holds_new = True
+    assert adapters.slots.take_victims() == []
+    assert adapters.check(line) is None
+    adapters.slots.holds_new = False
+    assert adapters.slots.take_victims() == [line]
+
+
+@pytest.mark.parametrize("is_background", [False, True])
+@pytest.mark.parametrize("reserves_slots", [False, True])
+def test_a_preempted_line_that_waits_holds_up_no_other(is_background: bool, reserves_slots: bool) -> None:
+    driver = CoreDriver(make_config())
+    driver.add("waits", prompt(4), max_tokens=2, is_background=is_background)
+    driver.add("next", prompt(4), max_tokens=2, is_background=True)
+    request = driver.scheduler._requests["waits"]
+    request.status = RequestStatus.PREEMPTED
+    request.deferral = Deferral("adapter", 0, lambda: True, reserves_slots=reserves_slots)
+    driver.step()
+    assert running(driver) == (["next"] if is_background and not reserves_slots else [])

@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from quire.cli import run_batch as run_batch_command
 from quire.cli.main import main
-from quire.server.batch import Pace, run_batch
+from quire.server.batch import NO_JSON, Pace, run_batch
 from quire.server.batch_lines import AnsweredLine, custom_id_of
+from quire.server.settings import ServerSettings
 from tests.server.conftest import Served, serving
 
 
@@ -94,6 +97,35 @@ async def test_what_is_wrong_with_a_line_stands_in_its_place(local: Served) -> N
     assert (found[6]["error"]["param"], found[6]["response"]["body"]) == ("temperature", None)
     assert found[4]["error"]["message"].startswith("a batch is not streamed")
     assert found[10]["error"]["message"].startswith("a batch waits for its answers")
+
+
+async def test_lines_of_routes_that_stream_by_default(model_path: Path) -> None:
+    settings = ServerSettings(served_model_name=["tiny"], api="ollama")
+    async with serving(model_path, settings) as served:
+        chat = {"messages": [{"role": "user", "content": "=b"}], "max_tokens": None}
+        lines = [
+            line(0, "/api/generate", model="tiny", prompt="=a", max_tokens=None),
+            line(1, "/api/chat", model="tiny", **chat),
+        ]
+        found = await answers(served, [*lines, line(2, "/api/chat", model="other", **chat)])
+        assert [each["response"]["body"]["done"] for each in found[:2]] == [True, True]
+        assert "other" in found[2]["error"]["message"]
+        await served.until_idle()
+
+
+@pytest.mark.parametrize("content", [b'{"a": 1}\n{"b": 2}\n', b"\xff\x00\n", b"", b'{\n "a": 1\n}\n'])
+async def test_each_answer_is_one_line_of_the_results(content: bytes) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await Response(content)(scope, receive, send)
+
+    written: list[bytes] = []
+    counts = await run_batch(app, [line(0), line(1)], written.append, pace=Pace(2))
+    assert [each.count(b"\n") for each in written] == [1, 1]
+    found = [json.loads(each) for each in written]
+    if counts.num_answered:
+        assert [each["response"]["body"] for each in found] == [{"a": 1}] * 2
+    else:
+        assert {each["error"]["code"] for each in found} == {NO_JSON}
 
 
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])

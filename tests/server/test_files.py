@@ -22,8 +22,12 @@ from tests.server.conftest import Served, serving
 KEYS = '[one]\nkey = "one"\n[two]\nkey = "two"\n[few]\nkey = "few"\nrequests_per_minute = 2\n'
 
 
+UNSET = "unset"
+
+
 def line(number: int, url: str = "/v1/completions", **body: Any) -> bytes:
-    body = {"prompt": f"={number}", "max_tokens": 9, **body}
+    """UNSET: leave a field out."""
+    body = {name: value for name, value in {"prompt": f"={number}", "max_tokens": 9, **body}.items() if value != UNSET}
     return json.dumps({"custom_id": f"r{number}", "method": "POST", "url": url, "body": body}).encode() + b"\n"
 
 
@@ -160,6 +164,25 @@ async def test_another_keys_files_do_not_exist(served: Served) -> None:
     assert (await ended(one, batch.id)).status == "completed"
 
 
+async def test_responses_of_lines_belong_to_their_key(served: Served) -> None:
+    one, two = client_of(served), client_of(served, "two")
+    before = await one.responses.create(model="tiny", input="=before")
+
+    async def answered(client: openai.AsyncOpenAI) -> Any:
+        fields = {"input": "=line", "previous_response_id": before.id, "prompt": UNSET, "max_tokens": UNSET}
+        batch = await begin(client, line(0, "/v1/responses", **fields), endpoint="/v1/responses")
+        return await ended(client, batch.id)
+
+    found = await answered(one)
+    [answer] = await results(one, found.output_file_id)
+    response_id = answer["response"]["body"]["id"]
+    assert (await one.responses.retrieve(response_id)).previous_response_id == before.id
+    with pytest.raises(openai.NotFoundError):
+        await two.responses.retrieve(response_id)
+    [error] = await results(two, (await answered(two)).error_file_id)
+    assert error["error"]["code"] == "previous_response_not_found"
+
+
 @pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "a\r\nX: y", "<b>.html", "ü.jsonl", ""])
 async def test_names_are_never_paths(served: Served, name: str, tmp_path: Path) -> None:
     headers = {"Authorization": "Bearer one"}
@@ -189,7 +212,7 @@ async def test_ids_are_never_paths(served: Served, file_id: str) -> None:
 
 
 async def test_quotas_are_checked_before_the_disk(model_path: Path, tmp_path: Path) -> None:
-    limits = {"max_file_size": "1KiB", "files_quota": "4KiB", "max_files": 3, "max_open_batches": 1}
+    limits = {"max_file_size": "1KiB", "files_quota": "4KiB", "max_files": 4, "max_open_batches": 1}
     async with serving(model_path, settings_of(tmp_path, **limits), live=True) as served:
         client = client_of(served)
         with pytest.raises(openai.APIStatusError) as caught:
@@ -198,12 +221,13 @@ async def test_quotas_are_checked_before_the_disk(model_path: Path, tmp_path: Pa
         with pytest.raises(openai.APIStatusError) as caught:
             await upload(client, b"a" * 1100)
         assert caught.value.status_code == 413
-        files = [await upload(client, line(number)) for number in range(3)]
-        with pytest.raises(openai.RateLimitError, match="3 files, of at most 3"):
-            await upload(client, line(3))
+        files = [await upload(client, line(number)) for number in range(4)]
+        with pytest.raises(openai.RateLimitError, match="4 files, of at most 4"):
+            await upload(client, line(4))
         assert len(list((tmp_path / "files").rglob("incoming/*"))) == 0
         await upload(client_of(served, "two"), line(3))
-        await client.files.delete(files[0].id)
+        for file in (files[0], files[3]):  # a batch makes up to two
+            await client.files.delete(file.id)
         begun = {"endpoint": "/v1/completions", "completion_window": "24h"}
         batch = await client.batches.create(input_file_id=files[1].id, **begun)
         with pytest.raises(openai.RateLimitError, match="1 open batches"):

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ import psutil
 import pytest
 
 from quire.server import batch_runner
+from quire.server.batch_runner import BatchRunner
 from quire.server.batch_store import Batches, StoredBatch
 from quire.server.file_store import Space
 from tests.server.conftest import serving
@@ -232,4 +234,63 @@ async def test_keys_take_turns(model_path: Path, tmp_path: Path) -> None:
         found = await ended(one, long.id)
         assert (found.status, found.request_counts.completed) == ("completed", 40)
         assert (await two.batches.retrieve(short.id)).completed_at <= found.completed_at
+        served.context.drain()
+
+
+@pytest.mark.parametrize("end", ["cancelled", "expired"])
+async def test_a_batch_ends_while_another_one_of_its_key_runs(model_path: Path, tmp_path: Path, end: str) -> None:
+    async with serving(model_path, settings_of(tmp_path), executor="slow", live=True, max_num_seqs=4) as served:
+        served.context.start()
+        client = client_of(served)
+        long = await begin(client, requests(3, prompt="abc", max_tokens=200))
+        async with asyncio.timeout(30):
+            await served.until_running(2)
+        waiting = await begin(client, requests(2))
+        if end == "cancelled":
+            await client.batches.cancel(waiting.id)
+        else:
+            [path] = (tmp_path / "files").rglob(f"{waiting.id}.json")
+            path.write_text(json.dumps({**json.loads(path.read_text()), "expires_at": waiting.created_at - 1}))
+        found = await ended(client, waiting.id)
+        assert (found.status, found.request_counts.completed) == (end, 0)
+        assert (await client.batches.retrieve(long.id)).status == "in_progress"
+        await client.batches.cancel(long.id)
+        assert (await ended(client, long.id)).status == "cancelled"
+        served.context.drain()
+
+
+async def test_a_batch_that_ends_while_records_are_read_is_not_begun_again(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records are read while the batch writes its files, and looked at when it has ended."""
+    begun, is_over = [], threading.Event()
+    monkeypatch.setattr(batch_runner, "POLL_SECONDS", 0.01)
+    read, guarded, note_end = (getattr(BatchRunner, name) for name in ("_read_open", "_guarded", "_note_end"))
+
+    def read_slowly(self: BatchRunner) -> list[tuple[str, StoredBatch]]:
+        found: list[tuple[str, StoredBatch]] = read(self)
+        if begun and not is_over.is_set():
+            for _, each in found:
+                each.status = "finalizing"
+            is_over.wait(30)
+        return found
+
+    async def begin_to_run(self: BatchRunner, owner: str, batch: StoredBatch) -> None:
+        begun.append(batch.id)
+        await guarded(self, owner, batch)
+
+    def end(self: BatchRunner, *arguments: Any) -> None:
+        note_end(self, *arguments)
+        is_over.set()
+
+    for name, replacement in (("_read_open", read_slowly), ("_guarded", begin_to_run), ("_note_end", end)):
+        monkeypatch.setattr(BatchRunner, name, replacement)
+    async with serving(model_path, settings_of(tmp_path), live=True) as served:
+        client = client_of(served)
+        batch = await begin(client, requests(3))
+        served.context.start()
+        assert (await ended(client, batch.id)).status == "completed"
+        later = await begin(client, requests(1))
+        assert (await ended(client, later.id)).status == "completed"
+        assert begun == [batch.id, later.id]
         served.context.drain()

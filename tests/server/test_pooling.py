@@ -19,7 +19,10 @@ import torch
 from quire.config.options import EngineOptions
 from quire.engine.async_engine import AsyncLLM
 from quire.engine.client import DEFAULT_EXECUTOR
+from quire.engine.request_part import IN_BACKGROUND
 from quire.errors import UserError
+from quire.outputs import RequestOutput
+from quire.request import FinishReason
 from quire.server import vector_format
 from quire.server.app import create_app
 from quire.server.settings import ServerSettings
@@ -310,3 +313,21 @@ async def test_sagemakers_address(embedder: httpx.AsyncClient) -> None:
         assert mine[name] == theirs[name]
     refused = await embedder.post("/invocations", json={"prompt": "w1"})
     assert refused.status_code == 400
+
+
+@pytest.mark.parametrize(("is_line", "status"), [(True, 503), (False, 500)])
+async def test_a_line_that_is_aborted_is_asked_again(
+    embedder: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, is_line: bool, status: int
+) -> None:
+    real = AsyncLLM.pool
+
+    async def aborted(self: AsyncLLM, *arguments: Any, **named: Any) -> RequestOutput:
+        output = await real(self, *arguments, **named)
+        output.outputs[0].finish_reason, output.pooled = FinishReason.ABORT, None
+        return output
+
+    monkeypatch.setattr(AsyncLLM, "pool", aborted)
+    token = IN_BACKGROUND.set(is_line)
+    answer = await embedder.post("/v1/embeddings", json={"model": "tiny", "input": "a"})
+    IN_BACKGROUND.reset(token)
+    assert answer.status_code == status
