@@ -496,7 +496,7 @@ def test_a_file_whose_caller_leaves_is_read_no_further(own_texts: Helpers, threa
     reading = threads.submit(read)
     until(lambda: own_texts.pids)
     abandonment.leave()
-    with pytest.raises(InternalError, match="signal 9|has left"):
+    with pytest.raises(InternalError, match=r"signal 9|has left"):
         reading.result()
 
 
