@@ -207,7 +207,7 @@ class Helper:
             f"{limits.what} takes more than {limits.seconds:g} s of processor time to read", param=limits.param
         )
         failed = UserError(f"{limits.what} makes its reader fail, and may be damaged", param=limits.param)
-        parts = [encode_frame(Read(reader, argument, limits)), header, *content]
+        parts: list[bytes | bytearray] = [encode_frame(Read(reader, argument, limits)), header, *content]
         with (ABANDONMENT.get() or Abandonment()).ended_by(self.kill):
             answer = self._patiently(parts, too_slow, None if limits.memory is None else failed)
         if isinstance(answer, Failed):
