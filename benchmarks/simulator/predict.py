@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.bench.metrics import percentile
-from quire.cli.calibrate import run as calibrate_run
+from quire.cli.calibrate import fit_profile as calibrate_run
 from quire.clock import Clock, SystemClock
 from quire.config.model_shape import ModelShape
 from quire.config.options import EngineOptions

@@ -89,6 +89,7 @@ def copy_of_triton(to: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)  # minutes of a compiler, which other processes slow down
 @pytest.mark.parametrize("arguments", [("90",), ("80", "products")], ids=str)
 def test_kernels_compile_and_fit(arguments: tuple[str, ...]) -> None:
     capability = int(arguments[0])
@@ -125,6 +126,7 @@ def test_kernels_compile_and_fit(arguments: tuple[str, ...]) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("capability", SHARED_BYTES)
 def test_attention_of_towers_fits(capability: int) -> None:
     """Wide heads in float32 take fewer tiles at once. (They spill: towers compute in 16 bits.)"""
