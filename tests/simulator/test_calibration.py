@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from quire.cli.calibrate import main
 from quire.cli.calibrate import fit_profile as fit_log
+from quire.cli.calibrate import main
 from quire.cli.main import main as quire
 from quire.clock import VirtualClock
 from quire.config.model_shape import ModelShape
