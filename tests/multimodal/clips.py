@@ -48,8 +48,13 @@ def changed(data: bytes, kind: str, change: Callable[[int, av.Packet], bytes]) -
     return file.getvalue()
 
 
-def peak(argument: str, data: bytes) -> bytes:
-    """In a helper: bytes of memory for a file that is refused."""
+def growth(argument: str, data: bytes) -> bytes:
+    """In a helper: bytes by which a file that is refused raises the most memory that the process has taken."""
+    before = _peak()
     with pytest.raises(UserError, match="damaged"):
         videos.prepare_video(argument, data)
-    return str(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024).encode()
+    return str(_peak() - before).encode()
+
+
+def _peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

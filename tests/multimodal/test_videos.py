@@ -158,7 +158,8 @@ def test_a_file_that_states_too_many_packets_fills_no_memory(tmp_path: Path) -> 
     try:
         argument = msgspec.json.encode(videos.VideoJob(made, "x")).decode()
         limits = ReadLimits(videos.VIDEO_SECONDS, made.most_memory)
-        assert int(helpers.read(f"{clips.__name__}:peak", argument, [bytes(file)], limits)) < 2**30
+        # What was taken before the limit was set counts beside it.
+        assert int(helpers.read(f"{clips.__name__}:growth", argument, [bytes(file)], limits)) <= made.most_memory
     finally:
         helpers.close()
 
