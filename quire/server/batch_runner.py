@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Container, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -127,9 +127,7 @@ class BatchRunner:
         """Start the oldest open batch of each key that has none running, and batches that only have to be ended."""
         running = set(self._running)  # before records are read: one that ends meanwhile is read too early
         answering = {owner for owner, _ in self._running.values()}
-        for owner, batch in await self._store.in_thread(self._read_open):
-            if batch.id in running:
-                continue
+        for owner, batch in await self._store.in_thread(self._read_open, running):
             only_ends = batch.status in _ENDING or batch.has_ended or self._store.clock() >= batch.expires_at
             if not only_ends:
                 if owner in answering:
@@ -139,10 +137,12 @@ class BatchRunner:
             self._running[batch.id] = None if only_ends else owner, task
             task.add_done_callback(partial(self._note_end, batch.id))
 
-    def _read_open(self) -> list[tuple[str, StoredBatch]]:
-        """(owner, batch) of all batches that have not ended, the oldest first."""
+    def _read_open(self, running: Container[str]) -> list[tuple[str, StoredBatch]]:
+        """(owner, batch) of all batches that have not ended and are not among `running` ids, the oldest first."""
         found = []
         for owner, batch_id in open_batches(self._store):
+            if batch_id in running:
+                continue
             batches = Batches(self._store.space(owner))
             try:
                 batch = batches.read(batch_id)
@@ -216,7 +216,7 @@ class _Run:
     async def answer(self) -> None:
         batch = self._batch
         if batch.has_ended:
-            await self._store.in_thread(self._batches.clear, batch)
+            await self._store.in_thread(self._batches.clear, batch.id)
             return
         if batch.status == "validating":
             await self._check()
@@ -232,9 +232,7 @@ class _Run:
 
     async def _enter(self, status: str) -> None:
         batch = self._batch
-        if status == "finalizing" and batch.status == "cancelling":
-            pass
-        else:
+        if (batch.status, status) != ("cancelling", "finalizing"):  # clients see the first until the end
             batch.status = status
             batch.times.setdefault(status, int(self._store.clock()))
         await self._store.in_thread(self._batches.write, batch)
@@ -248,7 +246,7 @@ class _Run:
         if batch.errors:
             batch.total = 0
             await self._enter("failed")
-            await self._store.in_thread(self._batches.clear, batch)
+            await self._store.in_thread(self._batches.clear, batch.id)
         else:
             await self._enter("in_progress")
 
@@ -337,7 +335,7 @@ class _Run:
         if batch.outcome == QUOTA_EXCEEDED:
             batch.failed = batch.total - batch.completed
         await self._enter("completed" if batch.outcome == QUOTA_EXCEEDED else batch.outcome)
-        await self._store.in_thread(self._batches.clear, batch)
+        await self._store.in_thread(self._batches.clear, batch.id)
 
     def _split(self, answered: list[AnsweredLine]) -> tuple[str, str]:
         batch, path = self._batch, self._batches.path

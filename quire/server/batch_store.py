@@ -201,11 +201,8 @@ class Batches:
     def is_cancelled(self, batch_id: str) -> bool:
         return self.path(batch_id, "cancel").exists()
 
-    def clear(self, batch: StoredBatch) -> None:
+    def clear(self, batch_id: str) -> None:
         """Remove what an ended batch no longer needs."""
-        self._clear(batch.id)
-
-    def _clear(self, batch_id: str) -> None:
         for kind in ("journal", "input", "cancel"):
             self.path(batch_id, kind).unlink(missing_ok=True)
         self.open_mark(batch_id).unlink(missing_ok=True)
@@ -244,7 +241,7 @@ class Batches:
                 num_left -= 1
 
     def _drop(self, batch_id: str) -> None:
-        self._clear(batch_id)
+        self.clear(batch_id)
         self.path(batch_id, "json").unlink(missing_ok=True)
         self._store.batch_times.pop(batch_id, None)
 

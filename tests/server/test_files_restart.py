@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,12 +88,12 @@ async def test_the_end_of_a_batch_is_repeated(
         monkeypatch.setattr(owner, name, fails_once)
         served.context.start()
         found = await ended(client, batch.id)
+        async with asyncio.timeout(30):  # what a batch no longer needs goes after clients see its end
+            while list((tmp_path / "files" / "open").iterdir()):
+                await asyncio.sleep(0.01)
         assert (found.status, [found.output_file_id]) == ("completed", planned)
         assert [each["custom_id"] for each in await results(client, found.output_file_id)] == ["r0", "r1", "r2"]
         assert len((await client.files.list(purpose="batch_output")).data) == 1
-        async with asyncio.timeout(30):
-            while list((tmp_path / "files" / "open").iterdir()):
-                await asyncio.sleep(0.01)
         assert journal_of(tmp_path) == []
         served.context.drain()
 
@@ -267,8 +267,8 @@ async def test_a_batch_that_ends_while_records_are_read_is_not_begun_again(
     monkeypatch.setattr(batch_runner, "POLL_SECONDS", 0.01)
     read, guarded, note_end = (getattr(BatchRunner, name) for name in ("_read_open", "_guarded", "_note_end"))
 
-    def read_slowly(self: BatchRunner) -> list[tuple[str, StoredBatch]]:
-        found: list[tuple[str, StoredBatch]] = read(self)
+    def read_slowly(self: BatchRunner, running: Container[str]) -> list[tuple[str, StoredBatch]]:
+        found: list[tuple[str, StoredBatch]] = read(self, running)
         if begun and not is_over.is_set():
             for _, each in found:
                 each.status = "finalizing"

@@ -117,7 +117,7 @@ def test_what_batches_keep_counts(space: Space) -> None:
     put(space, b"a" * 3000)
     with pytest.raises(ApiError, match="10000 bytes"):
         batches.create(order(space.list_files()[0]))
-    batches.clear(batch)
+    batches.clear(batch.id)
     assert space.num_used_bytes() == 3000
 
 
@@ -135,7 +135,7 @@ def test_files_of_results_count_before_they_are_made(space: Space) -> None:
     put(space)
     with pytest.raises(ApiError, match="10 files, of at most 10"):
         put(space)
-    batches.clear(made[0])
+    batches.clear(made[0].id)
     put(space)
     with pytest.raises(ApiError, match="9 files, of at most 10"):
         batches.create(order(file))
