@@ -210,6 +210,11 @@ class StepPlan(msgspec.Struct, array_like=True):
     adds them for the other stages."""
 
     @property
+    def masked_seq_ids(self) -> set[int]:
+        """Sequences of `masked_samples`."""
+        return {self.sample_seq_ids[index] for index in self.masked_samples}
+
+    @property
     def total_tokens(self) -> int:
         return sum(self.num_tokens)
 

@@ -35,6 +35,11 @@ class SampleRows(NamedTuple):
     def columns(self) -> tuple[np.ndarray, ...]:
         return self[:4]
 
+    @property
+    def starts(self) -> np.ndarray:
+        """First row of each sample, and R: `firsts` without drafts too."""
+        return np.arange(len(self.rows) + 1) if self.firsts is None else self.firsts
+
 
 def build_sample_rows(
     seq_ids: Sequence[int], sample_from: Sequence[int], batch: InputBatch, requests: RequestState

@@ -165,9 +165,7 @@ class DeviceDrafts:
         placed = [upload.add(column) for column in (num_drafts, given_at, given_from, np.array(given))]
         if samples is None:
             return DraftSections(placed, None)
-        firsts = samples.firsts
-        if firsts is None:
-            firsts = np.arange(len(samples.rows) + 1)
+        firsts = samples.starts
         sources = np.repeat(np.array(samples.sources), np.diff(firsts))
         tokens_at = samples.last_index if batch.logits_rows is None else batch.logits_rows[samples.last_index]
         accepted = [upload.add(column) for column in (firsts, tokens_at, sources)]

@@ -72,7 +72,7 @@ class DeviceHeadDrafts(MadeDrafts):
         num_ready = self._num_ready(plan, samples)
         is_sampled = np.zeros(len(batch.rows), bool)
         if samples is not None:
-            rows = samples.rows if samples.firsts is None else samples.rows[samples.firsts[:-1]]
+            rows = samples.rows[samples.starts[:-1]]
             is_sampled = np.isin(batch.rows, rows)
             num_ready = np.where(np.isin(rows, batch.rows), num_ready, 0).tolist()
         self._is_known[batch.rows] = is_sampled

@@ -101,9 +101,9 @@ class MadeDrafts(DeviceDrafts):
         """Number of drafts that each sample's next step may have."""
         if samples is None:
             return []
-        firsts = np.arange(len(samples.rows) + 1) if samples.firsts is None else samples.firsts
+        firsts = samples.starts
         ends = samples.lengths[firsts[:-1]] + np.diff(firsts)  # with all drafts and the sampled token
-        masked = {plan.sample_seq_ids[index] for index in plan.masked_samples}
+        masked = plan.masked_seq_ids
         return [
             0 if seq_id in masked else self._most_behind_tokens(end)
             for seq_id, end in zip(samples.seq_ids, ends.tolist(), strict=True)

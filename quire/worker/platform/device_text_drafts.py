@@ -155,7 +155,7 @@ class DeviceTextDrafts(DeviceDrafts):
 
     def _look_up(self, plan: StepPlan, seq_ids: Sequence[int], rows: np.ndarray) -> None:
         """Find likely next tokens (paths) for the samples of the coming step: sequences `seq_ids`, in `rows`, [N]."""
-        masked = {plan.sample_seq_ids[index] for index in plan.masked_samples}
+        masked = plan.masked_seq_ids
         texts, self._is_looked_up = self._texts, True
         texts.learn()
         if masked:
@@ -182,7 +182,7 @@ class DeviceTextDrafts(DeviceDrafts):
         if samples is None:
             rows, firsts = np.zeros(0, np.int64), np.zeros(1, np.int64)
         else:
-            firsts = np.arange(len(samples.rows) + 1) if samples.firsts is None else samples.firsts
+            firsts = samples.starts
             rows = samples.rows[firsts[:-1]]
         if not self._is_looked_up:
             self._look_up(plan, () if samples is None else samples.seq_ids, rows)
