@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -105,7 +106,7 @@ def add_admin_routes(app: FastAPI, context: ServerContext, *, has_admin_keys: bo
             ),
         ),
         (settings.enable_sleep_mode, "--enable-sleep-mode", (_add_sleep_routes,)),
-        (has_admin_keys, "--admin-api-key", (add_live_admin_routes,)),
+        (has_admin_keys, "--admin-api-key", (partial(add_live_admin_routes, keeps_log=has_admin_keys),)),
         (settings.enable_tokenizer_info_endpoint, "--enable-tokenizer-info-endpoint", (_add_tokenizer_route,)),
     ):
         routes = app if is_on else FastAPI(openapi_url=None)

@@ -51,8 +51,7 @@ def admin(endpoint: Endpoint) -> Endpoint:
 
 def has_admin_key(request: Request) -> bool:
     """True if the request brings an admin's key, whether or not its route needs one."""
-    given, keys = _given_key(request), request.state.keys
-    client = keys.find(given.encode("latin-1")) if given else None
+    client = _client_with_key(_given_key(request), request.state.keys)
     return client is not None and client.is_admin
 
 
@@ -72,8 +71,7 @@ def key_check(keys: KeyRing, *, on_unix_socket: bool = False) -> Callable[[Reque
         client = None if is_admins and keys.has_admin_keys else keys.anyone
         if client is None:
             given = _given_key(request)
-            # Header values arrive decoded as Latin-1; the key may hold anything.
-            client = keys.find(given.encode("latin-1")) if given else None
+            client = _client_with_key(given, keys)
             if client is None:
                 message = (
                     "Incorrect API key provided" if given else "an API key is required: 'Authorization: Bearer KEY'"
@@ -116,6 +114,11 @@ def _network_of(request: Request) -> str:
 def _given_key(request: Request) -> str:
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     return given.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "").strip()
+
+
+def _client_with_key(given: str, keys: KeyRing) -> Client | None:
+    # Header values arrive decoded as Latin-1; the key may hold anything.
+    return keys.find(given.encode("latin-1")) if given else None
 
 
 def _check_admin(client: Client, keys: KeyRing, *, is_local: bool) -> None:

@@ -84,10 +84,12 @@ class LogLines(msgspec.Struct):
     lines: list[LogLine]
 
 
-def add_live_admin_routes(app: FastAPI, context: ServerContext) -> None:
+def add_live_admin_routes(app: FastAPI, context: ServerContext, *, keeps_log: bool) -> None:
+    """Add both routes. keeps_log: False where they are not served, so that no record is formatted for nobody."""
     tail = LogTail()
-    tail.open()
-    context.on_exit.append(tail.close)
+    if keeps_log:
+        tail.open()
+        context.on_exit.append(tail.close)
 
     @app.post("/debug/abort")
     @admin
