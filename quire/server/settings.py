@@ -52,24 +52,15 @@ _HOST = re.compile(r"(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*|[0-9A-Fa-f]*:[0-9A
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of one server; each field's `Option` describes it. Invalid values raise ConfigError with `param` set.
 
-    served_model_name: the first name is the one in responses. Empty: the engine's model name.
-    api_key, api_key_file: keys of clients (quire/server/keys.py); without keys, clients need none.
-    priority_range: lowest and highest priority (lower is earlier); the key file may set another range for a key.
-    restart_engine: requests go on in the new engine (quire/engine/fleet.py). None: on if `data_parallel_size` exceeds
-        1.
-    allowed_hosts: names in the Host header besides those of the listening address (quire/server/site.py). Any name is
-        allowed by default on a Unix socket.
+    served_model_name: the first name is the one in responses.
+    restart_engine: None: on if `data_parallel_size` exceeds 1.
+    allowed_hosts: a Unix socket allows any name by default.
     log_format: None follows `QUIRE_LOG_FORMAT`.
-    collect_detailed_traces: any of vLLM's values adds a span for each phase (quire/server/tracing.py).
-    strict_fields: refuse unknown fields instead of reporting them (docs/http-api.md).
-    admin_api_key: if there is none, here and in the key file, only clients on this machine may control the engine
-        (quire/server/auth.py).
-    tool_call_parser, reasoning_parser: parsers by name (docs/tool-calls.md); "auto" follows the chat template and is
-        the default for tool calls, "none" turns parsing off and is the default for reasoning.
-    root_path: prefix that a proxy strips; requests that still have it are served too.
+    collect_detailed_traces: any value adds all spans (quire/server/tracing.py).
+    admin_api_key: keys may also come from the key file.
+    tool_call_parser, reasoning_parser: "none" turns parsing off.
+    root_path: requests that still have it are served too.
     files_quota, max_file_size, max_files, max_open_batches: need files_dir.
-    dialect: API to follow where OpenAI and vLLM differ: error codes are words or HTTP statuses, and a logit_bias beyond
-        100 is an error or clipped (docs/http-api.md).
     """
 
     host: Annotated[str, FIRST("address to listen on")] = "127.0.0.1"
