@@ -85,7 +85,7 @@ class LogLines(msgspec.Struct):
 
 
 def add_live_admin_routes(app: FastAPI, context: ServerContext, *, keeps_log: bool) -> None:
-    """Add both routes. keeps_log: False where they are not served, so that no record is formatted for nobody."""
+    """Add both routes. keeps_log: False where they are not served, and no reader asks for the log."""
     tail = LogTail()
     if keeps_log:
         tail.open()
