@@ -402,6 +402,7 @@ class Scheduler:
         self._adapters.report_stats(stats, self._waiting)
         self._images.report_stats(stats)
         stats.num_running = len(self._requests) - stats.num_waiting
+        stats.num_running_in_background = self._running.num_in_background
         return copy.copy(stats)
 
     def current_load(self) -> Load:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections import deque
 
 import msgspec
@@ -42,6 +43,7 @@ class LogTail(logging.Handler):
         super().__init__()
         self._lines: deque[LogLine] = deque(maxlen=KEPT)
         self._number = 0
+        self.process = secrets.token_hex(8)
 
     def open(self) -> None:
         logging.getLogger("quire").addHandler(self)
@@ -79,9 +81,10 @@ class AbortLive(RequestStruct, kw_only=True, frozen=True):
 
 
 class LogLines(msgspec.Struct):
-    """Log of this API process, oldest first."""
+    """Log of this API process, oldest first. process: random, and another one after a restart."""
 
     lines: list[LogLine]
+    process: str = ""
 
 
 def add_live_admin_routes(app: FastAPI, context: ServerContext, *, keeps_log: bool) -> None:
@@ -109,4 +112,6 @@ def add_live_admin_routes(app: FastAPI, context: ServerContext, *, keeps_log: bo
     @admin
     async def log(after: str = "0") -> Response:
         """after: number of the last line that the client has."""
-        return json_response(LogLines(tail.lines(whole_number("after", after, 0))), {"Cache-Control": "no-store"})
+        return json_response(
+            LogLines(tail.lines(whole_number("after", after, 0)), tail.process), {"Cache-Control": "no-store"}
+        )

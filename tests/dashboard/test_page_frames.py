@@ -215,6 +215,42 @@ class TestAdmin:
                 tab.evaluate("new Promise((done) => setTimeout(done, 20))")
             assert tab.evaluate("document.querySelectorAll('.line').length") == 1
 
+    def test_the_log_of_a_server_that_started_again_starts_over(self, tab: Chromium) -> None:
+        """Its numbers begin at 1 again."""
+        asked: list[str] = []
+
+        def log(path: str, _: bytes) -> bytes:
+            asked.append(path)
+            process, later = ("old", []) if len(asked) < 3 else ("new", [])
+            shown = msgspec.structs.replace(self.LINE, number=7 if process == "old" else 2, message=process)
+            return msgspec.json.encode(LogLines(later if path.endswith(f"={shown.number}") else [shown], process))
+
+        answers = {
+            "/debug/kv/history": lambda *_: msgspec.json.encode(KVHistory([], is_admin=True)),
+            "/debug/log": log,
+        }
+        driver = pressed_driver(1)
+        driver.step()
+        with shown(tab, frame_of(driver), answers):
+            tab.wait_for("document.querySelector('.request')")
+            tab.evaluate("document.querySelector('#log-card').open = true")
+            tab.wait_for("document.querySelector('.line')?.textContent.endsWith(' old')")
+            tab.wait_for("document.querySelector('.line')?.textContent.endsWith(' new')")
+            assert tab.evaluate("document.querySelectorAll('.line').length") == 1
+            assert asked == [f"/debug/log?after={number}" for number in (0, 7, 7, 0)][: len(asked)]
+
+    def test_a_line_of_a_batch_has_no_end(self, tab: Chromium) -> None:
+        """Aborted, it would be asked again."""
+        driver = pressed_driver(1)
+        driver.add("line", [1, 2, 3], max_tokens=9, is_background=True)
+        driver.step()
+        answers = {"/debug/kv/history": lambda *_: msgspec.json.encode(KVHistory([], is_admin=True))}
+        with shown(tab, frame_of(driver), answers):
+            tab.wait_for("document.querySelector('.end')")
+            assert tab.evaluate("document.querySelectorAll('.request').length") == 2
+            assert tab.evaluate("document.querySelectorAll('.end').length") == 1
+            assert "line of a batch" in text(tab, "#queues")
+
     def test_others_have_neither(self, tab: Chromium) -> None:
         driver = pressed_driver(1)
         driver.step()

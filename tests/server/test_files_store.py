@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 
 from quire.server import batch_runner, batch_store, file_store
 from quire.server.batch_check import check_input
+from quire.server.batch_ends import undone
+from quire.server.batch_lines import AnsweredLine
 from quire.server.batch_store import Batches
 from quire.server.errors import ApiError
 from quire.server.file_store import FileStore, Quotas, Space, StoredFile, held, read_or_none, write_whole
@@ -171,6 +174,16 @@ def test_errors_of_lines_are_short(tmp_path: Path) -> None:
     _, errors = check_input(tmp_path / "in", "/v1/completions", 10**6)
     assert [each.line for each in errors] == [1, 2]
     assert all(len(each.message) <= 600 for each in errors)
+
+
+def test_lines_without_results_have_the_same_ids_again(tmp_path: Path) -> None:
+    (tmp_path / "in").write_bytes(requests(3))
+    first, again, other = (
+        list(undone(batch, tmp_path / "in", [AnsweredLine("r0", False)], "expired")) for batch in ("a", "a", "b")
+    )
+    assert first == again
+    ids = [json.loads(each)["id"] for each in (*first, *other)]
+    assert len(set(ids)) == len(ids) == 4
 
 
 async def test_the_runner_outlives_any_error(model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

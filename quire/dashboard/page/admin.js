@@ -3,7 +3,7 @@
 const LINES_KEPT = 500;
 const LOG_SECONDS = 2; // between two looks at the log
 
-const admin = { isOne: false, last: 0 };
+const admin = { isOne: false, process: "", last: 0 };
 
 function setAdmin(isAdmin) {
   admin.isOne = isAdmin;
@@ -21,8 +21,14 @@ async function readLog() {
   const isSeen = byId("log-card").open && !byId("server-view").hidden && document.visibilityState === "visible";
   if (!admin.isOne || !isSeen || link.isPaused) return;
   try {
-    const { lines } = await (await ask(`debug/log?after=${admin.last}`)).json();
+    const { process, lines } = await (await ask(`debug/log?after=${admin.last}`)).json();
     byId("log-status").textContent = "";
+    if (process !== admin.process) { // its numbers begin at 1: the server has started again, or another process answers
+      const isFirst = admin.last === 0;
+      Object.assign(admin, { process, last: 0 });
+      byId("log-lines").replaceChildren();
+      if (!isFirst) return readLog();
+    }
     addLines(lines.filter(({ number }) => number > admin.last));
   } catch (error) {
     byId("log-status").textContent = error.message;
