@@ -56,7 +56,7 @@ class EngineState:
     stopped_code = _Number(9, int)
     """`EngineClient.stopped` + 2; 0: no process is stopped."""
     num_running_live = _Number(10, int)
-    """Of these, requests outside the background."""
+    """Running requests outside the background, in the last snapshot."""
 
     def __init__(self, numbers: Numbers) -> None:
         self.common = numbers.allocate(11).common
