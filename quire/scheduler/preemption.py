@@ -144,8 +144,8 @@ def comes_before_running(request: Request, running: list[Sequence]) -> bool:
 def plan_preemption(
     request: Request, needs: Quote, running_set: RunningSet, kv: KVCacheManager, limits: Limits, reserved: Reservations
 ) -> PreemptionPlan:
-    """Plan the start of a waiting request that `comes_before_running`; `NO_PREEMPTION` if impossible. reserved: what
-    deferred requests before it keep."""
+    """Plan the start of a waiting request that `comes_before_running`; `NO_PREEMPTION` if impossible. reserved:
+    needs of the deferred requests before it."""
     running = running_set.sequences
     if needs.is_resumed:
         kept = kv.host.reused_blocks(request.swapped_blocks)
