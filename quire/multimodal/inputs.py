@@ -14,7 +14,6 @@ from quire.config.media import OF_FILES, TEXT_DEFAULTS, Color, MediaConfig, Proc
 from quire.config.vision import VIDEO_TOKENS, VISION_TOWERS, EncoderCosts, VisionConfig, read_vision
 from quire.errors import ConfigError, UserError
 from quire.multimodal.marks import Encoder, ImageMarks
-from quire.multimodal.named import NamedPictures, name_key, unknown_name
 from quire.multimodal.sources import LOW_DETAIL_PIXELS, Picture, checked_uuid, is_data_url
 from quire.multimodal.video_marks import ReadyMedium, ReadyVideo, VideoMarks, runs_of
 from quire.prompt_image import PromptImage, ReadyImage
@@ -111,19 +110,9 @@ class ImageInputs:
         processor = msgspec.structs.replace(processor, min_pixels=min(least, most), max_pixels=most)
         return Preparation(processor, background)
 
-    def prepare(
-        self, picture: Picture, options: MediaOptions = NO_OPTIONS, named: NamedPictures | None = None
-    ) -> ReadyMedium:
-        """Fetch and decode an image or a video in this process. named: pictures by uuid, which this may read or add to.
-        Raises UserError."""
+    def prepare(self, picture: Picture, options: MediaOptions = NO_OPTIONS) -> ReadyMedium:
+        """Fetch and decode an image or a video in this process. Raises UserError."""
         image = picture.image
-        if isinstance(image, ReadyImage | ReadyVideo):
-            return image
-        name = None if picture.uuid is None or named is None else name_key(options.owner, picture.uuid)
-        if image is None:
-            image = None if name is None or named is None else named.picture_of(name)
-            if image is None:
-                raise unknown_name(picture)
         if isinstance(image, str) and not is_data_url(image):
             from quire.multimodal.fetching import fetch_image
 
@@ -133,10 +122,7 @@ class ImageInputs:
             return self.videos.processor.prepare(image, picture.where)
         if isinstance(image, Mapping):
             return self._encoded(image, picture)
-        ready = self.preparation(picture.detail, options).prepare(image, picture.where)
-        if name is not None and named is not None:
-            named.put(name, image)
-        return ready
+        return self.preparation(picture.detail, options).prepare(image, picture.where)
 
     def _encoded(self, features: Mapping[str, Any], picture: Picture) -> ReadyImage:
         where = picture.where
