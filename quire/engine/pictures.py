@@ -26,7 +26,7 @@ from quire.utils.fair_threads import FairThreads
 
 if TYPE_CHECKING:
     from quire.multimodal.preparing import Preparation
-    from quire.multimodal.videos import VideoProcessor
+    from quire.multimodal.videos import AnyVideoProcessor
 
 MAX_FETCHES = 8
 """Maximum number of concurrent fetches."""
@@ -120,7 +120,7 @@ class Pictures:
         return await in_turn(threads, OBJECT_BYTES, lambda: inputs.prepare(picture, options))
 
     def _of_file(self, inputs: ImageInputs, picture: Picture, data: bytes, options: MediaOptions) -> ReadyMedium:
-        how: Preparation | VideoProcessor
+        how: Preparation | AnyVideoProcessor
         if picture.is_video:
             assert inputs.videos is not None, "check_numbers comes before"
             how = inputs.videos.processor
@@ -133,7 +133,7 @@ class Pictures:
             self.kept.put(key, found)
         return found
 
-    def _made(self, how: Preparation | VideoProcessor, where: str, data: bytes) -> ReadyMedium:
+    def _made(self, how: Preparation | AnyVideoProcessor, where: str, data: bytes) -> ReadyMedium:
         if self._helpers is None:
             return how.prepare(data, where)
         from quire.multimodal.preparing import FileJob, Preparation

@@ -15,18 +15,18 @@ from quire.config.vision import VIDEO_TOKENS, VISION_TOWERS, EncoderCosts, Visio
 from quire.errors import ConfigError, UserError
 from quire.multimodal.marks import Encoder, ImageMarks
 from quire.multimodal.sources import LOW_DETAIL_PIXELS, Picture, checked_uuid, is_data_url
-from quire.multimodal.video_marks import ReadyMedium, ReadyVideo, VideoMarks, runs_of
+from quire.multimodal.video_marks import ReadyMedium, ReadyVideo, VideoMarks, VideoRuns, runs_of
 from quire.prompt_image import PromptImage, ReadyImage
 
 if TYPE_CHECKING:
     from quire.multimodal.preparing import Preparation
     from quire.multimodal.processors import QwenProcessor, SquareProcessor
-    from quire.multimodal.videos import VideoProcessor
+    from quire.multimodal.videos import AnyVideoProcessor
 
 TEXT_ALONE = "prompts are text, without images, sound or video"
 ONE_SIZE = "mm_processor_kwargs: all pictures of this model have one size"
 IMAGES, VIDEOS = "multi_modal_data.image", "multi_modal_data.video"
-NO_VIDEOS = "this model's videos are not supported: those of Qwen3-VL and Qwen 3.5 are, with one processor for both"
+NO_VIDEOS = "this model takes no videos: Qwen3-VL, Qwen 3.5 and Qwen2.5-VL do, with patches and colours as of images"
 
 
 MEDIA = ("multi_modal_data", "multi_modal_uuids")
@@ -56,8 +56,8 @@ class NoImages:
 class VideoInputs:
     """Video inputs of one model."""
 
-    processor: VideoProcessor
-    marks: VideoMarks
+    processor: AnyVideoProcessor
+    marks: VideoMarks | VideoRuns
 
 
 @dataclass(frozen=True)
@@ -149,15 +149,11 @@ class ImageInputs:
             token_ids = self.videos.marks.written(token_ids, videos, where)
         token_ids, placed = self._place(token_ids, images, where)
         parts = [] if self.videos is None else self.videos.marks.placed(token_ids, videos)
-        found = [
-            PromptImage(each.grid, each.key, each.pixels, each.size, each.is_encoded, each.is_whole, start)
-            for start, each in (*placed, *parts)
-        ]
-        return token_ids, sorted(found, key=lambda each: each.start)
+        return token_ids, sorted([*placed, *parts], key=lambda each: each.start)
 
     def _place(
         self, token_ids: list[int], images: Sequence[ReadyImage], where: str
-    ) -> tuple[list[int], list[tuple[int, ReadyImage]]]:
+    ) -> tuple[list[int], list[PromptImage]]:
         counts, marks = [each.num_tokens for each in images], self.marks
         if marks is not None and token_ids.count(marks.begin) == len(counts) and self.token_id not in token_ids:
             token_ids = marks.written(token_ids, self.token_id, counts)
@@ -179,7 +175,7 @@ class ImageInputs:
                 placed += [self.token_id] * count
                 last = place + 1
             placed += token_ids[last:]
-        return placed, list(zip(starts, images, strict=True))
+        return placed, [image.at(start) for start, image in zip(starts, images, strict=True)]
 
 
 def image_inputs(config: EngineConfig, tokenizer: Encoder | None = None) -> ImageInputs | NoImages:
@@ -211,21 +207,29 @@ def image_inputs(config: EngineConfig, tokenizer: Encoder | None = None) -> Imag
         min_pixels=least or min(processor.min_pixels, most or processor.min_pixels),
         max_pixels=most or max(processor.max_pixels, least or 0),
     )
-    videos = _video_inputs(config, processor, tokenizer)
+    videos = _video_inputs(config, processor, vision, tokenizer)
     return ImageInputs(processor, vision, model.image_token_id, media, videos=videos)
 
 
-def _video_inputs(config: EngineConfig, processor: QwenProcessor, tokenizer: Encoder | None) -> VideoInputs | None:
-    model = config.model
-    tokens = [(model.vision or {}).get(key) for key in VIDEO_TOKENS]
-    is_known = VISION_TOWERS[model.architecture].table_is_interpolated and model.mmproj is None
-    if not is_known or not all(type(token) is int and 0 <= token < model.vocab_size for token in tokens):
+def _video_inputs(
+    config: EngineConfig, processor: QwenProcessor, vision: VisionConfig, tokenizer: Encoder | None
+) -> VideoInputs | None:
+    model, is_timed = config.model, vision.tokens_per_second is not None
+    given = [(model.vision or {}).get(key) for key in (VIDEO_TOKENS[:1] if is_timed else VIDEO_TOKENS)]
+    tokens = [token for token in given if type(token) is int and 0 <= token < model.vocab_size]
+    if model.mmproj is not None or len(tokens) < len(given):
         return None
     from quire.multimodal.videos import read_video_processor
 
-    found = read_video_processor(model.path, processor, config.media.video)
-    placeholder, begin, end = (int(token) for token in tokens if token is not None)
-    return None if found is None else VideoInputs(found, VideoMarks(placeholder, begin, end, tokenizer))
+    found = read_video_processor(
+        model.path,
+        processor,
+        config.media.video,
+        most_tokens=model.max_model_len,
+        tokens_per_second=vision.tokens_per_second,
+    )
+    marks = VideoRuns(tokens[0]) if is_timed else VideoMarks(tokens[0], tokens[1], tokens[2], tokenizer)
+    return None if found is None else VideoInputs(found, marks)
 
 
 def encoder_costs(config: EngineConfig) -> EncoderCosts | None:
