@@ -51,6 +51,8 @@ class VideoMarks:
         if _has_all(token_ids, self.token_id, videos, counts, where):
             return token_ids
         if videos and self.tokenizer is None:
+            if counts == [1] * len(videos):
+                return token_ids
             raise UserError(
                 f"{where}: without a tokenizer the times in videos are not written: the prompt needs all placeholders",
                 param=where,
@@ -60,9 +62,13 @@ class VideoMarks:
         is_marked = False
         for place, token in enumerate(token_ids):
             if token == self.token_id:
+                parts = self._parts(next(left))
                 is_marked = found[-1:] == [self.begin] and token_ids[place + 1 : place + 2] == [self.end]
+                if is_marked and found[2 - len(parts) :] == parts[:-2]:
+                    found += parts[-2:]  # a part of one token has its time already
+                    continue
                 found = found[:-1] if is_marked else found
-                found += self._parts(next(left))
+                found += parts
             elif token == self.end and is_marked and token_ids[place - 1] == self.token_id:
                 is_marked = False  # the last part has it
             else:

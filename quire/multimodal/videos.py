@@ -133,7 +133,7 @@ class VideoProcessor(msgspec.Struct, frozen=True, tag="marked"):
         """video: bytes of a file, data URL, or a program's frames: a list of images or an array [frames, height, width,
         channels], maybe in a pair with metadata. Raises UserError."""
         if isinstance(video, str):
-            video = read_data_url(video, where, VIDEO_LIMITS, kind="video")
+            video = read_data_url(video, where, VIDEO_LIMITS)
         if isinstance(video, bytes):
             return self._made(*decode_video(video, where, self))
         frames, metadata = video if isinstance(video, tuple) and len(video) == 2 else (video, {})
@@ -246,14 +246,14 @@ def decode_video(data: bytes, where: str, processor: VideoProcessor) -> tuple[li
     for those that the end of the file lacks. Limits apply before a frame is decoded. Raises UserError; MemoryError in a
     helper, whose memory is limited."""
     if len(data) > VIDEO_LIMITS.max_bytes:
-        raise too_many_bytes(where, len(data), VIDEO_LIMITS, "video")
+        raise too_many_bytes(where, len(data), VIDEO_LIMITS)
     try:
-        import av
+        import av  # noqa: F401
     except ImportError:
         raise UserError(f"{where}: videos need PyAV: {how_to_install('videos')}", param=where) from None
     kind = _container(data, where)
     try:
-        with av.open(io.BytesIO(data), "r", format=kind) as container:
+        with _opened(data, kind) as container:
             stream = container.streams.video[0]
             total = _num_frames(container.demux(stream), stream.codec_context.codec.name)
             fps = float(stream.average_rate or stream.guessed_rate or USUAL_FPS)
@@ -269,22 +269,23 @@ def decode_video(data: bytes, where: str, processor: VideoProcessor) -> tuple[li
 
     def keep(index: int, frame: Any) -> None:
         pixels = np.asarray(frame.to_ndarray(format="rgb24"), np.uint8)
-        found[index] = resize(pixels, height, width, processor.image.resample)
+        turns = round(frame.rotation / 90)
+        target = (width, height) if turns % 2 else (height, width)
+        found[index] = resize(np.ascontiguousarray(np.rot90(pixels, turns)), *target, processor.image.resample)
 
     try:
-        with av.open(io.BytesIO(data), "r", format=kind) as container:
-            container.streams.video[0].codec_context.thread_count = 1
+        with _opened(data, kind) as container:
             frame = None
             for last, frame in enumerate(container.decode(video=0)):
                 if (frame.width, frame.height) != size:
-                    raise ValueError("frames of several sizes")
+                    raise UserError(f"{where}: frames of a video must have one size", param=where)
                 if last in wanted:
                     keep(last, frame)
                 if last >= chosen[-1]:
                     break
             if last not in found and frame is not None:
                 keep(last, frame)
-    except MemoryError:
+    except (MemoryError, UserError):
         raise
     except Exception:
         raise UserError(f"{where}: the video is damaged or cut off", param=where) from None
@@ -292,6 +293,18 @@ def decode_video(data: bytes, where: str, processor: VideoProcessor) -> tuple[li
         raise UserError(f"{where}: the video is damaged or cut off", param=where)
     shown = [min(index, last) for index in chosen]
     return [found[index] for index in shown], [index / fps for index in shown], len(chosen) / total * fps
+
+
+def _opened(data: bytes, kind: str) -> Any:
+    """Container whose decoder has one thread and refuses frames that are larger than the limit before it makes room for
+    them."""
+    import av
+
+    limits = {"max_pixels": str(2 * VIDEO_LIMITS.max_pixels)}  # a decoder may pad frames
+    container = av.open(io.BytesIO(data), "r", format=kind, options=limits)
+    for stream in container.streams.video:
+        stream.codec_context.thread_count, stream.codec_context.options = 1, limits
+    return container
 
 
 def _num_frames(packets: Iterable[Any], codec: str) -> int:

@@ -20,6 +20,7 @@ from quire.config.media import VideoOptions
 from quire.errors import UserError
 from quire.multimodal import videos
 from quire.multimodal.processors import read_qwen_processor
+from quire.multimodal.sources import ImageLimits
 from quire.multimodal.videos import VideoProcessor, decode_video, read_video_processor
 from quire.tokenization.helpers import Helpers
 from quire.tokenization.jobs import ReadLimits, Setup, TemplateLimits
@@ -135,6 +136,27 @@ def test_the_last_frame_stands_for_those_that_the_end_lacks(tmp_path: Path, monk
     frames, seconds, _ = decode_video(recorded(FRAMES, "matroska"), "x", made)
     assert seconds == [index / 10 for index in (0, 1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 8)]
     assert np.array_equal(frames[-1], np.asarray(FRAMES[8]))
+
+
+def test_frames_of_other_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turned as a phone's file says, and refused if they change, or before there is room for a frame over the limit."""
+    file, made = bytearray(recorded(FRAMES)), processor(tmp_path, size={"shortest_edge": 64, "longest_edge": 9 * 512})
+    upright, *_ = decode_video(bytes(file), "x", made)
+    for matrix, turns in (((0, 1, -1, 0), 3), ((-1, 0, 0, -1), 2), ((0, -1, 1, 0), 1)):
+        one, two, three, four = (each * 2**16 for each in matrix)
+        struct.pack_into(">9i", file, file.find(b"tkhd") + 44, one, two, 0, three, four, 0, 0, 0, 2**30)
+        turned, *_ = decode_video(bytes(file), "x", made)
+        assert np.array_equal(np.stack(turned), np.rot90(np.stack(upright), turns, axes=(1, 2)))
+        assert made.prepare(bytes(file), "x").parts[0].grid == ((1, 4, 2) if turns % 2 else (1, 2, 4))
+    larger = next(clips.packets(recorded([draw(1, size=(64, 32))], "webm")))
+    data = clips.changed(
+        recorded(FRAMES, "webm"), "webm", lambda number, packet: larger if number == 4 else bytes(packet)
+    )
+    with pytest.raises(UserError, match="x: frames of a video must have one size"):
+        decode_video(data, "x", made)
+    monkeypatch.setattr(videos, "VIDEO_LIMITS", ImageLimits(max_pixels=600, kind="video"))
+    with pytest.raises(UserError, match="x: the video is damaged or cut off"):
+        decode_video(data, "x", made)
 
 
 def test_counting_ends_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
