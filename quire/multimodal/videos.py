@@ -141,7 +141,7 @@ class VideoProcessor(msgspec.Struct, frozen=True, tag="marked"):
             raise UserError(f"{where}: a video must be a list of frames, not {type(frames).__name__}", param=where)
         if len(frames) > MOST_FRAMES:
             raise UserError(f"{where}: a video of more than {MOST_FRAMES} frames is not taken", param=where)
-        known = Known.of(metadata, len(frames), where)
+        known = FrameFacts.of(metadata, len(frames), where)
         chosen, total = list(range(len(frames))), known.total
         if self.samples_lists if known.is_sampled is None else known.is_sampled:
             chosen, total = self.sample(len(frames), known.fps), len(frames)
@@ -211,7 +211,7 @@ class TimedVideoProcessor(VideoProcessor, frozen=True, tag="timed", kw_only=True
 AnyVideoProcessor = VideoProcessor | TimedVideoProcessor
 
 
-class Known(NamedTuple):
+class FrameFacts(NamedTuple):
     """Metadata of a program's frames. places: numbers of the frames in the video. total: number of the video's frames.
     is_sampled: None: as the model's files say."""
 
@@ -221,7 +221,7 @@ class Known(NamedTuple):
     is_sampled: bool | None
 
     @classmethod
-    def of(cls, metadata: Any, num_frames: int, where: str) -> Known:
+    def of(cls, metadata: Any, num_frames: int, where: str) -> FrameFacts:
         """Raises UserError."""
         if not isinstance(metadata, Mapping) or metadata.keys() - set(METADATA):
             raise UserError(f"{where}: metadata of a video has {', '.join(METADATA)}", param=where)
@@ -353,8 +353,8 @@ def read_video_processor(
     tokens_per_second: float | None = None,
 ) -> AnyVideoProcessor | None:
     """Read a checkpoint's video processor; None for one that differs from that of images in patches or normalisation.
-    options: the engine's. most_tokens: see VideoProcessor. tokens_per_second: of Qwen2.5-VL, whose older checkpoints
-    have one file for images and videos (None: another model). Raises ModelLoadError with file and key."""
+    options: the engine's. most_tokens: see VideoProcessor. tokens_per_second: None for models other than
+    Qwen2.5-VL, whose older checkpoints have one file for images and videos. Raises ModelLoadError with file and key."""
     path, values = directory / _JOINT_FILE, read_optional_json(directory / _JOINT_FILE).get(_VIDEOS)
     for name in (_FILE,) if tokens_per_second is None else (_FILE, _IMAGE_FILE):
         if not isinstance(values, dict) or not values:
