@@ -13,8 +13,6 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-import torch
-from triton.compiler import ASTSource
 
 from tests.quick_operations import Operations
 
@@ -33,8 +31,10 @@ def install() -> None:
     operations = Operations(interpreter)
     _replace_once(interpreter)
     _launch_on_the_host(interpreter, operations)
-    _remember_builtins(interpreter, operations.replacements())
+    interpreter.planned = operations.replacements()
+    _remember_builtins(interpreter, interpreter.planned)
     _leave_tensors(interpreter)
+    _call_at_once(interpreter, operations.functions())
     _unwrap_constants_alone(core)
     _describe_tuples_when_asked(core)
     _remember_shapes(core)
@@ -47,6 +47,7 @@ def _replace_once(interpreter: Any) -> None:
     """On every call of one Triton function by another the interpreter searches all of `triton.language`, to replace the
     same functions by the same ones, and behind a launch it undoes some of that. Replacements stay until a kernel is
     compiled."""
+    from triton.compiler import ASTSource
 
     replace_functions = interpreter._patch_lang
     replaced: set[tuple[bool, ...]] = set()
@@ -95,6 +96,7 @@ def _replace_once(interpreter: Any) -> None:
 
 def _launch_on_the_host(interpreter: Any, operations: Operations) -> None:
     """A launch over tensors of the host, which need no copies. Signatures and types of arguments are read once."""
+    import torch
 
     launch, convert = interpreter.GridExecutor.__call__, interpreter._implicit_cvt
     signatures, types = cache(inspect.signature), {}
@@ -288,6 +290,27 @@ def _leave_tensors(interpreter: Any) -> None:
         return x if type(x) is tensor else make(self, x, check_type)
 
     semantic.to_tensor = to_tensor
+
+
+def _call_at_once(interpreter: Any, planned: dict[Any, Any]) -> None:
+    """A function that another one calls is looked for among those that were rewritten, each time."""
+    functions = interpreter.InterpretedFunction
+
+    def call(self: Any, *given: Any, **named: Any) -> Any:
+        quick = planned.get(self)
+        return call_slowly(self, *given, **named) if quick is None else quick(self.call_slowly, *given, **named)
+
+    def call_slowly(self: Any, *given: Any, **named: Any) -> Any:
+        interpreter._patch_lang(self.fn)
+        rewritten = self.__dict__.get("rewritten")
+        if rewritten is None:
+            rewritten = self.rewritten = self.rewrite()
+        try:
+            return rewritten(*given, **named)
+        except Exception as error:
+            raise interpreter.InterpreterError(repr(error)) from error
+
+    functions.__call__, functions.call_slowly = call, call_slowly
 
 
 def _remember_types(interpreter: Any) -> None:

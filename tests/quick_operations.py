@@ -394,31 +394,75 @@ class Operations:
 
     # Operations on one value, and on none
 
+    def functions(self) -> dict[Any, Function]:
+        """Planned replacements of functions that are written in Triton."""
+        standard = self.interpreter.tl.standard
+        kinds = {standard.sum: np.add.reduce, standard.max: np.fmax.reduce, standard.min: np.fmin.reduce}
+        return {function: self._reduce(function, compute) for function, compute in kinds.items()}
+
+    def _reduce(self, function: Any, compute: Function) -> Function:
+        """slow: Triton's function, called when a plan is made."""
+        make, key_of, unwrap = self.make, self._key, self.core._unwrap_if_constexpr
+        plans: dict[Any, Any] = {}
+
+        def run(value: Any, axis: Any, keep_dims: bool, kind: Any) -> Array:
+            data = value.handle.data
+            found: Array = compute(data if kind is None else data.astype(kind), axis=axis, keepdims=keep_dims)
+            return found if found.shape else np.array([found], found.dtype)
+
+        def plan_of(value: Any, axis: Any, keep_dims: Any, result: Any) -> Any:
+            axis, keep_dims = unwrap(axis), bool(unwrap(keep_dims))
+            if type(result) is not self.tensor or result.dtype.name not in self.numpy_types:
+                return NOT_PLANNED
+            kind = self._converted(value.type.scalar, result.dtype)
+            if kind is NOT_PLANNED or not same_bits(run(value, axis, keep_dims, kind), result.handle.data):
+                return NOT_PLANNED
+            return axis, keep_dims, kind, self.like(result)
+
+        def call(slow: Function, value: Any, axis: Any = None, *rest: Any, keep_dims: Any = False, **named: Any) -> Any:
+            if rest or named or type(value) is not self.tensor:
+                return slow(value, axis, *rest, keep_dims=keep_dims, **named)
+            key = (value.type.name, key_of(axis), key_of(keep_dims))
+            plan = plans.get(key)
+            if plan is None or plan is NOT_PLANNED:
+                result = slow(value, axis, keep_dims=keep_dims)
+                if plan is None:
+                    plans[key] = plan_of(value, axis, keep_dims, result)
+                return result
+            axis, keep_dims, kind, like = plan
+            return make(like, run(value, axis, keep_dims, kind))
+
+        return call
+
     def _cast(self) -> Function:
         slow, semantic, make, core = self.tensor.to.__wrapped__, self.semantic, self.make, self.core
         plans: dict[Any, Any] = {}
 
         def call(value: Any, dtype: Any, *rest: Any, _semantic: Any = None, **options: Any) -> Any:
             dtype = core._unwrap_if_constexpr(dtype)
-            if type(dtype) is not core.dtype or rest or options:
+            if type(dtype) is not core.dtype or rest or options not in ({}, {"bitcast": True}):
                 return slow(value, dtype, *rest, _semantic=semantic, **options)
-            key = (value.type.name, dtype.name)
+            key = (value.type.name, dtype.name, *options)
             plan = plans.get(key)
             if plan is None or plan is NOT_PLANNED:
-                result = slow(value, dtype, _semantic=semantic)
+                result = slow(value, dtype, _semantic=semantic, **options)
                 if plan is None:
-                    kind = self._converted(value.type.scalar, dtype)
-                    data = value.handle.data
-                    if (
-                        kind is not NOT_PLANNED
-                        and kind is not None
-                        and not same_bits(data.astype(kind), result.handle.data)
-                    ):
-                        kind = NOT_PLANNED
-                    plans[key] = NOT_PLANNED if kind is NOT_PLANNED else (kind, self.like(result))
+                    plans[key] = plan_of(value, dtype, result, bool(options))
                 return result
-            kind, like = plan
-            return value if kind is None else make(like, value.handle.data.astype(kind))
+            kind, like, is_bitcast = plan
+            data = value.handle.data
+            if kind is None:
+                return value
+            return make(like, data.view(kind) if is_bitcast else data.astype(kind))
+
+        def plan_of(value: Any, dtype: Any, result: Any, is_bitcast: bool) -> Any:
+            kind = self._converted(value.type.scalar, dtype)
+            if kind is None:
+                return (kind, self.like(result), is_bitcast) if result is value else NOT_PLANNED
+            if kind is NOT_PLANNED:
+                return NOT_PLANNED
+            data = value.handle.data.view(kind) if is_bitcast else value.handle.data.astype(kind)
+            return (kind, self.like(result), is_bitcast) if same_bits(data, result.handle.data) else NOT_PLANNED
 
         return call
 
