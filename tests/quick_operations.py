@@ -9,6 +9,7 @@ used. All else (8-bit floats, bfloat16 but for its loads and stores, block point
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,6 +37,16 @@ def divide_down(left: Array, right: Array) -> Array:
     """Quotients of integers, as Triton's interpreter rounds them."""
     quotient: Array = (left - np.fmod(left, right)) // right
     return quotient
+
+
+def moved(width: int, places: Array, offsets: Array) -> Array:
+    """Pointers `offsets` elements of `width` bytes further on."""
+    found: Array = places + width * offsets
+    return found
+
+
+def moved_by(width: int, offsets: Array, places: Array) -> Array:
+    return moved(width, places, offsets)
 
 
 ARITHMETIC: dict[str, Function] = {
@@ -170,14 +181,7 @@ class Operations:
             kind, is_checked, is_number = left if left.is_ptr() else right, False, False
             width = max(1, kind.element_ty.primitive_bitwidth // 8)
             types: list[Any] = [None if each.is_ptr() else np.dtype(np.uint64) for each in (left, right)]
-            if left.is_ptr():
-
-                def compute(places: Array, offsets: Array) -> Array:
-                    return places + width * offsets
-            else:
-
-                def compute(offsets: Array, places: Array) -> Array:
-                    return places + width * offsets
+            compute: Function = partial(moved if left.is_ptr() else moved_by, width)
         else:
             is_number = is_constant and name not in COMPARISONS  # comparisons make tensors of numbers first
             common = self.semantic.computation_type_impl(left, False, right, is_number, name in DIVISIONS)
@@ -230,7 +234,8 @@ class Operations:
                 x_data = converted(x, x_type)
             if y_data is None:
                 y_data = converted(y, y_type)
-            return np.where(condition.handle.data, x_data, y_data)
+            found: Array = np.where(condition.handle.data, x_data, y_data)
+            return found
 
         def call(condition: Any, x: Any, y: Any, _semantic: Any = None) -> Any:
             if type(condition) is not tensor:
