@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import tomllib
 
 import yaml
 
 from quire.cli.parser import given
 from quire.cli.serve import build_parser
 from quire.server.settings import ServerSettings
-from tests.architecture.source import ROOT
+from quire.version import __version__
 from tests.deploy import files
 
 CHART = files.DEPLOY / "helm" / "quire"
@@ -29,13 +28,11 @@ def test_the_parser_takes_the_options_of_the_chart() -> None:
 
 def test_the_chart_is_of_this_version() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"].get("version")
-    assert chart["appVersion"] == (version or chart["version"])
+    assert chart["appVersion"] == chart["version"] == __version__
 
 
 def test_the_rules_of_the_chart_are_prometheus_own() -> None:
+    """Their first one names the job, which is the chart's name."""
     assert (CHART / "alerts.yaml").resolve() == files.DEPLOY / "prometheus" / "alerts.yaml"
-    groups = yaml.safe_load((CHART / "alerts.yaml").read_text())
-    assert (
-        f'job="{yaml.safe_load((CHART / "Chart.yaml").read_text())["name"]}"' in groups["groups"][0]["rules"][0]["expr"]
-    )
+    rule = yaml.safe_load((CHART / "alerts.yaml").read_text())["groups"][0]["rules"][0]
+    assert f'job="{yaml.safe_load((CHART / "Chart.yaml").read_text())["name"]}"' in rule["expr"]
