@@ -3,8 +3,8 @@
 A rank and an engine are fresh interpreters, of which each takes seconds of a processor for the imports alone. A warm
 interpreter imports them once, has one thread, and forks what it is asked for: with the files, environment and
 directory of the process that asks, and as its child, which it can kill, stop and wait for as one that it started.
-Their modules, their search path and the name at the end of the command line are all that differs. The tests of starts
-and of what an interpreter imports do without; so do processes that the copies start.
+Their modules and the name at the end of the command line are all that differs. The tests of starts and of what an
+interpreter imports do without.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from functools import partial
 
+import msgspec
 import pytest
 
 from quire.engine import engine_process
 from quire.executors import multiprocess
 from quire.utils import child_process
+from tests.copied_interpreter import Asked, Copy
 
-OWN = ("PYTEST_CURRENT_TEST", "QUIRE_")
-"""Beginnings of variables that are read when a copy runs. With other differences a fresh interpreter is started."""
+READ_BY_IMPORTS = ("CUDA", "GOMP_", "KMP_", "LD_", "MKL_", "NUMPY", "OMP_", "OPENBLAS", "PYTHON", "TORCH", "TRITON_")
+"""Beginnings of the variables that a copy cannot have otherwise than the warm interpreter: with another value of them a
+fresh interpreter is started. It gets all others from the process that asks."""
 _PR_SET_CHILD_SUBREAPER = 36
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -52,34 +55,37 @@ class WarmInterpreter:
     """Starts copies in place of `child_process.start_interpreter`."""
 
     def __init__(self) -> None:
-        self._environment = _fixed_environment()
         self._turn = threading.Lock()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            command = [sys.executable, "-P", "-c", _BOOT, json.dumps([str(each) for each in sys.path])]
-            self._process = subprocess.Popen([*command, str(theirs.fileno())], pass_fds=[theirs.fileno()])
-        self._socket = ours
+        self._environment: dict[str, str] | None = None
+        self._socket, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._process: subprocess.Popen[bytes] | None = None
 
     def in_place_of_fresh_ones(self) -> contextlib.AbstractContextManager[None]:
         """Ranks and engines that this process starts are copies."""
         return _started_by(self.start)
 
     def start(self, module: str, name: str, line: bytes, fds: Collection[int]) -> subprocess.Popen[bytes]:
-        if _fixed_environment() != self._environment:
+        with self._turn:
+            self._process = self._process or self._begin()
+        if _environment_of_imports() != self._environment:
             return child_process.start_interpreter(module, name, line, fds)
-        process = _Copy(self, module, name, tuple(fds))
+        process = Copy(partial(self._copy, Asked.here(module, name, fds)))
         child_process.write_line(process, line)
         return process
 
-    def copy(self, module: str, name: str, stdin: int, fds: Collection[int]) -> int:
+    def _begin(self) -> subprocess.Popen[bytes]:
+        self._environment = _environment_of_imports()
+        arguments = json.dumps([str(each) for each in sys.path]), str(self._theirs.fileno())
+        command = (sys.executable, "-P", "-c", _BOOT, *arguments)
+        with self._theirs:
+            return subprocess.Popen(command, pass_fds=[self._theirs.fileno()])
+
+    def _copy(self, asked: Asked, stdin: int) -> int:
         """Process id of a new child of this process."""
-        numbers = [0, 1, 2, *fds]
-        asked = {"module": module, "name": name, "numbers": numbers}
-        asked |= {"environment": dict(os.environ), "directory": os.getcwd()}
         with self._turn:
             _become_subreaper(True)
             try:
-                socket.send_fds(self._socket, [json.dumps(asked).encode()], [stdin, *numbers[1:]])
+                socket.send_fds(self._socket, [msgspec.json.encode(asked)], [stdin, *asked.numbers[1:]])
                 answer = self._socket.recv(64)
             finally:
                 _become_subreaper(False)
@@ -88,26 +94,13 @@ class WarmInterpreter:
 
     def close(self) -> None:
         self._socket.close()
-        self._process.wait()
+        self._theirs.close()
+        if self._process is not None:
+            self._process.wait()
 
 
-class _Copy(subprocess.Popen[bytes]):
-    def __init__(self, warm: WarmInterpreter, module: str, name: str, fds: tuple[int, ...]) -> None:
-        self._warm, self._module, self._name, self._fds = warm, module, name, fds
-        super().__init__([module], stdin=subprocess.PIPE)
-
-    def _execute_child(self, *arguments: Any) -> None:
-        """In place of fork and exec. The eleventh argument is the end of the pipe that the child reads."""
-        stdin = arguments[10]
-        try:
-            self.pid = self._warm.copy(self._module, self._name, stdin, self._fds)
-            self._child_created = True
-        finally:
-            os.close(stdin)
-
-
-def _fixed_environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith(OWN)}
+def _environment_of_imports() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(READ_BY_IMPORTS)}
 
 
 def _become_subreaper(is_one: bool) -> None:
