@@ -37,8 +37,8 @@ class LogLine(msgspec.Struct, frozen=True):
 
 
 class LogTail(logging.Handler):
-    """Handler that keeps the last records of the `quire` loggers between `open` and `close`. process: random name, so that a
-    reader tells the lines of this process from another's."""
+    """Handler that keeps the last records of the `quire` loggers between `open` and `close`. process: random name, by
+    which a reader tells the lines of this process from another's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ def add_live_admin_routes(app: FastAPI, context: ServerContext, *, keeps_log: bo
     @app.get("/debug/log")
     @admin
     async def log(after: str = "0", process: str = "") -> Response:
-        """after: number of the last line that the client has of that process; another process returns all it keeps."""
+        """after: number of the last line that the client has of `process`; any other returns all its lines."""
         number = whole_number("after", after, 0)
         lines = tail.lines(number if process in ("", tail.process) else 0)
         return json_response(LogLines(lines, tail.process), {"Cache-Control": "no-store"})
