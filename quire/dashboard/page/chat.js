@@ -29,7 +29,7 @@ function buildChat() {
   });
   window.addEventListener("storage", takeOthers);
   window.addEventListener("pagehide", () => {
-    keepChats();
+    if (answering.abort !== null) keepChats(); // else all is kept already
     keepDraft();
   });
   restoreDraft();
