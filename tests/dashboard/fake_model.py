@@ -31,8 +31,11 @@ LOAD = """(async (chats) => {
 
 def stream(*deltas: dict[str, Any]) -> bytes:
     """A streamed answer."""
-    chunks = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
-    chunks[-1]["choices"][0]["finish_reason"] = "stop"
+    ends = [None] * (len(deltas) - 1) + ["stop"]
+    chunks = [
+        {"choices": [{"index": 0, "delta": delta, "finish_reason": end}]}
+        for delta, end in zip(deltas, ends, strict=True)
+    ]
     return b"".join(b"data: %b\n\n" % json.dumps(chunk).encode() for chunk in chunks) + b"data: [DONE]\n\n"
 
 

@@ -161,7 +161,7 @@ class TestConversation:
         assert 'stop=["x", "y"],\n' in python
         fill(page, "#chat-more", '{"top_k": 5, "chat_template_kwargs": {"a": [true, null]}, "tools": []}')
         python = page.evaluate("document.querySelector('#chat-python').textContent")
-        call = ast.parse(python).body[-2].value  # type: ignore[attr-defined]
+        call = ast.parse(python).body[-2].value
         given = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
         assert given["extra_body"] == {"top_k": 5, "chat_template_kwargs": {"a": [True, None]}}
         assert given["tools"] == []

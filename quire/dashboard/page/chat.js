@@ -173,7 +173,7 @@ function fillWith(target, nodes) {
 
 const leftBelow = () => byId("log").scrollHeight - byId("log").scrollTop - byId("log").clientHeight;
 
-// Who scrolls up reads on there; who comes back to the end sees what comes.
+// A reader who scrolls up reads on there; back at the end, new text is kept in sight again.
 function noteScroll() {
   const top = byId("log").scrollTop;
   if (leftBelow() < 3) scrolled.follows = true;
