@@ -172,7 +172,7 @@ async def generate(
         return index, output
 
     try:
-        with context.running.hold((answer_id, request_id), Work(ids, turns)):
+        with context.running.hold((answer_id, request_id), Work(ids, turns, in_background)):
             if len(streams) == 1:  # each generator in the way adds time per output
                 async with aclosing(streams[0]) as outputs:
                     async for output in outputs:
