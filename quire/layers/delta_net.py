@@ -82,8 +82,8 @@ class GatedDeltaNet:
         self._output = RowParallelLinear(wide, size, bias=False, context=context)
 
     def __call__(self, x: Value, residual: Value, states: StepStates | None, rows: ReadRows | None = None) -> Value:
-        """x, residual: [T, hidden_size] -> [T, hidden_size]; the residual is overwritten. rows: [R], tokens whose
-        results are needed (None: all); then the result is [R, hidden_size]."""
+        """Gated delta net of a step: [T, hidden_size] -> [T, hidden_size]; the residual is overwritten. rows: [R],
+        tokens whose results are needed (None: all); then the result is [R, hidden_size]."""
         operations = self._operations
         qkv = operations.short_convolution(self._convolution, self._qkv(x), states)
         result = operations.gated_delta_rule(self._rule, qkv, self._gates(x), states)

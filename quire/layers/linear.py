@@ -94,7 +94,7 @@ class AdaptedProduct:
             self._adapters.add_layer(stack, partial(self._linear.is_interleaved, parameters))
 
     def __call__(self, x: Value, residual: Value | None = None) -> Value:
-        """See `LinearMethod.apply`."""
+        """Product with what adapters add (`LinearMethod.apply`)."""
         slots = None if self._adapters is None else self._adapters.step
         if slots is None:
             return self._linear.apply(self._parameters, x, residual)

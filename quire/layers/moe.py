@@ -44,8 +44,9 @@ class ExpertNames:
 
 @dataclass(frozen=True, slots=True)
 class MixtureShape:
-    """size, intermediate: dimensions of an expert. bias, router_bias: True if experts and router have biases.
-    has_correction: the checkpoint has a bias for the choice. weighs_input: see ExpertWeights."""
+    """Sizes and kinds of a mixture's parts. size, intermediate: dimensions of an expert. bias, router_bias: True if
+    experts and router have biases. has_correction: the checkpoint has a bias for the choice. weighs_input: see
+    ExpertWeights."""
 
     size: int
     intermediate: int
@@ -173,7 +174,7 @@ class MixtureOfExperts:
         return slots
 
     def _load_part(self, expert: int, part: int | None, suffix: str, tensor: WeightSource) -> None:
-        """part: 0 for gate, 1 for up, None for down."""
+        """Load one matrix of an expert. part: 0 for gate, 1 for up, None for down."""
         load, place = self._context.linear.load_rows, self._places[expert]
         if part is not None:
             rows = tensor.narrow(0, self._start, self._local)

@@ -46,7 +46,7 @@ class CompiledLaunches:
     __slots__ = ("_fixed", "_kinds", "_last", "_open", "_parameters", "is_tritons")
 
     def __init__(self, kernel: Any, fixed: Mapping[str, Any], constants: Mapping[str, Any]) -> None:
-        """kernel: JITFunction. The rest is as for BoundKernel."""
+        """Compiled forms of a kernel by launch key. kernel: JITFunction. The rest is as for BoundKernel."""
         self._parameters = list(kernel.params)
         self._fixed: dict[int, Any] = {}
         self._open: list[int] = []
@@ -151,7 +151,7 @@ class _Kind:
     def key(
         self, device: int, tensors: tuple[Any, ...], pointers: tuple[int, ...], numbers: tuple[Any, ...]
     ) -> tuple[Any, ...]:
-        """Key that is equal only if Triton compiles the same kernel."""
+        """Dictionary key of a launch, equal only if Triton compiles the same kernel."""
         # Numbers usually equal the last call's: layers differ only in pointers. One assignment sets both parts,
         # so that a thread never sees the numbers of one thread with the classes of another.
         last, classes = self._numbers

@@ -121,8 +121,9 @@ def _combine_kernel(
 
 @dataclass(frozen=True, slots=True)
 class ExpertMatrices:
-    """gate_up: [E, 2 * intermediate, size], gate above up; down: [E, size, intermediate]; biases [E, 2 * intermediate]
-    and [E, size] in the activations' dtype, or None. rounds_activations: see `matmul`, for matrices that can."""
+    """Matrices of all experts. gate_up: [E, 2 * intermediate, size], gate above up; down: [E, size, intermediate];
+    biases [E, 2 * intermediate] and [E, size] in the activations' dtype, or None. rounds_activations: see `matmul`, for
+    matrices that can."""
 
     gate_up: StoredMatrix
     down: StoredMatrix

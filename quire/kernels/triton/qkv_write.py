@@ -156,7 +156,7 @@ def _write_kernel(
 
 
 class HeadPreparation:
-    """`prepare_heads` bound to one layer and its pages."""
+    """`prepare_heads` bound to one layer and its pages, for launches in every step."""
 
     def __init__(self, heads: HeadWeights, pages: torch.Tensor) -> None:
         self._norms = (heads.query_norm, heads.key_norm)

@@ -42,7 +42,7 @@ class StoredMatrix:
 
     @classmethod
     def plain(cls, weight: torch.Tensor) -> StoredMatrix:
-        """weight: [rows, columns] or [count, rows, columns]; contiguous."""
+        """Unquantised matrix. weight: [rows, columns] or [count, rows, columns]; contiguous."""
         assert weight.is_contiguous(), "the matrix lies in one piece"
         return cls(PLAIN.value, weight.shape[-1], weight if weight.dim() == 3 else weight[None])
 
