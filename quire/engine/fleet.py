@@ -411,7 +411,6 @@ class Fleet:
         return parts
 
     def _note_death(self, member: Member, death: EngineDeadError) -> Parts:
-        """Record a death and decide about its requests. Returns the outputs for their sessions."""
         parts = Parts(EngineOutputs)
         with self._lock:
             self._raise_if_over()

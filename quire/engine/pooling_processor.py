@@ -246,7 +246,8 @@ def activated(logits: list[float], activation: Activation) -> list[float]:
 
 
 class PooledTokens(NamedTuple):
-    """Token ids of a pooled text or pair. second_segment: position of the first token of type 1; 0: all are of type 0."""
+    """Token ids of a pooled text or pair. second_segment: position of the first token of type 1; 0: all are of type
+    0."""
 
     token_ids: list[int]
     second_segment: int

@@ -214,7 +214,6 @@ class SharedEngine:
     def _send(
         self, session: int, message: EngineReady | EngineOutputs | EngineFailed | Ask | QuestionAnswer | Ended
     ) -> bool:
-        """Send a message unless the session has ended; returns whether it was sent."""
         with self._lock:
             socket = self._sessions.get(session)
             if socket is not None:

@@ -109,7 +109,8 @@ class Held(Protocol):
 
 
 class Pause:
-    """Pause of an engine core. scope: "new", "all", or "" while not paused. stops_all: True if no step may be planned."""
+    """Pause of an engine core. scope: "new", "all", or "" while not paused. stops_all: True if no step may be
+    planned."""
 
     def __init__(self, scheduler: Held) -> None:
         self.scope = ""

@@ -16,7 +16,8 @@ def padded_rows(num_rows: int) -> int:
 
 
 def row_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x W^T + b with the bits of row t from x[t] alone. x: [T, K], weight: [N, K], bias: [N] or None. Returns [T, N]."""
+    """x W^T + b with the bits of row t from x[t] alone. x: [T, K], weight: [N, K], bias: [N] or None. Returns [T,
+    N]."""
     num_rows = x.shape[0]
     missing = padded_rows(num_rows) - num_rows
     if missing:

@@ -212,8 +212,6 @@ class MixtureOfExperts:
         load_one: Callable[[int, str, WeightTensor, bool], None],
         matrix: tuple[int, ...] = (),
     ) -> Callable[[WeightSource], None]:
-        """Loader of a tensor of all experts, one part at a time. matrix: expert's shape, [out, in]."""
-
         def load(tensor: WeightSource) -> None:
             for expert in self._places:
                 own = tensor.narrow(0, expert, 1)[0]

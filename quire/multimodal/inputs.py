@@ -273,7 +273,6 @@ def pictures_of(prompt: Mapping[str, Any]) -> list[Picture]:
 
 
 def _media_in(data: object, key: str, kind: str) -> list[Any]:
-    """Entries for images or videos in an object of a prompt: a list of frames is one video."""
     if data is None:
         return []
     if not isinstance(data, Mapping):

@@ -278,7 +278,6 @@ class _Parent:
         steps.record(stats)
 
     def _note_change(self) -> None:
-        """Wake the event loop: the engine is ready or has ended. Runs on the engine's threads."""
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed already
                 self._loop.call_soon_threadsafe(self._changed.set)
@@ -311,7 +310,6 @@ class _Parent:
             self._loop.remove_reader(self._accepting)
 
     def _hand_over(self) -> None:
-        """Give each waiting connection to the process with the fewest open connections."""
         packet = [msgspec.msgpack.encode(Connection())]
         while self._waiting:
             for process in self._by_load():

@@ -111,7 +111,6 @@ def _add_file_routes(app: FastAPI, context: ServerContext, store: FileStore) -> 
 
 
 async def _attachment(space: Space, record: StoredFile) -> Response:
-    """Content of a file, which browsers save and never show."""
     try:
         file = await space.store.in_thread(os.open, space.data_path(record.id), os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:  # deleted this instant

@@ -366,7 +366,6 @@ class MaskClient:
         return [text for text in self._grammars if text not in used]
 
     def _drop(self, text: str) -> int:
-        """Drop a text's grammar; returns its size in bytes."""
         dropped = self._grammars.pop(text)
         self._ended_grammars.append(dropped.number)
         return dropped.size

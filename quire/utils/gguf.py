@@ -1,11 +1,6 @@
-"""GGUF reader: header, metadata and table of tensors, every number checked before use.
-
-A file has a header, pairs of key and typed value, tensor entries, and the tensors' data, each at a multiple of the
-alignment. Numbers are little-endian. Imports neither torch nor numpy.
-
-Files may be hostile. Every fault is a ModelLoadError: nothing is read outside the file, and the limits below bound the
-work.
-"""
+"""GGUF reader: header, metadata and table of tensors, every number checked before use. Numbers are little-endian.
+Imports neither torch nor numpy. Files may be hostile: every fault is a ModelLoadError, nothing is read outside the
+file, and the limits below bound the work."""
 
 from __future__ import annotations
 

@@ -136,7 +136,6 @@ class HeadDrafts(HostDrafts):
                 results = self._run(batch, results, None, table)
 
     def _run(self, batch: InputBatch, hidden: torch.Tensor, read: np.ndarray | None, table: np.ndarray) -> torch.Tensor:
-        """Head's results for the tokens `read` of a batch (None: all). hidden: [T, size]."""
         from quire.worker.platform.cpu_inputs import prepare_inputs
 
         followers, attention = prepare_inputs(batch, table[:, 1:], self._tables)

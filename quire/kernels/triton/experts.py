@@ -217,7 +217,6 @@ def apply_experts(
 
 
 def _combined(results: torch.Tensor, residual: torch.Tensor | None, x: torch.Tensor, top_k: int) -> torch.Tensor:
-    """residual + the sum of each row's `top_k` results, in a tensor like x."""
     num_rows, size = x.shape
     out = torch.empty(num_rows, size, dtype=x.dtype, device=x.device)
     launch(

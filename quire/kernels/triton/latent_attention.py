@@ -168,7 +168,6 @@ def _attend_part(
 
 @triton.jit
 def _load_rows(query, at, inside, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAGES: tl.constexpr):
-    """Rows `at` of [rows, WIDTH] for a product with pages, zeros outside: [BLOCK_M, BLOCK]."""
     dims = tl.arange(0, BLOCK)
     mask = inside[:, None] & (dims < WIDTH)[None, :]
     return operand(tl.load(query + at[:, None] * WIDTH + dims[None, :], mask=mask, other=0.0), PAGES)

@@ -60,7 +60,6 @@ def _multiply(w, x, accumulator, ROUNDED: tl.constexpr):
 
 @triton.jit
 def _zeros(SLICES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DTYPE: tl.constexpr):
-    """[slices, rows, columns] of zeros; no slice axis for one slice."""
     if SLICES == 1:
         zeros = tl.zeros((ROWS, COLUMNS), DTYPE)
     else:
