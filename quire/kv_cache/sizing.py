@@ -28,10 +28,9 @@ class DeviceShare:
 
 @dataclass(frozen=True)
 class MemoryProfile:
-    """Worker's measurements after loading the weights, in bytes. available: free memory before the profiling pass
-    (on a CPU the smaller of the system's available memory and the cgroup's limit minus its use). activations: peak
-    growth in one forward pass of dummy data at the full token budget. device: set if the pools are in different
-    memories."""
+    """Worker's measurements after loading the weights, in bytes. available: free memory before the profiling pass (on a
+    CPU also bounded by the cgroup). activations: peak growth in one forward pass of dummy data at the full token
+    budget. device: set if the pools are in different memories."""
 
     available: int
     activations: int

@@ -34,8 +34,8 @@ class DeltaNetShape:
 class GatedDeltaNet:
     """x -> residual + output(norm(rule(convolution(qkv(x)), gates(x))) * silu(z(x))). layer: number in the cache.
     epsilon: the norm's. activation: after the convolution. projections_by_head, gates_by_head: the checkpoint has one
-    matrix with rows grouped by key head (Qwen3-Next), else two. Ranks share the key heads, each with its value heads.
-    Raises ConfigError for ranks that do not divide them."""
+    matrix with rows grouped by key head, else two. Ranks share the key heads; raises ConfigError for ranks that do not
+    divide them."""
 
     def __init__(
         self,

@@ -237,8 +237,8 @@ def attend_range(
 ):
     """Add the keys at [start, stop) to a tile's running softmax; `start` is a multiple of BLOCK_N. queries,
     odd_queries, query_factor: from `split_queries`. pages: one layer's, at the key head's first element. table:
-    sequence's row. positions: [BLOCK_M], from first_position to last_position. lasts: [BLOCK_M], the last position that
-    each row sees, its own at least; last_key: largest."""
+    sequence's row. positions: [BLOCK_M], first_position to last_position. lasts: [BLOCK_M], last position that each row
+    sees; last_key: largest."""
     odd_values = total
     if PAIRS:
         values, odd_values = tl.split(tl.reshape(values, (values.shape[0], DIM // 2, 2)))

@@ -1,6 +1,6 @@
-"""Mixtures of experts: products of rows with their chosen experts' matrices. Limits: the chosen experts' weight bytes
-for few rows, arithmetic for many. (Row, expert) pairs are sorted by expert on the device, so the host never waits for
-the routing. Additions run in order, in tiles that depend only on the matrix if `batch_invariant`."""
+"""Mixtures of experts: products of rows with their chosen experts' matrices. (Row, expert) pairs are sorted by expert
+on the device, so the host never waits for the routing. Limits: the chosen experts' weight bytes for few rows,
+arithmetic for many. Additions run in order."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Indexer of sparse latent attention on a device: scores of all visible keys, and the best of them. The threshold score
-is built two bits at a time by counting; positions that reach it are written in order, earlier ones first among ties. A
-token's bits depend only on its own sequence. Limits: the tensor cores for scores, the L2 cache for choosing."""
+is built two bits at a time by counting; positions that reach it are written in order. A token's bits depend only on its
+own sequence."""
 
 from __future__ import annotations
 
