@@ -25,8 +25,8 @@ _INVOCATION = "adapter.alora.invocation_tokens"
 
 @dataclass(frozen=True)
 class GGUFAdapter:
-    """Adapter in a GGUF file. names: of the architecture. entries: a module's A and B, by module (Hugging Face's
-    name)."""
+    """Adapter in a GGUF file. names: GGUF names of the architecture. entries: a module's A and B, by module (Hugging
+    Face's name)."""
 
     config: PeftConfig
     names: GGUFNames

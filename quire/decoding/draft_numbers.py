@@ -40,8 +40,8 @@ class DraftRecord:
         return 1 + int(1.5 * self.mean) if self.mean >= LEAST_MEAN else 1
 
     def wants_trial(self, num_sequences: int = 1) -> bool:
-        """True if the next step may have drafts. Called once for each step that could have some. num_sequences: those
-        of the step."""
+        """True if the next step may have drafts. Called once for each step that could have some. num_sequences: number
+        of sequences in the step."""
         is_busy = num_sequences >= MANY
         if self.mean >= (LEAST_MEAN_OF_MANY if is_busy else LEAST_MEAN):
             return True

@@ -272,7 +272,6 @@ class Session:
     # On the event loop.
 
     def _bind_loop(self) -> asyncio.AbstractEventLoop:
-        """Bind to the running loop. Requests of a loop closed are aborted."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             if self._loop is not None and self.num_unfinished:

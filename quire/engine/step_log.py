@@ -175,7 +175,6 @@ class _Lines:
 
 
 def _record(step: _EndedStep, began: float, ended_before: float) -> StepRecord:
-    """Log line of a step. began: hand-over of the log's first plan. ended_before: end of the previous step."""
     plan, handed_over, ended = step
     transfers = plan.transfers
     return StepRecord(

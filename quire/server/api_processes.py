@@ -205,7 +205,6 @@ class _Parent:
         return failure
 
     async def _until(self, is_so: Callable[[], bool], *, seconds: float | None = None) -> bool:
-        """Wait until the condition holds or `seconds` have passed; return True if it holds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while not is_so():
@@ -273,7 +272,6 @@ class _Parent:
         self._changed.set()
 
     def _note_stats(self, steps: StepTokens, stats: EngineStats) -> None:
-        """Keep the engine's snapshot. Runs on the engine's threads."""
         self._stats = stats
         steps.record(stats)
 

@@ -75,7 +75,6 @@ class BatchRunner:
         self._news.set()
 
     async def _run(self) -> None:
-        """Wait until no other process runs batches; then run them."""
         path = self._store.directory / "runner.lock"
         while True:
             try:

@@ -162,7 +162,6 @@ class CompletionAnswer(Answer[CompletionRequest]):
         return spaced(outputs, body.stream_interval if body.stream else None)
 
     async def _tokenised(self, prompt: str | list[int]) -> Prompt:
-        """Tokens of the prompt, with its text to report. The engine refuses an empty text."""
         if not isinstance(prompt, str) or not prompt:
             return prompt
         body, engine = self._body, self._context.engine

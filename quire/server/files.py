@@ -178,7 +178,6 @@ def _add_batch_routes(app: FastAPI, context: ServerContext, store: FileStore, ru
 
 
 def _page(request: Request, items: Sequence[Item], default: int, most: int) -> tuple[Sequence[Item], bool]:
-    """(page, whether more follow) by the query's limit, order and after. items: the earliest first."""
     query = request.query_params
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):

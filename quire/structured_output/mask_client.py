@@ -305,7 +305,6 @@ class MaskClient:
         return slot
 
     def _take_ended(self) -> list[int]:
-        """Free the slots of ended matchers; returns those that the process knows."""
         ended = []
         while self.ended_slots:
             slot = self.ended_slots.popleft()

@@ -136,7 +136,6 @@ def _named(
 def _gate_and_up(
     file: GGUFFile, entry: TensorEntry, layout: HeadLayout, elsewhere: Collection[str]
 ) -> Iterator[tuple[str, WeightTensor]]:
-    """Gate and up of each expert from a tensor that stacks them."""
     count, rows, columns = entry.shape
     size = entry.num_bytes // count // 2
     for index in range(count):
