@@ -29,7 +29,7 @@ SCRIPTS = (
 
 @dataclass(frozen=True)
 class Page:
-    """html: UTF-8. policy: value of the Content-Security-Policy header."""
+    """Page for browsers. html: UTF-8. policy: value of the Content-Security-Policy header."""
 
     html: bytes
     policy: str
