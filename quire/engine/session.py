@@ -67,7 +67,7 @@ class Outbox:
         self._unsent.append((message, fail))
 
     def flush(self) -> None:
-        """Send the waiting requests now."""
+        """Send the waiting requests to the engine now."""
         unsent, self._unsent = self._unsent, []
         if unsent:
             self._send(unsent)
@@ -102,7 +102,7 @@ class Session:
         self.listeners: list[StatsListener] = []
         self.is_draining = False
         self.num_unfinished = 0
-        """See AsyncLLM.num_unfinished."""
+        """Number of requests that have not ended (AsyncLLM.num_unfinished)."""
         self.death: EngineDeadError | None = None
         self._processor = outputs
         self._texts = texts
@@ -284,7 +284,6 @@ class Session:
     # On the event loop.
 
     def _bind_loop(self) -> asyncio.AbstractEventLoop:
-        """Bind to the running loop. Requests of a loop closed are aborted."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             if self._loop is not None and self.num_unfinished:

@@ -43,12 +43,12 @@ class EngineState:
     """State of the engine, in shared memory."""
 
     num_ticks = _Number(0, int)
-    """Grows while the parent makes progress."""
+    """Counter that grows while the parent makes progress; other processes watch it."""
     silence = _Number(1, float)
     is_restarting = _Number(2, bool)
     num_restarts = _Number(3, int)
     num_running = _Number(4, int)
-    """Requests in the last snapshot."""
+    """Running requests in the last snapshot."""
     is_asleep = _Number(5, bool)
     sleep_level = _Number(6, int)
     pauses = _Number(7, bool)
@@ -137,6 +137,6 @@ class SharedState:
     """Shared state of a server. Every process must make it before it asks `numbers` for anything else."""
 
     def __init__(self, numbers: Numbers, clock: Clock | None = None) -> None:
-        """clock: one scale for all processes."""
+        """State in memory that all processes of a server map. clock: one scale for all of them."""
         self.engine = EngineState(numbers)
         self.loads = Loads(numbers, clock or SystemClock())

@@ -1,9 +1,6 @@
-"""Scheduler: chooses the tokens of the next step (continuous batching over a paged KV cache).
-
-There are no prefill and decode phases. A step schedules a sequence's tokens until `num_computed_tokens` equals its
-known tokens plus those that plans in flight will sample; chunked prefill, prefix hits and recomputation after a
-preemption are then the same.
-"""
+"""Scheduler: chooses the tokens of the next step (continuous batching over a paged KV cache). There are no prefill and
+decode phases: a step schedules a sequence's tokens until `num_computed_tokens` equals its known tokens plus those that
+plans in flight will sample."""
 
 from __future__ import annotations
 

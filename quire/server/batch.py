@@ -200,7 +200,6 @@ def _error_in(answer: httpx.Response) -> dict[str, Any]:
 
 
 def _json_line(content: bytes) -> bytes | None:
-    """The content as JSON on one line; None: it is not one JSON value."""
     try:
         msgspec.json.decode(content, type=msgspec.Raw)
         return msgspec.json.format(content, indent=-1) if b"\n" in content else content

@@ -1,8 +1,6 @@
-"""Runner of batches: checks their input, answers their lines in the background, and writes their files.
-
-One API process runs all batches; it holds `runner.lock`, which another one gets when it dies. The state on disk alone
-says what is left to do, so a runner that dies loses and repeats nothing.
-"""
+"""Runner of batches: checks their input, answers their lines in the background, and writes their files. One API process
+runs all batches; it holds `runner.lock`, which another gets when it dies. The state on disk alone says what is left to
+do."""
 
 from __future__ import annotations
 
@@ -70,7 +68,6 @@ class BatchRunner:
         self._news.set()
 
     async def _run(self) -> None:
-        """Wait until no other process runs batches; then run them."""
         path = self._store.directory / "runner.lock"
         while True:
             try:

@@ -1,10 +1,8 @@
 """Files of clients on disk: a directory for each key, quotas, and expiry. Several processes share the directory.
 
-    DIRECTORY/server.lock, runner.lock
-    DIRECTORY/open/OWNER.BATCH                      batches that have not ended
-    DIRECTORY/keys/OWNER/files/ID.data, ID.json     a file exists while its record (.json) does
-    DIRECTORY/keys/OWNER/incoming/RANDOM.BYTES      uploads, each locked by its process; BYTES are reserved
-    DIRECTORY/keys/OWNER/batches/                   quire/server/batch_store.py
+DIRECTORY/server.lock, runner.lock; open/OWNER.BATCH: batches that have not ended; keys/OWNER/files/ID.data, ID.json: a
+file exists while its record (.json) does; keys/OWNER/incoming/RANDOM.BYTES: uploads, each locked by its process;
+keys/OWNER/batches/: quire/server/batch_store.py.
 
 No name in it comes from a client. Every function may wait for the disk; none belongs on an event loop.
 """

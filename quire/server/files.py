@@ -111,7 +111,6 @@ def _add_file_routes(app: FastAPI, context: ServerContext, store: FileStore) -> 
 
 
 async def _attachment(space: Space, record: StoredFile) -> Response:
-    """Content of a file, which browsers save and never show."""
     try:
         file = await space.store.in_thread(OpenFile, space.data_path(record.id))
     except FileNotFoundError:  # deleted this instant
@@ -199,7 +198,6 @@ def _add_batch_routes(app: FastAPI, context: ServerContext, store: FileStore, ru
 
 
 def _page(request: Request, items: Sequence[Item], default: int, most: int) -> tuple[Sequence[Item], bool]:
-    """(page, whether more follow) by the query's limit, order and after. items: the earliest first."""
     query = request.query_params
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):

@@ -1,8 +1,6 @@
-"""Fairness between requests: the sequences of one HTTP request take turns, to leave rows of the batch to others.
-
-A request of many prompts or completions runs in parts, each an engine request that joins the queue at its turn. The
-output stays the same: each sequence has the seed of its place.
-"""
+"""Fairness between requests: the sequences of one HTTP request take turns, to leave rows of the batch to others. A
+request of many prompts or completions runs in parts, each an engine request that joins the queue at its turn, with the
+seed of its place."""
 
 from __future__ import annotations
 

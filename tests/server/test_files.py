@@ -403,14 +403,17 @@ async def test_lines_have_the_limits_of_their_owner(model_path: Path, tmp_path: 
 
 
 async def test_an_aborted_line_is_asked_again(model_path: Path, tmp_path: Path) -> None:
-    settings = settings_of(tmp_path, enable_admin_routes=True)
+    settings = settings_of(tmp_path, enable_admin_routes=True, admin_api_key=["root"])
     async with serving(model_path, settings, executor="slow", live=True) as served:
         served.context.start()
         client = client_of(served)
         batch = await begin(client, requests(2, prompt="abc", max_tokens=40))
         async with asyncio.timeout(30):
             await served.until_running(2)
-        headers = {"Authorization": "Bearer one"}
+        headers = {"Authorization": "Bearer root"}
+        name = (await served.client.get("/debug/kv", headers=headers)).json()["kv"]["requests"][0]["request_id"]
+        refused = await served.client.post("/debug/abort", json={"request_id": name}, headers=headers)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "line_of_a_batch")
         assert (await served.client.post("/pause?mode=abort", headers=headers)).status_code == 200
         assert (await client.batches.retrieve(batch.id)).status == "in_progress"
         assert (await served.client.post("/resume", headers=headers)).status_code == 200
