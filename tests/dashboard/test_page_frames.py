@@ -221,6 +221,18 @@ class TestAdmin:
             times = tab.evaluate("[...document.querySelectorAll('.line')].map((line) => Number(line.dataset.time))")
             assert times == [1.0, self.LINE.time], "each process has numbers of its own; the lines stand in their order"
 
+    def test_a_line_of_a_batch_has_no_end(self, tab: Chromium) -> None:
+        """Aborted, it would be asked again."""
+        driver = pressed_driver(1)
+        driver.add("line", [1, 2, 3], max_tokens=9, is_background=True)
+        driver.step()
+        answers = {"/debug/kv/history": lambda *_: msgspec.json.encode(KVHistory([], is_admin=True))}
+        with shown(tab, frame_of(driver), answers):
+            tab.wait_for("document.querySelector('.end')")
+            assert tab.evaluate("document.querySelectorAll('.request').length") == 2
+            assert tab.evaluate("document.querySelectorAll('.end').length") == 1
+            assert "line of a batch" in text(tab, "#queues")
+
     def test_others_have_neither(self, tab: Chromium) -> None:
         driver = pressed_driver(1)
         driver.step()
