@@ -4,7 +4,7 @@ drafts that were accepted and others that were rejected."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,7 +68,7 @@ class Engines(NamedTuple):
         return stats["accepted_draft_tokens_total"], stats["draft_tokens_total"]
 
 
-@pytest.fixture(scope="module", params=all_but_long(["native-2", "torch-1", "native-1", "torch-2"], ["native-2"]))
+@pytest.fixture(scope="module")
 def engines(request: pytest.FixtureRequest, bundled_model_path: Path) -> Iterator[Engines]:
     backend, _, depth = request.param.partition("-")
     options = {"attention_backend": backend, "queue_depth": int(depth), **OPTIONS}
@@ -136,10 +136,40 @@ CONSTRAINTS: dict[str, Callable[[RequestOutput], dict[str, Any]]] = {
 }
 
 
-CELLS = [*product(KINDS, ["found", "random"]), *product(CONSTRAINTS, ["found"])]
+CELLS = [
+    ("native-2", "stop strings", "found"),
+    ("torch-1", "stop strings", "random"),
+    ("native-1", "stop tokens", "found"),
+    ("torch-2", "stop tokens", "random"),
+    ("native-2", "penalties", "found"),
+    ("torch-1", "penalties", "random"),
+    ("torch-2", "samples", "found"),
+    ("native-1", "samples", "random"),
+    ("native-1", "a budget", "found"),
+    ("torch-2", "a budget", "random"),
+    ("torch-1", "a number of drafts", "found"),
+    ("native-2", "a number of drafts", "random"),
+    *((engine, kind, "found") for kind in ("a pattern", "a schema that forces") for engine in ("native-2", "torch-1")),
+    *((engine, kind, "found") for kind in [*CONSTRAINTS][1::2] for engine in ("native-1", "torch-2")),
+]
+"""Engines (backend and queue depth), kinds of requests, drafters. Each kind meets both drafters (a constraint: the one
+that it has), both backends and both depths, each drafter both backends and depths, each backend both depths."""
 
 
-@pytest.mark.parametrize(("kind", "drafter"), CELLS)
+def test_each_pair_is_tried() -> None:
+    pairs = {pair for engine, *others in CELLS for pair in combinations((*engine.split("-"), *others), 2)}
+    for backend, depth in product(("native", "torch"), "12"):
+        assert (backend, depth) in pairs
+        for other in (*KINDS, *CONSTRAINTS, "found", "random"):
+            assert {(backend, other), (depth, other)} <= pairs
+    assert pairs >= {*product(KINDS, ("found", "random")), *product(CONSTRAINTS, ("found",))}
+
+
+@pytest.mark.parametrize(
+    ("engines", "kind", "drafter"),
+    all_but_long(CELLS, [cell for cell in CELLS if cell[0] == "native-2"]),
+    indirect=["engines"],
+)
 def test_the_text_without_drafts(engines: Engines, kind: str, drafter: str) -> None:
     """Twice: the second time all prompts are in the prefix cache."""
     drafting = engines.drafting
@@ -172,6 +202,9 @@ def test_the_text_without_drafts(engines: Engines, kind: str, drafter: str) -> N
     assert drafting.stats()["prefix_cache_hits_total"] > hits
 
 
+@pytest.mark.parametrize(
+    "engines", all_but_long(["native-2", "torch-1", "native-1", "torch-2"], ["native-2"]), indirect=True
+)
 def test_a_request_without_drafts(engines: Engines) -> None:
     before = engines.counts()
     asked = msgspec.structs.replace(SEEDED, num_speculative_tokens=0)
