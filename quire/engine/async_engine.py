@@ -255,6 +255,12 @@ class AsyncLLM:
         return self._session.control.num_running
 
     @property
+    def num_waiting(self) -> int:
+        """Number of requests outside the background that wait or are being prepared; those that the engine has not
+        reported yet count as waiting."""
+        return self._session.num_waiting
+
+    @property
     def num_queued_tokens(self) -> int:
         """Total prompt tokens of the requests that have no output token yet."""
         return self._session.num_queued_tokens

@@ -202,6 +202,7 @@ class SharedEngine:
                     self._state.sleep_level = self._state.sleep_level if result.value else 0
             if own.stats is not None:
                 self._state.num_running = own.stats.num_running
+                self._state.num_running_live = own.stats.num_running - own.stats.num_running_in_background
                 self._on_stats(own.stats)
                 now = time.monotonic()
                 for session in self._sessions:

@@ -50,6 +50,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
     num_host_blocks: int = 0
     num_used_host_blocks: int = 0
     num_running: int = 0
+    num_running_in_background: int = 0
+    """Running lines of batches."""
     num_waiting: int = 0
     """Waiting requests, preempted ones included."""
     num_deferred: int = 0

@@ -19,6 +19,8 @@ SCRIPTS = (
     "admin.js",
     "markdown.js",
     "chats.js",
+    "messages.js",
+    "composer.js",
     "chat.js",
     "main.js",
 )
