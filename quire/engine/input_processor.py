@@ -58,6 +58,8 @@ class TextPrompt(TypedDict, total=False):
     it."""
     multi_modal_uuids: Mapping[str, Any]
     """`image`: the caller's names of the images (None: no name). A later prompt may have a name alone."""
+    mm_processor_kwargs: Mapping[str, Any]
+    """`min_pixels`, `max_pixels` or `size`, within the engine's."""
 
 
 class TokensPrompt(TypedDict, total=False):
@@ -70,13 +72,14 @@ class TokensPrompt(TypedDict, total=False):
     multi_modal_data: Mapping[str, Any] | PlacedImages
     """Images as in TextPrompt, or placed ones."""
     multi_modal_uuids: Mapping[str, Any]
+    mm_processor_kwargs: Mapping[str, Any]
 
 
 Prompt = str | list[int] | TextPrompt | TokensPrompt
 IMAGE_KEY = "multi_modal_data"
 IMAGE_KEYS = (IMAGE_KEY, "multi_modal_uuids")
 MEDIA_KEYS = (*IMAGE_KEYS, "mm_processor_kwargs")
-"""Keys of vLLM's multimodal prompts. They must be empty, except IMAGE_KEYS for a model that takes images."""
+"""Keys of vLLM's multimodal prompts."""
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "prediction")
 PREDICTION_TAIL = 16
 """Prompt tokens kept before a prediction, so that its beginning is found."""
@@ -170,7 +173,8 @@ class InputProcessor:
             raise UserError("best_of compares log-probabilities, and this engine gives logits", param="best_of")
         self.check_priority(priority)
         content, cache_salt = split_prompt(prompt, cache_salt, takes_images=True)
-        media = MediaOptions(owner=cache_salt)
+        asked = prompt.get("mm_processor_kwargs") if isinstance(prompt, Mapping) else None
+        media = MediaOptions.of(asked, owner=cache_salt)
         if params.skip_reading_prefix_cache:
             cache_salt += uuid.uuid4().hex  # a unique salt: no cached block matches
         check_unicode(request_id, param="request_id")
@@ -523,7 +527,7 @@ def split_prompt(prompt: Prompt, cache_salt: str, *, takes_images: bool = False)
     content: Any = prompt
     if isinstance(prompt, Mapping):
         for name in MEDIA_KEYS:
-            if prompt.get(name) and not (takes_images and name in IMAGE_KEYS):
+            if prompt.get(name) and not takes_images:
                 raise UserError(f"{name} is not supported: {TEXT_ALONE}", param=name)
         known = (name for name in map(str, prompt) if name not in MEDIA_KEYS)
         reject_unknown(known, PROMPT_KEYS, "key in the prompt")
