@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from quire.multimodal.videos import AnyVideoProcessor
 
 MAX_FETCHES = 8
-"""Maximum number of concurrent fetches."""
+"""Pictures fetched from URLs at the same time."""
 OBJECT_BYTES = 2**20
 """Size in bytes that a picture object counts for in the queue."""
 _HELPER = "quire.multimodal.preparing:prepare_file"

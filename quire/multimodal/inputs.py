@@ -263,7 +263,6 @@ def pictures_of(prompt: Mapping[str, Any]) -> list[Picture]:
 
 
 def _media_in(data: object, key: str, kind: str) -> list[Any]:
-    """Entries for images or videos in an object of a prompt: a list of frames is one video."""
     if data is None:
         return []
     if not isinstance(data, Mapping):
@@ -283,7 +282,6 @@ def _media_in(data: object, key: str, kind: str) -> list[Any]:
 
 
 def _is_one_video(given: object) -> bool:
-    """True for frames, and for frames with metadata; False for a list of videos."""
     if isinstance(given, tuple):
         return len(given) == 2 and isinstance(given[1], Mapping)
     if not isinstance(given, list):
