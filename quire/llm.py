@@ -68,7 +68,7 @@ class LLM(OfflineEngine):
 
     @classmethod
     def from_options(cls, options: EngineOptions, *, executor: str = DEFAULT_EXECUTOR) -> LLM:
-        """executor: `"module:attribute"` of a callable from EngineConfig to Executor."""
+        """LLM of options. executor: `"module:attribute"` of a callable from EngineConfig to Executor."""
         llm = cls.__new__(cls)
         llm._open(options, executor)
         return llm
@@ -90,13 +90,11 @@ class LLM(OfflineEngine):
 
         prompts: a text, a list of token ids, an object with `prompt` or `prompt_token_ids`, or a list of those.
         sampling_params: one for all (default `get_default_sampling_params`) or one each. use_tqdm: show a progress bar
-        if standard error is a terminal and the call takes longer than a second. lora_request: one adapter for all, or
-        one each (docs/adapters.md). priority: one for all or one each; lower is earlier (docs/scheduling.md). options:
-        see CallOptions.
+        if standard error is a terminal and the call takes longer than a second. lora_request, priority: one for all, or
+        one each (docs/adapters.md, docs/scheduling.md). options: see CallOptions.
 
         Raises UserError, with the prompt's index, before anything runs; EngineDeadError when the engine fails;
-        InternalError when an output cannot be processed (the tokenizer fails). After an error or Ctrl-C nothing is left
-        running.
+        InternalError when an output cannot be processed. After an error or Ctrl-C nothing is left running.
         """
         truncation = truncation_of(options)
         listed = _as_list(prompts)
@@ -357,7 +355,7 @@ class LLM(OfflineEngine):
 
 
 class _Interrupt:
-    """Ctrl-C that waits for a safe moment."""
+    """Ctrl-C during a call of LLM, held until the engine is between two steps."""
 
     def __init__(self) -> None:
         self._pending: tuple[int, FrameType | None] | None = None

@@ -12,15 +12,15 @@ TRUNCATION = ("truncate_prompt_tokens", "truncation_side")
 
 
 class CallOptions(TypedDict, total=False):
-    """tokenization_kwargs: `truncate_prompt_tokens` and `truncation_side`, which override the parameters.
-    mm_processor_kwargs: None or empty."""
+    """Keywords of engine calls besides prompts and parameters. tokenization_kwargs: `truncate_prompt_tokens` and
+    `truncation_side`, which override the parameters. mm_processor_kwargs: None or empty."""
 
     tokenization_kwargs: Mapping[str, Any] | None
     mm_processor_kwargs: Mapping[str, Any] | None
 
 
 class PoolingOptions(CallOptions, total=False):
-    """lora_request: one adapter for all prompts, or one per prompt."""
+    """Keywords of pooling calls. lora_request: one adapter for all prompts, or one per prompt."""
 
     lora_request: LoRARequests
 

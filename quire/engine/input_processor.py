@@ -16,7 +16,7 @@ from quire.engine.bad_words import BadWordTokenizer
 from quire.errors import PromptTooLongError, UserError, reject_unknown
 from quire.logits_processors import LogitsProcessor, check_params
 from quire.multimodal.inputs import IMAGES, TEXT_ALONE, ImageInputs, MediaOptions, NoImages, pictures_of
-from quire.multimodal.named import NamedPictures
+from quire.multimodal.named import NamedPictures, OwnNames, at_once, prepared
 from quire.multimodal.sources import Picture
 from quire.multimodal.video_marks import ReadyMedium
 from quire.parsers.reasoning import ThinkFormat, Thought
@@ -98,18 +98,15 @@ class RenderedChat(NamedTuple):
 
 
 class InputProcessor:
-    """Checks, tokenises and resolves requests. Thread-safe.
+    """Checks, tokenises and resolves requests at the engine's door. Thread-safe. tokenizer: None: prompts are token
+    ids. vocab_size: the model's, which may exceed the tokenizer's. max_model_len: tokens of prompt and output together.
+    eos_token_ids: the model's; they and the tokenizer's own end a sequence unless `ignore_eos`. seed: source of seeds
+    that requests lack. max_logprobs: limit of alternatives per token; -1: the vocabulary. takes_priorities: requests
+    may set one. pools: True for a pooling model.
 
-    tokenizer: None if the model has none (prompts are then token ids). vocab_size: the model's, which may exceed the
-    tokenizer's. max_model_len: tokens of prompt and output together. eos_token_ids: the model's; they and the
-    tokenizer's own end a sequence unless `ignore_eos`. seed: source of seeds that requests lack. max_logprobs: limit of
-    alternatives per token; -1: the vocabulary. takes_priorities: requests may set one. pools: True for a pooling model,
-    which generates nothing.
-
-    Front ends set these attributes: `clips_max_tokens`: clip a max_tokens that does not fit, as `LLM.generate` does;
-    False makes it an error (servers). `max_new_tokens`: limit of every request or None. `reasoning`: format of the
-    model's reasoning, detected from its chat template. `chat_template`, `images` and `processors`: the template, image
-    inputs and logits processors of the engine.
+    Front ends set attributes: `clips_max_tokens`: clip a max_tokens that does not fit instead of refusing it (`LLM`).
+    `max_new_tokens`: limit of every request or None. `reasoning`: format of the model's reasoning. `chat_template`,
+    `images` and `processors`: the engine's.
     """
 
     def __init__(
@@ -228,7 +225,6 @@ class InputProcessor:
         return token_ids[-self.prediction_tail :] + predicted[: self.max_model_len]
 
     def _thinking_budget(self, params: SamplingParams, token_ids: list[int]) -> ThinkingBudget:
-        """Thinking budget of a request, with the model's reasoning marks. Raises UserError if these are unknown."""
         form, tokenizer = self.reasoning, self.tokenizer
         if form is None or tokenizer is None:
             raise UserError(
@@ -366,7 +362,11 @@ class InputProcessor:
         return token_ids, placed
 
     def _prepared(self, inputs: ImageInputs, pictures: Sequence[Picture], options: MediaOptions) -> list[ReadyMedium]:
-        return [inputs.prepare(each, options, self.named_pictures) for each in pictures]
+        async def prepare(picture: Picture) -> ReadyMedium:
+            return inputs.prepare(picture, options)
+
+        names = OwnNames(self.named_pictures)
+        return [at_once(prepared(each, options.owner, names, prepare)) for each in pictures]
 
     def check_room(self, token_ids: list[int]) -> None:
         if len(token_ids) >= self.max_model_len:

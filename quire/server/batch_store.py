@@ -223,7 +223,6 @@ class Batches:
                     (self._store.open_directory / name).unlink(missing_ok=True)
 
     def _drop_outlived(self, batch_id: str) -> None:
-        """Remove a record that ended long ago, or cannot be read."""
         batch = self.read(batch_id)
         if batch is None or (batch.has_ended and batch.expires_at < self._store.clock() - MOST_EXPIRY):
             self._drop(batch_id)

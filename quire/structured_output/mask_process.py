@@ -235,7 +235,6 @@ class MaskProcess:
         self._memory.note_work(thread, -1, 0.0)
 
     def _next_task(self, thread: int) -> Task | None:
-        """Next quick task of the leading thread. Called under the lock."""
         tasks, leads = self._firsts or self._masks, self._leader == thread
         if not leads and self._began:
             return None
@@ -440,7 +439,6 @@ class MaskProcess:
         return len(slot.drafts)
 
     def _take_done(self) -> Done | None:
-        """Message to send, under the lock; `_send` must follow."""
         if self._firsts or (self._masks and not self._answers):
             return None
         answers, self._answers = self._answers, []

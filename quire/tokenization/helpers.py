@@ -1,9 +1,6 @@
-"""Pool of helper processes of a front end. A job renders a conversation (with token ids), tokenizes a long text, or
-reads a large request body.
-
-Helpers start on demand, are reused, and end with the front end. One that exceeds a limit, hangs or dies fails only its
-job and is replaced.
-"""
+"""Pool of helper processes of a front end. A job renders a conversation, tokenizes a long text, or reads a large
+request body. Helpers start on demand, are reused, and end with the front end. One that exceeds a limit, hangs or dies
+fails only its job."""
 
 from __future__ import annotations
 

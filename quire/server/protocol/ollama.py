@@ -224,7 +224,6 @@ def image_parts(images: list[str], text: str, where: str) -> str | list[dict[str
 
 
 def _result(message: OllamaMessage, waiting: dict[str, str]) -> dict[str, Any]:
-    """Name and id of a tool's result. waiting: id -> name of calls without a result; this call is removed."""
     named = [call_id for call_id, name in waiting.items() if name == message.tool_name]
     call_id = message.tool_call_id or next(iter(named or waiting), None)
     name = message.tool_name or waiting.get(call_id or "")
