@@ -171,7 +171,6 @@ def _nibbles(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _runs(codes: torch.Tensor) -> torch.Tensor:
-    """[B, 256] -> [B, 128]: per 64, the first 32 in the low nibbles."""
     runs = codes.view(-1, 4, 2, 32)
     return (runs[:, :, 0] | runs[:, :, 1] << 4).flatten(1)
 

@@ -142,7 +142,6 @@ def _signed(sizes: Words, masks: Words) -> npt.NDArray[np.int8]:
 
 @cache
 def _sign_masks() -> Words:
-    """Masks by byte, [256]: a byte of ones for each set bit."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     return (bits * np.uint8(255)).view("<u8")[:, 0]
 
