@@ -18,11 +18,12 @@ from quire.beam_search_params import BeamSearchOutput, BeamSearchParams, to_beam
 from quire.config.engine_keywords import EngineKeywords
 from quire.config.options import BUNDLED_MODEL, EngineOptions
 from quire.engine.adapters import LoRARequests
-from quire.engine.call_options import CallOptions, PoolingOptions, truncation_of
+from quire.engine.call_options import CallOptions, PoolingOptions, truncation_of, with_processor_kwargs
 from quire.engine.client import DEFAULT_EXECUTOR
 from quire.engine.input_processor import Prompt, prompt_text
 from quire.engine.messages import Abort, AddRequest, EngineOutputs, RequestRejected
 from quire.errors import EngineDeadError, InternalError, UserError
+from quire.multimodal.inputs import MediaOptions
 from quire.offline_engine import Conversation, OfflineEngine
 from quire.outputs import RequestOutput, raise_if_nonfinite
 from quire.pooling_outputs import (
@@ -97,7 +98,7 @@ class LLM(OfflineEngine):
         InternalError when an output cannot be processed. After an error or Ctrl-C nothing is left running.
         """
         truncation = truncation_of(options)
-        listed = _as_list(prompts)
+        listed = [with_processor_kwargs(prompt, options) for prompt in _as_list(prompts)]
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = [msgspec.structs.replace(each, **truncation) for each in _params_for(listed, given)]
         priorities = _priorities_for(listed, 0 if priority is None else priority)
@@ -137,10 +138,8 @@ class LLM(OfflineEngine):
         template."""
         content_format = options.pop("chat_template_content_format", "auto")
         priority = options.pop("priority", None)
-        of_texts = CallOptions(
-            tokenization_kwargs=options.pop("tokenization_kwargs", None),
-            mm_processor_kwargs=options.pop("mm_processor_kwargs", None),
-        )
+        of_texts = CallOptions(tokenization_kwargs=options.pop("tokenization_kwargs", None))
+        media = MediaOptions.of(options.pop("mm_processor_kwargs", None))
         if unknown := options.keys() - ChatOptions.__annotations__.keys():
             raise UserError(f"chat has no argument {min(unknown)!r}", param=min(unknown))
         conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
@@ -151,6 +150,7 @@ class LLM(OfflineEngine):
                     conversation,  # type: ignore[arg-type]  # told apart above
                     source=chat_template,
                     content_format=content_format,
+                    media=media,
                     **options,
                 )
                 prompts.append(self._input_processor.render_chat(whole).prompt())
@@ -438,6 +438,8 @@ def _texts(data: str | Sequence[str], name: str) -> list[str]:
 
 def _truncation(truncate: int | None, options: PoolingOptions) -> int | None:
     given = truncation_of(options)
+    if options.get("mm_processor_kwargs"):
+        raise UserError("mm_processor_kwargs: models that pool take no pictures", param="mm_processor_kwargs")
     if given.get("truncation_side", "right") != "right":
         raise UserError("truncation_side must be 'right' for models that pool", param="tokenization_kwargs")
     found: int | None = given.get("truncate_prompt_tokens", truncate)

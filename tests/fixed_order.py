@@ -47,8 +47,10 @@ def _products(left: torch.Tensor, right: torch.Tensor, start: int, is_weight: bo
     """
     rows = _rolled(left, start)
     columns = _rolled_weight(right, start) if is_weight else _rolled(right, start)
-    # The sum over k is the innermost loop, one call of it for each element of the result.
-    out = np.einsum("bmk,bnk->bmn", rows, columns, optimize=False)
+    # The sum over k is the innermost loop, one call of it for each element of the result. Rows of zeros are padding.
+    present = rows[0].any(-1) if is_weight else np.ones(rows.shape[1], bool)
+    out = np.zeros((*rows.shape[:2], columns.shape[1]), rows.dtype)
+    out[:, present] = np.einsum("bmk,bnk->bmn", rows[:, present], columns, optimize=False)
     return torch.from_numpy(out).clone()
 
 

@@ -64,3 +64,14 @@ def test_a_weight_that_changes_in_place_is_read_again() -> None:
             kept = np.einsum("mk,nk->mn", *(each.roll(-rows, -1).numpy() for each in (x, weight)), optimize=False)
             assert np.array_equal(fixed_order.linear(x, weight).numpy(), kept)
         weight[5, 7] += 1
+
+
+def test_padding_changes_no_bit() -> None:
+    weight, x = normal(48, 64), normal(16, 64)
+    product = fixed_order.linear(x, weight)
+    for rows in range(16):
+        padded = x.clone()
+        padded[rows:] = 0
+        found = fixed_order.linear(padded, weight)
+        assert torch.equal(found[:rows], product[:rows])
+        assert not found[rows:].any()

@@ -17,7 +17,7 @@ from quire.config.engine_keywords import EngineKeywords
 from quire.config.model import ModelConfig
 from quire.config.options import BUNDLED_MODEL, EngineOptions, HasOptions
 from quire.engine.adapters import KnownAdapters
-from quire.engine.call_options import PoolingOptions, truncation_of
+from quire.engine.call_options import PoolingOptions, truncation_of, with_processor_kwargs
 from quire.engine.client import DEFAULT_EXECUTOR, EngineClient
 from quire.engine.engine_process import EngineProcess
 from quire.engine.front_end import check_mode, check_reset, open_front_end
@@ -293,6 +293,7 @@ class AsyncLLM:
         lora_request = options.pop("lora_request", None)
         if options:
             sampling_params = msgspec.structs.replace(sampling_params, **truncation_of(options))
+            prompt = with_processor_kwargs(prompt, options)
         process = partial(self._process, prompt, sampling_params, (cache_salt, priority), lora_request)
         kind = getattr(sampling_params, "output_kind", None)  # the input processor rejects other types
         delta = delta or kind is RequestOutputKind.DELTA

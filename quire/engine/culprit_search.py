@@ -29,7 +29,7 @@ class CulpritSearch:
 
     @property
     def has_suspects(self) -> bool:
-        """True if `note_progress` could clear a suspect."""
+        """True if `note_progress` could clear a suspect; the fleet asks at each update of an engine."""
         return bool(self._suspects)
 
     def allows(self, request_id: str) -> bool:

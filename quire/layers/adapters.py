@@ -81,8 +81,8 @@ class AdapterStorage(Protocol):
         ...
 
     def steps_so_far(self) -> Callable[[], None]:
-        """Function that waits, in any thread, for the steps started so far; a slot's matrices may be written
-        afterwards."""
+        """Function that waits, in any thread, for the steps started so far. A load calls it before it writes a slot's
+        matrices."""
         ...
 
 

@@ -161,7 +161,7 @@ class Batches:
         return found
 
     def list_known(self) -> list[KnownBatch]:
-        """All batches, the earliest first. Each record is read once, for its time of creation."""
+        """All batches of this key, the earliest first. Each record is read once, for its time of creation."""
         names: list[str] = []
         with contextlib.suppress(FileNotFoundError):
             names = [name.removesuffix(".json") for name in os.listdir(self._directory) if name.endswith(".json")]

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from quire.config.media import ProcessorOptions, background_of
 from quire.engine.output_stream import MergedOutput
 from quire.engine.request_part import EACH_STEP, IN_BACKGROUND
 from quire.errors import UserError
@@ -101,10 +100,7 @@ def _media_options(context: ServerContext, inputs: TemplateInputs) -> MediaOptio
             raise UserError(
                 f"{name} is not taken from requests: the server needs --trust-request-mm-kwargs", param=name
             )
-    given = inputs.media_io_kwargs
-    background = background_of(given) if given else None
-    asked = ProcessorOptions.of(inputs.mm_processor_kwargs or {})
-    return MediaOptions(asked, background, names_owner(inputs.cache_salt))
+    return MediaOptions.of(inputs.mm_processor_kwargs, inputs.media_io_kwargs, names_owner(inputs.cache_salt))
 
 
 async def generate(

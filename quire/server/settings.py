@@ -376,7 +376,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def doors(self) -> frozenset[str]:
-        """APIs named in `api`. Raises ConfigError for an unknown one."""
+        """Other servers' APIs named in `api`, of `ollama` and `llama.cpp`. Raises ConfigError for an unknown one."""
         names = [name.strip() for name in self.api.split(",")] if self.api != NO_DOORS else []
         for name in names:
             _check_choice("api", name, (OLLAMA, LLAMA_CPP, NO_DOORS))

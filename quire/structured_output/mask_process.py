@@ -70,7 +70,8 @@ class Slot:
     """Sequence. Its work is done in order, one piece at a time."""
 
     def __init__(self, number: int, charge: int, seconds: float, compiled: Compiled) -> None:
-        """seconds: known processor time of a mask."""
+        """number: index of its mask in shared memory. charge: number of its request, for fair turns. seconds: known
+        processor time of a mask."""
         self.number = number
         self.compiled = compiled
         self.charge = charge

@@ -65,7 +65,8 @@ T = TypeVar("T")
 
 
 class Conversion(NamedTuple):
-    """Conversation to render. frame: encoded Render. messages: bytes after it. max_characters: limit of the text."""
+    """Conversation that a helper renders. frame: encoded Render. messages: msgpack behind it. max_characters: limit of
+    the text."""
 
     frame: bytearray
     messages: memoryview

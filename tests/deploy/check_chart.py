@@ -116,7 +116,7 @@ def _strict(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     # Go's syntax of flags: (?i) stands inside the pattern.
-    found = {
+    found: dict[str, Any] = {
         name: re.sub(r"^\^\(\?i\)(.*)", r"(?i)^\1", value)
         if name == "pattern" and isinstance(value, str)
         else _strict(value)

@@ -135,8 +135,8 @@ class TransferBlocks:
         return load
 
     def end_load(self, number: int, *, is_loaded: bool) -> None:
-        """End a block's load. is_loaded: the block holds the requested content (else the load failed). Ended loads are
-        ignored."""
+        """End the load `number` of one block. is_loaded: the block holds the requested content (else the load
+        failed). Ended loads are ignored."""
         arrival = self._arrivals.pop(number, None)
         if arrival is None:
             return

@@ -86,8 +86,8 @@ class OllamaOptions(SamplerFields, kw_only=True, frozen=True):
         return ["options.repeat_last_n"] if (self.repeat_last_n or 0) > 0 else []
 
     def sampling(self, defaults: Mapping[str, Any], longest: int) -> dict[str, Any]:
-        """Fields of a chat or completion. defaults: the model's sampling parameters. longest: context length in
-        tokens."""
+        """Fields of a chat or completion, with Ollama's defaults where the model has none. defaults: the model's
+        sampling parameters. longest: context length in tokens."""
         limit = self.num_predict if (self.num_predict or 0) > 0 else longest
         return self.sampler_fields(SAMPLING, defaults) | {"max_tokens": limit}
 
