@@ -80,7 +80,6 @@ class EncoderRun(ABC):
 
     @abstractmethod
     def _merge(self, merger: Merger) -> torch.Tensor:
-        """Features of the hidden states, [tokens of all images, output_size]."""
 
 
 class VisionEncoder(ABC):

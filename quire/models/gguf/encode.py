@@ -176,7 +176,6 @@ def _runs(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _fifth_bits(codes: torch.Tensor) -> torch.Tensor:
-    """[B, 32] -> [B, 4], lowest bit first."""
     return ((codes >> 4).view(-1, 4, 8) << torch.arange(8, dtype=torch.uint8)).sum(2, dtype=torch.uint8)
 
 

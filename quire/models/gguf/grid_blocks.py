@@ -124,7 +124,6 @@ def _tq2_0(blocks: Bytes) -> Parts:
 
 
 def _nibbles(packed: Bytes) -> Bytes:
-    """[n, w] -> [n, 2 w]: low nibble, then high nibble of each byte."""
     return np.stack((packed & 15, packed >> 4), axis=2).reshape(len(packed), -1)
 
 
