@@ -80,6 +80,7 @@ class EncoderRun(ABC):
 
     @abstractmethod
     def _merge(self, merger: Merger) -> torch.Tensor:
+        """Features of the hidden states, [tokens of all images, output_size]."""
 
 
 class VisionEncoder(ABC):
