@@ -135,7 +135,6 @@ def _with_even_signs(entries: Words, grid: npt.NDArray[np.uint32]) -> tuple[npt.
 
 
 def _signed(sizes: Words, masks: Words) -> npt.NDArray[np.int8]:
-    """Words of eight bytes [n, w] -> [n, 8 w] int8, negated where the mask is ones."""
     return (sizes ^ masks).view(np.int8) - masks.view(np.int8)
 
 
