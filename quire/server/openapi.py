@@ -333,7 +333,10 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("get", "/debug/kv/history"): Operation("Samples of the last 15 minutes", KVHistory),
     ("post", "/debug/abort"): Operation("End a request early", None, AbortLive, is_admins=True),
     ("get", "/debug/log"): Operation(
-        "Latest lines of the log", LogLines, parameters={"after": "number of the last known line"}, is_admins=True
+        "Latest lines of the log",
+        LogLines,
+        parameters={"after": "number of the last known line", "process": "name of the process that numbered it"},
+        is_admins=True,
     ),
     ("post", "/pause"): Operation(
         "Start no request until /resume; new ones wait",

@@ -60,4 +60,4 @@ def test_documents_agree_on_platforms() -> None:
     for document in ("README.md", "CONTRIBUTING.md"):
         text = (ROOT / document).read_text(encoding="utf-8")
         assert "Linux on x86-64" in text
-        assert "macOS" not in text
+        assert "macOS" not in text.replace("no macOS", "")
