@@ -1,0 +1,82 @@
+"""Inputs of steps whose prompts several ranks share."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from quire.attention.interface import AttentionBatch
+from quire.attention.native_backend import NativeAttention, NativeAttentionStep
+from quire.attention.shared_prompts import KeyExchange, RowExchange, SharedPromptsStep
+from quire.kernels.cpu.runtime import NativeRuntime
+from quire.layers.batch import ForwardBatch
+from quire.parallel.interface import ProcessGroup
+from quire.worker.block_tables import BlockTables
+from quire.worker.input_batch import InputBatch
+from quire.worker.platform.cpu_inputs import CacheBackends, CpuColumns, StepInputs, prepare_inputs
+from quire.worker.prompt_shares import batch_of_tokens, owners
+
+
+class SharedInputs:
+    """StepInputs of this rank's part of each step with prompts; of whole other steps."""
+
+    def __init__(
+        self,
+        whole: StepInputs,
+        columns: CpuColumns,
+        tables: BlockTables,
+        backends: CacheBackends,
+        group: ProcessGroup,
+        runtime: NativeRuntime,
+    ) -> None:
+        """whole: inputs of whole steps, gathered from `columns`. group: ranks that share prompts."""
+        assert isinstance(backends.attention, NativeAttention), "native kernels attend"
+        self._whole = whole
+        self._columns, self._tables, self._backends = columns, tables, backends
+        self._rows = RowExchange(group, runtime)
+        self._keys = KeyExchange(backends.attention, self._rows, runtime)
+        self._group = group
+        self._read: list[np.ndarray] | None = None
+        """Places of each rank's tokens among those read in the last step; None: each rank has all."""
+
+    def forward_batch(self, batch: InputBatch, logits_rows: torch.Tensor | None) -> ForwardBatch:
+        owner = None if batch.is_decode else owners(batch.counts, self._group.size)
+        if owner is None:
+            self._read = None
+            return self._whole.forward_batch(batch, logits_rows)
+        group = self._group
+        tokens = [np.flatnonzero(owner == rank) for rank in range(group.size)]
+        own = tokens.pop(group.rank)
+        others = batch_of_tokens(batch, np.concatenate(tokens))
+        self._keys.begin(np.bincount(owner, minlength=group.size).tolist(), self._prepare(others)[1])
+        share = batch_of_tokens(batch, own)
+        token_ids, attention = self._prepare(share)
+        columns, read = self._columns.values.of_tokens(share), self._deal_read(batch, own, owner)
+        inputs = self._backends.forward_batch(token_ids, attention, read, columns)
+        assert isinstance(inputs.attention, NativeAttentionStep), "native kernels attend"
+        return inputs._replace(attention=SharedPromptsStep(self._keys, inputs.attention))
+
+    def gather(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states of all read tokens. hidden: of those that are in this rank's part of the last step."""
+        if self._read is None:
+            return hidden
+        rank, counts = self._group.rank, [len(places) for places in self._read]
+        own = hidden[: counts[rank]]
+        found = own.new_empty(sum(counts), own.shape[1])
+        found[torch.from_numpy(self._read[rank])] = own
+        places = np.concatenate([places for other, places in enumerate(self._read) if other != rank])
+        found[torch.from_numpy(places)] = self._rows.others(own, counts)
+        return found
+
+    def _prepare(self, batch: InputBatch) -> tuple[torch.Tensor, AttentionBatch]:
+        return prepare_inputs(batch, self._columns.token_ids, self._tables)
+
+    def _deal_read(self, batch: InputBatch, own: np.ndarray, owner: np.ndarray) -> torch.Tensor | None:
+        """Read rows of this rank's part, at least one: kernels take no rows for all."""
+        read = np.arange(batch.num_tokens) if batch.logits_rows is None else batch.logits_rows
+        readers = owner[read]
+        self._read = [np.flatnonzero(readers == rank) for rank in range(self._group.size)]
+        if batch.logits_rows is None:
+            return None
+        rows = np.searchsorted(own, read[self._read[self._group.rank]])
+        return torch.from_numpy(rows if len(rows) else np.zeros(1, np.int64))
