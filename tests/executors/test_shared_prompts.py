@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import BertConfig, BertForSequenceClassification
 
-from quire.clock import SystemClock
+from quire.clock import VirtualClock
 from quire.config.engine import EngineConfig
 from quire.config.parallel import ParallelConfig
 from quire.engine.core import EngineCore
@@ -17,18 +18,23 @@ from quire.errors import ConfigError
 from quire.executors.choice import make_executor
 from quire.executors.interface import Executor
 from quire.executors.local import LocalExecutor
+from quire.kernels.cpu import _native
+from quire.kernels.cpu.memory import allocate
 from quire.parallel.single import SINGLE_RANK
 from quire.parallel.stage import WHOLE_MODEL
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
 from quire.simulator.exchange import exchange_of
 from quire.worker.platform.cpu import CpuPlatform
-from tests.executors.test_multiprocess import configured, everything
+from tests.engine.test_pooling_models import save_encoder
+from tests.executors.test_multiprocess import configured, everything, pool
 from tests.fakes.masks import AllowedByPosition
 from tests.fakes.ranks import ThreadRank, run_ranks
 from tests.long import all_but_long
+from tests.models.encoders import SMALL
 from tests.models.families import FAMILIES, llama, qwen3, qwen3_moe
 from tests.models.harness import randomize, save
+from tests.models.test_native_ranks import SharedRank
 from tests.simulator.test_exchange import CountingRank
 
 SHARED = "prefill_context_parallel_size"
@@ -69,21 +75,43 @@ def scored(core: EngineCore) -> list[Any]:
 
 
 def make_core(config: EngineConfig, executor: Executor | None = None) -> EngineCore:
-    return EngineCore(config, executor or make_executor(config), SystemClock(), masks=AllowedByPosition())
+    return EngineCore(config, executor or make_executor(config), VirtualClock(), masks=AllowedByPosition())
 
 
-def results(path: Path, options: dict[str, Any]) -> tuple[Any, Any, EngineCore]:
-    core = make_core(configured(path, block_size=8, **options))
+def in_thread(config: EngineConfig, group: Any) -> EngineCore:
+    """Engine of one rank, which plans as the others do."""
+    return make_core(config, LocalExecutor(config, CpuPlatform(config, SINGLE_RANK, WHOLE_MODEL, group)))
+
+
+def results_of(core: EngineCore) -> tuple[Any, Any, EngineCore]:
     try:
-        return everything(core), scored(core), core
+        return everything(core), [*scored(core), pool(core, [7] * 61)], core
     finally:
         core.shutdown()
 
 
-@pytest.mark.parametrize("layout", all_but_long(LAYOUTS, ["preempted, two steps in flight"]))
+def results(path: Path, options: dict[str, Any]) -> tuple[Any, Any, EngineCore]:
+    return results_of(make_core(configured(path, block_size=8, **options)))
+
+
+@pytest.mark.parametrize("model", all_but_long(["qwen3", "gemma3"], ["qwen3"]))
+def test_the_bits_of_one_rank(tmp_path: Path, model: str) -> None:
+    """Of ranks that exchange rows by kernels, and of one of them by torch's collectives; of norms and windows."""
+    config = configured(save(randomize(FAMILIES[model]()), tmp_path), block_size=8)
+    *expected, _ = results_of(make_core(config))
+    memory = allocate(_native.SharedRanks.num_bytes(2))
+
+    def compute(rank: ThreadRank) -> list[list[Any]]:
+        return [list(results_of(in_thread(config, group))[:2]) for group in (SharedRank(memory, rank), rank)]
+
+    assert run_ranks(2, compute) == [[expected, expected]] * 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_bits_of_ranks_that_share_no_prompts(model_path: Path, layout: str) -> None:
-    """With prefix hits, chunks beside decodes, several samples and log-probabilities of prompts; all are preempted
-    where blocks are few."""
+    """With prefix hits, chunks beside decodes, several samples, log-probabilities of prompts and a pooled vector;
+    preempted where blocks are few."""
     options = LAYOUTS[layout]
     alone = {name: value for name, value in options.items() if name != SHARED}
     *expected, _ = results(model_path, alone)
@@ -91,12 +119,6 @@ def test_the_bits_of_ranks_that_share_no_prompts(model_path: Path, layout: str) 
     assert found == expected
     assert core.stats().prefix_cache_hits_total > 0
     assert (core.stats().preemptions_total > 0) == ("num_blocks_override" not in options)
-
-
-@pytest.mark.long
-def test_windows(tmp_path: Path) -> None:
-    path = save(randomize(FAMILIES["gemma3"]()), tmp_path)
-    assert results(path, {SHARED: 2})[:2] == results(path, {})[:2]
 
 
 def test_a_prompt_is_dealt(model_path: Path) -> None:
@@ -114,7 +136,7 @@ def test_a_prompt_is_dealt(model_path: Path) -> None:
 
     def compute(rank: ThreadRank) -> tuple[list[int], int]:
         group: Any = CountingRank(rank)
-        core = make_core(config, LocalExecutor(config, CpuPlatform(config, SINGLE_RANK, WHOLE_MODEL, group)))
+        core = in_thread(config, group)
         core.handle(AddRequest(request))
         tokens: list[int] = []
         while core.has_work:
@@ -166,7 +188,6 @@ MODELS = {
     "deepseek-v2": "keys and values alone, and .* has others .latent.",
     "qwen3-next": "keys and values alone, and .* has others .state.",
     "qwen3-moe": "dense models alone, and .* has experts",
-    "bert": "attends in both directions",
 }
 
 
@@ -175,3 +196,9 @@ def test_models_that_are_refused(tmp_path: Path, name: str) -> None:
     path = save(randomize(qwen3_moe() if name == "qwen3-moe" else FAMILIES[name]()), tmp_path)
     with pytest.raises(ConfigError, match=f"{SHARED}=2 is not possible: .*{MODELS[name]}"):
         configured(path, **{SHARED: 2})
+
+
+def test_encoders_are_refused(tmp_path: Path) -> None:
+    path = save_encoder(randomize(BertForSequenceClassification(BertConfig(**SMALL, num_labels=3))), tmp_path)
+    with pytest.raises(ConfigError, match=f"{SHARED}=2 is not possible: .* attends in both directions"):
+        configured(path, num_blocks_override=None, **{SHARED: 2})
