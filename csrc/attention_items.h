@@ -40,9 +40,11 @@ void with_height(int64_t count, const Attend& attend) {
     case 2:
       return attend.template operator()<2>();
     case 3:
-      return attend.template operator()<3>();
+      if constexpr (kTileRows > 2) return attend.template operator()<3>();
+      break;
     case 4:
-      return attend.template operator()<4>();
+      if constexpr (kTileRows > 2) return attend.template operator()<4>();
+      break;
     default:
       if constexpr (kTileRows > 4) {
         if (count <= 6) return attend.template operator()<6>();

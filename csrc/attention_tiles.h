@@ -10,8 +10,13 @@ namespace quire::QUIRE_ISA {
 
 // Rows of queries and sums lie this many elements apart: constant offsets, and no two rows on the same cache sets.
 inline constexpr int64_t kRowStride = kMaxHeadDim + 16;
-// Most rows whose sums fit the registers next to two vectors of keys.
+// Most rows whose sums fit the registers next to two vectors of keys. x86-64 without AVX2 is rare, and two heights take the
+// compiler half the time of four.
+#if defined(__x86_64__) && !defined(__AVX2__)
+inline constexpr int kTileRows = 2;
+#else
 inline constexpr int kTileRows = kLanes == 16 ? 12 : kLanes == 8 ? 6 : 4;
+#endif
 inline constexpr int kTileVectors = kKeyTile / kLanes;
 inline constexpr int kSubtileVectors = kSubtile / kLanes;
 inline constexpr int kSubtiles = kKeyTile / kSubtile;

@@ -3,6 +3,8 @@
 // so that neither the tile's height nor what else is in it shows.
 #pragma once
 
+#include <iterator>
+
 #include "linear_driver.h"
 
 #if defined(QUIRE_BF16_DOT)
@@ -57,7 +59,7 @@ const TileKernel kBf16PairTiles[] = {
 
 // Packed rows: [k / 2][rows] pairs of bfloat16, `rows` rounded up by row_pitch; a zero completes the last pair.
 struct Bf16Pairs {
-  static constexpr int64_t kRows = kTileRows;
+  static constexpr int64_t kRows = static_cast<int64_t>(std::size(kBf16PairTiles));
   static constexpr int64_t kRowStep = 1;
   static constexpr int64_t kBlockBytes = quire::QUIRE_ISA::kBlockBytes;
   static constexpr int64_t kGroupBytes = 0;
@@ -67,7 +69,7 @@ struct Bf16Pairs {
 
   static TileLayout layout(const PackedWeight& weight) {
     TileLayout layout;
-    layout.data_bytes = rounded_up(padded_depth(weight), 8) * 2 * row_pitch(kTileRows);
+    layout.data_bytes = rounded_up(padded_depth(weight), 8) * 2 * row_pitch(kRows);
     layout.sums_offset = layout.scales_offset = layout.bytes = rounded_up(layout.data_bytes, 64);
     return layout;
   }

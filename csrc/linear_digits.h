@@ -10,6 +10,7 @@
 // step; zeros behind a block's end.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <utility>
 
@@ -187,7 +188,7 @@ void digit_tile(const Tile& tile) {
 
 // Most rows of a tile: with two vectors of columns 24 sums, or 16; half as many where there are half as many registers.
 template <int kDigits>
-inline constexpr int kDigitRows = kDigits == 3 ? 4 : kDigits == 2 ? 6 : kLanes == 16 ? 8 : 4;
+inline constexpr int kDigitRows = kDigits == 3 ? 4 : kDigits == 2 ? 6 : kLanes == 16 ? 8 : std::min(kTileRows, 4);
 
 template <class Weight, int kDigits>
 void multiply_digits(const Tile& tile, int64_t rows) {

@@ -323,6 +323,9 @@ bool hands_rows_over(bool is_allowed, int64_t rows) {
 // Whether gated results of `from` can be tiles of `to`: they take the place of its rows, panel by panel.
 template <class Method>
 bool fits_as_tiles(const LinearArgs& from, const LinearArgs& to) {
+  if constexpr (HandsOver<Method>)  // with a last tile of one row too, the tiles fit in the place of the float rows
+    static_assert(Method::kHandedRowBytes / kPanel * ((Method::kRows + 3) / 4 * 4) * (kFewestHandedRows / Method::kRows + 1) <=
+                  kFewestHandedRows * static_cast<int64_t>(sizeof(float)));
   const int64_t width = to.weight.in_features;
   return HandsOver<Method> && from.weight.gated && from.weight.out_features == 2 * width && width % (kPanel / 2) == 0 &&
          from.bias == nullptr && !from.residual.present() && !to.norms && to.weight.column_order == nullptr &&

@@ -2,6 +2,7 @@
 // chain over k (inside a group, then over groups), so that neither the tile's height nor what else is in it shows.
 #pragma once
 
+#include <iterator>
 #include <type_traits>
 
 #include "linear_tile.h"
@@ -423,12 +424,15 @@ void rounded_tile(const Tile& tile) {
 #define QUIRE_EVERY_HEIGHT(function, weight)                                                                     \
   QUIRE_SIX(function, weight), function<weight, 7>, function<weight, 8>, function<weight, 9>, function<weight, 10>, \
       function<weight, 11>, function<weight, 12>
-#else
+#elif defined(__AVX2__) || !defined(__x86_64__)
 #define QUIRE_EVERY_HEIGHT(function, weight) QUIRE_SIX(function, weight)
+#else
+#define QUIRE_EVERY_HEIGHT(function, weight) function<weight, 1>, function<weight, 2>
 #endif
 
 #if !defined(QUIRE_DOT_BYTES)  // else linear_digits.h multiplies integers and 4-bit floats, and another instruction set the rest
 const TileKernel kF32Tiles[] = {QUIRE_EVERY_HEIGHT(float_tile, F32)};
+static_assert(std::size(kF32Tiles) == kTileRows);
 const TileKernel kBF16Tiles[] = {QUIRE_EVERY_HEIGHT(float_tile, BF16)};
 const TileKernel kF16Tiles[] = {QUIRE_EVERY_HEIGHT(float_tile, F16)};
 const TileKernel kE4M3Tiles[] = {QUIRE_EVERY_HEIGHT(widening_tile, E4M3)};

@@ -31,11 +31,18 @@ class ReadyImage(msgspec.Struct, frozen=True, array_like=True):
     def num_bytes(self) -> int:
         return len(self.pixels)
 
+    def at(self, start: int, moment: int | None = None) -> PromptImage:
+        return PromptImage(
+            self.grid, self.key, self.pixels, self.size, self.is_encoded, self.is_whole, start=start, moment=moment
+        )
+
 
 class PromptImage(ReadyImage, frozen=True, array_like=True):
     """Image in a prompt, where a run of placeholder tokens stands for it."""
 
     start: int
+    moment: int | None = None
+    """Rotary time of a video's later part, which has the rows and columns of the first; None: own positions."""
 
     @property
     def end(self) -> int:

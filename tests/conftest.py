@@ -34,6 +34,7 @@ import quire  # noqa: E402
 from quire.utils import progress  # noqa: E402
 from tests import quick_interpreter  # noqa: E402
 from tests.closing_words import said, say  # noqa: E402
+from tests.warm_interpreters import WarmInterpreter, fresh_ones  # noqa: E402
 
 if TYPE_CHECKING:
     import torch
@@ -140,6 +141,28 @@ def fixed_order_of_module() -> Iterator[None]:
 def no_overflow_checks() -> Iterator[None]:
     """For interpreted models, whose kernels have tests of their own that look for overflow."""
     with quick_interpreter.without_overflow_checks():
+        yield
+
+
+@pytest.fixture(scope="session")
+def warm_interpreter() -> Iterator[WarmInterpreter]:
+    """What `copied_processes` copies."""
+    warm = WarmInterpreter()
+    yield warm
+    warm.close()
+
+
+@pytest.fixture(scope="module")
+def copied_processes(warm_interpreter: WarmInterpreter) -> Iterator[None]:
+    """Ranks and engines that the tests of a module start are copies of an interpreter that has imported torch."""
+    with warm_interpreter.in_place_of_fresh_ones():
+        yield
+
+
+@pytest.fixture
+def fresh_interpreters() -> Iterator[None]:
+    """Ranks and engines of a test are started as everywhere, whatever the other tests of its module do."""
+    with fresh_ones():
         yield
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from inspect import getmembers
+from itertools import product
 from typing import Any
 
 import numpy as np
+
+from tests.quick_operations import Operations
 
 
 def _interpreter() -> Any:
@@ -21,11 +25,16 @@ def _interpreter() -> Any:
 def install() -> None:
     """Once in a process, when Triton has been imported."""
     interpreter = _interpreter()
-    if interpreter is None or hasattr(interpreter, "replaced_in_this_launch"):
+    if interpreter is None or hasattr(interpreter, "replaced_now"):
         return
     core = interpreter.tl.core
-    _replace_once_in_a_launch(interpreter)
-    _remember_builtins(interpreter)
+    operations = Operations(interpreter)
+    _replace_once(interpreter)
+    _launch_on_the_host(interpreter, operations)
+    interpreter.planned = operations.replacements()
+    _remember_builtins(interpreter, interpreter.planned)
+    _leave_tensors(interpreter)
+    _call_at_once(interpreter, operations.functions())
     _unwrap_constants_alone(core)
     _describe_tuples_when_asked(core)
     _remember_shapes(core)
@@ -34,12 +43,17 @@ def install() -> None:
     _check_overflow_in_numpy(interpreter)
 
 
-def _replace_once_in_a_launch(interpreter: Any) -> None:
+def _replace_once(interpreter: Any) -> None:
     """On every call of one Triton function by another the interpreter searches all of `triton.language`, to replace the
-    same functions by the same ones: a third of the time of an interpreted model. Once in a launch is enough."""
-    replace_functions, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    same functions by the same ones, and behind a launch it undoes some of that. Replacements stay until a kernel is
+    compiled."""
+    from triton.compiler import ASTSource
+
+    replace_functions = interpreter._patch_lang
     replaced: set[tuple[bool, ...]] = set()
-    interpreter.replaced_in_this_launch = replaced
+    found: dict[tuple[bool, ...], list[tuple[Any, str, Any]]] = {}
+    originals: dict[tuple[int, str], Any] = {}
+    interpreter.replaced_now = replaced
 
     @cache
     def modules_of(function: Any) -> tuple[bool, ...]:
@@ -48,20 +62,93 @@ def _replace_once_in_a_launch(interpreter: Any) -> None:
 
     def replace_once(function: Any) -> Any:
         modules = modules_of(function)
-        if modules in replaced:
-            return None  # of use only to a launch, which is the first that asks
-        replaced.add(modules)
-        return replace_functions(function)
+        if modules not in replaced:
+            replaced.add(modules)
+            if modules not in found:
+                changes = replace_functions(function)._changes
+                for place, name, original in changes:
+                    originals.setdefault((id(place), name), original)
+                found[modules] = [(place, name, getattr(place, name)) for place, name, _ in changes]
+            for place, name, replacement in found[modules]:
+                setattr(place, name, replacement)
+        return nothing_to_restore
 
-    def launch_anew(self: Any, *args: Any, **kwargs: Any) -> Any:
-        replaced.clear()  # the end of the last launch has undone its replacements
-        return launch(self, *args, **kwargs)
+    def undo() -> None:
+        for modules in replaced:
+            for place, name, _ in found[modules]:
+                original = originals[id(place), name]
+                if original is not interpreter._MISSING:
+                    setattr(place, name, original)
+                elif name in vars(place):
+                    delattr(place, name)
+        replaced.clear()
 
+    nothing_to_restore = interpreter._LangPatchScope()
     interpreter._patch_lang = replace_once
-    interpreter.GridExecutor.__call__ = launch_anew
+    make_ir = ASTSource.make_ir
+
+    def make_ir_of_builtins(self: Any, *given: Any, **named: Any) -> Any:
+        undo()
+        return make_ir(self, *given, **named)
+
+    ASTSource.make_ir = make_ir_of_builtins
 
 
-def _remember_builtins(interpreter: Any) -> None:
+def _launch_on_the_host(interpreter: Any, operations: Operations) -> None:
+    """A launch over tensors of the host, which need no copies. Signatures and types of arguments are read once."""
+    import torch
+
+    launch, convert = interpreter.GridExecutor.__call__, interpreter._implicit_cvt
+    signatures, types = cache(inspect.signature), {}
+    plain = {int, float, bool, str, type(None), interpreter.tl.constexpr, interpreter.tl.dtype, torch.dtype}
+
+    def kind_of(argument: Any) -> Any:
+        """Arguments of one kind have the same Triton type."""
+        if isinstance(argument, torch.Tensor):
+            return argument.dtype
+        bounds = (-(2**63), -(2**31), 2**31, 2**32, 2**63, 2**64)
+        return type(argument), sum(argument >= bound for bound in bounds)
+
+    def converted(argument: Any) -> Any:
+        if not isinstance(argument, (int, torch.Tensor)):
+            return convert(argument)
+        kind = kind_of(argument)
+        if kind not in types:
+            made = convert(argument)
+            types[kind] = operations.like(made), made.handle.data.dtype
+            return made
+        like, numpy_type = types[kind]
+        value = argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
+        return operations.make(like, np.array([value], numpy_type))
+
+    def is_on_host(argument: Any) -> bool:
+        return type(argument) in plain or (isinstance(argument, torch.Tensor) and argument.device.type == "cpu")
+
+    def launch_quickly(self: Any, *given: Any, **named: Any) -> Any:
+        if self.pre_run_hooks or not all(map(is_on_host, (*given, *named.values()))):
+            return launch(self, *given, **named)
+        signature = signatures(self.fn)
+        bound = signature.bind(*given, **{name: value for name, value in named.items() if name in signature.parameters})
+        bound.apply_defaults()
+        builder = interpreter.interpreter_builder
+        interpreter._patch_lang(self.fn)
+        arguments = {
+            name: value if name in self.constexprs else converted(value) for name, value in bound.arguments.items()
+        }
+        grid = self.grid(arguments) if callable(self.grid) else self.grid
+        assert len(grid) <= 3, "grid must have at most 3 dimensions"
+        builder.set_grid_dim(*grid, *[1] * (3 - len(grid)))
+        try:
+            for place in product(*map(range, builder.grid_dim)):
+                builder.set_grid_idx(*place)
+                self.fn(**arguments)
+        except Exception as error:
+            raise interpreter.InterpreterError(repr(error)) from error
+
+    interpreter.GridExecutor.__call__ = launch_quickly
+
+
+def _remember_builtins(interpreter: Any, planned: dict[Any, Any]) -> None:
     """Each launch lists all attributes of `triton.language` to find what it replaces, and each call of a replacement
     copies its keywords. One list is enough, and the keyword is set."""
     core, scopes = interpreter.tl.core, interpreter._LangPatchScope
@@ -73,6 +160,8 @@ def _remember_builtins(interpreter: Any) -> None:
         return [(name, replacement(member, semantic)) for name, member in found]
 
     def replacement(member: Any, semantic: Any) -> Any:
+        if member in planned:
+            return planned[member]
         # The wrapper of Triton's decorator looks whether the keyword is there.
         function = member.__wrapped__ if getattr(member, "__code__", None) is wrapper else member
 
@@ -190,6 +279,38 @@ def _leave_what_fits(interpreter: Any) -> None:
         return fit(self, lhs, rhs, *rules, **named)
 
     semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value = quick_fit, quick_broadcast
+
+
+def _leave_tensors(interpreter: Any) -> None:
+    """Every assignment makes a tensor of its value, which most are already."""
+    semantic, tensor = interpreter.TritonSemantic, interpreter.tl.core.tensor
+    make = semantic.to_tensor
+
+    def to_tensor(self: Any, x: Any, check_type: bool = True) -> Any:
+        return x if type(x) is tensor else make(self, x, check_type)
+
+    semantic.to_tensor = to_tensor
+
+
+def _call_at_once(interpreter: Any, planned: dict[Any, Any]) -> None:
+    """A function that another one calls is looked for among those that were rewritten, each time."""
+    functions = interpreter.InterpretedFunction
+
+    def call(self: Any, *given: Any, **named: Any) -> Any:
+        quick = planned.get(self)
+        return call_slowly(self, *given, **named) if quick is None else quick(self.call_slowly, *given, **named)
+
+    def call_slowly(self: Any, *given: Any, **named: Any) -> Any:
+        interpreter._patch_lang(self.fn)
+        rewritten = self.__dict__.get("rewritten")
+        if rewritten is None:
+            rewritten = self.rewritten = self.rewrite()
+        try:
+            return rewritten(*given, **named)
+        except Exception as error:
+            raise interpreter.InterpreterError(repr(error)) from error
+
+    functions.__call__, functions.call_slowly = call, call_slowly
 
 
 def _remember_types(interpreter: Any) -> None:

@@ -58,7 +58,7 @@ SAMPLING = SequenceSampling(
 )
 TOKEN_VALUES = TokenValues(2, [9, -8])
 ADAPTER = AdapterRef("/adapter", b"digest", "sql")
-IMAGE = PromptImage((1, 2, 2), b"key", b"pixels", (8, 4), True, False, 3)
+IMAGE = PromptImage((1, 2, 2), b"key", b"pixels", (8, 4), True, False, 3, 2)
 NEW_SEQUENCE = NewSequence(
     8,
     [5, 6, 7],

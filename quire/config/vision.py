@@ -42,7 +42,7 @@ class VisionConfig:
     window: tokens on each side of the squares in which patches attend to one another (0: their whole frame), except in
     `whole_layers`. is_pooled: a token's features are the mean of its patches, normed and projected; all pictures have
     table_side ** 2 patches, nothing rotates, and their tokens see one another. marks: tokens around an image's (None:
-    the chat template writes them)."""
+    the chat template writes them). tokens_per_second: rotary times of a second of video (None: a time is text)."""
 
     num_layers: int
     hidden_size: int
@@ -63,6 +63,7 @@ class VisionConfig:
     is_pooled: bool = False
     epsilon: float = 1e-6
     marks: tuple[int, int] | None = None
+    tokens_per_second: float | None = None
 
     @property
     def head_dim(self) -> int:
@@ -210,7 +211,8 @@ def read_vision(architecture: str, values: Mapping[str, Any], hidden_size: int, 
     if not side:
         raise fields.error("window_size must be the pixels of a token at least")
     whole = _layers(fields, "fullatt_block_indexes", (7, 15, 23, 31), num_layers)
-    return replace(config, is_gated=True, window=side, whole_layers=whole)
+    rate = fields.number("tokens_per_second", 4.0)
+    return replace(config, is_gated=True, window=side, whole_layers=whole, tokens_per_second=rate)
 
 
 @dataclass(frozen=True)
@@ -226,11 +228,6 @@ class TowerKind:
     intermediate_size: int = 4304
     patch_size: int = 16
     activation: str = "gelu_pytorch_tanh"
-
-    @property
-    def table_is_interpolated(self) -> bool:
-        """True for the towers of Qwen3-VL and Qwen 3.5."""
-        return not (self.has_windows or self.is_pooled)
 
 
 _QWEN3, _QWEN35 = TowerKind(deepstack=(8, 16, 24)), TowerKind()

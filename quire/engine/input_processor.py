@@ -16,7 +16,7 @@ from quire.engine.bad_words import BadWordTokenizer
 from quire.errors import PromptTooLongError, UserError, reject_unknown
 from quire.logits_processors import LogitsProcessor, check_params
 from quire.multimodal.inputs import IMAGES, TEXT_ALONE, ImageInputs, MediaOptions, NoImages, pictures_of
-from quire.multimodal.named import NamedPictures
+from quire.multimodal.named import NamedPictures, OwnNames, at_once, prepared
 from quire.multimodal.sources import Picture
 from quire.multimodal.video_marks import ReadyMedium
 from quire.parsers.reasoning import ThinkFormat, Thought
@@ -366,7 +366,11 @@ class InputProcessor:
         return token_ids, placed
 
     def _prepared(self, inputs: ImageInputs, pictures: Sequence[Picture], options: MediaOptions) -> list[ReadyMedium]:
-        return [inputs.prepare(each, options, self.named_pictures) for each in pictures]
+        async def prepare(picture: Picture) -> ReadyMedium:
+            return inputs.prepare(picture, options)
+
+        names = OwnNames(self.named_pictures)
+        return [at_once(prepared(each, options.owner, names, prepare)) for each in pictures]
 
     def check_room(self, token_ids: list[int]) -> None:
         if len(token_ids) >= self.max_model_len:

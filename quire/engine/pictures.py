@@ -6,7 +6,8 @@ import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -15,7 +16,7 @@ from quire.engine.input_processor import PlacedImages, Prompt
 from quire.errors import PromptTooLongError
 from quire.multimodal.cache import ReadyImages
 from quire.multimodal.inputs import NO_OPTIONS, ImageInputs, MediaOptions, NoImages, pictures_of
-from quire.multimodal.named import NamedPictures, name_key, unknown_name
+from quire.multimodal.named import Names, OwnNames, prepared
 from quire.multimodal.sources import Picture
 from quire.multimodal.video_marks import ReadyMedium, ReadyVideo
 from quire.prompt_image import ReadyImage
@@ -25,7 +26,7 @@ from quire.utils.fair_threads import FairThreads
 
 if TYPE_CHECKING:
     from quire.multimodal.preparing import Preparation
-    from quire.multimodal.videos import VideoProcessor
+    from quire.multimodal.videos import AnyVideoProcessor
 
 MAX_FETCHES = 8
 """Maximum number of concurrent fetches."""
@@ -37,30 +38,11 @@ _VIDEO_HELPER = "quire.multimodal.videos:prepare_video"
 _VIDEOS = msgspec.msgpack.Decoder(ReadyVideo)
 
 
-class Names(Protocol):
-    """Pictures that clients have named, in this process or another."""
-
-    async def put(self, name: bytes, image: Any) -> None: ...
-
-    async def picture_of(self, name: bytes) -> Any: ...
-
-    async def clear(self) -> None: ...
-
-
-class OwnNames:
-    """Implements Names over this process's pictures."""
-
-    def __init__(self, pictures: NamedPictures) -> None:
-        self._pictures = pictures
+class ThreadedNames(OwnNames):
+    """Names over pictures of this process, which are copied outside the event loop."""
 
     async def put(self, name: bytes, image: Any) -> None:
-        await asyncio.to_thread(self._pictures.put, name, image)  # on a thread, because it may copy the image
-
-    async def picture_of(self, name: bytes) -> Any:
-        return self._pictures.picture_of(name)
-
-    async def clear(self) -> None:
-        self._pictures.clear()
+        await asyncio.to_thread(self._pictures.put, name, image)
 
 
 class Pictures:
@@ -75,7 +57,7 @@ class Pictures:
         """A video of a few bytes may take a minute, in which texts and images do not wait for it."""
         self._fetching = ThreadPoolExecutor(MAX_FETCHES, "quire-fetch")
         self.kept = ReadyImages(front_end.config.media.cache_bytes)
-        self.names: Names = OwnNames(front_end.named_pictures)
+        self.names: Names = ThreadedNames(front_end.named_pictures)
         """Pictures that clients have named."""
 
     def close(self) -> None:
@@ -103,7 +85,7 @@ class Pictures:
         longest = self._front_end.input_processor.max_model_len
         found: list[ReadyMedium] = []
         for picture in await self._fetched(inputs, pictures):
-            found.append(await self._one(inputs, picture, options))
+            found.append(await prepared(picture, options.owner, self.names, partial(self._one, inputs, options)))
             if (num_tokens := sum(each.num_tokens for each in found)) >= longest:
                 raise PromptTooLongError(
                     f"{picture.where}: the images up to this one have {num_tokens} tokens, and the model's context is "
@@ -131,36 +113,14 @@ class Pictures:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _one(self, inputs: ImageInputs, picture: Picture, options: MediaOptions) -> ReadyMedium:
-        image, name = picture.image, None
-        if isinstance(image, ReadyImage | ReadyVideo):
-            return image
-        if picture.uuid is not None:
-            name = name_key(options.owner, picture.uuid)
-        if image is None and name is not None:
-            image, name = await self.names.picture_of(name), None
-            if image is None:
-                raise unknown_name(picture)
-        found: ReadyMedium
-        if isinstance(image, bytes) and picture.is_video:
-            found = await in_turn(
-                self._video_thread, len(image), lambda: self._of_file(inputs, picture, image, options)
-            )
-        elif isinstance(image, bytes):
-            found = await self._in_turn(len(image), lambda: self._of_file(inputs, picture, image, options))
-        else:
-            of_program = msgspec.structs.replace(picture, image=image)
-            found = await self._in_turn(OBJECT_BYTES, lambda: inputs.prepare(of_program, options))
-        if name is not None:
-            await self.names.put(name, image)
-        return found
-
-    async def _in_turn(self, size: int, work: Any) -> ReadyMedium:
-        found: ReadyMedium = await asyncio.wrap_future(self._threads.submit(size, work))
-        return found
+    async def _one(self, inputs: ImageInputs, options: MediaOptions, picture: Picture) -> ReadyMedium:
+        image, threads = picture.image, self._video_thread if picture.is_video else self._threads
+        if isinstance(image, bytes):
+            return await in_turn(threads, len(image), lambda: self._of_file(inputs, picture, image, options))
+        return await in_turn(threads, OBJECT_BYTES, lambda: inputs.prepare(picture, options))
 
     def _of_file(self, inputs: ImageInputs, picture: Picture, data: bytes, options: MediaOptions) -> ReadyMedium:
-        how: Preparation | VideoProcessor
+        how: Preparation | AnyVideoProcessor
         if picture.is_video:
             assert inputs.videos is not None, "check_numbers comes before"
             how = inputs.videos.processor
@@ -173,7 +133,7 @@ class Pictures:
             self.kept.put(key, found)
         return found
 
-    def _made(self, how: Preparation | VideoProcessor, where: str, data: bytes) -> ReadyMedium:
+    def _made(self, how: Preparation | AnyVideoProcessor, where: str, data: bytes) -> ReadyMedium:
         if self._helpers is None:
             return how.prepare(data, where)
         from quire.multimodal.preparing import FileJob, Preparation

@@ -20,39 +20,38 @@ from quire.config.media import MediaConfig
 from quire.errors import UserError
 from quire.multimodal.sources import DEFAULT_LIMITS, ImageLimits, too_many_bytes
 
-FETCH_SECONDS = 10.0
-"""Timeout from name resolution to the last byte, in seconds."""
 _PORTS = {"http": 80, "https": 443}
 _PIECE = 2**16
 _USER_AGENT = "quire"
 
 
 def fetch_image(url: str, where: str, media: MediaConfig, limits: ImageLimits = DEFAULT_LIMITS) -> bytes:
-    """Bytes of the image at a URL. Waits for the network. where: path of the field, for errors. Raises UserError,
-    without the other side's text, for a forbidden URL or a failed fetch."""
+    """Bytes of the image or video at a URL. Waits for the network. where: path of the field, for errors. Raises
+    UserError, without the other side's text, for a forbidden URL or a failed fetch."""
+    name, kind = limits.name, limits.kind
     if any(each.isspace() or each == "\\" or not each.isprintable() for each in url):
-        raise UserError(f"{where}: a URL of an image has no spaces, control characters and backslashes", param=where)
+        raise UserError(f"{where}: a URL of {name} has no spaces, control characters and backslashes", param=where)
     try:
         parsed = urlsplit(url)
         port = parsed.port
     except ValueError:
-        raise UserError(f"{where}: the image's URL is not valid", param=where) from None
+        raise UserError(f"{where}: the {kind}'s URL is not valid", param=where) from None
     if parsed.scheme == "file":
         return _read_file(parsed, where, media, limits)
     if parsed.scheme not in _PORTS:
         raise UserError(
-            f"{where}: a URL of an image must be data:image/...;base64,... (http, https and file URLs only where the "
-            f"server allows them), not {parsed.scheme!r:.20}",
+            f"{where}: a URL of {name} must be data:{kind}/...;base64,... (http, https and file URLs only where "
+            f"the server allows them), not {parsed.scheme!r:.20}",
             param=where,
         )
     host = (parsed.hostname or "").rstrip(".")
     if host not in media.domains:
         raise UserError(
-            f"{where}: images of {host!r:.100} are not fetched: the server's allowed_media_domains do not name it",
+            f"{where}: {kind}s of {host!r:.100} are not fetched: the server's allowed_media_domains do not name it",
             param=where,
         )
     if parsed.username is not None or parsed.password is not None:
-        raise UserError(f"{where}: a URL of an image must not have a user or a password", param=where)
+        raise UserError(f"{where}: a URL of {name} must not have a user or a password", param=where)
     return _Fetch(parsed, host, port or _PORTS[parsed.scheme], where, limits).run(media)
 
 
@@ -87,7 +86,7 @@ class _Fetch:
     def __init__(self, parsed: SplitResult, host: str, port: int, where: str, limits: ImageLimits) -> None:
         self._parsed, self._host, self._port = parsed, host, port
         self._where, self._limits = where, limits
-        self._end = time.monotonic() + FETCH_SECONDS
+        self._end = time.monotonic() + limits.fetch_seconds
 
     def run(self, media: MediaConfig) -> bytes:
         try:
@@ -103,7 +102,7 @@ class _Fetch:
             raise self._error(f"the connection to {self._host!r:.100} {kind}") from None
 
     def _error(self, what: str) -> UserError:
-        return UserError(f"{self._where}: the image was not fetched: {what}", param=self._where)
+        return UserError(f"{self._where}: the {self._limits.kind} was not fetched: {what}", param=self._where)
 
     def _seconds(self) -> float:
         left = self._end - time.monotonic()
@@ -151,7 +150,9 @@ class _Fetch:
     def _answer(self, connection: http.client.HTTPConnection) -> bytes:
         path = (self._parsed.path or "/") + (f"?{self._parsed.query}" if self._parsed.query else "")
         self._limit_wait(connection)
-        connection.request("GET", path, headers={"User-Agent": _USER_AGENT, "Accept": "image/*"})
+        connection.request(
+            "GET", path, headers={"User-Agent": _USER_AGENT, "Accept": f"{self._limits.kind}/*, */*;q=0.5"}
+        )
         response = connection.getresponse()
         if response.status != http.client.OK:
             what = "a redirect, which is not followed" if 300 <= response.status < 400 else f"status {response.status}"

@@ -14,20 +14,19 @@ from quire.config.media import OF_FILES, TEXT_DEFAULTS, Color, MediaConfig, Proc
 from quire.config.vision import VIDEO_TOKENS, VISION_TOWERS, EncoderCosts, VisionConfig, read_vision
 from quire.errors import ConfigError, UserError
 from quire.multimodal.marks import Encoder, ImageMarks
-from quire.multimodal.named import NamedPictures, name_key, unknown_name
 from quire.multimodal.sources import LOW_DETAIL_PIXELS, Picture, checked_uuid, is_data_url
-from quire.multimodal.video_marks import ReadyMedium, ReadyVideo, VideoMarks, runs_of
+from quire.multimodal.video_marks import ReadyMedium, ReadyVideo, VideoMarks, VideoRuns, runs_of
 from quire.prompt_image import PromptImage, ReadyImage
 
 if TYPE_CHECKING:
     from quire.multimodal.preparing import Preparation
     from quire.multimodal.processors import QwenProcessor, SquareProcessor
-    from quire.multimodal.videos import VideoProcessor
+    from quire.multimodal.videos import AnyVideoProcessor
 
 TEXT_ALONE = "prompts are text, without images, sound or video"
 ONE_SIZE = "mm_processor_kwargs: all pictures of this model have one size"
 IMAGES, VIDEOS = "multi_modal_data.image", "multi_modal_data.video"
-NO_VIDEOS = "this model's videos are not supported: those of Qwen3-VL and Qwen 3.5 are, with one processor for both"
+NO_VIDEOS = "this model takes no videos: Qwen3-VL, Qwen 3.5 and Qwen2.5-VL do, with patches and colours as of images"
 
 
 MEDIA = ("multi_modal_data", "multi_modal_uuids")
@@ -57,8 +56,8 @@ class NoImages:
 class VideoInputs:
     """Video inputs of one model."""
 
-    processor: VideoProcessor
-    marks: VideoMarks
+    processor: AnyVideoProcessor
+    marks: VideoMarks | VideoRuns
 
 
 @dataclass(frozen=True)
@@ -111,19 +110,9 @@ class ImageInputs:
         processor = msgspec.structs.replace(processor, min_pixels=min(least, most), max_pixels=most)
         return Preparation(processor, background)
 
-    def prepare(
-        self, picture: Picture, options: MediaOptions = NO_OPTIONS, named: NamedPictures | None = None
-    ) -> ReadyMedium:
-        """Fetch and decode an image or a video in this process. named: pictures by uuid, which this may read or add to.
-        Raises UserError."""
+    def prepare(self, picture: Picture, options: MediaOptions = NO_OPTIONS) -> ReadyMedium:
+        """Fetch and decode an image or a video in this process. Raises UserError."""
         image = picture.image
-        if isinstance(image, ReadyImage | ReadyVideo):
-            return image
-        name = None if picture.uuid is None or named is None else name_key(options.owner, picture.uuid)
-        if image is None:
-            image = None if name is None or named is None else named.picture_of(name)
-            if image is None:
-                raise unknown_name(picture)
         if isinstance(image, str) and not is_data_url(image):
             from quire.multimodal.fetching import fetch_image
 
@@ -133,10 +122,7 @@ class ImageInputs:
             return self.videos.processor.prepare(image, picture.where)
         if isinstance(image, Mapping):
             return self._encoded(image, picture)
-        ready = self.preparation(picture.detail, options).prepare(image, picture.where)
-        if name is not None and named is not None:
-            named.put(name, image)
-        return ready
+        return self.preparation(picture.detail, options).prepare(image, picture.where)
 
     def _encoded(self, features: Mapping[str, Any], picture: Picture) -> ReadyImage:
         where = picture.where
@@ -163,15 +149,11 @@ class ImageInputs:
             token_ids = self.videos.marks.written(token_ids, videos, where)
         token_ids, placed = self._place(token_ids, images, where)
         parts = [] if self.videos is None else self.videos.marks.placed(token_ids, videos)
-        found = [
-            PromptImage(each.grid, each.key, each.pixels, each.size, each.is_encoded, each.is_whole, start)
-            for start, each in (*placed, *parts)
-        ]
-        return token_ids, sorted(found, key=lambda each: each.start)
+        return token_ids, sorted([*placed, *parts], key=lambda each: each.start)
 
     def _place(
         self, token_ids: list[int], images: Sequence[ReadyImage], where: str
-    ) -> tuple[list[int], list[tuple[int, ReadyImage]]]:
+    ) -> tuple[list[int], list[PromptImage]]:
         counts, marks = [each.num_tokens for each in images], self.marks
         if marks is not None and token_ids.count(marks.begin) == len(counts) and self.token_id not in token_ids:
             token_ids = marks.written(token_ids, self.token_id, counts)
@@ -193,7 +175,7 @@ class ImageInputs:
                 placed += [self.token_id] * count
                 last = place + 1
             placed += token_ids[last:]
-        return placed, list(zip(starts, images, strict=True))
+        return placed, [image.at(start) for start, image in zip(starts, images, strict=True)]
 
 
 def image_inputs(config: EngineConfig, tokenizer: Encoder | None = None) -> ImageInputs | NoImages:
@@ -225,21 +207,29 @@ def image_inputs(config: EngineConfig, tokenizer: Encoder | None = None) -> Imag
         min_pixels=least or min(processor.min_pixels, most or processor.min_pixels),
         max_pixels=most or max(processor.max_pixels, least or 0),
     )
-    videos = _video_inputs(config, processor, tokenizer)
+    videos = _video_inputs(config, processor, vision, tokenizer)
     return ImageInputs(processor, vision, model.image_token_id, media, videos=videos)
 
 
-def _video_inputs(config: EngineConfig, processor: QwenProcessor, tokenizer: Encoder | None) -> VideoInputs | None:
-    model = config.model
-    tokens = [(model.vision or {}).get(key) for key in VIDEO_TOKENS]
-    is_known = VISION_TOWERS[model.architecture].table_is_interpolated and model.mmproj is None
-    if not is_known or not all(type(token) is int and 0 <= token < model.vocab_size for token in tokens):
+def _video_inputs(
+    config: EngineConfig, processor: QwenProcessor, vision: VisionConfig, tokenizer: Encoder | None
+) -> VideoInputs | None:
+    model, is_timed = config.model, vision.tokens_per_second is not None
+    given = [(model.vision or {}).get(key) for key in (VIDEO_TOKENS[:1] if is_timed else VIDEO_TOKENS)]
+    tokens = [token for token in given if type(token) is int and 0 <= token < model.vocab_size]
+    if model.mmproj is not None or len(tokens) < len(given):
         return None
     from quire.multimodal.videos import read_video_processor
 
-    found = read_video_processor(model.path, processor, config.media.video)
-    placeholder, begin, end = (int(token) for token in tokens if token is not None)
-    return None if found is None else VideoInputs(found, VideoMarks(placeholder, begin, end, tokenizer))
+    found = read_video_processor(
+        model.path,
+        processor,
+        config.media.video,
+        most_tokens=model.max_model_len,
+        tokens_per_second=vision.tokens_per_second,
+    )
+    marks = VideoRuns(tokens[0]) if is_timed else VideoMarks(tokens[0], tokens[1], tokens[2], tokenizer)
+    return None if found is None else VideoInputs(found, marks)
 
 
 def encoder_costs(config: EngineConfig) -> EncoderCosts | None:

@@ -8,11 +8,16 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Protocol, cast
+
+import msgspec
 
 from quire.errors import UserError
 from quire.multimodal.cache import ENTRY_BYTES
 from quire.multimodal.sources import Picture
+from quire.multimodal.video_marks import ReadyMedium, ReadyVideo
+from quire.prompt_image import ReadyImage
 
 
 def name_key(owner: str, uuid: str) -> bytes:
@@ -68,7 +73,61 @@ class NamedPictures:
             self._num_bytes = 0
 
 
-def unknown_name(picture: Picture) -> UserError:
+class Names(Protocol):
+    """Pictures that clients have named, in this process or another."""
+
+    async def put(self, name: bytes, image: Any) -> None: ...
+
+    async def picture_of(self, name: bytes) -> Any: ...
+
+    async def clear(self) -> None: ...
+
+
+class OwnNames:
+    """Names over pictures of this process; nothing is waited for."""
+
+    def __init__(self, pictures: NamedPictures) -> None:
+        self._pictures = pictures
+
+    async def put(self, name: bytes, image: Any) -> None:
+        self._pictures.put(name, image)
+
+    async def picture_of(self, name: bytes) -> Any:
+        return self._pictures.picture_of(name)
+
+    async def clear(self) -> None:
+        self._pictures.clear()
+
+
+async def prepared(
+    picture: Picture, owner: str, names: Names, prepare: Callable[[Picture], Awaitable[ReadyMedium]]
+) -> ReadyMedium:
+    """Prepare a picture, which may be known by its name alone, and keep its name. owner: client that named it. prepare:
+    gets a picture that is not ready. Raises UserError for an unknown name."""
+    if isinstance(picture.image, ReadyImage | ReadyVideo):
+        return picture.image
+    name = None if picture.uuid is None else name_key(owner, picture.uuid)
+    if picture.image is None:
+        image = None if name is None else await names.picture_of(name)
+        if image is None:
+            raise _unknown_name(picture)
+        return await prepare(msgspec.structs.replace(picture, image=image))
+    ready = await prepare(picture)
+    if name is not None:
+        await names.put(name, picture.image)
+    return ready
+
+
+def at_once(prepared: Coroutine[Any, Any, ReadyMedium]) -> ReadyMedium:
+    """Result of a coroutine that waits for nothing, such as `prepared` with OwnNames."""
+    try:
+        prepared.send(None)
+    except StopIteration as end:
+        return cast(ReadyMedium, end.value)
+    raise AssertionError("the coroutine waits")
+
+
+def _unknown_name(picture: Picture) -> UserError:
     return UserError(
         f"{picture.where}: no picture is known by the uuid {picture.uuid!r:.100}: this client has sent none, or it was "
         f"forgotten; send it again",

@@ -1,7 +1,7 @@
 """Rotary positions in prompts with images (M-RoPE): frame, row and column of each token.
 
-A text token has three equal positions. An image's tokens have its first position plus their place in its grid; text
-after it continues behind the longer side.
+A text token has three equal positions. An image's tokens have its first position plus their place in its grid. Parts of
+one video (`PromptImage.moment`) have the first part's rows and columns. Text continues behind the largest position.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ ROTARY_COLUMNS = ROTARY_POSITIONS, *GRID_POSITIONS = "rotary_positions", "rotary
 
 
 def image_keys(images: Sequence[PromptImage], block_size: int) -> Iterator[tuple[int, bytes]]:
-    """Yield (block, key) for each prefix-cache block with image placeholders: the image's content and its place in the
-    block."""
+    """Yield (block, key) for each prefix-cache block with image placeholders: the image's content, its place in the
+    block, and its time in a video."""
     for image in images:
         for block in range(image.start // block_size, (image.end - 1) // block_size + 1):
-            yield block, b"image" + struct.pack("<q", image.start - block * block_size) + image.key
+            time = b"" if image.moment is None else struct.pack("<q", image.moment)
+            yield block, b"image" + struct.pack("<q", image.start - block * block_size) + image.key + time
 
 
 def add_image_keys(
@@ -41,8 +42,20 @@ def add_image_keys(
 
 
 def rotary_shift(images: Sequence[PromptImage]) -> int:
-    """Shift of positions after all images; at most 0 for images of one frame."""
-    return sum(max(image.grid[1:]) - image.num_tokens for image in images)
+    """Shift of positions after all images: below 0 unless a video's times outgrow its tokens."""
+    shifts = [shift for _, _, shift in _bases(images)]
+    return shifts[-1] if shifts else 0
+
+
+def _bases(images: Sequence[PromptImage]) -> Iterator[tuple[PromptImage, int, int]]:
+    """Yield each image, its first position, and the shift of positions after it."""
+    base = shift = 0
+    for image in images:
+        if image.moment is None:
+            base = image.start + shift
+        frames, rows, columns = image.grid
+        shift = base + max((image.moment or 0) + frames, rows, columns) - image.end
+        yield image, base, shift
 
 
 def with_positions(
@@ -101,10 +114,9 @@ def rotary_positions(images: Sequence[PromptImage]) -> npt.NDArray[np.int64]:
 
     end = images[-1].end
     found = np.repeat(np.arange(end)[None], 3, axis=0)
-    shift = 0
-    for image in images:
+    for image, base, shift in _bases(images):
         first, past = image.start, image.end
-        found[:, first:past] = first + shift + np.indices(image.grid).reshape(3, -1)
-        shift += max(image.grid[1:]) - image.num_tokens
+        found[:, first:past] = base + np.indices(image.grid).reshape(3, -1)
+        found[0, first:past] += image.moment or 0
         found[:, past:] = np.arange(past, end) + shift
     return found

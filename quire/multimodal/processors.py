@@ -323,10 +323,10 @@ def _normalisation(fields: Fields, mean: Sequence[float], deviation: Sequence[fl
     factor = fields.number("rescale_factor", 1 / 255) if fields.boolean("do_rescale", True) else None
     if not fields.boolean("do_normalize", True):
         return Normalisation(factor, None, None)
-    return Normalisation(factor, _channels(fields, "image_mean", mean), _channels(fields, "image_std", deviation, 0.0))
+    return Normalisation(factor, channels(fields, "image_mean", mean), channels(fields, "image_std", deviation, 0.0))
 
 
-def _channels(fields: Fields, key: str, usual: Sequence[float], above: float = -math.inf) -> tuple[float, float, float]:
+def channels(fields: Fields, key: str, usual: Sequence[float], above: float = -math.inf) -> tuple[float, float, float]:
     value = fields.values.get(key)
     numbers = usual if value is None else [value] * 3 if isinstance(value, int | float) else value
     is_list = isinstance(numbers, list | tuple) and len(numbers) == 3

@@ -30,14 +30,22 @@ OBJECT_OF_PART = {"image": "image", "image_pil": "image_pil"}
 
 @dataclass(frozen=True, slots=True)
 class ImageLimits:
-    """max_bytes: limit of an encoded image. max_pixels: limit of an image before resizing."""
+    """max_bytes: limit of an encoded image. max_pixels: limit of an image before resizing. fetch_seconds: timeout of a
+    URL, from name resolution to the last byte. kind: "image" or "video"."""
 
     max_bytes: int = 32 * 2**20
     max_pixels: int = 2**26
+    fetch_seconds: float = 10.0
+    kind: str = "image"
+
+    @property
+    def name(self) -> str:
+        """Kind with its article."""
+        return f"an {self.kind}" if self.kind == "image" else f"a {self.kind}"
 
 
 DEFAULT_LIMITS = ImageLimits()
-VIDEO_LIMITS = ImageLimits(max_bytes=64 * 2**20, max_pixels=2**23)
+VIDEO_LIMITS = ImageLimits(64 * 2**20, 2**23, fetch_seconds=20.0, kind="video")
 """Limits of a video's file and of a frame before resizing."""
 
 
@@ -64,7 +72,7 @@ class Picture(msgspec.Struct, frozen=True):
         if uuid is not None:
             raise UserError(f"{where}: videos have no uuid", param=where)
         if isinstance(video, str) and is_data_url(video):
-            video = read_data_url(video, where, VIDEO_LIMITS, kind="video")
+            video = read_data_url(video, where, VIDEO_LIMITS)
         if video is None or (isinstance(video, str) and not video):
             raise UserError(f"{where}: a video needs a URL", param=where)
         return cls(where, video, is_video=True)
@@ -133,32 +141,31 @@ def is_data_url(url: str) -> bool:
     return url[:5].lower() == "data:"
 
 
-def read_data_url(url: str, where: str, limits: ImageLimits = DEFAULT_LIMITS, kind: str = "image") -> bytes:
+def read_data_url(url: str, where: str, limits: ImageLimits = DEFAULT_LIMITS) -> bytes:
     """Decode a base64 data URL. Raises UserError."""
     head, comma, body = url.partition(",")
     found, *options = head[5:].split(";")
     if not is_data_url(head) or not comma or "base64" not in options:
         raise UserError(
-            f"{where}: a data URL of {'an' if kind == 'image' else 'a'} {kind} must be data:{kind}/...;base64,...",
+            f"{where}: a data URL of {limits.name} must be data:{limits.kind}/...;base64,...",
             param=where,
         )
-    if found and not found.lower().startswith(f"{kind}/"):
-        raise UserError(f"{where}: a data URL of type {found!r:.100} holds no {kind}", param=where)
-    return read_base64(body, where, limits, kind)
+    if found and not found.lower().startswith(f"{limits.kind}/"):
+        raise UserError(f"{where}: a data URL of type {found!r:.100} holds no {limits.kind}", param=where)
+    return read_base64(body, where, limits)
 
 
-def read_base64(text: str, where: str, limits: ImageLimits = DEFAULT_LIMITS, kind: str = "image") -> bytes:
+def read_base64(text: str, where: str, limits: ImageLimits = DEFAULT_LIMITS) -> bytes:
     """Decode a base64 file. Raises UserError."""
     if len(text) // 4 * 3 > limits.max_bytes + 3:
-        raise too_many_bytes(where, len(text) // 4 * 3, limits, kind)
+        raise too_many_bytes(where, len(text) // 4 * 3, limits)
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
-        raise UserError(f"{where}: the {kind}'s data is not valid base64", param=where) from None
+        raise UserError(f"{where}: the {limits.kind}'s data is not valid base64", param=where) from None
 
 
-def too_many_bytes(where: str, num_bytes: int, limits: ImageLimits, kind: str = "image") -> UserError:
-    article = "an" if kind == "image" else "a"
+def too_many_bytes(where: str, num_bytes: int, limits: ImageLimits) -> UserError:
     return UserError(
-        f"{where}: {article} {kind} of {num_bytes} bytes is over the limit of {limits.max_bytes}", param=where
+        f"{where}: {limits.name} of {num_bytes} bytes is over the limit of {limits.max_bytes}", param=where
     )

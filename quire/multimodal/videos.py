@@ -1,4 +1,4 @@
-"""Videos of Qwen3-VL and Qwen 3.5: sampled frames, two of which are computed as one image with a time before it.
+"""Videos of Qwen3-VL, Qwen 3.5 and Qwen2.5-VL: sampled frames, two of which are computed as one image.
 
 Sampling, sizes and times are those of Transformers' processor. PyAV decodes files (extra `videos`).
 """
@@ -10,16 +10,16 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from quire.config.hf_json import Fields, read_optional_json
 from quire.config.media import VideoOptions
-from quire.errors import UserError
+from quire.errors import PromptTooLongError, UserError
 from quire.multimodal.decoding import Pixels, read_pixels
-from quire.multimodal.processors import LARGEST_RATIO, QwenProcessor, content_key, resize
+from quire.multimodal.processors import LARGEST_RATIO, QwenProcessor, channels, content_key, resize
 from quire.multimodal.sources import VIDEO_LIMITS, read_data_url, too_many_bytes
 from quire.multimodal.video_marks import ReadyVideo
 from quire.prompt_image import ReadyImage
@@ -40,14 +40,17 @@ COPIES = 6
 _VP8_SHOWN = 0x10
 """Bit of a VP8 frame's first byte; frames without it are references of others alone."""
 METADATA = ("fps", "frames_indices", "total_num_frames", "duration", "do_sample_frames", "video_backend")
-"""Keys beside frames, as in vLLM; the last and `duration` have no effect."""
+"""Keys beside frames, as in vLLM; the last and `duration` have no effect, `total_num_frames` for Qwen2.5-VL alone."""
 _FILE, _JOINT_FILE, _VIDEOS = "video_preprocessor_config.json", "processor_config.json", "video_processor"
+_IMAGE_FILE = "preprocessor_config.json"
 
 
-class VideoProcessor(msgspec.Struct, frozen=True):
-    """image: processor of the frames. min_pixels, max_pixels: pixels of all frames after resizing. fps: frames
-    sampled of a second (None: all), from min_frames to max_frames. num_frames: frames sampled in all, in place of
-    fps. max_tokens: tokens of a frame (None: no limit of its own)."""
+class VideoProcessor(msgspec.Struct, frozen=True, tag="marked"):
+    """Processor of Qwen3-VL and Qwen 3.5. image: processor of the frames. min_pixels, max_pixels: pixels of all frames
+    after resizing. fps: frames sampled of a second (None: all), from min_frames to max_frames. num_frames: frames
+    sampled in all, in place of fps. max_tokens: tokens of a frame (None: no limit of its own). most_tokens: largest
+    number of tokens of a video; longer ones are refused. samples_lists: sample frames that a program gives without
+    `do_sample_frames`."""
 
     image: QwenProcessor
     min_pixels: int
@@ -57,13 +60,21 @@ class VideoProcessor(msgspec.Struct, frozen=True):
     min_frames: int
     max_frames: int
     max_tokens: int | None
+    most_tokens: int = 2**32
+    samples_lists: bool = True
 
     @property
     def most_memory(self) -> int:
         """Upper estimate in bytes of the memory for a file."""
-        side, most = self.image.patch_size * self.image.merge_size, self.num_frames or self.max_frames
+        side, step = self.image.patch_size * self.image.merge_size, self.image.frames
+        most = min(self._most_pixels(self.num_frames or self.max_frames), self.most_tokens * side**2 * step)
+        return DECODER_BYTES + COPIES * 3 * most
+
+    def _most_pixels(self, num_frames: int) -> int:
+        """Upper estimate of the pixels of all resized frames."""
+        side = self.image.patch_size * self.image.merge_size
         least = side**2 if self.max_tokens is None else max(side**2, int(self.min_pixels * 1.05))
-        return DECODER_BYTES + COPIES * 3 * max(self.max_pixels, most * least)
+        return max(self.max_pixels, num_frames * least)
 
     def sample(self, total: int, fps: float) -> list[int]:
         """Indices of the sampled frames of `total`, which follow one another at `fps`."""
@@ -97,44 +108,54 @@ class VideoProcessor(msgspec.Struct, frozen=True):
         elif steps * rows * columns * side**2 < self.min_pixels:
             stretch = math.sqrt(self.min_pixels / (num_frames * height * width))
             rows, columns = math.ceil(height * stretch / side), math.ceil(width * stretch / side)
-        if rows * columns * side**2 > self.image.max_pixels:
-            stretch = math.sqrt(height * width / self.image.max_pixels)
-            rows = max(1, math.floor(height / stretch / side))
-            columns = max(1, math.floor(width / stretch / side))
+        return self._bounded(rows, columns, num_frames, where)
+
+    def _bounded(self, rows: int, columns: int, num_frames: int, where: str) -> tuple[int, int]:
+        side, most = self.image.patch_size * self.image.merge_size, self.image.max_pixels
+        height, width = rows * side, columns * side
+        if height * width > most:
+            stretch = math.sqrt(height * width / most)
+            rows, columns = (max(1, math.floor(each / stretch / side)) for each in (height, width))
+        num_tokens = math.ceil(num_frames / self.image.frames) * rows * columns
+        if num_tokens > self.most_tokens:
+            raise PromptTooLongError(
+                f"{where}: {num_frames} frames of {columns * side} x {rows * side} pixels have {num_tokens} tokens, "
+                f"and the model's context is {self.most_tokens} tokens",
+                param=where,
+            )
         return rows * side, columns * side
+
+    def moments(self, num_parts: int, rate: float) -> list[int]:
+        """Rotary times of the parts; empty: each has positions of its own. rate: sampled frames of a second."""
+        return []
 
     def prepare(self, video: Any, where: str) -> ReadyVideo:
         """video: bytes of a file, data URL, or a program's frames: a list of images or an array [frames, height, width,
         channels], maybe in a pair with metadata. Raises UserError."""
         if isinstance(video, str):
-            video = read_data_url(video, where, VIDEO_LIMITS, kind="video")
+            video = read_data_url(video, where, VIDEO_LIMITS)
         if isinstance(video, bytes):
             return self._made(*decode_video(video, where, self))
         frames, metadata = video if isinstance(video, tuple) and len(video) == 2 else (video, {})
-        if not isinstance(metadata, Mapping) or metadata.keys() - set(METADATA):
-            raise UserError(f"{where}: metadata of a video has {', '.join(METADATA)}", param=where)
         if not hasattr(frames, "__len__") or isinstance(frames, Mapping) or not len(frames):
             raise UserError(f"{where}: a video must be a list of frames, not {type(frames).__name__}", param=where)
         if len(frames) > MOST_FRAMES:
             raise UserError(f"{where}: a video of more than {MOST_FRAMES} frames is not taken", param=where)
-        fps = metadata.get("fps") or USUAL_FPS
-        chosen = list(range(len(frames)))
-        if metadata.get("do_sample_frames", True):
-            chosen = self.sample(len(frames), fps)
-        places = metadata.get("frames_indices")
-        places = list(range(len(frames))) if places is None else [int(place) for place in places]
-        if len(places) != len(frames):
-            raise UserError(f"{where}: {len(places)} frames_indices for {len(frames)} frames", param=where)
+        known = FrameFacts.of(metadata, len(frames), where)
+        chosen, total = list(range(len(frames))), known.total
+        if self.samples_lists if known.is_sampled is None else known.is_sampled:
+            chosen, total = self.sample(len(frames), known.fps), len(frames)
         read = {place: read_pixels(frames[place], where, VIDEO_LIMITS) for place in dict.fromkeys(chosen)}
         if len({frame.shape for frame in read.values()}) > 1:
             raise UserError(f"{where}: frames of a video must have one size", param=where)
         height, width, _ = read[chosen[0]].shape
         size = self.target_size(len(chosen), height, width, where)
         resized = {place: resize(frame, *size, self.image.resample) for place, frame in read.items()}
-        return self._made([resized[place] for place in chosen], [places[place] / fps for place in chosen])
+        seconds = [known.places[place] / known.fps for place in chosen]
+        return self._made([resized[place] for place in chosen], seconds, len(chosen) / total * known.fps)
 
-    def _made(self, resized: list[Pixels], seconds: list[float]) -> ReadyVideo:
-        """Parts of consecutive frames, the last of which is repeated to fill its part."""
+    def _made(self, resized: list[Pixels], seconds: list[float], rate: float) -> ReadyVideo:
+        """Parts of consecutive frames, the last of which is repeated to fill its part. rate: frames of a second."""
         step, merge = self.image.frames, self.image.merge_size
         height, width, _ = resized[0].shape
         lacking = -len(resized) % step
@@ -147,22 +168,92 @@ class VideoProcessor(msgspec.Struct, frozen=True):
             grid = 1, rows // merge, columns // merge
             parts.append(ReadyImage(grid, key, pixels.tobytes(), (height, width), is_encoded=False, is_whole=False))
             middles.append((times[first] + times[first + step - 1]) / 2)
-        return ReadyVideo(parts, middles)
+        return ReadyVideo(parts, middles, self.moments(len(parts), rate))
 
 
-def decode_video(data: bytes, where: str, processor: VideoProcessor) -> tuple[list[Pixels], list[float]]:
-    """Sampled frames of a file, resized, and their times in seconds. The last frame stands for those that the end of
-    the file lacks. Limits apply before a frame is decoded. Raises UserError; MemoryError in a helper, whose memory is
-    limited."""
+class TimedVideoProcessor(VideoProcessor, frozen=True, tag="timed", kw_only=True):
+    """Processor of Qwen2.5-VL, whose parts have rotary times in place of marks. min_pixels, max_pixels: pixels of a
+    resized frame. max_tokens: tokens of a video, nine tenths of which the frames share (None: no limit).
+    tokens_per_second: rotary times of a second."""
+
+    tokens_per_second: float
+
+    def _most_pixels(self, num_frames: int) -> int:
+        return num_frames * max(self.max_pixels, int(self.min_pixels * 1.05))
+
+    def sample(self, total: int, fps: float) -> list[int]:
+        step, count = self.image.frames, total
+        if self.num_frames is not None:
+            count = min(max(step, round(self.num_frames / step) * step), total)
+        elif self.fps is not None:
+            most = min(self.max_frames, total) // step * step
+            count = max(1, int(min(max(total / fps * self.fps, self.min_frames), most)) // step * step)
+        # float32, as in Transformers: rounding decides between two neighbours.
+        found: list[int] = (np.arange(count) * (total / count)).astype(np.float32).astype(int).tolist()
+        return found
+
+    def target_size(self, num_frames: int, height: int, width: int, where: str) -> tuple[int, int]:
+        step, side, most = self.image.frames, self.image.patch_size * self.image.merge_size, self.max_pixels
+        if self.max_tokens is not None:
+            share = int(self.max_tokens * side**2 * 0.9) * step // num_frames
+            most = max(min(most, share), int(self.min_pixels * 1.05))
+        frame = msgspec.structs.replace(self.image, min_pixels=self.min_pixels, max_pixels=most, resizes=True)
+        height, width = frame.target_size(height, width, where)
+        return self._bounded(height // side, width // side, num_frames, where)
+
+    def moments(self, num_parts: int, rate: float) -> list[int]:
+        # float32, as in Transformers: another precision would round some times to the neighbour.
+        interval = np.float32(self.tokens_per_second) * np.float32(self.image.frames / rate)
+        found: list[int] = (np.arange(num_parts, dtype=np.float32) * interval).astype(int).tolist()
+        return found
+
+
+AnyVideoProcessor = VideoProcessor | TimedVideoProcessor
+
+
+class FrameFacts(NamedTuple):
+    """Metadata of a program's frames. places: numbers of the frames in the video. total: number of the video's frames.
+    is_sampled: None: as the model's files say."""
+
+    fps: float
+    places: list[int]
+    total: int
+    is_sampled: bool | None
+
+    @classmethod
+    def of(cls, metadata: Any, num_frames: int, where: str) -> FrameFacts:
+        """Raises UserError."""
+        if not isinstance(metadata, Mapping) or metadata.keys() - set(METADATA):
+            raise UserError(f"{where}: metadata of a video has {', '.join(METADATA)}", param=where)
+        fps: Any = metadata.get("fps")
+        places: Any = metadata.get("frames_indices")
+        total: Any = metadata.get("total_num_frames")
+        is_known = places is not None and total is not None
+        try:
+            fps, total = float(USUAL_FPS if fps is None else fps), int(total) if is_known else num_frames
+            places = [int(place) for place in (range(num_frames) if places is None else places)]
+        except (TypeError, ValueError, OverflowError):
+            fps = math.nan
+        if not 0 < fps < math.inf or total < 1 or min(places, default=0) < 0:
+            raise UserError(f"{where}: fps, frames_indices or total_num_frames is invalid", param=where)
+        if len(places) != num_frames:
+            raise UserError(f"{where}: {len(places)} frames_indices for {num_frames} frames", param=where)
+        return cls(fps, places, total, metadata.get("do_sample_frames"))
+
+
+def decode_video(data: bytes, where: str, processor: VideoProcessor) -> tuple[list[Pixels], list[float], float]:
+    """Sampled frames of a file, resized, their times in seconds, and their number in a second. The last frame stands
+    for those that the end of the file lacks. Limits apply before a frame is decoded. Raises UserError; MemoryError in a
+    helper, whose memory is limited."""
     if len(data) > VIDEO_LIMITS.max_bytes:
-        raise too_many_bytes(where, len(data), VIDEO_LIMITS, "video")
+        raise too_many_bytes(where, len(data), VIDEO_LIMITS)
     try:
-        import av
+        import av  # noqa: F401
     except ImportError:
         raise UserError(f"{where}: videos need PyAV: {how_to_install('videos')}", param=where) from None
     kind = _container(data, where)
     try:
-        with av.open(io.BytesIO(data), "r", format=kind) as container:
+        with _opened(data, kind) as container:
             stream = container.streams.video[0]
             total = _num_frames(container.demux(stream), stream.codec_context.codec.name)
             fps = float(stream.average_rate or stream.guessed_rate or USUAL_FPS)
@@ -178,29 +269,42 @@ def decode_video(data: bytes, where: str, processor: VideoProcessor) -> tuple[li
 
     def keep(index: int, frame: Any) -> None:
         pixels = np.asarray(frame.to_ndarray(format="rgb24"), np.uint8)
-        found[index] = resize(pixels, height, width, processor.image.resample)
+        turns = round(frame.rotation / 90)
+        target = (width, height) if turns % 2 else (height, width)
+        found[index] = resize(np.ascontiguousarray(np.rot90(pixels, turns)), *target, processor.image.resample)
 
     try:
-        with av.open(io.BytesIO(data), "r", format=kind) as container:
-            container.streams.video[0].codec_context.thread_count = 1
+        with _opened(data, kind) as container:
             frame = None
             for last, frame in enumerate(container.decode(video=0)):
                 if (frame.width, frame.height) != size:
-                    raise ValueError("frames of several sizes")
+                    raise UserError(f"{where}: frames of a video must have one size", param=where)
                 if last in wanted:
                     keep(last, frame)
                 if last >= chosen[-1]:
                     break
             if last not in found and frame is not None:
                 keep(last, frame)
-    except MemoryError:
+    except (MemoryError, UserError):
         raise
     except Exception:
         raise UserError(f"{where}: the video is damaged or cut off", param=where) from None
     if not found:
         raise UserError(f"{where}: the video is damaged or cut off", param=where)
     shown = [min(index, last) for index in chosen]
-    return [found[index] for index in shown], [index / fps for index in shown]
+    return [found[index] for index in shown], [index / fps for index in shown], len(chosen) / total * fps
+
+
+def _opened(data: bytes, kind: str) -> Any:
+    """Container whose decoder has one thread and refuses frames that are larger than the limit before it makes room for
+    them."""
+    import av
+
+    limits = {"max_pixels": str(2 * VIDEO_LIMITS.max_pixels)}  # a decoder may pad frames
+    container = av.open(io.BytesIO(data), "r", format=kind, options=limits)
+    for stream in container.streams.video:
+        stream.codec_context.thread_count, stream.codec_context.options = 1, limits
+    return container
 
 
 def _num_frames(packets: Iterable[Any], codec: str) -> int:
@@ -240,46 +344,64 @@ def _check_sizes(total: int, fps: float, size: tuple[int, int], where: str) -> N
             raise UserError(f"{where}: the video has more than {limit} {what}, the limit", param=where)
 
 
-def read_video_processor(directory: Path, image: QwenProcessor, options: VideoOptions) -> VideoProcessor | None:
+def read_video_processor(
+    directory: Path,
+    image: QwenProcessor,
+    options: VideoOptions,
+    *,
+    most_tokens: int = 2**32,
+    tokens_per_second: float | None = None,
+) -> AnyVideoProcessor | None:
     """Read a checkpoint's video processor; None for one that differs from that of images in patches or normalisation.
-    options: the engine's. Raises ModelLoadError with file and key."""
-    path = directory / _JOINT_FILE
-    values = read_optional_json(path).get(_VIDEOS)
-    if not isinstance(values, dict):
-        path = directory / _FILE
-        values = read_optional_json(path)
+    options: the engine's. most_tokens: see VideoProcessor. tokens_per_second: None for models other than
+    Qwen2.5-VL, whose older checkpoints have one file for images and videos. Raises ModelLoadError with file and key."""
+    path, values = directory / _JOINT_FILE, read_optional_json(directory / _JOINT_FILE).get(_VIDEOS)
+    for name in (_FILE,) if tokens_per_second is None else (_FILE, _IMAGE_FILE):
+        if not isinstance(values, dict) or not values:
+            path, values = directory / name, read_optional_json(directory / name)
+    values = values or {}
     fields = Fields(values, str(path))
     size = values.get("size")
     edges = Fields(size if isinstance(size, dict) else {}, f"{path}: size")
     sizes = [image.patch_size, image.merge_size, image.frames]
     keys = ("patch_size", "merge_size", "temporal_patch_size")
-    mean, deviation = image.normalisation.mean, image.normalisation.deviation
-    stated = [tuple(values.get(key) or usual or ()) for key, usual in (("image_mean", mean), ("image_std", deviation))]
     if [fields.integer(key, usual) for key, usual in zip(keys, sizes, strict=True)] != sizes:
         return None
-    if stated != [tuple(mean or ()), tuple(deviation or ())]:
-        return None
-    fps = fields.number("fps", 2.0) if values.get("fps", 2) is not None else None
+    colours = image.normalisation
+    for key, usual, above in (("image_mean", colours.mean, -math.inf), ("image_std", colours.deviation, 0.0)):
+        if values.get(key) is not None and (usual is None or channels(fields, key, usual, above) != usual):
+            return None
+    takes_all = tokens_per_second is None and "fps" in values and values["fps"] is None
+    fps = None if takes_all else fields.number("fps", 2.0)
     num_frames = fields.optional_integer("num_frames")
     if options != VideoOptions():
         fps, num_frames = options.fps, options.num_frames
     is_capped = values.get("cap_pixels_per_frame") is True
-    return VideoProcessor(
-        image=image,
-        min_pixels=edges.integer("shortest_edge", 128 * 32 * 32),
-        max_pixels=edges.integer("longest_edge", 32 * 32 * 768),
-        fps=fps,
-        num_frames=num_frames,
-        min_frames=fields.integer("min_frames", 4),
-        max_frames=fields.integer("max_frames", 768),
-        max_tokens=fields.integer("max_video_tokens", 768) if is_capped else None,
+    is_timed, side = tokens_per_second is not None, image.patch_size * image.merge_size if tokens_per_second else 32
+    common: dict[str, Any] = {
+        "image": image,
+        "min_pixels": edges.integer("shortest_edge", 128 * side**2),
+        "max_pixels": edges.integer("longest_edge", 768 * side**2),
+        "fps": fps,
+        "num_frames": num_frames,
+        "min_frames": fields.integer("min_frames", 4),
+        "max_frames": fields.integer("max_frames", 768),
+        "max_tokens": fields.integer("max_video_tokens", 128_000 if is_timed else 768) if is_capped else None,
+        "most_tokens": most_tokens,
+    }
+    if tokens_per_second is None:
+        return VideoProcessor(**common)
+    for key in ("min_pixels", "max_pixels"):  # they take precedence
+        common[key] = fields.optional_integer(key) or common[key]
+    return TimedVideoProcessor(
+        **common, samples_lists=fields.boolean("do_sample_frames", False), tokens_per_second=tokens_per_second
     )
 
 
 class VideoJob(msgspec.Struct, frozen=True):
     """Argument of a helper's job besides the file."""
 
-    how: VideoProcessor
+    how: AnyVideoProcessor
     where: str
 
 

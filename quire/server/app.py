@@ -57,7 +57,7 @@ from quire.version import __version__
 
 if TYPE_CHECKING:
     from quire.engine.async_engine import AsyncLLM
-    from quire.engine.pictures import Names
+    from quire.multimodal.named import Names
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,11 @@ def products(fixed_order_of_module: None, no_overflow_checks: None) -> None:
     that a test starts torch multiplies as it likes.)"""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def processes(copied_processes: None) -> None:
+    """Ranks and engines are copies of a warm interpreter, but those of `fresh_interpreters`."""
+
+
 @dataclass(frozen=True)
 class Variant:
     """A way to compute a model. family: of tests/models/families.py; isa: that the native kernels are held to."""

@@ -26,6 +26,7 @@ from tests.models.vision_models import (
     qwen3_5,
     qwen3_vl,
     random_model,
+    rotary_positions,
     save_chat,
 )
 from tests.multimodal.pictures import draw
@@ -203,6 +204,98 @@ def test_states(tmp_path: Path) -> None:
     check(outputs, [continued(model, *parts) for _, parts in prompts()])
 
 
+def timed(*parts: int | Image.Image | list[Image.Image]) -> tuple[list[int], dict[str, Any]]:
+    """As `written` for Qwen2.5-VL: a video's placeholders between one pair of marks."""
+    token_ids: list[int] = []
+    _, options = written(*[(part, [0.0]) if isinstance(part, list) else part for part in parts])
+    for part in parts:
+        if isinstance(part, int):
+            token_ids.append(part)
+            continue
+        rows, _ = patches(part if isinstance(part, list) else [part])
+        token = VIDEO_TOKEN if isinstance(part, list) else IMAGE_TOKEN
+        token_ids += [IMAGE_START, *[token] * (len(rows) // 4), IMAGE_END]
+    ids = torch.tensor([token_ids])
+    return token_ids, options | {"mm_token_type_ids": (ids == IMAGE_TOKEN).int() + 2 * (ids == VIDEO_TOKEN).int()}
+
+
+def of_times(model: PreTrainedModel, rates: Sequence[float], *parts: Any) -> tuple[list[int], torch.Tensor]:
+    """As `continued` for Qwen2.5-VL. rates: frames of a second of each video."""
+    token_ids, options = timed(*parts)
+    seconds = [2 / rate for rate in rates]
+    options |= {"second_per_grid_ts": torch.tensor(seconds)} if seconds else {}
+    ids = torch.tensor([token_ids])
+    options |= {"do_sample": False, "return_dict_in_generate": True, "output_scores": True}
+
+    def positions(ids: torch.Tensor, mm_token_type_ids: torch.Tensor, **given: Any) -> Any:
+        grids = {
+            kind: given[name].tolist() if given.get(name) is not None else []
+            for kind, name in ((1, "image_grid_thw"), (2, "video_grid_thw"))
+        }
+        return rotary_positions(model, mm_token_type_ids, grids, [2 * each for each in seconds])
+
+    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+        if min(rates, default=4) < 2:  # times outgrow rows and columns: see rotary_positions
+            patch.setattr(model.model, "get_rope_index", positions)
+        found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS, **options)
+    return found.sequences[0, len(token_ids) :].tolist(), torch.cat(found.scores).log_softmax(-1)
+
+
+def test_times_in_place_of_marks(tmp_path: Path) -> None:
+    """Qwen2.5-VL: an odd number of frames, sampled ones, several videos and images with text between; times that are
+    fractions, and that outgrow rows and columns. In chunks, beside others, from the prefix cache, each alone."""
+    model = with_videos(lambda: qwen2_5_vl(tokens_per_second=2))
+    directory = save_video_chat(model, tmp_path)
+    image = [IMAGE_START, IMAGE_TOKEN, IMAGE_END]
+    sampled = FRAMES, {"fps": 2.5, "do_sample_frames": True}  # six frames of 3.2 seconds
+    known = FRAMES[:3], {"fps": 4.0, "frames_indices": [0, 2, 4], "total_num_frames": 5}
+    given = [
+        (
+            {"prompt_token_ids": [5, *MARKED, 6, 7], "multi_modal_data": {"video": [(FRAMES[:5], {"fps": 4})]}},
+            ([4.0], 5, FRAMES[:5], 6, 7),
+        ),
+        (
+            {
+                "prompt_token_ids": [*image, 7, *MARKED, 8, *image, *MARKED, 9],
+                "multi_modal_data": {"image": [WIDE, TALL], "video": [sampled, known]},
+            },
+            (
+                [6 / 8 * 2.5, 3 / 5 * 4.0],
+                WIDE,
+                7,
+                [FRAMES[each] for each in (0, 1, 2, 4, 5, 6)],
+                8,
+                TALL,
+                FRAMES[:3],
+                9,
+            ),
+        ),
+        ({"prompt_token_ids": [5, *MARKED, 6], "multi_modal_data": {"video": FRAMES[:2]}}, ([24.0], 5, FRAMES[:2], 6)),
+        (
+            {"prompt_token_ids": [5, *MARKED, 6], "multi_modal_data": {"video": [(FRAMES[:5], {"fps": 0.7})]}},
+            ([0.7], 5, FRAMES[:5], 6),
+        ),
+        (
+            {
+                "prompt_token_ids": timed(*FRAMES[7:], SHORT, 6)[0],
+                "multi_modal_data": {"image": FRAMES[7], "video": [SHORT]},
+            },
+            ([24.0], FRAMES[7], SHORT, 6),
+        ),
+        ({"prompt_token_ids": [5, 6, 7]}, ([], 5, 6, 7)),
+    ]
+    params, prompts = msgspec.structs.replace(GREEDY, logprobs=5), [prompt for prompt, _ in given]
+    with engine(directory, attention_backend="native", max_num_batched_tokens=16) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        check(outputs, [of_times(model, *parts) for _, parts in given])
+        again = llm.generate(prompts, params, use_tqdm=False)
+        assert llm.stats()["prefix_cache_hits_total"] > 60
+        llm.reset_prefix_cache()
+        alone = [llm.generate([each], params, use_tqdm=False)[0] for each in prompts]
+        for output, *others in zip(outputs, again, alone, strict=True):
+            assert [other.outputs[0].logprobs == output.outputs[0].logprobs for other in others] == [True, True]
+
+
 def test_order_of_frames_matters(llm: LLM, model: PreTrainedModel) -> None:
     """The same two frames in one part and in another order, and one frame for both, are other content."""
     one, two = FRAMES[:2]
@@ -245,6 +338,7 @@ def test_models_without_videos_and_limits(directory: Path, tmp_path: Path) -> No
     given = {"prompt_token_ids": [5, *MARKED], "multi_modal_data": {"video": FRAMES}}
     with engine(directory, limit_mm_per_prompt={"video": 0}) as llm, pytest.raises(UserError, match="at most 0 videos"):
         tokens(llm, [given])
-    other = save_chat(random_model(qwen2_5_vl), tmp_path)
-    with engine(other) as llm, pytest.raises(UserError, match="this model's videos are not supported"):
+    other = save_chat(random_model(qwen3_vl), tmp_path)
+    (other / "video_preprocessor_config.json").write_text(json.dumps({"patch_size": 2}))
+    with engine(other) as llm, pytest.raises(UserError, match="this model takes no videos"):
         tokens(llm, [given])

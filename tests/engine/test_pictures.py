@@ -44,7 +44,7 @@ class Helpers:
             self.has_begun.set()
             self.release.wait(20)
         self.done.append(("video" if is_video else "image", limits))
-        return msgspec.msgpack.encode(ReadyVideo([IMAGE], [0.0]) if is_video else IMAGE)
+        return msgspec.msgpack.encode(ReadyVideo([IMAGE], [0.0], []) if is_video else IMAGE)
 
 
 def test_limits_of_a_prompt() -> None:
@@ -79,7 +79,7 @@ async def test_an_image_does_not_wait_for_videos() -> None:
         assert await pictures.ready(INPUTS, [Picture("y", b"image")]) == [IMAGE]
         assert helpers.done == [("image", BODY_LIMITS)]
         helpers.release.set()
-        assert await asyncio.gather(*videos) == [[ReadyVideo([IMAGE], [0.0])]] * 3
+        assert await asyncio.gather(*videos) == [[ReadyVideo([IMAGE], [0.0], [])]] * 3
     finally:
         pictures.close()
         threads.shutdown(wait=False)

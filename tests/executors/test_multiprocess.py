@@ -307,7 +307,7 @@ def wait_for(executor: RankedExecutor | RankProcesses, condition: Callable[[Vita
         time.sleep(0.1)
 
 
-def test_a_rank_that_is_killed_ends_the_others(model_path: Path) -> None:
+def test_a_rank_that_is_killed_ends_the_others(model_path: Path, fresh_interpreters: None) -> None:
     """In a step, which the other rank is in the middle of, with the next one in flight; then nothing more is done.
     Before that it is stopped, idle and in the step, which the executor says as well."""
     ranks = RankProcesses(configured(model_path, tensor_parallel_size=2, queue_depth=2))

@@ -97,7 +97,7 @@ def results(path: Path, options: dict[str, Any]) -> tuple[Any, Any, EngineCore]:
 @pytest.mark.parametrize("model", all_but_long(["qwen3", "gemma3"], ["qwen3"]))
 def test_the_bits_of_one_rank(tmp_path: Path, model: str) -> None:
     """Of ranks that exchange rows by kernels, and of one of them by torch's collectives; of norms and windows."""
-    config = configured(save(randomize(FAMILIES[model]()), tmp_path), block_size=8)
+    config = configured(save(randomize(FAMILIES[model]()), tmp_path), block_size=8, num_blocks_override=300)
     *expected, _ = results_of(make_core(config))
     memory = allocate(_native.SharedRanks.num_bytes(2))
 

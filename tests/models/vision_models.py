@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -83,6 +84,28 @@ def qwen2_5_vl(**vision: object) -> PreTrainedModel:
         text_config=text, vision_config={**plain, **windows, **vision}, image_token_id=IMAGE_TOKEN
     )
     return Qwen2_5_VLForConditionalGeneration(config)
+
+
+def rotary_positions(
+    model: PreTrainedModel,
+    types: torch.Tensor,
+    grids: dict[int, list[Grid]],
+    intervals: Sequence[float],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`get_rope_index` of Qwen2.5-VL as vLLM has it, and Transformers had it before 5.3: text continues behind the
+    largest position, also of a video whose times outgrow its rows and columns. types: 0 text, 1 image, 2 video.
+    intervals: rotary times between the parts of each video."""
+    left, steps = {kind: iter(each) for kind, each in grids.items()}, iter(intervals)
+    merge, found, start = model.config.vision_config.spatial_merge_size, [], 0
+    for kind, group in itertools.groupby(types[0].tolist()):
+        part = start + torch.arange(len(list(group))).expand(3, -1)
+        if kind:
+            grid, step = torch.tensor(next(left[kind])), next(steps) if kind == 2 else 1
+            part = model.model.get_vision_position_ids(start, grid, 1, merge, step)
+        found.append(part)
+        start = int(part.max()) + 1
+    positions = torch.cat(found, dim=1)
+    return positions[:, None], torch.tensor([[start - positions.shape[1]]])
 
 
 STATES_EPSILON = 1e-2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -29,6 +29,11 @@ def recorded(frames: Sequence[Image.Image], kind: str = "mp4", fps: int = 10) ->
             container.mux(stream.encode(av.VideoFrame.from_ndarray(np.asarray(frame), format="rgb24")))
         container.mux(stream.encode())
     return file.getvalue()
+
+
+def packets(data: bytes) -> Iterator[bytes]:
+    with av.open(io.BytesIO(data), format="matroska") as source:
+        yield from (bytes(packet) for packet in source.demux(video=0) if packet.size)
 
 
 def changed(data: bytes, kind: str, change: Callable[[int, av.Packet], bytes]) -> bytes:

@@ -20,6 +20,7 @@ from quire.config.media import VideoOptions
 from quire.errors import UserError
 from quire.multimodal import videos
 from quire.multimodal.processors import read_qwen_processor
+from quire.multimodal.sources import ImageLimits
 from quire.multimodal.videos import VideoProcessor, decode_video, read_video_processor
 from quire.tokenization.helpers import Helpers
 from quire.tokenization.jobs import ReadLimits, Setup, TemplateLimits
@@ -88,7 +89,7 @@ def test_decoded_frames(kind: str, tmp_path: Path) -> None:
     path = tmp_path / f"clip.{kind}"
     path.write_bytes(data)
     wanted, _ = read_video_pyav(str(path), lambda metadata, **_: np.array(made.sample(len(FRAMES), 10.0)))
-    frames, seconds = decode_video(data, "x", made)
+    frames, seconds, _ = decode_video(data, "x", made)
     assert seconds == [index / 10 for index in (0, 3, 5, 8)]
     assert np.array_equal(np.stack(frames), wanted)
     assert np.array_equal(frames[1], np.asarray(FRAMES[3])) == (kind == "matroska"), "which loses nothing"
@@ -100,7 +101,7 @@ def test_decoded_frames(kind: str, tmp_path: Path) -> None:
 def test_frames_are_resized_as_they_are_decoded(tmp_path: Path) -> None:
     """So no more is kept than the processor's pixels, whatever the file's."""
     made = processor(tmp_path, fps=10, size={"shortest_edge": 64, "longest_edge": 9 * 128})
-    frames, _ = decode_video(recorded([draw(seed, size=(64, 32)) for seed in range(9)]), "x", made)
+    frames, *_ = decode_video(recorded([draw(seed, size=(64, 32)) for seed in range(9)]), "x", made)
     assert [frame.shape for frame in frames] == [(8, 16, 3)] * 9
     assert all(frame.base is None for frame in frames), "none is a view of a decoded frame"
 
@@ -118,9 +119,9 @@ def test_frames_that_are_not_shown_are_not_counted(tmp_path: Path) -> None:
 
     made = processor(tmp_path, fps=None, size={"shortest_edge": 64, "longest_edge": 9 * 512})
     for kind, change, shown in (("mp4", begin_at_the_third, 7), ("webm", hide_the_fifth, 8)):
-        frames, seconds = decode_video(clips.changed(recorded(FRAMES, kind), kind, change), "x", made)
+        frames, seconds, _ = decode_video(clips.changed(recorded(FRAMES, kind), kind, change), "x", made)
         assert seconds == [index / 10 for index in range(shown)], kind
-        wanted, _ = decode_video(recorded(FRAMES, kind), "x", made)
+        wanted, *_ = decode_video(recorded(FRAMES, kind), "x", made)
         places = range(2, 9) if kind == "mp4" else [0, 1, 2, 3, 5, 6, 7, 8]
         assert np.array_equal(np.stack(frames[:4]), np.stack([wanted[place] for place in places[:4]])), kind
 
@@ -129,12 +130,33 @@ def test_the_last_frame_stands_for_those_that_the_end_lacks(tmp_path: Path, monk
     """A file that is cut off, and packets of which the decoder makes fewer frames."""
     made = processor(tmp_path, fps=None, size={"shortest_edge": 64, "longest_edge": 20 * 512})
     whole = recorded(FRAMES, "avi")
-    frames, seconds = decode_video(whole[: whole.rindex(b"00dc", 0, whole.index(b"idx1")) + 40], "x", made)
+    frames, seconds, _ = decode_video(whole[: whole.rindex(b"00dc", 0, whole.index(b"idx1")) + 40], "x", made)
     assert seconds == [index / 10 for index in range(8)]
     monkeypatch.setattr(videos, "_num_frames", lambda packets, codec: 12)
-    frames, seconds = decode_video(recorded(FRAMES, "matroska"), "x", made)
+    frames, seconds, _ = decode_video(recorded(FRAMES, "matroska"), "x", made)
     assert seconds == [index / 10 for index in (0, 1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 8)]
     assert np.array_equal(frames[-1], np.asarray(FRAMES[8]))
+
+
+def test_frames_of_other_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turned as a phone's file says, and refused if they change, or before there is room for a frame over the limit."""
+    file, made = bytearray(recorded(FRAMES)), processor(tmp_path, size={"shortest_edge": 64, "longest_edge": 9 * 512})
+    upright, *_ = decode_video(bytes(file), "x", made)
+    for matrix, turns in (((0, 1, -1, 0), 3), ((-1, 0, 0, -1), 2), ((0, -1, 1, 0), 1)):
+        one, two, three, four = (each * 2**16 for each in matrix)
+        struct.pack_into(">9i", file, file.find(b"tkhd") + 44, one, two, 0, three, four, 0, 0, 0, 2**30)
+        turned, *_ = decode_video(bytes(file), "x", made)
+        assert np.array_equal(np.stack(turned), np.rot90(np.stack(upright), turns, axes=(1, 2)))
+        assert made.prepare(bytes(file), "x").parts[0].grid == ((1, 4, 2) if turns % 2 else (1, 2, 4))
+    larger = next(clips.packets(recorded([draw(1, size=(64, 32))], "webm")))
+    data = clips.changed(
+        recorded(FRAMES, "webm"), "webm", lambda number, packet: larger if number == 4 else bytes(packet)
+    )
+    with pytest.raises(UserError, match="x: frames of a video must have one size"):
+        decode_video(data, "x", made)
+    monkeypatch.setattr(videos, "VIDEO_LIMITS", ImageLimits(max_pixels=600, kind="video"))
+    with pytest.raises(UserError, match="x: the video is damaged or cut off"):
+        decode_video(data, "x", made)
 
 
 def test_counting_ends_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:

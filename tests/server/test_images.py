@@ -6,6 +6,7 @@ import base64
 import contextlib
 import http.server
 import io
+import ipaddress
 import json
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -18,8 +19,12 @@ import pytest
 import torch
 from PIL import Image
 
+from quire.config.media import MediaConfig
 from quire.config.options import EngineOptions
 from quire.engine.async_engine import AsyncLLM
+from quire.errors import UserError
+from quire.multimodal.fetching import fetch_image
+from quire.multimodal.sources import VIDEO_LIMITS
 from quire.sampling_params import SamplingParams
 from quire.server.app import create_app
 from quire.server.settings import ServerSettings
@@ -334,7 +339,8 @@ class Site(http.server.BaseHTTPRequestHandler):
             self.end_headers()
             return
         data = encoded(WIDE) if self.path == "/wide.png?x=1" else b"no picture"
-        self.send_response(200 if self.path != "/missing" else 404)
+        is_asked = self.path != "/clip.mp4" or self.headers["Accept"].startswith("video/*")
+        self.send_response(404 if self.path == "/missing" else 200 if is_asked else 406)
         self.send_header("Content-Length", str(len(data) + (5 if self.path == "/cut" else 0)))
         self.end_headers()
         self.wfile.write(data)
@@ -386,3 +392,16 @@ async def test_urls_of_allowed_hosts_and_files(directory: Path, site: str, tmp_p
             error = response.json()["error"]
             assert (response.status_code, error["param"]) == (400, "messages[0].content[0].image_url"), error
             assert message in error["message"], error
+
+
+def test_videos_of_urls(site: str) -> None:
+    """Asked for, and named in errors, as videos."""
+    media = MediaConfig(domains=("127.0.0.1",), networks=(ipaddress.ip_network("127.0.0.1"),))
+    assert fetch_image(f"http://127.0.0.1:{site}/clip.mp4", "x", media, VIDEO_LIMITS) == b"no picture"
+    for address, message in (
+        (f"http://127.0.0.1:{site}/missing", "x: the video was not fetched: '127.0.0.1' answered with status 404"),
+        ("http://example.invalid/x.mp4", "x: videos of 'example.invalid' are not fetched"),
+        ("x.mp4", "x: a URL of a video must be data:video/"),
+    ):
+        with pytest.raises(UserError, match=message):
+            fetch_image(address, "x", media, VIDEO_LIMITS)

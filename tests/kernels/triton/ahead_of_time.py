@@ -266,14 +266,16 @@ def routing_calls() -> Calls:
     ]
 
 
-def tower_calls() -> Calls:
-    """Attention of towers with heads of 72 and 80, rotated, in both widths of numbers."""
+def tower_calls(capability: int) -> Calls:
+    """Attention of towers with heads of 72 and 80, rotated, in 16 bits, and of one of them in float32: both are padded
+    alike."""
 
     def call(dim: int, dtype: torch.dtype) -> None:
         rotation = float32(64, dim // 2), float32(64, dim // 2)
         attend_both_ways(empty(64, 3 * 16 * dim, dtype=dtype), rotation, int32(3), 16, 0.1, None)
 
-    return [partial(call, dim, dtype) for dim in (72, 80) for dtype in (torch.bfloat16, torch.float32)]
+    narrow = [partial(call, dim, torch.bfloat16) for dim in (72, 80)]
+    return [*narrow, partial(call, 72 if capability < 90 else 80, torch.float32)]
 
 
 def stored(kind: int, rows: int, columns: int, capability: int, count: int = 1) -> StoredMatrix:
@@ -504,7 +506,7 @@ def calls_of(capability: int, words: Sequence[str]) -> Calls:
     if "routing" in words:
         return routing_calls()
     if "towers" in words:
-        return tower_calls()
+        return tower_calls(capability)
     if "sweep" in words:
         products = ProductSweep(QWEN3_8B_SHAPE, torch.device("cpu"), empty=True)
         return [*dry_calls(), *products.calls()]

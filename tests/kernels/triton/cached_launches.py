@@ -1,7 +1,8 @@
-"""Launches kernels as an engine does on a card of compute capability 9.0, and prints for each that Triton had to look
-up, and for each module in C that launches one, whether the cache held it, as a line of JSON.
+"""Launches kernels as an engine does on a card of compute capability 9.0, or of another one, and prints for each that
+Triton had to look up, and for each module in C that launches one, whether the cache held it, as a line of JSON.
 
     python -m tests.kernels.triton.cached_launches
+    python -m tests.kernels.triton.cached_launches 80
 
 Triton's own driver says what the card is; only the questions that it would ask libcuda are answered here. Run without
 TRITON_INTERPRET.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +38,8 @@ class FindingLauncher(NotingLauncher):
 class CardOfNinety(CudaDriver):
     """A CudaDriver without libcuda."""
 
-    def __init__(self) -> None:
+    def __init__(self, capability: int = 90) -> None:
+        self._capability = divmod(capability, 10)
         self.utils, self.launcher_cls = LoadingUtilities(), FindingLauncher
 
     def get_current_device(self) -> int:
@@ -46,7 +49,7 @@ class CardOfNinety(CudaDriver):
         return 0
 
     def get_device_capability(self, device: int) -> tuple[int, int]:
-        return 9, 0
+        return self._capability
 
 
 def note(*, src: Any, cache_hit: bool, **_: Any) -> None:
@@ -65,7 +68,7 @@ def not_built(*_: Any) -> str:
 
 def main() -> None:
     envs.keep_triton_cache()  # as the worker of a device does
-    driver.set_active(CardOfNinety())
+    driver.set_active(CardOfNinety(*map(int, sys.argv[1:])))
     knobs.compilation.listener = note
     knobs.nvidia.libcuda_path = os.devnull
     build._build = not_built

@@ -43,7 +43,7 @@ def fused_operations(cubin: bytes) -> int:
 
 def main() -> None:
     driver.set_active(LaunchingGPU(CAPABILITY))
-    layer = replace(QWEN3_8B, window=1000, soft_cap=30.0, sinks=float32(QWEN3_8B.num_heads))
+    layer = replace(QWEN3_8B, head_dim=64, window=1000, soft_cap=30.0, sinks=float32(QWEN3_8B.num_heads))
     with recorded_launches(CountingRecorder()):
         attention_call(layer, CAPABILITY, 512, fixed=True)()
 

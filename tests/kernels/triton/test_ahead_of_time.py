@@ -42,11 +42,8 @@ def test_an_engine_finds_what_was_compiled_ahead(tmp_path: Path) -> None:
     looked_up = run_module("cached_launches", **cache)
     assert {line["kernel"] for line in looked_up} == compiled | {"__triton_launcher", "cuda_utils"}
     assert all(line["was cached"] for line in looked_up)
-    elsewhere = {"QUIRE_TRITON_CACHE": str(tmp_path / "another card")}
-    run_module("ahead_of_time", "80", "words", "cache", **elsewhere)
-    assert not any(
-        line["was cached"] for line in run_module("cached_launches", **elsewhere) if line["kernel"] in compiled
-    )
+    elsewhere = run_module("cached_launches", "80", **cache)
+    assert {line["was cached"] for line in elsewhere if line["kernel"] in compiled} == {False}
 
 
 @pytest.mark.long
@@ -131,7 +128,7 @@ def test_kernels_compile_and_fit(arguments: tuple[str, ...]) -> None:
 def test_attention_of_towers_fits(capability: int) -> None:
     """Wide heads in float32 take fewer tiles at once. (They spill: towers compute in 16 bits.)"""
     launches = run_module("ahead_of_time", str(capability), "towers")
-    assert len(launches) == 4
+    assert len(launches) == 3
     assert max(launch["shared"] for launch in launches) <= SHARED_BYTES[capability]
 
 

@@ -1,0 +1,149 @@
+"""The interpreter that tests/warm_interpreters.py copies."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import importlib
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Collection
+from typing import Any, NoReturn
+
+import msgspec
+
+from quire.executors import multiprocess
+from quire.utils import child_process
+from quire.utils.process_name import name_process
+
+IMPORTED = (
+    *("quire.engine.process", "quire.executors.local", "quire.executors.rank", "quire.models.native"),
+    *("quire.parallel.choice", "quire.parallel.shared_memory", "quire.parallel.torch_dist", "quire.sampling.sampler"),
+    *("quire.sampling.native_kernels", "quire.worker.platform.cpu", "quire.worker.platform.native_columns"),
+    *("quire.attention.native_backend", "quire.attention.native_encoder", "quire.attention.torch_backend"),
+    *("quire.quantization.merge", "quire.quantization.packed", "quire.models.loader", "quire.models.gguf.sizes"),
+)
+"""Most of what ranks and engines import."""
+_ABOVE_ALL = 400
+"""Added to the numbers of a copy's files, before they get those that they have in the process that asks."""
+
+
+class Copy(subprocess.Popen[bytes]):
+    """A process that is started in another way than by fork and exec."""
+
+    def __init__(self, start: Callable[[int], int]) -> None:
+        """start: file that the process reads as standard input -> process id."""
+        self._start = start
+        super().__init__(["copy"], stdin=subprocess.PIPE)
+
+    def _execute_child(self, *arguments: Any) -> None:
+        """The eleventh argument is the end of the pipe that the child reads."""
+        try:
+            self.pid = self._start(arguments[10])
+            self._child_created = True
+        finally:
+            os.close(arguments[10])
+
+
+class Asked(msgspec.Struct):
+    """Request for a copy. numbers: of its files, in the order in which they are sent."""
+
+    module: str
+    name: str
+    numbers: list[int]
+    environment: dict[str, str]
+    directory: str
+
+    @classmethod
+    def here(cls, module: str, name: str, fds: Collection[int]) -> Asked:
+        """With this process's environment and directory."""
+        return cls(module, name, [0, 1, 2, *fds], dict(os.environ), os.getcwd())
+
+
+def serve(number: int) -> None:
+    """Make copies until the socket closes. number: the socket's."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.disable()
+    for name in IMPORTED:
+        importlib.import_module(name)
+    gc.freeze()
+    asking = socket.socket(fileno=number)
+    while True:
+        message, fds, _, _ = socket.recv_fds(asking, 2**18, 256)
+        if not message:
+            return
+        asker, (read, write) = os.getppid(), os.pipe()
+        between = os.fork()
+        if between == 0:
+            os.close(read)
+            copy = os.fork()
+            if copy == 0:
+                os.close(write)
+                _run(msgspec.json.decode(message, type=Asked), fds, asker)
+            os.write(write, struct.pack("i", copy))
+            os._exit(0)
+        os.close(write)
+        (pid,) = struct.unpack("i", os.read(read, 4))
+        os.waitpid(between, 0)  # its child is the asker's now
+        for each in (read, *fds):
+            os.close(each)
+        asking.send(str(pid).encode())
+
+
+def _start_rank(module: str, name: str, line: bytes, fds: Collection[int]) -> subprocess.Popen[bytes]:
+    """Ranks of a copied engine are copies of it."""
+
+    def start(stdin: int) -> int:
+        asked, asker = Asked.here(module, name, fds), os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            _run(asked, [stdin, *asked.numbers[1:]], asker)
+        return pid
+
+    process = Copy(start)
+    child_process.write_line(process, line)
+    return process
+
+
+def _run(asked: Asked, fds: list[int], asker: int) -> NoReturn:
+    """Run a module's main() in this copy, and end."""
+    status = 1
+    try:
+        while os.getppid() != asker:
+            time.sleep(0.001)
+        os.setpgid(0, 0)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        numbers = asked.numbers
+        high = [fcntl.fcntl(each, fcntl.F_DUPFD, _ABOVE_ALL + max(numbers)) for each in fds]
+        for each, wanted in zip(high, numbers, strict=True):
+            os.dup2(each, wanted)
+        for each in os.listdir("/proc/self/fd"):
+            if int(each) not in numbers:
+                with contextlib.suppress(OSError):
+                    os.close(int(each))
+        gc.freeze()  # what the asker leaves behind is not freed here: its files have other owners by now
+        sys.stdin = os.fdopen(0, closefd=False)
+        name_process(asked.name)
+        os.environ.clear()
+        os.environ.update(asked.environment)
+        os.chdir(asked.directory)
+        gc.enable()
+        multiprocess.start_interpreter = _start_rank
+        importlib.import_module(asked.module).main()
+        status = 0
+    except SystemExit as leave:
+        status = leave.code if isinstance(leave.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
