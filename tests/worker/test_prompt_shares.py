@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from quire.worker.input_batch import InputBatch
-from quire.worker.prompt_shares import LEAST_TOKENS, batch_of_tokens, owners
+from quire.worker.platform.shared_inputs import LEAST_TOKENS, batch_of_tokens, owners
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])

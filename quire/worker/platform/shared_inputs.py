@@ -14,7 +14,10 @@ from quire.parallel.interface import ProcessGroup
 from quire.worker.block_tables import BlockTables
 from quire.worker.input_batch import InputBatch
 from quire.worker.platform.cpu_inputs import CacheBackends, CpuColumns, StepInputs, prepare_inputs
-from quire.worker.prompt_shares import batch_of_tokens, owners
+
+LEAST_TOKENS = 16
+"""Tokens of prompts per rank from which on a step is dealt. Below, products read weights for nearly the same time, and
+exchanges cost more than the rows that a rank is spared."""
 
 
 class SharedInputs:
@@ -57,7 +60,7 @@ class SharedInputs:
         return inputs._replace(attention=SharedPromptsStep(self._keys, inputs.attention))
 
     def gather(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states of all read tokens. hidden: of those that are in this rank's part of the last step."""
+        """Hidden states of all read tokens. hidden: rows of this rank's part of the last step."""
         if self._read is None:
             return hidden
         rank, counts = self._group.rank, [len(places) for places in self._read]
@@ -80,3 +83,38 @@ class SharedInputs:
             return None
         rows = np.searchsorted(own, read[self._read[self._group.rank]])
         return torch.from_numpy(rows if len(rows) else np.zeros(1, np.int64))
+
+
+def owners(counts: np.ndarray, num_ranks: int) -> np.ndarray | None:
+    """Rank that computes each token of a step, [T] int64; None: every rank computes all. counts: [S] tokens of each
+    sequence.
+
+    A chunk is cut into two pieces per rank, and each rank takes an early one and the late one that mirrors it, so that
+    ranks attend to about as many keys. Sequences too short for that go to the rank with the fewest tokens so far.
+    """
+    num_pieces = 2 * num_ranks
+    is_long = counts >= num_pieces
+    if counts[is_long].sum() < LEAST_TOKENS * num_ranks:
+        return None
+    takers = np.concatenate((np.arange(num_ranks), np.arange(num_ranks)[::-1]))
+    dealt: list[np.ndarray] = [np.zeros(0, np.int64)] * len(counts)
+    loads = np.zeros(num_ranks, np.int64)
+    for index in np.flatnonzero(is_long).tolist():
+        borders = counts[index] * np.arange(num_pieces + 1) // num_pieces
+        dealt[index] = np.repeat(takers, np.diff(borders))
+        loads += np.bincount(dealt[index], minlength=num_ranks)
+    for index in np.flatnonzero(~is_long).tolist():
+        taker = int(loads.argmin())
+        dealt[index] = np.full(counts[index], taker, np.int64)
+        loads[taker] += counts[index]
+    return np.concatenate(dealt)
+
+
+def batch_of_tokens(batch: InputBatch, tokens: np.ndarray) -> InputBatch:
+    """Batch of some of a batch's tokens, at least one, int64: each run of successive tokens counts as a sequence."""
+    sequences, positions = batch.sequence_index[tokens], batch.positions[tokens]
+    is_first = np.ones(len(tokens), np.bool_)
+    is_first[1:] = (np.diff(tokens) != 1) | (np.diff(sequences) != 0)
+    firsts = np.flatnonzero(is_first)
+    counts = np.diff(np.append(firsts, len(tokens)))
+    return InputBatch.of(batch.rows[sequences[firsts]], positions[firsts], counts)
